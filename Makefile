@@ -1,0 +1,45 @@
+# `make quickstart` and `make test` set up everything they need in .venv; nothing else is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help quickstart test lint format constraints clean
+
+help:
+	@echo "make quickstart  train a small model twice (full precision, SageBwd) and compare the losses"
+	@echo "make test        lint and test on the CPU"
+	@echo "make format      let ruff tidy the code"
+	@echo "make constraints renew constraints.txt from pyproject.toml"
+	@echo "make clean       remove .venv and caches (never runs/ or datasets/)"
+
+quickstart: $(VENV)/train.done
+	$(BIN)/python -m scripts.quickstart
+
+test: $(VENV)/dev.done lint
+	$(BIN)/python -m pytest -q -n 2
+
+lint: $(VENV)/dev.done
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+
+format: $(VENV)/dev.done
+	$(BIN)/ruff check --quiet --fix .
+	$(BIN)/ruff format --quiet .
+
+$(VENV)/%.done: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sagebwd needs Python 3.10 or newer, this is " + sys.version.split()[0] + ". Point to another one: make PYTHON=python3.12 ...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	@touch $@
+
+# The two pins that everything else is resolved around.
+constraints:
+	printf 'torch==2.13.0\ntriton==3.7.1\n' > .pins.txt
+	uv pip compile --universal --python-version 3.10 --no-header --no-annotate --quiet \
+	  --all-extras pyproject.toml --constraint .pins.txt --output-file .constraints.txt
+	{ echo '# Every version that `make` installs, for Python 3.10 to 3.13. Made by `make constraints`; do not edit.'; \
+	  cat .constraints.txt; } > constraints.txt
+	rm .pins.txt .constraints.txt
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info
