@@ -1,0 +1,8 @@
+"""Trainable INT8 attention: SageBwd (arXiv 2603.02170)."""
+
+from sagebwd.config import SageConfig
+from sagebwd.functional import sage_attention
+
+__version__ = "0.1.0"
+
+__all__ = ["SageConfig", "__version__", "sage_attention"]

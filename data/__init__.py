@@ -1,0 +1,9 @@
+"""From text to batches of token ids.
+
+sources/      where text comes from: OpenWebText, parquet, JSON Lines, plain text, Python's own library
+tokenizers    text → token ids
+prepare       all of a source's text → shards of ids on disk (`python -m data.prepare`)
+corpus        opens what is prepared; prepares small texts on first use
+tokens        memory-mapped view of the shards
+loader        which sequences make up step n, on which rank, in which order
+"""

@@ -1,0 +1,81 @@
+"""The text of a run, ready to train on."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from data import tokenizers
+from data.files import matching
+from data.manifest import Manifest, recipe
+from data.prepare import is_prepared, prepare
+from data.settings import FILE_SUFFIXES, DataSettings, check, named_folder
+from data.shards import SPLITS
+from data.tokenizers import IDS, Tokenizer
+from data.tokens import TokenShards
+
+FULL_CHECK_LIMIT = 1 << 30  # bytes of shards; up to this, opening compares checksums and not only sizes
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared dataset."""
+
+    train: TokenShards
+    val: TokenShards
+    tokenizer: Tokenizer
+    manifest: Manifest
+
+
+def open_corpus(settings: DataSettings) -> Corpus:
+    """Open the dataset of these settings; a small one is prepared first if it is not yet.
+
+    Every process may call this at once: one prepares, the others wait. Raises ValueError, with the command to
+    run, for a large dataset that is not prepared, and whatever `data.prepare.prepare` raises.
+    """
+    check(settings)
+    folder = _without_its_text(settings) or _prepared(settings)
+    manifest = Manifest.read(folder)
+    size = sum(map(manifest.tokens, SPLITS)) * IDS.itemsize
+    verify = "full" if size <= FULL_CHECK_LIMIT else "size"
+    train, val = (TokenShards.open(folder, split, verify) for split in SPLITS)
+    return Corpus(train, val, tokenizers.load(settings.tokenizer), manifest)
+
+
+def _prepared(settings: DataSettings) -> Path:
+    made = recipe(settings)
+    if is_prepared(made):
+        return made.folder
+    if made.source.input_bytes > settings.prepare_on_first_use_mb * 1e6:
+        raise ValueError(
+            f"{made.folder} is not prepared yet, and {made.source.input_bytes / 1e6:,.0f} MB of input take "
+            f"a while. Prepare it once, on any machine that shares this folder:\n    {command(settings)}"
+        )
+    return prepare(settings)
+
+
+def _without_its_text(settings: DataSettings) -> Path | None:
+    """The dataset called data.name, if its source files are not on this machine (a cluster node, say)."""
+    folder = named_folder(settings)
+    if folder is None or settings.path is None:
+        return None
+    try:
+        matching(settings.path, FILE_SUFFIXES[settings.source])
+    except ValueError:
+        made_with = Manifest.read(folder).recipe["tokenizer"]
+        if made_with != settings.tokenizer:
+            raise ValueError(
+                f"{folder} was prepared with data.tokenizer={made_with}, not {settings.tokenizer}; use that, "
+                "or another data.name"
+            ) from None
+        return folder
+    return None
+
+
+def command(settings: DataSettings) -> str:
+    """The command that prepares the dataset of these settings."""
+    group = {"stdlib": "embedded"}.get(settings.source, settings.source)
+    usual = DataSettings(revision=settings.revision, documents=settings.documents, tokenizer="")
+    keys = ("path", "val_path", "column", "tokenizer", "val_fraction", "repository", "config", "root", "name")
+    changed = {key: getattr(settings, key) for key in keys if getattr(settings, key) != getattr(usual, key)}
+    overrides = [f"data.{key}={shlex.quote(str(value))}" for key, value in changed.items()]
+    return " ".join(["python -m data.prepare", f"data={group}", *overrides])

@@ -1,0 +1,138 @@
+"""Which sequences make up a step. A pure function of (seed, step): resuming is exact and costs nothing.
+
+The token array is cut into sequences of `context` tokens. Every epoch visits each of them once, in an order
+of its own. The step's sequences, and how they fall into micro-batches, are the same for any number of ranks.
+"""
+
+import functools
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.permutation import Permutation
+from data.tokens import TokenShards
+
+log = logging.getLogger(__name__)
+
+
+class BatchLoader:
+    """The training batches of one rank."""
+
+    def __init__(
+        self,
+        tokens: TokenShards,
+        *,
+        context: int,
+        sequences_per_step: int,
+        micro_batch: int,
+        seed: int,
+        rank: int = 0,
+        ranks: int = 1,
+        pin_memory: bool = False,
+    ):
+        """`sequences_per_step` counts all ranks together; `micro_batch` is sequences per rank and pass.
+
+        `pin_memory` gives page-locked tensors, which copy to a GPU asynchronously.
+        Raises ValueError when the sequences can not be shared out evenly, or the data is shorter than one.
+        """
+        if min(context, sequences_per_step, micro_batch, ranks) < 1 or not 0 <= rank < ranks:
+            raise ValueError(
+                f"context={context}, sequences_per_step={sequences_per_step}, micro_batch={micro_batch} and "
+                f"ranks={ranks} must be at least 1, and rank={rank} below ranks"
+            )
+        if sequences_per_step % (micro_batch * ranks):
+            raise ValueError(
+                f"{sequences_per_step} sequences per step do not divide into micro-batches of {micro_batch} "
+                f"on {ranks} rank(s); use a multiple of {micro_batch * ranks}"
+            )
+        self.tokens = tokens
+        self.context = context
+        self.sequences_per_step = sequences_per_step
+        self.micro_batch = micro_batch
+        self.seed = seed
+        self.rank = rank
+        self.ranks = ranks
+        self.pin_memory = pin_memory
+        self.sequences = count_sequences(tokens, context)  # of an epoch
+
+    def epoch_of(self, step: int) -> float:
+        """How often the data has been gone through when `step` begins."""
+        return step * self.sequences_per_step / self.sequences
+
+    def sequence_indices(self, step: int) -> np.ndarray:
+        """The sequences of a step, all ranks', in order; int64, (sequences_per_step,)."""
+        samples = step * self.sequences_per_step + np.arange(self.sequences_per_step, dtype=np.int64)
+        epochs, positions = np.divmod(samples, self.sequences)
+        indices = np.empty_like(samples)
+        for epoch in np.unique(epochs):  # a step may reach into the next epoch
+            there = epochs == epoch
+            indices[there] = self._order(int(epoch))(positions[there])
+        return indices
+
+    def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's (inputs, targets) of a step, int64 on the CPU, each (micro_batch, context).
+
+        Row i of micro-step m is row (m · ranks + rank) · micro_batch + i of the step.
+        """
+        mine = self.sequence_indices(step).reshape(-1, self.ranks, self.micro_batch)[:, self.rank]
+        for indices in mine:
+            yield stack_sequences(self.tokens, indices, self.context, pin_memory=self.pin_memory)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - one loader lives as long as its run
+    def _order(self, epoch: int) -> Permutation:
+        return Permutation(self.sequences, seed=self.seed, epoch=epoch)
+
+
+def evaluation_batches(
+    tokens: TokenShards, *, context: int, sequences: int, micro_batch: int, rank: int = 0, ranks: int = 1
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first `sequences` sequences of held-out text, or all there are, in order; shapes as micro_batches.
+
+    Batch j belongs to rank j mod ranks; the last one may be smaller, so weigh by tokens.
+    Raises ValueError when the text is shorter than one sequence.
+    """
+    available = count_sequences(tokens, context)
+    if available < sequences:
+        _warn_once(
+            f"{tokens.name} holds {available} sequences of {context} tokens: evaluating on these instead of "
+            f"{sequences}"
+        )
+    used = min(available, sequences)
+    for first in range(rank * micro_batch, used, ranks * micro_batch):
+        yield stack_sequences(tokens, np.arange(first, min(first + micro_batch, used)), context)
+
+
+def count_sequences(tokens: TokenShards, context: int) -> int:
+    """How many sequences of `context` tokens, each with a token behind it to predict, the data holds.
+
+    Raises ValueError when there is none.
+    """
+    count = (len(tokens) - 1) // context
+    if count < 1:
+        raise ValueError(
+            f"{tokens.name} has {len(tokens)} tokens, too few for one sequence of context={context} and the "
+            f"token behind it; use context={max(len(tokens) - 1, 1)} or less, or more text (for held-out "
+            "text: a greater data.val_fraction)"
+        )
+    return count
+
+
+def stack_sequences(
+    tokens: TokenShards, indices: np.ndarray, context: int, *, pin_memory: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(inputs, targets) of some sequences, int64, each (len(indices), context); targets are a token ahead."""
+    inputs = torch.empty(len(indices), context, dtype=torch.int64, pin_memory=pin_memory)
+    targets = torch.empty_like(inputs, pin_memory=pin_memory)
+    for row, index in enumerate(indices):
+        window = tokens.window(int(index) * context, context + 1)
+        inputs.numpy()[row] = window[:-1]
+        targets.numpy()[row] = window[1:]
+    return inputs, targets
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    log.warning(message)

@@ -1,0 +1,114 @@
+"""What a prepared dataset is made from (the recipe) and consists of (the manifest, kept with it)."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Optional
+
+from data import sources
+from data.files import read_json, write_json
+from data.settings import DataSettings, vocabulary_size
+from data.shards import SPLITS, Shard
+from data.sources import Source
+
+FORMAT = 1  # raise it whenever the same text would become other shards
+FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the bytes of a prepared dataset, and the folder they go to."""
+
+    source: Source
+    tokenizer: str
+    description: dict  # JSON; two recipes that describe alike make the same bytes
+    folder: Path
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps(self.description, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def recipe(settings: DataSettings) -> Recipe:
+    """The recipe that the settings amount to. Raises ValueError for input that is missing or unreadable."""
+    source = sources.load(settings)
+    description = {
+        "format": FORMAT,
+        "source": settings.source,
+        "identity": source.identity,
+        "tokenizer": settings.tokenizer,
+        "held_out": source.held_out,
+        "units": len(source.units),
+    }
+    made = Recipe(source, settings.tokenizer, description, Path(settings.root))
+    name = settings.name or f"{_stem(settings)}-{settings.tokenizer}-{made.fingerprint[:10]}"
+    return Recipe(source, settings.tokenizer, description, Path(settings.root) / name)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The table of contents of a prepared dataset."""
+
+    fingerprint: str
+    recipe: dict
+    vocab_size: int
+    shards: dict[str, list[Shard]]  # by split, in order
+
+    @staticmethod
+    def read(folder: Path) -> Optional["Manifest"]:
+        """The manifest of a folder, or None when its preparation has not finished."""
+        content = read_json(folder / FILE)
+        if content is None:
+            return None
+        try:
+            shards = {
+                split: [Shard(**shard) for shard in content["splits"][split]["shards"]] for split in SPLITS
+            }
+            return Manifest(content["fingerprint"], content["recipe"], content["vocab_size"], shards)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{folder / FILE} was not written by this version of data.prepare ({error!r}); delete the "
+                "folder and prepare it again"
+            ) from None
+
+    def write(self, folder: Path) -> None:
+        splits = {
+            split: {
+                "tokens": self.tokens(split),
+                "documents": self.documents(split),
+                "shards": [asdict(shard) for shard in self.shards[split]],
+            }
+            for split in SPLITS
+        }
+        content = {
+            "fingerprint": self.fingerprint,
+            "recipe": self.recipe,
+            "vocab_size": self.vocab_size,
+            "ids": "unsigned 16-bit integers, little-endian",
+            "splits": splits,
+        }
+        write_json(folder / FILE, content)
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.shards[split])
+
+    def documents(self, split: str) -> int:
+        return sum(shard.documents for shard in self.shards[split])
+
+    def intact_in(self, folder: Path) -> bool:
+        """Whether every shard is there in its full size."""
+        return all(shard.intact_in(folder) for shards in self.shards.values() for shard in shards)
+
+
+def manifest_of(made: Recipe, shards: dict[str, list[Shard]]) -> Manifest:
+    return Manifest(made.fingerprint, made.description, vocabulary_size(made.tokenizer), shards)
+
+
+def _stem(settings: DataSettings) -> str:
+    """A readable beginning for the folder's name."""
+    if settings.path is None:
+        return settings.source
+    return re.sub(r"[^A-Za-z0-9]+", "-", Path(settings.path).stem).strip("-").lower()[:40] or settings.source

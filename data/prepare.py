@@ -1,0 +1,200 @@
+"""Tokenize a source into shards, once: `python -m data.prepare data=openwebtext`.
+
+Several processes take one unit each. A unit that is finished stays finished: after an interruption of any
+kind the same command does only the rest, and the result is the same bytes as without one, for any number of
+processes.
+"""
+
+import fcntl
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data import tokenizers, workers
+from data.manifest import Manifest, Recipe, manifest_of, recipe
+from data.settings import DataSettings, check
+from data.shards import SPLITS, UnitRecord, remove_unfinished
+from data.tokens import TokenShards
+
+BYTES_WORTH_A_PROCESS = 16 << 20  # tokenized in the second that a process takes to start
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class PrepareSettings:
+    """The command line of `python -m data.prepare`."""
+
+    data: DataSettings = field(default_factory=DataSettings)
+    verify: bool = False  # when all is prepared, read every shard and compare its checksum
+
+
+def prepare(settings: DataSettings) -> Path:
+    """Make sure that the dataset of these settings is on disk, whole; return its folder.
+
+    Returns at once when it is. When another process is preparing the same folder, waits for it. Raises
+    ValueError for text that can not be used and OSError for failures of disk, network or memory, naming the
+    mend; then what is finished is kept.
+    """
+    check(settings)
+    made = recipe(settings)
+    if is_prepared(made):
+        return made.folder
+    made.folder.mkdir(parents=True, exist_ok=True)
+    with _locked(made.folder):
+        if not is_prepared(made):  # it may have become so while we waited
+            _refuse_other_recipe(made)
+            _prepare(made, settings)
+    return made.folder
+
+
+def is_prepared(made: Recipe) -> bool:
+    """Whether the folder holds what the recipe makes, going by the shards' sizes, not their content."""
+    manifest = Manifest.read(made.folder)
+    return (
+        manifest is not None and manifest.fingerprint == made.fingerprint and manifest.intact_in(made.folder)
+    )
+
+
+def _prepare(made: Recipe, settings: DataSettings) -> None:
+    remove_unfinished(made.folder)
+    tokenizers.load(made.tokenizer)  # fails here, once and early, when its vocabulary can not be had
+    tasks = [
+        workers.Task(made.folder, index, unit, made.tokenizer, made.source.held_out, made.fingerprint)
+        for index, unit in enumerate(made.source.units)
+        if not _finished(made, index)
+    ]
+    log.info("preparing %s: %d of %d units to do", made.folder, len(tasks), len(made.source.units))
+    start = time.perf_counter()
+    with _progress(tasks) as report:
+        workers.run(tasks, settings.processes or _useful_processes(tasks), report)
+    manifest = _collect(made)
+    _check_totals(manifest, settings)
+    manifest.write(made.folder)
+    log.info(
+        "%s: %s tokens to train on in %s documents, %s held out in %s; %.0f s",
+        made.folder,
+        *(f"{count(split):,}" for split in SPLITS for count in (manifest.tokens, manifest.documents)),
+        time.perf_counter() - start,
+    )
+
+
+def _useful_processes(tasks: list[workers.Task]) -> int:
+    """One per core that this process may use, but none for less text than it takes to start it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 1 + sum(task.unit.text_bytes for task in tasks) // BYTES_WORTH_A_PROCESS)
+
+
+def _finished(made: Recipe, index: int) -> bool:
+    record = UnitRecord.read(made.folder, index)
+    return record is not None and record.fingerprint == made.fingerprint and record.intact_in(made.folder)
+
+
+def _collect(made: Recipe) -> Manifest:
+    """The manifest over all finished units."""
+    records = [UnitRecord.read(made.folder, index) for index in range(len(made.source.units))]
+    shards = {split: [record.shards[split] for record in records if record.shards[split]] for split in SPLITS}
+    return manifest_of(made, shards)
+
+
+def _check_totals(manifest: Manifest, settings: DataSettings) -> None:
+    found = sum(map(manifest.documents, SPLITS))
+    if settings.documents is not None and found != settings.documents:
+        raise ValueError(
+            f"{settings.source} turned out to hold {found:,} documents instead of "
+            f"data.documents={settings.documents:,}: part of it is missing or it has changed. Delete the "
+            "prepared folder and prepare it again, or set data.documents=null to take it as it is"
+        )
+    for split in SPLITS:
+        if manifest.tokens(split) == 0:
+            raise ValueError(
+                f"no text is left for the {split} split: the source holds only {found} document(s). Give "
+                "more text, or held-out text of its own in data.val_path"
+            )
+
+
+def _refuse_other_recipe(made: Recipe) -> None:
+    """Do not overwrite a dataset that was made from something else under the same data.name."""
+    manifest = Manifest.read(made.folder)
+    if manifest is None or manifest.fingerprint == made.fingerprint:
+        return
+    differing = [key for key, value in made.description.items() if manifest.recipe.get(key) != value]
+    raise ValueError(
+        f"{made.folder} holds a dataset made from something else (different {', '.join(differing)}); choose "
+        "another data.name, leave data.name out, or delete the folder"
+    )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system takes back from a process that dies."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("another process is preparing %s; waiting for it", folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _progress(tasks: list[workers.Task]) -> Iterator[workers.Report]:
+    """A progress bar over the bytes of text, with documents and tokens counted beside it."""
+    total = sum(task.unit.text_bytes for task in tasks)
+    interval = 0.5 if sys.stderr.isatty() else 30  # seconds; every refresh is a line of its own in a log file
+    documents = tokens = 0
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", mininterval=interval) as bar:
+
+        def report(new_documents: int, new_tokens: int, text_bytes: int) -> None:
+            nonlocal documents, tokens
+            documents += new_documents
+            tokens += new_tokens
+            bar.set_postfix_str(f"{documents:,} documents, {tokens:,} tokens", refresh=False)
+            bar.update(text_bytes)
+
+        yield report
+
+
+def run(settings: PrepareSettings) -> None:
+    """What the command line does."""
+    folder = prepare(settings.data)
+    manifest = Manifest.read(folder)
+    if settings.verify:
+        for split in SPLITS:
+            TokenShards.open(folder, split, verify="full")
+    state = "verified" if settings.verify else "ready"
+    print(f"{folder}: {state}, {manifest.tokens('train'):,} + {manifest.tokens('val'):,} tokens")
+
+
+def main() -> None:
+    """Read configs/prepare.yaml and the command line, then run."""
+    import hydra  # here: the tokenizing processes import this module and need no Hydra
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    ConfigStore.instance().store(name="prepare_schema", node=PrepareSettings)
+    configs = Path(__file__).resolve().parent.parent / "configs"
+
+    @hydra.main(version_base="1.3", config_path=str(configs), config_name="prepare")
+    def command(config) -> None:
+        try:
+            run(OmegaConf.to_object(config))
+        except (ValueError, OSError) as error:
+            sys.exit(f"data.prepare: {error}")
+        except KeyboardInterrupt:
+            sys.exit(
+                "data.prepare: interrupted; what is finished is kept, run the same command again to continue"
+            )
+
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Where text comes from.
+
+A source is cut into units: independent pieces of work, the same ones in the same order every time. A unit
+yields its documents in batches small enough for memory. Units are pickled to the processes that work on them.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data.files import identity, matching
+from data.settings import FILE_SUFFIXES, DataSettings
+from data.sources import jsonl, openwebtext, parquet, stdlib, text
+from data.sources.base import Batch, Unit
+from data.split import effective_fraction
+
+__all__ = ["Batch", "Source", "Unit", "load"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """All text of a dataset, and what tells it from other text."""
+
+    units: list[Unit]
+    identity: dict  # JSON; the same for the same text
+    input_bytes: int  # size of the files, which may be compressed
+    held_out: float  # part of the text that is held out; 0 when evaluation has files of its own
+
+
+def load(settings: DataSettings) -> Source:
+    """The source that the settings name. Reads metadata, and small inputs for their checksum; no network.
+
+    Raises ValueError for input that is missing, empty or unreadable.
+    """
+    if settings.source == "openwebtext":
+        pinned = {key: getattr(settings, key) for key in ("repository", "config", "revision", "column")}
+        return Source(openwebtext.units(**pinned), pinned, openwebtext.DOWNLOAD_BYTES, settings.val_fraction)
+    if settings.source == "stdlib":
+        files, val_files = stdlib.files(), []
+    else:
+        suffixes = FILE_SUFFIXES[settings.source]
+        files = matching(settings.path, suffixes)
+        val_files = matching(settings.val_path, suffixes) if settings.val_path else []
+
+    units = _units(settings, files, settings.val_fraction if not val_files else None)
+    if not any(unit.text_bytes for unit in units):
+        raise ValueError(f"data.path={settings.path} holds no text; choose other files")
+    held_out = effective_fraction(settings.val_fraction, sum(unit.text_bytes for unit in units))
+    if val_files:
+        held_out = 0.0
+        units = [replace(unit, split="train") for unit in units]
+        units += [replace(unit, split="val") for unit in _units(settings, val_files, None)]
+    found = {"files": identity(files), "val_files": identity(val_files)}
+    if settings.source in ("parquet", "jsonl"):
+        found["column"] = settings.column
+    return Source(units, found, sum(file.stat().st_size for file in files + val_files), held_out)
+
+
+def _units(settings: DataSettings, files: list[Path], val_fraction: float | None) -> list[Unit]:
+    if settings.source == "parquet":
+        return parquet.units(files, settings.column)
+    if settings.source == "jsonl":
+        return jsonl.units(files, settings.column)
+    return text.units(files, val_fraction)

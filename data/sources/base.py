@@ -1,0 +1,88 @@
+"""What every source yields, and the checks they share."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+
+UNIT_BYTES = (
+    64 << 20
+)  # text per unit, about: large enough to be worth a process, small enough to redo after a crash
+BATCH_BYTES = 4 << 20  # text per batch, about: bounds the memory of a process
+
+Piece = TypeVar("Piece")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some documents of a unit, in order."""
+
+    texts: pa.LargeStringArray  # valid UTF-8, without nulls
+    continues: bool = (
+        False  # the last text is not the end of its document: the next batch or unit goes on with it
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """An independent piece of work: part of a file, or several files."""
+
+    text_bytes: int  # about how much text, for the progress bar
+    split: str | None = None  # "train" or "val"; None: each document by the rule of data/split.py
+
+    def batches(self) -> Iterator[Batch]:
+        """Read the unit from its start. Raises ValueError, naming file and row, for unusable text."""
+        raise NotImplementedError
+
+
+def grouped(pieces: list[Piece], size: Callable[[Piece], int]) -> list[tuple[Piece, ...]]:
+    """Put neighbours together until they amount to UNIT_BYTES."""
+    groups: list[tuple[Piece, ...]] = []
+    group: list[Piece] = []
+    total = 0
+    for piece in pieces:
+        group.append(piece)
+        total += size(piece)
+        if total >= UNIT_BYTES:
+            groups.append(tuple(group))
+            group, total = [], 0
+    if group:
+        groups.append(tuple(group))
+    return groups
+
+
+def usable(column: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
+    """A column of strings as batches carry it. Raises ValueError for nulls and invalid UTF-8."""
+    if column.null_count:
+        row = first_row + column.is_null().to_pylist().index(True)
+        raise ValueError(
+            f"{where}, row {row} has no text (null); drop such rows, or name another data.column"
+        )
+    texts = column.cast(pa.large_string(), safe=False)  # the check of its bytes comes next
+    try:
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        row = first_row + _first_undecodable(texts)
+        raise ValueError(f"{where}, row {row} is not valid UTF-8; convert it, or drop that row") from None
+    return texts
+
+
+def line_number(file: Path, offset: int) -> int:
+    """The line, counted from 1, that the byte at `offset` is in."""
+    newlines, left = 0, offset
+    with file.open("rb") as handle:
+        while left > 0 and (chunk := handle.read(min(left, 1 << 20))):
+            newlines += chunk.count(b"\n")
+            left -= len(chunk)
+    return newlines + 1
+
+
+def _first_undecodable(texts: pa.LargeStringArray) -> int:
+    for row, text in enumerate(texts.cast(pa.large_binary())):
+        try:
+            text.as_py().decode("utf-8")
+        except UnicodeDecodeError:
+            return row
+    raise AssertionError("Arrow found invalid UTF-8 where Python finds none")

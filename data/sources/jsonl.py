@@ -1,0 +1,94 @@
+"""JSON Lines: a JSON object per line, the text under one key. A unit is some byte ranges of files."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from data.sources.base import BATCH_BYTES, UNIT_BYTES, Batch, Unit, grouped, line_number
+
+
+class ByteRange(NamedTuple):
+    """The lines of a file that begin in start … stop − 1."""
+
+    file: Path
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlUnit(Unit):
+    ranges: tuple[ByteRange, ...]
+    key: str
+
+    def batches(self) -> Iterator[Batch]:
+        texts: list[str] = []
+        size = 0
+        for part in self.ranges:
+            for offset, line in _lines(part):
+                if line.isspace():
+                    continue
+                texts.append(self._text(part.file, offset, line))
+                size += len(line)
+                if size >= BATCH_BYTES:
+                    yield Batch(pa.array(texts, pa.large_string()))
+                    texts, size = [], 0
+        if texts:
+            yield Batch(pa.array(texts, pa.large_string()))
+
+    def _text(self, file: Path, offset: int, line: bytes) -> str:
+        try:
+            document = json.loads(line)
+        except UnicodeDecodeError:
+            raise _wrong(file, offset, "is not valid UTF-8; convert it, or drop that line") from None
+        except ValueError as error:
+            raise _wrong(file, offset, f"is not JSON ({error}); mend or drop that line") from None
+        if not isinstance(document, dict):
+            raise _wrong(
+                file, offset, f"is not a JSON object but {type(document).__name__}; mend or drop that line"
+            )
+        if self.key not in document:
+            keys = ", ".join(map(repr, document)) or "none"
+            raise _wrong(file, offset, f"has no key data.column={self.key!r}; it has {keys}")
+        text = document[self.key]
+        if not isinstance(text, str):
+            raise _wrong(
+                file, offset, f"holds {type(text).__name__}, not text, under data.column={self.key!r}"
+            )
+        # JSON can spell half a surrogate pair (backslash-u d800), which is no character: U+FFFD, as tiktoken
+        # does.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def units(files: list[Path], key: str) -> list[Unit]:
+    """The units of some files."""
+    ranges = [
+        ByteRange(file, start, min(start + UNIT_BYTES, size))
+        for file in files
+        for size in [file.stat().st_size]
+        for start in range(0, size, UNIT_BYTES)
+    ]
+    return [
+        JsonlUnit(text_bytes=sum(part.stop - part.start for part in group), ranges=group, key=key)
+        for group in grouped(ranges, lambda part: part.stop - part.start)
+    ]
+
+
+def _lines(part: ByteRange) -> Iterator[tuple[int, bytes]]:
+    """The lines of a range with the offset each begins at."""
+    with part.file.open("rb") as handle:
+        offset = part.start
+        if offset:  # the line that is under way here belongs to the range before
+            handle.seek(offset - 1)
+            offset += len(handle.readline()) - 1
+        while offset < part.stop:
+            line = handle.readline()
+            yield offset, line
+            offset += len(line)
+
+
+def _wrong(file: Path, offset: int, what: str) -> ValueError:
+    return ValueError(f"{file}, line {line_number(file, offset)} {what}")

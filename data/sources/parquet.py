@@ -1,0 +1,95 @@
+"""Parquet files: a document per row, the text in one column. A unit is some neighbouring row groups."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data.sources.base import BATCH_BYTES, Batch, Unit, grouped, usable
+
+TEXT_TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+class RowGroup(NamedTuple):
+    """One row group of a file."""
+
+    file: Path
+    index: int
+    first_row: int  # its first row's number in the file, from 0
+    rows: int
+    text_bytes: int  # of the text column, uncompressed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetUnit(Unit):
+    row_groups: tuple[RowGroup, ...]
+    column: str
+
+    def batches(self) -> Iterator[Batch]:
+        rows_at_once = max(
+            1, BATCH_BYTES * sum(group.rows for group in self.row_groups) // max(1, self.text_bytes)
+        )
+        for file, groups in itertools.groupby(self.row_groups, key=lambda group: group.file):
+            groups = list(groups)
+            row = groups[0].first_row
+            for column in self._read(file, [group.index for group in groups], rows_at_once):
+                yield Batch(usable(column, str(file), row))
+                row += len(column)
+
+    def _read(self, file: Path, row_groups: list[int], rows_at_once: int) -> Iterator[pa.Array]:
+        try:
+            # One thread each: units are what runs in parallel.
+            for batch in pq.ParquetFile(file, memory_map=True).iter_batches(
+                rows_at_once, row_groups=row_groups, columns=[self.column], use_threads=False
+            ):
+                yield batch.column(0)
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(file, error) from error
+
+
+def units(files: list[Path], column: str) -> list[Unit]:
+    """The units of some files. Reads only the files' metadata."""
+    row_groups = [group for file in files for group in _row_groups(file, column)]
+    return [
+        ParquetUnit(text_bytes=sum(part.text_bytes for part in group), row_groups=group, column=column)
+        for group in grouped(row_groups, lambda part: part.text_bytes)
+    ]
+
+
+def check_column(file: Path, column: str) -> None:
+    """Raise ValueError unless the file has a text column of that name."""
+    try:
+        schema = pq.read_schema(file)
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable(file, error) from error
+    if column not in schema.names:
+        raise ValueError(
+            f"{file} has no column data.column={column!r}; it has {', '.join(map(repr, schema.names))}"
+        )
+    kind = schema.field(column).type
+    if isinstance(kind, pa.DictionaryType):
+        kind = kind.value_type
+    if kind not in TEXT_TYPES:
+        raise ValueError(f"{file}: column {column!r} holds {kind}, not text; choose another data.column")
+
+
+def unreadable(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"{file} can not be read as parquet ({error}); is it complete? Fetch it again")
+
+
+def _row_groups(file: Path, column: str) -> Iterator[RowGroup]:
+    check_column(file, column)
+    metadata = pq.read_metadata(file)
+    column_index = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
+    first_row = 0
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        if group.num_rows:
+            yield RowGroup(
+                file, index, first_row, group.num_rows, group.column(column_index).total_uncompressed_size
+            )
+        first_row += group.num_rows

@@ -1,0 +1,117 @@
+"""Plain text: a document per file. Large files are read in parts, so that a book of any size fits in memory.
+
+A file is only cut in front of a single space or newline that is followed by something else. GPT-2's pre-
+tokenizer splits there in any case, so the ids do not depend on where, or whether, a file is cut.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from data.sources.base import BATCH_BYTES, UNIT_BYTES, Batch, Unit, grouped, line_number
+from data.split import effective_fraction
+
+# The byte behind is one that no white space begins with: U+0085, U+00A0, U+1680, U+2000 …, U+3000 begin with
+# C2, E1, E2, E3.
+CUT = re.compile(rb"[ \n](?=[!-~\xc3-\xe0\xe4-\xf4])")
+CUT_WINDOW = 1 << 20  # bytes searched for a place to cut; text without any is cut between two characters
+
+
+class Part(NamedTuple):
+    """Bytes start … stop − 1 of a file."""
+
+    file: Path
+    start: int
+    stop: int
+    ends_document: bool
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextUnit(Unit):
+    parts: tuple[Part, ...]
+
+    def batches(self) -> Iterator[Batch]:
+        texts: list[str] = []
+        size = 0
+        for part in self.parts:
+            for text, ends_document in _read(part):
+                texts.append(text)
+                size += len(text)
+                if size >= BATCH_BYTES or not ends_document:
+                    yield Batch(pa.array(texts, pa.large_string()), continues=not ends_document)
+                    texts, size = [], 0
+        if texts:
+            yield Batch(pa.array(texts, pa.large_string()))
+
+
+def units(files: list[Path], val_fraction: float | None = None) -> list[Unit]:
+    """The units of some files. With `val_fraction`, the end of all text is held out for evaluation.
+
+    It is the end, not a choice by documents, because a text is often a single document.
+    """
+    sizes = [file.stat().st_size for file in files]
+    held_out = effective_fraction(val_fraction, sum(sizes)) if val_fraction else 0.0
+    to_train = sum(sizes) - int(held_out * sum(sizes))
+    train: list[Part] = []
+    val: list[Part] = []
+    for file, size in zip(files, sizes, strict=True):
+        boundary = _place_to_cut(file, to_train) if 0 < to_train < size else min(max(to_train, 0), size)
+        train += _parts(file, 0, boundary)
+        val += _parts(file, boundary, size)
+        to_train -= size
+    return _grouped(train, "train") + _grouped(val, "val")
+
+
+def _grouped(parts: list[Part], split: str) -> list[Unit]:
+    return [
+        TextUnit(text_bytes=sum(part.size for part in group), split=split, parts=group)
+        for group in grouped(parts, lambda part: part.size)
+    ]
+
+
+def _parts(file: Path, start: int, stop: int) -> Iterator[Part]:
+    """A stretch of a file in parts of about UNIT_BYTES; the last one ends the document."""
+    while start < stop:
+        end = stop if start + UNIT_BYTES >= stop else min(_place_to_cut(file, start + UNIT_BYTES), stop)
+        yield Part(file, start, end, ends_document=end == stop)
+        start = end
+
+
+def _read(part: Part) -> Iterator[tuple[str, bool]]:
+    """The text of a part, in pieces, each with whether it ends the document."""
+    start = part.start
+    while start < part.stop:
+        wanted = start + BATCH_BYTES
+        end = part.stop if wanted >= part.stop else min(_place_to_cut(part.file, wanted), part.stop)
+        with part.file.open("rb") as handle:
+            handle.seek(start)
+            data = handle.read(end - start)
+        try:
+            yield data.decode("utf-8"), part.ends_document and end == part.stop
+        except UnicodeDecodeError as error:
+            line = line_number(part.file, start + error.start)
+            raise ValueError(
+                f"{part.file}, line {line} is not valid UTF-8; convert the file to UTF-8"
+            ) from None
+        start = end
+
+
+def _place_to_cut(file: Path, offset: int) -> int:
+    """The first place at or behind `offset` where the file can be cut; its end if there is none."""
+    with file.open("rb") as handle:
+        handle.seek(offset)
+        window = handle.read(CUT_WINDOW)
+    if found := CUT.search(window):
+        return offset + found.start()
+    if len(window) < CUT_WINDOW:
+        return offset + len(window)
+    inside_character = len(window) - len(window.lstrip(bytes(range(0x80, 0xC0))))
+    return offset + inside_character

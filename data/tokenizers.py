@@ -1,0 +1,182 @@
+"""Text → token ids and back. Every document is followed by one end-of-text token."""
+
+import base64
+import importlib.util
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import tiktoken
+
+from data.settings import vocabulary_size
+
+IDS = np.dtype("<u2")  # token ids on disk and in memory: 16 bits, little-endian
+
+
+class Tokenized(NamedTuple):
+    """The token ids of several documents, one after the other."""
+
+    ids: np.ndarray  # uint16, (tokens,)
+    lengths: np.ndarray  # int64, (documents,); tokens of each document, its end-of-text included
+
+
+class Tokenizer(ABC):
+    """A reversible tokenizer with fewer than 65,536 ids."""
+
+    name: str
+    vocab_size: int
+    end_of_text: int  # no text contains it, not even text that spells its name
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without an end-of-text."""
+
+    @abstractmethod
+    def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of many texts, none of them null, without end-of-text.
+
+        Returns the ids, text after text, and where each begins, from 0, and the last ends, (len + 1,).
+        """
+
+    def encode_documents(self, texts: pa.LargeStringArray) -> Tokenized:
+        """The ids of many documents, none of them null, each followed by end-of-text."""
+        return end_documents(*self.encode_batch(texts), self.end_of_text)
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of some ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+
+
+def load(name: str) -> Tokenizer:
+    """The tokenizer of that name: "gpt2" or "bytes".
+
+    Raises ValueError for other names, OSError when GPT-2's vocabulary is neither cached nor downloadable.
+    """
+    vocabulary_size(name)
+    if name == "bytes":
+        return Bytes()
+    encoding = _gpt2_encoding()
+    return Gigatoken(encoding) if importlib.util.find_spec("gigatoken") else Tiktoken(encoding)
+
+
+class Bytes(Tokenizer):
+    """UTF-8 bytes as ids 0 … 255, and 256 for end-of-text. Needs no vocabulary file."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_of_text = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
+        return utf8(texts)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return b"".join(bytes([int(i)]) if i != self.end_of_text else b"<|endoftext|>" for i in ids).decode(
+            "utf-8", errors="replace"
+        )
+
+
+class Tiktoken(Tokenizer):
+    """Byte-pair encoding by tiktoken, the tokenizer of record."""
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        if encoding.n_vocab > 65536:
+            raise ValueError(
+                f"tokenizer {encoding.name} has {encoding.n_vocab} ids; they are kept in 16 bits, so 65536 "
+                "is the limit"
+            )
+        self.encoding = encoding
+        self.name = encoding.name
+        self.vocab_size = encoding.n_vocab
+        self.end_of_text = encoding.eot_token
+
+    def encode(self, text: str) -> list[int]:
+        return self.encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
+        # As encode_ordinary: special tokens in the text are ordinary text. But without making Python lists.
+        documents = [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts.to_pylist()]
+        ends = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+        ids = np.concatenate(documents) if documents else np.zeros(0, np.uint32)
+        return ids, ends
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self.encoding.decode([int(i) for i in ids], errors="replace")
+
+
+class Gigatoken(Tiktoken):
+    """The same ids by gigatoken, ten to twenty times as fast. Decoding stays with tiktoken."""
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        super().__init__(encoding)
+        import awkward  # comes with gigatoken, which is optional
+        import gigatoken
+
+        self._awkward = awkward
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "ranks.tiktoken")
+            _write_ranks(encoding, path)
+            # Without special tokens: with them, "<|endoftext|>" in a text would become the id of end-of-text.
+            self._gigatoken = gigatoken.Tokenizer.from_tiktoken(path, pretokenizer="gpt2", special_tokens={})
+
+    def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
+        documents = self._gigatoken.encode_batch(self._as_awkward(texts)).layout
+        return documents.content.data, documents.offsets.data
+
+    def _as_awkward(self, texts: pa.LargeStringArray):
+        """The same buffers as an awkward array of strings, which gigatoken reads without copying."""
+        contents, index = self._awkward.contents, self._awkward.index
+        data, offsets = utf8(texts)
+        characters = contents.NumpyArray(data, parameters={"__array__": "char"})
+        return self._awkward.Array(
+            contents.ListOffsetArray(index.Index64(offsets), characters, parameters={"__array__": "string"})
+        )
+
+
+def utf8(texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of all texts, uint8, and where each begins, from 0, and the last ends, int64 (len + 1,)."""
+    if len(texts) == 0:
+        return np.zeros(0, np.uint8), np.zeros(1, np.int64)
+    _, offsets_buffer, data_buffer = texts.buffers()
+    offsets = np.frombuffer(offsets_buffer, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.zeros(0, np.uint8)
+    return data[offsets[0] : offsets[-1]], offsets - offsets[0]
+
+
+def end_documents(ids: np.ndarray, offsets: np.ndarray, end_of_text: int) -> Tokenized:
+    """Put an end-of-text behind every document; document i is ids[offsets[i] : offsets[i + 1]]."""
+    documents = len(offsets) - 1
+    ended = np.empty(offsets[-1] + documents, IDS)
+    ends = offsets[1:] + np.arange(documents)
+    inside = np.ones(len(ended), bool)
+    inside[ends] = False
+    ended[inside] = ids[: offsets[-1]]
+    ended[ends] = end_of_text
+    return Tokenized(ended, np.diff(offsets) + 1)
+
+
+def _gpt2_encoding() -> tiktoken.Encoding:
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except OSError as error:  # requests' errors are OSErrors too
+        raise OSError(
+            f"GPT-2's vocabulary could not be loaded ({type(error).__name__}). tiktoken downloads two files "
+            "(1.5 MB) on first use: run once with a network connection, or copy tiktoken's cache from a "
+            "machine that has it and set TIKTOKEN_CACHE_DIR to that folder. data.tokenizer=bytes needs no "
+            "download"
+        ) from error
+
+
+def _write_ranks(encoding: tiktoken.Encoding, path: str) -> None:
+    """Write the vocabulary as a .tiktoken file: base64 of the bytes, a space, the rank, a line each."""
+    with open(path, "wb") as file:
+        for rank in range(encoding.n_vocab):
+            if rank not in encoding._special_tokens.values():
+                token = encoding.decode_single_token_bytes(rank)
+                file.write(base64.b64encode(token) + b" %d\n" % rank)

@@ -1,0 +1,76 @@
+"""The shards of one split as one long array of token ids, memory-mapped."""
+
+from pathlib import Path
+
+import numpy as np
+
+from data.files import sha256
+from data.manifest import FILE, Manifest
+from data.shards import SPLITS, Shard
+from data.tokenizers import IDS
+
+
+class TokenShards:
+    """Read-only token ids of a split; only the parts that are looked at are read from disk."""
+
+    def __init__(self, arrays: list[np.ndarray], name: str = "tokens"):
+        """`arrays` are one-dimensional, in order; `name` appears in error messages."""
+        self.name = name
+        self._arrays = arrays
+        self._ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
+
+    @classmethod
+    def open(cls, folder: Path, split: str, verify: str = "size") -> "TokenShards":
+        """Open a split ("train" or "val") of a prepared dataset.
+
+        verify="size" compares each shard's size with the manifest, verify="full" its checksum too (some 2
+        GB/s). Raises FileNotFoundError when the dataset is not prepared, ValueError when a shard is not what
+        it was.
+        """
+        if split not in SPLITS or verify not in ("size", "full"):
+            raise ValueError(f"split={split!r}, verify={verify!r}: use train or val, and size or full")
+        manifest = Manifest.read(folder)
+        if manifest is None:
+            raise FileNotFoundError(f"{folder} has no {FILE}: it is not prepared; run python -m data.prepare")
+        for shard in manifest.shards[split]:
+            _check(folder, shard, full=verify == "full")
+        arrays = [
+            np.asarray(np.memmap(folder / shard.name, IDS, mode="r")) for shard in manifest.shards[split]
+        ]
+        return cls(arrays, name=f"{folder} ({split})")
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """Tokens start … start + length − 1, uint16; a view where they lie in one shard."""
+        if start < 0 or length < 0 or start + length > len(self):
+            raise IndexError(f"tokens {start} to {start + length} of {self.name}, which has {len(self)}")
+        parts = []
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        while length > 0:
+            array = self._arrays[shard]
+            offset = start - (int(self._ends[shard]) - len(array))
+            parts.append(array[offset : offset + length])
+            start += len(parts[-1])
+            length -= len(parts[-1])
+            shard += 1
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.zeros(0, IDS)
+
+
+def _check(folder: Path, shard: Shard, *, full: bool) -> None:
+    file = folder / shard.name
+    mend = "delete it and run the same data.prepare command again, which makes only this shard anew"
+    if not file.is_file():
+        raise ValueError(
+            f"{file} is missing; run the same data.prepare command again, which makes only this shard anew"
+        )
+    if not shard.intact_in(folder):
+        raise ValueError(
+            f"{file} has {file.stat().st_size} bytes instead of {shard.tokens * IDS.itemsize}; {mend}"
+        )
+    if full and sha256(file) != shard.sha256:
+        raise ValueError(f"{file} is not what was written: its checksum differs; {mend}")

@@ -1,0 +1,97 @@
+"""Full-precision attention: PyTorch's scaled_dot_product_attention, with the kernel pinned.
+
+This is the baseline every comparison is made against, so the kernel must be the fastest there is, and the
+same on every call and in every run: it is chosen once, by a rule and never by timing. (PyTorch's own choice
+may change with the version and silently from call to call.)
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from model.backends import AttentionFn, AttentionSettings, Backend, refuse_foreign
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+TITLES = {"cudnn": "cuDNN", "flash": "FlashAttention-2", "efficient": "memory-efficient", "math": "math"}
+HOPPER = (9, 0)  # compute capability
+
+
+def check(settings: AttentionSettings) -> None:
+    """Raise ValueError for an unknown kernel and for switches that only other backends have."""
+    refuse_foreign(settings, own={"sdpa"})
+    if settings.sdpa is not None and settings.sdpa not in KERNELS:
+        raise ValueError(
+            f"attention.sdpa={settings.sdpa} is unknown; choose one of {', '.join(KERNELS)}, or null for the "
+            "fastest available"
+        )
+
+
+def build(
+    settings: AttentionSettings, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
+) -> Backend:
+    """Attention with the requested kernel, or else with the fastest that can run. Raises ValueError."""
+    check(settings)
+    if device.type == "cuda":
+        usable = usable_kernels(device, dtype, d_head, is_gqa)
+        order = fastest_first(torch.cuda.get_device_capability(device))
+    else:
+        usable, order = {"math"}, ()
+    kernel = settings.sdpa or next((name for name in order if name in usable), None)
+    if kernel is None:
+        return Backend(
+            F.scaled_dot_product_attention,
+            f"scaled_dot_product_attention, PyTorch's own choice for {device.type}",
+        )
+    if kernel not in usable:
+        raise ValueError(
+            f"attention.sdpa={kernel} cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}; "
+            f"use attention.sdpa={' or '.join(sorted(usable))}, or null for the fastest available"
+        )
+    return Backend(_pin(KERNELS[kernel]), f"scaled_dot_product_attention, {TITLES[kernel]}")
+
+
+def fastest_first(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The kernels in order of preference on a GPU of this compute capability.
+
+    cuDNN uses Hopper's asynchronous tensor-core instructions, which PyTorch's FlashAttention-2 does not: 1.3
+    to 1.9 times as fast on an H200. On older GPUs FlashAttention-2 is the established best.
+    """
+    if capability >= HOPPER:
+        return ("cudnn", "flash", "efficient", "math")
+    return ("flash", "efficient", "cudnn", "math")
+
+
+def usable_kernels(device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> set[str]:
+    """The kernels that can train this kind of causal attention on a CUDA device."""
+    q = torch.empty(1, 2, 128, d_head, device=device, dtype=dtype, requires_grad=True)
+    kv = q[:, :1] if is_gqa else q
+    params = SDPAParams(q, kv, kv, None, 0.0, True, is_gqa)  # no mask, no dropout, causal
+    usable = {
+        "cudnn": can_use_cudnn_attention(params),
+        "flash": can_use_flash_attention(params),
+        "efficient": can_use_efficient_attention(params),
+        "math": True,
+    }
+    return {name for name, can_run in usable.items() if can_run}
+
+
+def _pin(kernel: SDPBackend) -> AttentionFn:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+        # A single key (generation from a one-token prompt) is beyond cuDNN; no kernel is needed for it.
+        chosen = kernel if k.shape[-2] > 1 else SDPBackend.MATH
+        with sdpa_kernel(chosen):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    return attend

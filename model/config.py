@@ -1,0 +1,104 @@
+"""The shape of a Llama: its settings, what makes them invalid, and how many parameters they amount to."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass
+class LlamaConfig:
+    """Settings of a Llama (Hydra group `model`); the defaults are the paper's 325M model.
+
+    Published (SageBwd, arXiv 2603.02170): "325M Llama", "hidden dimension 3072", norm eps 1e-6, context 4096,
+    runs with and without QK-norm. Everything else is a choice; width 1024, 20 layers, FFN 3072, 16 heads of
+    64 and tied embeddings is the one shape known to fit all that is published (324.2M parameters).
+    """
+
+    vocab_size: int = 50304  # choice: GPT-2's 50257 tokens (published) padded to a multiple of 128 for speed
+    d_model: int = 1024  # choice
+    n_layers: int = 20  # choice
+    n_heads: int = 16  # choice
+    n_kv_heads: int | None = None  # choice; None: n_heads, fewer: grouped-query attention
+    d_head: int = 64  # choice
+    d_ffn: int = 3072  # published ("hidden dimension"); inner width of SwiGLU
+    max_context: int = 4096  # published; longest sequence the rotary position table covers
+    rope_theta: float = 10000.0  # choice: Llama's
+    norm_eps: float = 1e-6  # published
+    qk_norm: bool = True  # published both ways, the ablation's toggle; True is what the paper recommends
+    tie_embeddings: bool = True  # choice: without tying, the published size leaves too few layers
+    init_std: float = 0.02  # choice: GPT-2's and Llama's
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads, with the default filled in."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+
+def check(config: LlamaConfig) -> None:
+    """Raise ValueError that names every wrong setting and its mend, unless a model can be built."""
+    problems = _nonpositive(config)
+    if not problems:
+        problems = _inconsistent(config)
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _nonpositive(config: LlamaConfig) -> list[str]:
+    sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "kv_heads", "d_head", "d_ffn", "max_context")
+    problems = [
+        f"model.{name.replace('kv_heads', 'n_kv_heads')}={getattr(config, name)} must be at least 1"
+        for name in sizes
+        if getattr(config, name) < 1
+    ]
+    for name in ("rope_theta", "norm_eps", "init_std"):
+        value = getattr(config, name)
+        if not (value > 0 and math.isfinite(value)):
+            problems.append(f"model.{name}={value} must be positive and finite")
+    return problems
+
+
+def _inconsistent(config: LlamaConfig) -> list[str]:
+    problems = []
+    if config.n_heads % config.kv_heads:
+        problems.append(
+            f"model.n_kv_heads={config.n_kv_heads} does not divide model.n_heads={config.n_heads}; "
+            f"use model.n_kv_heads={_alternatives(_divisors(config.n_heads), config.kv_heads)}"
+        )
+    if config.d_head % 2:
+        problems.append(
+            f"model.d_head={config.d_head} is odd, but rotary embedding turns pairs of channels; "
+            f"use model.d_head={_alternatives([config.d_head - 1, config.d_head + 1], config.d_head)}"
+        )
+    if config.d_model % config.n_heads:
+        below = config.d_model // config.n_heads * config.n_heads
+        multiples = [below, below + config.n_heads]
+        problems.append(
+            f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}, which the "
+            f"Hugging Face layout demands; use model.d_model={_alternatives(multiples, config.d_model)}"
+        )
+    return problems
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _alternatives(valid: list[int], wrong: int) -> str:
+    """The nearest positive valid value below and above the wrong one: "4 or 8"."""
+    below = [n for n in valid if 0 < n < wrong][-1:]
+    above = [n for n in valid if n > wrong][:1]
+    return " or ".join(map(str, below + above))
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """Number of trainable parameters, tied embeddings counted once."""
+    head = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    return config.vocab_size * config.d_model + non_embedding_parameter_count(config) + head
+
+
+def non_embedding_parameter_count(config: LlamaConfig) -> int:
+    """Number of trainable parameters without the token embedding and without the output head."""
+    attention = 2 * config.d_model * config.d_head * (config.n_heads + config.kv_heads)
+    qk_gains = 2 * config.d_head if config.qk_norm else 0
+    feed_forward = 3 * config.d_model * config.d_ffn
+    norm_gains = 2 * config.d_model
+    return config.n_layers * (attention + qk_gains + feed_forward + norm_gains) + config.d_model

@@ -1,0 +1,195 @@
+"""Weights to and from the Hugging Face layout: a folder with config.json and model.safetensors.
+
+Without QK-norm a model is a `LlamaForCausalLM`, with it a `Qwen3ForCausalLM` (RMSNorm on each head of Q and K
+before the rotary embedding is what Qwen3 does). transformers itself is not needed here.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.backends import AttentionFn
+from model.config import LlamaConfig
+from model.llama import Llama
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+SHARDS_FILE = "model.safetensors.index.json"
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Fields of config.json that change the computation, with the only value this model computes. A field that is
+# missing has that value: it is transformers' default for both architectures.
+FIXED_FIELDS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "quantization_config": None,
+}
+
+
+def save(model: Llama, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write the model so that transformers' `from_pretrained(folder)` reads it.
+
+    Floating-point weights are converted to `dtype` if one is given. Each file replaces an older one in one
+    step; config.json comes last, so a folder that has it has the weights too.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        _to_hf_name(name): tensor.to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    fields = _to_hf_config(model.config, next(iter(weights.values())).dtype)
+    _replace(folder / WEIGHTS_FILE, lambda path: save_file(weights, path, metadata={"format": "pt"}))
+    _replace(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(fields, indent=2) + "\n"))
+
+
+def load(folder: str | Path, attention: AttentionFn) -> Llama:
+    """Build the model a folder describes, in float32 on the CPU, and read its weights (sharded or not).
+
+    Raises FileNotFoundError if a file is missing, and ValueError, naming the reason, if the folder holds
+    a model that `Llama` does not compute or weights that do not fit its config.
+    """
+    folder = Path(folder)
+    model = Llama(_from_hf_config(_read_json(folder / CONFIG_FILE)), attention)
+    weights = {
+        name: tensor
+        for hf_name, tensor in _read_weights(folder).items()
+        if (name := _from_hf_name(hf_name, model.config.tie_embeddings)) is not None
+    }
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:  # load_state_dict names every missing, unexpected or misshapen weight
+        raise ValueError(f"the weights in {folder} do not fit its {CONFIG_FILE}: {error}") from error
+    return model
+
+
+def _to_hf_name(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _from_hf_name(hf_name: str, tied: bool) -> str | None:
+    """The name here of a Hugging Face weight; None for what the model does not keep."""
+    if hf_name.endswith("rotary_emb.inv_freq") or (tied and hf_name == "lm_head.weight"):
+        return None  # computed from the config; the embedding once more
+    return hf_name.removeprefix("model.")
+
+
+def _to_hf_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+    model_type = "qwen3" if config.qk_norm else "llama"
+    return {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.d_head,
+        "intermediate_size": config.d_ffn,
+        "max_position_embeddings": config.max_context,
+        # Read by transformers 5 and by older versions respectively.
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "tie_word_embeddings": config.tie_embeddings,
+        # The tokenizer decides; Llama's own defaults would be wrong with any other.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": str(dtype).removeprefix("torch."),
+        **{name: value for name, value in FIXED_FIELDS.items() if value is not None},
+    }
+
+
+def _from_hf_config(fields: dict[str, Any]) -> LlamaConfig:
+    problems = _unsupported(fields)
+    if problems:
+        raise ValueError(f"this model cannot be represented here: {'; '.join(problems)}")
+    try:
+        return LlamaConfig(
+            vocab_size=fields["vocab_size"],
+            d_model=fields["hidden_size"],
+            n_layers=fields["num_hidden_layers"],
+            n_heads=fields["num_attention_heads"],
+            n_kv_heads=fields.get("num_key_value_heads"),
+            d_head=fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"],
+            d_ffn=fields["intermediate_size"],
+            max_context=fields["max_position_embeddings"],
+            rope_theta=float(_rope(fields).get("rope_theta", 10000.0)),
+            norm_eps=fields["rms_norm_eps"],
+            qk_norm=fields["model_type"] == "qwen3",
+            tie_embeddings=fields.get("tie_word_embeddings", False),
+            init_std=fields.get("initializer_range", 0.02),
+        )
+    except KeyError as error:
+        raise ValueError(f"{CONFIG_FILE} has no field {error}; it is incomplete") from error
+
+
+def _unsupported(fields: dict[str, Any]) -> list[str]:
+    """What in a config.json makes the model compute something that `Llama` does not."""
+    problems = []
+    if fields.get("model_type") not in ARCHITECTURES:
+        problems.append(f"model_type={fields.get('model_type')}, supported are {', '.join(ARCHITECTURES)}")
+    for name, supported in FIXED_FIELDS.items():
+        value = fields.get(name, supported)
+        if value != supported:
+            problems.append(f"{name}={value}, supported is {supported}")
+    layer_types = set(fields.get("layer_types") or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        problems.append(f"layer_types={', '.join(sorted(layer_types))}, supported is full_attention")
+    rope = _rope(fields)
+    if rope["rope_type"] != "default":
+        problems.append(f"rope scaling of type {rope['rope_type']}, supported is none")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']}, supported is 1.0")
+    return problems
+
+
+def _rope(fields: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings as transformers 5 groups them, from either spelling of config.json."""
+    scaling = fields.get("rope_scaling") or {}
+    rope = {"rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
+    if "rope_theta" in fields:
+        rope["rope_theta"] = fields["rope_theta"]
+    return rope | (fields.get("rope_parameters") or {})
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    if (folder / SHARDS_FILE).exists():
+        files = sorted(set(_read_json(folder / SHARDS_FILE)["weight_map"].values()))
+    else:
+        files = [WEIGHTS_FILE]
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            weights |= load_file(folder / file)
+        except SafetensorError as error:
+            raise ValueError(f"{folder / file} is damaged ({error}); copy or download it again") from error
+    return weights
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); copy or download it again") from error
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name, then move it into place: readers see the old or the whole new."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,103 @@
+"""Checks of the arguments of attention, shared by every backend. Each message says what to change."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sagebwd.config import SageConfig
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+    config: SageConfig,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+) -> None:
+    """Raise ValueError unless the arguments describe an attention that SageBwd computes."""
+    _check_supported(attn_mask, dropout_p)
+    _check_tensors(q, k, v)
+    _check_shapes(q, k, v, enable_gqa)
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; pass a finite number, or None for 1/√(head size)")
+    if not isinstance(config, SageConfig):
+        raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
+
+
+def check_grad_out(grad_out: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless ``grad_out`` can be the gradient of the attention output for ``q``."""
+    for name in ("shape", "dtype", "device"):
+        found, wanted = getattr(grad_out, name), getattr(q, name)
+        if found != wanted:
+            raise ValueError(f"grad_out has {name} {_show(found)}; the output has {_show(wanted)}, match it")
+
+
+def cast_to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, cast to its dtype as ``scaled_dot_product_attention`` does; gradients flow back."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device_type)) for x in tensors)
+
+
+def _check_supported(attn_mask: Any, dropout_p: float) -> None:
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask is not supported; use is_causal=True for a causal mask, "
+            "or torch.nn.functional.scaled_dot_product_attention for any other"
+        )
+    if dropout_p != 0.0:
+        raise ValueError(
+            f"dropout_p={dropout_p} is not supported; use dropout_p=0.0, "
+            "or torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+    # Under autocast a mix of dtypes is cast to one, so the mix is checked only outside.
+    autocast = torch.is_autocast_enabled(q.device.type)
+    if len({q.device, k.device, v.device}) > 1:
+        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} is {_show(x.dtype)}; cast it to float16, bfloat16 or float32")
+    if not autocast and len({q.dtype, k.dtype, v.dtype}) > 1:
+        found = ", ".join(_show(x.dtype) for x in (q, k, v))
+        raise ValueError(f"q, k, v are {found}; cast them to one dtype")
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"got {shapes}; each must be (batch, heads, tokens, head size)")
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise ValueError(f"got {shapes}; no size may be zero")
+    if k.shape != v.shape:
+        raise ValueError(f"got {shapes}; k and v must have the same shape")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"got {shapes}; batch and head size must be the same for all")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(
+            f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True to share k and v in groups"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change either number")
+
+
+def _show(value: Any) -> str:
+    """A shape, dtype or device as a message prints it."""
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

@@ -1,0 +1,125 @@
+"""What may be switched in SageBwd (arXiv 2603.02170), in one frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: The seven matrix products of a forward and backward pass, in the order in which they run.
+#: ``s_fwd`` and ``s_bwd`` are S = QKᵀ, which the backward recomputes; ``o`` is O = PV, ``dv`` dV = PᵀdO,
+#: ``dp`` dP = dOVᵀ, ``dq`` dQ = dS·K and ``dk`` dK = dSᵀQ.
+MATMULS = ("s_fwd", "o", "s_bwd", "dv", "dp", "dq", "dk")
+
+#: What the paper runs in INT8: everything but dP, whose error would pass into both dQ and dK.
+PAPER_INT8_MATMULS = ("s_fwd", "o", "s_bwd", "dv", "dq", "dk")
+
+GRANULARITIES = ("block", "row")
+SWITCHES = ("smooth_k", "smooth_q", "add_mean_k_term", "exact_delta")
+
+#: Tensor cores contract in steps of at least 16, so tiles come in multiples of it.
+TILE_STEP = 16
+
+
+@dataclass(frozen=True)
+class SageConfig:
+    """Settings of one SageBwd attention.
+
+    The default is the most accurate setting that should cost a kernel no speed. It differs from
+    :meth:`paper` in two things:
+
+    - ``granularity="row"``: one scale per output row needs no reduction over the whole tile, so it is no
+      slower than one scale per tile, and it halves the error of dQ, dK and dV while logits are small.
+    - 64 × 128 tiles in place of 128 × 64. The error of dK and dV grows with ``block_q``, that of O and dQ
+      more slowly with ``block_kv``; and 64 × 128 was the fastest forward tile measured on Hopper.
+
+    Attributes:
+        smooth_k: subtract the mean over all tokens, μ_K, from K before it is quantized. The softmax does
+            not change.
+        smooth_q: subtract from each block of Q its own token mean, μ_Q. Adds the row μ_Q·Kᵀ to S and the
+            term (dSᵀ1)·μ_Qᵀ to dK.
+        granularity: scales of P and dS in the backward. ``"block"``, as in the paper: one per tile.
+            ``"row"``: one per output row of the product, within each tile; that is per key for P in dV and
+            for dS in dK, per query for dS in dQ. The scale never runs along the contracted axis, so each
+            stays a plain INT8 product.
+        int8_matmuls: which of :data:`MATMULS` run in INT8; the others round their operands to the dtype of
+            the inputs and accumulate in fp32. Stored in the order of :data:`MATMULS`.
+        add_mean_k_term: add rowsum(dS)·μ_K to dQ, as SageAttention3 (arXiv 2505.11594) does. In exact
+            arithmetic rowsum(dS) = 0; with a quantized O it is an error, which the term multiplies by μ_K.
+        s_levels: 1, S from one INT8 product; 2, S from INT8 high and low halves of Q and K, which takes
+            three INT8 products and leaves almost no error in S.
+        exact_delta: δ = rowsum(P∘dP), consistent with the P and dP of the backward, in place of
+            δ = rowsum(dO∘O). Costs S and dP once more.
+        block_q: queries per tile; Q and dO have one scale per block of as many tokens.
+        block_kv: keys per tile; K and V have one scale per block of as many tokens.
+
+    Raises:
+        ValueError: a setting is out of range, or two settings contradict each other.
+    """
+
+    smooth_k: bool = True
+    smooth_q: bool = False
+    granularity: str = "row"
+    int8_matmuls: tuple[str, ...] = PAPER_INT8_MATMULS
+    add_mean_k_term: bool = False
+    s_levels: int = 1
+    exact_delta: bool = False
+    block_q: int = 64
+    block_kv: int = 128
+
+    @classmethod
+    def paper(cls) -> SageConfig:
+        """The literal algorithm of the paper: one scale per tile everywhere in the backward.
+
+        The paper does not give its tile. 128 × 64 is what SageAttention's public kernels use, and what the
+        error of dK against that of dQ in its Table 1 (.0220 / .0184) points to.
+        """
+        return cls(granularity="block", block_q=128, block_kv=64)
+
+    def is_int8(self, matmul: str) -> bool:
+        """Whether ``matmul``, one of :data:`MATMULS`, runs in INT8."""
+        return matmul in self.int8_matmuls
+
+    def __post_init__(self) -> None:
+        self._check_switches()
+        self._normalise_int8_matmuls()
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity is {self.granularity!r}; set it to 'block' or 'row'")
+        for name in ("block_q", "block_kv"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < TILE_STEP or size % TILE_STEP:
+                raise ValueError(
+                    f"{name} is {size!r}; set it to a positive multiple of {TILE_STEP}, such as 64"
+                )
+        self._check_levels()
+        if self.add_mean_k_term and not self.smooth_k:
+            raise ValueError(
+                "add_mean_k_term=True needs the mean that smooth_k=False does not take; "
+                "set smooth_k=True or add_mean_k_term=False"
+            )
+
+    def _check_switches(self) -> None:
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; set it to true or false")
+
+    def _normalise_int8_matmuls(self) -> None:
+        """Check the names and store them as a tuple in one order, so that equal settings are equal."""
+        if isinstance(self.int8_matmuls, str):
+            raise ValueError(
+                f"int8_matmuls is the string {self.int8_matmuls!r}; give a list: [{self.int8_matmuls}]"
+            )
+        chosen = set(self.int8_matmuls)
+        unknown = sorted(chosen.difference(MATMULS))
+        if unknown:
+            raise ValueError(f"int8_matmuls names {', '.join(unknown)}; choose from {', '.join(MATMULS)}")
+        object.__setattr__(self, "int8_matmuls", tuple(name for name in MATMULS if name in chosen))
+
+    def _check_levels(self) -> None:
+        if self.s_levels not in (1, 2):
+            raise ValueError(f"s_levels is {self.s_levels!r}; set it to 1 or 2")
+        if self.s_levels == 2 and not (self.is_int8("s_fwd") and self.is_int8("s_bwd")):
+            raise ValueError(
+                "s_levels=2 is about an INT8 S; add 's_fwd' and 's_bwd' to int8_matmuls or set s_levels=1"
+            )
+
+
+DEFAULT_CONFIG = SageConfig()

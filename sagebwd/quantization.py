@@ -1,0 +1,97 @@
+"""The INT8 quantizer and the matrix product of quantized operands, in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+INT8_MAX = 127
+
+#: Longest contraction whose INT8 product fp32 sums without rounding: every partial sum stays within 2²⁴.
+LONGEST_EXACT_CONTRACTION = 2**24 // INT8_MAX**2  # 1040
+
+#: Axes that share one scale, counted from the end because tiles carry batch and head axes in front.
+PER_BLOCK = (-2, -1)
+PER_ROW = (-1,)
+PER_COLUMN = (-2,)
+
+
+class Operand(NamedTuple):
+    """An operand of a matrix product; ``values * scale`` stands for the tensor that it was made of.
+
+    values: (..., rows, columns) fp32. Integers in [-127, 127] for INT8, else the rounded numbers themselves.
+    scale: fp32, two axes or more, broadcasts against ``values``.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    @property
+    def mT(self) -> Operand:
+        """The transposed operand."""
+        return Operand(self.values.mT, self.scale.mT)
+
+
+def quantize(x: Tensor, shared: tuple[int, ...] = PER_BLOCK) -> Operand:
+    """Round x / s to the nearest integer (ties to even), with s = max|x| / 127 over the axes ``shared``.
+
+    Where max|x| is zero, or so small that s would be subnormal in fp32, values and scale are zero. Where it
+    is NaN or Inf the scale is NaN, so that every product with the operand is NaN, never a plausible number.
+
+    Args:
+        x: (..., rows, columns) fp32.
+        shared: the axes along which one scale is shared: PER_BLOCK, PER_ROW or PER_COLUMN.
+    """
+    scale = x.abs().amax(shared, keepdim=True) / INT8_MAX
+    scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
+    scale = torch.where(scale.isinf(), torch.nan, scale)
+    return Operand(_round_quotient(x, scale), scale)
+
+
+def quantize_two_levels(x: Tensor) -> tuple[Operand, Operand]:
+    """Split x into INT8 high and low halves, x ≈ high + low, with one scale per block each.
+
+    What the high half leaves is at most s / 2, so the scale of the low half is s / 254.
+
+    Args:
+        x: (..., rows, columns) fp32.
+    """
+    high = quantize(x)
+    low_scale = high.scale / (2 * INT8_MAX)
+    remainder = x - high.values * high.scale
+    return high, Operand(_round_quotient(remainder, low_scale), low_scale)
+
+
+def _round_quotient(x: Tensor, scale: Tensor) -> Tensor:
+    """round(x / scale), and zero where the scale is zero or NaN."""
+    quotient = x / torch.where(scale > 0, scale, torch.inf)
+    return quotient.round_().nan_to_num_(0.0)
+
+
+def round_to(x: Tensor, dtype: torch.dtype) -> Operand:
+    """The operand of a product that is not INT8: ``x`` rounded to ``dtype``, with scale 1."""
+    return Operand(x.to(dtype).float(), x.new_ones(1, 1))
+
+
+def product(a: Operand, b: Operand) -> Tensor:
+    """a @ b accumulated in fp32, which holds sums of INT8 products exactly; then the scales multiply it.
+
+    Args:
+        a: (..., M, K), its scale of size 1 along K.
+        b: (..., K, N), its scale of size 1 along K.
+
+    Raises:
+        ValueError: a scale runs along the contracted axis, which no INT8 product can do.
+    """
+    if a.scale.shape[-1] != 1 or b.scale.shape[-2] != 1:
+        raise ValueError(
+            f"scales {tuple(a.scale.shape)} and {tuple(b.scale.shape)} vary along the contracted axis; "
+            "share one along it"
+        )
+    if a.values.shape[-1] <= LONGEST_EXACT_CONTRACTION:
+        total = a.values @ b.values
+    else:
+        total = (a.values.double() @ b.values.double()).float()
+    return total * (a.scale * b.scale)

@@ -1,0 +1,79 @@
+"""Opening the data of a run: prepared on first use when small, otherwise by the command that is named."""
+
+import dataclasses
+import re
+import shutil
+
+import pytest
+
+from data import corpus, prepare
+from data.corpus import open_corpus
+from data.settings import DataSettings
+
+
+@pytest.fixture
+def settings(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("it was a dark and stormy night\n" * 300)
+    return DataSettings(source="text", path=str(path), tokenizer="bytes", root=str(tmp_path / "datasets"))
+
+
+def test_a_small_text_is_prepared_on_first_use_and_only_then(settings, monkeypatch):
+    first = open_corpus(settings)
+    monkeypatch.setattr(corpus, "prepare", lambda _: pytest.fail("prepared again"))
+    again = open_corpus(settings)
+    assert len(first.train) + len(first.val) == 31 * 300 + 2
+    assert len(again.train) == len(first.train)
+    assert again.tokenizer.decode(again.train.window(0, 30)) == "it was a dark and stormy night"
+    assert again.manifest.vocab_size == 257
+
+
+def test_a_large_text_names_the_command(settings):
+    settings.prepare_on_first_use_mb = 0
+    settings.val_fraction = 0.25
+    with pytest.raises(ValueError, match="is not prepared yet") as caught:
+        open_corpus(settings)
+    line = str(caught.value).splitlines()[-1].strip()
+    assert line == (
+        f"python -m data.prepare data=text data.path={settings.path} data.tokenizer=bytes "
+        f"data.val_fraction=0.25 data.root={settings.root}"
+    )
+
+
+def test_openwebtext_names_the_command(tmp_path):
+    settings = DataSettings(revision="79d9", root=str(tmp_path))
+    with pytest.raises(ValueError, match=re.escape("python -m data.prepare data=openwebtext")):
+        open_corpus(settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_named_dataset_opens_where_its_text_is_not(settings, tmp_path):
+    settings.name = "mine"
+    there = open_corpus(settings)
+    (tmp_path / "book.txt").unlink()
+    shutil.move(settings.root, tmp_path / "node")
+    here = open_corpus(dataclasses.replace(settings, root=str(tmp_path / "node")))
+    assert (here.train.window(0, 100) == there.train.window(0, 100)).all()
+    with pytest.raises(ValueError, match=r"prepared with data.tokenizer=bytes, not gpt2"):
+        open_corpus(dataclasses.replace(settings, root=str(tmp_path / "node"), tokenizer="gpt2"))
+
+
+def test_small_datasets_are_checked_in_full_and_large_ones_by_size(settings, monkeypatch):
+    folder = prepare.prepare(settings)
+    shard = folder / "train_00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[7] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train_00000.bin is not what was written"):
+        open_corpus(settings)
+    monkeypatch.setattr(corpus, "FULL_CHECK_LIMIT", 100)
+    open_corpus(settings)
+
+
+def test_the_embedded_text_needs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("used the network"))
+    opened = open_corpus(
+        DataSettings(source="stdlib", tokenizer="bytes", val_fraction=0.05, root=str(tmp_path))
+    )
+    assert len(opened.train) > 2_000_000
+    assert len(opened.val) > 100_000

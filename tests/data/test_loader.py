@@ -1,0 +1,122 @@
+"""Batches: the right tokens, each sequence once an epoch, the same step for any number of ranks."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.loader import BatchLoader, evaluation_batches
+from data.tokens import TokenShards
+
+
+def tokens_of(count: int, shards: tuple[int, ...] = ()) -> TokenShards:
+    """0, 1, 2, … cut into shards at the given places."""
+    return TokenShards(np.split(np.arange(count, dtype=np.uint16), shards))
+
+
+def loader(count=1000, **changed) -> BatchLoader:
+    arguments = {"context": 7, "sequences_per_step": 12, "micro_batch": 3, "seed": 5} | changed
+    return BatchLoader(tokens_of(count, (333, 341, 500)), **arguments)
+
+
+def test_rows_are_the_announced_sequences_and_targets_are_one_ahead():
+    batches = list(loader().micro_batches(4))
+    inputs = torch.cat([inputs for inputs, _ in batches])
+    targets = torch.cat([targets for _, targets in batches])
+    starts = torch.from_numpy(loader().sequence_indices(4) * 7)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+    assert torch.equal(inputs, starts[:, None] + torch.arange(7))
+    assert torch.equal(targets, inputs + 1)
+
+
+@pytest.mark.parametrize("count", [8, 85, 1000])  # 1, 12 and 142 sequences; a step takes 12
+def test_every_epoch_visits_every_sequence_once(count):
+    batches = loader(count)
+    steps = 3 * batches.sequences  # enough for several whole epochs
+    indices = np.concatenate([batches.sequence_indices(step) for step in range(steps)])
+    epochs = indices[: len(indices) // batches.sequences * batches.sequences].reshape(-1, batches.sequences)
+    assert (np.sort(epochs, axis=1) == np.arange(batches.sequences)).all()
+    if count == 1000:
+        assert not (epochs[0] == epochs[1]).all()
+
+
+def test_sequences_are_all_that_have_a_token_to_predict():
+    assert loader(7 * 5).sequences == 4
+    assert loader(7 * 5 + 1).sequences == 5
+
+
+def test_depends_on_seed_and_step_only():
+    asked_before = loader()
+    for step in (9, 0, 3):
+        asked_before.sequence_indices(step)
+    assert (asked_before.sequence_indices(7) == loader().sequence_indices(7)).all()
+    assert (loader(seed=6).sequence_indices(7) != loader().sequence_indices(7)).any()
+
+
+def test_epoch_of():
+    assert loader().epoch_of(0) == 0
+    assert loader().epoch_of(71) == pytest.approx(71 * 12 / 142)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ranks=st.integers(1, 6),
+    micro_batch=st.integers(1, 4),
+    micro_steps=st.integers(1, 3),
+    step=st.integers(0, 50),
+    context=st.integers(1, 9),
+)
+def test_ranks_share_a_step_without_overlap(ranks, micro_batch, micro_steps, step, context):
+    shared = {"context": context, "sequences_per_step": ranks * micro_batch * micro_steps, "seed": 1}
+    per_rank = [
+        list(loader(micro_batch=micro_batch, rank=rank, ranks=ranks, **shared).micro_batches(step))
+        for rank in range(ranks)
+    ]
+    # One process with a micro-batch as large as all ranks' together sees the same rows in the same passes.
+    alone = loader(micro_batch=micro_batch * ranks, **shared).micro_batches(step)
+    for micro_step, (inputs, targets) in enumerate(alone):
+        assert torch.equal(torch.cat([batches[micro_step][0] for batches in per_rank]), inputs)
+        assert torch.equal(torch.cat([batches[micro_step][1] for batches in per_rank]), targets)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_evaluation_covers_the_first_sequences_in_order(ranks):
+    per_rank = [
+        list(
+            evaluation_batches(tokens_of(200), context=9, sequences=11, micro_batch=4, rank=rank, ranks=ranks)
+        )
+        for rank in range(ranks)
+    ]
+    assert sorted(len(inputs) for batches in per_rank for inputs, _ in batches) == [3, 4, 4]
+    in_order = [per_rank[j % ranks][j // ranks] for j in range(3)]
+    inputs = torch.cat([inputs for inputs, _ in in_order])
+    assert torch.equal(inputs, torch.arange(99).reshape(11, 9))
+    assert torch.equal(torch.cat([targets for _, targets in in_order]), inputs + 1)
+
+
+def test_evaluation_says_when_there_is_less_than_asked_for(caplog):
+    batches = list(evaluation_batches(tokens_of(101), context=10, sequences=500, micro_batch=4))
+    assert sum(len(inputs) for inputs, _ in batches) == 10
+    assert "holds 10 sequences of 10 tokens: evaluating on these instead of 500" in caplog.text
+
+
+def test_a_context_longer_than_the_data_names_the_largest_that_fits():
+    with pytest.raises(ValueError, match=r"7 tokens, too few .* context=7 .* use context=6 or less"):
+        loader(7)
+    with pytest.raises(ValueError, match="use context=6 or less"):
+        list(evaluation_batches(tokens_of(7), context=7, sequences=1, micro_batch=1))
+    assert loader(8).sequences == 1
+
+
+def test_refuses_a_step_that_can_not_be_shared_out():
+    with pytest.raises(
+        ValueError, match=r"12 sequences per step do not divide .* 5 on 1 rank.* multiple of 5"
+    ):
+        loader(micro_batch=5)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        loader(context=0)
+    with pytest.raises(ValueError, match="rank=2 below ranks"):
+        loader(rank=2, ranks=2)

@@ -1,0 +1,277 @@
+"""From files to shards: the right tokens, the same bytes however the work went, and nothing half done."""
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from data import shards, sources, workers
+from data.manifest import Manifest
+from data.prepare import PrepareSettings, prepare, run
+from data.settings import DataSettings
+from data.sources import base, jsonl
+from data.tokenizers import Bytes
+from data.tokens import TokenShards
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+TEXTS = [f"document {number} " + "word " * (number % 40) for number in range(600)]  # 70 kB
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """JSON Lines in ten units."""
+    for module in (base, jsonl):
+        monkeypatch.setattr(module, "UNIT_BYTES", 8000)
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return DataSettings(
+        source="jsonl", path=str(path), tokenizer="bytes", processes=1, root=str(tmp_path / "one")
+    )
+
+
+def elsewhere(settings, tmp_path, **changed):
+    return dataclasses.replace(settings, root=str(tmp_path / "two"), **changed)
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def documents(folder, split):
+    tokens = TokenShards.open(folder, split, verify="full")
+    texts = bytes_of(tokens).split(b"<|endoftext|>")
+    assert texts.pop() == b""
+    return [text.decode() for text in texts]
+
+
+def bytes_of(tokens):
+    return Bytes().decode(tokens.window(0, len(tokens))).encode()
+
+
+def test_every_document_is_in_one_split_in_order(settings):
+    folder = prepare(settings)
+    train, val = documents(folder, "train"), documents(folder, "val")
+    assert sorted(train + val) == sorted(TEXTS)
+    assert train == [text for text in TEXTS if text in set(train)]
+    assert val == [text for text in TEXTS if text in set(val)]
+    assert 20 < len(val) < 120  # a tenth, the data being small
+    manifest = Manifest.read(folder)
+    assert manifest.documents("train") == len(train)
+    assert manifest.documents("val") == len(val)
+    assert len(manifest.shards["train"]) == 10
+    assert manifest.vocab_size == 257
+
+
+def test_held_out_files_of_their_own(settings, tmp_path):
+    path = tmp_path / "val.jsonl"
+    path.write_text('{"text": "held out"}\n')
+    folder = prepare(dataclasses.replace(settings, val_path=str(path)))
+    assert documents(folder, "train") == TEXTS
+    assert documents(folder, "val") == ["held out"]
+
+
+def test_any_number_of_processes_makes_the_same_bytes(settings, tmp_path):
+    one = prepare(settings)
+    two = prepare(elsewhere(settings, tmp_path, processes=2))
+    assert one.name == two.name
+    assert contents(one) == contents(two)
+
+
+def test_a_killed_preparation_continues_and_makes_the_same_bytes(settings, tmp_path):
+    program = f"""
+import time
+from data.prepare import prepare
+from data.settings import DataSettings
+from data.sources import base, jsonl
+from data.tokenizers import Bytes
+base.UNIT_BYTES = jsonl.UNIT_BYTES = 8000
+quick = Bytes.encode_batch
+def slow(self, texts):
+    time.sleep(0.1)
+    return quick(self, texts)
+Bytes.encode_batch = slow
+prepare({settings!r})
+"""
+    folder = None
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=CHECKOUT, stderr=subprocess.DEVNULL
+    ) as process:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and folder is None:
+            finished = list(Path(settings.root).glob("*/unit_00003.json"))
+            folder = finished[0].parent if finished else None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert folder is not None
+    assert not (folder / "manifest.json").exists()
+    assert list(folder.glob("*.tmp")), "killed between units; nothing was half written"
+    before = {
+        file.name: file.stat().st_mtime_ns for file in folder.glob("*_0000[0-3].*") if file.suffix != ".tmp"
+    }
+
+    assert prepare(settings) == folder
+    undisturbed = prepare(elsewhere(settings, tmp_path))
+    assert contents(folder) == contents(undisturbed)
+    assert len(before) >= 8
+    assert before == {name: (folder / name).stat().st_mtime_ns for name in before}
+
+
+def test_what_is_prepared_is_left_alone(settings, monkeypatch):
+    folder = prepare(settings)
+    monkeypatch.setattr(workers, "run", lambda *_: pytest.fail("worked again"))
+    assert prepare(settings) == folder
+
+
+@pytest.mark.parametrize("spoil", ["delete", "truncate"])
+def test_a_spoilt_shard_alone_is_made_anew(settings, spoil):
+    folder = prepare(settings)
+    whole = contents(folder)
+    spoilt, other = folder / "train_00004.bin", folder / "train_00005.bin"
+    modified = other.stat().st_mtime_ns
+    spoilt.unlink() if spoil == "delete" else os.truncate(spoilt, 10)
+    prepare(settings)
+    assert contents(folder) == whole
+    assert other.stat().st_mtime_ns == modified
+
+
+def test_other_text_settings_and_tokenizers_never_share_a_folder(settings, tmp_path):
+    folders = {prepare(settings), prepare(dataclasses.replace(settings, val_fraction=0.3))}
+    with Path(settings.path).open("a") as file:
+        file.write('{"text": "more"}\n')
+    folders.add(prepare(settings))
+    copy = tmp_path / "copy" / "texts.jsonl"  # the same name, another book
+    copy.parent.mkdir()
+    copy.write_text('{"text": "another"}\n{"text": "book"}\n')
+    folders.add(prepare(dataclasses.replace(settings, path=str(copy), val_fraction=0.001)))
+    assert len(folders) == 4
+
+
+def test_a_name_that_is_taken_by_other_data_is_refused(settings):
+    named = dataclasses.replace(settings, name="mine")
+    whole = contents(prepare(named))
+    with pytest.raises(
+        ValueError, match=r"mine holds a dataset made from something else \(different held_out\)"
+    ):
+        prepare(dataclasses.replace(named, val_fraction=0.3))
+    assert contents(Path(settings.root) / "mine") == whole
+
+
+def test_waits_for_another_preparation_of_the_same_folder(settings, caplog):
+    caplog.set_level("INFO")
+    folder = Path(settings.root) / "mine"
+    folder.mkdir(parents=True)
+    thread = threading.Thread(target=prepare, args=(dataclasses.replace(settings, name="mine"),))
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        assert not (folder / "manifest.json").exists()
+        assert "another process is preparing" in caplog.text
+    thread.join(30)
+    assert (folder / "manifest.json").exists()
+
+
+# ------------------------------------------------------------------ failures
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_unusable_text_is_named_and_nothing_passes_for_prepared(settings, processes):
+    settings.processes = processes
+    with Path(settings.path).open("a") as file:
+        file.write('{"body": "x"}\n')
+    with pytest.raises(ValueError, match=r"texts.jsonl, line 601 has no key data.column='text'"):
+        prepare(settings)
+    (folder,) = Path(settings.root).iterdir()
+    assert not (folder / "manifest.json").exists()
+    assert not list(folder.glob("*.tmp"))
+    assert not list(folder.glob("*_00009.*"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(settings, tmp_path):
+    (tmp_path / f"train_00000.bin.{os.getpid()}.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"{tmp_path}: No space left on device.*data.root.* again"):
+        shards.write_unit(
+            tmp_path,
+            0,
+            sources.load(settings).units[0],
+            tokenizer=Bytes(),
+            fraction=0.1,
+            fingerprint="",
+            report=lambda *_: None,
+        )
+    assert [file.name for file in tmp_path.iterdir()] == ["texts.jsonl"]
+
+
+def test_a_folder_that_can_not_be_written_is_named(settings, tmp_path):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(OSError, match="taken") as caught:
+        prepare(dataclasses.replace(settings, root=str(tmp_path / "taken")))
+    assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
+
+
+def test_a_single_document_can_not_be_split(settings):
+    Path(settings.path).write_text('{"text": "alone"}\n')
+    with pytest.raises(
+        ValueError, match=r"no text is left for the train split: .* 1 document.*data.val_path"
+    ):
+        prepare(settings)
+
+
+def test_a_wrong_number_of_documents_is_refused(settings):
+    with pytest.raises(ValueError, match=r"hold 600 documents instead of data.documents=601"):
+        prepare(dataclasses.replace(settings, documents=601))
+    prepare(dataclasses.replace(settings, documents=600))
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_verify_reads_every_shard(settings, capsys):
+    run(PrepareSettings(settings, verify=True))
+    assert "verified, 59,106 + 7,684 tokens" in capsys.readouterr().out
+    shard = next(Path(settings.root).glob("*/val_00002.bin"))
+    content = bytearray(shard.read_bytes())
+    content[0] ^= 1
+    shard.write_bytes(content)
+    run(PrepareSettings(settings, verify=False))
+    with pytest.raises(ValueError, match=r"val_00002.bin is not what was written"):
+        run(PrepareSettings(settings, verify=True))
+
+
+def command(*overrides, cwd):
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "HYDRA_FULL_ERROR": "0"}
+    return subprocess.run(
+        [sys.executable, "-m", "data.prepare", *overrides],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_command_prepares_and_litters_nothing(tmp_path):
+    (tmp_path / "book.txt").write_text("once upon a time\n" * 100)
+    done = command("data=text", "data.path=book.txt", "data.tokenizer=bytes", "verify=true", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "verified, 1,5" in done.stdout
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["book.txt", "datasets"]
+
+
+def test_the_command_ends_with_a_message_and_without_a_traceback(tmp_path):
+    done = command("data=text", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "data.prepare: data=text needs data.path=FILE" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []

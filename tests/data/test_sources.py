@@ -1,0 +1,319 @@
+"""Each format yields its documents, in order, wherever it is cut; unusable text is named by file and row."""
+
+import json
+import os
+import re
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import regex
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import sources
+from data.settings import DataSettings
+from data.sources import base, jsonl, openwebtext, parquet, stdlib, text
+
+# GPT-2's pre-tokenizer; a piece of text between two of its matches is encoded by itself.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+TEXTS = ["first", "", "second\nline", "dritte äöü", "四番目 \U0001f600", "last " * 50] * 7
+
+
+@pytest.fixture
+def tiny_pieces(monkeypatch):
+    """Units and batches of a few dozen bytes, so that small files are cut as large ones are."""
+    for module in (base, jsonl, parquet, text):
+        for name, size in (("UNIT_BYTES", 300), ("BATCH_BYTES", 40)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, size)
+
+
+def documents(units):
+    """All documents of some units, the pieces of a cut one joined."""
+    found, open_document = [], ""
+    for unit in units:
+        for batch in unit.batches():
+            pieces = batch.texts.to_pylist()
+            assert all(isinstance(piece, str) for piece in pieces)
+            pieces[0] = open_document + pieces[0]
+            open_document = pieces.pop() if batch.continues else ""
+            found += pieces
+    assert open_document == ""
+    return found
+
+
+def load(source, path, **changed):
+    return sources.load(DataSettings(source=source, path=str(path), **changed))
+
+
+def write_parquet(path, texts, kind=None, **options):
+    pq.write_table(pa.table({"id": range(len(texts)), "text": pa.array(texts, kind)}), path, **options)
+
+
+def write_jsonl(path, texts):
+    path.write_text("\n\n".join(json.dumps({"text": text, "id": 1}, ensure_ascii=False) for text in texts))
+
+
+# ------------------------------------------------------------------ parquet
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())], ids=str
+)
+@pytest.mark.usefixtures("tiny_pieces")
+def test_parquet(tmp_path, kind):
+    texts = [text.encode() for text in TEXTS] if kind == pa.binary() else TEXTS
+    write_parquet(tmp_path / "b.parquet", texts, kind, row_group_size=4)
+    write_parquet(tmp_path / "a.parquet", texts[:3], kind)
+    source = load("parquet", tmp_path)
+    assert len(source.units) > 3
+    assert documents(source.units) == TEXTS[:3] + TEXTS
+
+
+def test_parquet_by_glob_takes_what_matches_only(tmp_path):
+    write_parquet(tmp_path / "train-0.parquet", ["yes"])
+    write_parquet(tmp_path / "other-0.parquet", ["no"])
+    assert documents(load("parquet", tmp_path / "train-*").units) == ["yes"]
+
+
+def test_parquet_without_the_column_names_those_there_are(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["x"])
+    with pytest.raises(ValueError, match=r"a.parquet has no column data.column='body'; it has 'id', 'text'"):
+        load("parquet", tmp_path, column="body")
+    with pytest.raises(ValueError, match=r"column 'id' holds int64, not text"):
+        load("parquet", tmp_path, column="id")
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+def test_parquet_null_and_bad_utf8_name_the_row(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["fine"] * 50 + [None], row_group_size=7)
+    with pytest.raises(ValueError, match=r"a.parquet, row 50 has no text \(null\)"):
+        documents(load("parquet", tmp_path).units)
+    write_parquet(
+        tmp_path / "a.parquet", [b"fine"] * 33 + [b"caf\xe9", b"fine"], pa.binary(), row_group_size=7
+    )
+    with pytest.raises(ValueError, match=r"a.parquet, row 33 is not valid UTF-8"):
+        documents(load("parquet", tmp_path).units)
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match=r"a.parquet can not be read as parquet"):
+        load("parquet", tmp_path)
+    start = pq.read_metadata(pa.BufferReader(whole)).row_group(0).column(1).dictionary_page_offset
+    (tmp_path / "a.parquet").write_bytes(
+        whole[:start] + bytes(50) + whole[start + 50 :]
+    )  # the footer is whole
+    with pytest.raises(ValueError, match=r"a.parquet can not be read as parquet"):
+        documents(load("parquet", tmp_path).units)
+
+
+# ------------------------------------------------------------------ JSON Lines
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+def test_jsonl(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    write_jsonl(tmp_path / "b.jsonl", ["one"])
+    source = load("jsonl", tmp_path)
+    assert len(source.units) > 3
+    assert documents(source.units) == [*TEXTS, "one"]
+
+
+def test_jsonl_is_the_same_wherever_it_is_cut(tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:9])
+    for size in range(1, 60):
+        monkeypatch.setattr(jsonl, "UNIT_BYTES", size)
+        monkeypatch.setattr(base, "UNIT_BYTES", size)
+        assert documents(load("jsonl", tmp_path).units) == TEXTS[:9]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b'{"text": "caf\xe9"}', "line 5 is not valid UTF-8"),
+        (b'{"text": "cut of', r"line 5 is not JSON \("),
+        (b'["text"]', "line 5 is not a JSON object but list"),
+        (b'{"body": "x", "n": 1}', "line 5 has no key data.column='text'; it has 'body', 'n'"),
+        (b'{"text": 3}', "line 5 holds int, not text"),
+    ],
+)
+@pytest.mark.usefixtures("tiny_pieces")
+def test_jsonl_that_can_not_be_used_is_named_by_line(tmp_path, line, complaint):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' * 4 + line + b'\n{"text": "fine"}\n')
+    with pytest.raises(ValueError, match=rf"a.jsonl, {complaint}"):
+        documents(load("jsonl", path).units)
+
+
+def test_jsonl_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b \ud83d\ude00"}')
+    assert documents(load("jsonl", tmp_path).units) == ["a\ufffdb \U0001f600"]
+
+
+# ------------------------------------------------------------------ plain text
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+def test_text_is_a_document_per_file(tmp_path):
+    for name, content in (("b", "x y\n" * 400), ("a", "short"), ("c/d", "日本 語\n" * 90)):
+        path = tmp_path / f"{name}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    source = load("text", tmp_path, val_path=str(tmp_path / "a.txt"))
+    assert len(source.units) > 5
+    train = [unit for unit in source.units if unit.split == "train"]
+    assert documents(train) == ["short", "x y\n" * 400, "日本 語\n" * 90]
+    assert documents(unit for unit in source.units if unit.split == "val") == ["short"]
+
+
+@given(st.text(alphabet="aé \n\t.7\u00a0\u3000語\U0001f600", max_size=200), st.integers(1, 30))
+def test_text_gives_gpt2_the_same_pieces_wherever_it_is_cut(tmp_path_factory, content, size):
+    """The ids of a cut text, concatenated, are the ids of the whole."""
+    path = tmp_path_factory.getbasetemp() / "cut.txt"
+    path.write_text(content, newline="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text, "UNIT_BYTES", 3 * size)
+        patch.setattr(text, "BATCH_BYTES", size)
+        pieces = [piece for unit in text.units([path]) for batch in unit.batches() for piece in batch.texts]
+    pieces = [piece.as_py() for piece in pieces]
+    assert "".join(pieces) == content
+    assert [part for piece in pieces for part in split_like_gpt2(piece)] == split_like_gpt2(content)
+
+
+def split_like_gpt2(content):
+    return regex.findall(GPT2_PATTERN, content)
+
+
+def test_text_without_a_place_to_cut_is_cut_between_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "UNIT_BYTES", 50)
+    monkeypatch.setattr(base, "UNIT_BYTES", 50)
+    monkeypatch.setattr(text, "BATCH_BYTES", 10)
+    monkeypatch.setattr(text, "CUT_WINDOW", 8)
+    path = tmp_path / "a.txt"
+    path.write_text("語" * 100)
+    source = load("text", path, val_path=str(path))
+    assert documents(unit for unit in source.units if unit.split == "train") == ["語" * 100]
+    assert len(source.units) == 12
+
+
+def test_text_holds_out_its_end(tmp_path):
+    content = "".join(f"{number} bottles\n" for number in range(1000))
+    for name, part in (("a", content[:5000]), ("b", content[5000:])):
+        (tmp_path / f"{name}.txt").write_text(part)
+    units = load("text", tmp_path, val_fraction=0.0005).units  # a small text holds out a tenth all the same
+    train = documents(unit for unit in units if unit.split == "train")
+    val = documents(unit for unit in units if unit.split == "val")
+    assert "".join(train + val) == content
+    assert len("".join(val)) == pytest.approx(0.1 * len(content), abs=20)
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+def test_text_of_another_encoding_is_named_by_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"fine \n" * 100 + b"caf\xe9\n" + b"fine \n" * 100)
+    with pytest.raises(ValueError, match=r"a.txt, line 101 is not valid UTF-8"):
+        documents(load("text", tmp_path).units)
+
+
+# ------------------------------------------------------------------ the others
+
+
+def test_stdlib_is_some_megabytes_of_python_without_tests():
+    files = stdlib.files()
+    assert 2e6 < sum(file.stat().st_size for file in files) <= stdlib.LIMIT
+    assert files == stdlib.files()
+    assert files[0].name == "topics.py"
+    assert not any({"test", "site-packages", "__pycache__"} & set(file.parts) for file in files)
+    source = sources.load(DataSettings(source="stdlib", tokenizer="bytes"))
+    assert (
+        len(documents(source.units)) == len(files) + 1
+    )  # one is cut into text to train on and held-out text
+
+
+@pytest.fixture
+def local_hub(tmp_path, monkeypatch):
+    """Three parquet files stand in for OpenWebText's 80 on the Hub; counts how often each is opened."""
+    for index in range(3):
+        write_parquet(tmp_path / f"{index}.parquet", [f"{index}: {text}" for text in TEXTS])
+    calls = []
+    real = datasets.load_dataset
+
+    def load_dataset(repository, config, *, revision, split, streaming):
+        calls.append((repository, config, revision))
+        files = [str(tmp_path / f"{index}.parquet") for index in range(3)]
+        return real(
+            "parquet", data_files=files, split=split, streaming=streaming, cache_dir=str(tmp_path / "hf")
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(openwebtext, "FILES", 3)
+    monkeypatch.setattr(openwebtext, "ROWS_AT_ONCE", 10)
+    monkeypatch.setattr(openwebtext, "RETRY_SECONDS", (0, 0))
+    return calls
+
+
+def openwebtext_units():
+    return sources.load(DataSettings(source="openwebtext", revision="abc")).units
+
+
+def test_openwebtext_unit_is_a_file_of_the_pinned_revision(local_hub):
+    units = openwebtext_units()
+    assert [documents([unit]) for unit in units] == [[f"{i}: {text}" for text in TEXTS] for i in range(3)]
+    assert local_hub == [("Skylion007/openwebtext", "plain_text", "abc")] * 3
+
+
+def test_openwebtext_continues_after_a_lost_connection(local_hub, monkeypatch):
+    real = datasets.IterableDataset.iter
+    failures = iter([1, 0, 3, 99, 99])  # batches until the connection fails, per attempt
+
+    def iter_until_lost(self, batch_size):
+        left = next(failures)
+        for batch in real(self, batch_size):
+            if left == 0:
+                raise ConnectionError("lost")
+            left -= 1
+            yield batch
+
+    monkeypatch.setattr(datasets.IterableDataset, "iter", iter_until_lost)
+    assert documents(openwebtext_units()[:1]) == [f"0: {text}" for text in TEXTS]
+    assert len(local_hub) == 4
+
+
+def test_openwebtext_without_network_names_the_unit_and_says_to_rerun(monkeypatch):
+    def offline(*_, **__):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr(openwebtext, "RETRY_SECONDS", (0, 0))
+    message = r"file 2 of 80 could not be read .*no route to host.* run the same command again .*continues"
+    with pytest.raises(OSError, match=message):
+        documents(openwebtext_units()[1:2])
+
+
+# ------------------------------------------------------------------ identity and emptiness
+
+
+def test_identity_follows_the_content_not_the_place_or_time(tmp_path):
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "book.txt").write_text("the same words\n" * 10)
+    os.utime(tmp_path / "there" / "book.txt", (0, 0))
+    same = [load("text", tmp_path / place).identity for place in ("here", "there")]
+    assert same[0] == same[1]
+    (tmp_path / "there" / "book.txt").write_text("the same wordz\n" * 10)
+    assert load("text", tmp_path / "there").identity != same[0]
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+def test_empty_input_is_refused(tmp_path, source):
+    path = tmp_path / f"empty.{source}"
+    path.touch()
+    if source == "parquet":
+        write_parquet(path, [], pa.string())
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} holds no text"):
+        load(source, path)

@@ -1,0 +1,38 @@
+"""The held-out documents: the asked-for share, never none, and by position alone."""
+
+import numpy as np
+import pytest
+
+from data.split import effective_fraction, held_out
+
+
+def test_the_share_is_the_fraction():
+    chosen = held_out(unit=3, first=0, count=1_000_000, fraction=0.01)
+    assert chosen.sum() == pytest.approx(10_000, abs=500)  # five standard deviations
+
+
+def test_does_not_depend_on_how_the_documents_are_batched():
+    whole = held_out(unit=2, first=0, count=1000, fraction=0.3)
+    parts = [
+        held_out(unit=2, first=first, count=min(77, 1000 - first), fraction=0.3)
+        for first in range(0, 1000, 77)
+    ]
+    assert (np.concatenate(parts) == whole).all()
+
+
+def test_units_choose_independently():
+    one, two = (held_out(unit=unit, first=0, count=100_000, fraction=0.5) for unit in (1, 2))
+    assert (one == two).mean() == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_first_document_is_always_held_out():
+    assert held_out(unit=0, first=0, count=3, fraction=1e-12).tolist() == [True, False, False]
+    assert held_out(unit=0, first=3, count=3, fraction=1e-12).tolist() == [False] * 3
+    assert len(held_out(unit=0, first=0, count=0, fraction=0.5)) == 0
+
+
+def test_small_texts_hold_out_more():
+    assert effective_fraction(0.0005, 40_000_000_000) == 0.0005
+    assert effective_fraction(0.0005, 100 << 20) == pytest.approx(256 / (100 << 10))
+    assert effective_fraction(0.0005, 1 << 20) == 0.1
+    assert effective_fraction(0.25, 1 << 20) == 0.25

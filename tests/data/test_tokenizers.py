@@ -1,0 +1,118 @@
+"""Ids and text: round trips, end-of-text, and the same ids whichever library makes them."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import tokenizers
+from data.tokenizers import Bytes, Gigatoken, Tiktoken
+
+# GPT-2's pattern and special token, with its 256 bytes and a few merges in place of its vocabulary file.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+MERGES = [b"th", b" t", b" th", b"the", b" the", b"in", b"er", b"\n\n", b"ing", b"<|", b"|>"]
+SMALL = tiktoken.Encoding(
+    "small",
+    pat_str=GPT2_PATTERN,
+    mergeable_ranks={bytes([byte]): byte for byte in range(256)} | {m: 256 + i for i, m in enumerate(MERGES)},
+    special_tokens={"<|endoftext|>": 256 + len(MERGES)},
+)
+
+TRICKY = [
+    "",
+    "the thing\n\n\nin there",
+    "<|endoftext|>",
+    "a<|endoftext|>b",
+    " \t\r\n\u00a0\u3000 x ",
+    "héllo wörld, 日本語 \U0001f600",
+    "don't they'll 12345 ++--==",
+    "x" * 5000,
+]
+
+
+def large_strings(texts):
+    return pa.array(texts, pa.large_string())
+
+
+def documents(tokenizer, texts):
+    """The ids of each document, and their end."""
+    ids, lengths = tokenizer.encode_documents(large_strings(texts))
+    assert ids.dtype == np.dtype("<u2")
+    assert lengths.sum() == len(ids)
+    parts = [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] if len(texts) else []
+    assert all(part[-1] == tokenizer.end_of_text for part in parts)
+    return [part[:-1] for part in parts]
+
+
+def test_bytes_are_utf8():
+    assert Bytes().encode("aé") == [97, 0xC3, 0xA9]
+    assert Bytes().decode([97, 0xC3, 0xA9]) == "aé"
+    assert documents(Bytes(), TRICKY) == [list(text.encode()) for text in TRICKY]
+
+
+@given(st.lists(st.text(), max_size=5))
+def test_bytes_round_trip(texts):
+    tokenizer = Bytes()
+    assert [tokenizer.decode(ids) for ids in documents(tokenizer, texts)] == texts
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
+
+
+def test_bytes_decode_shows_what_is_no_text():
+    assert Bytes().decode(np.array([97, 256, 0xC3], np.uint16)) == "a<|endoftext|>\ufffd"
+
+
+@given(st.lists(st.text(alphabet="the in\n<|>", max_size=20), max_size=5))
+def test_tiktoken_documents_are_encode_ordinary(texts):
+    tokenizer = Tiktoken(SMALL)
+    texts = [*TRICKY, *texts]
+    assert documents(tokenizer, texts) == [SMALL.encode_ordinary(text) for text in texts]
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), Tiktoken(SMALL)], ids=["bytes", "tiktoken"])
+def test_no_text_spells_end_of_text(tokenizer):
+    assert all(tokenizer.end_of_text not in ids for ids in documents(tokenizer, TRICKY))
+    assert tokenizer.end_of_text == tokenizer.vocab_size - 1
+
+
+@pytest.mark.parametrize("tokenizer", [Bytes(), Tiktoken(SMALL)], ids=["bytes", "tiktoken"])
+def test_no_documents_and_slices_of_arrow_arrays(tokenizer):
+    assert documents(tokenizer, []) == []
+    ids, lengths = tokenizer.encode_documents(large_strings(TRICKY)[3:6])
+    assert (ids == tokenizer.encode_documents(large_strings(TRICKY[3:6])).ids).all()
+    assert len(lengths) == 3
+
+
+@settings(max_examples=200)
+@given(st.lists(st.text(max_size=30), max_size=5))
+def test_gigatoken_makes_the_same_ids(texts):
+    pytest.importorskip("gigatoken")
+    texts = [*TRICKY, *texts]
+    assert documents(Gigatoken(SMALL), texts) == documents(Tiktoken(SMALL), texts)
+
+
+def test_a_vocabulary_of_more_than_16_bits_is_refused():
+    large = tiktoken.Encoding(
+        "large",
+        pat_str=".",
+        mergeable_ranks={bytes([b]): b for b in range(256)},
+        special_tokens={"<e>": 65536},
+    )
+    with pytest.raises(ValueError, match=r"large has 65537 ids; .* 65536 is the limit"):
+        Tiktoken(large)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match=r"data.tokenizer=llama is unknown; choose one of gpt2, bytes"):
+        tokenizers.load("llama")
+
+
+def test_gpt2_without_its_vocabulary_names_the_way_out(monkeypatch):
+    def no_network(name):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", no_network)
+    with pytest.raises(OSError, match=r"ConnectionError.*TIKTOKEN_CACHE_DIR.*data.tokenizer=bytes"):
+        tokenizers.load("gpt2")

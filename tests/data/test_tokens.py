@@ -1,0 +1,93 @@
+"""Shards on disk: one array in front, and refused by name when they are not what was written."""
+
+import numpy as np
+import pytest
+
+from data.prepare import prepare
+from data.settings import DataSettings
+from data.tokens import TokenShards
+
+
+@pytest.fixture
+def folder(tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("".join(f"{number} bottles on the wall\n" for number in range(500)))
+    return prepare(
+        DataSettings(source="text", path=str(text), tokenizer="bytes", root=str(tmp_path / "datasets"))
+    )
+
+
+def shards_of(lengths):
+    whole = np.arange(sum(lengths), dtype=np.uint16)
+    return whole, TokenShards(np.split(whole, np.cumsum(lengths)[:-1]))
+
+
+def test_windows_are_slices_of_the_whole():
+    whole, tokens = shards_of([5, 1, 7, 2])
+    assert len(tokens) == 15
+    for start in range(16):
+        for length in range(16 - start):
+            assert (tokens.window(start, length) == whole[start : start + length]).all()
+            assert len(tokens.window(start, length)) == length
+
+
+def test_windows_outside_are_refused():
+    _, tokens = shards_of([5, 3])
+    for start, length in ((-1, 2), (0, 9), (8, 1), (3, -1)):
+        with pytest.raises(IndexError, match="which has 8"):
+            tokens.window(start, length)
+
+
+def test_opens_what_was_prepared(folder):
+    text = (folder.parent.parent / "book.txt").read_bytes()
+    train, val = (TokenShards.open(folder, split, verify="full") for split in ("train", "val"))
+    whole = [*train.window(0, len(train) - 1), *val.window(0, len(val) - 1)]  # without either's end-of-text
+    assert bytes(whole) == text
+
+
+def test_not_prepared(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"not prepared; run python -m data.prepare"):
+        TokenShards.open(tmp_path, "train")
+
+
+def test_a_missing_shard_is_named(folder):
+    (folder / "train_00000.bin").unlink()
+    with pytest.raises(ValueError, match=r"train_00000.bin is missing"):
+        TokenShards.open(folder, "train")
+
+
+def test_a_truncated_shard_is_named(folder):
+    shard = folder / "train_00000.bin"
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(
+        ValueError, match=rf"train_00000.bin has {size - 2} bytes instead of {size}; delete it"
+    ):
+        TokenShards.open(folder, "train")
+    TokenShards.open(folder, "val", verify="full")  # the other split is as it was
+
+
+def test_an_altered_shard_is_named_by_the_full_check_only(folder):
+    shard = folder / "train_00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[1001] ^= 1
+    shard.write_bytes(content)
+    TokenShards.open(folder, "train", verify="size")
+    with pytest.raises(ValueError, match=r"train_00000.bin is not what was written: .* delete it"):
+        TokenShards.open(folder, "train", verify="full")
+
+
+def test_a_manifest_of_another_make_is_refused(folder):
+    (folder / "manifest.json").write_text('{"shards": []}')
+    with pytest.raises(ValueError, match=r"not written by this version"):
+        TokenShards.open(folder, "train")
+    (folder / "manifest.json").write_text('{"shards": [')
+    with pytest.raises(ValueError, match=r"damaged .* delete it"):
+        TokenShards.open(folder, "train")
+
+
+def test_unknown_split_and_check(folder):
+    with pytest.raises(ValueError, match="use train or val"):
+        TokenShards.open(folder, "test")
+    with pytest.raises(ValueError, match="size or full"):
+        TokenShards.open(folder, "train", verify="no")

@@ -1,0 +1,54 @@
+"""What the model tests share."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.config import LlamaConfig
+from model.llama import Llama
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
+
+
+@pytest.fixture(autouse=True)
+def _reproducible() -> Iterator[None]:
+    """One thread, as the tests run beside each other, and the same random numbers in every run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def make_config() -> Callable[..., LlamaConfig]:
+    """Makes configs of models with a few thousand parameters, every size another one."""
+
+    def make(**changes: object) -> LlamaConfig:
+        sizes = {"vocab_size": 61, "d_model": 24, "n_layers": 3, "n_heads": 4, "d_head": 10, "d_ffn": 40}
+        return LlamaConfig(**(sizes | {"max_context": 32} | changes))
+
+    return make
+
+
+@pytest.fixture
+def make_model(make_config: Callable[..., LlamaConfig]) -> Callable[..., Llama]:
+    """Makes small full-precision models whose logits are far from zero and whose gains are not all one."""
+
+    def make(**changes: object) -> Llama:
+        model = Llama(make_config(init_std=0.2, **changes), F.scaled_dot_product_attention)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    """Three sequences of 19 tokens."""
+    return torch.randint(61, (3, 19))

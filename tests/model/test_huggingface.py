@@ -1,0 +1,209 @@
+"""The independent truth here is transformers: same weights, same logits, same gradients."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaConfig as HFLlamaConfig
+from transformers import Qwen3Config as HFQwen3Config
+
+from model import huggingface
+from model.llama import Llama
+
+SHAPES = [
+    {},
+    {"n_kv_heads": 2},
+    {"tie_embeddings": False},
+    {"n_kv_heads": 1, "tie_embeddings": False, "rope_theta": 500.0, "norm_eps": 1e-2},
+]
+
+
+def load(folder: Path) -> Llama:
+    return huggingface.load(folder, F.scaled_dot_product_attention)
+
+
+def saved_by_transformers(folder: Path, qk_norm: bool, shard: str = "50GB", **changes: object):
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "max_position_embeddings": 32,
+        "initializer_range": 0.2,
+        "attn_implementation": "eager",
+    }
+    config_class, model_class = (
+        (HFQwen3Config, Qwen3ForCausalLM) if qk_norm else (HFLlamaConfig, LlamaForCausalLM)
+    )
+    model = model_class(config_class(**(sizes | changes)))
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_computes_the_same_from_what_we_save(make_model, tokens, tmp_path, shape, qk_norm):
+    ours = make_model(qk_norm=qk_norm, **shape)
+    huggingface.save(ours, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    assert type(theirs) is (Qwen3ForCausalLM if qk_norm else LlamaForCausalLM)
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=3e-5, rtol=3e-5)
+
+    # Their loss shifts the labels itself and leaves out the last position, as -100 does here.
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = -100
+    loss, their_loss = ours(tokens, targets), theirs(tokens, labels=tokens).loss
+    torch.testing.assert_close(their_loss, loss, atol=1e-5, rtol=1e-5)
+    loss.backward()
+    their_loss.backward()
+    their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        their_name = name if name.startswith("lm_head") else f"model.{name}"
+        torch.testing.assert_close(
+            their_gradients.pop(their_name), parameter.grad, atol=3e-5, rtol=1e-4, msg=name
+        )
+    assert not their_gradients
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard", ["50GB", "10KB"])
+def test_we_compute_the_same_from_what_transformers_saves(tokens, tmp_path, shard, tied, qk_norm):
+    theirs = saved_by_transformers(tmp_path, qk_norm, shard, tie_word_embeddings=tied)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "10KB")
+    torch.testing.assert_close(load(tmp_path)(tokens), theirs(tokens).logits, atol=3e-5, rtol=3e-5)
+
+
+def test_config_and_weights_survive_the_round_trip_exactly(make_model, tmp_path):
+    model = make_model(n_kv_heads=2, rope_theta=1234.5, norm_eps=3e-6)
+    huggingface.save(model, tmp_path)
+    again = load(tmp_path)
+    assert again.config == model.config
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight)
+
+
+def test_saving_in_bfloat16_rounds_the_weights_once(make_model, tmp_path):
+    model = make_model()
+    huggingface.save(model, tmp_path, dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    again = load(tmp_path)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight.bfloat16().float())
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_tied_head_is_stored_once(make_model, tmp_path):
+    huggingface.save(make_model(), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - not a dictionary
+        assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118
+
+
+def test_older_spelling_of_rope_settings_is_read(make_model, tmp_path):
+    huggingface.save(make_model(rope_theta=777.0), tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    del fields["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"rope_scaling": None}))
+    assert load(tmp_path).config.rope_theta == 777.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "fragment"),
+    [
+        ({"model_type": "mistral"}, "model_type=mistral, supported are llama, qwen3"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type llama3"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "of type linear"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ],
+)
+def test_models_that_compute_something_else_are_refused(make_model, tmp_path, fields, fragment):
+    huggingface.save(make_model(), tmp_path)
+    edit(tmp_path, **fields)
+    with pytest.raises(ValueError, match="cannot be represented here") as caught:
+        load(tmp_path)
+    assert fragment in str(caught.value)
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(make_model, tmp_path):
+    huggingface.save(make_model(), tmp_path)
+    edit(tmp_path, num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"layers\.3\.self_attn\.q_proj\.weight"):
+        load(tmp_path)
+    edit(tmp_path, num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"layers\.2\.self_attn\.q_proj\.weight"):
+        load(tmp_path)
+    edit(tmp_path, num_hidden_layers=3, vocab_size=60)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight"):
+        load(tmp_path)
+
+
+def test_incomplete_or_damaged_folders_are_refused_by_name(make_model, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        load(tmp_path)
+    huggingface.save(make_model(), tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 3}')
+    with pytest.raises(ValueError, match="no field 'hidden_size'"):
+        load(tmp_path)
+
+
+def test_special_tokens_are_left_to_the_tokenizer(make_model, tmp_path):
+    huggingface.save(make_model(qk_norm=False), tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.bos_token_id is None  # Llama's own default would be 1
+    assert config.eos_token_id is None
+
+
+def test_saving_replaces_files_in_one_step(make_model, tmp_path):
+    huggingface.save(make_model(), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with (tmp_path / "model.safetensors").open("rb") as reader:
+        huggingface.save(make_model(), tmp_path)
+        assert (tmp_path / "model.safetensors").read_bytes() != before
+        assert reader.read() == before  # whoever reads the older file goes on doing so
+
+
+def test_failed_save_leaves_the_older_files_and_no_litter(make_model, tmp_path, monkeypatch):
+    huggingface.save(make_model(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fill_the_disk(weights, path, metadata):
+        Path(path).write_bytes(b"half a file")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(huggingface, "save_file", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        huggingface.save(make_model(), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

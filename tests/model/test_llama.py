@@ -1,0 +1,236 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.backends import AttentionSettings, load
+from model.llama import Llama, RMSNorm, RotaryEmbedding, cross_entropy, rotary_tables, rotate
+
+BACKENDS = {
+    "fpa": AttentionSettings(backend="fpa"),
+    "sagebwd": AttentionSettings(backend="sagebwd", implementation="reference"),
+}
+
+
+def attend(name: str, is_gqa: bool = False):
+    settings = BACKENDS[name]
+    built = load(settings).build(
+        settings, device=torch.device("cpu"), dtype=torch.float32, d_head=10, is_gqa=is_gqa
+    )
+    return built.attend
+
+
+def test_rms_norm_is_its_formula_with_gradients():
+    norm = RMSNorm(17, eps=1e-3)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x = torch.randn(5, 3, 17, requires_grad=True)
+    upstream = torch.randn(5, 3, 17)
+    norm(x).backward(upstream)
+
+    x64, gain64 = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    expected = x64 / torch.sqrt((x64**2).mean(-1, keepdim=True) + 1e-3) * gain64
+    expected.backward(upstream.double())
+
+    torch.testing.assert_close(norm(x).double(), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(x.grad.double(), x64.grad, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(norm.weight.grad.double(), gain64.grad, atol=5e-6, rtol=5e-6)
+
+
+def test_rms_norm_computes_in_float32_and_keeps_the_dtype():
+    norm, x = RMSNorm(64, eps=1e-6), 300 * torch.randn(8, 64)
+    half = x.half()  # the squares overflow float16
+    assert norm(half).dtype == torch.float16
+    torch.testing.assert_close(norm(half), norm(half.float()).half(), atol=0, rtol=0)
+
+
+def test_rotation_multiplies_complex_pairs():
+    cos, sin = rotary_tables(positions=7, d_head=6, theta=100.0)
+    x = torch.randn(2, 7, 3, 6, dtype=torch.float64)
+    angles = torch.tensor([[p * 100.0 ** (-i / 3) for i in range(3)] for p in range(7)], dtype=torch.float64)
+    turned = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    torch.testing.assert_close(rotate(x, cos, sin), torch.cat((turned.real, turned.imag), -1))
+
+
+def test_rotated_products_depend_on_relative_positions_only():
+    cos, sin = rotary_tables(positions=40, d_head=10, theta=10000.0)
+    q, k = torch.randn(2, 10, dtype=torch.float64)
+    q_everywhere = rotate(q.expand(1, 40, 1, 10), cos, sin)[0, :, 0]
+    k_everywhere = rotate(k.expand(1, 40, 1, 10), cos, sin)[0, :, 0]
+    scores = q_everywhere @ k_everywhere.T
+    for distance in range(-39, 40):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-12, rtol=0)
+    assert scores[0].std() > 0.1
+
+
+def test_rotary_tables_are_exact_at_the_last_position():
+    cos, sin = RotaryEmbedding(max_context=4096, d_head=64, theta=10000.0)(4096)
+    assert cos.dtype == sin.dtype == torch.float32
+    for pair in range(32):
+        angle = 4095 * 10000.0 ** (-pair / 32)
+        assert cos[-1, 0, pair].item() == pytest.approx(math.cos(angle), abs=1e-7)
+        assert sin[-1, 0, pair].item() == pytest.approx(math.sin(angle), abs=1e-7)
+
+
+def test_rotation_of_bfloat16_is_done_in_float32():
+    cos, sin = RotaryEmbedding(max_context=50, d_head=8, theta=100.0)(50)
+    x = torch.randn(1, 50, 2, 8).bfloat16()
+    assert rotate(x, cos, sin).dtype == torch.float32
+    torch.testing.assert_close(rotate(x, cos, sin), rotate(x.float(), cos, sin), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("changed", [0, 7, 18])
+def test_no_logit_depends_on_a_later_token(make_model, tokens, changed):
+    model = make_model(n_kv_heads=2)
+    before = model(tokens)
+    tokens[:, changed] = (tokens[:, changed] + 1) % 61
+    after = model(tokens)
+    assert torch.equal(before[:, :changed], after[:, :changed])
+    assert ((before - after)[:, changed:].abs().amax(dim=(0, 2)) > 1e-3).all()
+
+
+def test_grouped_queries_equal_repeated_key_and_value_heads(make_config, make_model, tokens):
+    grouped = make_model(n_kv_heads=2)
+    full = Llama(make_config(), F.scaled_dot_product_attention)
+    weights = grouped.state_dict()
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weights[name] = weight.unflatten(0, (2, 10)).repeat_interleave(2, dim=0).flatten(0, 1)
+    full.load_state_dict(weights)
+    torch.testing.assert_close(grouped(tokens), full(tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_receives_views_without_copies(make_config, tokens, kv_heads):
+    calls = []
+
+    def record(q, k, v, *, is_causal, enable_gqa):
+        calls.append((q, k, v, is_causal, enable_gqa))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    Llama(make_config(n_kv_heads=kv_heads), record)(tokens)
+    assert len(calls) == 3  # layers
+    for q, k, v, is_causal, enable_gqa in calls:
+        assert q.shape == (3, 4, 19, 10)
+        assert k.shape == v.shape == (3, kv_heads, 19, 10)
+        assert all(x.transpose(1, 2).is_contiguous() for x in (q, k, v))  # (B, N, H, D) in memory
+        assert is_causal
+        assert enable_gqa == (kv_heads != 4)
+
+
+def test_initial_weights_have_the_configured_spread(make_config):
+    model = Llama(
+        make_config(vocab_size=400, d_model=128, d_head=32, d_ffn=384, tie_embeddings=False, init_std=0.03),
+        F.scaled_dot_product_attention,
+    )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+            continue
+        is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        expected = 0.03 / math.sqrt(6) if is_residual else 0.03
+        assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
+        assert abs(parameter.mean().item()) < 0.03 * expected, name
+
+
+def test_initial_loss_is_that_of_guessing(make_config, tokens):
+    model = Llama(make_config(tie_embeddings=False), F.scaled_dot_product_attention)
+    loss = model(tokens, torch.randint(61, tokens.shape))
+    assert loss.item() == pytest.approx(math.log(61), abs=0.05)  # logits spread by 0.02 · √24 ≈ 0.1
+
+
+def test_loss_is_the_mean_cross_entropy(make_model, tokens):
+    model = make_model(tie_embeddings=False)
+    targets = torch.randint(61, tokens.shape)
+    logits = model(tokens).double()
+    expected = (logits.exp().sum(-1).log() - logits.gather(-1, targets[..., None])[..., 0]).mean()
+    loss = model(tokens, targets)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_target_of_minus_100_is_left_out(make_model, tokens):
+    model, targets = make_model(), torch.randint(61, tokens.shape)
+    targets[:, 5:] = -100
+    expected = cross_entropy(model(tokens)[:, :5], targets[:, :5])
+    torch.testing.assert_close(model(tokens, targets), expected)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradient_reaches_every_parameter(make_config, tokens, backend, tie_embeddings, kv_heads):
+    config = make_config(n_kv_heads=kv_heads, tie_embeddings=tie_embeddings)
+    model = Llama(config, attend(backend, is_gqa=kv_heads != 4))
+    model(tokens, tokens.roll(-1, 1)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.norm() > 0, name
+
+
+def test_sagebwd_is_close_to_full_precision(make_model, tokens):
+    model = make_model()
+    exact = model(tokens)
+    for layer in model.layers:
+        layer.self_attn.attend = attend("sagebwd")
+    error = (model(tokens) - exact).norm() / exact.norm()
+    assert 1e-5 < error < 0.05  # quantized, and only a little off
+
+
+def test_autocast_runs_products_in_bfloat16_and_the_rest_in_float32(make_config, tokens):
+    dtypes = set()
+
+    def record(q, k, v, *, is_causal, enable_gqa):
+        dtypes.update((q.dtype, k.dtype, v.dtype))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    model = Llama(make_config(init_std=0.2), record)
+    residual_dtypes = set()
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: residual_dtypes.add(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(tokens), model(tokens, tokens.roll(-1, 1))
+    loss.backward()
+    assert dtypes == {torch.bfloat16}
+    assert residual_dtypes == {torch.float32}
+    assert logits.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    assert loss.item() == pytest.approx(model(tokens, tokens.roll(-1, 1)).item(), rel=0.02)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiles_to_one_graph_with_the_same_loss_and_gradients(make_config, tokens, autocast):
+    model = Llama(make_config(n_layers=1, n_kv_heads=2, init_std=0.2), attend("fpa", is_gqa=True))
+    targets = tokens.roll(-1, 1)
+
+    def run(function):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = function(tokens, targets)
+        loss.backward()
+        return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = run(model)
+    # aot_eager traces forward and backward as inductor does, without the minute that generating code takes.
+    compiled = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    torch.testing.assert_close(compiled, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_too_many_tokens_are_refused(make_model):
+    with pytest.raises(ValueError, match=r"33 tokens .* raise model.max_context=32"):
+        make_model()(torch.zeros(1, 33, dtype=torch.int64))
+
+
+def test_targets_of_another_shape_are_refused(make_model, tokens):
+    with pytest.raises(ValueError, match=r"\(3, 18\) do not match tokens \(3, 19\)"):
+        make_model()(tokens, tokens[:, 1:])
+
+
+def test_state_holds_each_weight_once(make_model):
+    assert "lm_head.weight" not in make_model().state_dict()
+    assert "lm_head.weight" in make_model(tie_embeddings=False).state_dict()
+    assert not any("rotary" in name for name in make_model().state_dict())

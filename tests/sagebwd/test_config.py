@@ -1,0 +1,58 @@
+"""Settings: what the presets are, and that every wrong one is refused with its mend."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from sagebwd import SageConfig
+from sagebwd.config import MATMULS
+
+
+def test_paper_is_the_literal_algorithm():
+    config = SageConfig.paper()
+    assert config.granularity == "block"
+    assert config.smooth_k
+    assert not any((config.smooth_q, config.add_mean_k_term, config.exact_delta))
+    assert config.s_levels == 1
+    assert set(MATMULS) - set(config.int8_matmuls) == {"dp"}
+
+
+def test_default_differs_from_paper_only_in_granularity_and_tile():
+    default = SageConfig()
+    assert default == replace(SageConfig.paper(), granularity="row", block_q=64, block_kv=128)
+
+
+def test_int8_matmuls_are_normalised_so_that_equal_settings_are_equal_and_hashable():
+    config = SageConfig(int8_matmuls=["o", "s_fwd", "o"])
+    assert config.int8_matmuls == ("s_fwd", "o")
+    assert hash(config) == hash(SageConfig(int8_matmuls=("s_fwd", "o")))
+    assert config.is_int8("o")
+    assert not config.is_int8("dv")
+
+
+def test_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        SageConfig().smooth_k = False
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"granularity": "token"}, "granularity is 'token'; set it to 'block' or 'row'"),
+        ({"block_q": 0}, "block_q is 0; set it to a positive multiple of 16"),
+        ({"block_q": -64}, "block_q is -64"),
+        ({"block_kv": 40}, "block_kv is 40; set it to a positive multiple of 16"),
+        ({"block_kv": 64.0}, "block_kv is 64.0"),
+        ({"block_kv": True}, "block_kv is True"),
+        ({"s_levels": 3}, "s_levels is 3; set it to 1 or 2"),
+        ({"smooth_k": "no"}, "smooth_k is 'no'; set it to true or false"),
+        ({"exact_delta": None}, "exact_delta is None; set it to true or false"),
+        ({"int8_matmuls": ("s", "o")}, "int8_matmuls names s; choose from s_fwd, o"),
+        ({"int8_matmuls": "o"}, r"give a list: \[o\]"),
+        ({"s_levels": 2, "int8_matmuls": ("s_fwd",)}, "add 's_fwd' and 's_bwd' to int8_matmuls"),
+        ({"add_mean_k_term": True, "smooth_k": False}, "set smooth_k=True or add_mean_k_term=False"),
+    ],
+)
+def test_refuses_with_the_mend(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SageConfig(**settings)

@@ -1,0 +1,226 @@
+"""The public operator: torch's calling convention, autograd, and every refusal."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import sagebwd
+from sagebwd import SageConfig, sage_attention
+from sagebwd.metrics import relative_l2
+from sagebwd.reference import attention
+
+NO_INT8 = SageConfig(int8_matmuls=())
+
+
+def gradients(operator, q, k, v, grad_out, *args, **kwargs):
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = operator(*leaves, *args, **kwargs)
+    return (out, *torch.autograd.grad(out, leaves, grad_out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_runs_the_reference(draw, dtype):
+    inputs = draw(100, dtype=dtype)
+    result = attention(*inputs, is_causal=True)
+    found = gradients(sage_attention, *inputs, is_causal=True)
+    for x, name in zip(found, ("out", "dq", "dk", "dv"), strict=True):
+        assert x.dtype == dtype
+        assert torch.equal(x, getattr(result, name))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((None, 0.0, True), {}),
+        ((), {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.3}),
+        ((), {"is_causal": True, "enable_gqa": True}),
+    ],
+)
+@pytest.mark.parametrize(("n_q", "n_kv"), [(50, 50), (31, 77), (77, 31)])
+def test_means_what_torch_means(draw, args, kwargs, n_q, n_kv):
+    inputs = draw(n_q, n_kv, heads=4, kv_heads=2 if kwargs.get("enable_gqa") else 4)
+    ours = gradients(sage_attention, *inputs, *args, **kwargs, config=NO_INT8)
+    torchs = gradients(scaled_dot_product_attention, *inputs, *args, **kwargs)
+    for x, y in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    quantized = gradients(sage_attention, *inputs, *args, **kwargs)
+    assert all(relative_l2(x, y) < 0.03 for x, y in zip(quantized, torchs, strict=True))
+
+
+def test_config_reaches_forward_and_backward(draw):
+    inputs = draw(100)
+    for config in (SageConfig.paper(), SageConfig(smooth_q=True, exact_delta=True)):
+        result = attention(*inputs, config=config)
+        found = gradients(sage_attention, *inputs, config=config)
+        for x, name in zip(found, ("out", "dq", "dk", "dv"), strict=True):
+            assert torch.equal(x, getattr(result, name))
+
+
+def test_any_strides(draw):
+    q, k, v, grad_out = draw(60, head_dim=16)
+    plain = gradients(sage_attention, q, k, v, grad_out)
+
+    def token_major(x):
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def every_other(x):
+        return x.repeat_interleave(2, -1)[..., ::2]
+
+    for strided in (token_major, every_other, lambda x: x.mT.contiguous().mT):
+        assert not strided(q).is_contiguous()
+        found = gradients(lambda *x, f=strided: sage_attention(*map(f, x)), q, k, v, strided(grad_out))
+        for x, y in zip(found, plain, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)  # the order of summation may differ
+
+
+def test_a_grad_out_that_is_expanded(draw):
+    q, k, v, _ = draw(60)
+    q.requires_grad_()
+    sage_attention(q, k, v).sum().backward()
+    assert torch.equal(q.grad, attention(q, k, v, torch.ones_like(q)).dq)
+
+
+@pytest.mark.parametrize("needs", list(product([False, True], repeat=3)))
+def test_gradients_follow_the_inputs(draw, needs):
+    leaves = [x.requires_grad_(flag) for x, flag in zip(draw(40)[:3], needs, strict=True)]
+    out = sage_attention(*leaves)
+    assert out.requires_grad == any(needs)
+    if any(needs):
+        out.square().sum().backward()
+    for leaf, flag in zip(leaves, needs, strict=True):
+        assert (leaf.grad is not None) == flag
+        assert not flag or leaf.grad.any()
+
+
+def test_no_grad_is_respected(draw):
+    q, k, v, _ = (x.requires_grad_() for x in draw(40))
+    with torch.no_grad():
+        assert not sage_attention(q, k, v).requires_grad
+
+
+def test_a_second_derivative_is_refused(draw):
+    q, k, v, _ = draw(40)
+    q.requires_grad_()
+    out = sage_attention(q, k, v)
+    with pytest.raises(NotImplementedError, match="no second derivative; call backward without create_graph"):
+        torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_saves_only_the_inputs_out_and_lse(draw):
+    q, k, v, _ = (x.requires_grad_() for x in draw(200))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        sage_attention(q, k, v)
+    assert saved == [q.shape, k.shape, v.shape, q.shape, q.shape[:-1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_torch_does(draw, dtype):
+    inputs = draw(60)
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    leaves[1] = leaves[1].detach().to(dtype).requires_grad_()  # a mix, as a rotary embedding may leave it
+    with torch.autocast("cpu", dtype=dtype):
+        out = sage_attention(*leaves)
+        assert out.dtype == scaled_dot_product_attention(*leaves).dtype == dtype
+        out.backward(inputs[3].to(dtype))
+    expected = attention(*(x.to(dtype) for x in inputs))
+    assert torch.equal(out, expected.out)
+    for leaf, name in zip(leaves, ("dq", "dk", "dv"), strict=True):
+        assert leaf.grad.dtype == leaf.dtype
+        assert torch.equal(leaf.grad, getattr(expected, name).to(leaf.dtype))
+
+
+def test_the_diagnostic_call_ignores_autocast(draw):
+    inputs = draw(60)
+    plain = attention(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = attention(*inputs)
+    assert torch.equal(plain.dq, under_autocast.dq)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's own tracing
+def test_a_compiled_model_runs_the_reference_unchanged(draw):
+    q, k, v, grad_out = draw(60)
+    compiled = torch.compile(lambda *x: 2 * sage_attention(*x), backend="eager")
+    out, *found = gradients(compiled, q, k, v, grad_out)
+    expected = attention(q, k, v, 2 * grad_out)
+    for x, wanted in zip(
+        (out, *found), (2 * expected.out, expected.dq, expected.dk, expected.dv), strict=True
+    ):
+        assert torch.equal(x, wanted)
+
+
+def test_memory_does_not_grow_with_the_square_of_the_sequence(draw):
+    """No tensor in a whole forward and backward is larger than dK and dV together."""
+    inputs = draw(512, head_dim=16, batch=1, heads=1)
+    config = SageConfig(block_q=16, block_kv=16)
+
+    class LargestTensor(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+            self.largest = max([self.largest, *(x.numel() for x in tensors)])
+            return result
+
+    with LargestTensor() as watch:
+        gradients(sage_attention, *inputs, is_causal=True, config=config)
+    assert watch.largest == 2 * 512 * 16
+
+
+X = torch.ones(2, 4, 8, 16)
+
+
+@pytest.mark.parametrize("operator", [sage_attention, sagebwd.reference.sage_attention])
+@pytest.mark.parametrize(
+    ("inputs", "settings", "message"),
+    [
+        ((X, X, X), {"attn_mask": torch.ones(8, 8)}, "attn_mask is not supported; use is_causal=True"),
+        ((X, X, X), {"dropout_p": 0.1}, "dropout_p=0.1 is not supported; use dropout_p=0.0"),
+        ((X, X, X), {"scale": float("nan")}, "scale is nan; pass a finite number"),
+        ((X, X, X), {"config": {"smooth_k": True}}, "config is a dict; pass a sagebwd.SageConfig"),
+        ((X, X.double(), X), {}, "k is float64; cast it to float16, bfloat16 or float32"),
+        ((X.int(), X, X), {}, "q is int32; cast it"),
+        ((X, X.half(), X), {}, "q, k, v are float32, float16, float32; cast them to one dtype"),
+        ((X, X.to("meta"), X), {}, "q, k, v are on cpu, meta, cpu; move them to one device"),
+        ((X, None, X), {}, "k is a NoneType; pass a torch.Tensor"),
+        ((X[0], X[0], X[0]), {}, r"must be \(batch, heads, tokens, head size\)"),
+        ((X, X, X[..., :8]), {}, "k and v must have the same shape"),
+        ((X[..., :8], X, X), {}, "batch and head size must be the same"),
+        ((X[:1], X, X), {}, "batch and head size must be the same"),
+        ((X[:, :, :0], X, X), {}, "no size may be zero"),
+        ((X, X[:, :2], X[:, :2]), {}, "q has 4 heads and k 2; pass enable_gqa=True"),
+        ((X, X[:, :3], X[:, :3]), {"enable_gqa": True}, "q has 4 heads, not a multiple of the 3 of k"),
+        ((X[:, :2], X, X), {"enable_gqa": True}, "q has 2 heads, not a multiple of the 4 of k"),
+    ],
+)
+def test_refuses_with_the_mend(operator, inputs, settings, message):
+    with pytest.raises(ValueError, match=message):
+        operator(*inputs, **settings)
+
+
+@pytest.mark.parametrize(
+    ("grad_out", "message"),
+    [
+        (X[:1], r"grad_out has shape \(1, 4, 8, 16\); the output has \(2, 4, 8, 16\), match it"),
+        (X.half(), "grad_out has dtype float16; the output has float32"),
+        (X.to("meta"), "grad_out has device meta; the output has cpu"),
+    ],
+)
+def test_refuses_a_wrong_grad_out(grad_out, message):
+    with pytest.raises(ValueError, match=message):
+        attention(X, X, X, grad_out)
+
+
+def test_other_devices_name_the_way_out():
+    x = X.to("meta")
+    with pytest.raises(NotImplementedError, match=r"META tensors yet; call sagebwd.reference.sage_attention"):
+        sage_attention(x, x, x)

@@ -1,0 +1,122 @@
+"""What INT8 costs, against float64 attention, and the claims of the papers about it."""
+
+import pytest
+import torch
+
+from sagebwd import SageConfig
+from sagebwd.config import MATMULS
+from sagebwd.metrics import cosine_similarity, relative_l2
+from sagebwd.reference import attention
+
+NAMES = ("out", "dq", "dk", "dv")
+SWITCHES = [
+    {},
+    {"smooth_k": False},
+    {"smooth_q": True},
+    {"add_mean_k_term": True},
+    {"exact_delta": True},
+    {"s_levels": 2},
+    {"int8_matmuls": MATMULS},
+    *({"int8_matmuls": (name,)} for name in MATMULS),
+]
+
+
+@pytest.fixture
+def errors(exact):
+    """Relative L2 of out, dq, dk, dv (in this order) against float64 attention."""
+
+    def errors(inputs, config, **settings):
+        wanted = exact(*inputs, **settings)
+        result = attention(*inputs, config=config, **settings)
+        return [relative_l2(getattr(result, name), wanted[name]) for name in NAMES]
+
+    return errors
+
+
+@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("n_q", "n_kv"), [(150, 150), (70, 131), (131, 70)])
+def test_close_to_attention_under_every_switch(draw, errors, switches, is_causal, n_q, n_kv):
+    inputs = draw(n_q, n_kv, head_dim=40)
+    assert max(errors(inputs, SageConfig(**switches), is_causal=is_causal)) < 0.026
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_row_scales_halve_the_gradient_error(draw, errors, is_causal):
+    inputs = draw(512, head_dim=64, batch=1)
+    _, *block = errors(inputs, SageConfig(granularity="block"), is_causal=is_causal)
+    _, *row = errors(inputs, SageConfig(granularity="row"), is_causal=is_causal)
+    assert all(fine < 0.6 * coarse for fine, coarse in zip(row, block, strict=True))
+
+
+def test_int8_dp_is_much_worse_where_dp_is_large_against_ds(draw, exact):
+    """Why dP stays in 16 bit: what all values share cancels in dP − δ, but its error in INT8 does not."""
+    q, k, v, grad_out = draw(512, head_dim=64, batch=1)
+    v = v + 10 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1))
+    wanted = exact(q, k, v, grad_out)
+    paper = attention(q, k, v, grad_out, config=SageConfig.paper())
+    int8 = attention(q, k, v, grad_out, config=SageConfig(granularity="block", int8_matmuls=MATMULS))
+    assert relative_l2(int8.dq, wanted["dq"]) > 2 * relative_l2(paper.dq, wanted["dq"])
+    assert relative_l2(int8.dk, wanted["dk"]) > 2 * relative_l2(paper.dk, wanted["dk"])
+    assert cosine_similarity(paper.dq, wanted["dq"]) > 0.998
+    assert cosine_similarity(int8.dq, wanted["dq"]) < 0.985
+
+
+def test_k_smoothing_takes_a_channel_bias_away(draw, errors):
+    q, k, v, grad_out = draw(256, head_dim=64, batch=1)
+    biased = k + 10 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1))
+    plain = errors([q, k, v, grad_out], SageConfig())
+    smoothed = errors([q, biased, v, grad_out], SageConfig())
+    unsmoothed = errors([q, biased, v, grad_out], SageConfig(smooth_k=False))
+    assert all(error < 1.15 * reference for error, reference in zip(smoothed, plain, strict=True))
+    assert all(error > 2 * reference for error, reference in zip(unsmoothed, smoothed, strict=True))
+
+
+def test_the_mean_k_term_adds_error_when_k_has_a_mean(draw, errors):
+    q, k, v, grad_out = draw(256, head_dim=64, batch=1)
+    k = k + 10 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1))
+    dropped = errors([q, k, v, grad_out], SageConfig())
+    added = errors([q, k, v, grad_out], SageConfig(add_mean_k_term=True))
+    assert added[1] > 3 * dropped[1]
+    assert added[2:] == dropped[2:]
+
+
+def test_q_smoothing_takes_a_query_bias_away(draw, errors):
+    q, k, v, grad_out = draw(256, head_dim=64, batch=1, heads=4)
+    q = q + 3 * torch.randn(1, 4, 1, 64, generator=torch.Generator().manual_seed(1))
+    smoothed = errors([q, k, v, grad_out], SageConfig(smooth_q=True))
+    unsmoothed = errors([q, k, v, grad_out], SageConfig())
+    assert all(error > 1.3 * reference for error, reference in zip(unsmoothed, smoothed, strict=True))
+
+
+def test_exact_delta_makes_rows_of_ds_sum_to_zero(draw):
+    inputs = draw(200, head_dim=64)
+
+    def largest_row_sum(config):
+        ds = attention(*inputs, is_causal=True, config=config).ds.double()
+        return (ds.sum(-1).abs() / ds.abs().sum(-1).amax(-1, keepdim=True)).max().item()
+
+    assert largest_row_sum(SageConfig(exact_delta=True)) < 2e-6
+    assert largest_row_sum(SageConfig()) > 1e-3
+
+
+def test_two_levels_and_exact_delta_end_the_growth_with_the_logits(draw, errors):
+    inputs = draw(512, head_dim=64, batch=1, sigma=8.0)
+    assert max(errors(inputs, SageConfig(s_levels=2, exact_delta=True), is_causal=True)) < 0.015
+    assert errors(inputs, SageConfig(), is_causal=True)[1] > 0.3
+
+
+def test_p_of_the_backward_is_normalised(draw):
+    inputs = draw(150, head_dim=64)
+    for levels in (1, 2):
+        p = attention(*inputs, is_causal=True, config=SageConfig(s_levels=levels)).p
+        torch.testing.assert_close(p.sum(-1), torch.ones(p.shape[:-1]), rtol=0, atol=2e-6)
+        assert not p.triu(1).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_delta_takes_the_output_as_the_forward_rounded_it(draw, dtype):
+    """The backward of a kernel reads O from memory; δ from an unrounded O would not be the same."""
+    *inputs, grad_out = draw(150, dtype=dtype)
+    result = attention(*inputs, grad_out)
+    assert torch.equal(result.delta, (grad_out.float() * result.out.float()).sum(-1))

@@ -1,0 +1,151 @@
+"""The semantics of the quantization, derived a second time in float64 NumPy, one tile pair and row at a time.
+
+Closeness to exact attention would not notice a scale along the wrong axis or a product quantized twice. Here
+every integer must be the same, so the two agree to fp32 rounding although both are far from exact attention.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from sagebwd import SageConfig
+from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
+from sagebwd.reference import attention
+
+BLOCK = 16
+HEAD_DIM = 6
+
+
+class Independent:
+    """SageBwd for one head: q (n_q, d), k, v (n_kv, d), grad_out (n_q, d) float64 arrays."""
+
+    def __init__(self, q, k, v, grad_out, is_causal, config):
+        self.q, self.k, self.v, self.grad_out = q, k, v, grad_out
+        self.is_causal, self.config = is_causal, config
+        self.scale = 1 / np.sqrt(q.shape[1])
+        self.mean_k = k.mean(0) if config.smooth_k else np.zeros(k.shape[1])
+        self.smooth_k = k - self.mean_k
+        self.out, self.lse = np.zeros_like(q), np.zeros(len(q))
+        for i in range(len(q)):
+            self.out[i], self.lse[i] = self.forward_row(i)
+
+    @staticmethod
+    def dequantized(x, axis=None):
+        """round(x / s)·s, s = max|x| / 127 over ``axis``. Asserts that no rounding is a close call."""
+        s = np.abs(x).max(axis=axis, keepdims=True) / 127
+        quotient = x / np.where(s == 0, 1, s)
+        ties = np.abs(np.abs(quotient - np.floor(quotient)) - 0.5)
+        assert ties.min() > 2e-5, "an unlucky seed: fp32 may round the other way"
+        return np.rint(quotient) * s
+
+    def maybe(self, matmul, x, axis=None):
+        return self.dequantized(x, axis) if matmul in self.config.int8_matmuls else x
+
+    def block_of(self, x, token):
+        start = token // BLOCK * BLOCK
+        return x[start : start + BLOCK], token - start
+
+    def logits(self, matmul, i, keys):
+        """Row i of S against the keys of one block."""
+        q_block, row = self.block_of(self.q, i)
+        mean_q = q_block.mean(0) if self.config.smooth_q else np.zeros(q_block.shape[1])
+        k_block = self.smooth_k[keys]
+        q_high, k_high = self.maybe(matmul, q_block - mean_q), self.maybe(matmul, k_block)
+        s = k_high @ q_high[row]
+        if self.config.s_levels == 2:
+            q_low, k_low = self.low(q_block - mean_q, q_high), self.low(k_block, k_high)
+            s = s + k_low @ q_high[row] + k_high @ q_low[row]
+        s = (s + k_block @ mean_q) * self.scale
+        return np.where(self.is_causal & (np.arange(len(self.k))[keys] > i), -np.inf, s)
+
+    @staticmethod
+    def low(x, high):
+        s = np.abs(x).max() / 127 / 254
+        return np.rint((x - high) / s) * s
+
+    def key_blocks(self):
+        return [slice(start, start + BLOCK) for start in range(0, len(self.k), BLOCK)]
+
+    def forward_row(self, i):
+        m, l, o = -np.inf, 0.0, np.zeros(self.q.shape[1])
+        for keys in self.key_blocks():
+            s = self.logits("s_fwd", i, keys)
+            if np.isneginf(s).all():
+                continue
+            m_new = max(m, s.max())
+            p = np.exp(s - m_new)
+            l = np.exp(m - m_new) * l + p.sum()
+            o = np.exp(m - m_new) * o + self.maybe("o", p) @ self.maybe("o", self.v[keys])
+            m = m_new
+        return o / l, m + np.log(l)
+
+    def backward(self):
+        dq, dk, dv = np.zeros_like(self.q), np.zeros_like(self.k), np.zeros_like(self.v)
+        by_query, by_key = (1, 0) if self.config.granularity == "row" else (None, None)
+        delta = (self.grad_out * self.out).sum(1)
+        if self.config.exact_delta:
+            delta = np.zeros(len(self.q))
+            for queries, keys in self.tile_pairs():
+                delta[queries] += (self.p(queries, keys) * self.dp(queries, keys)).sum(1)
+        for queries, keys in self.tile_pairs():
+            p = self.p(queries, keys)
+            ds = p * (self.dp(queries, keys) - delta[queries, None])
+            q_block = self.q[queries]
+            mean_q = q_block.mean(0) if self.config.smooth_q else np.zeros(q_block.shape[1])
+            dv[keys] += self.maybe("dv", p, by_key).T @ self.maybe("dv", self.grad_out[queries])
+            dq[queries] += self.maybe("dq", ds, by_query) @ self.maybe("dq", self.smooth_k[keys])
+            dk[keys] += self.maybe("dk", ds, by_key).T @ self.maybe("dk", q_block - mean_q)
+            dk[keys] += np.outer(ds.sum(0), mean_q)
+            if self.config.add_mean_k_term:
+                dq[queries] += np.outer(ds.sum(1), self.mean_k)
+        return dq * self.scale, dk * self.scale, dv
+
+    def tile_pairs(self):
+        query_blocks = [slice(start, start + BLOCK) for start in range(0, len(self.q), BLOCK)]
+        return [
+            (queries, keys)
+            for queries in query_blocks
+            for keys in self.key_blocks()
+            if not self.is_causal or keys.start < min(queries.stop, len(self.q))
+        ]
+
+    def p(self, queries, keys):
+        rows = range(len(self.q))[queries]
+        return np.stack([np.exp(self.logits("s_bwd", i, keys) - self.lse[i]) for i in rows])
+
+    def dp(self, queries, keys):
+        return self.maybe("dp", self.grad_out[queries]) @ self.maybe("dp", self.v[keys]).T
+
+
+CASES = [
+    {},
+    {"granularity": "block"},
+    {"smooth_k": False},
+    {"smooth_q": True},
+    {"add_mean_k_term": True},
+    {"exact_delta": True},
+    {"s_levels": 2},
+    {"s_levels": 2, "smooth_q": True, "exact_delta": True},
+    {"int8_matmuls": MATMULS},
+    *({"int8_matmuls": (name,)} for name in MATMULS),
+    *({"int8_matmuls": tuple(m for m in PAPER_INT8_MATMULS if m != name)} for name in PAPER_INT8_MATMULS),
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_agrees_with_an_independent_derivation(settings, is_causal):
+    config = SageConfig(block_q=BLOCK, block_kv=BLOCK, **settings)
+    generator = np.random.default_rng(0)
+    shapes = ((20, HEAD_DIM), (23, HEAD_DIM), (23, HEAD_DIM), (20, HEAD_DIM))
+    q, k, v, grad_out = (generator.standard_normal(shape).astype(np.float32) for shape in shapes)
+    k += generator.standard_normal(HEAD_DIM).astype(np.float32)  # a mean for the smoothing to take
+    independent = Independent(*(x.astype(np.float64) for x in (q, k, v, grad_out)), is_causal, config)
+    wanted = {"out": independent.out, "lse": independent.lse}
+    wanted.update(zip(("dq", "dk", "dv"), independent.backward(), strict=True))
+
+    tensors = [torch.from_numpy(x)[None, None] for x in (q, k, v, grad_out)]
+    result = attention(*tensors, is_causal=is_causal, config=config)
+    for name, value in wanted.items():
+        found = getattr(result, name)[0, 0].double().numpy()
+        np.testing.assert_allclose(found, value, rtol=0, atol=3e-6 * np.abs(value).max(), err_msg=name)

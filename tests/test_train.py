@@ -1,0 +1,249 @@
+"""train.py as a user runs it: in processes of its own, killed, continued, in parallel, in sweeps."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+TIMINGS = ("tokens_per_second", "mfu")
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory):
+    """A folder for prepared data that the tests share."""
+    return tmp_path_factory.mktemp("datasets")
+
+
+@pytest.fixture
+def command(datasets):
+    def make(*overrides):
+        flags = [text for text in overrides if text.startswith("-")]
+        settings = [text for text in overrides if not text.startswith("-")]
+        return [sys.executable, "train.py", *flags, "experiment=debug", f"data.root={datasets}", *settings]
+
+    return make
+
+
+def run(command, code=0, **environment):
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def metrics(run_dir):
+    """The run's records, without what depends on the clock."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMINGS} for line in lines]
+
+
+def weights(run_dir):
+    return load_file(run_dir / "weights" / "model.safetensors")
+
+
+def assert_same_run(left, right):
+    assert metrics(left) == metrics(right)
+    a, b = weights(left), weights(right)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def kill_at_step(command, run_dir, step, kill=signal.SIGKILL):
+    """Start the run and send it a signal as soon as it has reported `step`; its exit code and output."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        file = run_dir / "metrics.jsonl"
+        if file.exists() and f'"step": {step},' in file.read_text():
+            process.send_signal(kill)
+            break
+        time.sleep(0.005)
+    output = process.communicate(timeout=120)[0]
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
+def test_a_whole_run(command, tmp_path, attention):
+    run_dir = tmp_path / "run"
+    output = run(command(f"attention={attention}", f"run_dir={run_dir}"))
+    records = metrics(run_dir)
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    assert [record["step"] for record in records if "val_loss" in record] == [4, 8]
+    assert records[-1]["tokens"] == 8 * 256
+    assert records[-1]["sample"].startswith("The ")
+    for name in (
+        "config.yaml",
+        "loss.png",
+        "log.txt",
+        "DONE",
+        "checkpoints/step_00000008",
+        "weights/config.json",
+    ):
+        assert (run_dir / name).exists(), name
+    assert "8/8" in output
+    assert "is finished" in run(command(f"attention={attention}", f"run_dir={run_dir}"))
+    assert metrics(run_dir) == records
+
+
+def test_killed_at_random_steps_and_continued_is_the_same_run_bit_for_bit(command, tmp_path):
+    overrides = ("attention=sagebwd", "steps=40", "checkpoint_every=3", "eval_every=7", "log_every=1")
+    run(command(*overrides, f"run_dir={tmp_path / 'whole'}"))
+    killed = tmp_path / "killed"
+    steps = sorted(random.sample(range(2, 38), 5))
+    print("killed at", steps)
+    for step in steps:
+        code, output = kill_at_step(command(*overrides, f"run_dir={killed}"), killed, step)
+        assert code == -signal.SIGKILL, output
+        assert not (killed / "DONE").exists()
+    run(command(*overrides, f"run_dir={killed}"))
+    assert_same_run(tmp_path / "whole", killed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_saves_and_continues_exactly(command, tmp_path, number):
+    overrides = ("steps=40", "checkpoint_every=1000")
+    run(command(*overrides, f"run_dir={tmp_path / 'whole'}"))
+    stopped = tmp_path / "stopped"
+    code, output = kill_at_step(command(*overrides, f"run_dir={stopped}"), stopped, 5, kill=number)
+    assert code == 128 + number, output
+    assert "the same command continues" in output
+    assert "Traceback" not in output
+    assert len(list((stopped / "checkpoints").iterdir())) == 1
+    assert "continuing" in run(command(*overrides, f"run_dir={stopped}"))
+    assert_same_run(tmp_path / "whole", stopped)
+
+
+@pytest.mark.parametrize("tps", ["260k", "2.1m"])
+def test_two_ranks_train_as_one(command, tmp_path, tps):
+    overrides = ("attention=sagebwd", f"tps={tps}", "hardware.micro_batch=2", "steps=6")
+    run(command(*overrides, f"run_dir={tmp_path / 'one'}"))
+    run(command(*overrides, f"run_dir={tmp_path / 'two'}", "hardware.devices=2"))
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert len(one) == len(two)
+    for left, right in zip(one, two, strict=True):
+        for key in ("loss", "val_loss", "grad_norm"):
+            assert left.get(key) == pytest.approx(right.get(key), rel=2e-5), (key, left, right)
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_message(command, tmp_path):
+    output = run(
+        command(
+            "hardware.devices=2", "hardware.micro_batch=2", "optimizer.lr=1e30", f"run_dir={tmp_path / 'run'}"
+        ),
+        code=1,
+    )
+    assert "is not finite" in output
+    assert "skip_nonfinite=true" in output
+
+
+def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(command, tmp_path):
+    overrides = ("optimizer.lr=1e30", "tps.warmup_steps=0", "steps=4", f"run_dir={tmp_path / 'run'}")
+    output = run(command(*overrides), code=1)
+    assert "step 2 is not finite" in output
+    assert "training sequences" in output
+    assert "Traceback" not in output
+    assert "The step is skipped" in run(command(*overrides, "skip_nonfinite=true"))
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+SWEEP = ("-m", "attention=fpa,sagebwd", "tps=260k,2.1m", "model.qk_norm=true,false", "steps=3")
+
+
+def test_the_papers_grid(command, tmp_path):
+    first = run(command(*SWEEP, f"runs_dir={tmp_path}"))
+    assert "8 of 8 runs finished" in first
+    runs = sorted(path.parent for path in tmp_path.glob("*/DONE"))
+    assert len(runs) == 8
+    grown = {path: (path / "metrics.jsonl").stat().st_mtime_ns for path in runs}
+
+    (runs[3] / "DONE").unlink()  # as if it had been killed
+    again = run(command(*SWEEP, f"runs_dir={tmp_path}"))
+    assert again.count("is finished; rerun_finished=true") == 7
+    assert sorted(path.parent for path in tmp_path.glob("*/DONE")) == runs
+    assert {path: (path / "metrics.jsonl").stat().st_mtime_ns for path in runs if path != runs[3]} == {
+        path: when for path, when in grown.items() if path != runs[3]
+    }
+
+
+def test_a_failing_run_does_not_stop_the_others_and_the_exit_code_tells(command, tmp_path):
+    overrides = ("-m", "optimizer.lr=1e-3,1e30,2e-3", "tps.warmup_steps=0", "steps=3", f"runs_dir={tmp_path}")
+    output = run(command(*overrides), code=1)
+    assert "2 of 3 runs finished" in output
+    assert "failed: " in output
+    assert "optimizer.lr=1e30" in output
+    assert "is not finite" in output
+    assert len(list(tmp_path.glob("*/DONE"))) == 2
+
+
+REFUSED = [
+    (["optimiser.lr=1"], "optimizer.lr"),
+    (["lr=1"], "optimizer.lr"),
+    (["attention.smoth_q=true"], "attention.smooth_q"),
+    (["optimizer.lr=fast"], "optimizer.lr"),
+    (["tps=1m"], "2.1m"),
+    (["attention=fpa", "attention.smooth_q=true"], "attention=sagebwd"),
+    (["hardware.micro_batch=3"], "hardware.micro_batch=2 or 4"),
+    (["data=text", "data.path=no_such_book.txt"], "no_such_book.txt"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "named"), REFUSED, ids=lambda value: " ".join(value))
+def test_bad_command_lines_stop_within_seconds(command, tmp_path, overrides, named):
+    began = time.monotonic()
+    output = run(command(*overrides, f"run_dir={tmp_path / 'run'}"), code=1)
+    assert time.monotonic() - began < 30  # a loaded machine; about 3 s alone
+    assert named in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_teaches():
+    output = run([sys.executable, "train.py", "--help"])
+    for text in (
+        "attention: fpa, sagebwd",
+        "tps: 2.1m, 260k",
+        "python train.py attention=sagebwd tps=260k",
+        "qk_norm",
+    ):
+        assert text in output
+
+
+def test_corrupt_shard_is_refused_by_name(command, tmp_path):
+    prepare = (f"data.root={tmp_path / 'data'}", f"run_dir={tmp_path / 'run'}")
+    run([*command(), *prepare])
+    shard = next((tmp_path / "data").rglob("train_*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[100] ^= 1
+    shard.write_bytes(content)
+    output = run([*command(), prepare[0], f"run_dir={tmp_path / 'other'}"], code=1)
+    assert shard.name in output
+    assert "Traceback" not in output
+    os.truncate(shard, 1000)
+    assert shard.name in run([*command(), prepare[0], f"run_dir={tmp_path / 'third'}"], code=1)
+
+
+def test_full_disk_stops_with_the_previous_checkpoint_kept(command, tmp_path):
+    """A limit on the size of files refuses the write as a full disk does."""
+    run_dir = tmp_path / "run"
+    whole = command("steps=6", "checkpoint_every=2", f"run_dir={run_dir}")
+    code, output = kill_at_step(whole, run_dir, 3)
+    assert code == -signal.SIGKILL, output
+    kept = [path.name for path in (run_dir / "checkpoints").glob("step_*")]
+    output = run(["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *whole], code=1)  # 64 KiB
+    assert "could not write the checkpoint" in output
+    assert f"Still there: {kept[0]}" in output
+    assert "Traceback" not in output
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == kept
+    run(whole)

@@ -1,0 +1,163 @@
+import errno
+import logging
+import os
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.checkpoint import Checkpoints
+from trainer.distributed import Ranks
+from trainer.errors import TrainingError
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+class TiedModel(nn.Module):
+    """Embedding and head share their weight, as in the Llama trained here."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.norm = nn.Linear(7, 7)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    model = TiedModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return model, optimizer
+
+
+def train_step(model, optimizer):
+    model(torch.arange(11)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model, optimizer):
+    moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    return [parameter.detach().clone() for parameter in model.parameters()] + moments
+
+
+def assert_same(left, right):
+    assert len(left) == len(right) > 0
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def checkpoints(folder, keep=2):
+    return Checkpoints(folder, keep=keep, ranks=ALONE)
+
+
+def test_restores_weights_moments_and_extras_exactly(tmp_path):
+    model, optimizer = make()
+    for _ in range(3):
+        train_step(model, optimizer)
+    checkpoints(tmp_path).save(3, model, optimizer, {"wandb_id": "abc"})
+    train_step(model, optimizer)
+    expected = state_of(model, optimizer)
+
+    other, other_optimizer = make(seed=1)
+    restored = checkpoints(tmp_path).load_newest(other, other_optimizer)
+    assert (restored["step"], restored["wandb_id"]) == (3, "abc")
+    assert other.head.weight is other.embedding.weight
+    train_step(other, other_optimizer)
+    assert_same(state_of(other, other_optimizer), expected)
+
+
+def test_nothing_to_load(tmp_path):
+    assert checkpoints(tmp_path / "absent").load_newest(*make()) is None
+
+
+def test_keeps_the_newest(tmp_path):
+    model, optimizer = make()
+    for step in (1, 2, 3, 10):
+        checkpoints(tmp_path).save(step, model, optimizer, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000010"]
+
+
+def damage_truncate(folder):
+    file = next(folder.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def damage_flip(folder):
+    file = next(folder.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def damage_delete(folder):
+    next(folder.glob("*.distcp")).unlink()
+
+
+def damage_seal(folder):
+    (folder / "seal.json").write_text('{"step": 2, "fi')
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_delete, damage_seal])
+def test_falls_back_to_the_one_before_and_says_so(tmp_path, caplog, damage):
+    model, optimizer = make()
+    train_step(model, optimizer)
+    checkpoints(tmp_path).save(1, model, optimizer, {})
+    expected = state_of(model, optimizer)
+    train_step(model, optimizer)
+    checkpoints(tmp_path).save(2, model, optimizer, {})
+    damage(tmp_path / "step_00000002")
+
+    other, other_optimizer = make(seed=1)
+    with caplog.at_level(logging.WARNING):
+        restored = checkpoints(tmp_path).load_newest(other, other_optimizer)
+    assert restored["step"] == 1
+    assert_same(state_of(other, other_optimizer), expected)
+    assert "step_00000002 is damaged" in caplog.text
+
+    checkpoints(tmp_path).save(2, other, other_optimizer, {})  # replaces the damaged one
+    assert checkpoints(tmp_path).load_newest(*make())["step"] == 2
+
+
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+    model, optimizer = make()
+    checkpoints(tmp_path).save(1, model, optimizer, {})
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(TrainingError, match=r"step 2 .*the disk is full.*Still there: step_00000001"):
+        checkpoints(tmp_path).save(2, model, optimizer, {})
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    assert checkpoints(tmp_path).load_newest(*make())["step"] == 1
+
+
+def test_file_that_cannot_grow_leaves_the_previous_checkpoint(tmp_path):
+    """The operating system itself refuses to write, as a full disk or a quota does."""
+    model, optimizer = make()
+    checkpoints(tmp_path).save(1, model, optimizer, {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(TrainingError, match="could not write the checkpoint of step 2"):
+            checkpoints(tmp_path).save(2, model, optimizer, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoints(tmp_path).load_newest(*make())["step"] == 1
+
+
+def test_leftovers_of_a_killed_save_are_ignored(tmp_path):
+    model, optimizer = make()
+    checkpoints(tmp_path).save(1, model, optimizer, {})
+    half = tmp_path / ".writing_step_00000002"
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"torn")
+    assert checkpoints(tmp_path).load_newest(*make())["step"] == 1
+    checkpoints(tmp_path).save(2, model, optimizer, {})
+    assert not half.exists()

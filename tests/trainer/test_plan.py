@@ -1,0 +1,107 @@
+import pytest
+import torch
+
+from trainer.errors import SettingsError
+from trainer.plan import Plan, make_plan
+
+PAPER_ON_GPU = [
+    # tps, devices, steps, tokens, sequences, micro-steps of 16 sequences
+    ("260k", 1, 300_000, 262_144, 64, 4),
+    ("260k", 4, 300_000, 262_144, 64, 1),
+    ("2.1m", 1, 37_500, 2_097_152, 512, 32),
+    ("2.1m", 8, 37_500, 2_097_152, 512, 4),
+]
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch):
+    """The default settings want a GPU; whether there is one is tested apart."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+
+@pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
+@pytest.mark.parametrize(("tps", "devices", "steps", "tokens", "sequences", "micro_steps"), PAPER_ON_GPU)
+def test_the_papers_runs(compose_settings, attention, tps, devices, steps, tokens, sequences, micro_steps):
+    settings = compose_settings(f"attention={attention}", f"tps={tps}")
+    assert make_plan(settings, devices) == Plan(steps, tokens, sequences, micro_steps)
+    assert steps * tokens == 78_643_200_000
+    assert settings.context == 4096
+    assert settings.optimizer.lr == 3e-5
+    assert settings.tps.warmup_steps == {"260k": 7_500, "2.1m": 1_000}[tps]
+    assert settings.model.norm_eps == 1e-6
+    assert settings.hardware.dtype == "bfloat16"
+    if attention == "sagebwd":
+        assert (settings.attention.smooth_k, settings.attention.smooth_q) == (True, False)
+
+
+def test_debug_keeps_the_ratio_of_the_papers_tokens_per_step(compose_settings):
+    small, large = (
+        make_plan(compose_settings("experiment=debug", f"tps={tps}"), 1).tokens_per_step
+        for tps in ("260k", "2.1m")
+    )
+    assert large == 8 * small < 10_000
+
+
+BAD = [
+    # overrides, what the message must name
+    (["hardware.micro_batch=12"], ["micro_batch=12", "245760", "294912", "micro_batch=8 or 16"]),
+    (["tps.tokens_per_step=100000"], ["100000", "65536", "131072"]),
+    (["tps.divide_by=7"], ["not a multiple", "262143"]),
+    (["context=8192", "hardware.micro_batch=8"], ["context=8192", "model.max_context=4096"]),
+    (["model.n_heads=16", "model.n_kv_heads=5"], ["n_kv_heads", "5"]),
+    (["model.d_head=63"], ["d_head", "63"]),
+    (["model.vocab_size=50000"], ["model.vocab_size=50000", "50257", "50304"]),
+    (["attention.smooth_q=true"], ["smooth_q", "fpa", "attention=sagebwd"]),
+    (["attention.smooth_k=true"], ["smooth_k", "fpa", "attention=sagebwd"]),
+    (["attention=sagebwd", "attention.granularity=tile"], ["granularity", "tile", "block", "row"]),
+    (["attention=sagebwd", "attention.sdpa=flash"], ["sdpa", "fpa"]),
+    (["attention.backend=nonsense"], ["nonsense", "fpa", "sagebwd"]),
+    (["attention.sdpa=fastest"], ["fastest", "cudnn", "flash"]),
+    (["data=text"], ["data.path"]),
+    (["data=parquet", "data.path=/nowhere/*.parquet"], ["/nowhere/*.parquet"]),
+    (["data.tokenizer=gpt5"], ["gpt5", "gpt2", "bytes"]),
+    (["optimizer.lr=0"], ["optimizer.lr=0", "greater than zero"]),
+    (["optimizer.lr=nan"], ["optimizer.lr=nan"]),
+    (["optimizer.beta2=1.0"], ["optimizer.beta2=1.0", "0.95"]),
+    (["optimizer.min_lr_ratio=2"], ["min_lr_ratio=2", "between 0 and 1"]),
+    (["optimizer.weight_decay=-1"], ["weight_decay=-1"]),
+    (["eval_every=0"], ["eval_every=0"]),
+    (["steps=100"], ["tps.warmup_steps=7500", "100 steps", "tps.warmup_steps=10"]),
+    (["total_tokens=1000"], ["total_tokens=1000", "262144"]),
+    (["hardware.dtype=int8"], ["hardware.dtype=int8", "bfloat16"]),
+    (["hardware.device=tpu"], ["hardware.device=tpu", "cuda"]),
+    (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
+    (["logger.wandb=maybe"], ["logger.wandb=maybe", "offline"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "named"), BAD, ids=lambda value: " ".join(value))
+def test_bad_settings_name_the_mend(compose_settings, overrides, named):
+    settings = compose_settings(*overrides)
+    with pytest.raises(SettingsError) as caught:
+        make_plan(settings, settings.hardware.devices)
+    assert [text for text in named if text not in str(caught.value)] == [], str(caught.value)
+
+
+def test_ranks_count_in_the_tokens_per_step(compose_settings):
+    settings = compose_settings()
+    with pytest.raises(SettingsError, match=r"× 3 device\(s\) = 196608 .*196608 or 393216"):
+        make_plan(settings, 3)
+
+
+def test_every_problem_is_told_at_once(compose_settings):
+    settings = compose_settings("optimizer.lr=-1", "context=5000", "model.d_head=63", "hardware.dtype=int8")
+    with pytest.raises(SettingsError) as caught:
+        make_plan(settings, 1)
+    assert len(str(caught.value).splitlines()) >= 4
+
+
+def test_no_gpu_points_to_what_runs_without(compose_settings, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SettingsError, match="experiment=quickstart"):
+        make_plan(compose_settings(), 1)
+
+
+def test_suggested_mends_work(compose_settings):
+    for mend in ("hardware.micro_batch=8", "hardware.micro_batch=16", "tps.tokens_per_step=245760"):
+        make_plan(compose_settings("hardware.micro_batch=12", mend), 1)

@@ -1,0 +1,102 @@
+import json
+import multiprocessing
+
+import pytest
+
+from trainer.errors import TrainingError
+from trainer.run_directory import RunDirectory, default_name, read_metrics, write_atomically
+from trainer.settings import Settings
+
+
+def test_name_comes_from_the_overrides_in_any_order():
+    assert default_name(["tps=260k", "attention=sagebwd"]) == "attention-sagebwd+tps-260k"
+    assert default_name(["attention=sagebwd", "tps=260k", "run_dir=x"]) == "attention-sagebwd+tps-260k"
+    assert default_name([]) == "default"
+
+
+def test_names_of_different_runs_differ():
+    overrides = [
+        ["data.path=a/b"],
+        ["data.path=a-b"],
+        ["data.path=a_b"],
+        ["data.path=" + "x" * 300],
+        ["data.path=" + "x" * 300 + "y"],
+        ["tps=260k"],
+        ["tps=2.1m"],
+    ]
+    names = [default_name(o) for o in overrides]
+    assert len(set(names)) == len(names)
+    assert all(len(name) < 200 and "/" not in name for name in names)
+
+
+def make_settings(**changes):
+    settings = Settings()
+    for key, value in changes.items():
+        setattr(settings, key, value)
+    return settings
+
+
+def test_open_refuses_a_run_with_other_settings_and_names_them(tmp_path):
+    RunDirectory(tmp_path / "run").open(make_settings(seed=1, context=64))
+    RunDirectory(tmp_path / "run").open(
+        make_settings(seed=1, context=64, log_every=7)
+    )  # reporting may change
+    with pytest.raises(TrainingError, match=r"(?s)seed was 1, is now 2.*run_dir"):
+        RunDirectory(tmp_path / "run").open(make_settings(seed=2, context=64))
+
+
+def test_rerun_clears_only_a_finished_run(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.open(make_settings(seed=1))
+    directory.metrics.write_text('{"step": 1}\n')
+    directory.open(make_settings(seed=1, rerun_finished=True))
+    assert directory.metrics.exists()
+    directory.finish()
+    directory.open(make_settings(seed=2, rerun_finished=True))
+    assert not directory.metrics.exists()
+    assert not directory.is_finished
+
+
+def test_unwritable_place_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=r"cannot create the run directory .*file/run.* run_dir="):
+        RunDirectory(tmp_path / "file" / "run").open(make_settings())
+
+
+def hold(path, held, release):
+    with RunDirectory(path).locked():
+        held.set()
+        release.wait(30)
+
+
+def test_two_processes_cannot_train_the_same_run(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    held, release = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(tmp_path, held, release))
+    other.start()
+    try:
+        assert held.wait(60)
+        with pytest.raises(TrainingError, match="in use by another process"), RunDirectory(tmp_path).locked():
+            pass
+    finally:
+        release.set()
+        other.join()
+    with RunDirectory(tmp_path).locked():
+        pass
+
+
+def test_metrics_after_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
+    directory = RunDirectory(tmp_path)
+    lines = [json.dumps({"step": step, "loss": 1 / step}) for step in (1, 2, 3)]
+    directory.metrics.write_text("\n".join(lines) + '\n{"step": 4, "lo')
+    assert [record["step"] for record in read_metrics(directory.metrics)] == [1, 2, 3]
+    directory.truncate_metrics(2)
+    assert directory.metrics.read_text() == "\n".join(lines[:2]) + "\n"
+
+
+def test_atomic_write_leaves_the_old_content_when_it_fails(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "new\ud800")
+    assert path.read_text() == "old"

@@ -1,0 +1,59 @@
+"""Train a Llama with full-precision or SageBwd attention: `python train.py --help` explains the settings."""
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from trainer import distributed, overrides, settings
+from trainer.errors import Interrupted, SettingsError, TrainingError
+from trainer.loop import train
+from trainer.plan import make_plan
+from trainer.run_directory import RunDirectory, default_name
+from trainer.settings import Settings
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
+def main(config: DictConfig) -> None:
+    try:
+        run(OmegaConf.to_object(config))
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(128 + stop.signal)  # the shell's convention; also ends a sweep
+    except TrainingError as error:
+        raise CompactHydraException(str(error)) from None
+
+
+def run(run_settings: Settings) -> None:
+    """Check the settings, then train: in this process, or in one process per device.
+
+    Raises TrainingError for what the user can mend, and Interrupted when asked to stop.
+    """
+    torchrun = distributed.under_torchrun()
+    in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
+    if torchrun and in_sweep:
+        raise SettingsError("a sweep starts its own processes: use hardware.devices=N instead of torchrun")
+    processes = int(os.environ["WORLD_SIZE"]) if torchrun else run_settings.hardware.devices
+    make_plan(run_settings, processes)
+    if run_settings.run_dir is None:
+        name = default_name(list(HydraConfig.get().overrides.task))
+        run_settings.run_dir = str(Path(run_settings.runs_dir) / name)
+    if RunDirectory(Path(run_settings.run_dir)).is_finished and not run_settings.rerun_finished:
+        print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
+    elif torchrun or (processes == 1 and not in_sweep):
+        train(run_settings)
+    else:  # the runs of a sweep get processes of their own, so that none can disturb the next
+        distributed.start(train, run_settings, processes=processes)
+
+
+if __name__ == "__main__":
+    settings.register()
+    overrides.check_or_exit(sys.argv[1:], CONFIGS)
+    main()

@@ -1,0 +1,1 @@
+"""The training loop and what it needs. Read `loop.py` first; `settings.py` lists every knob."""

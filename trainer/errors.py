@@ -1,0 +1,32 @@
+"""Errors a user can mend: shown as a message, without a traceback."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class TrainingError(Exception):
+    """Something the user can mend; the message names what was wrong, the value, and the way out."""
+
+
+class SettingsError(TrainingError):
+    """The settings are wrong or contradict each other; raised before any data, model or compilation."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop by `signal` (its number) and has saved its state."""
+
+    def __init__(self, message: str, signal: int):
+        super().__init__(message, signal)  # both in args, so that it survives pickling between processes
+        self.message, self.signal = message, signal
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@contextmanager
+def user_facing(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of the given kinds, raised with a message meant for the user, into TrainingError."""
+    try:
+        yield
+    except kinds as error:
+        raise TrainingError(str(error)) from error

@@ -1,0 +1,30 @@
+"""Loss on held-out text, and a sample of what the model writes."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from trainer.distributed import Ranks
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    ranks: Ranks,
+    autocast: Callable[[], AbstractContextManager],
+) -> float:
+    """Mean cross-entropy per token, in nats, over the batches of all ranks.
+
+    `batches` are this rank's (inputs, targets), each (b, context) with a b that may vary.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # summed loss, tokens
+    for inputs, targets in batches:
+        with autocast():
+            loss = model(inputs.to(ranks.device), targets.to(ranks.device))
+        total += torch.stack([loss.double() * targets.numel(), total.new_tensor(targets.numel())])
+    summed, tokens = ranks.mean(total).tolist()
+    return summed / tokens

@@ -1,0 +1,347 @@
+"""The training loop, from settings to finished weights."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+import model.huggingface
+from data.corpus import Corpus, open_corpus
+from data.loader import BatchLoader, evaluation_batches
+from model import backends
+from model.config import parameter_count
+from model.generate import generate
+from model.llama import Llama
+from trainer import distributed
+from trainer.checkpoint import Checkpoints
+from trainer.distributed import Ranks
+from trainer.errors import Interrupted, TrainingError, user_facing
+from trainer.evaluate import held_out_loss
+from trainer.interrupt import StopRequest
+from trainer.optimizer import adamw, learning_rate, set_learning_rate
+from trainer.plan import make_plan
+from trainer.plot import plot_losses
+from trainer.run_directory import RunDirectory, read_metrics
+from trainer.settings import Settings
+from trainer.telemetry import Telemetry, log_to, start_wandb
+from trainer.throughput import Stopwatch, flops_per_token, peak_tflops
+
+log = logging.getLogger(__name__)
+
+
+def train(settings: Settings) -> None:
+    """Train one run to its end, on this process's device; continue it if its directory holds a checkpoint.
+
+    Raises TrainingError for what the user can mend, and Interrupted, with the state saved, on SIGTERM or
+    SIGINT.
+    """
+    ranks = distributed.join(settings.hardware.device)
+    directory = RunDirectory(Path(settings.run_dir))
+    try:
+        if ranks.is_main:
+            directory.open(settings)
+        ranks.barrier()
+        log_to(directory.path / "log.txt" if ranks.is_main else None)
+        with directory.locked() if ranks.is_main else nullcontext(), StopRequest() as stop:
+            Trainer(settings, directory, ranks, stop).run()
+    finally:
+        distributed.leave()
+
+
+class Trainer:
+    """One run on one rank. `step` counts the optimizer steps that are done."""
+
+    def __init__(self, settings: Settings, directory: RunDirectory, ranks: Ranks, stop: StopRequest):
+        self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
+        self.plan = make_plan(settings, ranks.count)
+        self.corpus = self._open_corpus()
+        self.loader = BatchLoader(
+            self.corpus.train,
+            context=settings.context,
+            sequences_per_step=self.plan.sequences_per_step,
+            micro_batch=settings.hardware.micro_batch,
+            seed=settings.seed,
+            rank=ranks.rank,
+            ranks=ranks.count,
+        )
+        self.llama = self._build_model()
+        self.optimizer = adamw(self.llama, settings.optimizer)
+        self.checkpoints = Checkpoints(directory.checkpoints, keep=settings.keep_checkpoints, ranks=ranks)
+        restored = self._restore()
+        self.step: int = restored.get("step", 0)
+        self.saved_step = self.step
+        self.parallel, self.compiled = self._wrap_model()
+        self.stopwatch = Stopwatch(ranks.device)
+        self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
+        self.telemetry = self._start_telemetry(restored.get("wandb_id")) if ranks.is_main else None
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self) -> None:
+        """Train from `self.step` to the end of the plan."""
+        settings, plan = self.settings, self.plan
+        try:
+            self.stopwatch.start()
+            steps_timed = 0
+            while self.step < plan.steps:
+                loss, grad_norm, rate = self._train_step()
+                self.step += 1
+                steps_timed += 1
+                last = self.step == plan.steps
+                if self.step % settings.log_every == 0 or last or self.step == 1:
+                    self._log(loss, grad_norm, rate, steps_timed)
+                    steps_timed = 0
+                if self.telemetry:
+                    self.telemetry.advance()
+                if self.step % settings.eval_every == 0 or last:
+                    with self._off_the_clock():
+                        self._evaluate()
+                if self.step % settings.checkpoint_every == 0 or last:
+                    with self._off_the_clock():
+                        self._save()
+                self._stop_if_asked()
+            if self.ranks.is_main:
+                self._finish()
+            self.ranks.barrier()
+        finally:
+            if self.telemetry:
+                self.telemetry.close()
+
+    def _train_step(self) -> tuple[float, float, float]:
+        """One optimizer step: mean loss over its tokens, gradient norm before clipping, learning rate."""
+        settings, plan = self.settings, self.plan
+        rate = learning_rate(
+            self.step, steps=plan.steps, warmup_steps=settings.tps.warmup_steps, settings=settings.optimizer
+        )
+        set_learning_rate(self.optimizer, rate)
+        loss = torch.zeros((), device=self.ranks.device)
+        for micro_step, (inputs, targets) in enumerate(self.loader.micro_batches(self.step)):
+            last = micro_step == plan.micro_steps - 1
+            with self._gradients_synchronised(last):
+                with self._autocast():
+                    micro_loss = (
+                        self.compiled(self._to_device(inputs), self._to_device(targets)) / plan.micro_steps
+                    )
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        grad_norm = clip_grad_norm_(self.llama.parameters(), settings.optimizer.grad_clip)
+        mean_loss, norm = torch.stack([self.ranks.mean(loss), grad_norm]).tolist()  # the step's one wait
+        if math.isfinite(mean_loss) and math.isfinite(norm):
+            self.optimizer.step()
+        else:
+            self._not_finite(mean_loss, norm, rate)
+        self.optimizer.zero_grad(set_to_none=True)
+        return mean_loss, norm, rate
+
+    def _evaluate(self) -> None:
+        """Loss on the first `eval_sequences` sequences of the held-out text, and a sample."""
+        settings, ranks = self.settings, self.ranks
+        batches = evaluation_batches(
+            self.corpus.val,
+            context=settings.context,
+            sequences=settings.eval_sequences,
+            micro_batch=settings.hardware.micro_batch,
+            rank=ranks.rank,
+            ranks=ranks.count,
+        )
+        val_loss = held_out_loss(self.compiled, batches, ranks=ranks, autocast=self._autocast)
+        if self.telemetry:
+            sample = self._sample() if settings.sample_tokens else None
+            self.telemetry.record(
+                {"step": self.step, "tokens": self._tokens(), "val_loss": val_loss, "sample": sample}
+            )
+            log.info(
+                "step %d: held-out loss %.4f%s", self.step, val_loss, f"\n  | {sample!r}" if sample else ""
+            )
+
+    def _sample(self) -> str:
+        prompt = torch.tensor(
+            [self.corpus.tokenizer.encode(self.settings.sample_prompt)], device=self.ranks.device
+        )
+        with self._autocast():
+            tokens = generate(
+                self.llama,
+                prompt,
+                self.settings.sample_tokens,
+                vocab_size=self.corpus.tokenizer.vocab_size,
+                seed=self.settings.seed,
+            )
+        return self.corpus.tokenizer.decode(tokens[0].tolist())
+
+    def _log(self, loss: float, grad_norm: float, rate: float, steps_timed: int) -> None:
+        seconds = self.stopwatch.take()
+        if not self.telemetry:
+            return
+        tokens_per_second = steps_timed * self.plan.tokens_per_step / seconds
+        mfu = None
+        if self.peak:
+            flops = tokens_per_second * flops_per_token(self.settings.model, self.settings.context)
+            mfu = flops / (self.peak * 1e12 * self.ranks.count)
+        self.telemetry.record(
+            {
+                "step": self.step,
+                "tokens": self._tokens(),
+                "loss": loss,
+                "lr": rate,
+                "grad_norm": grad_norm,
+                "tokens_per_second": tokens_per_second,
+                "mfu": mfu,
+            }
+        )
+        self.telemetry.progress(loss, tokens_per_second, mfu)
+
+    def _finish(self) -> None:
+        """Export the weights, draw the loss, and mark the run finished."""
+        model.huggingface.save(self.llama, self.directory.weights)
+        records = read_metrics(self.directory.metrics)
+        plot_losses({self.directory.path.name: records}, self.directory.loss_plot)
+        self.directory.finish()
+        log.info("finished: %s (loss.png, metrics.jsonl, weights/)", self.directory.path)
+
+    # ------------------------------------------------------------------ stopping and going on
+
+    def _save(self) -> None:
+        wandb_id = self.ranks.from_main(lambda: self.telemetry.wandb_id if self.telemetry else None)
+        self.checkpoints.save(self.step, self.llama, self.optimizer, {"wandb_id": wandb_id})
+        self.saved_step = self.step
+
+    def _restore(self) -> dict[str, Any]:
+        restored = self.checkpoints.load_newest(self.llama, self.optimizer) or {}
+        step = restored.get("step", 0)
+        if self.ranks.is_main:
+            self.directory.truncate_metrics(step)
+            if step:
+                log.info("continuing %s from step %d", self.directory.path, step)
+        return restored
+
+    def _stop_if_asked(self) -> None:
+        """Save and raise Interrupted if any rank was asked to stop."""
+        asked = torch.tensor(float(self.stop.signal or 0), device=self.ranks.device)
+        if self.ranks.count > 1:
+            torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
+        signal = int(asked)
+        if signal and self.step < self.plan.steps:
+            if self.saved_step != self.step:
+                self._save()
+            raise Interrupted(
+                f"stopped at step {self.step} of {self.plan.steps} and saved; the same command continues",
+                signal,
+            )
+
+    def _not_finite(self, loss: float, grad_norm: float, rate: float) -> None:
+        """Say what is known of a step whose loss or gradient is not finite; stop unless told to skip it."""
+        bad = [
+            name
+            for name, p in self.llama.named_parameters()
+            if p.grad is not None and not p.grad.isfinite().all()
+        ]
+        sequences = self.loader.sequence_indices(self.step)
+        diagnosis = (
+            f"step {self.step + 1} is not finite: loss {loss}, gradient norm {grad_norm}, "
+            f"learning rate {rate:.3g}.\n"
+            f"  - {len(bad)} tensors with gradients that are not finite: {_first(bad)}\n"
+            f"  - its training sequences: {_first(sequences)}"
+        )
+        if self.settings.skip_nonfinite:
+            log.warning("%s\nThe step is skipped (skip_nonfinite=true).", diagnosis)
+            return
+        raise TrainingError(
+            f"{diagnosis}\nThe weights are as they were before this step. What may help: a lower "
+            "optimizer.lr, a longer tps.warmup_steps, model.qk_norm=true; skip_nonfinite=true drops such "
+            "steps and goes on"
+        )
+
+    # ------------------------------------------------------------------ building
+
+    def _open_corpus(self) -> Corpus:
+        """Open the data; on first use the main rank prepares it while the others wait."""
+        with user_facing(ValueError, OSError):
+            if self.ranks.is_main:
+                corpus = open_corpus(self.settings.data)
+            self.ranks.barrier()
+            return corpus if self.ranks.is_main else open_corpus(self.settings.data)
+
+    def _build_model(self) -> Llama:
+        settings, device = self.settings, self.ranks.device
+        with user_facing(ValueError):
+            backend = backends.load(settings.attention).build(
+                settings.attention,
+                device=device,
+                dtype=self._dtype(),
+                d_head=settings.model.d_head,
+                is_gqa=settings.model.n_kv_heads not in (None, settings.model.n_heads),
+            )
+        torch.manual_seed(settings.seed)
+        llama = Llama(settings.model, backend.attend).to(device)
+        log.info(
+            "model: %s parameters; attention: %s; %s steps of %s tokens on %d × %s",
+            f"{parameter_count(settings.model):,}",
+            backend.description,
+            f"{self.plan.steps:,}",
+            f"{self.plan.tokens_per_step:,}",
+            self.ranks.count,
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        )
+        return llama
+
+    def _wrap_model(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        """The model under DDP if there are several ranks, and the same compiled if asked."""
+        parallel: torch.nn.Module = self.llama
+        if self.ranks.count > 1:
+            ids = [self.ranks.device.index] if self.ranks.device.type == "cuda" else None
+            parallel = DistributedDataParallel(self.llama, device_ids=ids)
+        return parallel, torch.compile(parallel) if self.settings.hardware.compile else parallel
+
+    def _start_telemetry(self, wandb_id: str | None) -> Telemetry:
+        wandb_run = start_wandb(
+            self.settings.logger,
+            folder=self.directory.path,
+            config=dataclasses.asdict(self.settings),
+            run_id=wandb_id,
+        )
+        return Telemetry(
+            self.directory.metrics,
+            wandb_run,
+            steps=self.plan.steps,
+            first_step=self.step,
+            name=self.directory.path.name,
+        )
+
+    # ------------------------------------------------------------------ small things
+
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.settings.hardware.dtype)
+
+    def _autocast(self) -> AbstractContextManager:
+        enabled = self._dtype() is not torch.float32
+        return torch.autocast(self.ranks.device.type, self._dtype(), enabled=enabled)
+
+    def _to_device(self, tokens: Tensor) -> Tensor:
+        return tokens.to(self.ranks.device, non_blocking=True)
+
+    def _gradients_synchronised(self, now: bool) -> AbstractContextManager:
+        """Ranks exchange gradients once a step, with the last micro-batch."""
+        if now or self.ranks.count == 1:
+            return nullcontext()
+        return self.parallel.no_sync()
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        self.stopwatch.pause()
+        yield
+        self.stopwatch.start()
+
+    def _tokens(self) -> int:
+        return self.step * self.plan.tokens_per_step
+
+
+def _first(items: Sequence[Any], count: int = 6) -> str:
+    return ", ".join(map(str, items[:count])) + (", …" if len(items) > count else "")

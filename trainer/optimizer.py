@@ -1,0 +1,38 @@
+"""AdamW and its learning-rate schedule."""
+
+import math
+
+import torch
+from torch import nn
+
+from trainer.settings import OptimizerSettings
+
+
+def adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    """Fused AdamW that decays matrices only: gains of norms are scales, not weights to shrink."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True
+    )
+
+
+def learning_rate(step: int, *, steps: int, warmup_steps: int, settings: OptimizerSettings) -> float:
+    """Learning rate of optimizer step `step` (0-based) of `steps`.
+
+    Rises linearly over `warmup_steps`, reaching the peak with the last of them, then follows a half cosine
+    down to min_lr_ratio · peak at the last step. (Cosine and warm-up are the paper's; the floor is a choice.)
+    """
+    if step < warmup_steps:
+        return settings.lr * (step + 1) / warmup_steps
+    progress = (step + 1 - warmup_steps) / (steps - warmup_steps)
+    floor = settings.lr * settings.min_lr_ratio
+    return floor + (settings.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

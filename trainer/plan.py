@@ -1,0 +1,196 @@
+"""Checks settings against each other and works out what follows from them.
+
+Runs in milliseconds, before any data is read, any model is built or anything is compiled.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import data.settings
+import model.config
+from model import backends
+from trainer.errors import SettingsError
+from trainer.settings import Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the settings amount to."""
+
+    steps: int  # optimizer steps of the run
+    tokens_per_step: int
+    sequences_per_step: int
+    micro_steps: int  # forward-backward passes per device and step (gradient accumulation)
+
+
+def make_plan(settings: Settings, ranks: int) -> Plan:
+    """The plan of a run on `ranks` devices.
+
+    Raises SettingsError with everything that is wrong, each with its mend.
+    """
+    problems: list[str] = []
+
+    def note(check: Callable[..., object], *arguments: object) -> None:
+        try:
+            check(*arguments)
+        except ValueError as error:
+            problems.append(str(error))
+
+    note(model.config.check, settings.model)
+    note(data.settings.check, settings.data)
+    note(_check_attention, settings)
+    for check in (_check_ranges, _check_hardware, _check_context, _check_vocabulary, _check_schedule):
+        note(check, settings)
+    note(_check_tokens_per_step, settings, ranks)
+    if problems:
+        raise SettingsError("\n".join(f"  - {problem}" for problem in problems))
+
+    tokens_per_step = settings.tps.tokens_per_step // settings.tps.divide_by
+    return Plan(
+        steps=_steps(settings),
+        tokens_per_step=tokens_per_step,
+        sequences_per_step=tokens_per_step // settings.context,
+        micro_steps=tokens_per_step // (settings.context * settings.hardware.micro_batch * ranks),
+    )
+
+
+def _steps(settings: Settings) -> int:
+    if settings.steps is not None:
+        return settings.steps
+    return settings.total_tokens * settings.tps.divide_by // settings.tps.tokens_per_step
+
+
+def _check_attention(settings: Settings) -> None:
+    backends.load(settings.attention).check(settings.attention)
+
+
+def _check_ranges(settings: Settings) -> None:
+    """Single values that make no sense by themselves."""
+    positive = {
+        "context": settings.context,
+        "total_tokens": settings.total_tokens,
+        "log_every": settings.log_every,
+        "eval_every": settings.eval_every,
+        "eval_sequences": settings.eval_sequences,
+        "checkpoint_every": settings.checkpoint_every,
+        "keep_checkpoints": settings.keep_checkpoints,
+        "tps.tokens_per_step": settings.tps.tokens_per_step,
+        "tps.divide_by": settings.tps.divide_by,
+        "hardware.micro_batch": settings.hardware.micro_batch,
+        "hardware.devices": settings.hardware.devices,
+        "optimizer.lr": settings.optimizer.lr,
+        "optimizer.eps": settings.optimizer.eps,
+        "optimizer.grad_clip": settings.optimizer.grad_clip,
+    }
+    if settings.steps is not None:
+        positive["steps"] = settings.steps
+    for name, value in positive.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name}={value} must be greater than zero")
+    for name, value in (
+        ("tps.warmup_steps", settings.tps.warmup_steps),
+        ("sample_tokens", settings.sample_tokens),
+    ):
+        if value < 0:
+            raise ValueError(f"{name}={value} must not be negative; 0 turns it off")
+    if settings.sample_tokens and not settings.sample_prompt:
+        raise ValueError("sample_prompt is empty; give the sample a beginning, or use sample_tokens=0")
+    for name, value in (("beta1", settings.optimizer.beta1), ("beta2", settings.optimizer.beta2)):
+        if not 0 <= value < 1:
+            raise ValueError(f"optimizer.{name}={value} must be at least 0 and below 1; usual is 0.9 or 0.95")
+    if settings.optimizer.weight_decay < 0:
+        raise ValueError(f"optimizer.weight_decay={settings.optimizer.weight_decay} must not be negative")
+    if not 0 <= settings.optimizer.min_lr_ratio <= 1:
+        raise ValueError(
+            f"optimizer.min_lr_ratio={settings.optimizer.min_lr_ratio} must lie between 0 and 1: "
+            "it is the final learning rate as a fraction of optimizer.lr"
+        )
+
+
+def _check_hardware(settings: Settings) -> None:
+    hardware = settings.hardware
+    _check_choice("hardware.dtype", hardware.dtype, ("bfloat16", "float32"))
+    _check_choice("hardware.device", hardware.device, ("cuda", "cpu"))
+    _check_choice("logger.wandb", settings.logger.wandb, ("auto", "online", "offline", "off"))
+    if hardware.device == "cuda":
+        available = torch.cuda.device_count()
+        if available == 0:
+            raise ValueError(
+                "hardware.device=cuda, but PyTorch sees no CUDA GPU here. Use hardware=cpu for small models "
+                "(python train.py experiment=quickstart is one), or install a CUDA build of PyTorch"
+            )
+        if hardware.devices > available:
+            raise ValueError(
+                f"hardware.devices={hardware.devices}, but this machine has {available} GPU(s); "
+                f"use hardware.devices={available}"
+            )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value} is unknown; choose one of {', '.join(choices)}")
+
+
+def _check_context(settings: Settings) -> None:
+    if settings.context > settings.model.max_context:
+        raise ValueError(
+            f"context={settings.context} is longer than the model's rotary position table, "
+            f"model.max_context={settings.model.max_context}; raise the latter or use "
+            f"context={settings.model.max_context}"
+        )
+
+
+def _check_vocabulary(settings: Settings) -> None:
+    needed = data.settings.vocabulary_size(settings.data.tokenizer)
+    if settings.model.vocab_size < needed:
+        raise ValueError(
+            f"model.vocab_size={settings.model.vocab_size} is smaller than the {needed} tokens of "
+            f"data.tokenizer={settings.data.tokenizer}; use model.vocab_size={-(-needed // 64) * 64} "
+            "(padded to a multiple of 64 for speed)"
+        )
+
+
+def _check_schedule(settings: Settings) -> None:
+    if settings.tps.divide_by < 1 or settings.tps.tokens_per_step < 1:
+        return  # named by _check_ranges
+    steps = _steps(settings)
+    if steps < 1:
+        raise ValueError(
+            f"total_tokens={settings.total_tokens} is less than one step of "
+            f"{settings.tps.tokens_per_step // settings.tps.divide_by} tokens; raise it, or set steps"
+        )
+    if settings.tps.warmup_steps >= steps:
+        raise ValueError(
+            f"tps.warmup_steps={settings.tps.warmup_steps} leaves nothing of a run of {steps} steps; "
+            f"use tps.warmup_steps={steps // 10}, or train longer"
+        )
+
+
+def _check_tokens_per_step(settings: Settings, ranks: int) -> None:
+    tps, hardware = settings.tps, settings.hardware
+    if min(tps.divide_by, tps.tokens_per_step, settings.context, hardware.micro_batch) < 1:
+        return  # named by _check_ranges
+    if tps.tokens_per_step % tps.divide_by:
+        raise ValueError(
+            f"tps.tokens_per_step={tps.tokens_per_step} is not a multiple of tps.divide_by={tps.divide_by}; "
+            f"use tps.tokens_per_step={tps.tokens_per_step // tps.divide_by * tps.divide_by or tps.divide_by}"
+        )
+    wanted = tps.tokens_per_step // tps.divide_by
+    unit = hardware.micro_batch * settings.context * ranks
+    if wanted % unit == 0:
+        return
+    nearest = sorted({max(wanted // unit, 1) * unit, (wanted // unit + 1) * unit})
+    mends = ["tps.tokens_per_step=" + " or ".join(str(tokens * tps.divide_by) for tokens in nearest)]
+    per_rank, remainder = divmod(wanted, settings.context * ranks)
+    if remainder == 0 and per_rank > 0:
+        divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+        fitting = sorted(sorted(divisors, key=lambda n: abs(n - hardware.micro_batch))[:2])
+        mends.append("hardware.micro_batch=" + " or ".join(map(str, fitting)))
+    raise ValueError(
+        f"{wanted} tokens per step cannot be made of hardware.micro_batch={hardware.micro_batch} sequences × "
+        f"context={settings.context} tokens × {ranks} device(s) = {unit} tokens. "
+        f"Nearest that can: {'; or '.join(mends)}"
+    )

@@ -1,0 +1,141 @@
+"""What a run leaves on disk: config.yaml, metrics.jsonl, checkpoints/, and DONE when it finished."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from omegaconf import OmegaConf
+
+from trainer.errors import TrainingError
+from trainer.settings import Settings
+
+# Settings that may differ when a run continues: they change how it executes or reports, not what it computes.
+MAY_CHANGE = re.compile(
+    r"hardware\.|logger\.|data\.(root|path|val_path|processes)|"
+    r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|keep_checkpoints|"
+    r"skip_nonfinite|runs_dir|run_dir|rerun_finished)$"
+)
+
+# Overrides that say where things are, not what the run is.
+UNNAMED = ("run_dir=", "runs_dir=", "rerun_finished=", "data.root=", "data.processes=", "logger=", "logger.")
+
+
+def default_name(overrides: list[str]) -> str:
+    """A folder name for a run with these command-line overrides: readable, and its own."""
+    kept = sorted(text for text in overrides if not text.startswith(UNNAMED))
+    if not kept:
+        return "default"
+    exact = "+".join(kept)
+    name = re.sub(r"[^\w.+-]", "-", exact.replace("=", "-"))
+    if name != exact.replace("=", "-") or len(name) > 120:
+        return f"{name[:110]}-{crc32(exact.encode()):08x}"  # more than a folder name can carry
+    return name
+
+
+class RunDirectory:
+    """The folder of one run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.config = path / "config.yaml"
+        self.loss_plot = path / "loss.png"
+        self.weights = path / "weights"
+        self._done = path / "DONE"
+
+    @property
+    def is_finished(self) -> bool:
+        return self._done.exists()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder against a second process running the same thing."""
+        with open(self.path / ".lock", "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TrainingError(
+                    f"{self.path} is in use by another process that trains this run; wait for it, or give "
+                    "this one another run_dir=…"
+                ) from None
+            yield
+
+    def open(self, settings: Settings) -> None:
+        """Create the folder, or check that it belongs to a run with the same settings, and store them."""
+        if settings.rerun_finished and self.is_finished:
+            self._clear()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(
+                f"cannot create the run directory {self.path}: {error.strerror}; set run_dir=…"
+            ) from error
+        current = OmegaConf.structured(settings)
+        if self.config.exists():
+            changed = _differences(OmegaConf.load(self.config), current)
+            if changed:
+                raise TrainingError(
+                    f"{self.path} holds a run with other settings:\n"
+                    + "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
+                    + "\nGive the changed run its own run_dir=…, or delete that folder to start over"
+                )
+        write_atomically(self.config, OmegaConf.to_yaml(current))
+
+    def finish(self) -> None:
+        write_atomically(self._done, "")
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop records after `step`, and a torn last line: the steps will be run again."""
+        if self.metrics.exists():
+            kept = [
+                json.dumps(record) + "\n" for record in read_metrics(self.metrics) if record["step"] <= step
+            ]
+            write_atomically(self.metrics, "".join(kept))
+
+    def _clear(self) -> None:
+        for path in (self._done, self.metrics, self.config, self.loss_plot):
+            path.unlink(missing_ok=True)
+        for path in (self.checkpoints, self.weights):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; a last line that a crash cut short is left out."""
+    records = []
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            records.append(json.loads(line))
+    return records
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.writing")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _differences(stored: Any, current: Any) -> list[tuple[str, Any, Any]]:
+    old, new = _flat(OmegaConf.to_container(stored)), _flat(OmegaConf.to_container(current))
+    return [
+        (key, old.get(key), new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not MAY_CHANGE.match(key)
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

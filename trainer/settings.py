@@ -1,0 +1,95 @@
+"""Every setting of a run, typed. Hydra fills these dataclasses from configs/ and the command line.
+
+The defaults here are only types' homes: configs/ holds the values, with what the paper publishes and
+what is a choice marked beside each.
+"""
+
+from dataclasses import dataclass, field
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from data.settings import DataSettings
+from model.backends import AttentionSettings
+from model.config import LlamaConfig
+
+
+@dataclass
+class TpsSettings:
+    """Tokens per step and what goes with it."""
+
+    tokens_per_step: int = MISSING
+    divide_by: int = 1  # a scaled-down replica: tokens_per_step / divide_by, keeping the paper's 1 : 8 ratio
+    warmup_steps: int = MISSING
+
+
+@dataclass
+class OptimizerSettings:
+    """AdamW under a cosine schedule with linear warm-up."""
+
+    lr: float = MISSING  # peak learning rate
+    min_lr_ratio: float = MISSING  # final learning rate as a fraction of the peak
+    beta1: float = MISSING
+    beta2: float = MISSING
+    eps: float = MISSING
+    weight_decay: float = MISSING  # on matrices only; gains (vectors) are not decayed
+    grad_clip: float = MISSING  # largest global gradient norm
+
+
+@dataclass
+class LoggerSettings:
+    """Where curves go besides metrics.jsonl, which is always written."""
+
+    wandb: str = MISSING  # "auto" (online when configured, offline otherwise), "online", "offline" or "off"
+    project: str = "sagebwd"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class HardwareSettings:
+    """What the run executes on. Changes the speed, not the experiment."""
+
+    device: str = MISSING  # "cuda" or "cpu"
+    devices: int = 1  # processes, one per device; torchrun overrides it
+    micro_batch: int = MISSING  # sequences per device per forward-backward pass
+    dtype: str = MISSING  # "bfloat16" (autocast over float32 master weights) or "float32"
+    compile: bool = MISSING  # torch.compile the model
+    peak_tflops: float | None = None  # dense bf16 peak for MFU; null: known GPUs are looked up
+
+
+@dataclass
+class Settings:
+    """A whole run."""
+
+    attention: AttentionSettings = field(default_factory=AttentionSettings)
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    data: DataSettings = field(default_factory=DataSettings)
+    tps: TpsSettings = field(default_factory=TpsSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    logger: LoggerSettings = field(default_factory=LoggerSettings)
+    hardware: HardwareSettings = field(default_factory=HardwareSettings)
+
+    context: int = MISSING  # tokens per training sequence
+    total_tokens: int = MISSING  # length of the run, in tokens
+    steps: int | None = None  # length of the run in optimizer steps; overrides total_tokens
+    seed: int = MISSING  # initialisation and data order
+
+    log_every: int = MISSING  # steps between lines of metrics.jsonl
+    eval_every: int = MISSING  # steps between evaluations on held-out text; the last step always evaluates
+    eval_sequences: int = MISSING  # held-out sequences an evaluation uses
+    sample_tokens: int = MISSING  # length of the text generated at an evaluation; 0: none
+    sample_prompt: str = MISSING
+    checkpoint_every: int = MISSING  # steps between checkpoints; the last step always saves one
+    keep_checkpoints: int = MISSING  # newest checkpoints kept
+    skip_nonfinite: bool = False  # drop a step whose loss or gradient is not finite, instead of stopping
+
+    runs_dir: str = MISSING  # holds the run directories that are named after their overrides
+    run_dir: str | None = None  # null: <runs_dir>/<overrides>
+    rerun_finished: bool = False  # train a finished run again from the start
+
+
+def register() -> None:
+    """Make the types known to Hydra: configs/train.yaml starts from `settings_schema`."""
+    ConfigStore.instance().store(name="settings_schema", node=Settings)

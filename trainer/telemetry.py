@@ -1,0 +1,112 @@
+"""Where a run's numbers go: the progress bar, metrics.jsonl, and W&B."""
+
+import importlib.util
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer.settings import LoggerSettings
+
+log = logging.getLogger(__name__)
+
+
+class Telemetry:
+    """Reports records (flat dicts with `step`) everywhere. Used on the main rank only."""
+
+    def __init__(self, metrics: Path, wandb_run: Any | None, *, steps: int, first_step: int, name: str):
+        self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; a line at a time
+        self._wandb = wandb_run
+        self._bar = tqdm(
+            total=steps,
+            initial=first_step,
+            desc=name if len(name) <= 40 else f"…{name[-39:]}",
+            unit="step",
+            mininterval=0.5 if sys.stderr.isatty() else 15,  # a log file wants few lines
+            dynamic_ncols=True,
+        )
+
+    @property
+    def wandb_id(self) -> str | None:
+        return self._wandb.id if self._wandb else None
+
+    def record(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        if self._wandb:
+            self._wandb.log(
+                {k: v for k, v in values.items() if k != "step" and v is not None}, step=values["step"]
+            )
+
+    def progress(self, loss: float, tokens_per_second: float | None, mfu: float | None) -> None:
+        shown = {"loss": f"{loss:.3f}"}
+        if tokens_per_second:
+            shown["tok/s"] = f"{tokens_per_second:,.0f}"
+        if mfu:
+            shown["MFU"] = f"{mfu:.1%}"
+        self._bar.set_postfix(shown, refresh=False)
+
+    def advance(self) -> None:
+        self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+        self._file.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def start_wandb(
+    settings: LoggerSettings, *, folder: Path, config: dict[str, Any], run_id: str | None
+) -> Any | None:
+    """A W&B run, continued if `run_id` is given; None when it is off, or "auto" and not installed.
+
+    "auto" logs online when an API key is configured and offline otherwise. If the service cannot be reached
+    the run is logged offline, and can be uploaded later with `wandb sync`.
+    """
+    if settings.wandb == "off":
+        return None
+    if importlib.util.find_spec("wandb") is None:
+        if settings.wandb != "auto":
+            log.warning("logger.wandb=%s, but wandb is not installed: pip install wandb", settings.wandb)
+        return None
+    import wandb  # slow to import, and optional
+
+    mode = settings.wandb
+    if mode == "auto":
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    for attempt in dict.fromkeys((mode, "offline")):
+        try:
+            return wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                group=settings.group,
+                tags=settings.tags,
+                name=folder.name,
+                id=run_id,
+                resume="allow",
+                dir=folder,
+                config=config,
+                mode=attempt,
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.Error as error:
+            log.warning("W&B (%s): %s", attempt, error)
+    return None
+
+
+def log_to(file: Path | None) -> None:
+    """Send messages to the console, around the progress bar, and to `file`; only warnings if that is None."""
+    handlers: list[logging.Handler] = [_BarSafeHandler()]
+    if file is not None:
+        handlers.append(logging.FileHandler(file))
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=handlers, force=True)
+    for package in ("trainer", "model", "data", "sagebwd"):  # other libraries' chatter stays out
+        logging.getLogger(package).setLevel(logging.WARNING if file is None else logging.INFO)
+
+
+class _BarSafeHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
