@@ -7,7 +7,7 @@ from pathlib import Path
 from data import tokenizers
 from data.files import matching
 from data.manifest import Manifest, recipe
-from data.prepare import is_prepared, prepare
+from data.prepare import prepare
 from data.settings import FILE_SUFFIXES, DataSettings, check, named_folder
 from data.shards import SPLITS
 from data.tokenizers import IDS, Tokenizer
@@ -30,21 +30,28 @@ def open_corpus(settings: DataSettings) -> Corpus:
     """Open the dataset of these settings; a small one is prepared first if it is not yet.
 
     Every process may call this at once: one prepares, the others wait. Raises ValueError, with the command to
-    run, for a large dataset that is not prepared, and whatever `data.prepare.prepare` raises.
+    run, for a large dataset that is not prepared and for a damaged shard, and whatever
+    `data.prepare.prepare` raises.
     """
     check(settings)
     folder = _without_its_text(settings) or _prepared(settings)
     manifest = Manifest.read(folder)
     size = sum(map(manifest.tokens, SPLITS)) * IDS.itemsize
     verify = "full" if size <= FULL_CHECK_LIMIT else "size"
-    train, val = (TokenShards.open(folder, split, verify) for split in SPLITS)
+    try:
+        train, val = (TokenShards.open(folder, split, verify) for split in SPLITS)
+    except ValueError as error:
+        raise ValueError(f"{error}:\n    {command(settings)}") from None
     return Corpus(train, val, tokenizers.load(settings.tokenizer), manifest)
 
 
 def _prepared(settings: DataSettings) -> Path:
     made = recipe(settings)
-    if is_prepared(made):
-        return made.folder
+    manifest = Manifest.read(made.folder)
+    if manifest is not None and manifest.fingerprint == made.fingerprint:
+        return (
+            made.folder
+        )  # a shard that was damaged since is for the user to see, not to be mended in silence
     if made.source.input_bytes > settings.prepare_on_first_use_mb * 1e6:
         raise ValueError(
             f"{made.folder} is not prepared yet, and {made.source.input_bytes / 1e6:,.0f} MB of input take "

@@ -5,7 +5,6 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional
 
 from data import sources
 from data.files import read_json, write_json
@@ -58,7 +57,7 @@ class Manifest:
     shards: dict[str, list[Shard]]  # by split, in order
 
     @staticmethod
-    def read(folder: Path) -> Optional["Manifest"]:
+    def read(folder: Path) -> "Manifest | None":
         """The manifest of a folder, or None when its preparation has not finished."""
         content = read_json(folder / FILE)
         if content is None:

@@ -1,9 +1,7 @@
-# ruff: noqa: UP045 - OmegaConf reads these annotations; its documented spelling is Optional[X]
 """The settings of the data, and the checks that need no data."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
 from data.files import matching
 
@@ -21,20 +19,20 @@ class DataSettings:
     """Which text, how it becomes tokens, and where the tokens are kept."""
 
     source: str = "openwebtext"  # one of SOURCES
-    path: Optional[str] = None  # parquet, jsonl, text: a file, a folder or a glob
-    val_path: Optional[str] = None  # held-out text in files of its own; null: a part of `path` is held out
+    path: str | None = None  # parquet, jsonl, text: a file, a folder or a glob
+    val_path: str | None = None  # held-out text in files of its own; null: a part of `path` is held out
     column: str = "text"  # parquet column or JSON key that holds the text
     tokenizer: str = "gpt2"  # one of VOCABULARY_SIZES
     val_fraction: float = 0.0005  # held-out part of the text; small texts hold out more, see data/split.py
 
     repository: str = "Skylion007/openwebtext"  # openwebtext: dataset on the Hugging Face Hub
     config: str = "plain_text"
-    revision: Optional[str] = None  # commit of that dataset, so that its text can not change
-    documents: Optional[int] = None  # how many documents the source must turn out to hold; null: any number
+    revision: str | None = None  # commit of that dataset, so that its text can not change
+    documents: int | None = None  # how many documents the source must turn out to hold; null: any number
 
     root: str = "datasets"  # prepared datasets live in <root>/<name>
-    name: Optional[str] = None  # null: made from the source, its contents and the tokenizer
-    processes: Optional[int] = None  # that tokenize; null: one per core. Does not change the result
+    name: str | None = None  # null: made from the source, its contents and the tokenizer
+    processes: int | None = None  # that tokenize; null: one per core. Does not change the result
     prepare_on_first_use_mb: int = 200  # files up to this size in all are prepared when training starts
 
 
@@ -74,7 +72,7 @@ def vocabulary_size(tokenizer: str) -> int:
     return VOCABULARY_SIZES[tokenizer]
 
 
-def named_folder(settings: DataSettings) -> Optional[Path]:
+def named_folder(settings: DataSettings) -> Path | None:
     """The prepared dataset called data.name, if there is one; usable without the text it came from."""
     if settings.name is None:
         return None

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 
@@ -16,9 +15,8 @@ from data.tokenizers import IDS, Tokenized, Tokenizer
 
 SPLITS = ("train", "val")
 
-Report = Callable[
-    [int, int, int], None
-]  # called with the documents, tokens and bytes of text that were just done
+# Called with the documents, tokens and bytes of text that were just done.
+Report = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class UnitRecord:
     shards: dict[str, Shard | None]  # by split; None where the unit has no token for it
 
     @staticmethod
-    def read(folder: Path, index: int) -> Optional["UnitRecord"]:
+    def read(folder: Path, index: int) -> "UnitRecord | None":
         """The record of a unit, or None when the unit is not finished."""
         content = read_json(_record_file(folder, index))
         if content is None:

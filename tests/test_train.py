@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -133,8 +134,9 @@ def test_two_ranks_train_as_one(command, tmp_path, tps):
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(one) == len(two)
     for left, right in zip(one, two, strict=True):
-        for key in ("loss", "val_loss", "grad_norm"):
-            assert left.get(key) == pytest.approx(right.get(key), rel=2e-5), (key, left, right)
+        assert left.keys() == right.keys()
+        for key in left.keys() & {"loss", "val_loss", "grad_norm"}:
+            assert left[key] == pytest.approx(right[key], rel=2e-5), (key, left, right)
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_message(command, tmp_path):
@@ -181,8 +183,7 @@ def test_a_failing_run_does_not_stop_the_others_and_the_exit_code_tells(command,
     overrides = ("-m", "optimizer.lr=1e-3,1e30,2e-3", "tps.warmup_steps=0", "steps=3", f"runs_dir={tmp_path}")
     output = run(command(*overrides), code=1)
     assert "2 of 3 runs finished" in output
-    assert "failed: " in output
-    assert "optimizer.lr=1e30" in output
+    assert re.search(r"failed: .*optimizer.lr=1e\+30", output)
     assert "is not finite" in output
     assert len(list(tmp_path.glob("*/DONE"))) == 2
 
@@ -232,6 +233,9 @@ def test_corrupt_shard_is_refused_by_name(command, tmp_path):
     assert "Traceback" not in output
     os.truncate(shard, 1000)
     assert shard.name in run([*command(), prepare[0], f"run_dir={tmp_path / 'third'}"], code=1)
+    shard.unlink()
+    run([sys.executable, "-m", "data.prepare", "data=embedded", prepare[0]])
+    run([*command(), prepare[0], f"run_dir={tmp_path / 'third'}"])
 
 
 def test_full_disk_stops_with_the_previous_checkpoint_kept(command, tmp_path):

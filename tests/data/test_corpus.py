@@ -64,9 +64,25 @@ def test_small_datasets_are_checked_in_full_and_large_ones_by_size(settings, mon
     content = bytearray(shard.read_bytes())
     content[7] ^= 1
     shard.write_bytes(content)
-    with pytest.raises(ValueError, match=r"train_00000.bin is not what was written"):
+    with pytest.raises(
+        ValueError, match=r"(?s)train_00000.bin is not what was written.*python -m data.prepare"
+    ):
         open_corpus(settings)
     monkeypatch.setattr(corpus, "FULL_CHECK_LIMIT", 100)
+    open_corpus(settings)
+
+
+def test_a_truncated_shard_is_refused_until_it_is_made_anew(settings):
+    shard = next(prepare.prepare(settings).glob("val_*.bin"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-2])
+    with pytest.raises(
+        ValueError, match=rf"(?s){shard.name} has .* bytes instead of .*python -m data.prepare"
+    ):
+        open_corpus(settings)
+    shard.unlink()
+    prepare.prepare(settings)
+    assert shard.read_bytes() == whole
     open_corpus(settings)
 
 
