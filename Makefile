@@ -13,7 +13,8 @@ help:
 	@echo "make clean       remove .venv and caches (never runs/ or datasets/)"
 
 quickstart: $(VENV)/train.done
-	$(BIN)/python -m scripts.quickstart
+	$(BIN)/python train.py -m experiment=quickstart attention=fpa,sagebwd runs_dir=runs/quickstart
+	$(BIN)/python -m scripts.compare runs/quickstart --out runs/quickstart/comparison.png
 
 test: $(VENV)/dev.done lint
 	$(BIN)/python -m pytest -q -n 2

@@ -22,9 +22,13 @@ def main() -> None:
         "--out", type=Path, default=Path("comparison.png"), help="the picture (default: %(default)s)"
     )
     arguments = parser.parse_args()
-    runs = {path.name: read_metrics(RunDirectory(path).metrics) for path in find_runs(arguments.runs)}
-    if not runs:
+    paths = find_runs(arguments.runs)
+    if not paths:
         parser.error(f"no metrics.jsonl under {', '.join(map(str, arguments.runs))}; train something first")
+    labels = distinct([path.name for path in paths])
+    runs = {
+        label: read_metrics(RunDirectory(path).metrics) for label, path in zip(labels, paths, strict=True)
+    }
     print(table(runs))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     plot_losses(runs, arguments.out)
@@ -40,28 +44,37 @@ def find_runs(paths: list[Path]) -> list[Path]:
     return found
 
 
+def distinct(names: list[str]) -> list[str]:
+    """The names without the overrides that all runs share."""
+    parts = [name.split("+") for name in names]
+    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    return ["+".join(part for part in name if part not in shared) or "+".join(name) for name in parts]
+
+
 def table(runs: dict[str, list[dict[str, Any]]]) -> str:
     """Losses of each run, as Markdown: the last held-out one, and the mean of the last tenth in training."""
-    width = max(map(len, runs))
-    lines = [
-        f"| {'run':{width}} | steps | tokens | training loss | held-out loss | tokens/s |",
-        f"| {'-' * width} | ----: | -----: | ------------: | ------------: | -------: |",
-    ]
+    rows = [("run", "steps", "tokens", "training loss", "held-out loss", "tokens/s")]
     for name, records in runs.items():
         tokens, losses = series(records, "loss")
         held_out = series(records, "val_loss")[1]
-        speed = np.median(series(records, "tokens_per_second")[1]) if len(losses) else np.nan
+        speed = series(records, "tokens_per_second")[1]
         tail = losses[-max(len(losses) // 10, 1) :]
         cells = (
-            f"{name:{width}}",
-            f"{records[-1]['step'] if records else 0:5d}",
-            f"{tokens[-1] if len(tokens) else 0:,.0f}",
-            f"{tail.mean() if len(tail) else np.nan:13.4f}",
-            f"{held_out[-1] if len(held_out) else np.nan:13.4f}",
-            f"{speed:8,.0f}",
+            f"{records[-1]['step']}" if records else "0",
+            f"{tokens[-1]:,.0f}" if len(tokens) else "0",
+            f"{tail.mean():.4f}" if len(tail) else "",
+            f"{held_out[-1]:.4f}" if len(held_out) else "",
+            f"{np.median(speed):,.0f}" if len(speed) else "",
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append((name, *cells))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])))
+    return "\n".join(
+        f"| {row[0]:{widths[0]}} | "
+        + " | ".join(f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True))
+        + " |"
+        for row in rows
+    )
 
 
 if __name__ == "__main__":

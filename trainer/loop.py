@@ -32,7 +32,7 @@ from trainer.plot import plot_losses
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
 from trainer.telemetry import Telemetry, log_to, start_wandb
-from trainer.throughput import Stopwatch, flops_per_token, peak_tflops
+from trainer.throughput import Stopwatch, flops_per_token, peak_memory_gib, peak_tflops
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ def train(settings: Settings) -> None:
     try:
         if ranks.is_main:
             directory.open(settings)
+            directory.note_environment(ranks.device, ranks.count)
         ranks.barrier()
         log_to(directory.path / "log.txt" if ranks.is_main else None)
         with directory.locked() if ranks.is_main else nullcontext(), StopRequest() as stop:
@@ -194,6 +195,7 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "tokens_per_second": tokens_per_second,
                 "mfu": mfu,
+                "peak_memory_gib": peak_memory_gib(self.ranks.device),
             }
         )
         self.telemetry.progress(loss, tokens_per_second, mfu)

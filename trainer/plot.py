@@ -10,26 +10,57 @@ import numpy as np
 def plot_losses(runs: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     """Draw training loss (thin, smoothed thick) and held-out loss (dots) over tokens, one colour a run.
 
+    Below, if there are several runs, how far each one's training loss lies from the first run's.
     `runs` maps a label to the records of its metrics.jsonl.
     """
     import matplotlib  # slow to import; only needed when a run ends
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    several = len(runs) > 1
+    figure, (losses, differences) = plt.subplots(
+        2,
+        figsize=(8, 6 if several else 5),
+        sharex=True,
+        layout="constrained",
+        height_ratios=(3, several or 1e-6),
+    )
     for index, (label, records) in enumerate(runs.items()):
-        colour = f"C{index}"
         tokens, loss = series(records, "loss")
-        axes.plot(tokens, loss, color=colour, alpha=0.25, linewidth=0.8)
-        axes.plot(tokens, smooth(loss), color=colour, linewidth=1.8, label=label)
-        axes.plot(*series(records, "val_loss"), "o", color=colour, markersize=4, markeredgecolor="white")
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("cross-entropy loss (line: training, dots: held-out)")
-    axes.grid(alpha=0.3)
-    axes.legend()
+        losses.plot(tokens, loss, color=f"C{index}", alpha=0.25, linewidth=0.8)
+        losses.plot(tokens, smooth(loss), color=f"C{index}", linewidth=1.8, label=label)
+        losses.plot(
+            *series(records, "val_loss"), "o", color=f"C{index}", markersize=5, markeredgecolor="white"
+        )
+    losses.set_ylabel("cross-entropy loss\n(line: training, dots: held-out)")
+    losses.legend()
+
+    first, *others = runs
+    for index, label in enumerate(others, start=1):
+        differences.plot(*_difference(runs[label], runs[first]), color=f"C{index}", linewidth=1.2)
+    differences.axhline(0, color="C0", linewidth=1)
+    differences.set_ylabel(f"minus\n{first}")
+    differences.set_visible(several)
+
+    bottom = differences if several else losses
+    bottom.set_xlabel("tokens")
+    bottom.xaxis.set_major_formatter(EngFormatter(sep=""))
+    losses.xaxis.set_tick_params(labelbottom=not several)
+    for axes in (losses, differences):
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _difference(
+    records: list[dict[str, Any]], baseline: list[dict[str, Any]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and smoothed training loss minus the baseline's, where both runs have a value."""
+    loss, base = (dict(zip(*series(r, "loss"), strict=True)) for r in (records, baseline))
+    tokens = np.array([count for count in loss if count in base])
+    return tokens, smooth(np.array([loss[count] - base[count] for count in tokens]))
 
 
 def series(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

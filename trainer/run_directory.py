@@ -1,16 +1,21 @@
-"""What a run leaves on disk: config.yaml, metrics.jsonl, checkpoints/, and DONE when it finished."""
+"""What a run leaves on disk: its settings, environment, metrics, checkpoints and weights, and DONE."""
 
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import torch
 from omegaconf import OmegaConf
 
 from trainer.errors import TrainingError
@@ -89,6 +94,21 @@ class RunDirectory:
                 )
         write_atomically(self.config, OmegaConf.to_yaml(current))
 
+    def note_environment(self, device: torch.device, devices: int) -> None:
+        """Add what this process runs on to environment.jsonl: a line for every start of the run."""
+        line = {
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "commit": _commit(),
+            "device": _device_name(device),
+            "devices": devices,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        }
+        with open(self.path / "environment.jsonl", "a") as file:
+            file.write(json.dumps(line) + "\n")
+
     def finish(self) -> None:
         write_atomically(self._done, "")
 
@@ -105,6 +125,27 @@ class RunDirectory:
             path.unlink(missing_ok=True)
         for path in (self.checkpoints, self.weights):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout
+        changed = subprocess.run(
+            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.strip() + ("+" if changed else "")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

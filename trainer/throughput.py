@@ -28,6 +28,11 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
 
+def peak_memory_gib(device: torch.device) -> float | None:
+    """Most memory PyTorch has held on this GPU so far, in GiB; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
 def flops_per_token(config: LlamaConfig, context: int) -> float:
     """Floating-point operations of the model per trained token, forward and backward.
 

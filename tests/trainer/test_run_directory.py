@@ -2,6 +2,7 @@ import json
 import multiprocessing
 
 import pytest
+import torch
 
 from trainer.errors import TrainingError
 from trainer.run_directory import RunDirectory, default_name, read_metrics, write_atomically
@@ -55,6 +56,15 @@ def test_rerun_clears_only_a_finished_run(tmp_path):
     directory.open(make_settings(seed=2, rerun_finished=True))
     assert not directory.metrics.exists()
     assert not directory.is_finished
+
+
+def test_every_start_notes_its_environment(tmp_path):
+    directory = RunDirectory(tmp_path)
+    for devices in (1, 2):
+        directory.note_environment(torch.device("cpu"), devices)
+    lines = [json.loads(line) for line in (tmp_path / "environment.jsonl").read_text().splitlines()]
+    assert [line["devices"] for line in lines] == [1, 2]
+    assert lines[0]["torch"] == torch.__version__
 
 
 def test_unwritable_place_is_named(tmp_path):
