@@ -1,7 +1,24 @@
 """Shared by all tests: everything runs offline."""
 
+import functools
 import os
+
+import pytest
+
+from tests.cli import debug_command
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the cores
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory):
+    """A folder for prepared data that the tests share."""
+    return tmp_path_factory.mktemp("datasets")
+
+
+@pytest.fixture
+def command(datasets):
+    """command("steps=3", …) -> the argument list of a debug run."""
+    return functools.partial(debug_command, datasets)

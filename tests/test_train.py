@@ -1,76 +1,15 @@
 """train.py as a user runs it: in processes of its own, killed, continued, in parallel, in sweeps."""
 
-import json
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[1]
-TIMINGS = ("tokens_per_second", "mfu")
-
-
-@pytest.fixture(scope="session")
-def datasets(tmp_path_factory):
-    """A folder for prepared data that the tests share."""
-    return tmp_path_factory.mktemp("datasets")
-
-
-@pytest.fixture
-def command(datasets):
-    def make(*overrides):
-        flags = [text for text in overrides if text.startswith("-")]
-        settings = [text for text in overrides if not text.startswith("-")]
-        return [sys.executable, "train.py", *flags, "experiment=debug", f"data.root={datasets}", *settings]
-
-    return make
-
-
-def run(command, code=0, **environment):
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def metrics(run_dir):
-    """The run's records, without what depends on the clock."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMINGS} for line in lines]
-
-
-def weights(run_dir):
-    return load_file(run_dir / "weights" / "model.safetensors")
-
-
-def assert_same_run(left, right):
-    assert metrics(left) == metrics(right)
-    a, b = weights(left), weights(right)
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def kill_at_step(command, run_dir, step, kill=signal.SIGKILL):
-    """Start the run and send it a signal as soon as it has reported `step`; its exit code and output."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        file = run_dir / "metrics.jsonl"
-        if file.exists() and f'"step": {step},' in file.read_text():
-            process.send_signal(kill)
-            break
-        time.sleep(0.005)
-    output = process.communicate(timeout=120)[0]
-    return process.returncode, output
+from tests.cli import assert_same_run, kill_at_step, losses, metrics, run
 
 
 @pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
@@ -78,9 +17,8 @@ def test_a_whole_run(command, tmp_path, attention):
     run_dir = tmp_path / "run"
     output = run(command(f"attention={attention}", f"run_dir={run_dir}"))
     records = metrics(run_dir)
-    losses = [record["loss"] for record in records if "loss" in record]
-    assert len(losses) == 8
-    assert losses[-1] < losses[0]
+    assert len(losses(run_dir)) == 8
+    assert losses(run_dir)[-1] < losses(run_dir)[0]
     assert [record["step"] for record in records if "val_loss" in record] == [4, 8]
     assert records[-1]["tokens"] == 8 * 256
     assert records[-1]["sample"].startswith("The ")

@@ -1,0 +1,60 @@
+"""Running train.py in a process of its own, as a user does, and reading what it left."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[1]
+TIMINGS = ("tokens_per_second", "mfu")
+
+
+def debug_command(datasets, *overrides):
+    """train.py with experiment=debug, prepared data in `datasets`, and these arguments."""
+    flags = [text for text in overrides if text.startswith("-")]
+    settings = [text for text in overrides if not text.startswith("-")]
+    return [sys.executable, "train.py", *flags, "experiment=debug", f"data.root={datasets}", *settings]
+
+
+def run(command, code=0):
+    """Run to the end, expecting this exit code; all that was printed."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def kill_at_step(command, run_dir, step, kill=signal.SIGKILL):
+    """Start the run and send it a signal as soon as it has reported `step`; its exit code and output."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        file = run_dir / "metrics.jsonl"
+        if file.exists() and f'"step": {step},' in file.read_text():
+            process.send_signal(kill)
+            break
+        time.sleep(0.005)
+    output = process.communicate(timeout=120)[0]
+    return process.returncode, output
+
+
+def metrics(run_dir):
+    """The run's records, without what depends on the clock."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMINGS} for line in lines]
+
+
+def losses(run_dir):
+    return [record["loss"] for record in metrics(run_dir) if "loss" in record]
+
+
+def assert_same_run(left, right):
+    """The same metrics and final weights, bit for bit."""
+    assert metrics(left) == metrics(right)
+    a, b = (load_file(run_dir / "weights" / "model.safetensors") for run_dir in (left, right))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)

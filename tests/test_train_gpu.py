@@ -1,0 +1,62 @@
+"""train.py on a CUDA GPU: `python -m pytest -m gpu`."""
+
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.backends import AttentionSettings, fpa
+from model.config import LlamaConfig
+from model.llama import Llama
+from tests.cli import kill_at_step, losses, metrics, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+ON_GPU = ("hardware=gpu", "hardware.micro_batch=4", "hardware.compile=false")
+
+
+def test_a_whole_run_learns_and_names_its_kernel(command, tmp_path):
+    output = run(command(*ON_GPU, f"run_dir={tmp_path / 'run'}"))
+    assert any(title in output for title in fpa.TITLES.values())
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    assert metrics(tmp_path / "run")[0]["peak_memory_gib"] > 0
+
+
+def test_bf16_on_a_gpu_follows_fp32_on_the_cpu(command, tmp_path):
+    run(command(*ON_GPU, f"run_dir={tmp_path / 'gpu'}"))
+    run(command(f"run_dir={tmp_path / 'cpu'}"))
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=5e-3)
+
+
+def test_stopped_and_continued(command, tmp_path):
+    whole = command(*ON_GPU, "steps=40", f"run_dir={tmp_path / 'whole'}")
+    run(whole)
+    stopped = command(*ON_GPU, "steps=40", f"run_dir={tmp_path / 'stopped'}")
+    code, output = kill_at_step(stopped, tmp_path / "stopped", 9, kill=signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM, output
+    run(stopped)
+    # Attention backwards add in any order, so equal only to the noise of bf16.
+    assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), rel=5e-3)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "math"])
+def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
+    settings = AttentionSettings(backend="fpa", sdpa=kernel)
+    backend = fpa.build(settings, device=torch.device("cuda"), dtype=torch.bfloat16, d_head=32, is_gqa=False)
+    config = LlamaConfig(
+        vocab_size=64, d_model=64, n_layers=2, n_heads=2, d_head=32, d_ffn=96, max_context=128
+    )
+    torch.manual_seed(0)
+    llama = Llama(config, backend.attend).cuda()
+    tokens = torch.randint(64, (2, 129), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = torch.compile(llama, fullgraph=True)(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    exact = Llama(config, F.scaled_dot_product_attention).double()
+    exact.load_state_dict({name: value.cpu().double() for name, value in llama.state_dict().items()})
+    expected = exact(tokens[:, :-1].cpu(), tokens[:, 1:].cpu())
+    assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all() for parameter in llama.parameters()
+    )
