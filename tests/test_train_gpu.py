@@ -40,6 +40,9 @@ def test_stopped_and_continued(command, tmp_path):
     assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), rel=5e-3)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated", "ignore:TensorFloat32 tensor cores"
+)
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "math"])
 def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
     settings = AttentionSettings(backend="fpa", sdpa=kernel)

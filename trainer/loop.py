@@ -281,6 +281,8 @@ class Trainer:
                 d_head=settings.model.d_head,
                 is_gqa=settings.model.n_kv_heads not in (None, settings.model.n_heads),
             )
+        if self._dtype() is torch.bfloat16:  # what autocast leaves in float32 may use TF32
+            torch.set_float32_matmul_precision("high")
         torch.manual_seed(settings.seed)
         llama = Llama(settings.model, backend.attend).to(device)
         log.info(
