@@ -148,6 +148,22 @@ def test_bad_command_lines_stop_within_seconds(command, tmp_path, overrides, nam
     assert not (tmp_path / "run").exists()
 
 
+def test_text_too_short_for_the_context_names_the_longest(command, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("It was a dark and stormy night.\n" * 10)
+    own_text = ("data=text", f"data.path={book}", "data.tokenizer=bytes", f"run_dir={tmp_path / 'run'}")
+    output = run(command(*own_text), code=1)
+    assert re.search(r"\(val\) has \d+ tokens, too few .* use context=\d+ or less", output)
+    assert "Traceback" not in output
+    run(command(*own_text, "context=16"))
+
+
+def test_missing_data_names_the_command_that_makes_it(command, tmp_path):
+    output = run(command("data=openwebtext", "model.vocab_size=50304", f"run_dir={tmp_path / 'run'}"), code=1)
+    assert "python -m data.prepare data=openwebtext" in output
+    assert "Traceback" not in output
+
+
 def test_help_teaches():
     output = run([sys.executable, "train.py", "--help"])
     for text in (

@@ -42,6 +42,14 @@ class Ranks:
         dist.broadcast_object_list(box)
         return cast(T, box[0])
 
+    def any(self, value: int) -> int:
+        """The largest value of all ranks: not zero if any is not."""
+        if self.count == 1:
+            return value
+        largest = torch.tensor(value, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over ranks, in place."""
         if self.count > 1:

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import model.huggingface
 from data.corpus import Corpus, open_corpus
-from data.loader import BatchLoader, evaluation_batches
+from data.loader import BatchLoader, count_sequences, evaluation_batches
 from model import backends
 from model.config import parameter_count
 from model.generate import generate
@@ -46,12 +46,11 @@ def train(settings: Settings) -> None:
     ranks = distributed.join(settings.hardware.device)
     directory = RunDirectory(Path(settings.run_dir))
     try:
-        if ranks.is_main:
-            directory.open(settings)
-            directory.note_environment(ranks.device, ranks.count)
-        ranks.barrier()
-        log_to(directory.path / "log.txt" if ranks.is_main else None)
         with directory.locked() if ranks.is_main else nullcontext(), StopRequest() as stop:
+            if ranks.is_main:
+                directory.open(settings)
+                directory.note_environment(ranks.device, ranks.count)
+            log_to(directory.path / "log.txt" if ranks.is_main else None)
             Trainer(settings, directory, ranks, stop).run()
     finally:
         distributed.leave()
@@ -64,15 +63,7 @@ class Trainer:
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
         self.plan = make_plan(settings, ranks.count)
         self.corpus = self._open_corpus()
-        self.loader = BatchLoader(
-            self.corpus.train,
-            context=settings.context,
-            sequences_per_step=self.plan.sequences_per_step,
-            micro_batch=settings.hardware.micro_batch,
-            seed=settings.seed,
-            rank=ranks.rank,
-            ranks=ranks.count,
-        )
+        self.loader = self._make_loader()
         self.llama = self._build_model()
         self.optimizer = adamw(self.llama, settings.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, keep=settings.keep_checkpoints, ranks=ranks)
@@ -226,10 +217,7 @@ class Trainer:
 
     def _stop_if_asked(self) -> None:
         """Save and raise Interrupted if any rank was asked to stop."""
-        asked = torch.tensor(float(self.stop.signal or 0), device=self.ranks.device)
-        if self.ranks.count > 1:
-            torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
-        signal = int(asked)
+        signal = self.ranks.any(self.stop.signal or 0)
         if signal and self.step < self.plan.steps:
             if self.saved_step != self.step:
                 self._save()
@@ -270,6 +258,21 @@ class Trainer:
                 corpus = open_corpus(self.settings.data)
             self.ranks.barrier()
             return corpus if self.ranks.is_main else open_corpus(self.settings.data)
+
+    def _make_loader(self) -> BatchLoader:
+        settings, ranks = self.settings, self.ranks
+        with user_facing(ValueError):
+            count_sequences(self.corpus.val, settings.context)  # raises now, not at an evaluation
+            return BatchLoader(
+                self.corpus.train,
+                context=settings.context,
+                sequences_per_step=self.plan.sequences_per_step,
+                micro_batch=settings.hardware.micro_batch,
+                seed=settings.seed,
+                rank=ranks.rank,
+                ranks=ranks.count,
+                pin_memory=ranks.device.type == "cuda",
+            )
 
     def _build_model(self) -> Llama:
         settings, device = self.settings, self.ranks.device

@@ -62,7 +62,13 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder against a second process running the same thing."""
+        """Create the folder, and hold it against a second process running the same thing."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(
+                f"cannot create the run directory {self.path}: {error.strerror}; set run_dir=…"
+            ) from error
         with open(self.path / ".lock", "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,17 +80,11 @@ class RunDirectory:
             yield
 
     def open(self, settings: Settings) -> None:
-        """Create the folder, or check that it belongs to a run with the same settings, and store them."""
+        """Store the settings; they must be those of the run that the folder's checkpoints belong to."""
         if settings.rerun_finished and self.is_finished:
             self._clear()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise TrainingError(
-                f"cannot create the run directory {self.path}: {error.strerror}; set run_dir=…"
-            ) from error
         current = OmegaConf.structured(settings)
-        if self.config.exists():
+        if self.config.exists() and any(self.checkpoints.glob("step_*")):
             changed = _differences(OmegaConf.load(self.config), current)
             if changed:
                 raise TrainingError(

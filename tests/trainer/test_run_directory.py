@@ -37,23 +37,33 @@ def make_settings(**changes):
     return settings
 
 
+def opened(path, **settings):
+    directory = RunDirectory(path)
+    with directory.locked():
+        directory.open(make_settings(**settings))
+    return directory
+
+
 def test_open_refuses_a_run_with_other_settings_and_names_them(tmp_path):
-    RunDirectory(tmp_path / "run").open(make_settings(seed=1, context=64))
-    RunDirectory(tmp_path / "run").open(
-        make_settings(seed=1, context=64, log_every=7)
-    )  # reporting may change
+    directory = opened(tmp_path / "run", seed=1, context=64)
+    (directory.checkpoints / "step_00000001").mkdir(parents=True)
+    opened(tmp_path / "run", seed=1, context=64, log_every=7)  # reporting may change
     with pytest.raises(TrainingError, match=r"(?s)seed was 1, is now 2.*run_dir"):
-        RunDirectory(tmp_path / "run").open(make_settings(seed=2, context=64))
+        opened(tmp_path / "run", seed=2, context=64)
+
+
+def test_settings_may_be_mended_while_there_is_nothing_to_lose(tmp_path):
+    opened(tmp_path / "run", seed=1)
+    assert "seed: 2" in opened(tmp_path / "run", seed=2).config.read_text()
 
 
 def test_rerun_clears_only_a_finished_run(tmp_path):
-    directory = RunDirectory(tmp_path / "run")
-    directory.open(make_settings(seed=1))
+    directory = opened(tmp_path, seed=1)
     directory.metrics.write_text('{"step": 1}\n')
-    directory.open(make_settings(seed=1, rerun_finished=True))
+    opened(tmp_path, seed=1, rerun_finished=True)
     assert directory.metrics.exists()
     directory.finish()
-    directory.open(make_settings(seed=2, rerun_finished=True))
+    opened(tmp_path, seed=2, rerun_finished=True)
     assert not directory.metrics.exists()
     assert not directory.is_finished
 
@@ -70,7 +80,7 @@ def test_every_start_notes_its_environment(tmp_path):
 def test_unwritable_place_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match=r"cannot create the run directory .*file/run.* run_dir="):
-        RunDirectory(tmp_path / "file" / "run").open(make_settings())
+        opened(tmp_path / "file" / "run")
 
 
 def hold(path, held, release):
