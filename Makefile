@@ -10,7 +10,7 @@ help:
 	@echo "make test        lint and test on the CPU"
 	@echo "make format      let ruff tidy the code"
 	@echo "make constraints renew constraints.txt from pyproject.toml"
-	@echo "make clean       remove .venv and caches (never runs/ or datasets/)"
+	@echo "make clean       remove .venv and caches (never runs/ or tokens/)"
 
 quickstart: $(VENV)/train.done
 	$(BIN)/python train.py -m experiment=quickstart attention=fpa,sagebwd runs_dir=runs/quickstart

@@ -30,7 +30,7 @@ class DataSettings:
     revision: str | None = None  # commit of that dataset, so that its text can not change
     documents: int | None = None  # how many documents the source must turn out to hold; null: any number
 
-    root: str = "datasets"  # prepared datasets live in <root>/<name>
+    root: str = "tokens"  # prepared datasets live in <root>/<name>
     name: str | None = None  # null: made from the source, its contents and the tokenizer
     processes: int | None = None  # that tokenize; null: one per core. Does not change the result
     prepare_on_first_use_mb: int = 200  # files up to this size in all are prepared when training starts
