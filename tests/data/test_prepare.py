@@ -266,7 +266,7 @@ def test_the_command_prepares_and_litters_nothing(tmp_path):
     done = command("data=text", "data.path=book.txt", "data.tokenizer=bytes", "verify=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "verified, 1,5" in done.stdout
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["book.txt", "datasets"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["book.txt", "tokens"]
 
 
 def test_the_command_ends_with_a_message_and_without_a_traceback(tmp_path):
