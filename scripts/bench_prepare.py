@@ -9,9 +9,13 @@ Both sides of the comparison tokenize the same parquet files in as many processe
 
 import argparse
 import multiprocessing
+import os
+import platform
 import resource
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +60,8 @@ def main() -> None:
     result = {
         "tokenizer": f"{arguments.tokenizer} ({type(tokenizers.load(arguments.tokenizer)).__name__})",
         "processes": arguments.processes,
+        "hardware": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version(name) for name in ("tiktoken", "pyarrow", "numpy")},
         "text_mb": round(alone.text_mb, 1),
         "tokenizer_mb_per_s": round(alone.text_mb / alone.seconds, 1),
         "prepare_mb_per_s": round(whole.text_mb / whole.seconds, 1),
@@ -73,28 +79,32 @@ def main() -> None:
 def tokenizer_alone(units: list[sources.Unit], tokenizer: str, processes: int) -> Cost:
     """Seconds count from the common start until the last process is done."""
     context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(processes), context.SimpleQueue()
-    started = [
-        context.Process(target=_tokenize_share, args=(units[process::processes], tokenizer, barrier, results))
-        for process in range(processes)
-    ]
-    for process in started:
-        process.start()
-    text_bytes, begins, ends, cpu_seconds = zip(*(results.get() for _ in started), strict=True)
-    for process in started:
-        process.join()
+    barrier = context.Barrier(processes, timeout=600)  # a process that died must not keep the others waiting
+    shares = [units[process::processes] for process in range(processes)]
+    with ProcessPoolExecutor(processes, context, initializer=_meet_at, initargs=(barrier,)) as pool:
+        running = [pool.submit(_tokenize_share, share, tokenizer) for share in shares]
+        text_bytes, begins, ends, cpu_seconds = zip(*(share.result() for share in running), strict=True)
     return Cost(sum(text_bytes) / 1e6, max(ends) - min(begins), sum(cpu_seconds))
 
 
-def _tokenize_share(units: list[sources.Unit], name: str, barrier, results) -> None:
-    tokenizer = tokenizers.load(name)
-    batches = [batch.texts for unit in units for batch in unit.batches()]
-    barrier.wait()
+def _meet_at(barrier) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _tokenize_share(units: list[sources.Unit], name: str) -> tuple[int, float, float, float]:
+    """Bytes of text, when this process began and ended, and the CPU seconds between."""
+    try:
+        tokenizer = tokenizers.load(name)
+        batches = [batch.texts for unit in units for batch in unit.batches()]
+    except BaseException:
+        _barrier.abort()
+        raise
+    _barrier.wait()
     begin, cpu_begin = time.time(), time.process_time()  # time.time: the one clock that processes share
     for texts in batches:
         tokenizer.encode_batch(texts)
-    cpu_seconds = time.process_time() - cpu_begin
-    results.put((sum(texts.nbytes for texts in batches), begin, time.time(), cpu_seconds))
+    return sum(texts.nbytes for texts in batches), begin, time.time(), time.process_time() - cpu_begin
 
 
 def prepare(settings: DataSettings, processes: int) -> Cost:
