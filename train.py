@@ -28,7 +28,9 @@ def main(config: DictConfig) -> None:
         print(stop, file=sys.stderr)
         sys.exit(128 + stop.signal)  # the shell's convention; also ends a sweep
     except TrainingError as error:
-        raise CompactHydraException(str(error)) from None
+        if _in_sweep():
+            raise CompactHydraException(str(error)) from None  # Hydra goes on with the next run
+        sys.exit(str(error))
 
 
 def run(run_settings: Settings) -> None:
@@ -37,8 +39,7 @@ def run(run_settings: Settings) -> None:
     Raises TrainingError for what the user can mend, and Interrupted when asked to stop.
     """
     torchrun = distributed.under_torchrun()
-    in_sweep = HydraConfig.get().mode is RunMode.MULTIRUN
-    if torchrun and in_sweep:
+    if torchrun and _in_sweep():
         raise SettingsError("a sweep starts its own processes: use hardware.devices=N instead of torchrun")
     processes = int(os.environ["WORLD_SIZE"]) if torchrun else run_settings.hardware.devices
     make_plan(run_settings, processes)
@@ -47,10 +48,14 @@ def run(run_settings: Settings) -> None:
         run_settings.run_dir = str(Path(run_settings.runs_dir) / name)
     if RunDirectory(Path(run_settings.run_dir)).is_finished and not run_settings.rerun_finished:
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
-    elif torchrun or (processes == 1 and not in_sweep):
+    elif torchrun or (processes == 1 and not _in_sweep()):
         train(run_settings)
     else:  # the runs of a sweep get processes of their own, so that none can disturb the next
         distributed.start(train, run_settings, processes=processes)
+
+
+def _in_sweep() -> bool:
+    return HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 if __name__ == "__main__":

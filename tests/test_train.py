@@ -50,9 +50,11 @@ def test_killed_at_random_steps_and_continued_is_the_same_run_bit_for_bit(comman
     assert_same_run(tmp_path / "whole", killed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_it_saves_and_continues_exactly(command, tmp_path, number):
-    overrides = ("steps=40", "checkpoint_every=1000")
+@pytest.mark.parametrize(
+    ("number", "devices"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
+)
+def test_asked_to_stop_it_saves_and_continues_exactly(command, tmp_path, number, devices):
+    overrides = ("steps=40", "checkpoint_every=1000", "hardware.micro_batch=2", f"hardware.devices={devices}")
     run(command(*overrides, f"run_dir={tmp_path / 'whole'}"))
     stopped = tmp_path / "stopped"
     code, output = kill_at_step(command(*overrides, f"run_dir={stopped}"), stopped, 5, kill=number)

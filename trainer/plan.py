@@ -46,7 +46,8 @@ def make_plan(settings: Settings, ranks: int) -> Plan:
         note(check, settings)
     note(_check_tokens_per_step, settings, ranks)
     if problems:
-        raise SettingsError("\n".join(f"  - {problem}" for problem in problems))
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise SettingsError(f"these settings cannot be trained:\n{listed}")
 
     tokens_per_step = settings.tps.tokens_per_step // settings.tps.divide_by
     return Plan(
