@@ -51,9 +51,25 @@ def train(settings: Settings) -> None:
                 directory.open(settings)
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
-            Trainer(settings, directory, ranks, stop).run()
+            with mends_named(settings):
+                Trainer(settings, directory, ranks, stop).run()
     finally:
         distributed.leave()
+
+
+@contextmanager
+def mends_named(settings: Settings) -> Iterator[None]:
+    """Turn a full disk and an exhausted GPU into TrainingErrors that say what to do."""
+    try:
+        with user_facing(OSError):
+            yield
+    except torch.OutOfMemoryError as error:
+        micro_batch = settings.hardware.micro_batch
+        raise TrainingError(
+            f"{str(error).split('.')[0]}, with hardware.micro_batch={micro_batch} sequences of "
+            f"{settings.context} tokens. Use hardware.micro_batch={max(micro_batch // 2, 1)}: the tokens per "
+            "step, and so the training, stay the same"
+        ) from error
 
 
 class Trainer:

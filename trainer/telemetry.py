@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Telemetry:
         return self._wandb.id if self._wandb else None
 
     def record(self, values: dict[str, Any]) -> None:
+        values = {key: None if _is_not_finite(value) else value for key, value in values.items()}
         self._file.write(json.dumps(values) + "\n")
         if self._wandb:
             self._wandb.log(
@@ -56,6 +58,10 @@ class Telemetry:
         self._file.close()
         if self._wandb:
             self._wandb.finish()
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)  # JSON has no NaN
 
 
 def start_wandb(

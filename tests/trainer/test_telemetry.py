@@ -69,10 +69,14 @@ def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
     telemetry = Telemetry(tmp_path / "metrics.jsonl", run, steps=3, first_step=0, name="name")
     telemetry.record({"step": 1, "loss": 2.5, "mfu": None})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5, "mfu": None}
+    telemetry.record({"step": 2, "loss": 2.0, "grad_norm": float("nan")})
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[
+        1
+    ] == '{"step": 2, "loss": 2.0, "grad_norm": null}'
     telemetry.progress(2.5, 1234.0, 0.25)
     telemetry.advance()
     telemetry.close()
-    assert run.logged == [(1, {"loss": 2.5})]
+    assert run.logged == [(1, {"loss": 2.5}), (2, {"loss": 2.0})]
     assert run.finished
     shown = capsys.readouterr().err
     assert "1/3" in shown

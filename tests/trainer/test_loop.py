@@ -1,0 +1,24 @@
+import pytest
+import torch
+
+from trainer.errors import TrainingError
+from trainer.loop import mends_named
+
+
+def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings):
+    settings = compose_settings("hardware.micro_batch=12")
+    with (
+        pytest.raises(TrainingError, match=r"CUDA out of memory, .*Use hardware.micro_batch=6"),
+        mends_named(settings),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12 GiB.")
+
+
+def test_a_full_disk_is_told_without_a_traceback(compose_settings):
+    with pytest.raises(TrainingError, match="No space left"), mends_named(compose_settings()):
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+
+def test_mistakes_of_the_program_keep_their_traceback(compose_settings):
+    with pytest.raises(KeyError), mends_named(compose_settings()):
+        raise KeyError("bug")
