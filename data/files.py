@@ -68,15 +68,19 @@ def sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def write_json(file: Path, content: object) -> None:
-    """Write JSON so that `file` is always either absent, the old one or the new one, whole."""
+def write_text(file: Path, text: str) -> None:
+    """Write so that `file` is always either absent, the old one or the new one, whole."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as handle:
-        json.dump(content, handle, indent=1)
-        handle.write("\n")
+        handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(temporary, file)
+
+
+def write_json(file: Path, content: object) -> None:
+    """Write JSON, whole or not at all."""
+    write_text(file, json.dumps(content, indent=1) + "\n")
 
 
 def read_json(file: Path) -> Any:

@@ -16,8 +16,6 @@ per query in place of per key gives .0164, but dV sums over queries, so that wou
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import sage_attention
@@ -58,6 +57,7 @@ def main(argv: list[str] | None = None) -> None:
         for variant, errors in measure(sigma, arguments).items():
             rows.append({"sigma": sigma, "variant": variant, **errors})
             print_row(rows[-1])
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out, report(arguments, rows))
     print(f"cosine similarity / relative L2, written to {arguments.out}")
 
@@ -153,14 +153,6 @@ def report(arguments: argparse.Namespace, rows: list[dict]) -> dict:
         "hardware": torch.cuda.get_device_name(arguments.device) if on_gpu else "cpu",
         "rows": rows,
     }
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,23 @@ def test_text_too_short_for_the_context_names_the_longest(command, tmp_path):
     run(command(*own_text, "context=16"))
 
 
+def test_a_run_does_not_continue_on_other_text(command, tmp_path):
+    book, run_dir = tmp_path / "book.txt", tmp_path / "run"
+    book.write_text("It was a dark and stormy night.\n" * 100)
+    own_text = ("data=text", f"data.path={book}", "data.tokenizer=bytes", f"run_dir={run_dir}")
+    run(command(*own_text))
+    (run_dir / "DONE").unlink()
+    moved = tmp_path / "elsewhere" / "book.txt"
+    moved.parent.mkdir()
+    book.rename(moved)
+    run(command(*own_text, f"data.path={moved}"))
+    (run_dir / "DONE").unlink()
+    book.write_text("The rain fell in torrents.\n" * 100)
+    output = run(command(*own_text), code=1)
+    assert "was trained on other text" in output
+    assert "Traceback" not in output
+
+
 def test_missing_data_names_the_command_that_makes_it(command, tmp_path):
     output = run(command("data=openwebtext", "model.vocab_size=50304", f"run_dir={tmp_path / 'run'}"), code=1)
     assert "python -m data.prepare data=openwebtext" in output

@@ -66,7 +66,10 @@ class Checkpoints:
             ) from error
 
     def load_newest(self, model: nn.Module, optimizer) -> dict[str, Any] | None:
-        """Restore the newest checkpoint that verifies; what was saved beside it, or None if there is none."""
+        """Restore the newest checkpoint that verifies; what was saved beside it, or None if there is none.
+
+        Raises TrainingError when there are checkpoints but none is whole: the user decides to start over.
+        """
         sealed = self.ranks.from_main(self._newest_whole)
         if sealed is None:
             return None
@@ -77,11 +80,17 @@ class Checkpoints:
         return sealed
 
     def _newest_whole(self) -> dict[str, Any] | None:
-        for path in sorted(self.folder.glob("step_*"), reverse=True):
+        paths = sorted(self.folder.glob("step_*"), reverse=True)
+        for path in paths:
             try:
                 return _verify(path)
             except (OSError, ValueError) as error:
                 log.warning("checkpoint %s is damaged (%s); trying the one before it", path, error)
+        if paths:
+            raise TrainingError(
+                f"every checkpoint in {self.folder} is damaged. Restore one from a copy, or delete that "
+                "folder to train from the start"
+            )
         return None
 
     def _path(self, step: int) -> Path:

@@ -219,12 +219,18 @@ class Trainer:
 
     def _save(self) -> None:
         wandb_id = self.ranks.from_main(lambda: self.telemetry.wandb_id if self.telemetry else None)
-        self.checkpoints.save(self.step, self.llama, self.optimizer, {"wandb_id": wandb_id})
+        extra = {"wandb_id": wandb_id, "data": self.corpus.manifest.fingerprint}
+        self.checkpoints.save(self.step, self.llama, self.optimizer, extra)
         self.saved_step = self.step
 
     def _restore(self) -> dict[str, Any]:
         restored = self.checkpoints.load_newest(self.llama, self.optimizer) or {}
         step = restored.get("step", 0)
+        if step and restored["data"] != self.corpus.manifest.fingerprint:
+            raise TrainingError(
+                f"{self.directory.path} was trained on other text or with another tokenizer than these data "
+                "settings give; point them to the text it began with, or give this run its own run_dir=…"
+            )
         if self.ranks.is_main:
             self.directory.truncate_metrics(step)
             if step:
@@ -298,7 +304,7 @@ class Trainer:
                 device=device,
                 dtype=self._dtype(),
                 d_head=settings.model.d_head,
-                is_gqa=settings.model.n_kv_heads not in (None, settings.model.n_heads),
+                is_gqa=settings.model.kv_heads != settings.model.n_heads,
             )
         if self._dtype() is torch.bfloat16:  # what autocast leaves in float32 may use TF32
             torch.set_float32_matmul_precision("high")

@@ -18,12 +18,14 @@ from zlib import crc32
 import torch
 from omegaconf import OmegaConf
 
+from data.files import write_text
 from trainer.errors import TrainingError
 from trainer.settings import Settings
 
 # Settings that may differ when a run continues: they change how it executes or reports, not what it computes.
+# (Text may lie elsewhere; that it is the same text is checked against the checkpoint.)
 MAY_CHANGE = re.compile(
-    r"hardware\.|logger\.|data\.(root|path|val_path|processes)|"
+    r"hardware\.(?!dtype)|logger\.|data\.(root|path|val_path|processes)|"
     r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|keep_checkpoints|"
     r"skip_nonfinite|runs_dir|run_dir|rerun_finished)$"
 )
@@ -92,7 +94,7 @@ class RunDirectory:
                     + "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
                     + "\nGive the changed run its own run_dir=…, or delete that folder to start over"
                 )
-        write_atomically(self.config, OmegaConf.to_yaml(current))
+        write_text(self.config, OmegaConf.to_yaml(current))
 
     def note_environment(self, device: torch.device, devices: int) -> None:
         """Add what this process runs on to environment.jsonl: a line for every start of the run."""
@@ -110,7 +112,7 @@ class RunDirectory:
             file.write(json.dumps(line) + "\n")
 
     def finish(self) -> None:
-        write_atomically(self._done, "")
+        write_text(self._done, "")
 
     def truncate_metrics(self, step: int) -> None:
         """Drop records after `step`, and a torn last line: the steps will be run again."""
@@ -118,7 +120,7 @@ class RunDirectory:
             kept = [
                 json.dumps(record) + "\n" for record in read_metrics(self.metrics) if record["step"] <= step
             ]
-            write_atomically(self.metrics, "".join(kept))
+            write_text(self.metrics, "".join(kept))
 
     def _clear(self) -> None:
         for path in (self._done, self.metrics, self.config, self.loss_plot):
@@ -155,15 +157,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if line.endswith("\n"):
             records.append(json.loads(line))
     return records
-
-
-def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.writing")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _differences(stored: Any, current: Any) -> list[tuple[str, Any, Any]]:

@@ -123,6 +123,13 @@ def test_falls_back_to_the_one_before_and_says_so(tmp_path, caplog, damage):
     assert checkpoints(tmp_path).load_newest(*make())["step"] == 2
 
 
+def test_only_damaged_checkpoints_do_not_mean_starting_over(tmp_path):
+    checkpoints(tmp_path).save(1, *make(), {})
+    damage_flip(tmp_path / "step_00000001")
+    with pytest.raises(TrainingError, match=r"every checkpoint in .* is damaged"):
+        checkpoints(tmp_path).load_newest(*make())
+
+
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     model, optimizer = make()
     checkpoints(tmp_path).save(1, model, optimizer, {})

@@ -4,8 +4,9 @@ import multiprocessing
 import pytest
 import torch
 
+from data.files import write_text
 from trainer.errors import TrainingError
-from trainer.run_directory import RunDirectory, default_name, read_metrics, write_atomically
+from trainer.run_directory import RunDirectory, default_name, read_metrics
 from trainer.settings import Settings
 
 
@@ -116,7 +117,7 @@ def test_metrics_after_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
 
 def test_atomic_write_leaves_the_old_content_when_it_fails(tmp_path):
     path = tmp_path / "file"
-    write_atomically(path, "old")
+    write_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "new\ud800")
+        write_text(path, "new\ud800")
     assert path.read_text() == "old"
