@@ -11,6 +11,7 @@ from torch import Tensor
 from sagebwd.config import SageConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BOUNDARY_DTYPES = (torch.int32, torch.int64)
 
 
 def check_arguments(
@@ -32,6 +33,32 @@ def check_arguments(
         raise ValueError(f"scale is {scale}; pass a finite number, or None for 1/√(head size)")
     if not isinstance(config, SageConfig):
         raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
+
+
+def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
+    """Raise ValueError unless the boundaries can cut q and k into documents.
+
+    Looks at shapes and dtypes, never at the numbers: to read them would wait for the GPU.
+    """
+    if cu_seqlens is None:
+        if cu_seqlens_kv is not None:
+            raise ValueError("cu_seqlens_kv is given without cu_seqlens; pass cu_seqlens, or neither")
+        return
+    given = {"cu_seqlens": cu_seqlens, "cu_seqlens_kv": cu_seqlens_kv}
+    for name, boundaries in given.items():
+        if boundaries is not None:
+            _check_boundaries(name, boundaries, q)
+    if q.shape[0] != 1:
+        raise ValueError(f"q has batch size {q.shape[0]}; lay all documents end to end in a batch of 1")
+    if cu_seqlens_kv is None and q.shape[-2] != k.shape[-2]:
+        raise ValueError(
+            f"q has {q.shape[-2]} tokens and k {k.shape[-2]}; pass cu_seqlens_kv, the boundaries in k and v"
+        )
+    if cu_seqlens_kv is not None and len(cu_seqlens_kv) != len(cu_seqlens):
+        raise ValueError(
+            f"cu_seqlens has {len(cu_seqlens)} entries and cu_seqlens_kv {len(cu_seqlens_kv)}; "
+            "give both one for each document and one more"
+        )
 
 
 def check_grad_out(grad_out: Tensor, q: Tensor) -> None:
@@ -96,6 +123,20 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
         )
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change either number")
+
+
+def _check_boundaries(name: str, boundaries: Any, q: Tensor) -> None:
+    if not isinstance(boundaries, Tensor):
+        raise ValueError(f"{name} is a {type(boundaries).__name__}; pass a torch.Tensor")
+    if boundaries.dtype not in BOUNDARY_DTYPES:
+        raise ValueError(f"{name} is {_show(boundaries.dtype)}; cast it to int32 or int64")
+    if boundaries.dim() != 1 or len(boundaries) < 2:
+        raise ValueError(
+            f"{name} has shape {_show(boundaries.shape)}; pass (documents + 1,), "
+            "the first token of each document and the end of the last"
+        )
+    if boundaries.device != q.device:
+        raise ValueError(f"{name} is on {boundaries.device} and q on {q.device}; move it there")
 
 
 def _show(value: Any) -> str:

@@ -12,11 +12,15 @@ MATMULS = ("s_fwd", "o", "s_bwd", "dv", "dp", "dq", "dk")
 #: What the paper runs in INT8: everything but dP, whose error would pass into both dQ and dK.
 PAPER_INT8_MATMULS = ("s_fwd", "o", "s_bwd", "dv", "dq", "dk")
 
+OPERAND_SCALES = ("block", "token")
 GRANULARITIES = ("block", "row")
 SWITCHES = ("smooth_k", "smooth_q", "add_mean_k_term", "exact_delta")
 
 #: Tensor cores contract in steps of at least 16, so tiles come in multiples of it.
 TILE_STEP = 16
+
+#: (queries, keys) of a tile where the settings leave them open: up to a head size of 128, and above.
+TILE, TILE_OF_LARGE_HEADS = (64, 128), (64, 64)
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,28 @@ class SageConfig:
     - ``granularity="row"``: one scale per output row needs no reduction over the whole tile, so it is no
       slower than one scale per tile, and it halves the error of dQ, dK and dV while logits are small.
     - 64 × 128 tiles in place of 128 × 64. The error of dK and dV grows with ``block_q``, that of O and dQ
-      more slowly with ``block_kv``; and 64 × 128 was the fastest forward tile measured on Hopper.
+      more slowly with ``block_kv``; and 64 × 128 was the fastest forward tile measured on Hopper. Heads
+      of more than 128 channels take 64 × 64, because their rows fill a GPU's shared memory sooner.
+
+    Under ``is_causal`` an output depends slightly on tokens that the mask hides from it, in every setting but
+    :meth:`strictly_causal`. Later tokens have a part in
+
+    - μ_K, the mean of all keys (``smooth_k``), which shifts what every key rounds to;
+    - μ_Q, the mean of a block of queries (``smooth_q``);
+    - the scale of a block of Q, K, V or dO that earlier tokens share with them (``operand_scales="block"``);
+    - the scale of a whole tile of P and dS in the backward (``granularity="block"``).
+
+    ``scripts/causal_leak.py`` measures them.
 
     Attributes:
         smooth_k: subtract the mean over all tokens, μ_K, from K before it is quantized. The softmax does
             not change.
         smooth_q: subtract from each block of Q its own token mean, μ_Q. Adds the row μ_Q·Kᵀ to S and the
             term (dSᵀ1)·μ_Qᵀ to dK.
+        operand_scales: scales of Q, K, V and dO. ``"block"``, as in the paper: one per block of tokens.
+            ``"token"``: one per token. Where a product contracts tokens (O, dV, dQ, dK) that scale runs along
+            the contracted axis, so P or dS takes it, in fp32, before it is quantized itself; and what the
+            mask hides is zero before that, so that not even a NaN comes through.
         granularity: scales of P and dS in the backward. ``"block"``, as in the paper: one per tile.
             ``"row"``: one per output row of the product, within each tile; that is per key for P in dV and
             for dS in dK, per query for dS in dQ. The scale never runs along the contracted axis, so each
@@ -48,8 +67,8 @@ class SageConfig:
             three INT8 products and leaves almost no error in S.
         exact_delta: δ = rowsum(P∘dP), consistent with the P and dP of the backward, in place of
             δ = rowsum(dO∘O). Costs S and dP once more.
-        block_q: queries per tile; Q and dO have one scale per block of as many tokens.
-        block_kv: keys per tile; K and V have one scale per block of as many tokens.
+        block_q: queries per tile, which is also the size of a block of Q and dO. None: see :meth:`tile`.
+        block_kv: keys per tile, which is also the size of a block of K and V. None: see :meth:`tile`.
 
     Raises:
         ValueError: a setting is out of range, or two settings contradict each other.
@@ -57,13 +76,14 @@ class SageConfig:
 
     smooth_k: bool = True
     smooth_q: bool = False
+    operand_scales: str = "block"
     granularity: str = "row"
     int8_matmuls: tuple[str, ...] = PAPER_INT8_MATMULS
     add_mean_k_term: bool = False
     s_levels: int = 1
     exact_delta: bool = False
-    block_q: int = 64
-    block_kv: int = 128
+    block_q: int | None = None
+    block_kv: int | None = None
 
     @classmethod
     def paper(cls) -> SageConfig:
@@ -74,6 +94,21 @@ class SageConfig:
         """
         return cls(granularity="block", block_q=128, block_kv=64)
 
+    @classmethod
+    def strictly_causal(cls) -> SageConfig:
+        """Under ``is_causal``, out and dq of a token depend, bit for bit, on it and earlier tokens only.
+
+        Not even a NaN or Inf of a later token shows, as long as O and dQ are INT8 products: outside INT8 it
+        reaches the queries of its tile as 0 · NaN. Without a strong mean in the channels of K this is more
+        accurate than the default. With one it is less, most of all in dQ, because K is not smoothed.
+        """
+        return cls(smooth_k=False, operand_scales="token", granularity="row")
+
+    def tile(self, head_dim: int) -> tuple[int, int]:
+        """(queries, keys) of a tile: what is set, and 64 × 128, or 64 × 64 for heads larger than 128."""
+        queries, keys = TILE if head_dim <= 128 else TILE_OF_LARGE_HEADS
+        return self.block_q or queries, self.block_kv or keys
+
     def is_int8(self, matmul: str) -> bool:
         """Whether ``matmul``, one of :data:`MATMULS`, runs in INT8."""
         return matmul in self.int8_matmuls
@@ -81,14 +116,11 @@ class SageConfig:
     def __post_init__(self) -> None:
         self._check_switches()
         self._normalise_int8_matmuls()
+        if self.operand_scales not in OPERAND_SCALES:
+            raise ValueError(f"operand_scales is {self.operand_scales!r}; set it to 'block' or 'token'")
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"granularity is {self.granularity!r}; set it to 'block' or 'row'")
-        for name in ("block_q", "block_kv"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or isinstance(size, bool) or size < TILE_STEP or size % TILE_STEP:
-                raise ValueError(
-                    f"{name} is {size!r}; set it to a positive multiple of {TILE_STEP}, such as 64"
-                )
+        self._check_tile()
         self._check_levels()
         if self.add_mean_k_term and not self.smooth_k:
             raise ValueError(
@@ -112,6 +144,17 @@ class SageConfig:
         if unknown:
             raise ValueError(f"int8_matmuls names {', '.join(unknown)}; choose from {', '.join(MATMULS)}")
         object.__setattr__(self, "int8_matmuls", tuple(name for name in MATMULS if name in chosen))
+
+    def _check_tile(self) -> None:
+        for name in ("block_q", "block_kv"):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < TILE_STEP or size % TILE_STEP:
+                raise ValueError(
+                    f"{name} is {size!r}; set it to a positive multiple of {TILE_STEP}, such as 64, "
+                    "or to None for the rule by head size"
+                )
 
     def _check_levels(self) -> None:
         if self.s_levels not in (1, 2):

@@ -17,6 +17,9 @@ PER_BLOCK = (-2, -1)
 PER_ROW = (-1,)
 PER_COLUMN = (-2,)
 
+#: What ``SageConfig.operand_scales`` means for a block of tokens, one a row.
+OPERAND_AXES = {"block": PER_BLOCK, "token": PER_ROW}
+
 
 class Operand(NamedTuple):
     """An operand of a matrix product; ``values * scale`` stands for the tensor that it was made of.
@@ -46,19 +49,20 @@ def quantize(x: Tensor, shared: tuple[int, ...] = PER_BLOCK) -> Operand:
     """
     scale = x.abs().amax(shared, keepdim=True) / INT8_MAX
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
-    scale = torch.where(scale.isinf(), torch.nan, scale)
+    scale = infinite_to_nan(scale)
     return Operand(_round_quotient(x, scale), scale)
 
 
-def quantize_two_levels(x: Tensor) -> tuple[Operand, Operand]:
-    """Split x into INT8 high and low halves, x ≈ high + low, with one scale per block each.
+def quantize_two_levels(x: Tensor, shared: tuple[int, ...] = PER_BLOCK) -> tuple[Operand, Operand]:
+    """Split x into INT8 high and low halves, x ≈ high + low, with scales shared along ``shared`` each.
 
     What the high half leaves is at most s / 2, so the scale of the low half is s / 254.
 
     Args:
         x: (..., rows, columns) fp32.
+        shared: as of :func:`quantize`.
     """
-    high = quantize(x)
+    high = quantize(x, shared)
     low_scale = high.scale / (2 * INT8_MAX)
     remainder = x - high.values * high.scale
     return high, Operand(_round_quotient(remainder, low_scale), low_scale)
@@ -71,8 +75,16 @@ def _round_quotient(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Operand:
-    """The operand of a product that is not INT8: ``x`` rounded to ``dtype``, with scale 1."""
-    return Operand(x.to(dtype).float(), x.new_ones(1, 1))
+    """The operand of a product that is not INT8: ``x`` rounded to ``dtype``, Inf to NaN, with scale 1.
+
+    An Inf would be lost where the other operand makes it a plausible number, such as exp(−Inf) = 0.
+    """
+    return Operand(infinite_to_nan(x.to(dtype).float()), x.new_ones(1, 1))
+
+
+def infinite_to_nan(x: Tensor) -> Tensor:
+    """``x`` with NaN in place of ±Inf."""
+    return torch.where(x.isinf(), torch.nan, x)
 
 
 def product(a: Operand, b: Operand) -> Tensor:

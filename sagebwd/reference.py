@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagebwd.algorithm import SoftmaxGradientTiles, backward, forward
-from sagebwd.arguments import cast_to_autocast_dtype, check_arguments, check_grad_out
+from sagebwd import documents
+from sagebwd.algorithm import SoftmaxGradientTiles
+from sagebwd.arguments import cast_to_autocast_dtype, check_arguments, check_documents, check_grad_out
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.documents import Document
 
 
 @dataclass(frozen=True)
@@ -23,9 +25,9 @@ class AttentionResult:
     Attributes:
         out: (B, H, N_q, D), of the dtype of q.
         lse: (B, H, N_q) fp32, the logsumexp of the logits with the smoothed K. That of the plain logits is
-            lse + scale · q·μ_K.
+            lse + scale · q·μ_K. −inf for a query that sees no key.
         p, dp, ds: (B, H, N_q, N_kv) fp32, P, dP and dS of the backward before they are quantized for the
-            products that take them; zero where the causal mask hides a key.
+            products that take them; zero where the causal mask hides a key, and between documents.
         delta: (B, H, N_q) fp32.
         dq, dk, dv: shaped and typed as q, k, v.
     """
@@ -51,6 +53,8 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
     config: SageConfig = DEFAULT_CONFIG,
 ) -> AttentionResult:
     """Forward and, with ``grad_out``, backward, with every intermediate: for tests and measurements.
@@ -62,21 +66,24 @@ def attention(
         k, v: (B, H_kv, N_kv, D) as q.
         grad_out: the gradient of the output, shaped and typed as q.
         is_causal, scale, enable_gqa: as in torch's ``scaled_dot_product_attention``.
+        cu_seqlens, cu_seqlens_kv: as of :func:`sage_attention`.
         config: what is quantized, and how.
 
     Raises:
         ValueError: the arguments do not fit together; the message says how to mend it.
     """
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config)
+    check_documents(q, k, cu_seqlens, cu_seqlens_kv)
+    packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
     settings = {"is_causal": is_causal, "scale": _resolve_scale(scale, q), "config": config}
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = forward(q, k, v, **settings)
+        out, lse = documents.forward(q, k, v, packed, **settings)
         if grad_out is None:
             return AttentionResult(out, lse)
         check_grad_out(grad_out, q)
-        tiles = SoftmaxGradientTiles(grad_out, q, k, v, out, lse, **settings)
-        dq, dk, dv = backward(grad_out, q, k, v, out, lse, **settings)
-        return AttentionResult(out, lse, *_whole_p_dp_ds(tiles, is_causal), tiles.delta, dq, dk, dv)
+        inside = _p_dp_ds_delta(grad_out, q, k, v, out, lse, packed, **settings)
+        gradients = documents.backward(grad_out, q, k, v, out, lse, packed, **settings)
+        return AttentionResult(out, lse, *inside, *gradients)
 
 
 @torch.compiler.disable(reason="tracing would unroll every tile, and fusing would change the rounding")
@@ -90,14 +97,24 @@ def sage_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
     config: SageConfig = DEFAULT_CONFIG,
 ) -> Tensor:
-    """:func:`sagebwd.sage_attention` on any device: same arguments, errors and gradients, but no kernels."""
+    """:func:`sagebwd.sage_attention` on any device: same arguments, errors and gradients, but no kernels.
+
+    ``cu_seqlens`` (documents + 1,), int32 or int64 on the device of q, makes of a batch of 1 a pack of
+    documents: number n holds tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1 of q and, by ``cu_seqlens_kv``, of
+    k and v (the same by default). The result is that of a call on each document alone. Out and gradients
+    are 0 for tokens of no document, and of one that has no queries or no keys.
+    """
     check_arguments(
         q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, attn_mask=attn_mask, dropout_p=dropout_p
     )
+    check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     q, k, v = cast_to_autocast_dtype(q, k, v)
-    return _ReferenceAttention.apply(q, k, v, is_causal, _resolve_scale(scale, q), config)
+    packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
+    return _ReferenceAttention.apply(q, k, v, packed, is_causal, _resolve_scale(scale, q), config)
 
 
 class _ReferenceAttention(torch.autograd.Function):
@@ -105,11 +122,18 @@ class _ReferenceAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, config: SageConfig
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: list[Document],
+        is_causal: bool,
+        scale: float,
+        config: SageConfig,
     ) -> Tensor:
-        ctx.settings = {"is_causal": is_causal, "scale": scale, "config": config}
+        ctx.settings = {"documents": packed, "is_causal": is_causal, "scale": scale, "config": config}
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = forward(q, k, v, **ctx.settings)
+            out, lse = documents.forward(q, k, v, **ctx.settings)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -122,20 +146,46 @@ class _ReferenceAttention(torch.autograd.Function):
                 "or use torch.nn.functional.scaled_dot_product_attention"
             )
         with torch.autocast(grad_out.device.type, enabled=False):
-            gradients = backward(grad_out, *ctx.saved_tensors, **ctx.settings)
-        return (*gradients, None, None, None)
+            gradients = documents.backward(grad_out, *ctx.saved_tensors, **ctx.settings)
+        return (*gradients, None, None, None, None)
 
 
 def _resolve_scale(scale: float | None, q: Tensor) -> float:
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _whole_p_dp_ds(tiles: SoftmaxGradientTiles, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Put the tiles of P, dP and dS together, (B, H, N_q, N_kv) each."""
+def _p_dp_ds_delta(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packed: list[Document],
+    **settings: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """P, dP and dS (B, H, N_q, N_kv), and δ (B, H, N_q), of all documents put together."""
+    p, dp, ds = lse.new_zeros((3, *lse.shape, k.shape[-2]))
+    delta = torch.zeros_like(lse)
+    for document in packed:
+        rows, columns = document
+        tiles = SoftmaxGradientTiles(
+            documents.cut(grad_out, rows),
+            *document.take(q, k, v),
+            documents.cut(out, rows),
+            lse[..., rows],
+            **settings,
+        )
+        delta[..., rows] = tiles.delta
+        _fill(tiles, *(x[..., rows, columns] for x in (p, dp, ds)))
+    return p, dp, ds, delta
+
+
+def _fill(tiles: SoftmaxGradientTiles, p: Tensor, dp: Tensor, ds: Tensor) -> None:
+    """Put the tiles of P, dP and dS into (B, H, rows, columns) tensors of zeros."""
     scores = tiles.scores
-    p, dp, ds = tiles.delta.new_zeros((3, *tiles.delta.shape, scores.n_kv))
     for i in range(len(scores.q_blocks)):
         for j in scores.visible_columns(i):
             at = (..., scores.rows(i), scores.columns(j))
             p[at], dp[at], ds[at] = tiles.tile(i, j)
-    return p, dp.tril_() if is_causal else dp, ds
+            dp[at].masked_fill_(~scores.mask(i, j), 0.0)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.config import SageConfig
-from sagebwd.quantization import Operand, product, quantize, quantize_two_levels, round_to
+from sagebwd.quantization import OPERAND_AXES, Operand, product, quantize, quantize_two_levels, round_to
 
 
 def subtract_token_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,6 +22,7 @@ class ScoreTiles:
     The softmax scale multiplies the finished product in fp32, not Q: the quantizer would cancel it.
 
     Attributes:
+        block_q, block_kv: queries and keys of a whole tile.
         q_blocks, k_blocks: fp32 blocks (B, H, block, D), smoothed as the settings ask.
         q_means: the mean (B, H, 1, D) of each block of Q, empty without Q-smoothing.
         k_mean: the mean (B, H, 1, D) of K, zero without K-smoothing.
@@ -38,13 +39,14 @@ class ScoreTiles:
         """
         self.n_q, self.n_kv = q.shape[-2], k.shape[-2]
         self.is_causal, self.scale, self.config = is_causal, scale, config
+        self.block_q, self.block_kv = config.tile(q.shape[-1])
 
         k_smooth, self.k_mean = k.float(), torch.zeros_like(k[..., :1, :], dtype=torch.float32)
         if config.smooth_k:
             k_smooth, self.k_mean = subtract_token_mean(k_smooth)
-        self.k_blocks = k_smooth.split(config.block_kv, -2)
+        self.k_blocks = k_smooth.split(self.block_kv, -2)
 
-        self.q_blocks, self.q_means = q.float().split(config.block_q, -2), ()
+        self.q_blocks, self.q_means = q.float().split(self.block_q, -2), ()
         if config.smooth_q:
             self.q_blocks, self.q_means = zip(*map(subtract_token_mean, self.q_blocks), strict=True)
 
@@ -54,15 +56,16 @@ class ScoreTiles:
     def _levels(self, block: Tensor, matmul: str, dtype: torch.dtype) -> tuple[Operand, ...]:
         if not self.config.is_int8(matmul):
             return (round_to(block, dtype),)
-        return quantize_two_levels(block) if self.config.s_levels == 2 else (quantize(block),)
+        shared = OPERAND_AXES[self.config.operand_scales]
+        return quantize_two_levels(block, shared) if self.config.s_levels == 2 else (quantize(block, shared),)
 
     def rows(self, i: int) -> slice:
         """The queries of tile row i."""
-        return slice(i * self.config.block_q, min((i + 1) * self.config.block_q, self.n_q))
+        return slice(i * self.block_q, min((i + 1) * self.block_q, self.n_q))
 
     def columns(self, j: int) -> slice:
         """The keys of tile column j."""
-        return slice(j * self.config.block_kv, min((j + 1) * self.config.block_kv, self.n_kv))
+        return slice(j * self.block_kv, min((j + 1) * self.block_kv, self.n_kv))
 
     def is_visible(self, i: int, j: int) -> bool:
         """Whether any query of tile (i, j) sees any of its keys."""
@@ -86,13 +89,16 @@ class ScoreTiles:
             s = s + product(q_high, k_rest.mT) + product(q_rest, k_high.mT)
         if self.q_means:
             s = s + self.q_means[i] @ self.k_blocks[j].mT
-        return self._mask(s * self.scale, i, j)
+        return torch.where(self.mask(i, j), s * self.scale, -torch.inf)
 
-    def _mask(self, s: Tensor, i: int, j: int) -> Tensor:
-        """Hide the keys after each query, counted from the top left as torch's ``is_causal`` does."""
+    def mask(self, i: int, j: int) -> Tensor:
+        """True where a query of tile (i, j) sees a key: (rows, columns), or (1, 1) where all see all.
+
+        Queries and keys are counted from the top left, as torch's ``is_causal`` does.
+        """
         rows, columns = self.rows(i), self.columns(j)
         if not self.is_causal or columns.stop - 1 <= rows.start:
-            return s
-        query = torch.arange(rows.start, rows.stop, device=s.device).unsqueeze(-1)
-        key = torch.arange(columns.start, columns.stop, device=s.device)
-        return s.masked_fill(key > query, -torch.inf)
+            return torch.ones(1, 1, dtype=torch.bool, device=self.k_mean.device)
+        query = torch.arange(rows.start, rows.stop, device=self.k_mean.device).unsqueeze(-1)
+        key = torch.arange(columns.start, columns.stop, device=self.k_mean.device)
+        return key <= query

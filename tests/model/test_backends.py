@@ -60,6 +60,7 @@ def test_settings_are_a_structured_config():
     [
         {"smooth_q": True},
         {"granularity": "row"},
+        {"operand_scales": "token"},
         {"int8_matmuls": ["o"]},
         {"s_levels": 2},
         {"implementation": "auto"},
@@ -168,10 +169,21 @@ def test_sagebwd_uses_what_is_set_and_its_own_defaults_for_the_rest():
     assert sage_config(sagebwd_settings(int8_matmuls=[])).int8_matmuls == ()
 
 
+def test_the_strictly_causal_setting_can_be_set():
+    """The line that configs/attention/sagebwd.yaml names."""
+    settings = sagebwd_settings(smooth_k=False, operand_scales="token", granularity="row")
+    assert sage_config(settings) == SageConfig.strictly_causal()
+    assert "operand_scales='token'" in build(settings).description
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"granularity": "token"}, "attention=sagebwd: .*token"),
+        (
+            {"operand_scales": "row"},
+            "attention=sagebwd: operand_scales is 'row'; set it to",
+        ),
         ({"int8_matmuls": ["qk"]}, "attention=sagebwd: .*qk"),
         ({"s_levels": 3}, "attention=sagebwd: .*3"),
         (

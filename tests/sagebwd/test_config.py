@@ -10,16 +10,29 @@ from sagebwd.config import MATMULS
 
 def test_paper_is_the_literal_algorithm():
     config = SageConfig.paper()
-    assert config.granularity == "block"
+    assert config.granularity == config.operand_scales == "block"
     assert config.smooth_k
     assert not any((config.smooth_q, config.add_mean_k_term, config.exact_delta))
     assert config.s_levels == 1
     assert set(MATMULS) - set(config.int8_matmuls) == {"dp"}
 
 
+def test_strictly_causal_is_the_default_without_what_leaks():
+    assert SageConfig.strictly_causal() == replace(SageConfig(), smooth_k=False, operand_scales="token")
+
+
 def test_default_differs_from_paper_only_in_granularity_and_tile():
     default = SageConfig()
-    assert default == replace(SageConfig.paper(), granularity="row", block_q=64, block_kv=128)
+    assert default == replace(SageConfig.paper(), granularity="row", block_q=None, block_kv=None)
+
+
+def test_the_tile_follows_the_head_size_unless_it_is_set():
+    default = SageConfig()
+    assert default.tile(64) == default.tile(128) == (64, 128)
+    assert default.tile(129) == default.tile(256) == (64, 64)
+    assert SageConfig.paper().tile(64) == SageConfig.paper().tile(256) == (128, 64)
+    assert SageConfig(block_q=16).tile(64) == (16, 128)
+    assert SageConfig(block_kv=256).tile(256) == (64, 256)
 
 
 def test_int8_matmuls_are_normalised_so_that_equal_settings_are_equal_and_hashable():
@@ -38,8 +51,9 @@ def test_is_frozen():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"operand_scales": "row"}, "operand_scales is 'row'; set it to 'block' or 'token'"),
         ({"granularity": "token"}, "granularity is 'token'; set it to 'block' or 'row'"),
-        ({"block_q": 0}, "block_q is 0; set it to a positive multiple of 16"),
+        ({"block_q": 0}, "block_q is 0; set it to a positive multiple of 16, such as 64, or to None"),
         ({"block_q": -64}, "block_q is -64"),
         ({"block_kv": 40}, "block_kv is 40; set it to a positive multiple of 16"),
         ({"block_kv": 64.0}, "block_kv is 64.0"),

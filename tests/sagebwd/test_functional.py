@@ -75,7 +75,7 @@ def test_any_strides(draw):
         assert not strided(q).is_contiguous()
         found = gradients(lambda *x, f=strided: sage_attention(*map(f, x)), q, k, v, strided(grad_out))
         for x, y in zip(found, plain, strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)  # the order of summation may differ
+            assert torch.equal(x, y)
 
 
 def test_a_grad_out_that_is_expanded(draw):
@@ -222,5 +222,5 @@ def test_refuses_a_wrong_grad_out(grad_out, message):
 
 def test_other_devices_name_the_way_out():
     x = X.to("meta")
-    with pytest.raises(NotImplementedError, match=r"META tensors yet; call sagebwd.reference.sage_attention"):
+    with pytest.raises(NotImplementedError, match=r"META tensors; call sagebwd.reference.sage_attention"):
         sage_attention(x, x, x)

@@ -47,9 +47,10 @@ def test_the_largest_entry_becomes_127(x, shared):
     assert torch.equal(largest, torch.where(scale > 0, 127.0, 0.0))
 
 
-@given(matrices)
-def test_two_levels_leave_at_most_half_of_the_low_step(x):
-    high, low = quantize_two_levels(x)
+@given(matrices, shared_axes)
+def test_two_levels_leave_at_most_half_of_the_low_step(x, shared):
+    high, low = quantize_two_levels(x, shared)
+    assert torch.equal(high.scale, quantize(x, shared).scale)
     assert low.values.abs().max() <= 127
     assert torch.equal(low.values, low.values.round())
     rest = x.double() - sum(part.values.double() * part.scale.double() for part in (high, low))
@@ -129,3 +130,10 @@ def test_products_outside_int8_round_to_the_dtype():
     assert round_to(x, torch.float32).values.item() == 1 + 2**-9
     assert round_to(x, torch.bfloat16).values.item() == 1.0
     assert round_to(x, torch.bfloat16).values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("x", [torch.inf, -torch.inf, torch.nan, 1e5])
+def test_what_is_infinite_outside_int8_becomes_nan(x):
+    """1e5 overflows fp16. As Inf it could end as a plausible number, such as exp(−Inf)."""
+    assert round_to(torch.tensor([[x]]), torch.float16).values.isnan().all()
+    assert round_to(torch.tensor([[6.5e4]]), torch.float16).values.item() == 64992

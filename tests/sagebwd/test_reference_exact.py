@@ -15,6 +15,7 @@ SWITCHES = [
     {"add_mean_k_term": True},
     {"exact_delta": True},
     {"granularity": "block"},
+    {"operand_scales": "token"},
     {"smooth_q": True, "add_mean_k_term": True, "exact_delta": True},
 ]
 

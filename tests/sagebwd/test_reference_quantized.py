@@ -16,6 +16,8 @@ SWITCHES = [
     {"add_mean_k_term": True},
     {"exact_delta": True},
     {"s_levels": 2},
+    {"operand_scales": "token"},
+    {"operand_scales": "token", "s_levels": 2, "smooth_q": True},
     {"int8_matmuls": MATMULS},
     *({"int8_matmuls": (name,)} for name in MATMULS),
 ]
@@ -47,6 +49,28 @@ def test_row_scales_halve_the_gradient_error(draw, errors, is_causal):
     _, *block = errors(inputs, SageConfig(granularity="block"), is_causal=is_causal)
     _, *row = errors(inputs, SageConfig(granularity="row"), is_causal=is_causal)
     assert all(fine < 0.6 * coarse for fine, coarse in zip(row, block, strict=True))
+
+
+def test_a_scale_per_token_is_a_little_better_and_far_better_for_unequal_tokens(draw, errors):
+    """A token ten times as large as its neighbours sets the scale of its whole block, or only its own."""
+    block, token = SageConfig(smooth_k=False), SageConfig.strictly_causal()
+    inputs = draw(512, head_dim=64, batch=1)
+    pairs = zip(errors(inputs, token, is_causal=True), errors(inputs, block, is_causal=True), strict=True)
+    assert all(fine < coarse for fine, coarse in pairs)
+    for x in inputs[2:]:
+        x[..., ::50, :] *= 10
+    fine, coarse = (errors(inputs, config, is_causal=True) for config in (token, block))
+    assert fine[0] < 0.8 * coarse[0]
+
+
+@pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 128)), (130, (64, 64))])
+def test_the_tile_is_that_of_the_settings(draw, head_dim, tile):
+    inputs = draw(200, head_dim=head_dim)
+    found = attention(*inputs)
+    for block_q, block_kv in ((64, 64), (64, 128), (128, 64)):
+        wanted = attention(*inputs, config=SageConfig(block_q=block_q, block_kv=block_kv))
+        same = all(torch.equal(getattr(found, name), getattr(wanted, name)) for name in NAMES)
+        assert same == ((block_q, block_kv) == tile)
 
 
 def test_int8_dp_is_much_worse_where_dp_is_large_against_ds(draw, exact):

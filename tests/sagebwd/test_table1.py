@@ -84,6 +84,8 @@ def test_command_line(tmp_path, capsys):
         "seed": 3,
         "device": "cpu",
     }
+    tiles = {name: (config["block_q"], config["block_kv"]) for name, config in report["variants"].items()}
+    assert tiles == {"block": (128, 64), "row": (128, 64), "default": (64, 128)}
     assert report["versions"]["torch"] == torch.__version__
     assert [(row["sigma"], row["variant"]) for row in report["rows"]] == [
         (sigma, variant) for sigma in (1, 3, 5, 8, 10) for variant in ("paper", "block", "row", "default")

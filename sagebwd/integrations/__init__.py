@@ -1,0 +1,1 @@
+"""Adapters that let other libraries use :func:`sagebwd.sage_attention`; each imports its library itself."""

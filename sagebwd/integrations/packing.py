@@ -1,0 +1,182 @@
+"""Batches with padding or packed documents, as :func:`sagebwd.sage_attention` takes them.
+
+It knows documents that lie end to end in one row (``cu_seqlens``). Here a batch of any layout is brought into
+that form and back, and what neither pads nor packs is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sagebwd.functional import sage_attention
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens of a batch attend to which.
+
+    Attributes:
+        is_causal: a query sees only keys up to its own; fewer queries than keys are the last of them.
+        cu_seqlens, cu_seqlens_kv: (documents + 1,) int32, as of :func:`sagebwd.sage_attention`. Without the
+            first each row of the batch is one document, without the second q is cut as k is.
+        q_tokens, kv_tokens: (tokens,) int64, where in the flattened batch (B·N,) the tokens of the documents
+            are. None: the documents hold every token.
+    """
+
+    is_causal: bool
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    q_tokens: Tensor | None = None
+    kv_tokens: Tensor | None = None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> Tensor:
+    """Attention within the documents of ``layout``, zero for queries of no document.
+
+    Args:
+        q: (B, H, N_q, D).
+        k, v: (B, H_kv, N_kv, D).
+        layout: of this batch.
+        settings: ``scale`` and ``config`` of :func:`sagebwd.sage_attention`.
+
+    Returns:
+        (B, N_q, H, D), contiguous.
+    """
+    n_q = q.shape[2]
+    settings = {**settings, "is_causal": layout.is_causal, "enable_gqa": True}
+    if layout.is_causal and n_q < k.shape[2]:
+        # The causal mask starts at the first key, so stand-ins take the place of the queries before ours.
+        # Nothing reads their results, hence their gradients are zero and add nothing to those of k and v.
+        q = F.pad(q, (0, 0, k.shape[2] - n_q, 0))
+    if layout.cu_seqlens is None:
+        out = sage_attention(q, k, v, **settings).transpose(1, 2)
+    else:
+        k, v = (_lay_end_to_end(x, layout.kv_tokens) for x in (k, v))
+        cuts = {"cu_seqlens": layout.cu_seqlens, "cu_seqlens_kv": layout.cu_seqlens_kv}
+        packed = sage_attention(_lay_end_to_end(q, layout.q_tokens), k, v, **cuts, **settings)
+        out = _put_back(packed, layout.q_tokens, q.shape[0], q.shape[2])
+    return out[:, -n_q:].contiguous()
+
+
+def find_layout(
+    documents: Tensor, *, n_q: int, is_causal: bool, position_ids: Tensor | None, cu_seqlens: Tensor | None
+) -> Layout:
+    """The layout in which no two tokens attend to each other that any of the arguments keeps apart.
+
+    Args:
+        documents: (B, N_kv) integers; neighbours with the same number share a document, 0 hides a key.
+        n_q: number of queries, N_q. Causal ones are the last of N_kv; others need not be any of the keys.
+        is_causal: whether a query sees only keys up to its own.
+        position_ids: (B or 1, N_q); a document starts where they fall, or return to the lowest of the row.
+        cu_seqlens: (documents + 1,) boundaries within the only row.
+    """
+    batch, n_kv = documents.shape
+    tokens = documents.flatten().nonzero().squeeze(1)
+    if len(tokens) == 0:
+        raise ValueError("the attention mask hides every token; leave out batches that are padding alone")
+    rows = tokens // n_kv
+    labels = [rows, documents.flatten()[tokens]]
+    if cu_seqlens is not None:
+        labels.append(_number_documents(cu_seqlens.to(documents.device), n_kv)[tokens])
+    is_start = _differs_from_previous(torch.stack(labels)).any(0)
+    if position_ids is not None and (is_causal or n_q == n_kv):
+        is_start |= _restarts(position_ids, batch, n_kv, tokens)
+    kv_tokens = None if len(tokens) == batch * n_kv else tokens
+    is_one_a_row = int(is_start.sum()) == len(rows.unique())
+    if is_one_a_row and kv_tokens is None:
+        return Layout(is_causal)
+    if is_causal or not is_one_a_row:
+        return Layout(is_causal, _boundaries(is_start), q_tokens=kv_tokens, kv_tokens=kv_tokens)
+    # Every query of a row sees all of its keys. The queries need not be the keys' own tokens, not even where
+    # they are as many (cross-attention), so a hidden key says nothing about the query in its place.
+    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=documents.device) * n_q
+    cu_seqlens_kv = F.pad((documents != 0).sum(1).cumsum(0), (1, 0)).int()
+    return Layout(is_causal, cu_seqlens, cu_seqlens_kv, kv_tokens=kv_tokens)
+
+
+def remember_last(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the last result again to a call with the same, unmodified arguments.
+
+    All layers of a model come with the same tensors, and to read them waits for the GPU. A modified tensor is
+    known by its version. Nothing is remembered where that cannot be relied on: tensors of inference mode have
+    none, and those of the CPU, where nothing waits, may share their memory with numpy.
+    """
+    last: tuple[list[Any], Any] | None = None
+
+    @functools.wraps(function)
+    def remembering(*args: Any) -> Any:
+        nonlocal last
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if torch.is_inference_mode_enabled() or any(x.is_inference() or x.is_cpu for x in tensors):
+            return function(*args)
+        seen = last
+        if seen is None or not all(map(_is_same, seen[0], args)):
+            kept = [(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args]
+            last = seen = (kept, function(*args))
+        return seen[1]
+
+    return torch.compiler.disable(remembering, reason="it compares tensors by identity")
+
+
+def _is_same(kept: Any, x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return isinstance(kept, tuple) and kept[0]() is x and kept[1] == x._version
+    return not isinstance(kept, tuple) and kept == x
+
+
+def _lay_end_to_end(x: Tensor, tokens: Tensor | None) -> Tensor:
+    """(B, H, N, D) to (1, H, T, D)."""
+    x = x.transpose(1, 2).flatten(0, 1)
+    x = x if tokens is None else x.index_select(0, tokens)
+    return x.transpose(0, 1)[None]
+
+
+def _put_back(x: Tensor, tokens: Tensor | None, batch: int, n: int) -> Tensor:
+    """(1, H, T, D) to (B, N, H, D), zero where no token was."""
+    x = x[0].transpose(0, 1)
+    if tokens is not None:
+        x = x.new_zeros(batch * n, *x.shape[1:]).index_copy(0, tokens, x)
+    return x.unflatten(0, (batch, n))
+
+
+def _number_documents(cu_seqlens: Tensor, n: int) -> Tensor:
+    """(N,) number of each token's document."""
+    boundaries = cu_seqlens.tolist()
+    if boundaries[0] != 0 or boundaries[-1] != n or boundaries != sorted(boundaries):
+        raise ValueError(
+            f"the documents' boundaries are {boundaries}; they must start at 0, never fall, and end at {n}, "
+            "the number of tokens"
+        )
+    tokens = torch.arange(n, device=cu_seqlens.device)
+    return torch.bucketize(tokens, cu_seqlens.to(tokens.dtype), right=True)
+
+
+def _restarts(position_ids: Tensor, batch: int, n: int, tokens: Tensor) -> Tensor:
+    """(T,) bool: which ``tokens`` start a document by ``position_ids`` (B or 1, N_q), of the last N_q of N.
+
+    Packed documents start at the same position, whichever it is. That positions rise by more than 1, or stay,
+    means nothing: some models give all tokens of an image the same.
+    """
+    first = torch.arange(position_ids.shape[1] - n, 0, device=position_ids.device) + position_ids[:, :1]
+    positions = torch.cat([first, position_ids], 1).expand(batch, -1).flatten()[tokens]
+    lowest = positions.new_full((batch,), torch.iinfo(positions.dtype).max)
+    lowest = lowest.scatter_reduce(0, tokens // n, positions, "amin")[tokens // n]
+    return (positions == lowest) | F.pad(positions.diff() < 0, (1, 0))
+
+
+def _differs_from_previous(x: Tensor) -> Tensor:
+    """(…, T) bool, true for the first of all."""
+    return F.pad(x.diff() != 0, (1, 0), value=True)
+
+
+def _boundaries(is_start: Tensor) -> Tensor:
+    """(documents + 1,) int32 of a flag per token (T,)."""
+    return F.pad(is_start.nonzero().squeeze(1), (0, 1), value=len(is_start)).int()

@@ -1,0 +1,242 @@
+"""Device functions that the kernels share: products, INT8 rounding, scales, tiles and where they lie."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import libdevice
+
+#: Whether kernels run in Triton's interpreter, on the CPU: TRITON_INTERPRET=1 when they were imported.
+IS_INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED = tl.constexpr(IS_INTERPRETED)
+
+INT8_MAX = tl.constexpr(127.0)
+LOG2_INT8_MAX = tl.constexpr(6.988684686772166)
+LOG2_E = tl.constexpr(1.4426950408889634)
+SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
+
+#: 1.5 · 2²³: adding it to |x| < 2²² rounds x to the nearest integer, ties to even, which then lies in the
+#: low bits of the sum. One addition does the work of two slower conversions.
+ROUNDING_OFFSET = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def dot(a, b):
+    """a @ b: INT8 operands accumulate in int32, 16-bit ones in fp32."""
+    if INTERPRETED and a.dtype == tl.bfloat16:
+        # The interpreter multiplies the bit patterns of bf16.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def multiply(a, b):
+    """a · b rounded to fp32, never fused with a following addition.
+
+    The backward must find the very logits whose maximum the forward subtracted: with logits of 10⁸ and more
+    a fused multiply-add, which does not round the product, would give exp of hundreds where it should be 1.
+    """
+    if INTERPRETED:
+        return a * b
+    else:
+        return libdevice.mul_rn(a, b)
+
+
+@triton.jit
+def logits(a, b, factor):
+    """The tile a @ b of S = QKᵀ or of its transpose, times ``factor``, fp32."""
+    product = dot(a, b).to(tl.float32)
+    return multiply(product, tl.broadcast_to(factor, product.shape))
+
+
+@triton.jit
+def _nan_maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def nan_max(x, axis: tl.constexpr):
+    """Maximum along ``axis``, NaN if any element is."""
+    if INTERPRETED:
+        # A combination of one's own takes the interpreter seconds; its own maximum passes over NaN.
+        return tl.max(x, axis) + tl.sum(x * 0.0, axis)
+    else:
+        return tl.reduce(x, axis, _nan_maximum)
+
+
+@triton.jit
+def scale_of(largest):
+    """The INT8 scale for numbers up to ``largest`` in magnitude: zero if subnormal, NaN if not finite."""
+    scale = largest / INT8_MAX
+    scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
+    return tl.where(scale == float("inf"), float("nan"), scale)
+
+
+@triton.jit
+def inverse(scale):
+    """1 / scale, and zero where there is none."""
+    return 1.0 / tl.where(scale > 0, scale, float("inf"))
+
+
+@triton.jit
+def round_to_int8(x):
+    """The nearest integer to |x| ≤ 127; NaN gives any integer, its scale must be NaN."""
+    return (x + ROUNDING_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def quantize_rows(x, WHOLE_TILE: tl.constexpr):
+    """Return INT8 values of the tile x and their scales (rows, 1), or with WHOLE_TILE one scale."""
+    largest = nan_max(tl.abs(x), 1)
+    if WHOLE_TILE:
+        scale = scale_of(nan_max(largest, 0))
+    else:
+        scale = scale_of(largest)[:, None]
+    return round_to_int8(x * inverse(scale)), scale
+
+
+@triton.jit
+def contract_tokens(x, columns, scale, visible, WHOLE_TILE: tl.constexpr, TOKEN_SCALES: tl.constexpr):
+    """x @ columns in INT8: x (rows, BLOCK) fp32, columns (BLOCK, D_PAD) INT8 with ``scale``.
+
+    Scales per token of ``columns`` run along the contraction, so they go into x before it is quantized;
+    where ``visible`` (None: everywhere) hides a token, its scale must not matter, even if it is NaN.
+    """
+    if TOKEN_SCALES:
+        x *= scale[None, :]
+        if visible is not None:
+            x = tl.where(visible, x, 0.0)
+        values, x_scale = quantize_rows(x, WHOLE_TILE)
+        return dot(values, columns).to(tl.float32) * x_scale
+    else:
+        values, x_scale = quantize_rows(x, WHOLE_TILE)
+        return dot(values, columns).to(tl.float32) * (x_scale * scale)
+
+
+@triton.jit
+def inf_to_nan(x):
+    """An infinite sum says that an input was not finite: never pass it on as a plausible number."""
+    return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
+
+
+@triton.jit
+def find_document(segments, n, block):
+    """Where a block of tokens lies: (document, its first token, its tokens, its first block, block in it).
+
+    Without ``segments`` a sequence is one document of ``n`` tokens.
+    """
+    if segments is None:
+        return 0, 0, n, 0, block
+    else:
+        document = tl.load(segments.document + block)
+        start, first_block = tl.load(segments.start + document), tl.load(segments.first_block + document)
+        return (
+            document,
+            start,
+            tl.load(segments.start + document + 1) - start,
+            first_block,
+            block - first_block,
+        )
+
+
+@triton.jit
+def extent(segments, n, document):
+    """The same document on the other axis: (its first token, its tokens, its first block)."""
+    if segments is None:
+        return 0, n, 0
+    else:
+        start = tl.load(segments.start + document)
+        return start, tl.load(segments.start + document + 1) - start, tl.load(segments.first_block + document)
+
+
+@triton.jit
+def head_pointer(x, head, heads, start):
+    """Pointer to token ``start`` of a (B, H, N, D) tensor with any strides; ``head`` counts b · H + h."""
+    batch, head = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
+    start = tl.full((), start, tl.int64)
+    return x.data + batch * x.stride_b + head * x.stride_h + start * x.stride_n
+
+
+@triton.jit
+def token_offsets(x, SIZE: tl.constexpr, D_PAD: tl.constexpr):
+    """Offsets (SIZE, D_PAD) from the pointer to the first token of a tile."""
+    return tl.arange(0, SIZE)[:, None] * x.stride_n + tl.arange(0, D_PAD)[None, :] * x.stride_d
+
+
+@triton.jit
+def token_mask(first, n, d, SIZE: tl.constexpr, D_PAD: tl.constexpr):
+    """Which elements (SIZE, D_PAD) of the tile that starts at token ``first`` exist."""
+    return (first + tl.arange(0, SIZE) < n)[:, None] & (tl.arange(0, D_PAD) < d)[None, :]
+
+
+@triton.jit
+def load_tokens(x, pointer, first, n, d, SIZE: tl.constexpr, D_PAD: tl.constexpr):
+    """Tile (SIZE, D_PAD) from token ``first``, zero outside; ``pointer`` is that of token 0."""
+    pointer += tl.full((), first, tl.int64) * x.stride_n
+    mask = token_mask(first, n, d, SIZE, D_PAD)
+    return tl.load(pointer + token_offsets(x, SIZE, D_PAD), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tokens(x, pointer, first, n, d, tile, SIZE: tl.constexpr, D_PAD: tl.constexpr):
+    """Store the part of ``tile`` that exists, an infinity of fp32 as NaN."""
+    pointer += tl.full((), first, tl.int64) * x.stride_n
+    mask = token_mask(first, n, d, SIZE, D_PAD)
+    tl.store(pointer + token_offsets(x, SIZE, D_PAD), inf_to_nan(tile).to(x.data.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_rows(
+    operand, tile, row, IS_INT8: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr
+):
+    """Rows ``row`` … of a block (SIZE, D_PAD), for a product that contracts channels."""
+    offsets = (row + tl.arange(0, SIZE))[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :]
+    offset = tile.to(tl.int64) * (BLOCK * D_PAD)
+    if IS_INT8:
+        return tl.load(operand.rows + offset + offsets)
+    else:
+        return tl.load(operand.rounded + offset + offsets)
+
+
+@triton.jit
+def load_columns(operand, tile, IS_INT8: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr):
+    """A whole block (BLOCK, D_PAD), for a product that contracts tokens.
+
+    INT8 tensor cores want both operands contiguous along the contraction, hence a transposed copy.
+    """
+    offset = tile.to(tl.int64) * (BLOCK * D_PAD)
+    token, channel = tl.arange(0, BLOCK)[:, None], tl.arange(0, D_PAD)[None, :]
+    if IS_INT8:
+        return tl.load(operand.columns + offset + channel * BLOCK + token)
+    else:
+        return tl.load(operand.rounded + offset + token * D_PAD + channel)
+
+
+@triton.jit
+def load_scale(operand, tile, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOKEN_SCALES: tl.constexpr):
+    """The scale of a block, or with TOKEN_SCALES those (SIZE,) of its tokens from ``row`` on."""
+    if TOKEN_SCALES:
+        return tl.load(operand.scale + tile.to(tl.int64) * BLOCK + row + tl.arange(0, SIZE))
+    else:
+        return tl.load(operand.scale + tile)
+
+
+@triton.jit
+def outer(a, b, TOKEN_SCALES: tl.constexpr):
+    """The product of two scales: of two numbers, or (rows, columns) of those of rows and columns."""
+    if TOKEN_SCALES:
+        return a[:, None] * b[None, :]
+    else:
+        return a * b
+
+
+@triton.jit
+def mean_logits(
+    q, q_tile, k, k_mean, k_tokens, k_pointer, first, n_kv, d, SIZE: tl.constexpr, D_PAD: tl.constexpr
+):
+    """What Q-smoothing took from S: μ_Q of one block of Q times ``SIZE`` smoothed keys, (SIZE,) fp32."""
+    channels = tl.arange(0, D_PAD)
+    q_mean = tl.load(q.mean + q_tile.to(tl.int64) * D_PAD + channels)
+    keys = load_tokens(k_tokens, k_pointer, first, n_kv, d, SIZE, D_PAD).to(tl.float32)
+    if k.mean is not None:
+        keys -= tl.load(k.mean + k_mean.to(tl.int64) * D_PAD + channels)[None, :]
+    return tl.sum(keys * q_mean[None, :], 1)

@@ -1,0 +1,43 @@
+"""What the kernels cannot do, said before they are launched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sagebwd.config import SageConfig
+from sagebwd.kernels.device import IS_INTERPRETED
+
+REFERENCE = "call sagebwd.reference.sage_attention, which takes the same arguments and runs, slowly, anywhere"
+LARGEST_HEAD_DIM = 256
+#: INT8 tensor cores contract 32 tokens and more; tiles are powers of two.
+BLOCK_SIZES = (32, 64, 128)
+
+
+def check_supported(q: Tensor, scale: float | None, config: SageConfig) -> None:
+    """Raise unless the kernels can run this.
+
+    Raises:
+        ValueError: dtype, head size, scale or block size; the message says what to change.
+        NotImplementedError: a setting that only the reference has.
+    """
+    if q.device.type == "cpu" and not IS_INTERPRETED:
+        raise ValueError(f"the tensors are on the CPU; move them to a GPU, or {REFERENCE}")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        dtype = str(q.dtype).removeprefix("torch.")
+        raise ValueError(f"q, k, v are {dtype}; cast them to bfloat16 or float16, or {REFERENCE}")
+    if q.shape[-1] % 8 or q.shape[-1] > LARGEST_HEAD_DIM:
+        raise ValueError(
+            f"the head size is {q.shape[-1]}; use a multiple of 8 up to {LARGEST_HEAD_DIM}, or {REFERENCE}"
+        )
+    if scale is not None and scale < 0:
+        raise ValueError(f"scale is {scale}; pass one that is not negative and change the sign of q")
+    for name, size in zip(("block_q", "block_kv"), config.tile(q.shape[-1]), strict=True):
+        if size not in BLOCK_SIZES:
+            raise ValueError(
+                f"{name} is {size}; use one of {', '.join(map(str, BLOCK_SIZES))}, or {REFERENCE}"
+            )
+    if config.s_levels != 1:
+        raise NotImplementedError(f"s_levels={config.s_levels} has no kernel; use s_levels=1, or {REFERENCE}")
+    if config.exact_delta:
+        raise NotImplementedError(f"exact_delta=True has no kernel; use exact_delta=False, or {REFERENCE}")

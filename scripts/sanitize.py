@@ -1,0 +1,182 @@
+"""Run the kernels on small inputs under NVIDIA's compute-sanitizer, and count what it finds.
+
+    python -m scripts.sanitize --help
+
+memcheck finds reads and writes out of bounds, racecheck races in shared memory. Each tool runs each case in a
+process of its own, with torch's memory cache switched off: every tensor then ends where its allocation does.
+The exit code is 1 if anything was found, or if a case did not come to its end.
+
+racecheck may report threads that write the same sum, rounded in two ways, to one place; that is how Triton
+reduces (triton-lang/triton#7264). Any other report is a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from sagebwd import SageConfig
+
+ROOT = Path(__file__).parents[1]
+SANITIZER = "compute-sanitizer"
+
+#: By tool: the line that ends its report, with the number of errors, and options of its own.
+TOOLS = {
+    "memcheck": (r"ERROR SUMMARY: (\d+) error", ["--report-api-errors", "no"]),
+    "racecheck": (r"RACECHECK SUMMARY: .*\((\d+) error", []),
+}
+TIMEOUT_SECONDS = 900
+DEVICE = "cuda"
+
+
+class Case(NamedTuple):
+    """One sequence of one head, whose sizes fill no tile."""
+
+    config: SageConfig = SageConfig()
+    tokens: int = 70
+    head_dim: int = 40
+    boundaries: tuple[int, ...] | None = None
+    backward: bool = True
+
+
+CASES = {
+    "forward": Case(backward=False),
+    "backward": Case(),
+    "one_tile": Case(tokens=40, head_dim=32),
+    "packed": Case(boundaries=(0, 33, 33, 65), head_dim=64),
+    "smooth_q": Case(SageConfig(smooth_q=True)),
+    "token_scales": Case(SageConfig.strictly_causal()),
+    "block_granularity": Case(SageConfig.paper()),
+    "sixteen_bit": Case(SageConfig(int8_matmuls=())),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the case that is named, or the sanitizer on those that are chosen."""
+    arguments = parse_arguments(argv)
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU; run this where there is one")
+    if arguments.case:
+        run_case(CASES[arguments.case])
+        print(end_of(arguments.case))
+        return
+    if shutil.which(SANITIZER) is None:
+        sys.exit(f"{SANITIZER} is not on PATH; it comes with the CUDA toolkit, in compute-sanitizer/ or bin/")
+    names = kernel_names()
+    found = False
+    print(f"{'tool':10} {'case':18} errors")
+    for tool in arguments.tools:
+        for case in arguments.cases:
+            output = sanitize(tool, case, names)
+            errors = count_errors(tool, case, output)
+            print(f"{tool:10} {case:18} {'did not finish' if errors is None else errors}", flush=True)
+            if errors != 0:
+                found = True
+                print(output, file=sys.stderr, flush=True)
+    sys.exit(found)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.sanitize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--tools",
+        nargs="+",
+        choices=TOOLS,
+        default=[*TOOLS],
+        metavar="TOOL",
+        help=f"{', '.join(TOOLS)} (default: all)",
+    )
+    add(
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        default=[*CASES],
+        metavar="CASE",
+        help=f"{', '.join(CASES)} (default: all)",
+    )
+    add("--case", choices=CASES, metavar="CASE", help="run this one in this process, without a sanitizer")
+    return parser.parse_args(argv)
+
+
+def kernel_names() -> list[str]:
+    """Every kernel of the library; the sanitizer leaves alone what torch launches."""
+    from sagebwd.kernels import backward, forward, quantize
+
+    names = [name for module in (forward, backward, quantize) for name in vars(module)]
+    return sorted({name for name in names if name.endswith("_kernel")})
+
+
+def sanitize(tool: str, case: str, names: list[str]) -> str:
+    """All that the sanitizer and the case print."""
+    command = [
+        *(SANITIZER, "--tool", tool, *TOOLS[tool][1]),
+        *("--target-processes", "application-only"),  # not the compiler that Triton starts
+        *(option for name in names for option in ("--kernel-name", f"kns={name}")),
+        *(sys.executable, "-m", "scripts.sanitize", "--case", case),
+    ]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        return f"{error}\n{(error.output or b'').decode(errors='replace')}"
+    return done.stdout
+
+
+def count_errors(tool: str, case: str, output: str) -> int | None:
+    """The number of errors that the sanitizer reports; None if the case or the report has no end."""
+    reports = re.findall(TOOLS[tool][0], output)
+    if not reports or end_of(case) not in output.splitlines():
+        return None
+    return sum(map(int, reports))
+
+
+def end_of(case: str) -> str:
+    """What a case prints when it has finished."""
+    return f"{case} finished"
+
+
+def run_case(case: Case) -> None:
+    """Forward and backward, causal; the sanitizer watches."""
+    from sagebwd.kernels import sage_attention
+
+    q, k, v, grad_out = inputs(case)
+    cu_seqlens = None if case.boundaries is None else torch.tensor(case.boundaries, device=DEVICE)
+    with torch.set_grad_enabled(case.backward):
+        out = sage_attention(q, k, v, is_causal=True, cu_seqlens=cu_seqlens, config=case.config)
+    results = [out, *torch.autograd.grad(out, (q, k, v), grad_out)] if case.backward else [out]
+    if not all(x.isfinite().all() for x in results):
+        sys.exit("a result is not finite")
+
+
+def inputs(case: Case) -> Iterator[torch.Tensor]:
+    """Gaussian q, k, v and grad_out."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        x = torch.randn(1, 1, case.tokens, case.head_dim, generator=generator)
+        yield x.to(DEVICE, torch.float16).requires_grad_(case.backward)
+
+
+if __name__ == "__main__":
+    main()
