@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from sagebwd.config import SageConfig
 
@@ -28,6 +29,7 @@ def check_arguments(
     """Raise ValueError unless the arguments describe an attention that SageBwd computes."""
     _check_supported(attn_mask, dropout_p)
     _check_tensors(q, k, v)
+    check_backward_mode(q, k, v)
     _check_shapes(q, k, v, enable_gqa)
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; pass a finite number, or None for 1/√(head size)")
@@ -58,6 +60,17 @@ def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_
         raise ValueError(
             f"cu_seqlens has {len(cu_seqlens)} entries and cu_seqlens_kv {len(cu_seqlens_kv)}; "
             "give both one for each document and one more"
+        )
+
+
+def check_backward_mode(*tensors: Tensor) -> None:
+    """torch would drop the tangents of operators that it knows no forward-mode derivative of."""
+    if forward_ad._current_level < 0:
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "sage_attention has no forward-mode derivative; call backward, "
+            "or use torch.nn.functional.scaled_dot_product_attention"
         )
 
 

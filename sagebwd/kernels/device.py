@@ -9,7 +9,6 @@ IS_INTERPRETED = triton.knobs.runtime.interpret
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 INT8_MAX = tl.constexpr(127.0)
-LOG2_INT8_MAX = tl.constexpr(6.988684686772166)
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
@@ -159,7 +158,8 @@ def head_pointer(x, head, heads, start):
 @triton.jit
 def token_offsets(x, SIZE: tl.constexpr, D_PAD: tl.constexpr):
     """Offsets (SIZE, D_PAD) from the pointer to the first token of a tile."""
-    return tl.arange(0, SIZE)[:, None] * x.stride_n + tl.arange(0, D_PAD)[None, :] * x.stride_d
+    token, channel = tl.arange(0, SIZE).to(tl.int64), tl.arange(0, D_PAD).to(tl.int64)
+    return token[:, None] * x.stride_n + channel[None, :] * x.stride_d
 
 
 @triton.jit

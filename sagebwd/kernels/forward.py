@@ -81,16 +81,15 @@ def _forward_kernel(
             m_new = tl.maximum(m, m_tile)
             rescale = tl.exp2(m - m_new)
             if O_INT8 and not TOKEN_SCALES:
-                # P̃ scaled by the maximum of its row in this tile, which the softmax needs anyway; the
-                # factor 127 goes into the exponent and cancels in acc / l.
+                # P̃ scaled by the maximum of its row in this tile, which the softmax needs anyway.
                 share = tl.exp2(m_tile - m_new)
                 m_tile = tl.where(m_tile == float("-inf"), 0.0, m_tile)
-                p = tl.exp2(s - (m_tile - device.LOG2_INT8_MAX)[:, None])
+                p = tl.exp2(s - m_tile[:, None])
                 v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
                 v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, False)
                 l = l * rescale + tl.sum(p, 1) * share
-                product = device.dot(device.round_to_int8(p), v_values).to(tl.float32)
-                acc = acc * rescale[:, None] + product * (share * v_scale)[:, None]
+                product = device.dot(device.round_to_int8(p * device.INT8_MAX), v_values).to(tl.float32)
+                acc = acc * rescale[:, None] + product * (share * (v_scale / device.INT8_MAX))[:, None]
             else:
                 p = tl.exp2(s - m_new[:, None])
                 l = l * rescale + tl.sum(p, 1)
@@ -108,10 +107,8 @@ def _forward_kernel(
 
     # A document without keys: l = 0 and acc = 0 give out = 0.
     result = acc / tl.where(l == 0, 1.0, l)[:, None]
-    logsumexp = m + tl.log2(l)
-    if O_INT8 and not TOKEN_SCALES:
-        logsumexp -= device.LOG2_INT8_MAX
-    tl.store(lse + head.to(tl.int64) * total + q_start + queries, logsumexp, mask=queries < n_q)
+    rows = head.to(tl.int64) * total + q_start + queries
+    tl.store(lse + rows, m + tl.log2(l), mask=queries < n_q)
     out_pointer = device.head_pointer(out, head, heads, q_start)
     device.store_tokens(out, out_pointer, first, n_q, d, result, OWN, D_PAD)
 
@@ -133,9 +130,11 @@ def forward(
     forms = {"rows": s_int8, "rounded": not s_int8}
     q_operand, k_operand = quantize_q_and_k(q, k, q_axis, kv_axis, config, forms, forms)
     v_operand = quantize(v, kv_axis, columns=True, token_scales=token_scales) if o_int8 else NO_OPERAND
-    # Tokens that belong to no document are not visited.
-    out = torch.empty_like(q) if q_axis.segments is None else torch.zeros_like(q)
+    out = torch.empty_like(q)
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
+    if q_axis.segments is not None:  # tokens that belong to no document are not visited
+        out.zero_()
+        lse.fill_(float("-inf"))
     own, options = launch_options("forward", q, config)
     _forward_kernel[(q.shape[0] * q.shape[1] * q_axis.blocks * (q_axis.block // own),)](
         q_operand, k_operand, v_operand, TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(out), lse,

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sagebwd.arguments import check_backward_mode
 from sagebwd.config import SageConfig
 from sagebwd.kernels.backward import backward
 from sagebwd.kernels.forward import forward
 from sagebwd.kernels.operands import Axis
+from sagebwd.kernels.support import on_device_of
 
 FIELDS = tuple(field.name for field in fields(SageConfig))
 
@@ -48,9 +50,10 @@ def forward_op(
 
     ``config`` comes from :func:`encode`, because operators take no objects.
     """
+    check_backward_mode(q, k, v)  # for those who call the operator itself
     settings = decode(config)
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
-    with torch.cuda.device_of(q):  # Triton launches on the current device
+    with on_device_of(q, settings):
         out, lse = forward(q, k, v, *axes, is_causal=is_causal, scale=scale, config=settings)
     return out, lse.unflatten(0, q.shape[:2])
 
@@ -77,7 +80,7 @@ def backward_op(
     """Return dq, dk, dv, as q, k, v."""
     settings = decode(config)
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
-    with torch.cuda.device_of(q):
+    with on_device_of(q, settings):
         return backward(grad_out, q, k, v, out, lse, *axes, is_causal=is_causal, scale=scale, config=settings)
 
 

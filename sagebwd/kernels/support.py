@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from sagebwd.config import SageConfig
 from sagebwd.kernels.device import IS_INTERPRETED
+from sagebwd.kernels.tiles import compute_capability
 
 REFERENCE = "call sagebwd.reference.sage_attention, which takes the same arguments and runs, slowly, anywhere"
 LARGEST_HEAD_DIM = 256
+OLDEST_COMPUTE_CAPABILITY = 80
 #: INT8 tensor cores contract 32 tokens and more; tiles are powers of two.
 BLOCK_SIZES = (32, 64, 128)
+
+
+@contextmanager
+def on_device_of(q: Tensor, config: SageConfig) -> Iterator[None]:
+    """Launch on the GPU of q, which may not be the current one.
+
+    Raises:
+        NotImplementedError: a GPU without what the kernels need.
+        ValueError: the tiles of ``config`` are too large for this GPU.
+    """
+    if q.is_cuda and (torch.version.hip or compute_capability(q) < OLDEST_COMPUTE_CAPABILITY):
+        raise NotImplementedError(
+            f"{torch.cuda.get_device_name(q.device)} has no kernels: they need an NVIDIA GPU of the Ampere "
+            f"generation or later; {REFERENCE}"
+        )
+    try:
+        with torch.cuda.device_of(q):
+            yield
+    except OutOfResources as error:
+        tile = " x ".join(map(str, config.tile(q.shape[-1])))
+        raise ValueError(
+            f"tiles of {tile} (block_q x block_kv) do not fit this GPU with head size {q.shape[-1]} and this "
+            f"config ({error}); set smaller ones, or {REFERENCE}"
+        ) from error
 
 
 def check_supported(q: Tensor, scale: float | None, config: SageConfig) -> None:

@@ -1,8 +1,7 @@
 """How the attention kernels are launched: tokens that a program owns, warps and pipeline stages.
 
 A table, not a search, so that two machines never differ by chance. The blocks that share a scale come from
-the config; what stands here changes no number with ``granularity="row"``. With ``granularity="block"``, where
-a scale belongs to a tile, a program that owns part of a block has finer scales than the reference.
+the config; what stands here changes no number.
 """
 
 from __future__ import annotations
@@ -47,6 +46,8 @@ def launch_options(kernel: str, q: Tensor, config: SageConfig) -> tuple[int, dic
     own_block, other_block = (block_kv, block_q) if kernel == "dk_dv" else (block_q, block_kv)
     table = HOPPER if compute_capability(q) == 90 else PORTABLE
     own, warps, stages = table[kernel][padded_head_dim(q.shape[-1])]
+    if config.granularity == "block" and own < own_block and kernel != "forward":
+        own, warps, stages = own_block, 8, 1  # a scale belongs to the whole tile
     # A pipeline holds several tiles in shared memory. Tiles larger than the default's, 16-bit operands and
     # what Q-smoothing loads leave no room for that.
     default_block = DEFAULT_CONFIG.tile(q.shape[-1])[0 if kernel == "dk_dv" else 1]
