@@ -4,12 +4,16 @@ import functools
 import os
 
 import pytest
+import torch
 
 from tests.cli import debug_command
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the cores
+if not torch.cuda.is_available():
+    # Triton reads it when it is first imported, which torch does as soon as something is compiled.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sagebwd import SageConfig, reference
+from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels import sage_attention
+
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when the kernels are imported
-
-from sagebwd import SageConfig, reference  # noqa: E402
-from sagebwd.config import DEFAULT_CONFIG  # noqa: E402
-from sagebwd.kernels import sage_attention  # noqa: E402
-
 GPU_ONLY = pytest.mark.gpu
 
 
