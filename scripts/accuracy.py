@@ -17,6 +17,7 @@ import itertools
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -50,12 +51,17 @@ PAPER_DQ_COSINE = {"all seven": 0.9747, "the paper's six": 0.9977}
 def main(argv: list[str] | None = None) -> None:
     """Measure both parts and write them."""
     arguments = parse_arguments(argv)
+    on_gpu = arguments.device.startswith("cuda")
     result = {
         "values": "[cosine similarity, relative L2] against float64 attention",
         "settings": {name: value for name, value in vars(arguments).items() if name != "out"},
-        "implementation": "kernels" if arguments.device.startswith("cuda") else "reference",
-        "hardware": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu",
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        "implementation": "kernels" if on_gpu else "reference",
+        "hardware": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "versions": {
+            "torch": torch.__version__,
+            "triton": version("triton") if on_gpu else None,
+            "python": sys.version.split()[0],
+        },
         "paper": PAPER,
         "shapes": measure_shapes(arguments),
         "int8": measure_int8(arguments),

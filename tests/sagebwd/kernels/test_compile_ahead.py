@@ -28,13 +28,14 @@ VARIANTS = [
 ]
 #: These need most memory, so they are compiled where there is least.
 LARGE_VARIANTS = [
-    f"{head_dim}/{variant}/attention" for head_dim in (64, 128) for variant in ("smooth_q", "no_int8")
+    *(f"{head_dim}/{variant}/attention" for head_dim in (64, 128) for variant in ("smooth_q", "no_int8")),
+    *(f"128/{variant}/attention" for variant in ("paper", "strictly_causal")),
 ]
 
 #: Cases of compile_ahead.py, a process each.
 CASES = {
     "Hopper": [f"90/{case}" for case in (*DEFAULT, *VARIANTS, "32/default/*", "96/default/attention")],
-    "consumer Ampere": [f"86/{case}" for case in (*DEFAULT, *VARIANTS, *LARGE_VARIANTS, "128/*/quantize")],
+    "consumer Ampere": [f"86/{case}" for case in (*DEFAULT, *LARGE_VARIANTS, "128/*/quantize")],
     "Ampere and Ada": [f"{capability}/{case}" for capability in (80, 89) for case in DEFAULT],
     "Blackwell": [f"{capability}/{case}" for capability in (100, 120) for case in DEFAULT],
 }
