@@ -245,6 +245,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    k_mean: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     *,
@@ -252,11 +253,11 @@ def backward(
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, as q, k, v; ``out`` and ``lse`` come from the forward."""
+    """Return dq, dk, dv, as q, k, v; ``out``, ``lse`` and ``k_mean`` come from the forward."""
     token_scales = config.operand_scales == "token"
     int8 = {name: config.is_int8(name) for name in ("s_bwd", "dv", "dp", "dq", "dk")}
     q_operand, k_operand = quantize_q_and_k(
-        q, k, q_axis, kv_axis, config,
+        q, k, k_mean, q_axis, kv_axis, config,
         {"rows": int8["s_bwd"], "columns": int8["dk"], "rounded": not (int8["s_bwd"] and int8["dk"])},
         {"rows": int8["s_bwd"], "columns": int8["dq"], "rounded": not (int8["s_bwd"] and int8["dq"])},
     )  # fmt: skip

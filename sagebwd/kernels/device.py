@@ -83,6 +83,24 @@ def round_to_int8(x):
 
 
 @triton.jit
+def quantize(x, scale):
+    """The nearest integers to x / scale, |x| ≤ 127 scale; scale (rows, 1) or a number, zero and NaN included.
+
+    A division per number costs more than all else here. The quotient by a reciprocal, corrected once by its
+    remainder, is the same number: of 8 · 10⁷ next to ties between two steps none differed.
+    """
+    if INTERPRETED:  # its fused multiply-add rounds twice
+        divisor = tl.where(scale > 0, scale, float("inf"))
+        return round_to_int8(tl.div_rn(x, tl.broadcast_to(divisor, x.shape)))
+    else:
+        divisor = tl.where(scale > 0, scale, 1.0)
+        reciprocal = tl.where(scale > 0, tl.div_rn(1.0, divisor), 0.0)
+        quotient = x * reciprocal
+        remainder = tl.fma(-quotient, tl.broadcast_to(divisor, x.shape), x)
+        return round_to_int8(tl.fma(remainder, tl.broadcast_to(reciprocal, x.shape), quotient))
+
+
+@triton.jit
 def quantize_rows(x, WHOLE_TILE: tl.constexpr):
     """Return INT8 values of the tile x and their scales (rows, 1), or with WHOLE_TILE one scale."""
     largest = nan_max(tl.abs(x), 1)

@@ -117,6 +117,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    k_mean: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     *,
@@ -124,11 +125,14 @@ def forward(
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Return out, as q, and the logsumexp to base 2 of the logits with the smoothed K, (B · H, N_q) fp32."""
+    """Return out, as q, and the logsumexp to base 2 of the logits with the smoothed K, (B · H, N_q) fp32.
+
+    ``k_mean`` is that of :func:`token_mean`; it counts only if ``config`` smooths K.
+    """
     token_scales = config.operand_scales == "token"
     s_int8, o_int8 = config.is_int8("s_fwd"), config.is_int8("o")
     forms = {"rows": s_int8, "rounded": not s_int8}
-    q_operand, k_operand = quantize_q_and_k(q, k, q_axis, kv_axis, config, forms, forms)
+    q_operand, k_operand = quantize_q_and_k(q, k, k_mean, q_axis, kv_axis, config, forms, forms)
     v_operand = quantize(v, kv_axis, columns=True, token_scales=token_scales) if o_int8 else NO_OPERAND
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)

@@ -82,16 +82,26 @@ class Axis(NamedTuple):
         """Cut ``n`` tokens into blocks, none across a boundary of ``cu_seqlens``. Does not synchronise."""
         if cu_seqlens is None:
             return cls(n, block, triton.cdiv(n, block), 1, None)
-        documents = len(cu_seqlens) - 1
-        blocks = (n + documents * (block - 1)) // block
         # Boundaries out of order or out of range must not become reads out of bounds.
         start = cu_seqlens.clamp(0, n).cummax(0).values.int()
-        start = torch.cat([start, start[-1:]])
+        return cls._of_documents(n, block, torch.cat([start, start[-1:]]))
+
+    @classmethod
+    def _of_documents(cls, n: int, block: int, start: Tensor) -> Axis:
+        """``start`` is that of :class:`Segments`."""
+        documents = len(start) - 2
+        blocks = (n + documents * (block - 1)) // block
         per_document = (start.diff() + block - 1) // block
         first_block = torch.nn.functional.pad(per_document.cumsum(0), (1, 0))
         numbers = torch.arange(blocks, device=start.device)
         document = torch.searchsorted(first_block[1:-1].contiguous(), numbers, right=True)
         return cls(n, block, blocks, documents, Segments(document.int(), start, first_block.int()))
+
+    def with_block(self, block: int) -> Axis:
+        """The same tokens and documents in blocks of another size."""
+        if self.segments is None:
+            return Axis.of(self.n, block, None)
+        return self._of_documents(self.n, block, self.segments.start)
 
 
 def padded_head_dim(d: int) -> int:

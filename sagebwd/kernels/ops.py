@@ -1,7 +1,7 @@
 """The kernels as PyTorch operators: torch.compile, autograd and memory formats know them.
 
-``sagebwd::forward`` returns out and the logsumexp; its registered backward calls ``sagebwd::backward``, which
-refuses to be differentiated again. Neither waits for the device.
+``sagebwd::forward`` returns out, the logsumexp and the mean of K; its registered backward calls
+``sagebwd::backward``, which refuses to be differentiated again. Neither waits for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from sagebwd.arguments import check_backward_mode
 from sagebwd.config import SageConfig
 from sagebwd.kernels.backward import backward
 from sagebwd.kernels.forward import forward
-from sagebwd.kernels.operands import Axis
+from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.kernels.operands import Axis, padded_head_dim
+from sagebwd.kernels.quantize import token_mean
 from sagebwd.kernels.support import on_device_of
 
 FIELDS = tuple(field.name for field in fields(SageConfig))
@@ -45,22 +47,42 @@ def forward_op(
     is_causal: bool,
     scale: float,
     config: str,
-) -> tuple[Tensor, Tensor]:
-    """Return out, as q, and lse (B, H, N_q) fp32 to base 2, of the logits with the smoothed K.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, as q; lse (B, H, N_q) fp32 to base 2, of the logits with the smoothed K; the mean of K.
 
+    The mean over the tokens of each document is (B, H_kv, documents · D_PAD) fp32; empty without smoothing.
     ``config`` comes from :func:`encode`, because operators take no objects.
     """
     check_backward_mode(q, k, v)  # for those who call the operator itself
     settings = decode(config)
-    axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
+    q_axis, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with on_device_of(q, settings):
-        out, lse = forward(q, k, v, *axes, is_causal=is_causal, scale=scale, config=settings)
-    return out, lse.unflatten(0, q.shape[:2])
+        if settings.smooth_k:
+            k_mean = token_mean(k, kv_axis).view(*k.shape[:2], -1)
+        else:
+            k_mean = k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
+        run = hopper.forward if hopper.is_used(q, settings) else forward
+        out, lse = run(q, k, v, k_mean, q_axis, kv_axis, is_causal=is_causal, scale=scale, config=settings)
+    return out, lse.unflatten(0, q.shape[:2]), k_mean
 
 
 @forward_op.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    config: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
+    documents = 1 if boundaries is None else boundaries.shape[0] - 1
+    numbers = documents * padded_head_dim(k.shape[-1]) if decode(config).smooth_k else 0
+    k_mean = k.new_empty((*k.shape[:2], numbers), dtype=torch.float32)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(q), lse, k_mean
 
 
 @torch.library.custom_op("sagebwd::backward", mutates_args=())
@@ -71,6 +93,7 @@ def backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    k_mean: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     is_causal: bool,
@@ -81,7 +104,10 @@ def backward_op(
     settings = decode(config)
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with on_device_of(q, settings):
-        return backward(grad_out, q, k, v, out, lse, *axes, is_causal=is_causal, scale=scale, config=settings)
+        run = hopper.backward if hopper.is_used(q, settings) else backward
+        return run(
+            grad_out, q, k, v, out, lse, k_mean, *axes, is_causal=is_causal, scale=scale, config=settings
+        )
 
 
 @backward_op.register_fake
@@ -98,14 +124,14 @@ def _axes(
     return Axis.of(q.shape[-2], block_q, cu_seqlens), Axis.of(k.shape[-2], block_kv, cu_seqlens_kv)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, cu_seqlens_kv, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_kv)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * 8
     gradients = torch.ops.sagebwd.backward(grad_out, *ctx.saved_tensors, *ctx.settings)

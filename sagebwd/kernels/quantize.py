@@ -29,12 +29,11 @@ def _store_operand(operand, x, tile, TOKEN_SCALES: tl.constexpr, BLOCK: tl.const
         if TOKEN_SCALES:
             scale = device.scale_of(largest)
             tl.store(operand.scale + tile * BLOCK + tl.arange(0, BLOCK), scale)
-            divisor = tl.where(scale > 0, scale, float("inf"))[:, None]
+            values = device.quantize(x, scale[:, None])
         else:
             scale = device.scale_of(device.nan_max(largest, 0))
             tl.store(operand.scale + tile, scale)
-            divisor = tl.where(scale > 0, scale, float("inf"))
-        values = device.round_to_int8(tl.div_rn(x, tl.broadcast_to(divisor, x.shape)))
+            values = device.quantize(x, scale)
         if operand.rows is not None:
             tl.store(operand.rows + offset + token * D_PAD + channel, values)
         if operand.columns is not None:
@@ -144,19 +143,23 @@ def token_mean(x: Tensor, axis: Axis) -> Tensor:
 def quantize_q_and_k(
     q: Tensor,
     k: Tensor,
+    k_mean: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     config: SageConfig,
     q_forms: dict[str, bool],
     k_forms: dict[str, bool],
 ) -> tuple[Operand, Operand]:
-    """Smooth Q and K as ``config`` says and quantize them into the forms that are asked for."""
+    """Smooth Q and K as ``config`` says and quantize them into the forms that are asked for.
+
+    ``k_mean`` is that of :func:`token_mean`; it counts only if ``config`` smooths K.
+    """
     token_scales = config.operand_scales == "token"
     q_subtract, k_subtract = "own" if config.smooth_q else "", "given" if config.smooth_k else ""
-    k_mean = token_mean(k, kv_axis) if config.smooth_k else None
+    mean = k_mean if config.smooth_k else None
     return (
         quantize(q, q_axis, subtract=q_subtract, token_scales=token_scales, **q_forms),
-        quantize(k, kv_axis, subtract=k_subtract, mean=k_mean, token_scales=token_scales, **k_forms),
+        quantize(k, kv_axis, subtract=k_subtract, mean=mean, token_scales=token_scales, **k_forms),
     )
 
 

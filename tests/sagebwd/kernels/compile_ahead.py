@@ -34,6 +34,7 @@ from sagebwd.kernels import tiles
 from sagebwd.kernels.backward import backward
 from sagebwd.kernels.forward import forward
 from sagebwd.kernels.operands import Axis
+from sagebwd.kernels.quantize import token_mean
 
 #: Bytes of shared memory that one program may take, by compute capability.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -161,8 +162,9 @@ def run(head_dim: int, variant: Variant) -> None:
     cu_seqlens = torch.tensor([0, 100, TOKENS], dtype=torch.int32) if variant.packed else None
     axes = [Axis.of(TOKENS, block, cu_seqlens) for block in variant.config.tile(head_dim)]
     settings = {"is_causal": variant.is_causal, "scale": head_dim**-0.5, "config": variant.config}
-    out, lse = forward(q, k, k, *axes, **settings)
-    backward(q, q, k, k, out, lse, *axes, **settings)
+    mean = token_mean(k, axes[1])
+    out, lse = forward(q, k, k, mean, *axes, **settings)
+    backward(q, q, k, k, out, lse, mean, *axes, **settings)
 
 
 def describe(compiled: Any) -> dict[str, Any]:

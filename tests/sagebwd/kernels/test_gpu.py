@@ -172,5 +172,5 @@ def test_the_public_function_runs_the_kernels():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         attend(*inputs, is_causal=True)
         torch.cuda.synchronize()
-    kernels = {event.key for event in profile.key_averages()}
-    assert kernels >= {"_forward_kernel", "_dk_dv_kernel", "_dq_kernel"}
+    kernels = {event.key.lstrip("_") for event in profile.key_averages()}  # Hopper's have names of their own
+    assert kernels >= {"forward_kernel", "dk_dv_kernel", "dq_kernel"}

@@ -220,7 +220,7 @@ def test_smoothing(gaussian, smooth_q, smooth_k, token_scales):
         smooth_q=smooth_q, smooth_k=smooth_k, operand_scales="token" if token_scales else "block"
     )
     axes = Axis.of(70, 32, None), Axis.of(90, 64, None)
-    q_operand, k_operand = quantize_q_and_k(q, k, *axes, config, FORMS, FORMS)
+    q_operand, k_operand = quantize_q_and_k(q, k, token_mean(k, axes[1]), *axes, config, FORMS, FORMS)
 
     q, k = q.cpu(), k.cpu()
     q_means = torch.stack([block.float().mean(2) for block in q.split(32, 2)], 2)

@@ -1,0 +1,269 @@
+// What the three kernels share: packets, INT8 rounding, scales, documents, results.
+//
+// A warpgroup owns 64 rows (queries, or keys) and holds a tile of S, dP or a gradient as the tensor cores leave
+// it: a thread has rows lane / 4 and lane / 4 + 8 of its warp's 16, and of every 8 columns 2 (lane % 4) and the
+// next one. So x[4 j + 2 r + e] is row lane / 4 + 8 r, column 8 j + 2 (lane % 4) + e.
+#pragma once
+
+#include "ptx.cuh"
+
+constexpr int D = HEAD_DIM;            // channels, padded: 64 or 128
+constexpr int ROWS = 64;               // tokens that a warpgroup owns
+constexpr int KEYS = 128;              // keys of a packet
+
+// Packets, as sagebwd/kernels/packets.py writes them. Tiles are swizzled; rows of 16-bit tiles longer than 128
+// bytes lie in halves of 64 channels, one after the other.
+constexpr int Q_TILE = ROWS * D;                   // bytes of 64 tokens in INT8
+constexpr int K_TILE = KEYS * D;
+constexpr int STATS = ROWS * 8;                    // per query -logsumexp and -delta, fp32
+constexpr int TAIL = 16;                           // scales
+constexpr int Q_ROWS_BYTES = 3 * Q_TILE + STATS + TAIL;  // Q by rows, dO in 16 bit, stats, scales of Q and dO
+constexpr int Q_COLUMNS_BYTES = 2 * Q_TILE;        // Q and dO by columns
+constexpr int K_ROWS_BYTES = 3 * K_TILE + TAIL;    // K by rows, V in 16 bit, scale of K
+constexpr int K_COLUMNS_BYTES = K_TILE;            // K by columns
+constexpr int KV_BYTES = 2 * K_TILE + TAIL;        // forward: K by rows, V by columns, their scales
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float INT8_MAX = 127.0f;
+constexpr float ROUNDING_OFFSET = 12582912.0f;     // 1.5 * 2^23: adding it rounds to the nearest integer
+constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f;
+
+#define INFINITE __int_as_float(0x7f800000)
+constexpr int HIDDEN = -(1 << 30);                 // a masked logit in INT32, far below all others
+
+template <bool VALUE>
+struct Constant {
+    static constexpr bool value = VALUE;
+};
+
+__host__ __device__ constexpr int align_up(int x, int to) { return (x + to - 1) / to * to; }
+
+// What attention.py launches with must be what the kernel is written for.
+#ifdef LAUNCH_THREADS
+#define CHECK_LAUNCH(threads, shared_bytes) static_assert(LAUNCH_THREADS == (threads) && LAUNCH_BYTES == (shared_bytes))
+#else
+#define CHECK_LAUNCH(threads, shared_bytes) static_assert(true)
+#endif
+
+// --- Tiles of products -------------------------------------------------------------------------------------
+
+// Tiles are given as descriptor_base of their addresses.
+
+// S or its transpose: rows at a times rows at b, both (., D) INT8.
+template <int N>
+__device__ __forceinline__ void multiply_rows(int (&sum)[N / 2], u32 a, u32 b) {
+    products_begin();
+    multiply_step<0>(sum, descriptor<D>(a), descriptor<D>(b));
+#pragma unroll
+    for (int i = 1; i < D / 32; ++i) multiply_step<1>(sum, descriptor<D>(a + 2 * i), descriptor<D>(b + 2 * i));
+    products_commit();
+}
+
+// dP or its transpose, as bits of fp32: 64 rows of a tile of A_ROWS, and N rows, both (., D) in 16 bit.
+template <int N, int A_ROWS>
+__device__ __forceinline__ void multiply_halves(int (&sum)[N / 2], u32 a, u32 b) {
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+        const u64 a_tile = descriptor<128>(a + i / 4 * A_ROWS * 8 + i % 4 * 2);
+        const u64 b_tile = descriptor<128>(b + i / 4 * N * 8 + i % 4 * 2);
+        if (i == 0)
+            multiply_step_16<0>(sum, a_tile, b_tile);
+        else
+            multiply_step_16<1>(sum, a_tile, b_tile);
+    }
+    products_commit();
+}
+
+// P or dS in registers times 64 channels of a tile by columns of N tokens.
+template <int N>
+__device__ __forceinline__ void multiply_columns(int (&sum)[32], const u32 (&a)[N / 8], u32 b) {
+    products_begin();
+    multiply_step<0>(sum, a, descriptor<N>(b));
+#pragma unroll
+    for (int i = 1; i < N / 32; ++i) multiply_step<1>(sum, a + 4 * i, descriptor<N>(b + 2 * i));
+    products_commit();
+}
+
+__device__ __forceinline__ float pick(const float2& pair, int i) { return i ? pair.y : pair.x; }
+
+// --- INT8 --------------------------------------------------------------------------------------------------
+
+// Four numbers to which ROUNDING_OFFSET was added: their lowest bytes, in order.
+__device__ __forceinline__ u32 low_bytes(float a, float b, float c, float d) {
+    const u32 ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
+    const u32 cd = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
+    return __byte_perm(ab, cd, 0x5410);
+}
+
+// x times inverse[row], rounded, as the left operand of a product over its N columns. Within 16 columns that
+// product takes position 4 q + 2 h + e for column 8 h + 2 q + e, which is what thread q of 4 holds.
+template <int N>
+__device__ __forceinline__ void round_tile(u32 (&result)[N / 8], const float (&x)[N / 2], const float (&inverse)[2]) {
+#pragma unroll
+    for (int i = 0; i < N / 16; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float* p = x + 8 * i + 2 * r;
+            const auto rounded = [&](int k) { return fmaf(p[k], inverse[r], ROUNDING_OFFSET); };
+            result[2 * i + r] = low_bytes(rounded(0), rounded(1), rounded(4), rounded(5));
+        }
+    }
+}
+
+// The maximum over the four threads that share a row.
+__device__ __forceinline__ float row_max(float x) {
+    x = nan_max(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return nan_max(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+__device__ __forceinline__ int row_max(int x) {
+    x = max(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return max(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// The INT8 scale for numbers up to largest in magnitude: zero if subnormal. Not finite: see store_rows.
+__device__ __forceinline__ float scale_of(float largest) {
+    const float scale = largest * (1.0f / INT8_MAX);
+    return scale < SMALLEST_NORMAL ? 0.0f : scale;
+}
+
+__device__ __forceinline__ float inverse_of(float scale) { return scale == 0.0f ? 0.0f : reciprocal(scale); }
+
+// sum += product * factor[row].
+__device__ __forceinline__ void accumulate(float* sum, const int (&product)[32], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sum[i] = fmaf(__int2float_rn(product[i]), factor[i / 2 % 2], sum[i]);
+}
+
+// Whether s * factor is so small for every s that a fused multiply-add, which does not round the product, may
+// take the place of a product and a sum. Else exp2 of the largest logit minus itself could be far from 1.
+__device__ __forceinline__ bool is_fusible(float factor) { return factor * (INT8_MAX * INT8_MAX * D) < 8192.0f; }
+
+// --- Where things lie --------------------------------------------------------------------------------------
+
+// A tensor (B, H, N, D); strides in elements, that of D being 1.
+struct TokenTensor {
+    u16* data;
+    i64 stride_b, stride_h, stride_n, stride_d;
+};
+
+// Packed documents along one axis of tokens, see sagebwd/kernels/operands.py; null without packing.
+struct Segments {
+    const int *document, *start, *first_block;
+};
+
+struct Document {
+    int start, tokens, first_block;
+};
+
+__device__ __forceinline__ Document find_extent(const Segments& segments, int tokens, int document) {
+    if (segments.start == nullptr) return {0, tokens, 0};
+    const int start = segments.start[document];
+    return {start, segments.start[document + 1] - start, segments.first_block[document]};
+}
+
+__device__ __forceinline__ float infinite_to_nan(float x) {
+    return fabsf(x) == INFINITE ? __int_as_float(0x7fffffff) : x;
+}
+
+constexpr int STAGING_PITCH = 2 * D + 16;  // so that 8 rows lie in different banks
+constexpr int STAGING_BYTES = ROWS * STAGING_PITCH;
+
+// Stores 64 rows times factor[row], the warpgroup's first being token `first` of `document`, by way of `staging`,
+// which only this warpgroup uses. fp32 that overflowed becomes NaN: an infinite sum says that an input was not finite.
+__device__ __forceinline__ void store_rows(const TokenTensor& x, const float* values, const float (&factor)[2],
+                                           u8* staging, int warpgroup, int head, int heads, int first,
+                                           const Document& document, int d) {
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    warpgroup_sync(warpgroup);
+#pragma unroll
+    for (int i = 0; i < D / 4; ++i) {
+        const int r = i % 2, row = thread / 32 * 16 + lane / 4 + 8 * r, channel = i / 2 * 8 + lane % 4 * 2;
+        const float a = values[2 * i] * factor[r], b = values[2 * i + 1] * factor[r];
+        *reinterpret_cast<u32*>(staging + row * STAGING_PITCH + channel * 2) =
+            pack_halves(infinite_to_nan(a), infinite_to_nan(b));
+    }
+    warpgroup_sync(warpgroup);
+    constexpr int PIECES = D / 8;  // of 16 bytes in a row
+    u16* base = x.data + head / heads * x.stride_b + head % heads * x.stride_h + (document.start + first) * x.stride_n;
+#pragma unroll
+    for (int i = 0; i < ROWS * PIECES / 128; ++i) {
+        const int row = (i * 128 + thread) / PIECES, channel = thread % PIECES * 8;
+        if (first + row < document.tokens && channel < d)
+            *reinterpret_cast<uint4*>(base + row * x.stride_n + channel) =
+                *reinterpret_cast<const uint4*>(staging + row * STAGING_PITCH + channel * 2);
+    }
+}
+
+// --- Items of queries ---------------------------------------------------------------------------------------
+
+// Where queries and keys lie. An item is a block of `own` tokens, which is cut into packets of 64 queries.
+struct Axes {
+    Segments own, q, kv;
+    int n_q, n_kv, d, heads, group, own_blocks, q_blocks, kv_blocks, items;
+};
+
+struct QueryItem {
+    Document q;
+    int head, first;         // first query
+    int q_block, kv_block;   // first packets, counted over all heads
+    int q_packets;           // fewer than the warpgroups if the queries end before
+    int keys, tiles;         // keys of the document, tiles of them that any query sees
+};
+
+// False: there are no queries in this block. Under the causal mask the last queries, which have most to do, come first.
+template <int WARPGROUPS>
+__device__ __forceinline__ bool find_item(const Axes& a, int index, QueryItem& item) {
+    const int block = a.own_blocks - 1 - index % a.own_blocks;
+    const int document = a.own.document == nullptr ? 0 : a.own.document[block];
+    const Document own = find_extent(a.own, a.n_q, document), kv = find_extent(a.kv, a.n_kv, document);
+    item.q = find_extent(a.q, a.n_q, document);
+    item.head = index / a.own_blocks;
+    item.first = (block - own.first_block) * ROWS * WARPGROUPS;
+    item.q_block = item.head * a.q_blocks + item.q.first_block + item.first / ROWS;
+    item.q_packets = min((item.q.tokens - item.first + ROWS - 1) / ROWS, WARPGROUPS);
+    item.kv_block = item.head / a.group * a.kv_blocks + kv.first_block;
+    item.keys = kv.tokens;
+    item.tiles = ((IS_CAUSAL ? min(kv.tokens, item.first + ROWS * WARPGROUPS) : kv.tokens) + KEYS - 1) / KEYS;
+    return item.first < item.q.tokens;
+}
+
+// Tiles of keys that the queries of one warpgroup see.
+__device__ __forceinline__ int tiles_of(const QueryItem& item, int warpgroup) {
+    return IS_CAUSAL ? min(item.tiles, (item.first + (warpgroup + 1) * ROWS + KEYS - 1) / KEYS) : item.tiles;
+}
+
+// --- The ring of stages ------------------------------------------------------------------------------------
+
+// Where a warp is in the ring through which packets come.
+template <int STAGES>
+struct Ring {
+    u32 full, empty;  // addresses of STAGES barriers each
+    int index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == STAGES) index = 0, parity ^= 1;
+    }
+    // For readers: wait for the packet, and give its place back, once a warp.
+    __device__ __forceinline__ void wait_full() const { barrier_wait(full + 8 * index, parity); }
+    __device__ __forceinline__ void release() const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * index);
+    }
+    // For the writer: wait for the place; the first time round it is free.
+    __device__ __forceinline__ void wait_empty() const { barrier_wait(empty + 8 * index, parity ^ 1); }
+};
+
+template <int STAGES>
+__device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAGES], int warpgroups) {
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(shared_address(&full[i]), 1);
+        barrier_init(shared_address(&empty[i]), 4 * warpgroups);
+    }
+}
+
+// The items of a program in turn: every other round backwards, so that all programs get long and short ones.
+__device__ __forceinline__ int item(int round) {
+    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}

@@ -1,0 +1,243 @@
+// O and the logsumexp: an item is 128 or 192 queries of one head, which meet all keys that they see.
+
+#include "common.cuh"
+
+namespace {
+
+constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups that compute; one more copies
+constexpr int THREADS = 128 * (CONSUMERS + 1);
+constexpr int STAGES = D == 64 ? 6 : 4;
+constexpr int CHUNKS = D / 64;  // of 64 channels, in which O is multiplied
+
+// A stage in shared memory: the packet of 128 keys.
+constexpr int K_ROWS = 0;
+constexpr int V_COLUMNS = K_ROWS + K_TILE;
+constexpr int SCALES = V_COLUMNS + K_TILE;
+constexpr int STAGE_BYTES = align_up(KV_BYTES, 1024);
+
+// Before the stages the packets of queries, one for each warpgroup; behind them room to store results.
+constexpr int Q_BYTES = Q_TILE + TAIL;
+constexpr int QUERY_BYTES = align_up(Q_BYTES, 1024);
+constexpr int RING = CONSUMERS * QUERY_BYTES;
+constexpr int STAGING = RING + STAGES * STAGE_BYTES;
+CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
+
+constexpr float LOG2_INT8_MAX = 6.988684686772166f;
+
+struct Barriers {
+    u64 full[STAGES], empty[STAGES], queries_full[1], queries_empty[1];
+};
+
+struct Arguments {
+    const u8 *queries, *keys;
+    TokenTensor out;
+    float* lse;
+    Axes axes;
+    float scale;
+};
+
+__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared) {
+    QueryItem work;
+    for (int round = 0; item(round) < a.axes.items; ++round) {
+        if (!find_item<CONSUMERS>(a.axes, item(round), work) || work.tiles == 0) continue;
+        queries.wait_empty();
+        barrier_expect_bytes(queries.full, work.q_packets * Q_BYTES);
+        for (int w = 0; w < work.q_packets; ++w)
+            copy_async(shared + w * QUERY_BYTES, a.queries + i64(work.q_block + w) * Q_BYTES, Q_BYTES, queries.full);
+        queries.advance();
+        for (i64 block = work.kv_block; block < work.kv_block + work.tiles; ++block) {
+            keys.wait_empty();
+            const u32 full = keys.full + 8 * keys.index;
+            barrier_expect_bytes(full, KV_BYTES);
+            copy_async(shared + RING + keys.index * STAGE_BYTES, a.keys + block * KV_BYTES, KV_BYTES, full);
+            keys.advance();
+        }
+    }
+}
+
+// What a warpgroup keeps of its 64 queries: O and l up to a common factor per row, and the maximum m of the logits.
+// The product of the last tile is not yet in o: o * rescale + product * factor is what it should be.
+struct State {
+    float o[D / 2], l[2], m[2];
+    int product[CHUNKS][32];
+    float rescale[2], factor[2];
+};
+
+// 127 P of one tile, whose largest logit per row is `m_tile`: rounded, as the left operand of a product (see
+// round_tile), and its sum per row. The product of the previous tile is added up on the way, which keeps more units
+// busy. FAST: every logit allows a fused multiply-add, and none is masked.
+template <bool FAST>
+__device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[64], float factor,
+                                              const float (&m_tile)[2], float (&sum)[2], State& state) {
+    const float offset[2] = {LOG2_INT8_MAX - m_tile[0], LOG2_INT8_MAX - m_tile[1]};
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {  // 16 columns
+        float p[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            const int i = 8 * j + e, r = i / 2 % 2;
+            const float x = __int2float_rn(s[i]);
+            // log2(127) would be lost in a large maximum.
+            p[e] = FAST ? exp2_fast(fmaf(x, factor, offset[r]))
+                        : INT8_MAX * exp2_fast(__fadd_rn(__fmul_rn(x, factor), -m_tile[r]));
+            if (!FAST && s[i] == HIDDEN) p[e] = 0.0f;
+            part[e % 4] += p[e];
+            if (e % 2 == 0 || CHUNKS == 2) {
+                const int k = CHUNKS == 2 ? i : i / 2, row = k / 2 % 2;
+                state.o[k] = fmaf(__int2float_rn(state.product[k / 32][k % 32]), state.factor[row],
+                                  state.o[k] * state.rescale[row]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float* x = p + 2 * r;
+            p_int8[2 * j + r] = low_bytes(x[0] + ROUNDING_OFFSET, x[1] + ROUNDING_OFFSET, x[4] + ROUNDING_OFFSET,
+                                          x[5] + ROUNDING_OFFSET);
+        }
+    }
+    sum[0] = part[0] + part[1];
+    sum[1] = part[2] + part[3];
+}
+
+// Hides columns from `keys` on, and those after `query` + 8 r if IS_CAUSAL.
+__device__ __forceinline__ void mask(int (&s)[64], int keys, int query) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+        const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        if (column >= keys || (IS_CAUSAL && column > query + i / 2 % 2 * 8)) s[i] = HIDDEN;
+    }
+}
+
+__device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& work, int tiles, int warpgroup, u8* shared,
+                                          Ring<STAGES>& keys, Ring<1>& queries, State& state) {
+    const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4, first = work.first + warpgroup * ROWS;
+    const u32 base = descriptor_base(shared_address(shared));
+    const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), ring = base + RING / 16;
+
+    queries.wait_full();
+    const float q_factor = *reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE) * (a.scale * LOG2_E);
+    int s[64];
+    Ring<STAGES> before = keys;
+    keys.wait_full();
+    multiply_rows<KEYS>(s, q_rows, ring + (keys.index * STAGE_BYTES + K_ROWS) / 16);
+    for (int tile = 0;; ++tile) {
+        // While the tensor cores work: what this tile needs, and the next one's place.
+        const float2 scales = *reinterpret_cast<const float2*>(shared + RING + keys.index * STAGE_BYTES + SCALES);
+        const float factor = q_factor * scales.x;
+        const int first_key = tile * KEYS;
+        const bool is_cut = first_key + KEYS > work.keys || (IS_CAUSAL && first_key + KEYS > first);
+        const bool is_last = tile == tiles - 1, is_fast = is_fusible(factor) && !is_cut;
+        Ring<STAGES> next = keys;
+        if (!is_last) {
+            next.advance();
+            next.wait_full();
+        }
+
+        float m_tile[2], sum[2];
+        u32 p_int8[16];
+        products_wait<0>();
+        pin(s);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) pin(state.product[c]);
+        if (is_cut) mask(s, work.keys - first_key, first + row - first_key);
+        int largest[2] = {HIDDEN, HIDDEN};
+#pragma unroll
+        for (int i = 0; i < 64; i += 2) largest[i / 2 % 2] = max(max(largest[i / 2 % 2], s[i]), s[i + 1]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) m_tile[r] = __fmul_rn(__int2float_rn(row_max(largest[r])), factor);
+        if (is_fast)
+            probabilities<true>(p_int8, s, factor, m_tile, sum, state);
+        else
+            probabilities<false>(p_int8, s, factor, m_tile, sum, state);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            multiply_columns<KEYS>(state.product[c], p_int8, ring + (keys.index * STAGE_BYTES + V_COLUMNS + c * 64 * KEYS) / 16);
+        // After the last tile S is made once more, for nothing: a branch between products makes each wait.
+        multiply_rows<KEYS>(s, q_rows, ring + (next.index * STAGE_BYTES + K_ROWS) / 16);
+
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float m = fmaxf(state.m[r], m_tile[r]), share = exp2_fast(m_tile[r] - m);
+            state.rescale[r] = exp2_fast(state.m[r] - m);
+            state.factor[r] = share * (scales.y * (1.0f / INT8_MAX));
+            state.l[r] = state.l[r] * state.rescale[r] + sum[r] * share;
+            state.m[r] = m;
+        }
+        if (tile > 0) before.release();
+        before = keys;
+        if (is_last) break;
+        keys = next;
+    }
+    products_wait<0>();
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+        pin(state.product[c]);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            float& o = state.o[32 * c + i];
+            o = fmaf(__int2float_rn(state.product[c][i]), state.factor[i / 2 % 2], o * state.rescale[i / 2 % 2]);
+        }
+    }
+    keys.release();
+    keys.advance();
+    queries.release();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Arguments a) {
+    extern __shared__ __align__(1024) u8 shared[];
+    __shared__ Barriers barriers;
+    if (threadIdx.x == 0) {
+        ring_init(barriers.full, barriers.empty, CONSUMERS);
+        ring_init(barriers.queries_full, barriers.queries_empty, CONSUMERS);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    Ring<STAGES> keys = {shared_address(barriers.full), shared_address(barriers.empty)};
+    Ring<1> queries = {shared_address(barriers.queries_full), shared_address(barriers.queries_empty)};
+
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
+    if (warpgroup == CONSUMERS) {
+        give_registers_back<CONSUMERS == 3 ? 32 : 24>();
+        if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared));
+        return;
+    }
+    take_registers<CONSUMERS == 3 ? 160 : 240>();
+    const int thread = threadIdx.x % 128;
+    QueryItem work;
+    for (int round = 0; item(round) < a.axes.items; ++round) {
+        if (!find_item<CONSUMERS>(a.axes, item(round), work)) continue;
+        State state = {};
+        state.m[0] = state.m[1] = -INFINITE;
+        if (work.tiles > 0) {
+            const int tiles = warpgroup < work.q_packets ? tiles_of(work, warpgroup) : 0;
+            if (tiles > 0)
+                meet_keys(a, work, tiles, warpgroup, shared, keys, queries, state);
+            else
+                queries.release();
+            queries.advance();
+            for (int tile = tiles; tile < work.tiles; ++tile) {  // which other warpgroups see
+                keys.wait_full();
+                keys.release();
+                keys.advance();
+            }
+        }
+        const int first = work.first + warpgroup * ROWS;
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float l = state.l[r];
+            l += __shfl_xor_sync(0xffffffff, l, 1);
+            l += __shfl_xor_sync(0xffffffff, l, 2);
+            l *= 1.0f / INT8_MAX;
+            inverse[r] = l == 0.0f ? 0.0f : 1.0f / l;  // without keys O is zero
+            const int token = first + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+            if (thread % 4 == 0 && token < work.q.tokens)
+                a.lse[i64(work.head) * a.axes.n_q + work.q.start + token] = state.m[r] + log2f(l);
+        }
+        store_rows(a.out, state.o, inverse, shared + STAGING + warpgroup * STAGING_BYTES, warpgroup, work.head, a.axes.heads,
+                   first, work.q, a.axes.d);
+    }
+}

@@ -1,0 +1,192 @@
+// Hopper's instructions as functions: asynchronous copies, barriers, tensor-core products.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+// --- Shared memory and barriers ----------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;"); }
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect_bytes(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Waits until the phase of this parity is complete.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "wait:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra wait;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// Copies bytes (a multiple of 16, both addresses too) to shared memory; the barrier counts them.
+__device__ __forceinline__ void copy_async(u32 shared, const u8* global, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Waits for the 128 threads of a warpgroup.
+__device__ __forceinline__ void warpgroup_sync(int warpgroup) {
+    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers_back() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// --- Products of a warpgroup -------------------------------------------------------------------------------
+//
+// An operand in shared memory is a tile whose rows are contiguous along the contraction: 64 or 128 bytes each,
+// 16-byte pieces permuted within 8 rows as the tensor cores expect ("swizzled"), tile aligned to 8 rows.
+
+// A descriptor is `descriptor_base(address) + offset in bytes / 16`, completed by the length of a row.
+__device__ __forceinline__ u32 descriptor_base(u32 address) { return 1 << 16 | address >> 4; }
+
+template <int ROW_BYTES>
+__device__ __forceinline__ u64 descriptor(u32 low) {
+    static_assert(ROW_BYTES == 64 || ROW_BYTES == 128);
+    constexpr u32 swizzle = ROW_BYTES == 128 ? 1 : 2;
+    constexpr u32 stride = 8 * ROW_BYTES / 16;  // from 8 rows to the next 8
+    return u64(swizzle << 30 | stride) << 32 | low;
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most PENDING of the committed groups are unfinished.
+template <int PENDING>
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Ties registers to this point of the program: reads of a result stay behind the wait for it.
+template <int N>
+__device__ __forceinline__ void pin(int (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+#define REGISTERS_8(c, x, i) \
+    c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3]), c(x[i + 4]), c(x[i + 5]), c(x[i + 6]), c(x[i + 7])
+#define REGISTERS_32(c, x) REGISTERS_8(c, x, 0), REGISTERS_8(c, x, 8), REGISTERS_8(c, x, 16), REGISTERS_8(c, x, 24)
+#define REGISTERS_64(c, x)                                                                                    \
+    REGISTERS_32(c, x), REGISTERS_8(c, x, 32), REGISTERS_8(c, x, 40), REGISTERS_8(c, x, 48), REGISTERS_8(c, x, 56)
+#define NAMES_32                                                                     \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "         \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64                                                                              \
+    NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "  \
+             "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// One step of a (64, N) product in INT8, 32 deep; ACCUMULATE 0 begins a new sum.
+template <int ACCUMULATE>
+__device__ __forceinline__ void multiply_step(int (&sum)[32], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" NAMES_32 "}, %32, %33, accumulate;\n}\n"
+        : REGISTERS_32("+r", sum)
+        : "l"(a), "l"(b), "n"(ACCUMULATE));
+}
+
+template <int ACCUMULATE>
+__device__ __forceinline__ void multiply_step(int (&sum)[64], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" NAMES_64 "}, %64, %65, accumulate;\n}\n"
+        : REGISTERS_64("+r", sum)
+        : "l"(a), "l"(b), "n"(ACCUMULATE));
+}
+
+// The same with the left operand in registers.
+template <int ACCUMULATE>
+__device__ __forceinline__ void multiply_step(int (&sum)[32], const u32* a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, accumulate;\n}\n"
+        : REGISTERS_32("+r", sum)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ACCUMULATE));
+}
+
+// One step of a (64, N) product of 16-bit numbers, 16 deep. The sums are the bits of fp32 numbers, so that the
+// registers of an INT8 product can be used again.
+#ifdef IS_BF16
+#define HALF "bf16"
+#else
+#define HALF "f16"
+#endif
+template <int ACCUMULATE>
+__device__ __forceinline__ void multiply_step_16(int (&sum)[32], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." HALF "." HALF " {" NAMES_32 "}, %32, %33, accumulate, 1, 1, 0, 0;\n}\n"
+        : REGISTERS_32("+r", sum)
+        : "l"(a), "l"(b), "n"(ACCUMULATE));
+}
+
+template <int ACCUMULATE>
+__device__ __forceinline__ void multiply_step_16(int (&sum)[64], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF " {" NAMES_64 "}, %64, %65, accumulate, 1, 1, 0, 0;\n}\n"
+        : REGISTERS_64("+r", sum)
+        : "l"(a), "l"(b), "n"(ACCUMULATE));
+}
+
+// --- Numbers -----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float nan_max(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+// max(a, |b|), in one instruction.
+__device__ __forceinline__ float nan_max_abs(float a, float b) { return nan_max(a, fabsf(b)); }
+
+// Two numbers of 16 bits, the first in the low half.
+__device__ __forceinline__ u32 pack_halves(float first, float second) {
+    u32 y;
+    asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+    return y;
+}

@@ -1,0 +1,926 @@
+"""Speed of attention beside its accuracy: SageBwd and what one would use instead (the paper's Figures 2, 3).
+
+    python -m scripts.bench_attention --help
+
+Forward, backward and both, over sequence lengths, head sizes and masks, of sagebwd and of every peer that
+this machine has: FlashAttention-2 and cuDNN (PyTorch's scaled_dot_product_attention), FlexAttention, and the
+packages flash_attn (2 and 3) and sageattention (forward only). A peer that is absent, or refuses a shape, is
+listed with its reason.
+
+What is timed: from 16-bit Q, K, V (and dO) in memory to 16-bit O (and dQ, dK, dV) in memory, with everything
+in between: quantization, smoothing, δ. Q, K and V lie token by token, as projections leave them. In each
+repetition every implementation runs once, in turn, so that a drift of the clock meets all alike. The tables
+give the median of these times, and their 10th and 90th percentile.
+
+    both         forward with gradients recorded, then the backward
+    both, graph  the same, replayed as a CUDA graph: without what the host does (--graphs)
+    forward      the call under torch.no_grad()
+    backward     the backward alone, on a graph that is kept
+
+TFLOP/s follow the usual count: 4·B·H·N²·D for the forward, half of it if causal; 2.5 times that for the
+backward, 3.5 times for both. Before anything is timed, each implementation's results are compared with
+float64 attention, on the first and the last head of the last sequence: one that is off is reported as such,
+without a speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from tqdm import tqdm
+
+from data.files import write_json, write_text
+from model.backends.fpa import KERNELS, TITLES
+from sagebwd import SageConfig, sage_attention
+from scripts.accuracy import TITLES as TENSOR_TITLES
+from scripts.table1 import TENSORS, compare, positive_int, settings_of
+
+PROGRAM = "python -m scripts.bench_attention"
+#: Rows say how many times as fast they are as these.
+BASELINES = (TITLES["flash"], TITLES["cudnn"])
+PASSED, FAILED, REFUSED = "passed", "failed accuracy", "refused"
+
+#: Largest relative L2 against float64, on standard Gaussian inputs, that counts as the same function.
+BOUND_16_BIT, BOUND_INT8, BOUND_PAPER = 0.02, 0.06, 0.12
+
+#: Float64 attention is computed for so many queries at a time that a tile of S is no larger than this.
+EXACT_BYTES = 256 << 20
+#: A second set of inputs is drawn if so many would fit: results and graphs of all peers take memory, too.
+SETS_THAT_MUST_FIT = 40
+
+EXAMPLES = """
+examples:
+  all of it; --graphs adds the times without the host's part
+      python -m scripts.bench_attention --graphs
+  the model of the paper: head size 64, causal, context 4096
+      python -m scripts.bench_attention --head-dims 64 --masks causal --lengths 4096
+  our three settings beside each other, without FlexAttention, whose compilation takes the most time
+      python -m scripts.bench_attention --configs default strictly-causal paper --without flex
+  a look at the files without a GPU; the times are those of the plain PyTorch reference
+      python -m scripts.bench_attention --device cpu --lengths 64 128 --tokens 256 --width 128 --repetitions 3
+
+written, with --out results/bench_attention:
+  results/bench_attention.json          everything: rows, errors, memory, settings, hardware, versions
+  results/bench_attention.md            tables, one for each mode, mask and head size
+  results/bench_attention.png           forward + backward, TFLOP/s over N, as in Figures 2 and 3
+  results/bench_attention_forward.png   forward alone
+The first two are renewed after every shape, so that a run that is cut short leaves what it measured.
+"""
+
+
+class Mode(NamedTuple):
+    """What is timed."""
+
+    title: str
+    flops: float  # as a multiple of the forward's
+    tensors: tuple[str, ...]  # what it computes
+
+
+MODES = {
+    "both": Mode("Forward + backward", 3.5, TENSORS),
+    "both, graph": Mode("Forward + backward, replayed as a CUDA graph", 3.5, TENSORS),
+    "forward": Mode("Forward", 1.0, TENSORS[:1]),
+    "backward": Mode("Backward", 2.5, TENSORS[1:]),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Self-attention of ``batch`` sequences of ``tokens`` tokens."""
+
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def mask(self) -> str:
+        return "causal" if self.causal else "full"
+
+    def flops(self, mode: str) -> float:
+        """Floating-point operations by the usual count, whatever an implementation repeats or skips."""
+        forward = 4 * self.batch * self.heads * self.tokens**2 * self.head_dim
+        return forward * MODES[mode].flops * (0.5 if self.causal else 1)
+
+    def __str__(self) -> str:
+        return f"{self.mask}, D {self.head_dim}, N {self.tokens}"
+
+
+#: q, k, v, each (B, H, N, D) → out, the same.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Build = Callable[[Shape], Attend]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An attention to measure: ``build`` makes it ready for a shape."""
+
+    name: str
+    build: Build
+    bound: float = BOUND_16_BIT  # largest relative L2 of any result
+    has_backward: bool = True
+
+
+class Inputs(NamedTuple):
+    """Each (B, H, N, D), in memory token by token; q, k and v record gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+
+
+@dataclass
+class Row:
+    """One implementation at one shape in one mode. Times in ms; what was not measured is None."""
+
+    implementation: str
+    shape: Shape
+    mode: str
+    status: str = PASSED
+    reason: str | None = None  # why it is not PASSED
+    median_ms: float | None = None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    tflops: float | None = None  # by the median, in TFLOP/s
+    speedup: dict[str, float] = field(default_factory=dict)  # baseline: its median / this one's
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # tensor: (cosine, relative L2)
+    extra_memory: float | None = None  # of both, beyond inputs and results, in multiples of Q, K and V
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of an implementation at a shape before it is timed."""
+
+    implementation: Implementation
+    attend: Attend | None = None
+    status: str = PASSED
+    reason: str | None = None
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    extra_memory: float | None = None
+
+
+# --- The command --------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure every shape, print an overview and write the files."""
+    arguments = parse_arguments(argv)
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # packages without a device argument launch on the current one
+    implementations, absent = find_implementations(arguments)
+    result = describe_run(argv, arguments) | {"absent": absent}
+    shapes = shapes_of(arguments)
+    rows: list[Row] = []
+    progress = tqdm(shapes, desc="shapes", disable=None)
+    for number, shape in enumerate(progress, start=1):
+        progress.set_postfix_str(str(shape))
+        rows += measure_shape(shape, implementations, arguments)
+        write_tables(arguments.out, result | {"shapes": f"{number} of {len(shapes)}"}, rows)
+    for mode, ending in (("both", ".png"), ("forward", "_forward.png")):
+        draw(rows, mode, beside(arguments.out, ending), result["hardware"]["name"])
+    print("\n".join(["", *overview(rows), *not_measured(absent, rows)]))
+    print(f"written to {arguments.out}.json, .md, .png and {arguments.out.name}_forward.png")
+
+
+def parse_arguments(argv: list[str] | None) -> Namespace:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_shape_options(parser.add_argument_group("shapes").add_argument)
+    add_implementation_options(parser.add_argument_group("implementations").add_argument)
+    add_timing_options(parser.add_argument_group("timing").add_argument)
+    arguments = parser.parse_args(argv)
+    check(arguments, parser)
+    return arguments
+
+
+def add_shape_options(add: Callable[..., Any]) -> None:
+    sizes = {"type": positive_int, "nargs": "+"}
+    doubling = [1024 << power for power in range(6)]
+    add("--lengths", **sizes, default=doubling, metavar="N", help="default 1024 … 32768, doubling")
+    add("--head-dims", **sizes, default=[64, 128], metavar="D", help="default 64 128")
+    add("--masks", nargs="+", choices=("causal", "full"), default=["causal", "full"], help="default both")
+    add("--tokens", type=positive_int, default=16384, help="B·N, where N is no longer (default %(default)s)")
+    add("--width", type=positive_int, default=2048, help="H·D (default %(default)s)")
+    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default %(default)s")
+    add("--seed", type=int, default=0, help="of the random inputs (default %(default)s)")
+
+
+def add_implementation_options(add: Callable[..., Any]) -> None:
+    several = {"nargs": "+", "metavar": "NAME"}
+    settings = f"settings of sagebwd: {', '.join(CONFIGS)} (default: default)"
+    add("--configs", **several, choices=CONFIGS, default=["default"], help=settings)
+    add("--without", **several, choices=PEERS, default=[], help=f"leave out: {', '.join(PEERS)}")
+
+
+def add_timing_options(add: Callable[..., Any]) -> None:
+    count = {"type": positive_int, "metavar": "TIMES"}
+    add("--repetitions", **count, default=30, help="of each implementation (default %(default)s)")
+    add("--warm-up", **count, default=5, help="repetitions before that (default %(default)s)")
+    add("--graphs", action="store_true", help="also time both as a replayed CUDA graph")
+    add("--device", default="cuda", help="cuda (the default), cuda:1, …, or cpu for tiny shapes")
+    out = Path("results/bench_attention")
+    add("--out", type=Path, default=out, help="what the files' names begin with (default %(default)s)")
+
+
+def check(arguments: Namespace, parser: argparse.ArgumentParser) -> None:
+    """Stop with a message, and exit code 2, if the arguments do not fit together or this machine."""
+    on_gpu = arguments.device.startswith("cuda")
+    if not on_gpu and arguments.device != "cpu":
+        parser.error(f"--device {arguments.device}: give cuda, cuda:<number> or cpu")
+    if on_gpu and not torch.cuda.is_available():
+        parser.error(
+            f"--device {arguments.device}: torch sees no GPU; run this where there is one, or try "
+            "--device cpu with tiny shapes, as in --help"
+        )
+    if arguments.graphs and not on_gpu:
+        parser.error("--graphs: CUDA graphs need a GPU; leave it out")
+    for head_dim in arguments.head_dims:
+        if arguments.width % head_dim:
+            parser.error(f"--width {arguments.width} is no multiple of head size {head_dim}; choose one")
+
+
+def shapes_of(arguments: Namespace) -> list[Shape]:
+    """Every combination, the lengths of one mask and head size one after the other."""
+    combinations = itertools.product(arguments.masks, arguments.head_dims, arguments.lengths)
+    return [
+        Shape(max(arguments.tokens // n, 1), arguments.width // head_dim, n, head_dim, mask == "causal")
+        for mask, head_dim, n in dict.fromkeys(combinations)
+    ]
+
+
+# --- What is measured ---------------------------------------------------------------------------------------
+
+
+def build_sagebwd(config: SageConfig, shape: Shape) -> Attend:
+    return partial(sage_attention, is_causal=shape.causal, config=config)
+
+
+def load_sdpa(kernel: str) -> Build:
+    """PyTorch's operator with this kernel, or an error where the kernel cannot run."""
+
+    def build(shape: Shape) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(KERNELS[kernel]):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
+
+        return attend
+
+    return build
+
+
+def load_flex() -> Build:
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def build(shape: Shape) -> Attend:
+        # Without a reset, PyTorch stops compiling after a few shapes and runs the N × N definition instead.
+        torch._dynamo.reset()
+        # A compiled backward that may overwrite what the forward saved could run only once on a kept graph.
+        torch._functorch.config.donated_buffer = False
+        mask = None
+        if shape.causal:
+            mask = create_block_mask(is_visible, None, None, shape.tokens, shape.tokens, device="cuda")
+        return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+    return build
+
+
+def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """FlexAttention's form of the causal mask."""
+    return query >= key
+
+
+def load_flash_package(module: str) -> Build:
+    attend = import_module(module).flash_attn_func
+    return lambda shape: token_major(partial(attend, causal=shape.causal))
+
+
+def token_major(attend: Callable[..., Any]) -> Attend:
+    """``attend`` takes and returns (B, N, H, D); some versions return the logsumexp, too."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
+
+
+def load_sageattention() -> Build:
+    from sageattention import sageattn
+
+    return lambda shape: partial(sageattn, tensor_layout="HND", is_causal=shape.causal)
+
+
+class Peer(NamedTuple):
+    """An implementation that is not ours. ``load`` raises where it is not installed."""
+
+    name: str
+    load: Callable[[], Build]
+    bound: float = BOUND_16_BIT
+    has_backward: bool = True
+    device: str = "cuda"  # the kind that it is measured on
+
+
+#: By the name that --configs takes: what rows are called, the settings, and the largest relative L2.
+CONFIGS = {
+    "default": ("sagebwd", SageConfig(), BOUND_INT8),
+    "strictly-causal": ("sagebwd strictly causal", SageConfig.strictly_causal(), BOUND_INT8),
+    "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),
+}
+
+#: By the name that --without takes.
+PEERS = {
+    "flash": Peer(TITLES["flash"], partial(load_sdpa, "flash")),
+    "cudnn": Peer(TITLES["cudnn"], partial(load_sdpa, "cudnn")),
+    "flex": Peer("FlexAttention", load_flex),
+    "flash_attn": Peer("flash_attn package", partial(load_flash_package, "flash_attn")),
+    "flash_attn_3": Peer("FlashAttention-3", partial(load_flash_package, "flash_attn_interface")),
+    "sageattention": Peer("SageAttention", load_sageattention, BOUND_INT8, has_backward=False),
+    "math": Peer("SDPA math", partial(load_sdpa, "math"), device="cpu"),
+}
+
+
+def find_implementations(arguments: Namespace) -> tuple[list[Implementation], dict[str, str]]:
+    """Ours and all peers that can be had here, and by name why the others cannot."""
+    found = [
+        Implementation(name, partial(build_sagebwd, config), bound)
+        for name, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs))
+    ]
+    absent = {}
+    for option, peer in PEERS.items():
+        if option in arguments.without:
+            absent[peer.name] = "left out by --without"
+        elif not arguments.device.startswith(peer.device):
+            absent[peer.name] = f"is measured with --device {peer.device} only"
+        else:
+            try:
+                found.append(Implementation(peer.name, peer.load(), peer.bound, peer.has_backward))
+            except Exception as error:  # a package built for another PyTorch can fail in any way
+                absent[peer.name] = explain(error)
+    return found, absent
+
+
+def explain(error: Exception, caught: Sequence[warnings.WarningMessage] = ()) -> str:
+    """One line: the error, and where PyTorch says why only in warnings, those of ``caught`` that tell."""
+    text = (str(error).strip() or "no message").splitlines()[0]
+    if "No available kernel" in text:
+        told = (str(warning.message).split(" (Triggered internally")[0].strip() for warning in caught)
+        # Each kernel gets a headline, and those that were not asked for a line that says so.
+        hints = [line for line in told if not line.endswith("because:") and "runtime disabled" not in line]
+        text = " ".join([text, *dict.fromkeys(hints)])
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+# --- Inputs and exact results -------------------------------------------------------------------------------
+
+
+def draw_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """Standard Gaussians. Drawn as (B, N, H, D), the memory order of a projection's output."""
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (shape.batch, shape.tokens, shape.heads, shape.head_dim)
+    q, k, v, grad_out = (
+        torch.randn(size, dtype=dtype, device=device, generator=generator).transpose(1, 2) for _ in range(4)
+    )
+    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out)
+
+
+def draw_sets(shape: Shape, arguments: Namespace) -> list[Inputs]:
+    """Two sets that take turns, where memory allows, so that no call finds its own inputs in a cache."""
+    device = torch.device(arguments.device)
+    draw_set = partial(draw_inputs, shape, getattr(torch, arguments.dtype), device)
+    sets = [draw_set(arguments.seed)]
+    if device.type == "cpu" or torch.cuda.mem_get_info()[0] > SETS_THAT_MUST_FIT * total_bytes(sets[0]):
+        sets.append(draw_set(arguments.seed + 1))
+    return sets
+
+
+def total_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def sample(x: Tensor) -> Tensor:
+    """Last sequence, first and last head: (1, at most 2, N, D). A wrong stride shows there first."""
+    return x.detach()[-1:, sorted({0, x.shape[1] - 1})]
+
+
+def exact_attention(inputs: Inputs, causal: bool, chunk_bytes: int = EXACT_BYTES) -> dict[str, Tensor]:
+    """Float64 attention and its gradients, a chunk of queries at a time: {out, dq, dk, dv}, as q.
+
+    No tensor over queries and keys takes more than ``chunk_bytes``, or more than one row of queries does.
+    """
+    q, k, v, grad_out = (x.detach().double() for x in inputs)
+    tokens, scale = q.shape[-2], q.shape[-1] ** -0.5
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    chunk = max(chunk_bytes // (8 * q[..., 0].numel()), 1)
+    for start in range(0, tokens, chunk):
+        stop = min(start + chunk, tokens)
+        queries, keys = slice(start, stop), slice(0, stop if causal else tokens)
+        q_i, grad_i = q[..., queries, :], grad_out[..., queries, :]
+        k_j, v_j = k[..., keys, :], v[..., keys, :]
+        s = q_i @ k_j.mT * scale
+        if causal:
+            later = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(start + 1)
+            s.masked_fill_(later, -math.inf)
+        p = s.softmax(-1)
+        out[..., queries, :] = p @ v_j
+        dv[..., keys, :] += p.mT @ grad_i
+        delta = (grad_i * out[..., queries, :]).sum(-1, keepdim=True)
+        ds = p * (grad_i @ v_j.mT - delta)
+        dq[..., queries, :] = ds @ k_j * scale
+        dk[..., keys, :] += ds.mT @ q_i * scale
+    return dict(zip(TENSORS, (out, dq, dk, dv), strict=True))
+
+
+# --- Measuring one shape ------------------------------------------------------------------------------------
+
+
+def measure_shape(shape: Shape, implementations: list[Implementation], arguments: Namespace) -> list[Row]:
+    """All rows of a shape: accuracy and memory of each implementation, then the times of all."""
+    if arguments.device.startswith("cuda"):
+        torch.cuda.empty_cache()  # what is free for this shape
+    try:
+        sets = draw_sets(shape, arguments)
+        exact = exact_attention(Inputs(*map(sample, sets[0])), shape.causal)
+    except torch.OutOfMemoryError as error:
+        sets = []
+        trials = [Trial(x, status=REFUSED, reason=explain(error)) for x in implementations]
+    else:
+        trials = [try_out(x, shape, sets[0], exact) for x in implementations]
+    modes = [mode for mode in MODES if mode != "both, graph" or arguments.graphs]
+    return [row for mode in modes for row in measure_mode(mode, shape, trials, sets, arguments)]
+
+
+def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact: dict[str, Tensor]) -> Trial:
+    """Run once, which also compiles, and compare with ``exact``; then measure memory."""
+    trial = Trial(implementation)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            attend = implementation.build(shape)
+            errors = measure_errors(implementation, attend, inputs, exact)
+            memory = measure_memory(attend, inputs) if implementation.has_backward else None
+        except Exception as error:  # whatever way a peer has to say that it cannot
+            return replace(trial, status=REFUSED, reason=explain(error, caught))
+    trial = replace(trial, attend=attend, errors=errors, extra_memory=memory)
+    excess = find_excess(errors, implementation.bound)
+    return trial if excess is None else replace(trial, status=FAILED, reason=excess)
+
+
+def measure_errors(
+    implementation: Implementation, attend: Attend, inputs: Inputs, exact: dict[str, Tensor]
+) -> dict[str, tuple[float, float]]:
+    """(cosine similarity, relative L2) of each result."""
+    found = run_both(attend, inputs) if implementation.has_backward else [run_forward(attend, inputs)]
+    return {name: compare(sample(x), exact[name]) for name, x in zip(TENSORS, found, strict=False)}
+
+
+def find_excess(errors: dict[str, tuple[float, float]], bound: float) -> str | None:
+    """The results whose relative L2 is not within ``bound``, in words; a NaN is not."""
+    excess = [
+        f"{TENSOR_TITLES[name]} is off by {error:.3g}"
+        for name, (_, error) in errors.items()
+        if not error <= bound
+    ]
+    return f"{', '.join(excess)}; the bound is {bound:g}" if excess else None
+
+
+def measure_memory(attend: Attend, inputs: Inputs) -> float | None:
+    """Peak memory of forward and backward beyond inputs and results, in multiples of q, k and v."""
+    if inputs.q.device.type == "cpu":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = run_both(attend, inputs)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - total_bytes(results)
+    return extra / total_bytes(inputs[:3])
+
+
+def measure_mode(
+    mode: str, shape: Shape, trials: list[Trial], sets: list[Inputs], arguments: Namespace
+) -> list[Row]:
+    """A row for each trial: times of those that passed."""
+    runners, rows = {}, []
+    for trial in trials:
+        row = Row(
+            trial.implementation.name,
+            shape,
+            mode,
+            trial.status,
+            trial.reason,
+            errors=trial.errors,
+            extra_memory=trial.extra_memory,
+        )
+        if row.status == PASSED and mode != "forward" and not trial.implementation.has_backward:
+            row = replace(row, status=REFUSED, reason="it has no backward")
+        elif row.status == PASSED:
+            try:
+                runners[row.implementation] = [make_runner(mode, trial, inputs) for inputs in sets]
+            except Exception as error:  # out of memory, or an operator that no CUDA graph takes
+                row = replace(row, status=REFUSED, reason=explain(error))
+        rows.append(row)
+    times = time_in_turn(runners, arguments.repetitions, arguments.warm_up, torch.device(arguments.device))
+    return add_times(rows, times)
+
+
+def add_times(rows: list[Row], times: dict[str, list[float]]) -> list[Row]:
+    """Rows of one shape and mode with what follows from ``times``: by implementation, in ms."""
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    timed = []
+    for row in rows:
+        if row.implementation in times:
+            median = medians[row.implementation]
+            p10, p90 = np.percentile(times[row.implementation], (10, 90)).tolist()
+            row = replace(
+                row,
+                median_ms=median,
+                p10_ms=p10,
+                p90_ms=p90,
+                tflops=row.shape.flops(row.mode) / (median * 1e-3) / 1e12,
+                speedup={name: medians[name] / median for name in BASELINES if name in medians},
+            )
+        timed.append(row)
+    return timed
+
+
+# --- Running and timing -------------------------------------------------------------------------------------
+
+
+def run_forward(attend: Attend, inputs: Inputs) -> Tensor:
+    with torch.no_grad():
+        return attend(*inputs[:3])
+
+
+def run_both(attend: Attend, inputs: Inputs) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv)."""
+    out = attend(*inputs[:3])
+    return (out, *torch.autograd.grad(out, inputs[:3], inputs.grad_out))
+
+
+def make_runner(mode: str, trial: Trial, inputs: Inputs) -> Callable[[], object]:
+    """What is timed in ``mode``; it has run once, to the end."""
+    if mode == "forward":
+        runner = partial(run_forward, trial.attend, inputs)
+    elif mode == "backward":
+        out = trial.attend(*inputs[:3])
+        runner = partial(torch.autograd.grad, out, inputs[:3], inputs.grad_out, retain_graph=True)
+    elif mode == "both":
+        runner = partial(run_both, trial.attend, inputs)
+    else:
+        runner = capture(lambda: run_both(trial.attend, fresh(inputs)))
+    runner()
+    synchronize(inputs.q.device)
+    return runner
+
+
+def fresh(inputs: Inputs) -> Inputs:
+    """The same memory as leaves of their own, so that a capture meets nothing of another stream's graphs."""
+    return Inputs(*(x.detach().requires_grad_() for x in inputs[:3]), inputs.grad_out)
+
+
+def capture(call: Callable[[], object]) -> Callable[[], None]:
+    """Replay of ``call`` as a CUDA graph."""
+    stream = torch.cuda.Stream()  # a capture is never on the default stream, nor should its warm-up be
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def time_in_turn(
+    runners: dict[str, list[Callable[[], object]]], repetitions: int, warm_up: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Times in ms by name: each repetition calls every runner once, with one of its sets of inputs.
+
+    On a GPU nothing waits in between: the host runs ahead, as it does in training, and its work counts only
+    where the GPU runs out of its own.
+    """
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runners}
+    for repetition in range(-warm_up, repetitions):
+        for name, calls in runners.items():
+            begin = mark(device)
+            calls[repetition % len(calls)]()
+            end = mark(device)
+            if repetition >= 0:
+                marks[name].append((begin, end))
+    synchronize(device)
+    return {name: [milliseconds(*pair) for pair in pairs] for name, pairs in marks.items()}
+
+
+def mark(device: torch.device) -> torch.cuda.Event | float:
+    """A point in time: on a GPU when its work so far is done, on a CPU now."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- Tables -------------------------------------------------------------------------------------------------
+
+
+def write_tables(out: Path, result: dict, rows: list[Row]) -> None:
+    """The JSON and Markdown files."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(beside(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
+    write_text(beside(out, ".md"), to_markdown(result, rows))
+
+
+def beside(out: Path, ending: str) -> Path:
+    return out.with_name(out.name + ending)
+
+
+def finite(value: Any) -> Any:
+    """The same with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_markdown(result: dict, rows: list[Row]) -> str:
+    """Overview, what could not be measured, then a table for each mode, mask and head size."""
+    hardware, versions, settings = result["hardware"], result["versions"], result["settings"]
+    known = ", ".join(f"{name} {number}" for name, number in versions.items() if number is not None)
+    where = f"on {hardware['name']}, {result['date']}, commit {result['commit'] or 'unknown'}"
+    what = f"{settings['dtype']}, B·N = {settings['tokens']} (more if N is), H·D = {settings['width']}"
+    lines = [
+        "# Speed of attention",
+        "",
+        f"`{result['command']}` {where}. Driver {hardware['driver'] or 'none'}; {known}.",
+        "",
+        f"{what}; medians of {settings['repetitions']} repetitions; shapes measured: {result['shapes']}. "
+        "“× …”: how many times as fast as that one. O, dQ, dK, dV: relative L2 against float64, inputs from "
+        "standard Gaussians; cosine: the smallest of their cosine similarities. Extra memory: the peak of "
+        "forward and backward beyond Q, K, V, dO, O, dQ, dK, dV, as a multiple of what Q, K and V take.",
+        "",
+        "## TFLOP/s",
+        "",
+        *overview(rows),
+        *not_measured(result["absent"], rows),
+    ]
+    for key, own in grouped(rows).items():
+        lines += [f"## {title_of(*key)}", "", *detail_table(own), ""]
+    return "\n".join(lines)
+
+
+def grouped(rows: list[Row]) -> dict[tuple[str, str, int], list[Row]]:
+    """Rows by (mode, mask, head size), modes in their order."""
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: [*MODES].index(row.mode)):
+        groups.setdefault((row.mode, row.shape.mask, row.shape.head_dim), []).append(row)
+    return groups
+
+
+def title_of(mode: str, mask: str, head_dim: int) -> str:
+    return f"{MODES[mode].title}, {mask}, D {head_dim}"
+
+
+def overview(rows: list[Row]) -> list[str]:
+    """TFLOP/s of each implementation over N, a table for each mode, mask and head size."""
+    lines = []
+    for key, own in grouped(rows).items():
+        lengths = dict.fromkeys(row.shape.tokens for row in own)
+        cells: dict[str, dict[int, str]] = {}
+        for row in own:
+            cells.setdefault(row.implementation, {})[row.shape.tokens] = speed(row, digits=0)
+        table = [[name, *(values[tokens] for tokens in lengths)] for name, values in cells.items()]
+        lines += [*align([title_of(*key), *(f"N {tokens}" for tokens in lengths)], table), ""]
+    return lines
+
+
+def speed(row: Row, digits: int) -> str:
+    """TFLOP/s, or why there are none."""
+    if row.tflops is None:
+        return row.status
+    return f"{row.tflops:.{digits}f}" if row.tflops >= 10 else f"{row.tflops:.2g}"
+
+
+def not_measured(absent: dict[str, str], rows: list[Row]) -> list[str]:
+    """Why implementations, or some of their rows, have no speed."""
+    reasons: dict[tuple[str, str], list[str]] = {(name, reason): [] for name, reason in absent.items()}
+    for row in rows:
+        if row.status != PASSED:
+            where = reasons.setdefault((row.implementation, f"{row.status}: {row.reason}"), [])
+            where.append(f"{row.mode} ({row.shape})")
+    if not reasons:
+        return []
+    lines = []
+    for (name, reason), where in reasons.items():
+        count = f" [{len(where)} rows, the first {where[0]}]" if where else ""
+        lines.append(f"- {name}: {reason}{count}")
+    return ["Not measured:", "", *lines, ""]
+
+
+def detail_table(rows: list[Row]) -> list[str]:
+    """Speed beside accuracy, a row for each length and implementation; ``rows`` have one mode."""
+    mode = rows[0].mode
+    baselines = [name for name in BASELINES if any(name in row.speedup for row in rows)]
+    with_memory = mode == "both" and any(row.extra_memory is not None for row in rows)
+    header = ["implementation", "N", "TFLOP/s", "ms", "p10 – p90", *(f"× {name}" for name in baselines)]
+    header += [*(TENSOR_TITLES[name] for name in MODES[mode].tensors), "cosine"]
+    header += ["extra memory"] if with_memory else []
+    table = []
+    for row in rows:
+        cells = [row.implementation, str(row.shape.tokens), speed(row, digits=1)]
+        cells.append(number(row.median_ms, ".3f"))
+        cells.append("" if row.median_ms is None else f"{row.p10_ms:.3f} – {row.p90_ms:.3f}")
+        cells += [number(row.speedup.get(name), ".2f") for name in baselines]
+        errors = [row.errors.get(name, (None, None)) for name in MODES[mode].tensors]
+        cells += [number(error, ".4f") for _, error in errors]
+        cosines = [cosine for cosine, _ in errors if cosine is not None]
+        cells.append(number(min(cosines, default=None), ".4f"))
+        cells += [number(row.extra_memory, ".2f")] if with_memory else []
+        table.append(cells)
+    return align(header, table)
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def align(header: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table whose columns line up in plain text, too; all but the first to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [
+        "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |"
+        for row in (header, rule, *rows)
+    ]
+
+
+# --- Pictures -----------------------------------------------------------------------------------------------
+
+
+def draw(rows: list[Row], mode: str, path: Path, hardware: str) -> None:
+    """TFLOP/s over N as grouped bars, as in the paper: panels for masks (down) and head sizes (across)."""
+    import matplotlib  # slow to import; only needed when all is measured
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = {key[1:]: own for key, own in grouped(rows).items() if key[0] == mode}
+    names = names_with_speed([row for own in panels.values() for row in own])
+    masks, head_dims = (list(dict.fromkeys(values)) for values in zip(*panels, strict=True))
+    figure, grid = plt.subplots(
+        len(masks),
+        len(head_dims),
+        figsize=(7 * len(head_dims), 0.6 + 3.2 * len(masks)),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
+    for (i, mask), (j, head_dim) in itertools.product(enumerate(masks), enumerate(head_dims)):
+        axes = grid[i, j]
+        draw_panel(axes, panels[mask, head_dim], names)
+        axes.set_title(f"{mask}, head size {head_dim}", fontsize=10)
+        axes.set_xlabel("sequence length" if i == len(masks) - 1 else "")
+        axes.set_ylabel("TFLOP/s" if j == 0 else "")
+    figure.suptitle(f"{MODES[mode].title} on {hardware}", fontsize=11)
+    if names:
+        handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
+        columns = min(len(names), 4 * len(head_dims))
+        figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    temporary = beside(path, f".{os.getpid()}.tmp")
+    figure.savefig(temporary, dpi=130, format="png")
+    os.replace(temporary, path)
+    plt.close(figure)
+
+
+def names_with_speed(rows: list[Row]) -> list[str]:
+    """Implementations that were timed anywhere, in the order of all, so that each keeps its colour."""
+    timed = {row.implementation for row in rows if row.tflops is not None}
+    return [name for name in dict.fromkeys(row.implementation for row in rows) if name in timed]
+
+
+def draw_panel(axes: Any, rows: list[Row], names: list[str]) -> None:
+    """Groups of bars, one group a length; what has no speed leaves a gap."""
+    lengths = list(dict.fromkeys(row.shape.tokens for row in rows))
+    width = 0.86 / max(len(names), 1)
+    for index, name in enumerate(names):
+        own = [row for row in rows if row.implementation == name and row.tflops is not None]
+        places = [lengths.index(row.shape.tokens) + (index - (len(names) - 1) / 2) * width for row in own]
+        bars = axes.bar(places, [row.tflops for row in own], 0.92 * width, color=f"C{index}")
+        axes.bar_label(bars, fmt="{:.3g}", rotation=90, fontsize=6, padding=2)
+    axes.set_xticks(range(len(lengths)), [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths])
+    axes.margins(y=0.16)  # room for the numbers
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+# --- What it ran on -----------------------------------------------------------------------------------------
+
+
+def describe_run(argv: list[str] | None, arguments: Namespace) -> dict:
+    """What is needed to measure it again, and what on."""
+    settings = {name: value for name, value in vars(arguments).items() if name != "out"}
+    return {
+        "figure": "SageBwd (arXiv 2603.02170), Figures 2 and 3",
+        "values": "ms, TFLOP/s; errors: [cosine similarity, relative L2] against float64 attention; speedup: "
+        "the other's median over this one's; extra_memory: multiples of the bytes of Q, K and V",
+        "command": shlex.join([*PROGRAM.split(), *(sys.argv[1:] if argv is None else argv)]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": find_commit(),
+        "hardware": describe_hardware(torch.device(arguments.device)),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": installed("triton"),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "flash_attn": installed("flash-attn"),
+            "sageattention": installed("sageattention"),
+            "python": sys.version.split()[0],
+        },
+        "settings": settings,
+        "configs": {
+            title: {f"D {head_dim}": settings_of(config, head_dim) for head_dim in arguments.head_dims}
+            for title, config, _ in (CONFIGS[name] for name in arguments.configs)
+        },
+    }
+
+
+def describe_hardware(device: torch.device) -> dict:
+    """Name, and of a GPU what speed depends on."""
+    if device.type == "cpu":
+        return {"name": "cpu", "cores": os.cpu_count(), "driver": None}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver": read_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    }
+
+
+def find_commit() -> str | None:
+    """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    commit = read_line(*git, "rev-parse", "HEAD")
+    return commit and commit + ("+" if read_line(*git, "status", "--porcelain") else "")
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def read_line(*command: str) -> str | None:
+    """The first line that ``command`` prints; None where there is no such command, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Packets against their specification, built here in plain PyTorch, byte for byte."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from sagebwd.kernels.operands import Axis, padded_head_dim
+from sagebwd.kernels.packets import (
+    key_columns,
+    key_packets,
+    key_value_packets,
+    query_gradient_packets,
+    query_packets,
+)
+from sagebwd.kernels.quantize import token_mean
+from sagebwd.quantization import quantize
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+TINY = torch.finfo(torch.float32).tiny
+FP16, BF16 = torch.float16, torch.bfloat16
+SHAPES = [  # B, H, N, D, dtype
+    (1, 2, 1, 64, FP16),
+    (1, 1, 63, 128, BF16),
+    (1, 1, 64, 80, FP16),
+    (2, 1, 65, 40, BF16),
+    (1, 1, 127, 128, FP16),
+    (1, 2, 130, 64, BF16),
+]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+MINUS_DELTA = slice(-16 - 4 * 64, -16)  # in the packets of queries by rows
+PACK = [3, 3, 68, 69, 140, 140]  # boundaries of documents among 150 tokens
+
+
+@pytest.fixture
+def gaussian(device):
+    """Return Gaussians (B, H, N, D) on the device, whose heads and tokens differ in size."""
+
+    def gaussian(b, h, n, d, dtype, count=1):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn((count, b, h, n, d), generator=generator)
+        sizes = torch.rand((count, b, h, n, 1), generator=generator) * (1 + torch.arange(h)[:, None, None])
+        return list((x * sizes).to(dtype).to(device))
+
+    return gaussian
+
+
+@pytest.fixture
+def log_sums(device):
+    """Return an lse (B · H, N)."""
+    return lambda b, h, n: torch.randn(b * h, n, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+# --- The specification --------------------------------------------------------------------------------------
+
+
+def swizzle(tiles, row_bytes):
+    """tiles (..., rows, numbers) of any type, as bytes (..., size)."""
+    tiles = tiles.contiguous().view(torch.uint8).flatten(-2)
+    offset = torch.arange(tiles.shape[-1])
+    result = torch.empty_like(tiles)
+    result[..., offset ^ ((offset >> 3) & {64: 0x30, 128: 0x70}[row_bytes])] = tiles
+    return result
+
+
+def rows_tile(values):
+    """values (blocks, tokens, D) INT8."""
+    return swizzle(values, values.shape[-1])
+
+
+def columns_tile(values):
+    """The same by columns."""
+    tokens = values.shape[-2]
+    position = torch.arange(tokens)
+    token = position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2
+    return swizzle(values[:, token].mT, tokens)
+
+
+def halves_tile(x):
+    """x (blocks, tokens, D) in 16 bit."""
+    return torch.cat([swizzle(half, 128) for half in x.split(64, -1)], -1)
+
+
+def tail(*scales):
+    """Scales (blocks,) and zeros, as bytes."""
+    zeros = [torch.zeros_like(scales[0])] * (4 - len(scales))
+    return torch.stack([*scales, *zeros], -1).view(torch.uint8)
+
+
+def blocks_of(x, size, boundaries=None):
+    """x (B, H, N, ...) as (B · H · blocks, size, ...): blocks of each document, zero where nothing is."""
+    boundaries = boundaries or [0, x.shape[2]]
+    blocks = []
+    for start, stop in pairwise(boundaries):
+        tokens = x[:, :, start:stop]
+        zeros = tokens.new_zeros(*x.shape[:2], -(stop - start) % size, *x.shape[3:])
+        blocks.append(torch.cat([tokens, zeros], 2).unflatten(2, (-1, size)))
+    return torch.cat(blocks, 2).flatten(0, 2)
+
+
+def tiles_of(x, size, boundaries=None):
+    """The same for a tensor (B, H, N, D) on any device, with channels padded."""
+    return blocks_of(pad(x.cpu(), (0, padded_head_dim(x.shape[-1]) - x.shape[-1])), size, boundaries)
+
+
+def without_mean(k, mean, boundaries=None):
+    """k − mean in fp32, each document its own; mean (B · H · documents, D_PAD)."""
+    if mean is None:
+        return k.float()
+    boundaries = boundaries or [0, k.shape[2]]
+    lengths = torch.tensor(boundaries).diff()
+    mean = mean.reshape(*k.shape[:2], len(lengths), -1)[..., : k.shape[-1]].cpu()
+    result = k.cpu().float()
+    result[:, :, boundaries[0] : boundaries[-1]] -= mean.repeat_interleave(lengths, 2)
+    return result
+
+
+def packets_written(packets, axis):
+    """Packets on the CPU, without those of blocks that belong to no document."""
+    used = axis.blocks if axis.segments is None else int(axis.segments.first_block[-1])
+    return packets.unflatten(0, (-1, axis.blocks))[:, :used].flatten(0, 1).cpu()
+
+
+def quantized(blocks, packets, index):
+    """INT8 values and scales of blocks (blocks, tokens, D) fp32; ``index`` is that of the scale in the tail.
+
+    A GPU divides by 127 to within 2 units in the last place; then every number must be rounded exactly by the
+    scale that this gives.
+    """
+    values, scale = quantize(blocks)
+    found = packets[:, -16:].contiguous().view(torch.float32)[:, index]
+    if torch.cuda.is_available():
+        torch.testing.assert_close(found, scale.flatten(), rtol=2**-22, atol=0, equal_nan=True)
+        scale = found
+        values = (blocks / torch.where(scale > 0, scale, torch.inf)[:, None, None]).round()
+    return values.to(torch.int8), scale.flatten()
+
+
+def assert_same(found, *parts):
+    """Packets hold these parts, each compared by itself to tell which is wrong."""
+    assert found.shape[1] == sum(part.shape[1] for part in parts)
+    for i, (part, wanted) in enumerate(zip(found.split([x.shape[1] for x in parts], 1), parts, strict=True)):
+        assert torch.equal(part, wanted), f"part {i}"
+
+
+def assert_query_packets(packets, axis, q, boundaries=None):
+    packets = packets_written(packets, axis)
+    values, scale = quantized(tiles_of(q, 64, boundaries).float(), packets, 0)
+    assert_same(packets, rows_tile(values), tail(scale))
+
+
+def assert_key_value_packets(packets, axis, k, v, mean, boundaries=None):
+    packets = packets_written(packets, axis)
+    k_values, k_scale = quantized(tiles_of(without_mean(k, mean, boundaries), 128, boundaries), packets, 0)
+    v_values, v_scale = quantized(tiles_of(v, 128, boundaries).float(), packets, 1)
+    assert_same(packets, rows_tile(k_values), columns_tile(v_values), tail(k_scale, v_scale))
+
+
+def assert_key_packets(packets, columns, axis, k, v, mean, boundaries=None):
+    packets, columns = packets_written(packets, axis), packets_written(columns, axis)
+    values, scale = quantized(tiles_of(without_mean(k, mean, boundaries), 128, boundaries), packets, 0)
+    assert_same(packets, rows_tile(values), halves_tile(tiles_of(v, 128, boundaries)), tail(scale))
+    assert_same(columns, columns_tile(values))
+
+
+def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=None):
+    rows, columns = (packets_written(x, axis) for x in packets)
+    q_values, q_scale = quantized(tiles_of(q, 64, boundaries).float(), rows, 0)
+    grad_values, grad_scale = quantized(tiles_of(grad, 64, boundaries).float(), rows, 1)
+    assert_same(columns, columns_tile(q_values), columns_tile(grad_values))
+
+    lse = lse.cpu().reshape(q.shape[:3])
+    exists = blocks_of(torch.ones_like(lse), 64, boundaries) > 0
+    minus_lse = torch.where(exists, -blocks_of(lse, 64, boundaries), -torch.inf)
+    minus_delta = rows[:, MINUS_DELTA].contiguous().view(torch.float32)
+    assert not minus_delta[~exists].any()
+    products = (tiles_of(x, 64, boundaries).double() for x in (grad, out))
+    products = torch.mul(*products)
+    # At most 128 sums of fp32, each rounded to 2⁻²⁴ of the sum of magnitudes.
+    error = (minus_delta + products.sum(-1)).abs()
+    assert (error <= 128 * 2.0**-24 * products.abs().sum(-1)).all()
+    assert_same(
+        rows,
+        rows_tile(q_values),
+        halves_tile(tiles_of(grad, 64, boundaries)),
+        minus_lse.view(torch.uint8),
+        minus_delta.view(torch.uint8),
+        tail(q_scale, grad_scale),
+    )
+
+
+def test_the_specification_by_hand():
+    """A few positions as they are worked out on paper."""
+    tile = (torch.arange(64)[:, None] * 64 + torch.arange(64)).to(torch.int32)
+    by_rows = swizzle(tile.to(torch.int16), 128).view(torch.int16)
+    assert by_rows[:3].tolist() == [0, 1, 2]
+    assert by_rows[64 + 8].item() == 64  # row 1: piece 0 lies where piece 1 would
+    assert by_rows[7 * 64 + 56].item() == 7 * 64
+    assert by_rows[8 * 64].item() == 8 * 64
+    small = swizzle(torch.arange(16).to(torch.int8)[:, None].expand(16, 64), 64).reshape(16, 4, 16)
+    assert (small == torch.arange(16)[:, None, None]).all()  # pieces never leave their row
+    tokens = columns_tile(torch.arange(64).to(torch.int8)[None, :, None].expand(1, 64, 1))[0]
+    assert tokens[:16].tolist() == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+
+
+# --- Packets ------------------------------------------------------------------------------------------------
+
+
+@shapes
+def test_queries(gaussian, shape):
+    (q,) = gaussian(*shape)
+    axis = Axis.of(q.shape[2], 64, None)
+    assert_query_packets(query_packets(q, axis), axis, q)
+
+
+@shapes
+def test_keys_and_values(gaussian, shape):
+    """Of every other shape K comes with a mean; whatever that holds past the head size must not matter."""
+    k, v = gaussian(*shape, count=2)
+    axis = Axis.of(k.shape[2], 128, None)
+    mean = None
+    if SHAPES.index(shape) % 2:
+        mean = torch.ones(k.shape[0] * k.shape[1], padded_head_dim(k.shape[3]), device=k.device)
+        mean[:, : k.shape[3]] += k.float().mean((0, 1, 2))
+    assert_key_value_packets(key_value_packets(k, v, axis, mean), axis, k, v, mean)
+    packets = key_packets(k, v, axis, mean)
+    columns = key_columns(packets, axis, padded_head_dim(k.shape[3]))
+    assert_key_packets(packets, columns, axis, k, v, mean)
+
+
+@shapes
+def test_queries_and_gradients(gaussian, log_sums, shape):
+    q, grad, out = gaussian(*shape, count=3)
+    lse, axis = log_sums(*q.shape[:3]), Axis.of(q.shape[2], 64, None)
+    packets = query_gradient_packets(q, grad, out, lse, axis)
+    assert_query_gradient_packets(packets, axis, q, grad, out, lse)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.mT.contiguous().mT,
+        lambda x: x.repeat(1, 1, 2, 3)[:, :, : x.shape[2], : x.shape[3]],
+        lambda x: x.repeat_interleave(3, -1)[..., ::3],
+    ],
+    ids=["(B, N, H, D)", "channels outside", "slice", "every third channel"],
+)
+def test_strides_do_not_matter(gaussian, log_sums, view):
+    """Each tensor has strides of its own."""
+    tensors = gaussian(1, 2, 40, 48, FP16, count=3)
+    lse = log_sums(1, 2, 40)
+    q_axis, kv_axis = Axis.of(40, 64, None), Axis.of(40, 128, None)
+    for i in range(3):
+        a, b, c = (view(x) if j == i else x for j, x in enumerate(tensors))
+        packets = query_gradient_packets(a, b, c, lse, q_axis)
+        assert_query_gradient_packets(packets, q_axis, *tensors, lse)
+    for k, v in ((view(tensors[0]), tensors[1]), (tensors[0], view(tensors[1]))):
+        assert_key_value_packets(key_value_packets(k, v, kv_axis, None), kv_axis, *tensors[:2], None)
+        packets = key_packets(k, v, kv_axis, None)
+        assert_key_packets(packets, key_columns(packets, kv_axis, 64), kv_axis, *tensors[:2], None)
+    assert_query_packets(query_packets(view(tensors[0]), q_axis), q_axis, tensors[0])
+
+
+def test_blocks_of_a_pack_are_those_of_its_documents(gaussian, log_sums):
+    a, b, c = gaussian(1, 2, 150, 40, BF16, count=3)
+    lse, cu_seqlens = log_sums(1, 2, 150), torch.tensor(PACK, device=a.device)
+    q_axis, kv_axis = (Axis.of(150, block, cu_seqlens) for block in (64, 128))
+    mean = token_mean(a, kv_axis)
+    assert_query_packets(query_packets(a, q_axis), q_axis, a, PACK)
+    assert_query_gradient_packets(query_gradient_packets(a, b, c, lse, q_axis), q_axis, a, b, c, lse, PACK)
+    assert_key_value_packets(key_value_packets(a, b, kv_axis, mean), kv_axis, a, b, mean, PACK)
+    packets = key_packets(a, b, kv_axis, mean)
+    assert_key_packets(packets, key_columns(packets, kv_axis, 64), kv_axis, a, b, mean, PACK)
+
+
+# --- Numbers ------------------------------------------------------------------------------------------------
+
+
+def scales(packets):
+    """The two scales (blocks, 2) of packets."""
+    return packets.cpu()[:, -16:].contiguous().view(torch.float32)[:, :2]
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-40, 126 * TINY])
+def test_a_scale_that_would_be_subnormal_is_zero(device, largest):
+    x = torch.full((1, 1, 3, 64), largest, dtype=BF16, device=device)
+    packets = query_packets(x, Axis.of(3, 64, None))
+    assert not packets.any()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_inf_make_the_scale_of_their_block_nan(gaussian, log_sums, poison):
+    """In 16 bit they are copied as they are; other blocks do not change."""
+    a, b, c = gaussian(1, 1, 130, 64, FP16, count=3)
+    here = torch.zeros_like(a, dtype=torch.bool)
+    here[0, 0, 129, 3] = True
+    lse, axes = log_sums(1, 1, 130), (Axis.of(130, 64, None), Axis.of(130, 128, None))
+    cases = [  # what is made of which tensors, and which scales are then NaN
+        (lambda q: query_packets(q, axes[0]), (a,), [0]),
+        (lambda k, v: key_value_packets(k, v, axes[1], None), (a, b), [0, 1]),
+        (lambda k, v: key_packets(k, v, axes[1], None), (a, b), [0, None]),
+        (lambda q, grad: query_gradient_packets(q, grad, c, lse, axes[0])[0], (a, b), [0, 1]),
+    ]
+    for make, tensors, scale_of in cases:
+        clean = make(*tensors)
+        for i, wanted in enumerate(scale_of):
+            packets = make(*(torch.where(here, poison, x) if j == i else x for j, x in enumerate(tensors)))
+            assert torch.equal(packets[:-1], clean[:-1])
+            nan = scales(packets).isnan().nonzero().tolist()
+            assert nan == ([] if wanted is None else [[len(packets) - 1, wanted]])
+    v = torch.where(here, poison, b)
+    halves = key_packets(a, v, axes[1], None).cpu()[:, 128 * 64 : -16]
+    assert torch.equal(halves, halves_tile(tiles_of(v, 128)))
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_delta_is_nan_where_it_is_not_finite(gaussian, log_sums, poison):
+    q, grad, out = gaussian(1, 1, 40, 64, FP16, count=3)
+    out[0, 0, 33, 5] = poison
+    rows, _ = query_gradient_packets(q, grad, out, log_sums(1, 1, 40), Axis.of(40, 64, None))
+    minus_delta = rows.cpu()[:, MINUS_DELTA].contiguous().view(torch.float32)
+    assert minus_delta.isnan().nonzero().tolist() == [[0, 33]]
+    assert not minus_delta.isinf().any()
+
+
+def test_an_axis_or_head_size_that_packets_do_not_hold(gaussian):
+    (q,) = gaussian(1, 1, 3, 32, FP16)
+    with pytest.raises(AssertionError, match="64 or 128 channels"):
+        query_packets(q, Axis.of(3, 64, None))
+    with pytest.raises(AssertionError, match="hold 64 tokens, not 128"):
+        query_packets(q, Axis.of(3, 128, None))
