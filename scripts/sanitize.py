@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
     config: SageConfig = SageConfig()
     tokens: int = 70
-    head_dim: int = 40
+    head_dim: int = 24
     boundaries: tuple[int, ...] | None = None
     backward: bool = True
 
@@ -52,11 +52,16 @@ CASES = {
     "forward": Case(backward=False),
     "backward": Case(),
     "one_tile": Case(tokens=40, head_dim=32),
-    "packed": Case(boundaries=(0, 33, 33, 65), head_dim=64),
+    "packed": Case(boundaries=(0, 33, 33, 65)),
     "smooth_q": Case(SageConfig(smooth_q=True)),
     "token_scales": Case(SageConfig.strictly_causal()),
     "block_granularity": Case(SageConfig.paper()),
     "sixteen_bit": Case(SageConfig(int8_matmuls=())),
+    # On Hopper these run kernels of their own.
+    "wide_forward": Case(tokens=200, head_dim=56, backward=False),
+    "wide_64": Case(tokens=200, head_dim=56),
+    "wide_128": Case(tokens=200, head_dim=120),
+    "wide_packed": Case(tokens=200, head_dim=64, boundaries=(0, 33, 33, 165)),
 }
 
 
@@ -115,8 +120,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def kernel_names() -> list[str]:
     """Every kernel of the library; the sanitizer leaves alone what torch launches."""
     from sagebwd.kernels import backward, forward, quantize
+    from sagebwd.kernels.hopper.runtime import SOURCES
 
     names = [name for module in (forward, backward, quantize) for name in vars(module)]
+    for source in SOURCES.glob("*.cu"):
+        names += re.findall(r"(\w+_kernel)\(", source.read_text())
     return sorted({name for name in names if name.endswith("_kernel")})
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sagebwd.config import SageConfig
 from sagebwd.kernels import device
 from sagebwd.kernels.operands import NO_OPERAND, SIZES, Axis, TokenTensor, padded_head_dim
-from sagebwd.kernels.quantize import quantize, quantize_q_and_k
+from sagebwd.kernels.quantize import quantize, quantize_q_and_k, token_mean
 from sagebwd.kernels.tiles import launch_options
 
 
@@ -117,19 +117,22 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_mean: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     *,
     is_causal: bool,
     scale: float,
     config: SageConfig,
-) -> tuple[Tensor, Tensor]:
-    """Return out, as q, and the logsumexp to base 2 of the logits with the smoothed K, (B · H, N_q) fp32.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, as q; the logsumexp to base 2 of the logits with the smoothed K; and the mean of K.
 
-    ``k_mean`` is that of :func:`token_mean`; it counts only if ``config`` smooths K.
+    (B · H, N_q) and (B · H_kv · documents, D_PAD) fp32, the latter without columns if K is not smoothed.
     """
     token_scales = config.operand_scales == "token"
+    if config.smooth_k:
+        k_mean = token_mean(k, kv_axis)
+    else:
+        k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
     s_int8, o_int8 = config.is_int8("s_fwd"), config.is_int8("o")
     forms = {"rows": s_int8, "rounded": not s_int8}
     q_operand, k_operand = quantize_q_and_k(q, k, k_mean, q_axis, kv_axis, config, forms, forms)
@@ -148,4 +151,4 @@ def forward(
         TOKEN_SCALES=token_scales, BLOCK_Q=q_axis.block, BLOCK_KV=kv_axis.block, OWN=own,
         D_PAD=padded_head_dim(q.shape[3]), **options,
     )  # fmt: skip
-    return out, lse
+    return out, lse, k_mean

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 #: Sizes that vary from batch to batch: kernels are not compiled anew for how they divide.
@@ -81,7 +80,7 @@ class Axis(NamedTuple):
     def of(cls, n: int, block: int, cu_seqlens: Tensor | None) -> Axis:
         """Cut ``n`` tokens into blocks, none across a boundary of ``cu_seqlens``. Does not synchronise."""
         if cu_seqlens is None:
-            return cls(n, block, triton.cdiv(n, block), 1, None)
+            return cls(n, block, -(-n // block), 1, None)
         # Boundaries out of order or out of range must not become reads out of bounds.
         start = cu_seqlens.clamp(0, n).cummax(0).values.int()
         return cls._of_documents(n, block, torch.cat([start, start[-1:]]))
@@ -106,4 +105,4 @@ class Axis(NamedTuple):
 
 def padded_head_dim(d: int) -> int:
     """Channels that a tile has room for: a power of two, and no less than INT8 tensor cores contract."""
-    return max(32, triton.next_power_of_2(d))
+    return max(32, 1 << (d - 1).bit_length())

@@ -20,7 +20,6 @@ from sagebwd.kernels.backward import backward
 from sagebwd.kernels.forward import forward
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.operands import Axis, padded_head_dim
-from sagebwd.kernels.quantize import token_mean
 from sagebwd.kernels.support import on_device_of
 
 FIELDS = tuple(field.name for field in fields(SageConfig))
@@ -55,15 +54,11 @@ def forward_op(
     """
     check_backward_mode(q, k, v)  # for those who call the operator itself
     settings = decode(config)
-    q_axis, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
+    axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with on_device_of(q, settings):
-        if settings.smooth_k:
-            k_mean = token_mean(k, kv_axis).view(*k.shape[:2], -1)
-        else:
-            k_mean = k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
         run = hopper.forward if hopper.is_used(q, settings) else forward
-        out, lse = run(q, k, v, k_mean, q_axis, kv_axis, is_causal=is_causal, scale=scale, config=settings)
-    return out, lse.unflatten(0, q.shape[:2]), k_mean
+        out, lse, k_mean = run(q, k, v, *axes, is_causal=is_causal, scale=scale, config=settings)
+    return out, lse.view(q.shape[:-1]), k_mean.view(*k.shape[:2], axes[1].documents * k_mean.shape[1])
 
 
 @forward_op.register_fake

@@ -6,6 +6,7 @@ the config; what stands here changes no number.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,10 @@ def launch_options(kernel: str, q: Tensor, config: SageConfig) -> tuple[int, dic
 
 def compute_capability(x: Tensor) -> int:
     """90 for Hopper, and so on; 0 in the interpreter."""
-    if not x.is_cuda:
-        return 0
-    major, minor = torch.cuda.get_device_capability(x.device)
+    return _compute_capability(x.device.index) if x.is_cuda else 0
+
+
+@functools.cache
+def _compute_capability(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

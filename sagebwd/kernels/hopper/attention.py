@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.config import PAPER_INT8_MATMULS, SageConfig
-from sagebwd.kernels import packets
-from sagebwd.kernels.hopper import runtime
+from sagebwd.kernels.hopper import packets, runtime
 from sagebwd.kernels.hopper.runtime import Segments, TokenTensor
 from sagebwd.kernels.operands import Axis, padded_head_dim
 
@@ -26,11 +25,20 @@ def is_used(q: Tensor, config: SageConfig) -> bool:
     """Whether attention on ``q`` runs the kernels of this folder. Warns once if they should but cannot."""
     if not q.is_cuda or not _supports(config, q.shape[-1]):
         return False
-    if torch.cuda.get_device_capability(q.device) != runtime.COMPUTE_CAPABILITY:
+    return _runs_on(q.device.index)
+
+
+@functools.cache
+def _runs_on(index: int) -> bool:
+    device = torch.device("cuda", index)
+    if torch.version.hip or torch.cuda.get_device_capability(device) != runtime.COMPUTE_CAPABILITY:
         return False
-    reason = runtime.why_unavailable(q.device)
+    reason = runtime.why_unavailable(device)
     if reason is not None:
-        _warn_once(reason)
+        warnings.warn(
+            f"sage_attention runs its portable kernels, slower than those for this GPU: {reason}",
+            stacklevel=2,
+        )
     return reason is None
 
 
@@ -44,13 +52,8 @@ def _supports(config: SageConfig, head_dim: int) -> bool:
         and config.granularity == "row"
         and not config.smooth_q
         and not config.add_mean_k_term
-    )
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    warnings.warn(
-        f"sage_attention runs its portable kernels, slower than those for this GPU: {reason}", stacklevel=2
+        and config.s_levels == 1
+        and not config.exact_delta
     )
 
 
@@ -96,30 +99,36 @@ class _DkDv(ctypes.Structure):
         ("k_rows", ctypes.c_void_p),
         ("dk", TokenTensor),
         ("dv", TokenTensor),
-        ("q_segments", Segments),
-        ("kv_segments", Segments),
-        *((name, ctypes.c_int) for name in ("n_q", "n_kv", "d", "kv_heads", "group")),
-        *((name, ctypes.c_int) for name in ("q_blocks", "kv_blocks", "items")),
+        ("axes", _Axes),
         ("scale", ctypes.c_float),
     ]
 
 
 class Launch(NamedTuple):
-    """own: tokens of an item, of which a program takes one at a time; shared_bytes: dynamic shared memory."""
+    """warpgroups: those that compute, 64 tokens of an item each; shared_bytes: dynamic shared memory."""
 
-    own: int
-    threads: int
+    warpgroups: int
     shared_bytes: int
 
+    @property
+    def own(self) -> int:
+        """Tokens of an item."""
+        return 64 * self.warpgroups
 
-#: By kernel and padded head size. The sources check what concerns them.
+    @property
+    def threads(self) -> int:
+        """Of a program: one warpgroup more copies."""
+        return 128 * (self.warpgroups + 1)
+
+
+#: By kernel and padded head size; the sources check them.
 LAUNCHES = {
-    ("forward", 64): Launch(192, 512, 147_456),
-    ("forward", 128): Launch(128, 384, 188_416),
-    ("dk_dv", 64): Launch(128, 384, 130_048),
-    ("dk_dv", 128): Launch(128, 384, 210_944),
-    ("dq", 64): Launch(128, 384, 180_224),
-    ("dq", 128): Launch(128, 384, 219_136),
+    ("forward", 64): Launch(3, 147_456),
+    ("forward", 128): Launch(2, 188_416),
+    ("dk_dv", 64): Launch(3, 196_608),
+    ("dk_dv", 128): Launch(2, 211_968),
+    ("dq", 64): Launch(2, 180_224),
+    ("dq", 128): Launch(2, 219_136),
 }
 
 
@@ -140,14 +149,13 @@ def _launch(name: str, like: Tensor, is_causal: bool, items: int, arguments: _Fo
     kernel.launch(min(items, _multiprocessors(like.device.index)), launch.threads, arguments)
 
 
-def _axes(name: str, q: Tensor, k: Tensor, q_axis: Axis, kv_axis: Axis) -> _Axes:
-    """Items of queries for kernel ``name``."""
-    own_axis = q_axis.with_block(LAUNCHES[name, padded_head_dim(q.shape[3])].own)
-    heads = q.shape[0] * q.shape[1]
+def _axes(name: str, own: Tensor, q_axis: Axis, kv_axis: Axis, *, own_axis: Axis, group: int) -> _Axes:
+    """The items of kernel ``name``: blocks of ``own_axis`` in each head of ``own``, which is q or k."""
+    own_axis = own_axis.with_block(LAUNCHES[name, padded_head_dim(own.shape[3])].own)
     axes = _Axes(
         Segments.of(own_axis.segments), Segments.of(q_axis.segments), Segments.of(kv_axis.segments),
-        q_axis.n, kv_axis.n, q.shape[3], q.shape[1], q.shape[1] // k.shape[1],
-        own_axis.blocks, q_axis.blocks, kv_axis.blocks, heads * own_axis.blocks,
+        q_axis.n, kv_axis.n, own.shape[3], own.shape[1], group,
+        own_axis.blocks, q_axis.blocks, kv_axis.blocks, own.shape[0] * own.shape[1] * own_axis.blocks,
     )  # fmt: skip
     axes.own_axis = own_axis  # holds the memory that is pointed to
     return axes
@@ -165,27 +173,28 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_mean: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     *,
     is_causal: bool,
     scale: float,
     config: SageConfig,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.forward.forward`."""
+    if config.smooth_k:
+        k_mean = packets.token_mean(k, kv_axis)
+    else:
+        k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
     queries = packets.query_packets(q, q_axis)
     keys = packets.key_value_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
-    out = _result_like(q, q_axis)
+    out = _Result(q, q_axis)
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:
         lse.fill_(float("-inf"))
-    axes = _axes("forward", q, k, q_axis, kv_axis)
-    arguments = _Forward(
-        queries.data_ptr(), keys.data_ptr(), TokenTensor.of(out), lse.data_ptr(), axes, scale
-    )
+    axes = _axes("forward", q, q_axis, kv_axis, own_axis=q_axis, group=q.shape[1] // k.shape[1])
+    arguments = _Forward(queries.data_ptr(), keys.data_ptr(), out.target, lse.data_ptr(), axes, scale)
     _launch("forward", q, is_causal, axes.items, arguments)
-    return _laid_out_as(out, q), lse
+    return out.finish(), lse, k_mean
 
 
 def backward(
@@ -206,36 +215,38 @@ def backward(
     """As :func:`sagebwd.kernels.backward.backward`."""
     k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
     q_rows, q_columns = packets.query_gradient_packets(q, grad_out, out, lse, q_axis)
-    dq, dk, dv = _result_like(q, q_axis), _result_like(k, kv_axis), _result_like(v, kv_axis)
-    items = k.shape[0] * k.shape[1] * kv_axis.blocks
+    dq, dk, dv = _Result(q, q_axis), _Result(k, kv_axis), _Result(v, kv_axis)
+    axes = _axes("dk_dv", k, q_axis, kv_axis, own_axis=kv_axis, group=q.shape[1] // k.shape[1])
     arguments = _DkDv(
-        q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), TokenTensor.of(dk), TokenTensor.of(dv),
-        Segments.of(q_axis.segments), Segments.of(kv_axis.segments), q_axis.n, kv_axis.n, q.shape[3],
-        k.shape[1], q.shape[1] // k.shape[1], q_axis.blocks, kv_axis.blocks, items, scale,
+        q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), dk.target, dv.target,
+        axes, scale,
     )  # fmt: skip
-    _launch("dk_dv", q, is_causal, items, arguments)
+    _launch("dk_dv", q, is_causal, axes.items, arguments)
 
     del q_columns  # its memory is free again before the next packets are made
-    k_columns = packets.key_columns(k_rows, kv_axis, padded_head_dim(k.shape[3]))
-    axes = _axes("dq", q, k, q_axis, kv_axis)
-    arguments = _Dq(
-        q_rows.data_ptr(), k_rows.data_ptr(), k_columns.data_ptr(), TokenTensor.of(dq), axes, scale
-    )
+    k_columns = packets.key_columns(k_rows, k, kv_axis)
+    axes = _axes("dq", q, q_axis, kv_axis, own_axis=q_axis, group=q.shape[1] // k.shape[1])
+    arguments = _Dq(q_rows.data_ptr(), k_rows.data_ptr(), k_columns.data_ptr(), dq.target, axes, scale)
     _launch("dq", q, is_causal, axes.items, arguments)
-    return _laid_out_as(dq, q), _laid_out_as(dk, k), _laid_out_as(dv, v)
+    return dq.finish(), dk.finish(), dv.finish()
 
 
-def _result_like(x: Tensor, axis: Axis) -> Tensor:
-    """A tensor for the kernels to fill: as x, but with neighbouring channels next to each other.
+class _Result:
+    """A tensor for kernels to fill, laid out as ``x``.
 
+    Kernels write neighbouring channels next to each other; where x has another layout they fill a buffer.
     Tokens that belong to no document are not visited: zero.
     """
-    result = torch.empty_like(x)
-    if result.stride(-1) != 1:
-        result = x.new_empty(x.shape)
-    return result if axis.segments is None else result.zero_()
 
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self._result = torch.empty_like(x)
+        self._buffer = self._result if self._result.stride(-1) == 1 else x.new_empty(x.shape)
+        if axis.segments is not None:
+            self._buffer.zero_()
+        self.target = TokenTensor.of(self._buffer)
 
-def _laid_out_as(result: Tensor, x: Tensor) -> Tensor:
-    like = torch.empty_like(x)
-    return result if like.stride() == result.stride() else like.copy_(result)
+    def finish(self) -> Tensor:
+        """The tensor, after the kernels that fill it were launched."""
+        if self._buffer is not self._result:
+            self._result.copy_(self._buffer)
+        return self._result

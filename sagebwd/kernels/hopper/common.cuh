@@ -136,9 +136,15 @@ __device__ __forceinline__ void accumulate(float* sum, const int (&product)[32],
     for (int i = 0; i < 32; ++i) sum[i] = fmaf(__int2float_rn(product[i]), factor[i / 2 % 2], sum[i]);
 }
 
-// Whether s * factor is so small for every s that a fused multiply-add, which does not round the product, may
-// take the place of a product and a sum. Else exp2 of the largest logit minus itself could be far from 1.
-__device__ __forceinline__ bool is_fusible(float factor) { return factor * (INT8_MAX * INT8_MAX * D) < 8192.0f; }
+// What a product of INT8 is multiplied by to be a logit, to base 2. Always in this order: the backward must find the
+// very logits of the forward, and with logits of 1e10 a difference in the last place is one of thousands.
+__device__ __forceinline__ float logit_factor(float q_scale, float k_scale, float scale) {
+    return __fmul_rn(__fmul_rn(q_scale, __fmul_rn(scale, LOG2_E)), k_scale);
+}
+
+// Whether logits are so small, whatever the product, that a fused multiply-add, which does not round the product, may
+// take the place of a multiplication and an addition. Else exp2 of the largest logit minus itself could be far from 1.
+__device__ __forceinline__ bool is_fusible(float factor) { return factor * (INT8_MAX * INT8_MAX * D) < 2048.0f; }
 
 // --- Where things lie --------------------------------------------------------------------------------------
 
@@ -235,6 +241,9 @@ __device__ __forceinline__ int tiles_of(const QueryItem& item, int warpgroup) {
 }
 
 // --- The ring of stages ------------------------------------------------------------------------------------
+
+// Has the compiler find again what depends on x instead of keeping it.
+__device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
 
 // Where a warp is in the ring through which packets come.
 template <int STAGES>

@@ -41,10 +41,13 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
     for (int round = 0; item(round) < a.axes.items; ++round) {
         if (!find_item<CONSUMERS>(a.axes, item(round), work) || work.tiles == 0) continue;
         queries.wait_empty();
-        barrier_expect_bytes(queries.full, work.q_packets * Q_ROWS_BYTES);
-        for (int w = 0; w < work.q_packets; ++w)
-            copy_async(shared + w * QUERY_BYTES, a.q_rows + i64(work.q_block + w) * Q_ROWS_BYTES, Q_ROWS_BYTES, queries.full);
+        barrier_expect_bytes(queries.full, CONSUMERS * Q_ROWS_BYTES);
+        for (int w = 0; w < CONSUMERS; ++w) {  // past the end the last packet again: a branch there would cost all items
+            const i64 block = work.q_block + min(w, work.q_packets - 1);
+            copy_async(shared + w * QUERY_BYTES, a.q_rows + block * Q_ROWS_BYTES, Q_ROWS_BYTES, queries.full);
+        }
         queries.advance();
+#pragma unroll 1
         for (i64 block = work.kv_block; block < work.kv_block + work.tiles; ++block) {
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index, stage = shared + RING + keys.index * STAGE_BYTES;
@@ -96,7 +99,7 @@ __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_s
     round_tile<KEYS>(ds_int8, ds, inverse);
 }
 
-__device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& work, int tiles, int warpgroup, u8* shared,
+__device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& work, int warpgroup, u8* shared,
                                           Ring<STAGES>& keys, Ring<1>& queries, float (&dq_sum)[D / 2]) {
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
     const u32 base = descriptor_base(shared_address(shared));
@@ -104,7 +107,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
     const u8* packet = shared + warpgroup * QUERY_BYTES;
 
     queries.wait_full();
-    const float q_factor = *reinterpret_cast<const float*>(packet + SCALES) * (a.scale * LOG2_E);
+    const float q_scale = *reinterpret_cast<const float*>(packet + SCALES);
     const float* stats = reinterpret_cast<const float*>(packet + STATISTICS);
     const float minus_lse[2] = {stats[row], stats[row + 8]}, minus_delta[2] = {stats[ROWS + row], stats[ROWS + row + 8]};
 
@@ -118,10 +121,10 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
     for (int tile = 0;; ++tile) {
         // While the tensor cores work: what this tile needs, and the next one's place.
         const float k_scale = *reinterpret_cast<const float*>(shared + RING + keys.index * STAGE_BYTES + K_SCALE);
-        const float factor = q_factor * k_scale;
+        const float factor = logit_factor(q_scale, k_scale, a.scale);
         const int first_key = tile * KEYS, query = work.first + warpgroup * ROWS;
         const bool is_cut = first_key + KEYS > work.keys || (IS_CAUSAL && first_key + KEYS > query);
-        const bool is_last = tile == tiles - 1, is_fast = is_fusible(factor) && !is_cut;
+        const bool is_last = tile == work.tiles - 1, is_fast = is_fusible(factor) && !is_cut;
         Ring<STAGES> next = keys;
         if (!is_last) next.advance();
         if (STAGES > 2 && !is_last) next.wait_full();
@@ -133,6 +136,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
         pin(s);
         pin(dp);
         if (CHUNKS == 1) pin(products.chunk[0]);
+        if (is_last) queries.release();  // so that the next are here in time; what S reads below does not matter
         if (is_fast)
             score_gradients<true>(ds_int8, ds_scale, s, dp, factor, minus_lse, minus_delta, 0, 0, products, dq_sum);
         else
@@ -175,7 +179,6 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
     if (CHUNKS == 1 && before.index != keys.index) before.release();
     keys.release();
     keys.advance();
-    queries.release();
 }
 
 }  // namespace
@@ -194,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Argumen
 
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
-        give_registers_back<24>();
+        give_registers_back<32>();
         if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared));
         return;
     }
@@ -204,17 +207,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Argumen
         if (!find_item<CONSUMERS>(a.axes, item(round), work)) continue;
         float dq_sum[D / 2] = {};
         if (work.tiles > 0) {
-            const int tiles = warpgroup < work.q_packets ? tiles_of(work, warpgroup) : 0;
-            if (tiles > 0)
-                meet_keys(a, work, tiles, warpgroup, shared, keys, queries, dq_sum);
-            else
-                queries.release();
+            meet_keys(a, work, warpgroup, shared, keys, queries, dq_sum);
             queries.advance();
-            for (int tile = tiles; tile < work.tiles; ++tile) {  // which other warpgroups see
-                keys.wait_full();
-                keys.release();
-                keys.advance();
-            }
         }
         const float scales[2] = {a.scale, a.scale};
         store_rows(a.dq, dq_sum, scales, shared + STAGING + warpgroup * STAGING_BYTES, warpgroup, work.head, a.axes.heads,

@@ -22,8 +22,6 @@ constexpr int RING = CONSUMERS * QUERY_BYTES;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
 
-constexpr float LOG2_INT8_MAX = 6.988684686772166f;
-
 struct Barriers {
     u64 full[STAGES], empty[STAGES], queries_full[1], queries_empty[1];
 };
@@ -45,6 +43,7 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
         for (int w = 0; w < work.q_packets; ++w)
             copy_async(shared + w * QUERY_BYTES, a.queries + i64(work.q_block + w) * Q_BYTES, Q_BYTES, queries.full);
         queries.advance();
+#pragma unroll 1
         for (i64 block = work.kv_block; block < work.kv_block + work.tiles; ++block) {
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index;
@@ -63,13 +62,12 @@ struct State {
     float rescale[2], factor[2];
 };
 
-// 127 P of one tile, whose largest logit per row is `m_tile`: rounded, as the left operand of a product (see
+// P of one tile, whose largest logit per row is `m_tile`: in INT8, as the left operand of a product (see
 // round_tile), and its sum per row. The product of the previous tile is added up on the way, which keeps more units
 // busy. FAST: every logit allows a fused multiply-add, and none is masked.
 template <bool FAST>
 __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[64], float factor,
                                               const float (&m_tile)[2], float (&sum)[2], State& state) {
-    const float offset[2] = {LOG2_INT8_MAX - m_tile[0], LOG2_INT8_MAX - m_tile[1]};
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < 8; ++j) {  // 16 columns
@@ -78,9 +76,7 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[
         for (int e = 0; e < 8; ++e) {
             const int i = 8 * j + e, r = i / 2 % 2;
             const float x = __int2float_rn(s[i]);
-            // log2(127) would be lost in a large maximum.
-            p[e] = FAST ? exp2_fast(fmaf(x, factor, offset[r]))
-                        : INT8_MAX * exp2_fast(__fadd_rn(__fmul_rn(x, factor), -m_tile[r]));
+            p[e] = exp2_fast(FAST ? fmaf(x, factor, -m_tile[r]) : __fadd_rn(__fmul_rn(x, factor), -m_tile[r]));
             if (!FAST && s[i] == HIDDEN) p[e] = 0.0f;
             part[e % 4] += p[e];
             if (e % 2 == 0 || CHUNKS == 2) {
@@ -91,9 +87,8 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float* x = p + 2 * r;
-            p_int8[2 * j + r] = low_bytes(x[0] + ROUNDING_OFFSET, x[1] + ROUNDING_OFFSET, x[4] + ROUNDING_OFFSET,
-                                          x[5] + ROUNDING_OFFSET);
+            const auto rounded = [&](int k) { return fmaf(p[2 * r + k], INT8_MAX, ROUNDING_OFFSET); };
+            p_int8[2 * j + r] = low_bytes(rounded(0), rounded(1), rounded(4), rounded(5));
         }
     }
     sum[0] = part[0] + part[1];
@@ -116,7 +111,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), ring = base + RING / 16;
 
     queries.wait_full();
-    const float q_factor = *reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE) * (a.scale * LOG2_E);
+    const float q_scale = *reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE);
     int s[64];
     Ring<STAGES> before = keys;
     keys.wait_full();
@@ -124,7 +119,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
     for (int tile = 0;; ++tile) {
         // While the tensor cores work: what this tile needs, and the next one's place.
         const float2 scales = *reinterpret_cast<const float2*>(shared + RING + keys.index * STAGE_BYTES + SCALES);
-        const float factor = q_factor * scales.x;
+        const float factor = logit_factor(q_scale, scales.x, a.scale);
         const int first_key = tile * KEYS;
         const bool is_cut = first_key + KEYS > work.keys || (IS_CAUSAL && first_key + KEYS > first);
         const bool is_last = tile == tiles - 1, is_fast = is_fusible(factor) && !is_cut;
@@ -140,6 +135,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
         pin(s);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) pin(state.product[c]);
+        if (is_last) queries.release();  // so that the next are here in time; what S reads below does not matter
         if (is_cut) mask(s, work.keys - first_key, first + row - first_key);
         int largest[2] = {HIDDEN, HIDDEN};
 #pragma unroll
@@ -181,7 +177,6 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
     }
     keys.release();
     keys.advance();
-    queries.release();
 }
 
 }  // namespace
@@ -200,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
 
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
-        give_registers_back<CONSUMERS == 3 ? 32 : 24>();
+        give_registers_back<32>();
         if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared));
         return;
     }
@@ -231,7 +226,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
             float l = state.l[r];
             l += __shfl_xor_sync(0xffffffff, l, 1);
             l += __shfl_xor_sync(0xffffffff, l, 2);
-            l *= 1.0f / INT8_MAX;
             inverse[r] = l == 0.0f ? 0.0f : 1.0f / l;  // without keys O is zero
             const int token = first + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
             if (thread % 4 == 0 && token < work.q.tokens)

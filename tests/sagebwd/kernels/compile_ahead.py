@@ -34,7 +34,6 @@ from sagebwd.kernels import tiles
 from sagebwd.kernels.backward import backward
 from sagebwd.kernels.forward import forward
 from sagebwd.kernels.operands import Axis
-from sagebwd.kernels.quantize import token_mean
 
 #: Bytes of shared memory that one program may take, by compute capability.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -162,8 +161,7 @@ def run(head_dim: int, variant: Variant) -> None:
     cu_seqlens = torch.tensor([0, 100, TOKENS], dtype=torch.int32) if variant.packed else None
     axes = [Axis.of(TOKENS, block, cu_seqlens) for block in variant.config.tile(head_dim)]
     settings = {"is_causal": variant.is_causal, "scale": head_dim**-0.5, "config": variant.config}
-    mean = token_mean(k, axes[1])
-    out, lse = forward(q, k, k, mean, *axes, **settings)
+    out, lse, mean = forward(q, k, k, *axes, **settings)
     backward(q, q, k, k, out, lse, mean, *axes, **settings)
 
 

@@ -311,6 +311,16 @@ def test_sanitizer_watches_every_kernel():
         "_mean_kernel",
         "_quantize_grad_kernel",
         "_quantize_kernel",
+        "dk_dv_kernel",
+        "dq_kernel",
+        "forward_kernel",
+        "key_columns_kernel",
+        "key_kernel",
+        "key_value_kernel",
+        "mean_kernel",
+        "query_gradient_kernel",
+        "query_kernel",
+        "sum_kernel",
     ]
 
 

@@ -2,8 +2,8 @@
 must do, on the GPU that they are written for. The tests that need none come first.
 
 What other files already ask of these kernels, because they use such head sizes and the default settings, is
-not repeated here: every head size (test_against_reference.py), Gaussian and hard values (test_against_float64
-.py), a thousand runs, 2³¹ elements and 65536 tokens (test_gpu.py).
+not repeated here: Gaussian and hard values in test_against_float64.py; in test_gpu.py a thousand runs, also
+beside another stream, 2³¹ elements and 65536 tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ causal_and_full = pytest.mark.parametrize("is_causal", [True, False], ids=["caus
 assert_same_in_fp16 = against_reference.assert_same
 errors, check_errors = against_float64.errors, against_float64.check
 alone = documents.alone
-compiled = as_operators.compiled
+compiled, ignore_warnings_of_torch = as_operators.compiled, as_operators.pytestmark
 
 # --- When they are used (no GPU) ---------------------------------------------------------------------------
 
@@ -103,13 +103,13 @@ def gpu_of(monkeypatch):
     """gpu_of(capability, reason) -> a tensor on such a GPU, where the runtime is unavailable for a reason."""
 
     def gpu_of(capability=(9, 0), reason=None, head_dim=64):
+        hopper._runs_on.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(runtime, "why_unavailable", lambda device: reason)
         return SimpleNamespace(is_cuda=True, shape=(1, 1, 1, head_dim), device=torch.device("cuda", 0))
 
-    hopper._warn_once.cache_clear()
     yield gpu_of
-    hopper._warn_once.cache_clear()
+    hopper._runs_on.cache_clear()
 
 
 def test_used_on_hopper_alone(gpu_of):
@@ -139,8 +139,30 @@ def test_a_hopper_gpu_without_the_runtime_is_said_once(gpu_of):
 
 # --- Python and CUDA agree (no GPU) ------------------------------------------------------------------------
 
-C_TYPES = {"TokenTensor": runtime.TokenTensor, "Segments": runtime.Segments}
-C_TYPES |= {"int": ctypes.c_int, "float": ctypes.c_float}
+SCALARS = {"int": ctypes.c_int, "i64": ctypes.c_int64, "float": ctypes.c_float}
+
+
+def fields_in_c(name, text):
+    """(name, type, whether it is a pointer) of all fields of a struct."""
+    body = re.sub(r"//.*", "", re.search(rf"struct {name} {{(.*?)}};", text, re.DOTALL)[1])
+    for declaration in filter(None, map(str.strip, body.split(";"))):
+        kind, names = re.fullmatch(r"(?:const )?(\w+)\s*(.*)", declaration, re.DOTALL).groups()
+        for field in map(str.strip, names.split(",")):
+            yield field.lstrip("* "), kind, field.startswith("*")
+
+
+def assert_same_fields(structure, name, text):
+    for (in_c, kind, is_pointer), (in_python, ctype) in zip(
+        fields_in_c(name, text), structure._fields_, strict=True
+    ):
+        assert in_c == in_python
+        if is_pointer:
+            assert ctype is ctypes.c_void_p, in_c
+        elif kind in SCALARS:
+            assert ctype is SCALARS[kind], in_c
+        else:
+            assert ctype.__name__.lstrip("_") == kind, in_c
+            assert_same_fields(ctype, kind, text)
 
 
 @pytest.mark.parametrize(
@@ -150,14 +172,9 @@ C_TYPES |= {"int": ctypes.c_int, "float": ctypes.c_float}
 )
 def test_arguments_are_those_of_the_source(source, structure):
     """Names, order and types: the driver sees nothing but their size."""
-    text = (runtime.SOURCES / f"{source}.cu").read_text(encoding="utf-8")
-    body = re.sub(r"//.*", "", re.search(r"struct Arguments {(.*?)};", text, re.DOTALL)[1])
-    found = []
-    for declaration in filter(None, map(str.strip, body.split(";"))):
-        kind, names = re.fullmatch(r"(?:const )?(\w+)\s*(.*)", declaration, re.DOTALL).groups()
-        for name in map(str.strip, names.split(",")):
-            found.append((name.lstrip("* "), ctypes.c_void_p if name.startswith("*") else C_TYPES[kind]))
-    assert found == list(structure._fields_)
+    files = ("common.cuh", f"{source}.cu")
+    text = "".join((runtime.SOURCES / file).read_text(encoding="utf-8") for file in files)
+    assert_same_fields(structure, "Arguments", text)
 
 
 def check_syntax(source, head_dim, threads, shared_bytes):
@@ -186,9 +203,9 @@ def test_launches_are_what_the_sources_are_written_for(source, head_dim):
     if reason := runtime.why_no_compiler():
         pytest.skip(reason)
     launch = hopper.LAUNCHES[source, head_dim]
-    assert launch.shared_bytes <= 227 * 1024 - 1024  # what a block may have; barriers are not counted
+    assert launch.shared_bytes <= 226 * 1024  # of the 227 KiB that a block may have; barriers lie beside
     check_syntax(source, head_dim, launch.threads, launch.shared_bytes)
-    for change in ({"threads": launch.threads + 128}, {"shared_bytes": launch.shared_bytes + 16}):
+    for change in ({"warpgroups": launch.warpgroups + 1}, {"shared_bytes": launch.shared_bytes + 16}):
         wrong = launch._replace(**change)
         with pytest.raises(Exception, match="static assertion failed"):
             check_syntax(source, head_dim, wrong.threads, wrong.shared_bytes)
@@ -274,11 +291,12 @@ def assert_bit_equal(found, wanted):
 
 # --- Against the reference ---------------------------------------------------------------------------------
 
-EQUAL_LENGTHS = [(n, n) for n in (2, 31, 63, 64, 65, 127, 128, 129, 191, 192, 257, 300, 1000)]
+EQUAL_LENGTHS = [(n, n) for n in (2, 31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257, 300, 385, 1000)]
 OTHER_LENGTHS = [
     (2, 65), (2, 1000), (31, 129), (31, 300), (63, 64), (63, 192), (64, 63), (64, 65), (64, 128), (65, 64),
     (65, 257), (127, 2), (127, 129), (128, 127), (128, 191), (129, 31), (129, 127), (129, 1000), (191, 65),
-    (192, 128), (192, 257), (257, 2), (257, 256), (300, 64), (300, 1000), (1000, 31), (1000, 129), (1000, 300),
+    (192, 128), (192, 257), (257, 2), (257, 256), (300, 64), (300, 1000), (1000, 31), (1000, 129),
+    (1000, 300),
 ]  # fmt: skip
 
 
@@ -286,7 +304,7 @@ OTHER_LENGTHS = [
 @causal_and_full
 @both_head_dims
 def test_lengths(check, sample, n_q, n_kv, is_causal, head_dim):
-    """Around blocks of 64 queries, items of 128 and tiles of 128 keys; two query heads to a key head."""
+    """Around blocks of 64 queries, items of 128 and 192, and tiles of 128 keys; two heads to a key head."""
     check(sample(n_q, n_kv, heads=2, kv_heads=1, head_dim=head_dim), is_causal=is_causal)
 
 
@@ -375,7 +393,7 @@ def test_logsumexp(on_gpu, only_hopper, poisoned_memory, device, is_packed, is_c
         torch.tensor(x, device=device) if is_packed else None for x in ([0, 70, 199], [5, 160, 160])
     ]
     config = ops.encode(DEFAULT_CONFIG)
-    _, lse = torch.ops.sagebwd.forward(q, k, v, *boundaries, is_causal, 0.1, config)
+    _, lse, _ = torch.ops.sagebwd.forward(q, k, v, *boundaries, is_causal, 0.1, config)
     names = ("cu_seqlens", "cu_seqlens_kv")
     packed = {name: x.cpu() for name, x in zip(names, boundaries, strict=True)} if is_packed else {}
     inputs = (x.cpu() for x in (q, k, v))
@@ -415,7 +433,7 @@ def test_a_gradient_that_is_one_number_for_all(attend, assert_same, on_gpu, head
 
 @settings(
     deadline=None,
-    max_examples=100,
+    max_examples=60,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -454,7 +472,7 @@ def test_anything(
 @pytest.mark.parametrize("sigma", [0.1, 1, 3, 5, 8, 10, 30])
 @pytest.mark.parametrize(
     ("n", "head_dim", "is_causal"),
-    [(1024, 64, True), (1024, 64, False), (1024, 128, False), (777, 80, False), (777, 128, True)],
+    [(1024, 64, True), (1024, 64, False), (777, 80, False), (777, 128, False)],
 )
 def test_as_close_to_float64_as_the_reference(check_errors, sample, sigma, n, head_dim, is_causal):
     """Full attention, and 64 channels, in what test_against_float64.py leaves out."""
@@ -541,11 +559,13 @@ def test_a_pack_is_each_of_its_documents_alone(kernels, alone, sample, pack, hea
     assert_bit_equal(found, alone(inputs, rows, columns or rows, is_causal=is_causal))
 
 
+@pytest.mark.parametrize("smooth_k", [True, False], ids=["smooth_k", "no smoothing"])
 @causal_and_full
 @both_head_dims
-def test_a_pack_is_what_the_reference_says(check, sample, is_causal, head_dim):
+def test_a_pack_is_what_the_reference_says(check, sample, smooth_k, is_causal, head_dim):
+    options = {"is_causal": is_causal, "config": SageConfig(smooth_k=smooth_k)}
     cu_seqlens = torch.tensor(boundaries_of([65, 129, 0, 300, 64], 3))
-    check(sample(570, heads=2, head_dim=head_dim), is_causal=is_causal, cu_seqlens=cu_seqlens)
+    check(sample(570, heads=2, head_dim=head_dim), cu_seqlens=cu_seqlens, **options)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
@@ -703,8 +723,9 @@ def test_large_logits_choose_the_keys_that_agree(kernels, size, n_kv, head_dim):
 @pytest.mark.parametrize(("n_q", "n_kv"), [(40, 70), (130, 200)])
 @both_head_dims
 def test_large_logits_of_random_numbers(kernels, attend_reference, sample, scale, n_q, n_kv, head_dim):
-    """As in test_edge_values.py: O is one value, dV dO of its queries, and the rest noise of the same size."""
+    """As in test_edge_values.py: O is one value, dV dO of its queries, the rest noise of the same size."""
     inputs = sample(n_q, n_kv, head_dim=head_dim)
+    inputs[3] *= 2**-6  # so that the noise does not overflow
     found, wanted = (attention(*inputs, scale=scale) for attention in (kernels, attend_reference))
     for name in ("out", "dv"):
         assert relative_l2(found[name], wanted[name]) < 1e-3, name
@@ -870,8 +891,7 @@ def assert_equal_lists(found, wanted):
 
 @both_head_dims
 def test_two_hundred_times_the_same_bits(gradients, on_gpu, head_dim):
-    """Full, with groups, odd lengths and fp16; the rest does test_gpu.py. Programs share out more items than
-    there is room for."""
+    """Full, with groups, odd lengths and fp16: what test_gpu.py leaves out."""
     inputs = on_gpu(301, 517, batch=4, heads=8, kv_heads=2, head_dim=head_dim)
 
     def full(q, k, v):
@@ -957,9 +977,7 @@ def test_cuda_graphs_replay_with_new_inputs(gradients, on_gpu, device, is_packed
         assert_equal_lists(captured, gradients(attend, *fresh))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script:DeprecationWarning", "ignore:TensorFloat32 tensor cores:UserWarning"
-)
+@ignore_warnings_of_torch
 @both_head_dims
 def test_compiled_equals_eager(gradients, compiled, on_gpu, head_dim):
     def tokens_first(q, k, v):
@@ -973,7 +991,7 @@ def test_compiled_equals_eager(gradients, compiled, on_gpu, head_dim):
     assert_equal_lists(found, gradients(tokens_first, *inputs))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@ignore_warnings_of_torch
 @pytest.mark.parametrize("lay", [torch.clone, as_operators.token_major, as_operators.every_other])
 def test_operators_keep_their_promises(only_hopper, on_gpu, lay):
     """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
@@ -985,7 +1003,7 @@ def test_operators_keep_their_promises(only_hopper, on_gpu, lay):
     torch.library.opcheck(torch.ops.sagebwd.backward.default, (grad_out, q, k, v, *saved, *options))
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
+@ignore_warnings_of_torch
 @pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
 def test_neither_pass_waits_for_the_device(gradients, on_gpu, device, is_packed):
     cu_seqlens = torch.tensor([0, 65, 65, 300], device=device) if is_packed else None
@@ -1055,8 +1073,8 @@ def test_groups_of_many_heads(attend, on_gpu, is_causal, head_dim):
     for n in range(2):
         q, kv = slice(24 * n, 24 * n + 24), slice(n, n + 1)
         half = [x[:, heads] for x, heads in zip(inputs, (q, kv, kv, q), strict=True)]
-        alone = attend(*half, is_causal=is_causal)
-        assert_bit_equal({name: found[name][:, q if name in ("out", "dq") else kv] for name in NAMES}, alone)
+        part = {name: found[name][:, q if name in ("out", "dq") else kv] for name in NAMES}
+        assert_bit_equal(part, attend(*half, is_causal=is_causal))
 
 
 @both_head_dims

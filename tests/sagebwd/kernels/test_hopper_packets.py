@@ -1,4 +1,4 @@
-"""Packets against their specification, built here in plain PyTorch, byte for byte."""
+"""Packets of the Hopper kernels against their specification, built here in plain PyTorch, byte for byte."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from sagebwd.kernels.operands import Axis, padded_head_dim
-from sagebwd.kernels.packets import (
+from sagebwd.kernels.hopper import runtime
+from sagebwd.kernels.hopper.packets import (
     key_columns,
     key_packets,
     key_value_packets,
     query_gradient_packets,
     query_packets,
+    token_mean,
 )
-from sagebwd.kernels.quantize import token_mean
+from sagebwd.kernels.operands import Axis, padded_head_dim
 from sagebwd.quantization import quantize
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not runtime.is_available(torch.device("cuda")), reason="no Hopper GPU"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 TINY = torch.finfo(torch.float32).tiny
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -34,6 +39,11 @@ SHAPES = [  # B, H, N, D, dtype
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 MINUS_DELTA = slice(-16 - 4 * 64, -16)  # in the packets of queries by rows
 PACK = [3, 3, 68, 69, 140, 140]  # boundaries of documents among 150 tokens
+
+
+@pytest.fixture
+def device():
+    return "cuda"
 
 
 @pytest.fixture
@@ -228,7 +238,7 @@ def test_keys_and_values(gaussian, shape):
         mean[:, : k.shape[3]] += k.float().mean((0, 1, 2))
     assert_key_value_packets(key_value_packets(k, v, axis, mean), axis, k, v, mean)
     packets = key_packets(k, v, axis, mean)
-    columns = key_columns(packets, axis, padded_head_dim(k.shape[3]))
+    columns = key_columns(packets, k, axis)
     assert_key_packets(packets, columns, axis, k, v, mean)
 
 
@@ -262,7 +272,7 @@ def test_strides_do_not_matter(gaussian, log_sums, view):
     for k, v in ((view(tensors[0]), tensors[1]), (tensors[0], view(tensors[1]))):
         assert_key_value_packets(key_value_packets(k, v, kv_axis, None), kv_axis, *tensors[:2], None)
         packets = key_packets(k, v, kv_axis, None)
-        assert_key_packets(packets, key_columns(packets, kv_axis, 64), kv_axis, *tensors[:2], None)
+        assert_key_packets(packets, key_columns(packets, tensors[0], kv_axis), kv_axis, *tensors[:2], None)
     assert_query_packets(query_packets(view(tensors[0]), q_axis), q_axis, tensors[0])
 
 
@@ -275,7 +285,7 @@ def test_blocks_of_a_pack_are_those_of_its_documents(gaussian, log_sums):
     assert_query_gradient_packets(query_gradient_packets(a, b, c, lse, q_axis), q_axis, a, b, c, lse, PACK)
     assert_key_value_packets(key_value_packets(a, b, kv_axis, mean), kv_axis, a, b, mean, PACK)
     packets = key_packets(a, b, kv_axis, mean)
-    assert_key_packets(packets, key_columns(packets, kv_axis, 64), kv_axis, a, b, mean, PACK)
+    assert_key_packets(packets, key_columns(packets, a, kv_axis), kv_axis, a, b, mean, PACK)
 
 
 # --- Numbers ------------------------------------------------------------------------------------------------
@@ -328,9 +338,26 @@ def test_delta_is_nan_where_it_is_not_finite(gaussian, log_sums, poison):
     assert not minus_delta.isinf().any()
 
 
-def test_an_axis_or_head_size_that_packets_do_not_hold(gaussian):
-    (q,) = gaussian(1, 1, 3, 32, FP16)
-    with pytest.raises(AssertionError, match="64 or 128 channels"):
-        query_packets(q, Axis.of(3, 64, None))
-    with pytest.raises(AssertionError, match="hold 64 tokens, not 128"):
-        query_packets(q, Axis.of(3, 128, None))
+# --- The mean of K ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("boundaries", [None, PACK], ids=["one document", "packed"])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+def test_token_mean(gaussian, boundaries, head_dim):
+    """Of each document, zero past the head size and for a document without tokens."""
+    (k,) = gaussian(2, 3, 150, head_dim, BF16)
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries, device=k.device)
+    axis = Axis.of(150, 128, cu_seqlens)
+    mean = token_mean(k, axis).cpu()
+    documents = [k[:, :, start:stop].cpu().double() for start, stop in pairwise(boundaries or [0, 150])]
+    wanted = torch.stack([x.sum(2) / max(x.shape[2], 1) for x in documents], 2).flatten(0, 2)
+    torch.testing.assert_close(mean[:, :head_dim].double(), wanted, rtol=1e-5, atol=1e-6)
+    assert not mean[:, head_dim:].any()
+
+
+def test_token_mean_of_many_blocks_never_varies(gaussian):
+    (k,) = gaussian(1, 2, 128 * 37 + 5, 64, BF16)
+    axis = Axis.of(k.shape[2], 128, None)
+    first = token_mean(k, axis)
+    torch.testing.assert_close(first.double(), k.double().mean(2)[0], rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(token_mean(k, axis), first) for _ in range(10))

@@ -1,0 +1,399 @@
+// Q, K, V and dO as packets, which the other kernels copy to shared memory as they are. One read of each tensor.
+//
+// A program makes the part of a packet that comes from one tensor, for one block of tokens of one head. A thread holds 4 pieces of 8 channels of a token.
+
+#include "common.cuh"
+
+namespace {
+
+constexpr int PIECES = 4;
+template <int TOKENS>
+constexpr int THREADS = TOKENS * D / (8 * PIECES);
+
+struct Source {
+    TokenTensor tensor;
+    int is_contiguous;  // 8 channels of a token can be read at once
+};
+
+struct Block {
+    int part;                        // which tensor of a packet
+    int head, document, index;       // index: of the block, counted over all heads
+    int start, first, tokens;        // of the document: its first token; of the block: its first; its tokens
+};
+
+// The block of this program; false if it has no tokens.
+template <int TOKENS, int PARTS = 1>
+__device__ __forceinline__ bool find_block(const Segments& segments, int tokens, int blocks, Block& block) {
+    block.part = blockIdx.x % PARTS;
+    block.index = blockIdx.x / PARTS;
+    block.head = block.index / blocks;
+    const int index = block.index % blocks;
+    block.document = segments.document == nullptr ? 0 : segments.document[index];
+    const Document document = find_extent(segments, tokens, block.document);
+    block.start = document.start;
+    block.first = (index - document.first_block) * TOKENS;
+    block.tokens = min(document.tokens - block.first, TOKENS);
+    return block.tokens > 0;
+}
+
+// Where byte o of a tile with rows of 64 or 128 bytes lies.
+template <int ROW_BYTES>
+__device__ __forceinline__ int swizzled(int o) {
+    return o ^ (o >> 3 & (ROW_BYTES - 16));
+}
+
+// TOKENS x D numbers, spread over the threads: piece i of a thread is 8 channels of one token. Zero where there is no
+// token or channel.
+template <int TOKENS>
+struct Tile {
+    float x[PIECES][8];
+
+    __device__ __forceinline__ static int token(int i) { return (i * THREADS<TOKENS> + threadIdx.x) / (D / 8); }
+    __device__ __forceinline__ static int channel() { return threadIdx.x % (D / 8) * 8; }
+};
+
+__device__ __forceinline__ float to_float(u16 bits) {
+#ifdef IS_BF16
+    return __uint_as_float(u32(bits) << 16);
+#else
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+    return y;
+#endif
+}
+
+// Eight numbers of 16 bits from channel `channel` of a token on; zero outside.
+__device__ __forceinline__ uint4 load_piece(const Source& source, const Block& block, int heads, int token, int channel, int d) {
+    uint4 piece = {0, 0, 0, 0};
+    if (token >= block.tokens || channel >= d) return piece;
+    const TokenTensor& x = source.tensor;
+    const u16* row = x.data + block.head / heads * x.stride_b + block.head % heads * x.stride_h +
+                     (block.start + block.first + token) * x.stride_n;
+    if (source.is_contiguous) return *reinterpret_cast<const uint4*>(row + channel);
+    u32* pairs = &piece.x;
+#pragma unroll
+    for (int e = 0; e < 8; e += 2)
+        pairs[e / 2] = row[(channel + e) * x.stride_d] | u32(row[(channel + e + 1) * x.stride_d]) << 16;
+    return piece;
+}
+
+__device__ __forceinline__ void unpack(float (&x)[8], const uint4& piece) {
+    const u32* pairs = &piece.x;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) x[e] = to_float(pairs[e / 2] >> 16 * (e % 2) & 0xffff);
+}
+
+// A tile as it lies in memory. All loads are on their way before any number is waited for.
+template <int TOKENS>
+struct Pieces {
+    uint4 raw[PIECES];
+
+    __device__ __forceinline__ void load(const Source& source, const Block& block, int heads, int d) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+            raw[i] = load_piece(source, block, heads, Tile<TOKENS>::token(i), Tile<TOKENS>::channel(), d);
+    }
+    __device__ __forceinline__ void unpack_to(Tile<TOKENS>& tile) const {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) unpack(tile.x[i], raw[i]);
+    }
+    // The numbers as they are: halves of 64 channels one after the other.
+    __device__ __forceinline__ void store_halves(u8* target) const {
+        const int channel = Tile<TOKENS>::channel();
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+            *reinterpret_cast<uint4*>(target + channel / 64 * (TOKENS * 128) +
+                                      swizzled<128>(Tile<TOKENS>::token(i) * 128 + channel % 64 * 2)) = raw[i];
+    }
+};
+
+// Subtracts the mean of each channel from what exists.
+template <int TOKENS>
+__device__ __forceinline__ void subtract(Tile<TOKENS>& tile, const float* mean, const Block& block, int d) {
+    if (tile.channel() >= d) return;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+        const float m = mean[tile.channel() + e];
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+            if (tile.token(i) < block.tokens) tile.x[i][e] -= m;
+    }
+}
+
+// --- INT8 --------------------------------------------------------------------------------------------------
+
+// The scale of all numbers of a tile: NaN if one is not finite. All threads call it; `slots` are shared by them.
+template <int TOKENS>
+__device__ __forceinline__ float find_scale(const Tile<TOKENS>& tile, int (&slots)[16]) {
+    int largest = 0;  // bits: magnitudes are ordered as their bits are, infinity and NaN at the top
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i)
+#pragma unroll
+        for (int e = 0; e < 8; ++e) largest = max(largest, __float_as_int(tile.x[i][e]) & 0x7fffffff);
+    largest = __reduce_max_sync(0xffffffff, largest);
+    __syncthreads();  // the slots may still be read
+    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < THREADS<TOKENS> / 32; ++i) largest = max(largest, slots[i]);
+    const float scale = __fdiv_rn(__int_as_float(largest), INT8_MAX);
+    return scale < SMALLEST_NORMAL ? 0.0f : fabsf(scale) == INFINITE ? __int_as_float(0x7fffffff) : scale;
+}
+
+// The nearest integers to x / scale, as 8 bytes. The quotient by a reciprocal, corrected once by its remainder, is that
+// of a division, at a fraction of its price.
+__device__ __forceinline__ uint2 quantize(const float (&x)[8], float scale) {
+    const float divisor = scale > 0.0f ? scale : 1.0f, inverse = scale > 0.0f ? __frcp_rn(scale) : 0.0f;
+    float y[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+        const float quotient = x[e] * inverse;
+        y[e] = fmaf(fmaf(-quotient, divisor, x[e]), inverse, quotient) + ROUNDING_OFFSET;
+    }
+    return {low_bytes(y[0], y[1], y[2], y[3]), low_bytes(y[4], y[5], y[6], y[7])};
+}
+
+// --- Tiles of a packet -------------------------------------------------------------------------------------
+
+// Where a token lies in a tile by columns: of each 16, position 4 q + 2 h + e takes token 8 h + 2 q + e, the order in
+// which thread q of four holds a row of the other operand.
+__device__ __forceinline__ int position(int token) {
+    return (token & ~15) | (token >> 1 & 3) << 2 | (token >> 3 & 1) << 1 | (token & 1);
+}
+
+template <int TOKENS>
+__device__ __forceinline__ void store_rows_int8(u8* target, const uint2 (&values)[PIECES]) {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i)
+        *reinterpret_cast<uint2*>(target + swizzled<D>(Tile<TOKENS>::token(i) * D + Tile<TOKENS>::channel())) = values[i];
+}
+
+// By columns, through `shared`, TOKENS + 4 bytes for each channel. All threads call it.
+template <int TOKENS>
+__device__ __forceinline__ void store_columns_int8(u8* target, const uint2 (&values)[PIECES], u8* shared) {
+    constexpr int PITCH = TOKENS + 4;  // so that channels lie in different banks
+    __syncthreads();                   // it may still be read
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const u32* words = &values[i].x;
+        u8* column = shared + Tile<TOKENS>::channel() * PITCH + position(Tile<TOKENS>::token(i));
+#pragma unroll
+        for (int e = 0; e < 8; ++e) column[e * PITCH] = words[e / 4] >> 8 * (e % 4);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < PIECES / 2; ++i) {
+        const int o = (i * THREADS<TOKENS> + threadIdx.x) * 16;
+        const u32* words = reinterpret_cast<const u32*>(shared + o / TOKENS * PITCH + o % TOKENS);
+        *reinterpret_cast<uint4*>(target + swizzled<TOKENS>(o)) = {words[0], words[1], words[2], words[3]};
+    }
+}
+
+template <int TOKENS>
+__device__ __forceinline__ void quantize_tile(uint2 (&values)[PIECES], const Tile<TOKENS>& tile, float scale) {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) values[i] = quantize(tile.x[i], scale);
+}
+
+// Number `slot` of a tail; the tensor that brings the first also clears what nobody brings.
+__device__ __forceinline__ void store_scale(u8* tail, int slot, float scale, int used) {
+    float* numbers = reinterpret_cast<float*>(tail);
+    if (threadIdx.x == 0) numbers[slot] = scale;
+    if (slot == 0 && threadIdx.x >= used && threadIdx.x < 4) numbers[threadIdx.x] = 0.0f;
+}
+
+struct Axis {
+    Segments segments;
+    int tokens, d, heads, blocks, documents;
+};
+
+}  // namespace
+
+// --- The mean of K over the tokens of each document --------------------------------------------------------
+
+// Sums over the tokens of each block: (blocks of all heads, D).
+extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) sum_kernel(Source k, float* sums, Axis axis) {
+    constexpr int PARTS = THREADS<KEYS> / (D / 8);
+    __shared__ float parts[PARTS][D];
+    Block block;
+    if (!find_block<KEYS>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    Tile<KEYS> tile;
+    Pieces<KEYS> pieces;
+    pieces.load(k, block, axis.heads, axis.d);
+    pieces.unpack_to(tile);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) sum += tile.x[i][e];
+        parts[threadIdx.x / (D / 8)][tile.channel() + e] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x >= D) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) sum += parts[i][threadIdx.x];
+    sums[i64(block.index) * D + threadIdx.x] = sum;
+}
+
+// Means from these sums, added up in a fixed order: (documents of all heads, D).
+extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) mean_kernel(const float* sums, float* mean, Axis axis) {
+    constexpr int LANES = THREADS<KEYS> / D;
+    __shared__ float parts[LANES][D];
+    const int head = blockIdx.x / axis.documents, document = blockIdx.x % axis.documents;
+    const Document extent = find_extent(axis.segments, axis.tokens, document);
+    const int blocks = (extent.tokens + KEYS - 1) / KEYS, lane = threadIdx.x / D, channel = threadIdx.x % D;
+    const float* first = sums + (i64(head) * axis.blocks + extent.first_block) * D + channel;
+    float sum = 0.0f;
+    for (int i = lane; i < blocks; i += LANES) sum += first[i64(i) * D];
+    parts[lane][channel] = sum;
+    __syncthreads();
+    if (lane != 0) return;
+#pragma unroll
+    for (int i = 1; i < LANES; ++i) sum += parts[i][channel];
+    mean[i64(blockIdx.x) * D + channel] = sum / max(extent.tokens, 1);
+}
+
+// --- Packets -----------------------------------------------------------------------------------------------
+
+namespace {
+
+// Loads one block of a tensor.
+template <int TOKENS>
+__device__ __forceinline__ void load(Pieces<TOKENS>& pieces, Tile<TOKENS>& tile, const Source& source, const Block& block,
+                                     const Axis& axis) {
+    pieces.load(source, block, axis.heads, axis.d);
+    pieces.unpack_to(tile);
+}
+
+// K smoothed, by rows in INT8; returns its scale.
+__device__ __forceinline__ float pack_k(u8* rows, const Source& k, const float* mean, const Block& block, const Axis& axis,
+                                        int (&slots)[16]) {
+    Pieces<KEYS> pieces;
+    Tile<KEYS> tile;
+    uint2 values[PIECES];
+    load(pieces, tile, k, block, axis);
+    if (mean != nullptr)
+        subtract(tile, mean + (i64(block.head) * axis.documents + block.document) * D, block, axis.d);
+    const float scale = find_scale(tile, slots);
+    quantize_tile(values, tile, scale);
+    store_rows_int8<KEYS>(rows, values);
+    return scale;
+}
+
+}  // namespace
+
+// Forward: rows of Q; its scale.
+extern "C" __global__ void __launch_bounds__(THREADS<ROWS>) query_kernel(Source q, u8* packets, Axis axis) {
+    __shared__ int slots[16];
+    Block block;
+    if (!find_block<ROWS>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    u8* packet = packets + i64(block.index) * (Q_TILE + TAIL);
+    Pieces<ROWS> pieces;
+    Tile<ROWS> tile;
+    uint2 values[PIECES];
+    load(pieces, tile, q, block, axis);
+    const float scale = find_scale(tile, slots);
+    quantize_tile(values, tile, scale);
+    store_rows_int8<ROWS>(packet, values);
+    store_scale(packet + Q_TILE, 0, scale, 1);
+}
+
+// Forward: rows of K, columns of V; their scales. `mean`: what is subtracted from K, or null.
+extern "C" __global__ void __launch_bounds__(THREADS<KEYS>)
+    key_value_kernel(Source k, Source v, const float* mean, u8* packets, Axis axis) {
+    __shared__ int slots[16];
+    __shared__ __align__(16) u8 transposed[D * (KEYS + 4)];
+    Block block;
+    if (!find_block<KEYS, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    u8* packet = packets + i64(block.index) * KV_BYTES;
+    if (block.part == 0) {
+        store_scale(packet + 2 * K_TILE, 0, pack_k(packet, k, mean, block, axis, slots), 2);
+    } else {
+        Pieces<KEYS> pieces;
+        Tile<KEYS> tile;
+        uint2 values[PIECES];
+        load(pieces, tile, v, block, axis);
+        const float scale = find_scale(tile, slots);
+        quantize_tile(values, tile, scale);
+        store_columns_int8<KEYS>(packet + K_TILE, values, transposed);
+        store_scale(packet + 2 * K_TILE, 1, scale, 2);
+    }
+}
+
+// Backward: rows of K, V as it is; the scale of K.
+extern "C" __global__ void __launch_bounds__(THREADS<KEYS>)
+    key_kernel(Source k, Source v, const float* mean, u8* packets, Axis axis) {
+    __shared__ int slots[16];
+    Block block;
+    if (!find_block<KEYS, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    u8* packet = packets + i64(block.index) * K_ROWS_BYTES;
+    if (block.part == 0) {
+        store_scale(packet + 3 * K_TILE, 0, pack_k(packet, k, mean, block, axis, slots), 1);
+    } else {
+        Pieces<KEYS> pieces;
+        pieces.load(v, block, axis.heads, axis.d);
+        pieces.store_halves(packet + K_TILE);
+    }
+}
+
+// Backward: columns of K, from the rows in its packets.
+extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) key_columns_kernel(const u8* packets, u8* columns, Axis axis) {
+    __shared__ __align__(16) u8 transposed[D * (KEYS + 4)];
+    Block block;
+    if (!find_block<KEYS>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    const u8* packet = packets + i64(block.index) * K_ROWS_BYTES;
+    uint2 values[PIECES];
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i)
+        values[i] = *reinterpret_cast<const uint2*>(packet + swizzled<D>(Tile<KEYS>::token(i) * D + Tile<KEYS>::channel()));
+    store_columns_int8<KEYS>(columns + i64(block.index) * K_COLUMNS_BYTES, values, transposed);
+}
+
+// Backward: rows of Q, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packet of their
+// own, columns of Q and dO. delta = rowsum(dO * O), section 3 of the paper.
+extern "C" __global__ void __launch_bounds__(THREADS<ROWS>)
+    query_gradient_kernel(Source q, Source grad, Source out, const float* lse, u8* rows, u8* columns, Axis axis) {
+    __shared__ int slots[16];
+    __shared__ __align__(16) u8 transposed[D * (ROWS + 4)];
+    Block block;
+    if (!find_block<ROWS, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    u8* row_packet = rows + i64(block.index) * Q_ROWS_BYTES;
+    u8* column_packet = columns + i64(block.index) * Q_COLUMNS_BYTES;
+    u8* scales = row_packet + 3 * Q_TILE + STATS;
+    Pieces<ROWS> pieces;
+    Tile<ROWS> tile;
+    uint2 values[PIECES];
+    if (block.part == 0) {
+        load(pieces, tile, q, block, axis);
+        const float scale = find_scale(tile, slots);
+        quantize_tile(values, tile, scale);
+        store_rows_int8<ROWS>(row_packet, values);
+        store_columns_int8<ROWS>(column_packet, values, transposed);
+        store_scale(scales, 0, scale, 2);
+        return;
+    }
+    Pieces<ROWS> out_pieces;
+    out_pieces.load(out, block, axis.heads, axis.d);
+    load(pieces, tile, grad, block, axis);
+    pieces.store_halves(row_packet + Q_TILE);
+    float* stats = reinterpret_cast<float*>(row_packet + 3 * Q_TILE);
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        float o[8], delta = 0.0f;
+        unpack(o, out_pieces.raw[i]);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) delta += tile.x[i][e] * o[e];
+#pragma unroll
+        for (int lane = 1; lane < D / 8; lane *= 2) delta += __shfl_xor_sync(0xffffffff, delta, lane);
+        if (tile.channel() == 0) stats[ROWS + tile.token(i)] = -infinite_to_nan(delta);
+    }
+    if (threadIdx.x < ROWS) {
+        const i64 token = i64(block.head) * axis.tokens + block.start + block.first + threadIdx.x;
+        stats[threadIdx.x] = threadIdx.x < block.tokens ? -lse[token] : -INFINITE;
+    }
+    const float scale = find_scale(tile, slots);
+    quantize_tile(values, tile, scale);
+    store_columns_int8<ROWS>(column_packet + Q_TILE, values, transposed);
+    store_scale(scales, 1, scale, 2);
+}
