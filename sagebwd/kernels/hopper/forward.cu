@@ -55,11 +55,11 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
 }
 
 // What a warpgroup keeps of its 64 queries: O and l up to a common factor per row, and the maximum m of the logits.
-// The product of the last tile is not yet in o: o * rescale + product * factor is what it should be.
+// The product of the last tile is not yet in o: o + product * factor is what it should be.
 struct State {
     float o[D / 2], l[2], m[2];
     int product[CHUNKS][32];
-    float rescale[2], factor[2];
+    float factor[2];
 };
 
 // P of one tile, whose largest logit per row is `m_tile`: in INT8, as the left operand of a product (see
@@ -81,8 +81,7 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[
             part[e % 4] += p[e];
             if (e % 2 == 0 || CHUNKS == 2) {
                 const int k = CHUNKS == 2 ? i : i / 2, row = k / 2 % 2;
-                state.o[k] = fmaf(__int2float_rn(state.product[k / 32][k % 32]), state.factor[row],
-                                  state.o[k] * state.rescale[row]);
+                state.o[k] = fmaf(__int2float_rn(state.product[k / 32][k % 32]), state.factor[row], state.o[k]);
             }
         }
 #pragma unroll
@@ -152,13 +151,19 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
         // After the last tile S is made once more, for nothing: a branch between products makes each wait.
         multiply_rows<KEYS>(s, q_rows, ring + (next.index * STAGE_BYTES + K_ROWS) / 16);
 
+        float rescale[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float m = fmaxf(state.m[r], m_tile[r]), share = exp2_fast(m_tile[r] - m);
-            state.rescale[r] = exp2_fast(state.m[r] - m);
+            rescale[r] = exp2_fast(state.m[r] - m);
             state.factor[r] = share * (scales.y * (1.0f / INT8_MAX));
-            state.l[r] = state.l[r] * state.rescale[r] + sum[r] * share;
+            state.l[r] = state.l[r] * rescale[r] + sum[r] * share;
             state.m[r] = m;
+        }
+        // Seldom: most maxima are found in the first tiles.
+        if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < D / 2; ++i) state.o[i] *= rescale[i / 2 % 2];
         }
         if (tile > 0) before.release();
         before = keys;
@@ -169,11 +174,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         pin(state.product[c]);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            float& o = state.o[32 * c + i];
-            o = fmaf(__int2float_rn(state.product[c][i]), state.factor[i / 2 % 2], o * state.rescale[i / 2 % 2]);
-        }
+        accumulate(state.o + 32 * c, state.product[c], state.factor);
     }
     keys.release();
     keys.advance();

@@ -24,8 +24,10 @@ struct Block {
 // The block of this program; false if it has no tokens.
 template <int TOKENS, int PARTS = 1>
 __device__ __forceinline__ bool find_block(const Segments& segments, int tokens, int blocks, Block& block) {
-    block.part = blockIdx.x % PARTS;
-    block.index = blockIdx.x / PARTS;
+    // Last things first: what the kernel before read or wrote last is still in the cache.
+    const int program = PARTS == 1 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    block.part = program % PARTS;
+    block.index = program / PARTS;
     block.head = block.index / blocks;
     const int index = block.index % blocks;
     block.document = segments.document == nullptr ? 0 : segments.document[index];
@@ -43,12 +45,14 @@ __device__ __forceinline__ int swizzled(int o) {
 }
 
 // TOKENS x D numbers, spread over the threads: piece i of a thread is 8 channels of one token. Zero where there is no
-// token or channel.
+// token or channel. The four tokens of a thread are neighbours in tiles by columns: of each 16 tokens, position
+// 4 q + 2 h + e there takes token 8 h + 2 q + e, the order in which thread q of four holds a row of the other operand.
 template <int TOKENS>
 struct Tile {
     float x[PIECES][8];
 
-    __device__ __forceinline__ static int token(int i) { return (i * THREADS<TOKENS> + threadIdx.x) / (D / 8); }
+    __device__ __forceinline__ static int quad() { return threadIdx.x / (D / 8); }  // positions 4 quad() and three more
+    __device__ __forceinline__ static int token(int i) { return quad() / 4 * 16 + i / 2 * 8 + quad() % 4 * 2 + i % 2; }
     __device__ __forceinline__ static int channel() { return threadIdx.x % (D / 8) * 8; }
 };
 
@@ -155,12 +159,6 @@ __device__ __forceinline__ uint2 quantize(const float (&x)[8], float scale) {
 
 // --- Tiles of a packet -------------------------------------------------------------------------------------
 
-// Where a token lies in a tile by columns: of each 16, position 4 q + 2 h + e takes token 8 h + 2 q + e, the order in
-// which thread q of four holds a row of the other operand.
-__device__ __forceinline__ int position(int token) {
-    return (token & ~15) | (token >> 1 & 3) << 2 | (token >> 3 & 1) << 1 | (token & 1);
-}
-
 template <int TOKENS>
 __device__ __forceinline__ void store_rows_int8(u8* target, const uint2 (&values)[PIECES]) {
 #pragma unroll
@@ -168,24 +166,33 @@ __device__ __forceinline__ void store_rows_int8(u8* target, const uint2 (&values
         *reinterpret_cast<uint2*>(target + swizzled<D>(Tile<TOKENS>::token(i) * D + Tile<TOKENS>::channel())) = values[i];
 }
 
+// Byte k of the result is byte i of word k, for four i.
+__device__ __forceinline__ void transpose_bytes(u32 (&result)[4], u32 a, u32 b, u32 c, u32 d) {
+    const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+    result[0] = __byte_perm(ab, cd, 0x5410);
+    result[1] = __byte_perm(ab, cd, 0x7632);
+    const u32 ab_high = __byte_perm(a, b, 0x7362), cd_high = __byte_perm(c, d, 0x7362);
+    result[2] = __byte_perm(ab_high, cd_high, 0x5410);
+    result[3] = __byte_perm(ab_high, cd_high, 0x7632);
+}
+
 // By columns, through `shared`, TOKENS + 4 bytes for each channel. All threads call it.
 template <int TOKENS>
 __device__ __forceinline__ void store_columns_int8(u8* target, const uint2 (&values)[PIECES], u8* shared) {
     constexpr int PITCH = TOKENS + 4;  // so that channels lie in different banks
-    __syncthreads();                   // it may still be read
+    u32 words[8];                      // of four tokens, for each channel
+    transpose_bytes(*reinterpret_cast<u32(*)[4]>(words), values[0].x, values[1].x, values[2].x, values[3].x);
+    transpose_bytes(*reinterpret_cast<u32(*)[4]>(words + 4), values[0].y, values[1].y, values[2].y, values[3].y);
+    __syncthreads();  // it may still be read
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-        const u32* words = &values[i].x;
-        u8* column = shared + Tile<TOKENS>::channel() * PITCH + position(Tile<TOKENS>::token(i));
-#pragma unroll
-        for (int e = 0; e < 8; ++e) column[e * PITCH] = words[e / 4] >> 8 * (e % 4);
-    }
+    for (int e = 0; e < 8; ++e)
+        *reinterpret_cast<u32*>(shared + (Tile<TOKENS>::channel() + e) * PITCH + 4 * Tile<TOKENS>::quad()) = words[e];
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < PIECES / 2; ++i) {
         const int o = (i * THREADS<TOKENS> + threadIdx.x) * 16;
-        const u32* words = reinterpret_cast<const u32*>(shared + o / TOKENS * PITCH + o % TOKENS);
-        *reinterpret_cast<uint4*>(target + swizzled<TOKENS>(o)) = {words[0], words[1], words[2], words[3]};
+        const u32* column = reinterpret_cast<const u32*>(shared + o / TOKENS * PITCH + o % TOKENS);
+        *reinterpret_cast<uint4*>(target + swizzled<TOKENS>(o)) = {column[0], column[1], column[2], column[3]};
     }
 }
 

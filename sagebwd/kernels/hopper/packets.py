@@ -5,7 +5,7 @@ then a tail of four fp32, scales and zeros. Blocks are numbered as :class:`sageb
 says; tokens past the end of a document and channels past the head size are zero. Tiles:
 
     rows      (tokens, D) INT8, for products that contract channels
-    columns   (D, tokens) INT8, for products that contract tokens; see packets.cu, position, for their order
+    columns   (D, tokens) INT8, for products that contract tokens; see packets.cu, Tile, for their order
     halves    (D / 64, tokens, 64) 16 bit, for products that contract channels and are not INT8
 
 All are swizzled: 16-byte pieces are permuted within 8 rows as tensor cores expect it of shared memory.
