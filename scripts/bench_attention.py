@@ -28,42 +28,53 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import shlex
-import subprocess
 import sys
-import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from data.files import write_json, write_text
-from model.backends.fpa import KERNELS, TITLES
-from sagebwd import SageConfig, sage_attention
+from model.backends.fpa import TITLES
 from scripts.accuracy import TITLES as TENSOR_TITLES
+from scripts.attention_peers import (
+    CONFIGS,
+    PEERS,
+    Attend,
+    Implementation,
+    Shape,
+    explain,
+    find_implementations,
+)
+from scripts.benchmarking import (
+    align,
+    beside,
+    describe_hardware,
+    find_commit,
+    finite,
+    installed,
+    mark,
+    milliseconds,
+    number,
+    save_figure,
+    synchronize,
+)
 from scripts.table1 import TENSORS, compare, positive_int, settings_of
 
 PROGRAM = "python -m scripts.bench_attention"
 #: Rows say how many times as fast they are as these.
 BASELINES = (TITLES["flash"], TITLES["cudnn"])
 PASSED, FAILED, REFUSED = "passed", "failed accuracy", "refused"
-
-#: Largest relative L2 against float64, on standard Gaussian inputs, that counts as the same function.
-BOUND_16_BIT, BOUND_INT8, BOUND_PAPER = 0.02, 0.06, 0.12
 
 #: Float64 attention is computed for so many queries at a time that a tile of S is no larger than this.
 EXACT_BYTES = 256 << 20
@@ -106,42 +117,9 @@ MODES = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Self-attention of ``batch`` sequences of ``tokens`` tokens."""
-
-    batch: int
-    heads: int
-    tokens: int
-    head_dim: int
-    causal: bool
-
-    @property
-    def mask(self) -> str:
-        return "causal" if self.causal else "full"
-
-    def flops(self, mode: str) -> float:
-        """Floating-point operations by the usual count, whatever an implementation repeats or skips."""
-        forward = 4 * self.batch * self.heads * self.tokens**2 * self.head_dim
-        return forward * MODES[mode].flops * (0.5 if self.causal else 1)
-
-    def __str__(self) -> str:
-        return f"{self.mask}, D {self.head_dim}, N {self.tokens}"
-
-
-#: q, k, v, each (B, H, N, D) → out, the same.
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Build = Callable[[Shape], Attend]
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """An attention to measure: ``build`` makes it ready for a shape."""
-
-    name: str
-    build: Build
-    bound: float = BOUND_16_BIT  # largest relative L2 of any result
-    has_backward: bool = True
+def flops(shape: Shape, mode: str) -> float:
+    """Floating-point operations of ``mode`` by the usual count."""
+    return shape.flops * MODES[mode].flops
 
 
 class Inputs(NamedTuple):
@@ -197,10 +175,10 @@ def main(argv: list[str] | None = None) -> None:
     shapes = shapes_of(arguments)
     rows: list[Row] = []
     progress = tqdm(shapes, desc="shapes", disable=None)
-    for number, shape in enumerate(progress, start=1):
+    for done, shape in enumerate(progress, start=1):
         progress.set_postfix_str(str(shape))
         rows += measure_shape(shape, implementations, arguments)
-        write_tables(arguments.out, result | {"shapes": f"{number} of {len(shapes)}"}, rows)
+        write_tables(arguments.out, result | {"shapes": f"{done} of {len(shapes)}"}, rows)
     for mode, ending in (("both", ".png"), ("forward", "_forward.png")):
         draw(rows, mode, beside(arguments.out, ending), result["hardware"]["name"])
     print("\n".join(["", *overview(rows), *not_measured(absent, rows)]))
@@ -275,129 +253,6 @@ def shapes_of(arguments: Namespace) -> list[Shape]:
         Shape(max(arguments.tokens // n, 1), arguments.width // head_dim, n, head_dim, mask == "causal")
         for mask, head_dim, n in dict.fromkeys(combinations)
     ]
-
-
-# --- What is measured ---------------------------------------------------------------------------------------
-
-
-def build_sagebwd(config: SageConfig, shape: Shape) -> Attend:
-    return partial(sage_attention, is_causal=shape.causal, config=config)
-
-
-def load_sdpa(kernel: str) -> Build:
-    """PyTorch's operator with this kernel, or an error where the kernel cannot run."""
-
-    def build(shape: Shape) -> Attend:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(KERNELS[kernel]):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
-
-        return attend
-
-    return build
-
-
-def load_flex() -> Build:
-    import torch._functorch.config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    def build(shape: Shape) -> Attend:
-        # Without a reset, PyTorch stops compiling after a few shapes and runs the N × N definition instead.
-        torch._dynamo.reset()
-        # A compiled backward that may overwrite what the forward saved could run only once on a kept graph.
-        torch._functorch.config.donated_buffer = False
-        mask = None
-        if shape.causal:
-            mask = create_block_mask(is_visible, None, None, shape.tokens, shape.tokens, device="cuda")
-        return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
-
-    return build
-
-
-def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """FlexAttention's form of the causal mask."""
-    return query >= key
-
-
-def load_flash_package(module: str) -> Build:
-    attend = import_module(module).flash_attn_func
-    return lambda shape: token_major(partial(attend, causal=shape.causal))
-
-
-def token_major(attend: Callable[..., Any]) -> Attend:
-    """``attend`` takes and returns (B, N, H, D); some versions return the logsumexp, too."""
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return call
-
-
-def load_sageattention() -> Build:
-    from sageattention import sageattn
-
-    return lambda shape: partial(sageattn, tensor_layout="HND", is_causal=shape.causal)
-
-
-class Peer(NamedTuple):
-    """An implementation that is not ours. ``load`` raises where it is not installed."""
-
-    name: str
-    load: Callable[[], Build]
-    bound: float = BOUND_16_BIT
-    has_backward: bool = True
-    device: str = "cuda"  # the kind that it is measured on
-
-
-#: By the name that --configs takes: what rows are called, the settings, and the largest relative L2.
-CONFIGS = {
-    "default": ("sagebwd", SageConfig(), BOUND_INT8),
-    "strictly-causal": ("sagebwd strictly causal", SageConfig.strictly_causal(), BOUND_INT8),
-    "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),
-}
-
-#: By the name that --without takes.
-PEERS = {
-    "flash": Peer(TITLES["flash"], partial(load_sdpa, "flash")),
-    "cudnn": Peer(TITLES["cudnn"], partial(load_sdpa, "cudnn")),
-    "flex": Peer("FlexAttention", load_flex),
-    "flash_attn": Peer("flash_attn package", partial(load_flash_package, "flash_attn")),
-    "flash_attn_3": Peer("FlashAttention-3", partial(load_flash_package, "flash_attn_interface")),
-    "sageattention": Peer("SageAttention", load_sageattention, BOUND_INT8, has_backward=False),
-    "math": Peer("SDPA math", partial(load_sdpa, "math"), device="cpu"),
-}
-
-
-def find_implementations(arguments: Namespace) -> tuple[list[Implementation], dict[str, str]]:
-    """Ours and all peers that can be had here, and by name why the others cannot."""
-    found = [
-        Implementation(name, partial(build_sagebwd, config), bound)
-        for name, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs))
-    ]
-    absent = {}
-    for option, peer in PEERS.items():
-        if option in arguments.without:
-            absent[peer.name] = "left out by --without"
-        elif not arguments.device.startswith(peer.device):
-            absent[peer.name] = f"is measured with --device {peer.device} only"
-        else:
-            try:
-                found.append(Implementation(peer.name, peer.load(), peer.bound, peer.has_backward))
-            except Exception as error:  # a package built for another PyTorch can fail in any way
-                absent[peer.name] = explain(error)
-    return found, absent
-
-
-def explain(error: Exception, caught: Sequence[warnings.WarningMessage] = ()) -> str:
-    """One line: the error, and where PyTorch says why only in warnings, those of ``caught`` that tell."""
-    text = (str(error).strip() or "no message").splitlines()[0]
-    if "No available kernel" in text:
-        told = (str(warning.message).split(" (Triggered internally")[0].strip() for warning in caught)
-        # Each kernel gets a headline, and those that were not asked for a line that says so.
-        hints = [line for line in told if not line.endswith("because:") and "runtime disabled" not in line]
-        text = " ".join([text, *dict.fromkeys(hints)])
-    return f"{type(error).__name__}: {text}"[:300]
 
 
 # --- Inputs and exact results -------------------------------------------------------------------------------
@@ -566,7 +421,7 @@ def add_times(rows: list[Row], times: dict[str, list[float]]) -> list[Row]:
                 median_ms=median,
                 p10_ms=p10,
                 p90_ms=p90,
-                tflops=row.shape.flops(row.mode) / (median * 1e-3) / 1e12,
+                tflops=flops(row.shape, row.mode) / (median * 1e-3) / 1e12,
                 speedup={name: medians[name] / median for name in BASELINES if name in medians},
             )
         timed.append(row)
@@ -642,24 +497,6 @@ def time_in_turn(
     return {name: [milliseconds(*pair) for pair in pairs] for name, pairs in marks.items()}
 
 
-def mark(device: torch.device) -> torch.cuda.Event | float:
-    """A point in time: on a GPU when its work so far is done, on a CPU now."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def milliseconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # --- Tables -------------------------------------------------------------------------------------------------
 
 
@@ -668,19 +505,6 @@ def write_tables(out: Path, result: dict, rows: list[Row]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(beside(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
     write_text(beside(out, ".md"), to_markdown(result, rows))
-
-
-def beside(out: Path, ending: str) -> Path:
-    return out.with_name(out.name + ending)
-
-
-def finite(value: Any) -> Any:
-    """The same with None for NaN and infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_markdown(result: dict, rows: list[Row]) -> str:
@@ -780,20 +604,6 @@ def detail_table(rows: list[Row]) -> list[str]:
     return align(header, table)
 
 
-def number(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def align(header: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table whose columns line up in plain text, too; all but the first to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return [
-        "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |"
-        for row in (header, rule, *rows)
-    ]
-
-
 # --- Pictures -----------------------------------------------------------------------------------------------
 
 
@@ -826,9 +636,7 @@ def draw(rows: list[Row], mode: str, path: Path, hardware: str) -> None:
         handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
         columns = min(len(names), 4 * len(head_dims))
         figure.legend(handles, names, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-    temporary = beside(path, f".{os.getpid()}.tmp")
-    figure.savefig(temporary, dpi=130, format="png")
-    os.replace(temporary, path)
+    save_figure(figure, path)
     plt.close(figure)
 
 
@@ -883,43 +691,6 @@ def describe_run(argv: list[str] | None, arguments: Namespace) -> dict:
             for title, config, _ in (CONFIGS[name] for name in arguments.configs)
         },
     }
-
-
-def describe_hardware(device: torch.device) -> dict:
-    """Name, and of a GPU what speed depends on."""
-    if device.type == "cpu":
-        return {"name": "cpu", "cores": os.cpu_count(), "driver": None}
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "driver": read_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-    }
-
-
-def find_commit() -> str | None:
-    """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
-    git = ("git", "-C", str(Path(__file__).parent))
-    commit = read_line(*git, "rev-parse", "HEAD")
-    return commit and commit + ("+" if read_line(*git, "status", "--porcelain") else "")
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def read_line(*command: str) -> str | None:
-    """The first line that ``command`` prints; None where there is no such command, or it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return next(iter(done.stdout.splitlines()), None)
 
 
 if __name__ == "__main__":

@@ -61,8 +61,19 @@ from data.files import read_json, write_json, write_text
 from data.tokens import TokenShards
 from model.config import LlamaConfig
 from model.llama import Llama
-from scripts import bench_attention as common
-from scripts.bench_attention import number
+from scripts.benchmarking import (
+    align,
+    beside,
+    describe_hardware,
+    find_commit,
+    finite,
+    installed,
+    mark,
+    milliseconds,
+    number,
+    save_figure,
+    synchronize,
+)
 from scripts.table1 import positive_int
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
@@ -171,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         interrupted = True
     if rows:
-        draw(rows, common.beside(arguments.out, ".png"), result["hardware"]["name"])
+        draw(rows, beside(arguments.out, ".png"), result["hardware"]["name"])
         print("\n".join(["", *tables(rows)]))
         print(f"written to {arguments.out}.json, .md and .png")
     if interrupted:
@@ -276,7 +287,7 @@ def run_job(name: str) -> None:
         traceback.print_exc()
         told = " ".join(str(error).split()) or "no message"
         measured = {"reason": f"{type(error).__name__}: {told}"[:400]}
-    write_json(file.with_name("answer.json"), common.finite(measured))
+    write_json(file.with_name("answer.json"), finite(measured))
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -352,14 +363,14 @@ class BenchTrainer(Trainer):
 
     def time_steps(self, count: int) -> list[float]:
         """Times of so many steps, in ms; nothing waits between them that does not in training."""
-        common.synchronize(self.ranks.device)
-        marks = [common.mark(self.ranks.device)]
+        synchronize(self.ranks.device)
+        marks = [mark(self.ranks.device)]
         for _ in range(count):
             self.loss = self._train_step()[0]
             self.step += 1
-            marks.append(common.mark(self.ranks.device))
-        common.synchronize(self.ranks.device)
-        return [common.milliseconds(begin, end) for begin, end in itertools.pairwise(marks)]
+            marks.append(mark(self.ranks.device))
+        synchronize(self.ranks.device)
+        return [milliseconds(begin, end) for begin, end in itertools.pairwise(marks)]
 
     def profile(self, steps: int) -> dict[str, float]:
         """Time in each kernel (on a CPU: each operator, without those it calls), in ms per step."""
@@ -525,8 +536,8 @@ def add_ratios(rows: list[Row]) -> list[Row]:
 def write_tables(out: Path, result: dict, rows: list[Row]) -> None:
     """The JSON and Markdown files."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(common.beside(out, ".json"), common.finite(result | {"rows": [asdict(row) for row in rows]}))
-    write_text(common.beside(out, ".md"), to_markdown(result, rows))
+    write_json(beside(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
+    write_text(beside(out, ".md"), to_markdown(result, rows))
 
 
 def to_markdown(result: dict, rows: list[Row]) -> str:
@@ -575,7 +586,7 @@ def speed_table(rows: list[Row]) -> list[str]:
         loading = (row.loader_ms, row.loader_step_ms, row.log_ms)
         table.append(cells + [number(ms, ".2f") for ms in loading if with_loader])
     header += [f"× {name}" for name in rivals]
-    return common.align(header + (["loader, ms", "step with it", "log, ms"] if with_loader else []), table)
+    return align(header + (["loader, ms", "step with it", "log, ms"] if with_loader else []), table)
 
 
 def draw(rows: list[Row], path: Path, hardware: str) -> None:
@@ -608,9 +619,7 @@ def draw(rows: list[Row], path: Path, hardware: str) -> None:
     handles = grid[1, 0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(f"A training step on {hardware}", fontsize=11)
-    temporary = common.beside(path, f".{os.getpid()}.tmp")
-    figure.savefig(temporary, dpi=130, format="png")
-    os.replace(temporary, path)
+    save_figure(figure, path)
     plt.close(figure)
 
 
@@ -619,14 +628,14 @@ def describe_run(argv: list[str] | None, arguments: Namespace) -> dict:
     return {
         "command": shlex.join([*PROGRAM.split(), *(sys.argv[1:] if argv is None else argv)]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": common.find_commit(),
-        "hardware": common.describe_hardware(torch.device(arguments.device)),
+        "commit": find_commit(),
+        "hardware": describe_hardware(torch.device(arguments.device)),
         "versions": {
             "torch": torch.__version__,
-            "triton": common.installed("triton"),
+            "triton": installed("triton"),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "transformers": common.installed("transformers"),
+            "transformers": installed("transformers"),
             "python": sys.version.split()[0],
         },
         "settings": {name: value for name, value in vars(arguments).items() if name != "out"},

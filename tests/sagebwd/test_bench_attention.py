@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from scripts import bench_attention as bench
-from scripts.bench_attention import Implementation, Inputs, Row, Shape
+from scripts.attention_peers import Implementation, Shape
+from scripts.bench_attention import Inputs, Row
 
 SIZES = ["--lengths", "40", "24", "--tokens", "80", "--width", "64", "--head-dims", "32"]
 SMALL = ["--device", "cpu", *SIZES, "--repetitions", "2"]
@@ -33,11 +34,11 @@ def measure(*implementations):
 
 def test_flops_are_the_usual_count():
     full = Shape(batch=2, heads=3, tokens=100, head_dim=16, causal=False)
-    assert full.flops("forward") == 4 * 2 * 3 * 100 * 100 * 16
-    assert full.flops("backward") == 2.5 * full.flops("forward")
-    assert full.flops("both") == full.flops("both, graph") == 3.5 * full.flops("forward")
+    assert bench.flops(full, "forward") == 4 * 2 * 3 * 100 * 100 * 16
+    assert bench.flops(full, "backward") == 2.5 * bench.flops(full, "forward")
+    assert bench.flops(full, "both") == bench.flops(full, "both, graph") == 3.5 * bench.flops(full, "forward")
     causal = Shape(batch=2, heads=3, tokens=100, head_dim=16, causal=True)
-    assert causal.flops("both") == full.flops("both") / 2
+    assert bench.flops(causal, "both") == bench.flops(full, "both") / 2
 
 
 def test_shapes_keep_the_tokens_and_the_width():
@@ -68,7 +69,7 @@ def test_times_give_medians_percentiles_and_ratios():
     ours, flash, cudnn, untimed = bench.add_times(rows, times)
     assert (ours.median_ms, flash.median_ms) == (2, 4)
     assert (ours.p10_ms, ours.p90_ms) == pytest.approx((1.2, 7.6))
-    assert ours.tflops == pytest.approx(SHAPE.flops("both") / 2e-3 / 1e12)
+    assert ours.tflops == pytest.approx(bench.flops(SHAPE, "both") / 2e-3 / 1e12)
     assert ours.speedup == {"FlashAttention-2": 2, "cuDNN": 0.5}
     assert cudnn.speedup == {"FlashAttention-2": 4, "cuDNN": 1}
     assert untimed == rows[-1]

@@ -1,0 +1,110 @@
+"""What benchmark scripts share: time, files and tables of results, and what they were measured on."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# --- Time --------------------------------------------------------------------------------------------------
+
+
+def mark(device: torch.device) -> torch.cuda.Event | float:
+    """A point in time: on a GPU when its work so far is done, on a CPU now."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- Files and tables ---------------------------------------------------------------------------------------
+
+
+def beside(out: Path, ending: str) -> Path:
+    return out.with_name(out.name + ending)
+
+
+def finite(value: Any) -> Any:
+    """The same with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def align(header: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table whose columns line up in plain text, too; all but the first to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [
+        "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |"
+        for row in (header, rule, *rows)
+    ]
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a picture whole or not at all."""
+    temporary = beside(path, f".{os.getpid()}.tmp")
+    figure.savefig(temporary, dpi=130, format="png")
+    os.replace(temporary, path)
+
+
+# --- What it ran on -----------------------------------------------------------------------------------------
+
+
+def describe_hardware(device: torch.device) -> dict:
+    """Name, and of a GPU what speed depends on."""
+    if device.type == "cpu":
+        return {"name": "cpu", "cores": os.cpu_count(), "driver": None}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "driver": read_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+    }
+
+
+def find_commit() -> str | None:
+    """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    commit = read_line(*git, "rev-parse", "HEAD")
+    return commit and commit + ("+" if read_line(*git, "status", "--porcelain") else "")
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def read_line(*command: str) -> str | None:
+    """The first line that ``command`` prints; None where there is no such command, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
