@@ -122,13 +122,11 @@ __device__ __forceinline__ int row_max(int x) {
     return max(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// The INT8 scale for numbers up to largest in magnitude: zero if subnormal. Not finite: see store_rows.
+// The INT8 scale for numbers up to `largest` in magnitude. It is never so small that it has no inverse: a row that is
+// smaller still is rounded to zero, or nearly.
 __device__ __forceinline__ float scale_of(float largest) {
-    const float scale = largest * (1.0f / INT8_MAX);
-    return scale < SMALLEST_NORMAL ? 0.0f : scale;
+    return nan_max(largest, INT8_MAX * SMALLEST_NORMAL) * (1.0f / INT8_MAX);
 }
-
-__device__ __forceinline__ float inverse_of(float scale) { return scale == 0.0f ? 0.0f : reciprocal(scale); }
 
 // sum += product * factor[row].
 __device__ __forceinline__ void accumulate(float* sum, const int (&product)[32], const float (&factor)[2]) {

@@ -139,8 +139,8 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
         const float ds_scale = scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])));
         scores.dv_factor[r] = p_scale * scales.y;
         scores.dk_factor[r] = ds_scale * scales.x;
-        p_inverse[r] = inverse_of(p_scale);
-        ds_inverse[r] = inverse_of(ds_scale);
+        p_inverse[r] = reciprocal(p_scale);
+        ds_inverse[r] = reciprocal(ds_scale);
     }
     round_tile<64>(scores.p, p, p_inverse);
     round_tile<64>(scores.ds, ds, ds_inverse);

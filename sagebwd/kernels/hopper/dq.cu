@@ -94,7 +94,7 @@ __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_s
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         ds_scale[r] = scale_of(row_max(nan_max(found[2 * r], found[2 * r + 1])));
-        inverse[r] = inverse_of(ds_scale[r]);
+        inverse[r] = reciprocal(ds_scale[r]);
     }
     round_tile<KEYS>(ds_int8, ds, inverse);
 }
