@@ -88,7 +88,9 @@ def _forward_kernel(
                 v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
                 v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, False)
                 l = l * rescale + tl.sum(p, 1) * share
-                product = device.dot(device.round_to_int8(p * device.INT8_MAX), v_values).to(tl.float32)
+                product = device.dot(
+                    device.in_positions(device.round_to_int8(p * device.INT8_MAX)), v_values
+                ).to(tl.float32)
                 acc = acc * rescale[:, None] + product * (share * (v_scale / device.INT8_MAX))[:, None]
             else:
                 p = tl.exp2(s - m_new[:, None])

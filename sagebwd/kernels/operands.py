@@ -33,7 +33,8 @@ class Operand(NamedTuple):
     channels past the head size are zero.
 
     rows: (heads · blocks, BLOCK, D_PAD) INT8, for products that contract channels.
-    columns: (heads · blocks, D_PAD, BLOCK) INT8, the same numbers, for products that contract tokens.
+    columns: (heads · blocks, D_PAD, BLOCK) INT8, the same numbers, for products that contract tokens, in
+        the order of :func:`sagebwd.kernels.device.position`.
     rounded: (heads · blocks, BLOCK, D_PAD) 16 bit, for products that are not INT8.
     scale: (heads · blocks,) fp32; (heads · blocks · BLOCK,) with scales per token.
     mean: fp32, what was subtracted: (heads · documents, D_PAD) for K, (heads · blocks, D_PAD) for Q.

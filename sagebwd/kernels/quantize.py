@@ -37,7 +37,7 @@ def _store_operand(operand, x, tile, TOKEN_SCALES: tl.constexpr, BLOCK: tl.const
         if operand.rows is not None:
             tl.store(operand.rows + offset + token * D_PAD + channel, values)
         if operand.columns is not None:
-            tl.store(operand.columns + offset + channel * BLOCK + token, values)
+            tl.store(operand.columns + offset + channel * BLOCK + device.position(token), values)
 
 
 @triton.jit(do_not_specialize=SIZES)
