@@ -11,8 +11,8 @@ constexpr int D = HEAD_DIM;            // channels, padded: 64 or 128
 constexpr int ROWS = 64;               // tokens that a warpgroup owns
 constexpr int KEYS = 128;              // keys of a packet
 
-// Packets, as sagebwd/kernels/packets.py writes them. Tiles are swizzled; rows of 16-bit tiles longer than 128
-// bytes lie in halves of 64 channels, one after the other.
+// Packets, as packets.cu writes them. Tiles are swizzled; rows of 16-bit tiles longer than 128 bytes lie in halves
+// of 64 channels, one after the other.
 constexpr int Q_TILE = ROWS * D;                   // bytes of 64 tokens in INT8
 constexpr int K_TILE = KEYS * D;
 constexpr int STATS = ROWS * 8;                    // per query -logsumexp and -delta, fp32
@@ -30,11 +30,6 @@ constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f;
 
 #define INFINITE __int_as_float(0x7f800000)
 constexpr int HIDDEN = -(1 << 30);                 // a masked logit in INT32, far below all others
-
-template <bool VALUE>
-struct Constant {
-    static constexpr bool value = VALUE;
-};
 
 __host__ __device__ constexpr int align_up(int x, int to) { return (x + to - 1) / to * to; }
 
