@@ -40,6 +40,26 @@ __host__ __device__ constexpr int align_up(int x, int to) { return (x + to - 1) 
 #define CHECK_LAUNCH(threads, shared_bytes) static_assert(true)
 #endif
 
+// --- Registers ---------------------------------------------------------------------------------------------
+
+// Registers of a thread that computes, and of one that copies, in a program of that many warpgroups that compute and
+// one that copies. All together they must not be more than the program starts with, or it waits for them for ever.
+__host__ __device__ constexpr int computing_registers(int warpgroups) { return warpgroups == 3 ? 160 : 240; }
+__host__ __device__ constexpr int copying_registers(int warpgroups) { return warpgroups == 3 ? 32 : 24; }
+__host__ __device__ constexpr int starting_registers(int warpgroups) { return 65536 / (128 * (warpgroups + 1)) / 8 * 8; }
+
+template <int WARPGROUPS>
+__device__ __forceinline__ void begin_computing() {
+    static_assert(WARPGROUPS * computing_registers(WARPGROUPS) + copying_registers(WARPGROUPS) <=
+                  (WARPGROUPS + 1) * starting_registers(WARPGROUPS));
+    take_registers<computing_registers(WARPGROUPS)>();
+}
+
+template <int WARPGROUPS>
+__device__ __forceinline__ void begin_copying() {
+    give_registers_back<copying_registers(WARPGROUPS)>();
+}
+
 // --- Tiles of products -------------------------------------------------------------------------------------
 
 // Tiles are given as descriptor_base of their addresses.

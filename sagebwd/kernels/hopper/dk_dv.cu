@@ -255,11 +255,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
 
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
-        give_registers_back<32>();
+        begin_copying<CONSUMERS>();
         if (threadIdx.x % 128 == 0) copy_packets(a, queries, keys, shared_address(shared));
         return;
     }
-    take_registers<CONSUMERS == 3 ? 160 : 240>();
+    begin_computing<CONSUMERS>();
     u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
     KeyItem work;
     for (int round = 0; item(round) < a.axes.items; ++round) {

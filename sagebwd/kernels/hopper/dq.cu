@@ -197,11 +197,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Argumen
 
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
-        give_registers_back<32>();
+        begin_copying<CONSUMERS>();
         if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared));
         return;
     }
-    take_registers<240>();
+    begin_computing<CONSUMERS>();
     QueryItem work;
     for (int round = 0; item(round) < a.axes.items; ++round) {
         if (!find_item<CONSUMERS>(a.axes, item(round), work)) continue;
@@ -210,6 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Argumen
             meet_keys(a, work, warpgroup, shared, keys, queries, dq_sum);
             queries.advance();
         }
+        forget(round);  // the item is found again, not kept: registers are short
+        find_item<CONSUMERS>(a.axes, item(round), work);
         const float scales[2] = {a.scale, a.scale};
         store_rows(a.dq, dq_sum, scales, shared + STAGING + warpgroup * STAGING_BYTES, warpgroup, work.head, a.axes.heads,
                    work.first + warpgroup * ROWS, work.q, a.axes.d);

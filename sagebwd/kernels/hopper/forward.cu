@@ -196,11 +196,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
 
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
-        give_registers_back<32>();
+        begin_copying<CONSUMERS>();
         if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared));
         return;
     }
-    take_registers<CONSUMERS == 3 ? 160 : 240>();
+    begin_computing<CONSUMERS>();
     const int thread = threadIdx.x % 128;
     QueryItem work;
     for (int round = 0; item(round) < a.axes.items; ++round) {
