@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sagebwd.arguments import cast_to_autocast_dtype, check_arguments, check_documents
@@ -36,6 +35,4 @@ def sage_attention(
     q, k, v = cast_to_autocast_dtype(q, k, v)
     check_supported(q, scale, config)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return torch.ops.sagebwd.forward(
-        q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, ops.encode(config)
-    )[0]
+    return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, config)
