@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measure every shape, print an overview and write the files."""
     arguments = parse_arguments(argv)
     device = torch.device(arguments.device)
-    if device.type == "cuda":
+    if device.index is not None:
         torch.cuda.set_device(device)  # packages without a device argument launch on the current one
     implementations, absent = find_implementations(arguments)
     result = describe_run(argv, arguments) | {"absent": absent}
