@@ -65,8 +65,9 @@ class _Axes(ctypes.Structure):
         ("own", Segments),
         ("q", Segments),
         ("kv", Segments),
+        ("taken", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("n_q", "n_kv", "d", "heads", "group")),
-        *((name, ctypes.c_int) for name in ("own_blocks", "q_blocks", "kv_blocks", "items")),
+        *((name, ctypes.c_int) for name in ("own_heads", "own_blocks", "q_blocks", "kv_blocks")),
     ]
 
 
@@ -132,7 +133,7 @@ LAUNCHES = {
 }
 
 
-def _launch(name: str, like: Tensor, is_causal: bool, items: int, arguments: _Forward | _Dq | _DkDv) -> None:
+def _launch(name: str, like: Tensor, is_causal: bool, arguments: _Forward | _Dq | _DkDv) -> None:
     """Run kernel ``name`` on as many programs as the GPU holds; they share the items."""
     head_dim = padded_head_dim(like.shape[-1])
     launch = LAUNCHES[name, head_dim]
@@ -146,18 +147,20 @@ def _launch(name: str, like: Tensor, is_causal: bool, items: int, arguments: _Fo
         LAUNCH_THREADS=launch.threads,
         LAUNCH_BYTES=launch.shared_bytes,
     )
+    items = arguments.axes.own_heads * arguments.axes.own_blocks
     kernel.launch(min(items, _multiprocessors(like.device.index)), launch.threads, arguments)
 
 
 def _axes(name: str, own: Tensor, q_axis: Axis, kv_axis: Axis, *, own_axis: Axis, group: int) -> _Axes:
     """The items of kernel ``name``: blocks of ``own_axis`` in each head of ``own``, which is q or k."""
     own_axis = own_axis.with_block(LAUNCHES[name, padded_head_dim(own.shape[3])].own)
+    taken = own.new_zeros(1, dtype=torch.int32)
     axes = _Axes(
         Segments.of(own_axis.segments), Segments.of(q_axis.segments), Segments.of(kv_axis.segments),
-        q_axis.n, kv_axis.n, own.shape[3], own.shape[1], group,
-        own_axis.blocks, q_axis.blocks, kv_axis.blocks, own.shape[0] * own.shape[1] * own_axis.blocks,
+        taken.data_ptr(), q_axis.n, kv_axis.n, own.shape[3], own.shape[1], group,
+        own.shape[0] * own.shape[1], own_axis.blocks, q_axis.blocks, kv_axis.blocks,
     )  # fmt: skip
-    axes.own_axis = own_axis  # holds the memory that is pointed to
+    axes.owners = (own_axis, taken)  # of the memory that is pointed to
     return axes
 
 
@@ -193,7 +196,7 @@ def forward(
         lse.fill_(float("-inf"))
     axes = _axes("forward", q, q_axis, kv_axis, own_axis=q_axis, group=q.shape[1] // k.shape[1])
     arguments = _Forward(queries.data_ptr(), keys.data_ptr(), out.target, lse.data_ptr(), axes, scale)
-    _launch("forward", q, is_causal, axes.items, arguments)
+    _launch("forward", q, is_causal, arguments)
     return out.finish(), lse, k_mean
 
 
@@ -221,13 +224,13 @@ def backward(
         q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), dk.target, dv.target,
         axes, scale,
     )  # fmt: skip
-    _launch("dk_dv", q, is_causal, axes.items, arguments)
+    _launch("dk_dv", q, is_causal, arguments)
 
     del q_columns  # its memory is free again before the next packets are made
     k_columns = packets.key_columns(k_rows, k, kv_axis)
     axes = _axes("dq", q, q_axis, kv_axis, own_axis=q_axis, group=q.shape[1] // k.shape[1])
     arguments = _Dq(q_rows.data_ptr(), k_rows.data_ptr(), k_columns.data_ptr(), dq.target, axes, scale)
-    _launch("dq", q, is_causal, axes.items, arguments)
+    _launch("dq", q, is_causal, arguments)
     return dq.finish(), dk.finish(), dv.finish()
 
 

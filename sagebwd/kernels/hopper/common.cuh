@@ -215,13 +215,38 @@ __device__ __forceinline__ void store_rows(const TokenTensor& x, const float* va
     }
 }
 
-// --- Items of queries ---------------------------------------------------------------------------------------
+// --- Items --------------------------------------------------------------------------------------------------
+//
+// Items differ in length, under the causal mask or with documents, so a program takes the next one when it is free: its
+// copying thread takes it, and tells the others. Items of a few heads, which share what they read, come together, the
+// longest first, so that the last ones are short.
 
-// Where queries and keys lie. An item is a block of `own` tokens, which is cut into packets of 64 queries.
+constexpr int HEADS_TOGETHER = 8;
+constexpr int NO_ITEM = -1;
+
+// Where queries and keys lie. An item is a block of `own` tokens of one of `own_heads`; queries are cut into packets of
+// 64, keys of 128. `taken`: how many items were taken after the first of each program; zero at the start.
 struct Axes {
     Segments own, q, kv;
-    int n_q, n_kv, d, heads, group, own_blocks, q_blocks, kv_blocks, items;
+    int* taken;
+    int n_q, n_kv, d, heads, group, own_heads, own_blocks, q_blocks, kv_blocks;
 };
+
+__device__ __forceinline__ int take_item(const Axes& a) {
+    const int index = gridDim.x + atomicAdd(a.taken, 1);
+    return index < a.own_heads * a.own_blocks ? index : NO_ITEM;
+}
+
+// The head of an item, and how many blocks of this head are longer under the causal mask.
+struct Place {
+    int head, longer;
+};
+
+__device__ __forceinline__ Place find_place(const Axes& a, int index) {
+    const int first_head = index / (HEADS_TOGETHER * a.own_blocks) * HEADS_TOGETHER;
+    const int heads = min(HEADS_TOGETHER, a.own_heads - first_head), rest = index - first_head * a.own_blocks;
+    return {first_head + rest % heads, rest / heads};
+}
 
 struct QueryItem {
     Document q;
@@ -231,14 +256,15 @@ struct QueryItem {
     int keys, tiles;         // keys of the document, tiles of them that any query sees
 };
 
-// False: there are no queries in this block. Under the causal mask the last queries, which have most to do, come first.
+// False: there are no queries in this block.
 template <int WARPGROUPS>
 __device__ __forceinline__ bool find_item(const Axes& a, int index, QueryItem& item) {
-    const int block = a.own_blocks - 1 - index % a.own_blocks;
+    const Place place = find_place(a, index);
+    const int block = a.own_blocks - 1 - place.longer;
     const int document = a.own.document == nullptr ? 0 : a.own.document[block];
     const Document own = find_extent(a.own, a.n_q, document), kv = find_extent(a.kv, a.n_kv, document);
     item.q = find_extent(a.q, a.n_q, document);
-    item.head = index / a.own_blocks;
+    item.head = place.head;
     item.first = (block - own.first_block) * ROWS * WARPGROUPS;
     item.q_block = item.head * a.q_blocks + item.q.first_block + item.first / ROWS;
     item.q_packets = min((item.q.tokens - item.first + ROWS - 1) / ROWS, WARPGROUPS);
@@ -283,9 +309,4 @@ __device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAG
         barrier_init(shared_address(&full[i]), 1);
         barrier_init(shared_address(&empty[i]), 4 * warpgroups);
     }
-}
-
-// The items of a program in turn: every other round backwards, so that all programs get long and short ones.
-__device__ __forceinline__ int item(int round) {
-    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }

@@ -30,6 +30,7 @@ CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1];
+    int item;  // whose keys are here; NO_ITEM: there are no more
 };
 
 struct Arguments {
@@ -49,11 +50,12 @@ struct KeyItem {
 
 // False: there are no keys in this block.
 __device__ __forceinline__ bool find_item(const Axes& a, int index, KeyItem& item) {
-    const int block = index % a.own_blocks;
+    const Place place = find_place(a, index);
+    const int block = place.longer;
     const int document = a.own.document == nullptr ? 0 : a.own.document[block];
     const Document own = find_extent(a.own, a.n_kv, document), q = find_extent(a.q, a.n_q, document);
     item.kv = find_extent(a.kv, a.n_kv, document);
-    item.kv_head = index / a.own_blocks;
+    item.kv_head = place.head;
     item.first = (block - own.first_block) * ROWS * CONSUMERS;
     item.k_block = item.kv_head * a.kv_blocks + item.kv.first_block + item.first / KEYS;
     item.halves = min((item.kv.tokens - item.first + ROWS - 1) / ROWS, CONSUMERS);
@@ -76,11 +78,13 @@ __device__ __forceinline__ void copy_keys(const Arguments& a, const KeyItem& wor
     copy_async(target + K_SCALE, packet + 3 * K_TILE, TAIL, full);
 }
 
-__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> queries, Ring<1> keys, u32 shared) {
+__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> queries, Ring<1> keys, u32 shared, int& item) {
     KeyItem work;
-    for (int round = 0; item(round) < a.axes.items; ++round) {
-        if (!find_item(a.axes, item(round), work) || work.tiles == 0) continue;
+    for (int index = blockIdx.x, next; index != NO_ITEM; index = next) {
+        next = take_item(a.axes);  // now, since it takes a while
+        if (!find_item(a.axes, index, work)) continue;
         keys.wait_empty();
+        item = index;
         barrier_expect_bytes(keys.full, work.halves * (3 * Q_TILE + TAIL));
         for (int w = 0; w < work.halves; ++w) copy_keys(a, work, w, shared + w * KEY_BYTES, keys.full);
         keys.advance();
@@ -97,6 +101,9 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> qu
             }
         }
     }
+    keys.wait_empty();
+    item = NO_ITEM;
+    barrier_arrive(keys.full);
 }
 
 // P and dS of one tile in INT8, and their scales per row times those of dO and Q.
@@ -166,7 +173,6 @@ __device__ __forceinline__ void meet_queries(const Arguments& a, const KeyItem& 
                                              Ring<STAGES>& queries, Ring<1>& keys, Sums& sums) {
     const u32 base = descriptor_base(shared_address(shared));
     const u32 k_rows = base + warpgroup * (KEY_BYTES / 16), v_rows = k_rows + V_ROWS / 16, ring = base + RING / 16;
-    keys.wait_full();
     const float k_scale = *reinterpret_cast<const float*>(shared + warpgroup * KEY_BYTES + K_SCALE);
 
     int s[32], dp[32], tile = hidden;
@@ -256,28 +262,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
         begin_copying<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) copy_packets(a, queries, keys, shared_address(shared));
+        if (threadIdx.x % 128 == 0) copy_packets(a, queries, keys, shared_address(shared), barriers.item);
         return;
     }
     begin_computing<CONSUMERS>();
     u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
-    KeyItem work;
-    for (int round = 0; item(round) < a.axes.items; ++round) {
-        if (!find_item(a.axes, item(round), work)) continue;
+    for (;;) {
+        keys.wait_full();
+        int index = barriers.item;
+        if (index == NO_ITEM) return;
+        KeyItem work;
+        find_item(a.axes, index, work);
         Sums sums = {};
-        if (work.tiles > 0) {
-            const int hidden = warpgroup >= work.halves ? work.tiles : IS_CAUSAL ? min(warpgroup, work.tiles) : 0;
-            if (hidden < work.tiles) {
-                meet_queries(a, work, hidden, warpgroup, shared, queries, keys, sums);
-            } else {
-                keys.wait_full();
-                keys.release();
-                skip(queries, a.axes.group * work.tiles);
-            }
-            keys.advance();
+        const int hidden = warpgroup >= work.halves ? work.tiles : IS_CAUSAL ? min(warpgroup, work.tiles) : 0;
+        if (hidden < work.tiles) {
+            meet_queries(a, work, hidden, warpgroup, shared, queries, keys, sums);
+        } else {
+            keys.release();
+            skip(queries, a.axes.group * work.tiles);
         }
-        forget(round);  // the item is found again, not kept: registers are short
-        find_item(a.axes, item(round), work);
+        keys.advance();
+        forget(index);  // the item is found again, not kept: registers are short
+        find_item(a.axes, index, work);
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
         store_rows(a.dv, sums.dv, ones, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);

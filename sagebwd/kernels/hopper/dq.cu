@@ -27,6 +27,7 @@ CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES], queries_full[1], queries_empty[1];
+    int item;  // whose queries are here; NO_ITEM: there are no more
 };
 
 struct Arguments {
@@ -36,11 +37,13 @@ struct Arguments {
     float scale;
 };
 
-__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared) {
+__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared, int& item) {
     QueryItem work;
-    for (int round = 0; item(round) < a.axes.items; ++round) {
-        if (!find_item<CONSUMERS>(a.axes, item(round), work) || work.tiles == 0) continue;
+    for (int index = blockIdx.x, next; index != NO_ITEM; index = next) {
+        next = take_item(a.axes);  // now, since it takes a while
+        if (!find_item<CONSUMERS>(a.axes, index, work)) continue;
         queries.wait_empty();
+        item = index;
         barrier_expect_bytes(queries.full, CONSUMERS * Q_ROWS_BYTES);
         for (int w = 0; w < CONSUMERS; ++w) {  // past the end the last packet again: a branch there would cost all items
             const i64 block = work.q_block + min(w, work.q_packets - 1);
@@ -57,6 +60,9 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
             keys.advance();
         }
     }
+    queries.wait_empty();
+    item = NO_ITEM;
+    barrier_arrive(queries.full);
 }
 
 // Products of dS with K that wait to be added to dQ, and the scale of each row.
@@ -106,7 +112,6 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), grad_rows = q_rows + GRAD_ROWS / 16, ring = base + RING / 16;
     const u8* packet = shared + warpgroup * QUERY_BYTES;
 
-    queries.wait_full();
     const float q_scale = *reinterpret_cast<const float*>(packet + SCALES);
     const float* stats = reinterpret_cast<const float*>(packet + STATISTICS);
     const float minus_lse[2] = {stats[row], stats[row + 8]}, minus_delta[2] = {stats[ROWS + row], stats[ROWS + row + 8]};
@@ -198,20 +203,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Argumen
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
         begin_copying<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared));
+        if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared), barriers.item);
         return;
     }
     begin_computing<CONSUMERS>();
-    QueryItem work;
-    for (int round = 0; item(round) < a.axes.items; ++round) {
-        if (!find_item<CONSUMERS>(a.axes, item(round), work)) continue;
+    for (;;) {
+        queries.wait_full();
+        int index = barriers.item;
+        if (index == NO_ITEM) return;
+        QueryItem work;
+        find_item<CONSUMERS>(a.axes, index, work);
         float dq_sum[D / 2] = {};
-        if (work.tiles > 0) {
+        if (work.tiles > 0)
             meet_keys(a, work, warpgroup, shared, keys, queries, dq_sum);
-            queries.advance();
-        }
-        forget(round);  // the item is found again, not kept: registers are short
-        find_item<CONSUMERS>(a.axes, item(round), work);
+        else
+            queries.release();
+        queries.advance();
+        forget(index);  // the item is found again, not kept: registers are short
+        find_item<CONSUMERS>(a.axes, index, work);
         const float scales[2] = {a.scale, a.scale};
         store_rows(a.dq, dq_sum, scales, shared + STAGING + warpgroup * STAGING_BYTES, warpgroup, work.head, a.axes.heads,
                    work.first + warpgroup * ROWS, work.q, a.axes.d);

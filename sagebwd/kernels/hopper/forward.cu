@@ -24,6 +24,7 @@ CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES], queries_full[1], queries_empty[1];
+    int item;  // whose queries are here; NO_ITEM: there are no more
 };
 
 struct Arguments {
@@ -34,11 +35,13 @@ struct Arguments {
     float scale;
 };
 
-__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared) {
+__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared, int& item) {
     QueryItem work;
-    for (int round = 0; item(round) < a.axes.items; ++round) {
-        if (!find_item<CONSUMERS>(a.axes, item(round), work) || work.tiles == 0) continue;
+    for (int index = blockIdx.x, next; index != NO_ITEM; index = next) {
+        next = take_item(a.axes);  // now, since it takes a while
+        if (!find_item<CONSUMERS>(a.axes, index, work)) continue;
         queries.wait_empty();
+        item = index;
         barrier_expect_bytes(queries.full, work.q_packets * Q_BYTES);
         for (int w = 0; w < work.q_packets; ++w)
             copy_async(shared + w * QUERY_BYTES, a.queries + i64(work.q_block + w) * Q_BYTES, Q_BYTES, queries.full);
@@ -52,6 +55,9 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
             keys.advance();
         }
     }
+    queries.wait_empty();
+    item = NO_ITEM;
+    barrier_arrive(queries.full);
 }
 
 // What a warpgroup keeps of its 64 queries: O and l up to a common factor per row, and the maximum m of the logits.
@@ -109,7 +115,6 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& w
     const u32 base = descriptor_base(shared_address(shared));
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), ring = base + RING / 16;
 
-    queries.wait_full();
     const float q_scale = *reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE);
     int s[64];
     Ring<STAGES> before = keys;
@@ -197,28 +202,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
         begin_copying<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared));
+        if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared), barriers.item);
         return;
     }
     begin_computing<CONSUMERS>();
     const int thread = threadIdx.x % 128;
-    QueryItem work;
-    for (int round = 0; item(round) < a.axes.items; ++round) {
-        if (!find_item<CONSUMERS>(a.axes, item(round), work)) continue;
+    for (;;) {
+        queries.wait_full();
+        const int index = barriers.item;
+        if (index == NO_ITEM) return;
+        QueryItem work;
+        find_item<CONSUMERS>(a.axes, index, work);
         State state = {};
         state.m[0] = state.m[1] = -INFINITE;
-        if (work.tiles > 0) {
-            const int tiles = warpgroup < work.q_packets ? tiles_of(work, warpgroup) : 0;
-            if (tiles > 0)
-                meet_keys(a, work, tiles, warpgroup, shared, keys, queries, state);
-            else
-                queries.release();
-            queries.advance();
-            for (int tile = tiles; tile < work.tiles; ++tile) {  // which other warpgroups see
-                keys.wait_full();
-                keys.release();
-                keys.advance();
-            }
+        const int tiles = warpgroup < work.q_packets ? tiles_of(work, warpgroup) : 0;
+        if (tiles > 0)
+            meet_keys(a, work, tiles, warpgroup, shared, keys, queries, state);
+        else
+            queries.release();
+        queries.advance();
+        for (int tile = tiles; tile < work.tiles; ++tile) {  // which other warpgroups see
+            keys.wait_full();
+            keys.release();
+            keys.advance();
         }
         const int first = work.first + warpgroup * ROWS;
         float inverse[2];
