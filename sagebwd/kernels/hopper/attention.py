@@ -151,16 +151,20 @@ def _launch(name: str, like: Tensor, is_causal: bool, arguments: _Forward | _Dq 
     kernel.launch(min(items, _multiprocessors(like.device.index)), launch.threads, arguments)
 
 
-def _axes(name: str, own: Tensor, q_axis: Axis, kv_axis: Axis, *, own_axis: Axis, group: int) -> _Axes:
-    """The items of kernel ``name``: blocks of ``own_axis`` in each head of ``own``, which is q or k."""
+def _axes(
+    name: str, own: Tensor, q_axis: Axis, kv_axis: Axis, *, own_axis: Axis, group: int, taken: int
+) -> _Axes:
+    """The items of kernel ``name``: blocks of ``own_axis`` in each head of ``own``, which is q or k.
+
+    taken: address of a zero, int32.
+    """
     own_axis = own_axis.with_block(LAUNCHES[name, padded_head_dim(own.shape[3])].own)
-    taken = own.new_zeros(1, dtype=torch.int32)
     axes = _Axes(
         Segments.of(own_axis.segments), Segments.of(q_axis.segments), Segments.of(kv_axis.segments),
-        taken.data_ptr(), q_axis.n, kv_axis.n, own.shape[3], own.shape[1], group,
+        taken, q_axis.n, kv_axis.n, own.shape[3], own.shape[1], group,
         own.shape[0] * own.shape[1], own_axis.blocks, q_axis.blocks, kv_axis.blocks,
     )  # fmt: skip
-    axes.owners = (own_axis, taken)  # of the memory that is pointed to
+    axes.own_axis = own_axis  # holds the memory that is pointed to
     return axes
 
 
@@ -194,7 +198,8 @@ def forward(
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:
         lse.fill_(float("-inf"))
-    axes = _axes("forward", q, q_axis, kv_axis, own_axis=q_axis, group=q.shape[1] // k.shape[1])
+    group, taken = q.shape[1] // k.shape[1], q.new_zeros(1, dtype=torch.int32)
+    axes = _axes("forward", q, q_axis, kv_axis, own_axis=q_axis, group=group, taken=taken.data_ptr())
     arguments = _Forward(queries.data_ptr(), keys.data_ptr(), out.target, lse.data_ptr(), axes, scale)
     _launch("forward", q, is_causal, arguments)
     return out.finish(), lse, k_mean
@@ -219,7 +224,8 @@ def backward(
     k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
     q_rows, q_columns = packets.query_gradient_packets(q, grad_out, out, lse, q_axis)
     dq, dk, dv = _Result(q, q_axis), _Result(k, kv_axis), _Result(v, kv_axis)
-    axes = _axes("dk_dv", k, q_axis, kv_axis, own_axis=kv_axis, group=q.shape[1] // k.shape[1])
+    group, taken = q.shape[1] // k.shape[1], q.new_zeros(2, dtype=torch.int32)
+    axes = _axes("dk_dv", k, q_axis, kv_axis, own_axis=kv_axis, group=group, taken=taken.data_ptr())
     arguments = _DkDv(
         q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), dk.target, dv.target,
         axes, scale,
@@ -228,7 +234,7 @@ def backward(
 
     del q_columns  # its memory is free again before the next packets are made
     k_columns = packets.key_columns(k_rows, k, kv_axis)
-    axes = _axes("dq", q, q_axis, kv_axis, own_axis=q_axis, group=q.shape[1] // k.shape[1])
+    axes = _axes("dq", q, q_axis, kv_axis, own_axis=q_axis, group=group, taken=taken.data_ptr() + 4)
     arguments = _Dq(q_rows.data_ptr(), k_rows.data_ptr(), k_columns.data_ptr(), dq.target, axes, scale)
     _launch("dq", q, is_causal, arguments)
     return dq.finish(), dk.finish(), dv.finish()

@@ -222,7 +222,6 @@ __device__ __forceinline__ void store_rows(const TokenTensor& x, const float* va
 // longest first, so that the last ones are short.
 
 constexpr int HEADS_TOGETHER = 8;
-constexpr int NO_ITEM = -1;
 
 // Where queries and keys lie. An item is a block of `own` tokens of one of `own_heads`; queries are cut into packets of
 // 64, keys of 128. `taken`: how many items were taken after the first of each program; zero at the start.
@@ -232,23 +231,23 @@ struct Axes {
     int n_q, n_kv, d, heads, group, own_heads, own_blocks, q_blocks, kv_blocks;
 };
 
-__device__ __forceinline__ int take_item(const Axes& a) {
-    const int index = gridDim.x + atomicAdd(a.taken, 1);
-    return index < a.own_heads * a.own_blocks ? index : NO_ITEM;
-}
+// To be called when all of the item before is on its way: what is left of that hides the wait, and no other program is
+// kept from an item that has to wait here.
+__device__ __forceinline__ int take_item(const Axes& a) { return gridDim.x + atomicAdd(a.taken, 1); }
 
-// The head of an item, and how many blocks of this head are longer under the causal mask.
-struct Place {
+// The head of an item, -1 if there is none, and how many blocks of this head are longer under the causal mask.
+struct Item {
     int head, longer;
 };
 
-__device__ __forceinline__ Place find_place(const Axes& a, int index) {
+__device__ __forceinline__ Item item_at(const Axes& a, int index) {
+    if (index >= a.own_heads * a.own_blocks) return {-1, 0};
     const int first_head = index / (HEADS_TOGETHER * a.own_blocks) * HEADS_TOGETHER;
     const int heads = min(HEADS_TOGETHER, a.own_heads - first_head), rest = index - first_head * a.own_blocks;
     return {first_head + rest % heads, rest / heads};
 }
 
-struct QueryItem {
+struct Queries {
     Document q;
     int head, first;         // first query
     int q_block, kv_block;   // first packets, counted over all heads
@@ -258,31 +257,27 @@ struct QueryItem {
 
 // False: there are no queries in this block.
 template <int WARPGROUPS>
-__device__ __forceinline__ bool find_item(const Axes& a, int index, QueryItem& item) {
-    const Place place = find_place(a, index);
-    const int block = a.own_blocks - 1 - place.longer;
+__device__ __forceinline__ bool find_queries(const Axes& a, const Item& item, Queries& work) {
+    const int block = a.own_blocks - 1 - item.longer;
     const int document = a.own.document == nullptr ? 0 : a.own.document[block];
     const Document own = find_extent(a.own, a.n_q, document), kv = find_extent(a.kv, a.n_kv, document);
-    item.q = find_extent(a.q, a.n_q, document);
-    item.head = place.head;
-    item.first = (block - own.first_block) * ROWS * WARPGROUPS;
-    item.q_block = item.head * a.q_blocks + item.q.first_block + item.first / ROWS;
-    item.q_packets = min((item.q.tokens - item.first + ROWS - 1) / ROWS, WARPGROUPS);
-    item.kv_block = item.head / a.group * a.kv_blocks + kv.first_block;
-    item.keys = kv.tokens;
-    item.tiles = ((IS_CAUSAL ? min(kv.tokens, item.first + ROWS * WARPGROUPS) : kv.tokens) + KEYS - 1) / KEYS;
-    return item.first < item.q.tokens;
+    work.q = find_extent(a.q, a.n_q, document);
+    work.head = item.head;
+    work.first = (block - own.first_block) * ROWS * WARPGROUPS;
+    work.q_block = work.head * a.q_blocks + work.q.first_block + work.first / ROWS;
+    work.q_packets = min((work.q.tokens - work.first + ROWS - 1) / ROWS, WARPGROUPS);
+    work.kv_block = work.head / a.group * a.kv_blocks + kv.first_block;
+    work.keys = kv.tokens;
+    work.tiles = ((IS_CAUSAL ? min(kv.tokens, work.first + ROWS * WARPGROUPS) : kv.tokens) + KEYS - 1) / KEYS;
+    return work.first < work.q.tokens;
 }
 
 // Tiles of keys that the queries of one warpgroup see.
-__device__ __forceinline__ int tiles_of(const QueryItem& item, int warpgroup) {
-    return IS_CAUSAL ? min(item.tiles, (item.first + (warpgroup + 1) * ROWS + KEYS - 1) / KEYS) : item.tiles;
+__device__ __forceinline__ int tiles_of(const Queries& work, int warpgroup) {
+    return IS_CAUSAL ? min(work.tiles, (work.first + (warpgroup + 1) * ROWS + KEYS - 1) / KEYS) : work.tiles;
 }
 
 // --- The ring of stages ------------------------------------------------------------------------------------
-
-// Has the compiler find again what depends on x instead of keeping it.
-__device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
 
 // Where a warp is in the ring through which packets come.
 template <int STAGES>

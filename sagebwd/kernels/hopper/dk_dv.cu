@@ -30,7 +30,7 @@ CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1];
-    int item;  // whose keys are here; NO_ITEM: there are no more
+    Item items[2];  // whose keys are here, and whose are next, in turn
 };
 
 struct Arguments {
@@ -40,7 +40,7 @@ struct Arguments {
     float scale;
 };
 
-struct KeyItem {
+struct Keys {
     Document kv;
     int kv_head, first;    // first key
     int k_block;           // first packet of keys, counted over all heads; `first` lies at its beginning or middle
@@ -49,24 +49,23 @@ struct KeyItem {
 };
 
 // False: there are no keys in this block.
-__device__ __forceinline__ bool find_item(const Axes& a, int index, KeyItem& item) {
-    const Place place = find_place(a, index);
-    const int block = place.longer;
+__device__ __forceinline__ bool find_keys(const Axes& a, const Item& item, Keys& work) {
+    const int block = item.longer;
     const int document = a.own.document == nullptr ? 0 : a.own.document[block];
     const Document own = find_extent(a.own, a.n_kv, document), q = find_extent(a.q, a.n_q, document);
-    item.kv = find_extent(a.kv, a.n_kv, document);
-    item.kv_head = place.head;
-    item.first = (block - own.first_block) * ROWS * CONSUMERS;
-    item.k_block = item.kv_head * a.kv_blocks + item.kv.first_block + item.first / KEYS;
-    item.halves = min((item.kv.tokens - item.first + ROWS - 1) / ROWS, CONSUMERS);
-    const int end = (q.tokens + ROWS - 1) / ROWS, begin = IS_CAUSAL ? min(item.first / ROWS, end) : 0;
-    item.q_block = q.first_block + begin;
-    item.tiles = end - begin;
-    return item.first < item.kv.tokens;
+    work.kv = find_extent(a.kv, a.n_kv, document);
+    work.kv_head = item.head;
+    work.first = (block - own.first_block) * ROWS * CONSUMERS;
+    work.k_block = work.kv_head * a.kv_blocks + work.kv.first_block + work.first / KEYS;
+    work.halves = min((work.kv.tokens - work.first + ROWS - 1) / ROWS, CONSUMERS);
+    const int end = (q.tokens + ROWS - 1) / ROWS, begin = IS_CAUSAL ? min(work.first / ROWS, end) : 0;
+    work.q_block = q.first_block + begin;
+    work.tiles = end - begin;
+    return work.first < work.kv.tokens;
 }
 
 // Copies the keys of one warpgroup: half of what a packet holds.
-__device__ __forceinline__ void copy_keys(const Arguments& a, const KeyItem& work, int warpgroup, u32 target, u32 full) {
+__device__ __forceinline__ void copy_keys(const Arguments& a, const Keys& work, int warpgroup, u32 target, u32 full) {
     const int half = work.first / ROWS % 2 + warpgroup;
     const u8* packet = a.k_rows + i64(work.k_block + half / 2) * K_ROWS_BYTES;
     copy_async(target, packet + half % 2 * Q_TILE, Q_TILE, full);
@@ -78,13 +77,13 @@ __device__ __forceinline__ void copy_keys(const Arguments& a, const KeyItem& wor
     copy_async(target + K_SCALE, packet + 3 * K_TILE, TAIL, full);
 }
 
-__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> queries, Ring<1> keys, u32 shared, int& item) {
-    KeyItem work;
-    for (int index = blockIdx.x, next; index != NO_ITEM; index = next) {
-        next = take_item(a.axes);  // now, since it takes a while
-        if (!find_item(a.axes, index, work)) continue;
+__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> queries, Ring<1> keys, u32 shared, Item (&items)[2]) {
+    Keys work;
+    Item item;
+    for (int index = blockIdx.x; (item = item_at(a.axes, index)).head >= 0; index = take_item(a.axes)) {
+        if (!find_keys(a.axes, item, work)) continue;
         keys.wait_empty();
-        item = index;
+        items[keys.parity] = item;
         barrier_expect_bytes(keys.full, work.halves * (3 * Q_TILE + TAIL));
         for (int w = 0; w < work.halves; ++w) copy_keys(a, work, w, shared + w * KEY_BYTES, keys.full);
         keys.advance();
@@ -102,7 +101,7 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> qu
         }
     }
     keys.wait_empty();
-    item = NO_ITEM;
+    items[keys.parity] = item;  // none
     barrier_arrive(keys.full);
 }
 
@@ -169,7 +168,7 @@ __device__ __forceinline__ void skip(Ring<STAGES>& queries, int tiles) {
 }
 
 // Under the causal mask a warpgroup sees nothing of the first `hidden` tiles of each head.
-__device__ __forceinline__ void meet_queries(const Arguments& a, const KeyItem& work, int hidden, int warpgroup, u8* shared,
+__device__ __forceinline__ void meet_queries(const Arguments& a, const Keys& work, int hidden, int warpgroup, u8* shared,
                                              Ring<STAGES>& queries, Ring<1>& keys, Sums& sums) {
     const u32 base = descriptor_base(shared_address(shared));
     const u32 k_rows = base + warpgroup * (KEY_BYTES / 16), v_rows = k_rows + V_ROWS / 16, ring = base + RING / 16;
@@ -262,17 +261,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
         begin_copying<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) copy_packets(a, queries, keys, shared_address(shared), barriers.item);
+        if (threadIdx.x % 128 == 0) copy_packets(a, queries, keys, shared_address(shared), barriers.items);
         return;
     }
     begin_computing<CONSUMERS>();
-    u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
     for (;;) {
         keys.wait_full();
-        int index = barriers.item;
-        if (index == NO_ITEM) return;
-        KeyItem work;
-        find_item(a.axes, index, work);
+        const Item& item = barriers.items[keys.parity];
+        if (item.head < 0) return;
+        Keys work;
+        find_keys(a.axes, item, work);
         Sums sums = {};
         const int hidden = warpgroup >= work.halves ? work.tiles : IS_CAUSAL ? min(warpgroup, work.tiles) : 0;
         if (hidden < work.tiles) {
@@ -281,12 +279,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
             keys.release();
             skip(queries, a.axes.group * work.tiles);
         }
-        keys.advance();
-        forget(index);  // the item is found again, not kept: registers are short
-        find_item(a.axes, index, work);
+        find_keys(a.axes, item, work);  // again, not kept: registers are short
+        u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
         store_rows(a.dv, sums.dv, ones, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
         store_rows(a.dk, sums.dk, scales, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
+        keys.advance();
     }
 }

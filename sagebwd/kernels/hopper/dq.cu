@@ -27,7 +27,7 @@ CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES], queries_full[1], queries_empty[1];
-    int item;  // whose queries are here; NO_ITEM: there are no more
+    Item items[2];  // whose queries are here, and whose are next, in turn
 };
 
 struct Arguments {
@@ -37,13 +37,13 @@ struct Arguments {
     float scale;
 };
 
-__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared, int& item) {
-    QueryItem work;
-    for (int index = blockIdx.x, next; index != NO_ITEM; index = next) {
-        next = take_item(a.axes);  // now, since it takes a while
-        if (!find_item<CONSUMERS>(a.axes, index, work)) continue;
+__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared, Item (&items)[2]) {
+    Queries work;
+    Item item;
+    for (int index = blockIdx.x; (item = item_at(a.axes, index)).head >= 0; index = take_item(a.axes)) {
+        if (!find_queries<CONSUMERS>(a.axes, item, work)) continue;
         queries.wait_empty();
-        item = index;
+        items[queries.parity] = item;
         barrier_expect_bytes(queries.full, CONSUMERS * Q_ROWS_BYTES);
         for (int w = 0; w < CONSUMERS; ++w) {  // past the end the last packet again: a branch there would cost all items
             const i64 block = work.q_block + min(w, work.q_packets - 1);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
         }
     }
     queries.wait_empty();
-    item = NO_ITEM;
+    items[queries.parity] = item;  // none
     barrier_arrive(queries.full);
 }
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_s
     round_tile<KEYS>(ds_int8, ds, inverse);
 }
 
-__device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& work, int warpgroup, u8* shared,
+__device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& work, int warpgroup, u8* shared,
                                           Ring<STAGES>& keys, Ring<1>& queries, float (&dq_sum)[D / 2]) {
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
     const u32 base = descriptor_base(shared_address(shared));
@@ -203,26 +203,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Argumen
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
         begin_copying<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared), barriers.item);
+        if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared), barriers.items);
         return;
     }
     begin_computing<CONSUMERS>();
     for (;;) {
         queries.wait_full();
-        int index = barriers.item;
-        if (index == NO_ITEM) return;
-        QueryItem work;
-        find_item<CONSUMERS>(a.axes, index, work);
+        const Item& item = barriers.items[queries.parity];
+        if (item.head < 0) return;
+        Queries work;
+        find_queries<CONSUMERS>(a.axes, item, work);
         float dq_sum[D / 2] = {};
         if (work.tiles > 0)
             meet_keys(a, work, warpgroup, shared, keys, queries, dq_sum);
         else
             queries.release();
-        queries.advance();
-        forget(index);  // the item is found again, not kept: registers are short
-        find_item<CONSUMERS>(a.axes, index, work);
+        find_queries<CONSUMERS>(a.axes, item, work);  // again, not kept: registers are short
         const float scales[2] = {a.scale, a.scale};
         store_rows(a.dq, dq_sum, scales, shared + STAGING + warpgroup * STAGING_BYTES, warpgroup, work.head, a.axes.heads,
                    work.first + warpgroup * ROWS, work.q, a.axes.d);
+        queries.advance();
     }
 }

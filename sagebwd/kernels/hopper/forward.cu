@@ -24,7 +24,7 @@ CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES], queries_full[1], queries_empty[1];
-    int item;  // whose queries are here; NO_ITEM: there are no more
+    Item items[2];  // whose queries are here, and whose are next, in turn
 };
 
 struct Arguments {
@@ -35,13 +35,13 @@ struct Arguments {
     float scale;
 };
 
-__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared, int& item) {
-    QueryItem work;
-    for (int index = blockIdx.x, next; index != NO_ITEM; index = next) {
-        next = take_item(a.axes);  // now, since it takes a while
-        if (!find_item<CONSUMERS>(a.axes, index, work)) continue;
+__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared, Item (&items)[2]) {
+    Queries work;
+    Item item;
+    for (int index = blockIdx.x; (item = item_at(a.axes, index)).head >= 0; index = take_item(a.axes)) {
+        if (!find_queries<CONSUMERS>(a.axes, item, work)) continue;
         queries.wait_empty();
-        item = index;
+        items[queries.parity] = item;
         barrier_expect_bytes(queries.full, work.q_packets * Q_BYTES);
         for (int w = 0; w < work.q_packets; ++w)
             copy_async(shared + w * QUERY_BYTES, a.queries + i64(work.q_block + w) * Q_BYTES, Q_BYTES, queries.full);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
         }
     }
     queries.wait_empty();
-    item = NO_ITEM;
+    items[queries.parity] = item;  // none
     barrier_arrive(queries.full);
 }
 
@@ -109,7 +109,7 @@ __device__ __forceinline__ void mask(int (&s)[64], int keys, int query) {
     }
 }
 
-__device__ __forceinline__ void meet_keys(const Arguments& a, const QueryItem& work, int tiles, int warpgroup, u8* shared,
+__device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& work, int tiles, int warpgroup, u8* shared,
                                           Ring<STAGES>& keys, Ring<1>& queries, State& state) {
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4, first = work.first + warpgroup * ROWS;
     const u32 base = descriptor_base(shared_address(shared));
@@ -202,17 +202,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
     if (warpgroup == CONSUMERS) {
         begin_copying<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared), barriers.item);
+        if (threadIdx.x % 128 == 0) copy_packets(a, keys, queries, shared_address(shared), barriers.items);
         return;
     }
     begin_computing<CONSUMERS>();
     const int thread = threadIdx.x % 128;
     for (;;) {
         queries.wait_full();
-        const int index = barriers.item;
-        if (index == NO_ITEM) return;
-        QueryItem work;
-        find_item<CONSUMERS>(a.axes, index, work);
+        const Item& item = barriers.items[queries.parity];
+        if (item.head < 0) return;
+        Queries work;
+        find_queries<CONSUMERS>(a.axes, item, work);
         State state = {};
         state.m[0] = state.m[1] = -INFINITE;
         const int tiles = warpgroup < work.q_packets ? tiles_of(work, warpgroup) : 0;
