@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from model.backends import AttentionFn
 from model.config import LlamaConfig, check
+from model.loss import linear_cross_entropy
 
 
 class RMSNorm(nn.Module):
@@ -165,6 +166,11 @@ class Llama(nn.Module):
         Raises ValueError for more tokens than max_context, or targets of another shape than tokens.
         """
         length = tokens.shape[1]
+        if targets is not None and targets.shape != tokens.shape:
+            raise ValueError(
+                f"targets of shape {tuple(targets.shape)} do not match tokens {tuple(tokens.shape)}; "
+                "give one target per token"
+            )
         if length > self.config.max_context:
             raise ValueError(
                 f"{length} tokens are more than the rotary tables cover; shorten the sequence or raise "
@@ -175,15 +181,7 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        logits = F.linear(self.norm(x), head.weight)
-        return logits if targets is None else cross_entropy(logits, targets)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, computed in float32, of logits (B, N, V) and targets (B, N)."""
-    if targets.shape != logits.shape[:2]:
-        raise ValueError(
-            f"targets of shape {tuple(targets.shape)} do not match tokens {tuple(logits.shape[:2])}; "
-            "give one target per token"
-        )
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        x = self.norm(x)
+        if targets is None:
+            return F.linear(x, head.weight)
+        return linear_cross_entropy(x.flatten(0, 1), head.weight, targets.flatten())

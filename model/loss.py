@@ -1,0 +1,69 @@
+"""The loss of the output head, without ever holding all logits.
+
+At the paper's shape the logits of a micro-batch, 65,536 tokens × 50,304 words, take 13 GB in float32, and
+their gradient as much again. Here they exist for a chunk of tokens at a time, and while they do, their
+gradient is taken and multiplied on: the backward finds the gradients of the inputs ready. No product is done
+twice.
+"""
+
+import torch
+from torch import Tensor
+
+CHUNK = 8192  # tokens; at 50,304 words their logits take 0.8 GB in bfloat16
+LEFT_OUT = -100  # a target that does not count
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Mean cross-entropy in nats, a float32 scalar, of the logits x · weightᵀ.
+
+    x: (T, C); weight: (V, C); targets: (T,) int64, where LEFT_OUT leaves a token out. Under autocast the
+    product is of its dtype; all that follows is float32.
+    Raises ValueError for targets of another length than x.
+    """
+    if targets.shape != x.shape[:1]:
+        raise ValueError(f"{targets.numel()} targets for {len(x)} tokens; give one target per token")
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    return _LinearCrossEntropy.apply(x, weight, targets, chunk, dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        needs_gradients = any(ctx.needs_input_grad)
+        with torch.autocast(x.device.type, enabled=False):
+            loss, *gradients = _loss_and_gradients(
+                x.to(dtype), weight.to(dtype), targets, chunk, needs_gradients
+            )
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = ctx.saved_tensors
+        return (grad_x * grad_loss).to(ctx.dtype), grad_weight * grad_loss, None, None, None
+
+
+def _loss_and_gradients(
+    x: Tensor, weight: Tensor, targets: Tensor, chunk: int, needs_gradients: bool
+) -> tuple[Tensor, ...]:
+    """The loss, and if they are needed its gradients: by x in its dtype, by weight in float32."""
+    words = torch.arange(len(weight), device=x.device)
+    share = 1.0 / (targets != LEFT_OUT).sum()  # of each token in the mean
+    losses, grads_x = [], []
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+    for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
+        counts = target != LEFT_OUT
+        logits = (part @ weight.T).float()
+        logsumexp = logits.logsumexp(-1)
+        hit = logits.gather(-1, target.clamp(min=0)[:, None])[:, 0]
+        losses.append(torch.where(counts, logsumexp - hit, 0.0).sum())
+        if needs_gradients:
+            is_target = words == target[:, None]
+            grad = ((logits - logsumexp[:, None]).exp() - is_target.float()) * (counts * share)[:, None]
+            grad = grad.to(x.dtype)
+            grads_x.append(grad @ weight)
+            grad_weight += grad.T @ part  # summed over chunks in float32
+    loss = torch.stack(losses).sum() * share
+    return (loss, torch.cat(grads_x), grad_weight) if needs_gradients else (loss,)
