@@ -6,7 +6,8 @@ of its own. The step's sequences, and how they fall into micro-batches, are the 
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -57,6 +58,8 @@ class BatchLoader:
         self.ranks = ranks
         self.pin_memory = pin_memory
         self.sequences = count_sequences(tokens, context)  # of an epoch
+        self._maker = ThreadPoolExecutor(1, "batches", initializer=_use_this_gpu() if pin_memory else None)
+        self._ahead: tuple[tuple[int, int], Future] | None = None  # (step, micro-step) and its batch
 
     def epoch_of(self, step: int) -> float:
         """How often the data has been gone through when `step` begins."""
@@ -75,15 +78,38 @@ class BatchLoader:
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's (inputs, targets) of a step, int64 on the CPU, each (micro_batch, context).
 
-        Row i of micro-step m is row (m · ranks + rank) · micro_batch + i of the step.
+        Row i of micro-step m is row (m · ranks + rank) · micro_batch + i of the step. While one is used a
+        thread makes the next, the last time the first of the next step.
         """
-        mine = self.sequence_indices(step).reshape(-1, self.ranks, self.micro_batch)[:, self.rank]
-        for indices in mine:
-            yield stack_sequences(self.tokens, indices, self.context, pin_memory=self.pin_memory)
+        micro_steps = self.sequences_per_step // (self.micro_batch * self.ranks)
+        for micro_step in range(micro_steps):
+            batch = self._take(step, micro_step)
+            following = (step, micro_step + 1) if micro_step + 1 < micro_steps else (step + 1, 0)
+            self._ahead = following, self._maker.submit(self._make, *following)
+            yield batch
+
+    def _take(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        if self._ahead is not None and self._ahead[0] == (step, micro_step):
+            return self._ahead[1].result()
+        return self._make(step, micro_step)
+
+    def _make(self, step: int, micro_step: int) -> tuple[Tensor, Tensor]:
+        shares = self._indices(step).reshape(-1, self.ranks, self.micro_batch)
+        indices = shares[micro_step, self.rank]
+        return stack_sequences(self.tokens, indices, self.context, pin_memory=self.pin_memory)
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 - one loader lives as long as its run
+    def _indices(self, step: int) -> np.ndarray:
+        return self.sequence_indices(step)
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 - one loader lives as long as its run
     def _order(self, epoch: int) -> Permutation:
         return Permutation(self.sequences, seed=self.seed, epoch=epoch)
+
+
+def _use_this_gpu() -> Callable[[], None]:
+    """For a thread that pins memory: it would do so by way of the first GPU, and take memory there."""
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def evaluation_batches(

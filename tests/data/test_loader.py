@@ -1,12 +1,16 @@
 """Batches: the right tokens, each sequence once an epoch, the same step for any number of ranks."""
 
+import itertools
+import queue
+import threading
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import BatchLoader, evaluation_batches
+from data.loader import BatchLoader, evaluation_batches, stack_sequences
 from data.tokens import TokenShards
 
 
@@ -54,6 +58,45 @@ def test_depends_on_seed_and_step_only():
         asked_before.sequence_indices(step)
     assert (asked_before.sequence_indices(7) == loader().sequence_indices(7)).all()
     assert (loader(seed=6).sequence_indices(7) != loader().sequence_indices(7)).any()
+
+
+def test_batches_made_ahead_are_those_asked_for():
+    """Steps in order, repeated, left in the middle and out of order: as from a loader that only makes one."""
+    asked = loader()
+    for step in (0, 1, 1, 2, 9, 10, 3):
+        wanted = list(loader().micro_batches(step))
+        found = list(itertools.islice(asked.micro_batches(step), 2 if step == 2 else None))
+        for one, other in zip(found, wanted, strict=step != 2):
+            assert all(map(torch.equal, one, other))
+
+
+def test_the_next_batch_is_made_while_one_is_used(monkeypatch):
+    made = queue.Queue()
+
+    def make(tokens, indices, *arguments, **options):
+        made.put((threading.current_thread() is threading.main_thread(), indices[0]))
+        return stack_sequences(tokens, indices, *arguments, **options)
+
+    monkeypatch.setattr("data.loader.stack_sequences", make)
+    batches = loader()
+    for step in range(2):
+        for micro_step, _ in enumerate(batches.micro_batches(step)):
+            if (step, micro_step) == (0, 0):
+                assert made.get(timeout=10) == (True, batches.sequence_indices(0)[0])
+            following = 12 * step + 3 * (micro_step + 1)
+            next_step, row = divmod(following, 12)
+            assert made.get(timeout=10) == (False, batches.sequence_indices(next_step)[row])
+
+
+def test_an_error_while_a_batch_is_made_ahead_reaches_who_asks_for_it(monkeypatch):
+    def fail(*_, **__):
+        raise OSError("the disk is gone")
+
+    batches = loader().micro_batches(0)
+    next(batches)
+    monkeypatch.setattr("data.loader.stack_sequences", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(batches)
 
 
 def test_epoch_of():
