@@ -58,8 +58,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     The result has the wider of the two dtypes, so float32 tables make it float32 for a bfloat16 x.
     """
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    pairs = x.unflatten(-1, (2, -1))
+    # The halves change places; to concatenate them would make torch.compile write them to memory, in float32.
+    return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * torch.stack((-sin, sin), dim=-2)).flatten(-2)
 
 
 class Attention(nn.Module):
