@@ -82,7 +82,13 @@ class Trainer:
         self.loader = self._make_loader()
         self.llama = self._build_model()
         self.optimizer = adamw(self.llama, settings.optimizer)
-        self.checkpoints = Checkpoints(directory.checkpoints, keep=settings.keep_checkpoints, ranks=ranks)
+        self.checkpoints = Checkpoints(
+            directory.checkpoints,
+            ranks=ranks,
+            keep=settings.keep_checkpoints,
+            milestone_every=settings.milestone_every,
+            background=settings.checkpoint_background,
+        )
         restored = self._restore()
         self.step: int = restored.get("step", 0)
         self.saved_step = self.step
@@ -115,11 +121,14 @@ class Trainer:
                 if self.step % settings.checkpoint_every == 0 or last:
                     with self._off_the_clock():
                         self._save()
+                self.checkpoints.poll()
                 self._stop_if_asked()
+            self.checkpoints.wait()
             if self.ranks.is_main:
                 self._finish()
             self.ranks.barrier()
         finally:
+            self.checkpoints.close()
             if self.telemetry:
                 self.telemetry.close()
 
@@ -243,6 +252,7 @@ class Trainer:
         if signal and self.step < self.plan.steps:
             if self.saved_step != self.step:
                 self._save()
+            self.checkpoints.wait()
             raise Interrupted(
                 f"stopped at step {self.step} of {self.plan.steps} and saved; the same command continues",
                 signal,
