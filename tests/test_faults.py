@@ -148,11 +148,11 @@ def test_killed_at_random_moments_and_continued_is_the_same_run(debug, whole):
     seed = int(os.environ.get("FAULTS_SEED", random.randrange(2**32)))
     chance = random.Random(seed)
     in_a_write = set(chance.sample(range(KILLS), IN_A_WRITE))
-    moments = [chance.uniform(0, 0.1 if kill in in_a_write else 1.2) for kill in range(KILLS)]
+    moments = [chance.uniform(0, 0.1 if kill in in_a_write else 0.9) for kill in range(KILLS)]
     print(f"FAULTS_SEED={seed}: killed after seconds", [round(moment, 3) for moment in moments])
     print("of which counted from the beginning of a write:", sorted(in_a_write))
 
-    overrides = ("steps=40", "checkpoint_every=3", "eval_every=7", "sample_tokens=2")
+    overrides = ("steps=60", "checkpoint_every=3", "eval_every=7", "sample_tokens=2")
     runs, torn = [debug("run_0", *overrides)], 0
     for kill, moment in enumerate(moments):
         while (left := killed_after(runs[-1], moment, in_a_write=kill in in_a_write)) is None:
@@ -171,7 +171,7 @@ def killed_after(settings, seconds, *, in_a_write):
     What it then leaves half written, or None if it came to its end before.
     """
     before = half_written(settings)
-    process = warm.start(settings, slow_writes)
+    process = warm.start(settings, *([slow_writes] if in_a_write else []))
     while in_a_write and process.is_alive() and half_written(settings) <= before:
         time.sleep(0.001)
     process.join(seconds)
