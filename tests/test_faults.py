@@ -220,6 +220,11 @@ def test_asked_to_stop_during_a_write_it_waits_for_it(debug, tmp_path):
     assert checkpoint_names(tmp_path / "run")[-1] == f"step_{last:08d}"
 
 
+def test_deterministic_on_a_cpu_is_the_same_run(debug, tmp_path, whole):
+    warm.run(debug("run", *SHORT, "attention=sagebwd", "hardware.deterministic=true"))
+    assert_same_run(whole(*SHORT, "attention=sagebwd"), tmp_path / "run")
+
+
 # ------------------------------------------------------------------ a disk that refuses
 
 

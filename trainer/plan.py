@@ -124,6 +124,11 @@ def _check_hardware(settings: Settings) -> None:
     _check_choice("hardware.dtype", hardware.dtype, ("bfloat16", "float32"))
     _check_choice("hardware.device", hardware.device, ("cuda", "cpu"))
     _check_choice("logger.wandb", settings.logger.wandb, ("auto", "online", "offline", "off"))
+    if hardware.deterministic and settings.attention.sdpa == "cudnn":
+        raise ValueError(
+            "hardware.deterministic=true, but the backward of attention.sdpa=cudnn is not deterministic; use "
+            "attention.sdpa=flash or null"
+        )
     if hardware.device == "cuda":
         available = torch.cuda.device_count()
         if available == 0:

@@ -56,6 +56,7 @@ class HardwareSettings:
     micro_batch: int = MISSING  # sequences per device per forward-backward pass
     dtype: str = MISSING  # "bfloat16" (autocast over float32 master weights) or "float32"
     compile: bool = MISSING  # torch.compile the model
+    deterministic: bool = False  # repeated or continued, a run gives the same bits; slower on a GPU
     peak_tflops: float | None = None  # dense bf16 peak for MFU; null: known GPUs are looked up
 
 

@@ -72,6 +72,7 @@ BAD = [
     (["total_tokens=1000"], ["total_tokens=1000", "262144"]),
     (["hardware.dtype=int8"], ["hardware.dtype=int8", "bfloat16"]),
     (["hardware.device=tpu"], ["hardware.device=tpu", "cuda"]),
+    (["hardware.deterministic=true", "attention.sdpa=cudnn"], ["sdpa=cudnn", "attention.sdpa=flash"]),
     (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
     (["logger.wandb=maybe"], ["logger.wandb=maybe", "offline"]),
 ]
