@@ -10,8 +10,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from tests import warm
 from trainer.checkpoint import Checkpoints
 from trainer.distributed import Ranks
 from trainer.errors import TrainingError
@@ -290,3 +295,55 @@ def test_close_lets_the_write_end_and_hides_no_other_error(tmp_path, monkeypatch
     background.save(2, model, optimizer, {})
     background.close()
     assert re.search(FULL_DISK, caplog.text)
+
+
+def sharded(seed):
+    """A model and optimizer of which each rank holds a part."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))  # parts of unequal size
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def sharded_step(model, optimizer):
+    model(torch.arange(14.0).view(2, 7)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def own_part(model, optimizer):
+    return [
+        (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+        for value in (*model.parameters(), *(v for state in optimizer.state.values() for v in state.values()))
+    ]
+
+
+def save_and_restore_shards(rank, folder):
+    init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    background = Checkpoints(
+        folder / "checkpoints", keep=2, ranks=Ranks(rank, 2, torch.device("cpu")), background=True
+    )
+    model, optimizer = sharded(seed=0)
+    for step in (1, 2, 3):
+        sharded_step(model, optimizer)
+        background.save(step, model, optimizer, {})
+        saved = own_part(model, optimizer)
+        sharded_step(model, optimizer)  # must not reach what is being written
+        background.poll()
+    background.wait()
+    other, other_optimizer = sharded(seed=1)
+    assert background.load_newest(other, other_optimizer)["step"] == 3
+    assert_same(own_part(other, other_optimizer), saved)
+    background.close()
+    destroy_process_group()
+
+
+def test_ranks_write_their_shards_in_the_background(tmp_path):
+    ranks = [warm.SERVER.Process(target=save_and_restore_shards, args=(rank, tmp_path)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert len(list((tmp_path / "checkpoints" / "step_00000003").glob("*.distcp"))) == 2
