@@ -88,9 +88,13 @@ class Checkpoints:
         """Raise the TrainingError of a write that failed in the background, on all ranks at the same step."""
         if self._writing is None:
             return
-        running, failed = 1, 2
-        state = running if not self._writing.done() else failed if self._writing.exception() else 0
-        if self.ranks.any(state) != running:
+        written, running, failed = 0, 1, 2
+        state = written
+        if not self._writing.done():
+            state = running
+        elif self._writing.exception():
+            state = failed
+        if self.ranks.any(state) != running:  # `any` gives the largest: one failure ends it for all
             self.wait()
 
     def wait(self) -> None:
@@ -100,11 +104,11 @@ class Checkpoints:
             writing.result()
 
     def close(self) -> None:
-        """Let a write under way end. Its failure is only logged: another error is ending the run."""
+        """Let a write under way end. Any failure of it is only logged: another error is ending the run."""
         try:
             self.wait()
         except Exception as error:
-            log.error("%s", error)
+            log.error("the last checkpoint is not whole: %s", error)
         self._thread.shutdown()
         self._stager.close()
 

@@ -203,7 +203,8 @@ def gate(monkeypatch):
     opened.set()
 
 
-def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, gate):
+def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, gate, caplog):
+    caplog.set_level(logging.INFO)
     model, optimizer = make()
     train_step(model, optimizer)
     expected = state_of(model, optimizer)
@@ -213,6 +214,7 @@ def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, gate)
         train_step(model, optimizer)
         background.poll()
     assert not list(tmp_path.glob("step_*"))
+    assert re.search(r"step 1: training paused 0\.\d\d s for a checkpoint", caplog.text)
     gate.set()
     background.wait()
 
