@@ -55,6 +55,11 @@ def losses(run_dir):
 def assert_same_run(left, right):
     """The same metrics and final weights, bit for bit."""
     assert metrics(left) == metrics(right)
+    assert_same_weights(left, right)
+
+
+def assert_same_weights(left, right):
+    """The same final weights, bit for bit."""
     a, b = (load_file(run_dir / "weights" / "model.safetensors") for run_dir in (left, right))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from model.backends import AttentionSettings, fpa
 from model.config import LlamaConfig
 from model.llama import Llama
-from tests.cli import kill_at_step, losses, metrics, run
+from tests.cli import assert_same_weights, kill_at_step, losses, metrics, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -38,6 +38,20 @@ def test_stopped_and_continued(command, tmp_path):
     run(stopped)
     # Attention backwards add in any order, so equal only to the noise of bf16.
     assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), rel=5e-3)
+
+
+@pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_deterministic_it_continues_bit_for_bit(command, tmp_path, attention, compiled):
+    overrides = (f"attention={attention}", "model.d_head=64", "steps=40", "checkpoint_every=7")
+    hardware = (*ON_GPU, "hardware.deterministic=true", f"hardware.compile={compiled}")
+    whole, stopped = (command(*overrides, *hardware, f"run_dir={tmp_path / name}") for name in ("a", "b"))
+    run(whole)
+    code, output = kill_at_step(stopped, tmp_path / "b", 9)
+    assert code == -signal.SIGKILL, output
+    run(stopped)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert_same_weights(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.filterwarnings(

@@ -4,6 +4,11 @@ A checkpoint is a folder `step_<n>`: written under a temporary name, sealed with
 every file in it, and renamed. Reading verifies the seal; a folder that fails is passed over for the one
 before. The state itself is stored by torch.distributed.checkpoint, which lets a run continue on another
 number of devices.
+
+In the background, training pauses only while the state is copied to the memory of the CPU. A thread then
+writes, seals, renames and drops old checkpoints. On several ranks every rank has such a thread and writes its
+part; they talk through a process group of their own, because the order of collectives within one group must
+be the same on all ranks and training goes on in the other.
 """
 
 import errno
@@ -11,15 +16,19 @@ import json
 import logging
 import os
 import shutil
+import time
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from trainer.distributed import Ranks
@@ -31,39 +40,77 @@ SEAL = "seal.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; the newest `keep` stay."""
+    """The checkpoints of one run, in `folder`.
 
-    def __init__(self, folder: Path, *, keep: int, ranks: Ranks):
+    The newest `keep` stay, and for ever those whose step is a multiple of `milestone_every`. With
+    `background`, `save` returns as soon as the state is copied; every rank then calls `poll` after each step,
+    and `wait` before it counts on the checkpoint. All ranks make all calls, in the same order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        ranks: Ranks,
+        milestone_every: int | None = None,
+        background: bool = False,
+    ):
         self.folder, self.keep, self.ranks = folder, keep, ranks
+        self.milestone_every, self.background = milestone_every, background
+        self._group = dist.new_group(backend="gloo") if ranks.count > 1 else None
+        self._stager = _stager(ranks.device)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use, initargs=(ranks.device,))
+        self._writing: Future[None] | None = None  # one at a time; on all ranks or on none
+        # Training on one device needs no process group. (Not silenced around the calls: that is not safe
+        # in a thread.)
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
 
     def save(self, step: int, model: nn.Module, optimizer, extra: dict[str, Any]) -> None:
         """Store everything the run needs to continue after `step` steps.
 
-        Raises TrainingError if it cannot be written (a full disk, say); older checkpoints are untouched.
+        Waits for the write before this one. Raises TrainingError if that failed, or, without `background`,
+        if this one cannot be written (a full disk, say); older checkpoints are untouched.
         """
-        final, temporary = self._path(step), self.folder / f".writing_step_{step:08d}"
+        began = time.perf_counter()
+        self.wait()
+        weights, moments = get_state_dict(model, optimizer)
+        state, sealed = {"model": weights, "optimizer": moments}, {"step": step, **extra}
+        if self.background:
+            self._writing = self._thread.submit(self._write, self._stager.stage(state), sealed)
+        else:
+            self._write(state, sealed)
+        log.info("step %d: training paused %.2f s for a checkpoint", step, time.perf_counter() - began)
+
+    def poll(self) -> None:
+        """Raise the TrainingError of a write that failed in the background, on all ranks at the same step."""
+        if self._writing is None:
+            return
+        written, running, failed = 0, 1, 2
+        state = written
+        if not self._writing.done():
+            state = running
+        elif self._writing.exception():
+            state = failed
+        if self.ranks.any(state) != running:  # `any` gives the largest: one failure ends it for all
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is being written. Raises TrainingError if what was could not be."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        """Let a write under way end. Any failure of it is only logged: another error is ending the run."""
         try:
-            if self.ranks.is_main:
-                for leftover in self.folder.glob(".writing_*"):  # of a process that was killed
-                    shutil.rmtree(leftover)
-                temporary.mkdir(parents=True)
-            self.ranks.barrier()
-            weights, moments = get_state_dict(model, optimizer)
-            with _one_process_is_fine():
-                dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=temporary)
-            if self.ranks.is_main:
-                _seal(temporary, {"step": step, **extra})
-                shutil.rmtree(final, ignore_errors=True)  # exists only if it was damaged
-                os.rename(temporary, final)
-                _sync_folder(self.folder)
-                self._drop_old()
-            self.ranks.barrier()
-        except (OSError, dcp.CheckpointException) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise TrainingError(
-                f"could not write the checkpoint of step {step} to {self.folder}: {_reason(error)}. "
-                f"{self._remaining()} Make room or fix the folder; the same command then continues from there"
-            ) from error
+            self.wait()
+        except Exception as error:
+            log.error("the last checkpoint is not whole: %s", error)
+        self._thread.shutdown()
+        self._stager.close()
 
     def load_newest(self, model: nn.Module, optimizer) -> dict[str, Any] | None:
         """Restore the newest checkpoint that verifies; what was saved beside it, or None if there is none.
@@ -74,10 +121,69 @@ class Checkpoints:
         if sealed is None:
             return None
         weights, moments = get_state_dict(model, optimizer)
-        with _one_process_is_fine():
-            dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=self._path(sealed["step"]))
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=self._path(sealed["step"]))
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         return sealed
+
+    # ------------------------------------------------------------------ writing, on the thread or not
+
+    def _write(self, state: dict[str, Any], sealed: dict[str, Any]) -> None:
+        """Write every rank's part of `state`, then on the main rank seal and name the checkpoint.
+
+        Raises TrainingError, on all ranks, if any of it fails.
+        """
+        final = self._path(sealed["step"])
+        temporary = self.folder / f".writing_{final.name}"
+        try:
+            self._on_main(lambda: self._make_folder(temporary))
+            dcp.save(state, checkpoint_id=temporary, process_group=self._group)  # returns when all ranks have
+            self._on_main(lambda: self._publish(temporary, final, sealed))
+        except (OSError, dcp.CheckpointException) as error:
+            if self.ranks.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise TrainingError(
+                f"could not write the checkpoint of step {sealed['step']} to {self.folder}: "
+                f"{_reason(error)}. {self._remaining()} Make room or fix the folder; the same command then "
+                "continues from there"
+            ) from error
+
+    def _make_folder(self, temporary: Path) -> None:
+        for leftover in self.folder.glob(".writing_*"):  # of a process that was killed
+            shutil.rmtree(leftover)
+        temporary.mkdir(parents=True)
+
+    def _publish(self, temporary: Path, final: Path, sealed: dict[str, Any]) -> None:
+        _seal(temporary, sealed)
+        shutil.rmtree(final, ignore_errors=True)  # exists only if it was damaged
+        os.rename(temporary, final)
+        _sync_folder(self.folder)
+        self._drop_old()
+
+    def _on_main(self, work: Callable[[], None]) -> None:
+        """Do `work` on the main rank while the others wait. Raises its OSError on all of them."""
+        problem: OSError | None = None
+        if self.ranks.is_main:
+            try:
+                work()
+            except OSError as error:
+                problem = error
+        if self._group is not None:
+            box = [problem]
+            dist.broadcast_object_list(box, group=self._group)
+            problem = box[0]
+        if problem is not None:
+            raise problem
+
+    def _drop_old(self) -> None:
+        for path in sorted(self.folder.glob("step_*"))[: -self.keep]:
+            if not self._is_milestone(path):
+                shutil.rmtree(path)
+
+    def _is_milestone(self, path: Path) -> bool:
+        step = int(path.name.removeprefix("step_"))
+        return self.milestone_every is not None and step % self.milestone_every == 0
+
+    # ------------------------------------------------------------------ what is there
 
     def _newest_whole(self) -> dict[str, Any] | None:
         paths = sorted(self.folder.glob("step_*"), reverse=True)
@@ -96,23 +202,28 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 
-    def _drop_old(self) -> None:
-        for path in sorted(self.folder.glob("step_*"))[: -self.keep]:
-            shutil.rmtree(path)
-
     def _remaining(self) -> str:
         steps = sorted(path.name for path in self.folder.glob("step_*"))
         return f"Still there: {', '.join(steps)}." if steps else "There is no earlier checkpoint."
 
 
-@contextmanager
-def _one_process_is_fine() -> Iterator[None]:
-    """Silence torch's warning that there is no process group: training on one device needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+def _stager(device: torch.device) -> DefaultStager:
+    """Copies a state to CPU memory that it keeps for the next one, pinned when the state is on a GPU."""
+    on_gpu = device.type == "cuda"
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=on_gpu,
         )
-        yield
+    )
+
+
+def _use(device: torch.device) -> None:
+    """Make `device` the thread's own, or it would wake the first GPU in every rank."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _reason(error: BaseException) -> str:

@@ -5,7 +5,10 @@ from types import FrameType
 
 
 class StopRequest:
-    """Remembers the first SIGTERM or SIGINT while it is entered. A second SIGINT stops at once."""
+    """Remembers the first SIGTERM or SIGINT while it is entered.
+
+    A second SIGINT stops at once, except that a checkpoint that is being written is written to its end.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

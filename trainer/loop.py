@@ -3,12 +3,14 @@
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -43,6 +45,7 @@ def train(settings: Settings) -> None:
     Raises TrainingError for what the user can mend, and Interrupted, with the state saved, on SIGTERM or
     SIGINT.
     """
+    make_deterministic(settings.hardware.deterministic)
     ranks = distributed.join(settings.hardware.device)
     directory = RunDirectory(Path(settings.run_dir))
     try:
@@ -55,6 +58,15 @@ def train(settings: Settings) -> None:
                 Trainer(settings, directory, ranks, stop).run()
     finally:
         distributed.leave()
+
+
+def make_deterministic(deterministic: bool) -> None:
+    """Whether PyTorch may use kernels that add in an order of chance. Before anything runs on the GPU."""
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS starts; 8 buffers of 4096 KiB
+    torch.use_deterministic_algorithms(deterministic)
+    # The compiler must not choose among kernels that round differently by which was faster this time.
+    torch._inductor.config.deterministic = deterministic
 
 
 @contextmanager
@@ -82,7 +94,13 @@ class Trainer:
         self.loader = self._make_loader()
         self.llama = self._build_model()
         self.optimizer = adamw(self.llama, settings.optimizer)
-        self.checkpoints = Checkpoints(directory.checkpoints, keep=settings.keep_checkpoints, ranks=ranks)
+        self.checkpoints = Checkpoints(
+            directory.checkpoints,
+            ranks=ranks,
+            keep=settings.keep_checkpoints,
+            milestone_every=settings.milestone_every,
+            background=settings.checkpoint_background,
+        )
         restored = self._restore()
         self.step: int = restored.get("step", 0)
         self.saved_step = self.step
@@ -115,11 +133,14 @@ class Trainer:
                 if self.step % settings.checkpoint_every == 0 or last:
                     with self._off_the_clock():
                         self._save()
+                self.checkpoints.poll()
                 self._stop_if_asked()
+            self.checkpoints.wait()
             if self.ranks.is_main:
                 self._finish()
             self.ranks.barrier()
         finally:
+            self.checkpoints.close()
             if self.telemetry:
                 self.telemetry.close()
 
@@ -243,6 +264,7 @@ class Trainer:
         if signal and self.step < self.plan.steps:
             if self.saved_step != self.step:
                 self._save()
+            self.checkpoints.wait()
             raise Interrupted(
                 f"stopped at step {self.step} of {self.plan.steps} and saved; the same command continues",
                 signal,

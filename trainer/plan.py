@@ -88,6 +88,8 @@ def _check_ranges(settings: Settings) -> None:
     }
     if settings.steps is not None:
         positive["steps"] = settings.steps
+    if settings.milestone_every is not None:
+        positive["milestone_every"] = settings.milestone_every
     for name, value in positive.items():
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name}={value} must be greater than zero")
@@ -97,6 +99,12 @@ def _check_ranges(settings: Settings) -> None:
     ):
         if value < 0:
             raise ValueError(f"{name}={value} must not be negative; 0 turns it off")
+    if settings.milestone_every is not None and settings.milestone_every % settings.checkpoint_every:
+        multiple = -(-settings.milestone_every // settings.checkpoint_every) * settings.checkpoint_every
+        raise ValueError(
+            f"milestone_every={settings.milestone_every} must be a multiple of checkpoint_every="
+            f"{settings.checkpoint_every}, or most milestones are never saved; use milestone_every={multiple}"
+        )
     if settings.sample_tokens and not settings.sample_prompt:
         raise ValueError("sample_prompt is empty; give the sample a beginning, or use sample_tokens=0")
     for name, value in (("beta1", settings.optimizer.beta1), ("beta2", settings.optimizer.beta2)):
@@ -116,6 +124,11 @@ def _check_hardware(settings: Settings) -> None:
     _check_choice("hardware.dtype", hardware.dtype, ("bfloat16", "float32"))
     _check_choice("hardware.device", hardware.device, ("cuda", "cpu"))
     _check_choice("logger.wandb", settings.logger.wandb, ("auto", "online", "offline", "off"))
+    if hardware.deterministic and settings.attention.sdpa == "cudnn":
+        raise ValueError(
+            "hardware.deterministic=true, but the backward of attention.sdpa=cudnn is not deterministic; use "
+            "attention.sdpa=flash or null"
+        )
     if hardware.device == "cuda":
         available = torch.cuda.device_count()
         if available == 0:

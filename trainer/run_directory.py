@@ -26,8 +26,8 @@ from trainer.settings import Settings
 # (Text may lie elsewhere; that it is the same text is checked against the checkpoint.)
 MAY_CHANGE = re.compile(
     r"hardware\.(?!dtype)|logger\.|data\.(root|path|val_path|processes)|"
-    r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|keep_checkpoints|"
-    r"skip_nonfinite|runs_dir|run_dir|rerun_finished)$"
+    r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|"
+    r"checkpoint_background|keep_checkpoints|milestone_every|skip_nonfinite|runs_dir|run_dir|rerun_finished)$"
 )
 
 # Overrides that say where things are, not what the run is.

@@ -56,6 +56,7 @@ class HardwareSettings:
     micro_batch: int = MISSING  # sequences per device per forward-backward pass
     dtype: str = MISSING  # "bfloat16" (autocast over float32 master weights) or "float32"
     compile: bool = MISSING  # torch.compile the model
+    deterministic: bool = False  # repeated or continued, a run gives the same bits; slower on a GPU
     peak_tflops: float | None = None  # dense bf16 peak for MFU; null: known GPUs are looked up
 
 
@@ -82,7 +83,9 @@ class Settings:
     sample_tokens: int = MISSING  # length of the text generated at an evaluation; 0: none
     sample_prompt: str = MISSING
     checkpoint_every: int = MISSING  # steps between checkpoints; the last step always saves one
+    checkpoint_background: bool = True  # write while training goes on; takes a second copy of the state
     keep_checkpoints: int = MISSING  # newest checkpoints kept
+    milestone_every: int | None = None  # checkpoints whose step is a multiple are kept for ever; null: none
     skip_nonfinite: bool = False  # drop a step whose loss or gradient is not finite, instead of stopping
 
     runs_dir: str = MISSING  # holds the run directories that are named after their overrides

@@ -5,11 +5,14 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from trainer.errors import TrainingError
 from trainer.settings import LoggerSettings
 
 log = logging.getLogger(__name__)
@@ -21,6 +24,7 @@ class Telemetry:
     def __init__(self, metrics: Path, wandb_run: Any | None, *, steps: int, first_step: int, name: str):
         self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; a line at a time
         self._wandb = wandb_run
+        self._wandb_works = wandb_run is not None
         self._bar = tqdm(
             total=steps,
             initial=first_step,
@@ -36,11 +40,15 @@ class Telemetry:
 
     def record(self, values: dict[str, Any]) -> None:
         values = {key: None if _is_not_finite(value) else value for key, value in values.items()}
-        self._file.write(json.dumps(values) + "\n")
-        if self._wandb:
-            self._wandb.log(
-                {k: v for k, v in values.items() if k != "step" and v is not None}, step=values["step"]
-            )
+        try:
+            self._file.write(json.dumps(values) + "\n")
+        except OSError as error:  # does not say which file
+            raise TrainingError(
+                f"could not write to {self._file.name}: {error.strerror}. Make room or fix the folder; the "
+                "same command then continues from the last checkpoint"
+            ) from error
+        shown = {k: v for k, v in values.items() if k != "step" and v is not None}
+        self._tell_wandb(lambda run: run.log(shown, step=values["step"]))
 
     def progress(self, loss: float, tokens_per_second: float | None, mfu: float | None) -> None:
         shown = {"loss": f"{loss:.3f}"}
@@ -55,9 +63,23 @@ class Telemetry:
 
     def close(self) -> None:
         self._bar.close()
-        self._file.close()
-        if self._wandb:
-            self._wandb.finish()
+        with suppress(OSError):  # tries to write again what `record` could not, and has told of
+            self._file.close()
+        self._tell_wandb(lambda run: run.finish())
+
+    def _tell_wandb(self, call: Callable[[Any], None]) -> None:
+        """Call W&B as long as it works: a curve on a web page is not worth a run."""
+        if not self._wandb_works:
+            return
+        try:
+            call(self._wandb)
+        except Exception as error:  # its own, the network's, a broken pipe to its service
+            self._wandb_works = False
+            log.warning(
+                "W&B failed (%s: %s) and is told no more in this session; metrics.jsonl stays complete",
+                type(error).__name__,
+                error,
+            )
 
 
 def _is_not_finite(value: Any) -> bool:

@@ -79,7 +79,9 @@ def usable_kernels(device: torch.device, dtype: torch.dtype, d_head: int, is_gqa
     kv = q[:, :1] if is_gqa else q
     params = SDPAParams(q, kv, kv, None, 0.0, True, is_gqa)  # no mask, no dropout, causal
     usable = {
-        "cudnn": can_use_cudnn_attention(params),
+        # Its backward adds in an order of chance. PyTorch's FlashAttention-2 and memory-efficient kernels
+        # have a slower one that does not, and take it then.
+        "cudnn": not torch.are_deterministic_algorithms_enabled() and can_use_cudnn_attention(params),
         "flash": can_use_flash_attention(params),
         "efficient": can_use_efficient_attention(params),
         "math": True,

@@ -127,6 +127,14 @@ def test_fpa_asks_pytorch_about_causal_training(monkeypatch, is_gqa):
     assert (params.key.shape[1] < params.query.shape[1]) == is_gqa
 
 
+def test_fpa_does_without_cudnn_where_runs_must_repeat(monkeypatch):
+    for ask in ("can_use_cudnn_attention", "can_use_flash_attention", "can_use_efficient_attention"):
+        monkeypatch.setattr(fpa, ask, lambda params: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert fpa.usable_kernels(CPU, torch.bfloat16, 64, False) == {"flash", "efficient", "math"}
+
+
 def test_fpa_on_a_cpu_is_pytorchs_attention():
     backend = build(AttentionSettings())
     assert backend.description == "scaled_dot_product_attention, PyTorch's own choice for cpu"

@@ -1,17 +1,28 @@
 import errno
 import logging
 import os
+import re
 import resource
+import threading
+from concurrent import futures
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from tests import warm
 from trainer.checkpoint import Checkpoints
 from trainer.distributed import Ranks
 from trainer.errors import TrainingError
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
+FULL_DISK = r"step 2 .*the disk is full.*Still there: step_00000001"
 
 
 class TiedModel(nn.Module):
@@ -51,8 +62,12 @@ def assert_same(left, right):
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def checkpoints(folder, keep=2):
-    return Checkpoints(folder, keep=keep, ranks=ALONE)
+def checkpoints(folder, keep=2, **options):
+    return Checkpoints(folder, keep=keep, ranks=ALONE, **options)
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_restores_weights_moments_and_extras_exactly(tmp_path):
@@ -80,6 +95,14 @@ def test_keeps_the_newest(tmp_path):
     for step in (1, 2, 3, 10):
         checkpoints(tmp_path).save(step, model, optimizer, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000010"]
+
+
+def test_milestones_are_kept_for_ever(tmp_path):
+    model, optimizer = make()
+    for step in (2, 4, 6, 8, 10, 12):
+        checkpoints(tmp_path, milestone_every=4).save(step, model, optimizer, {})
+    steps = sorted(int(path.name.removeprefix("step_")) for path in tmp_path.iterdir())
+    assert steps == [4, 8, 10, 12]
 
 
 def damage_truncate(folder):
@@ -134,11 +157,8 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     model, optimizer = make()
     checkpoints(tmp_path).save(1, model, optimizer, {})
 
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(TrainingError, match=r"step 2 .*the disk is full.*Still there: step_00000001"):
+    with pytest.raises(TrainingError, match=FULL_DISK):
         checkpoints(tmp_path).save(2, model, optimizer, {})
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
@@ -168,3 +188,164 @@ def test_leftovers_of_a_killed_save_are_ignored(tmp_path):
     assert checkpoints(tmp_path).load_newest(*make())["step"] == 1
     checkpoints(tmp_path).save(2, model, optimizer, {})
     assert not half.exists()
+
+
+# in the background
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writing waits in front of it until it is set."""
+    opened = threading.Event()
+    save = dcp.save
+    monkeypatch.setattr(dcp, "save", lambda *state, **where: opened.wait(30) and save(*state, **where))
+    yield opened
+    opened.set()
+
+
+def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, gate, caplog):
+    caplog.set_level(logging.INFO)
+    model, optimizer = make()
+    train_step(model, optimizer)
+    expected = state_of(model, optimizer)
+    background = checkpoints(tmp_path, background=True)
+    background.save(1, model, optimizer, {"wandb_id": "abc"})
+    for _ in range(3):
+        train_step(model, optimizer)
+        background.poll()
+    assert not list(tmp_path.glob("step_*"))
+    assert re.search(r"step 1: training paused 0\.\d\d s for a checkpoint", caplog.text)
+    gate.set()
+    background.wait()
+
+    other, other_optimizer = make(seed=1)
+    restored = checkpoints(tmp_path).load_newest(other, other_optimizer)
+    assert (restored["step"], restored["wandb_id"]) == (1, "abc")
+    assert_same(state_of(other, other_optimizer), expected)
+
+
+def test_saves_in_a_row_wait_for_each_other(tmp_path):
+    model, optimizer = make()
+    background = checkpoints(tmp_path, background=True)
+    expected = {}
+    for step in (1, 2, 3):  # the copy in CPU memory is the same each time, and must not change under a write
+        train_step(model, optimizer)
+        background.save(step, model, optimizer, {})
+        expected[step] = state_of(model, optimizer)
+    background.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
+    for step in (3, 2):
+        other, other_optimizer = make(seed=1)
+        assert checkpoints(tmp_path).load_newest(other, other_optimizer)["step"] == step
+        assert_same(state_of(other, other_optimizer), expected[step])
+        damage_flip(tmp_path / f"step_{step:08d}")
+
+
+def test_memory_of_the_copy_is_used_again(tmp_path):
+    model, optimizer = make()
+    train_step(model, optimizer)
+    stager = checkpoints(tmp_path)._stager
+
+    def addresses():
+        weights, moments = get_state_dict(model, optimizer)
+        staged = stager.stage([weights, *moments["state"].values()])
+        return [value.data_ptr() for tensors in staged for value in tensors.values()]
+
+    first = addresses()
+    train_step(model, optimizer)
+    assert addresses() == first
+
+
+def test_failure_in_the_background_is_raised_by_the_next_poll_that_sees_it(tmp_path, monkeypatch):
+    model, optimizer = make()
+    background = checkpoints(tmp_path, background=True)
+    background.save(1, model, optimizer, {})
+    background.wait()
+    monkeypatch.setattr(torch, "save", full)
+    background.save(2, model, optimizer, {})
+    futures.wait([background._writing])
+    with pytest.raises(TrainingError, match=FULL_DISK):
+        background.poll()
+    background.poll()  # it is told once
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    background.save(3, model, optimizer, {})
+    background.wait()
+    assert checkpoints(tmp_path).load_newest(*make())["step"] == 3
+
+
+@pytest.mark.parametrize("look", ["save", "wait"])
+def test_failure_in_the_background_is_raised_where_the_write_is_waited_for(tmp_path, monkeypatch, look):
+    model, optimizer = make()
+    background = checkpoints(tmp_path, background=True)
+    background.save(1, model, optimizer, {})
+    background.wait()
+    monkeypatch.setattr(torch, "save", full)
+    background.save(2, model, optimizer, {})
+    with pytest.raises(TrainingError, match=FULL_DISK):
+        background.wait() if look == "wait" else background.save(3, model, optimizer, {})
+
+
+def test_close_lets_the_write_end_and_hides_no_other_error(tmp_path, monkeypatch, caplog):
+    model, optimizer = make()
+    background = checkpoints(tmp_path, background=True)
+    background.save(1, model, optimizer, {})
+    background.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    background = checkpoints(tmp_path, background=True)
+    monkeypatch.setattr(torch, "save", full)
+    background.save(2, model, optimizer, {})
+    background.close()
+    assert re.search(FULL_DISK, caplog.text)
+
+
+def sharded(seed):
+    """A model and optimizer of which each rank holds a part."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))  # parts of unequal size
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def sharded_step(model, optimizer):
+    model(torch.arange(14.0).view(2, 7)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def own_part(model, optimizer):
+    return [
+        (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+        for value in (*model.parameters(), *(v for state in optimizer.state.values() for v in state.values()))
+    ]
+
+
+def save_and_restore_shards(rank, folder):
+    init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    background = Checkpoints(
+        folder / "checkpoints", keep=2, ranks=Ranks(rank, 2, torch.device("cpu")), background=True
+    )
+    model, optimizer = sharded(seed=0)
+    for step in (1, 2, 3):
+        sharded_step(model, optimizer)
+        background.save(step, model, optimizer, {})
+        saved = own_part(model, optimizer)
+        sharded_step(model, optimizer)  # must not reach what is being written
+        background.poll()
+    background.wait()
+    other, other_optimizer = sharded(seed=1)
+    assert background.load_newest(other, other_optimizer)["step"] == 3
+    assert_same(own_part(other, other_optimizer), saved)
+    background.close()
+    destroy_process_group()
+
+
+def test_ranks_write_their_shards_in_the_background(tmp_path):
+    ranks = [warm.SERVER.Process(target=save_and_restore_shards, args=(rank, tmp_path)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert len(list((tmp_path / "checkpoints" / "step_00000003").glob("*.distcp"))) == 2

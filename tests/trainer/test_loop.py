@@ -1,8 +1,11 @@
+import os
+
 import pytest
 import torch
+import torch._inductor.config
 
 from trainer.errors import TrainingError
-from trainer.loop import mends_named
+from trainer.loop import make_deterministic, mends_named
 
 
 def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings):
@@ -22,3 +25,18 @@ def test_a_full_disk_is_told_without_a_traceback(compose_settings):
 def test_mistakes_of_the_program_keep_their_traceback(compose_settings):
     with pytest.raises(KeyError), mends_named(compose_settings()):
         raise KeyError("bug")
+
+
+def test_deterministic_reaches_pytorch_cublas_and_the_compiler(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    make_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    try:
+        make_deterministic(True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert torch._inductor.config.deterministic
+    finally:
+        make_deterministic(False)

@@ -66,10 +66,13 @@ BAD = [
     (["optimizer.min_lr_ratio=2"], ["min_lr_ratio=2", "between 0 and 1"]),
     (["optimizer.weight_decay=-1"], ["weight_decay=-1"]),
     (["eval_every=0"], ["eval_every=0"]),
+    (["milestone_every=0"], ["milestone_every=0", "greater than zero"]),
+    (["milestone_every=1500"], ["milestone_every=1500", "checkpoint_every=1000", "milestone_every=2000"]),
     (["steps=100"], ["tps.warmup_steps=7500", "100 steps", "tps.warmup_steps=10"]),
     (["total_tokens=1000"], ["total_tokens=1000", "262144"]),
     (["hardware.dtype=int8"], ["hardware.dtype=int8", "bfloat16"]),
     (["hardware.device=tpu"], ["hardware.device=tpu", "cuda"]),
+    (["hardware.deterministic=true", "attention.sdpa=cudnn"], ["sdpa=cudnn", "attention.sdpa=flash"]),
     (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
     (["logger.wandb=maybe"], ["logger.wandb=maybe", "offline"]),
 ]

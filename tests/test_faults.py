@@ -1,0 +1,352 @@
+"""Runs that are killed, starved of disk, lied to about the time: each fault is done, and the run goes on.
+
+Faults that need no run are tested where they are met: damaged checkpoints in trainer/test_checkpoint.py,
+damaged tokens in test_train.py and data/, a run directory in use in trainer/test_run_directory.py.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import importlib
+import itertools
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import trainer.loop
+from tests import warm
+from tests.cli import assert_same_run, metrics
+
+
+@pytest.fixture
+def debug(datasets, tmp_path):
+    """debug("name", "steps=3", …) -> Settings of a debug run in tmp_path/name."""
+    return lambda name, *overrides: warm.debug_settings(datasets, f"run_dir={tmp_path / name}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def whole(datasets, tmp_path_factory):
+    """whole("steps=3", …) -> the run directory of that run undisturbed; trained once."""
+
+    @functools.cache
+    def trained(*overrides, ranks=1):
+        run_dir = tmp_path_factory.mktemp("whole") / "run"
+        settings = warm.debug_settings(datasets, f"run_dir={run_dir}", *overrides)
+        warm.run(settings) if ranks == 1 else two_ranks(settings, [], [])
+        return run_dir
+
+    return trained
+
+
+SHORT = ("steps=8", "checkpoint_every=2", "sample_tokens=0")
+
+
+def checkpoint_names(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+# ------------------------------------------------------------------ faults: called in the process of the run
+
+
+def replaced(name, wrap):
+    """Replace the function `module.function` by wrap(function)."""
+    module, function = name.rsplit(".", 1)
+    module = importlib.import_module(module)
+    setattr(module, function, wrap(getattr(module, function)))
+
+
+def slow_writes(seconds=0.001):
+    """Every tensor of a checkpoint takes so long more, some 100 of them and the seal."""
+    replaced("torch.save", lambda save: lambda *data: (time.sleep(seconds), save(*data)))
+    replaced("trainer.checkpoint._seal", lambda seal: lambda *data: (time.sleep(20 * seconds), seal(*data)))
+
+
+def dies_in(name, call):
+    """SIGKILL in place of the given call, counted from 1, of a function."""
+    calls = itertools.count(1)
+
+    def wrap(function):
+        def wrapped(*arguments, **options):
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return wrapped
+
+    replaced(name, wrap)
+
+
+def disk_is_full(after, name="torch.save"):
+    """A function that writes fails after so many calls."""
+    calls = itertools.count()
+
+    def wrap(function):
+        def wrapped(*arguments, **options):
+            if next(calls) >= after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return function(*arguments, **options)
+
+        return wrapped
+
+    replaced(name, wrap)
+
+
+def files_cannot_grow_beyond(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def permissions_bind_root():
+    """Give up root's right to write where the permissions forbid it (CAP_DAC_OVERRIDE, the capability 1)."""
+    if os.geteuid() == 0:
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
+        capabilities = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then for numbers from 32
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.capget(header, capabilities) == 0
+        capabilities[0] &= ~(1 << 1)
+        assert libc.capset(header, capabilities) == 0
+
+
+def clock_jumps():
+    """The wall clock goes a day forwards and two backwards, in turn, each time it is read."""
+    days = itertools.accumulate(itertools.cycle([1, -2]))
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + 86_400 * next(days)
+    time.time_ns = lambda: now_ns() + 86_400 * 10**9 * next(days)
+
+
+def wandb_breaks(after):
+    """A W&B run whose service is gone after so many records."""
+    records = itertools.count()
+
+    def log(values, step):
+        if next(records) >= after:
+            raise ConnectionError("no route to host")
+
+    def finish():
+        raise BrokenPipeError("the service is gone")
+
+    trainer.loop.start_wandb = lambda *_, **__: SimpleNamespace(id="abc", log=log, finish=finish)
+
+
+# ------------------------------------------------------------------ killed
+
+
+KILLS, IN_A_WRITE = 20, 6
+
+
+def test_killed_at_random_moments_and_continued_is_the_same_run(debug, whole):
+    """At times, not steps, and some of them during a write; FAULTS_SEED=… repeats the moments."""
+    seed = int(os.environ.get("FAULTS_SEED", random.randrange(2**32)))
+    chance = random.Random(seed)
+    in_a_write = set(chance.sample(range(KILLS), IN_A_WRITE))
+    moments = [chance.uniform(0, 0.1 if kill in in_a_write else 0.9) for kill in range(KILLS)]
+    print(f"FAULTS_SEED={seed}: killed after seconds", [round(moment, 3) for moment in moments])
+    print("of which counted from the beginning of a write:", sorted(in_a_write))
+
+    overrides = ("steps=60", "checkpoint_every=3", "eval_every=7", "sample_tokens=2")
+    runs, torn = [debug("run_0", *overrides)], 0
+    for kill, moment in enumerate(moments):
+        while (left := killed_after(runs[-1], moment, in_a_write=kill in in_a_write)) is None:
+            runs.append(debug(f"run_{len(runs)}", *overrides))  # it was at its end before
+        torn += bool(left)
+    print(f"{len(runs)} runs, {torn} times killed in a write")
+    assert torn >= IN_A_WRITE / 2
+    for settings in runs:
+        warm.run(settings)
+        assert_same_run(whole(*overrides), Path(settings.run_dir))
+
+
+def killed_after(settings, seconds, *, in_a_write):
+    """Kill the run so many seconds after its start or that of a write.
+
+    What it then leaves half written, or None if it came to its end before.
+    """
+    before = half_written(settings)
+    process = warm.start(settings, *([slow_writes] if in_a_write else []))
+    while in_a_write and process.is_alive() and half_written(settings) <= before:
+        time.sleep(0.001)
+    process.join(seconds)
+    process.kill()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL), warm.finish(process, settings)
+    return half_written(settings) - before if process.exitcode else None
+
+
+def half_written(settings):
+    """Checkpoints without a name yet, and when they were begun."""
+    found = set()
+    for path in Path(settings.run_dir, "checkpoints").glob(".writing_*"):
+        with contextlib.suppress(FileNotFoundError):  # it has just got its name
+            found.add((path.name, path.stat().st_ctime_ns))
+    return found
+
+
+SPOTS = {
+    "while the first is written": ("torch.save", 5),
+    "while the second is written": ("torch.save", 150),
+    "before the seal": ("trainer.checkpoint._seal", 2),
+    "sealed, without its name": ("os.rename", 2),
+    "named, before old ones are dropped": ("trainer.checkpoint._sync_folder", 3),
+}
+
+
+@pytest.mark.parametrize("spot", SPOTS)
+def test_killed_at_every_stage_of_a_write(debug, tmp_path, whole, spot):
+    settings = debug("run", *SHORT, "keep_checkpoints=1")
+    warm.run(settings, functools.partial(dies_in, *SPOTS[spot]), code=-signal.SIGKILL)
+    warm.run(settings)
+    assert_same_run(whole(*SHORT), tmp_path / "run")
+    assert checkpoint_names(tmp_path / "run") == ["step_00000008"]
+
+
+def test_asked_to_stop_during_a_write_it_waits_for_it(debug, tmp_path):
+    settings = debug("run", "steps=400", "checkpoint_every=4", "sample_tokens=0", "eval_every=1000")
+    process = warm.start(settings, slow_writes)
+    while process.is_alive() and not half_written(settings):
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGTERM)
+    output = warm.finish(process, settings, code=128 + signal.SIGTERM)
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert f"stopped at step {last} of 400 and saved" in output
+    assert checkpoint_names(tmp_path / "run")[-1] == f"step_{last:08d}"
+
+
+def test_deterministic_on_a_cpu_is_the_same_run(debug, tmp_path, whole):
+    warm.run(debug("run", *SHORT, "attention=sagebwd", "hardware.deterministic=true"))
+    assert_same_run(whole(*SHORT, "attention=sagebwd"), tmp_path / "run")
+
+
+# ------------------------------------------------------------------ a disk that refuses
+
+
+def two_ranks(settings, *faults_of_each, codes=(0, 0)):
+    """Train on two ranks, with faults of their own, which must end with these exit codes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [
+        warm.start(settings, *faults, rank=rank, ranks=2, port=port)
+        for rank, faults in enumerate(faults_of_each)
+    ]
+    return [warm.finish(process, settings, code) for process, code in zip(processes, codes, strict=True)][-1]
+
+
+SHORT_ON_TWO = (*SHORT, "hardware.micro_batch=2")
+FULL_DISKS = {
+    "for the part of the first rank": (0, "torch.save", 100),
+    "for the part of the second rank": (1, "torch.save", 100),
+    "for the seal": (0, "trainer.checkpoint._seal", 1),
+}
+
+
+@pytest.mark.parametrize("full", FULL_DISKS)
+def test_disk_of_one_rank_is_full_and_all_ranks_stop_with_that_message(debug, tmp_path, whole, full):
+    rank, name, after = FULL_DISKS[full]
+    faults = [[], []]
+    faults[rank] = [functools.partial(disk_is_full, after, name)]
+    output = two_ranks(debug("run", *SHORT_ON_TWO), *faults, codes=(1, 1))
+    assert output.count("could not write the checkpoint of step") == 2  # each rank has said so
+    assert "the disk is full. Still there: step_0000000" in output
+    assert all(name.startswith("step_") for name in checkpoint_names(tmp_path / "run"))
+    two_ranks(debug("run", *SHORT_ON_TWO), [], [])
+    assert_same_run(whole(*SHORT_ON_TWO, ranks=2), tmp_path / "run")
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_rank_that_dies_in_a_write_ends_the_other_and_the_one_before_is_used(debug, tmp_path, whole, dying):
+    faults, codes = [[], []], [1, 1]
+    faults[dying], codes[dying] = [functools.partial(dies_in, "torch.save", 100)], -signal.SIGKILL
+    two_ranks(debug("run", *SHORT_ON_TWO), *faults, codes=codes)
+    assert "continuing" in two_ranks(debug("run", *SHORT_ON_TWO), [], [])
+    assert_same_run(whole(*SHORT_ON_TWO, ranks=2), tmp_path / "run")
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_folder_for_checkpoints_became_read_only(debug, tmp_path, background):
+    settings = debug("run", f"checkpoint_background={background}", "checkpoint_every=2")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True, mode=0o555)
+    output = warm.run(settings, permissions_bind_root, code=1)
+    assert "could not write the checkpoint of step 2" in output
+    assert "Permission denied" in output
+    assert "Traceback" not in output
+    (tmp_path / "run" / "checkpoints").chmod(0o755)
+    warm.run(settings, permissions_bind_root)
+
+
+def test_folder_for_runs_is_read_only(debug, tmp_path):
+    (tmp_path / "runs").mkdir(mode=0o555)
+    output = warm.run(debug("runs", f"run_dir={tmp_path / 'runs' / 'run'}"), permissions_bind_root, code=1)
+    assert "cannot create the run directory" in output
+    assert "set run_dir=" in output
+
+
+def test_disk_is_full_for_the_metrics(debug, tmp_path, whole):
+    overrides = ("steps=24", "checkpoint_every=1000", "eval_every=1000", "sample_tokens=0")
+    settings = debug("run", *overrides)
+    output = warm.run(settings, functools.partial(files_cannot_grow_beyond, 3000), code=1)
+    assert "metrics.jsonl" in output
+    assert "File too large" in output
+    warm.run(settings)
+    assert_same_run(whole(*overrides), tmp_path / "run")
+
+
+# ------------------------------------------------------------------ a past that is not what it was
+
+
+def test_torn_checkpoint_is_passed_over_for_the_one_before(debug, tmp_path, whole):
+    settings = debug("run", *SHORT)
+    warm.run(settings)
+    (tmp_path / "run" / "DONE").unlink()
+    newest = tmp_path / "run" / "checkpoints" / "step_00000008"
+    file = next(newest.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 1)
+    output = warm.run(settings)
+    assert f"{newest} is damaged ({file.name} is" in output
+    assert f"continuing {tmp_path / 'run'} from step 6" in output
+    assert_same_run(whole(*SHORT), tmp_path / "run")
+
+
+def test_settings_that_would_change_the_run_are_named_and_others_may_change(debug, tmp_path):
+    warm.run(debug("run", *SHORT))
+    (tmp_path / "run" / "DONE").unlink()
+    output = warm.run(debug("run", *SHORT, "seed=7", "optimizer.lr=1", "log_every=2"), code=1)
+    assert "optimizer.lr was 0.003, is now 1.0" in output
+    assert "seed was 1, is now 7" in output
+    assert "log_every" not in output
+    saving = ("checkpoint_background=false", "keep_checkpoints=1", "milestone_every=4")
+    assert "from step 8" in warm.run(debug("run", *SHORT, *saving))
+
+
+# ------------------------------------------------------------------ the world around
+
+
+def test_clock_jumps_and_nothing_measured_is_negative(debug, tmp_path, whole):
+    warm.run(debug("run", *SHORT), clock_jumps)
+    assert_same_run(whole(*SHORT), tmp_path / "run")  # the same records in the same order
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rates = [record["tokens_per_second"] for record in records if "loss" in record]
+    assert all(1 < rate < 1e7 for rate in rates), rates
+
+
+def test_wandb_breaks_and_training_goes_on_and_says_so_once(debug, tmp_path, whole):
+    output = warm.run(debug("run", *SHORT), functools.partial(wandb_breaks, after=3))
+    assert output.count("W&B failed (ConnectionError: no route to host)") == 1
+    assert "the service is gone" not in output
+    assert_same_run(whole(*SHORT), tmp_path / "run")
+    sealed = json.loads((tmp_path / "run" / "checkpoints" / "step_00000008" / "seal.json").read_text())
+    assert sealed["wandb_id"] == "abc"  # continuing continues that curve
+
+
+def test_wandb_breaks_at_the_very_end(debug, tmp_path):
+    output = warm.run(debug("run", *SHORT), functools.partial(wandb_breaks, after=1000))
+    assert output.count("W&B failed (BrokenPipeError: the service is gone)") == 1
+    assert (tmp_path / "run" / "DONE").exists()

@@ -1,0 +1,78 @@
+"""Runs in processes that start within a tenth of a second, and with faults built in.
+
+One process imports torch and the trainer once; the processes of the runs are forked from it.
+"""
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.pyplot  # noqa: F401 - slow to import, and needed at the end of a run
+import torch._dynamo  # noqa: F401 - and this at its beginning
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tqdm import tqdm
+
+import trainer.settings
+from tests.cli import ROOT
+from trainer.errors import Interrupted, TrainingError
+from trainer.loop import train
+from trainer.settings import Settings
+
+# Faults are called in the process of the run before it trains; they must be functions that pickle.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload([__name__, "pytest"])
+
+
+def debug_settings(datasets: Path, *overrides: str) -> Settings:
+    """The settings of tests.cli.debug_command(datasets, *overrides)."""
+    trainer.settings.register()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        settings = ["experiment=debug", f"data.root={datasets}", *overrides]
+        return OmegaConf.to_object(compose("train", overrides=settings))
+
+
+def start(settings: Settings, *faults: Callable[[], None], rank: int = 0, ranks: int = 1, port: int = 0):
+    """A process that calls the faults, then trains as train.py does; what it prints goes to `run_dir`.out."""
+    output = Path(f"{settings.run_dir}.out")
+    environment = {} if ranks == 1 else _torchrun(rank, ranks, port)
+    process = SERVER.Process(target=_train, args=(settings, output, environment, faults))
+    process.start()
+    return process
+
+
+def finish(process, settings: Settings, code: int = 0) -> str:
+    """Wait for the process, which must end with this exit code; what all processes of the run printed."""
+    process.join(120)
+    output = Path(f"{settings.run_dir}.out").read_text()
+    assert process.exitcode == code, output
+    return output
+
+
+def run(settings: Settings, *faults: Callable[[], None], code: int = 0) -> str:
+    return finish(start(settings, *faults), settings, code)
+
+
+def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return {"RANK": str(rank), "WORLD_SIZE": str(ranks), **where}
+
+
+def _train(settings: Settings, output: Path, environment: dict[str, str], faults) -> None:
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    tqdm.set_lock(threading.RLock())  # its usual one is a semaphore, and leaks when killed
+    for fault in faults:
+        fault()
+    try:
+        train(settings)
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(128 + stop.signal)
+    except TrainingError as error:
+        sys.exit(str(error))
