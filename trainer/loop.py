@@ -29,7 +29,7 @@ from trainer.interrupt import StopRequest
 from trainer.optimizer import adamw, learning_rate, set_learning_rate
 from trainer.plan import make_plan
 from trainer.plot import plot_losses, plot_probe
-from trainer.probe import Alarm, Probe
+from trainer.probe import Alarm, Probe, build_probe
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, report
@@ -89,7 +89,8 @@ class Trainer:
         self.step: int = restored.get("step", 0)
         self.saved_step = self.step
         self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
-        self.probe, self.alarm = self._build_probe(), Alarm(settings)
+        self.probe = build_probe(settings, self.llama, device=ranks.device, dtype=self._dtype())
+        self.alarm = Alarm(settings)
         self.parallel, self.compiled = self._wrap_model()
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
@@ -355,11 +356,6 @@ class Trainer:
             torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         )
         return llama
-
-    def _build_probe(self) -> Probe | None:
-        if not self.settings.probe.every:
-            return None
-        return Probe(self.settings, self.llama, device=self.ranks.device, dtype=self._dtype())
 
     def _wrap_model(self) -> tuple[torch.nn.Module, torch.nn.Module]:
         """The model under DDP if there are several ranks, and the same compiled if asked."""

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 TENSORS = ("o", "dq", "dk", "dv")
 GRADIENTS = {"dq": "dQ", "dk": "dK", "dv": "dV"}
 
-SCORES_AT_ONCE = 2**23  # entries of P (32 MiB in float32); some six such matrices are alive together
+SCORES_AT_ONCE = 2**22  # entries of P (16 MiB in float32); some six such matrices are alive together
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,28 @@ class Probe:
             for name, value in measure_layer(captured.pop(layer), self.attend).items()
         }
         return {**values, "probe/seconds": time.perf_counter() - began}
+
+
+def build_probe(
+    settings: Settings, llama: Llama, *, device: torch.device, dtype: torch.dtype
+) -> Probe | None:
+    """The probe of these settings, tried out on a few tokens; None if it is off.
+
+    None as well where SageBwd does not run, if the run itself is of another attention.
+    """
+    if not settings.probe.every:
+        return None
+    try:
+        probe = Probe(settings, llama, device=device, dtype=dtype)
+        q = torch.zeros(1, settings.model.n_heads, 16, settings.model.d_head, device=device, dtype=dtype)
+        k = q[:, : settings.model.kv_heads]
+        measure_layer(Captured(q, k, k, q, {}, grad_out=q), probe.attend)
+    except Exception as error:  # no compiler, an unknown GPU, …: nothing that another attention needs
+        if settings.attention.backend == "sagebwd":
+            raise
+        log.warning("training goes on without the probe, because SageBwd does not run here: %s", error)
+        return None
+    return probe
 
 
 def chosen_layers(layers: Sequence[int] | None, n_layers: int) -> list[int]:

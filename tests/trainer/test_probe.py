@@ -46,7 +46,7 @@ def float64_attention(q, k, v, grad_out):
     return (o, *gradients, p, dp, ds, s * visible)
 
 
-@pytest.mark.parametrize("scores_at_once", [1, 2 * 4 * 37 * 5, 2**23])  # 1, 5 and all queries at a time
+@pytest.mark.parametrize("scores_at_once", [1, 2 * 4 * 37 * 5, 2**22])  # 1, 5 and all queries at a time
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
 def test_exact_attention_is_that_of_float64(monkeypatch, scores_at_once, heads, kv_heads):
     monkeypatch.setattr(probe, "SCORES_AT_ONCE", scores_at_once)
@@ -146,6 +146,15 @@ def make_probe(settings, llama):
     return Probe(settings, llama, device=torch.device("cpu"), dtype=torch.float32)
 
 
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_a_compiled_model_is_not_compiled_again(llama, batch, compose_settings):
+    compiled = torch.compile(llama, backend="eager")
+    loss = compiled(*batch)
+    make_probe(compose_settings("model=llama_debug"), llama).measure(*batch, nullcontext)
+    assert torch.equal(compiled(*batch), loss)
+    torch.compiler.reset()
+
+
 def test_an_error_in_the_pass_leaves_the_attention_as_it_was(llama, batch):
     attend = llama.layers[0].self_attn.attend
     with pytest.raises(ValueError, match="one target per token"):
@@ -201,6 +210,25 @@ def test_it_measures_the_runs_own_attention_or_the_default(compose_settings, mon
     caplog.set_level(logging.INFO, logger="trainer.probe")
     assert sage_attend(own).func is sagebwd.reference.sage_attention
     assert "no kernel for it" in caplog.text
+
+
+def build(settings, llama):
+    return probe.build_probe(settings, llama, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_where_sagebwd_does_not_run_only_its_own_runs_stop(compose_settings, monkeypatch, caplog, llama):
+    assert build(compose_settings("probe.every=0"), llama) is None
+    assert isinstance(build(compose_settings("model.n_kv_heads=4"), llama), Probe)
+
+    def no_compiler(*arguments, **settings):
+        raise RuntimeError("no compiler found")
+
+    monkeypatch.setitem(model.backends.sagebwd.IMPLEMENTATIONS, "auto", no_compiler)
+    assert build(compose_settings("attention=fpa"), llama) is None
+    assert "goes on without the probe" in caplog.text
+    assert "no compiler found" in caplog.text
+    with pytest.raises(RuntimeError, match="no compiler found"):
+        build(compose_settings("attention=sagebwd"), llama)
 
 
 def measured(**errors):
