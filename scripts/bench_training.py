@@ -317,6 +317,7 @@ def settings_of(job: Job) -> Settings:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings = OmegaConf.to_object(compose("train", overrides=job.overrides))
     settings.model.max_context = max(settings.model.max_context, job.context)
+    settings.probe.every, settings.spike.threshold = 0, None  # random ids have nothing to tell
     return settings
 
 

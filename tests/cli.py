@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
-TIMINGS = ("tokens_per_second", "mfu")
+TIMINGS = ("tokens_per_second", "mfu", "probe/seconds")
 
 
 def debug_command(datasets, *overrides):

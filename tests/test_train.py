@@ -38,6 +38,7 @@ def test_a_whole_run(command, tmp_path, attention):
 
 def test_killed_at_random_steps_and_continued_is_the_same_run_bit_for_bit(command, tmp_path):
     overrides = ("attention=sagebwd", "steps=40", "checkpoint_every=3", "eval_every=7", "log_every=1")
+    overrides += ("probe.every=5", "spike.window=8", "spike.threshold=2", "spike.skip=true")
     run(command(*overrides, f"run_dir={tmp_path / 'whole'}"))
     killed = tmp_path / "killed"
     steps = sorted(random.sample(range(2, 38), 5))
@@ -48,6 +49,9 @@ def test_killed_at_random_steps_and_continued_is_the_same_run_bit_for_bit(comman
         assert not (killed / "DONE").exists()
     run(command(*overrides, f"run_dir={killed}"))
     assert_same_run(tmp_path / "whole", killed)
+    spikes = (killed / "spikes.jsonl").read_text()
+    assert '"skipped": true' in spikes
+    assert spikes == (tmp_path / "whole" / "spikes.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -68,11 +72,12 @@ def test_asked_to_stop_it_saves_and_continues_exactly(command, tmp_path, number,
 
 @pytest.mark.parametrize("tps", ["260k", "2.1m"])
 def test_two_ranks_train_as_one(command, tmp_path, tps):
-    overrides = ("attention=sagebwd", f"tps={tps}", "hardware.micro_batch=2", "steps=6")
+    overrides = ("attention=sagebwd", f"tps={tps}", "hardware.micro_batch=2", "steps=6", "probe.every=3")
     run(command(*overrides, f"run_dir={tmp_path / 'one'}"))
     run(command(*overrides, f"run_dir={tmp_path / 'two'}", "hardware.devices=2"))
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(one) == len(two)
+    assert [record["step"] for record in two if "probe/layer_0/dq_l2" in record] == [3, 6]
     for left, right in zip(one, two, strict=True):
         assert left.keys() == right.keys()
         for key in left.keys() & {"loss", "val_loss", "grad_norm"}:

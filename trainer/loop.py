@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import model.huggingface
 from data.corpus import Corpus, open_corpus
-from data.loader import BatchLoader, count_sequences, evaluation_batches
+from data.loader import BatchLoader, count_sequences, evaluation_batches, stack_sequences
 from model import backends
 from model.config import parameter_count
 from model.generate import generate
@@ -30,9 +30,11 @@ from trainer.evaluate import held_out_loss
 from trainer.interrupt import StopRequest
 from trainer.optimizer import adamw, learning_rate, set_learning_rate
 from trainer.plan import make_plan
-from trainer.plot import plot_losses
+from trainer.plot import plot_losses, plot_probe
+from trainer.probe import Alarm, Probe, build_probe
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
+from trainer.spikes import SpikeDetector, report
 from trainer.telemetry import Telemetry, log_to, start_wandb
 from trainer.throughput import Stopwatch, flops_per_token, peak_memory_gib, peak_tflops
 
@@ -104,6 +106,9 @@ class Trainer:
         restored = self._restore()
         self.step: int = restored.get("step", 0)
         self.saved_step = self.step
+        self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
+        self.probe = build_probe(settings, self.llama, device=ranks.device, dtype=self._dtype())
+        self.alarm = Alarm(settings)
         self.parallel, self.compiled = self._wrap_model()
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
@@ -127,6 +132,9 @@ class Trainer:
                     steps_timed = 0
                 if self.telemetry:
                     self.telemetry.advance()
+                if self.probe and self.step % settings.probe.every == 0:
+                    with self._off_the_clock():
+                        self._probe(self.probe)
                 if self.step % settings.eval_every == 0 or last:
                     with self._off_the_clock():
                         self._evaluate()
@@ -163,12 +171,23 @@ class Trainer:
             loss += micro_loss.detach()
         grad_norm = clip_grad_norm_(self.llama.parameters(), settings.optimizer.grad_clip)
         mean_loss, norm = torch.stack([self.ranks.mean(loss), grad_norm]).tolist()  # the step's one wait
-        if math.isfinite(mean_loss) and math.isfinite(norm):
-            self.optimizer.step()
-        else:
+        if not (math.isfinite(mean_loss) and math.isfinite(norm)):
             self._not_finite(mean_loss, norm, rate)
+        elif not self._leaves_out_spike(mean_loss, norm):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return mean_loss, norm, rate
+
+    def _probe(self, probe: Probe) -> None:
+        """Measure the attention with the current weights, on the first sequences of the step just done."""
+        indices = self.loader.sequence_indices(self.step - 1)[: self.settings.probe.sequences]
+        batch = map(self._to_device, stack_sequences(self.corpus.train, indices, self.settings.context))
+        values = probe.measure(*batch, self._autocast, is_main=self.ranks.is_main)
+        if self.telemetry:
+            self.telemetry.record({"step": self.step, "tokens": self._tokens(), **values})
+            for warning in self.alarm.warnings(self.step, values, probe.layers):
+                log.warning(warning)
+                self.telemetry.alert("INT8 attention is losing its gradients", warning)
 
     def _evaluate(self) -> None:
         """Loss on the first `eval_sequences` sequences of the held-out text, and a sample."""
@@ -233,6 +252,7 @@ class Trainer:
         model.huggingface.save(self.llama, self.directory.weights)
         records = read_metrics(self.directory.metrics)
         plot_losses({self.directory.path.name: records}, self.directory.loss_plot)
+        plot_probe(records, self.directory.probe_plot)
         self.directory.finish()
         log.info("finished: %s (loss.png, metrics.jsonl, weights/)", self.directory.path)
 
@@ -240,7 +260,11 @@ class Trainer:
 
     def _save(self) -> None:
         wandb_id = self.ranks.from_main(lambda: self.telemetry.wandb_id if self.telemetry else None)
-        extra = {"wandb_id": wandb_id, "data": self.corpus.manifest.fingerprint}
+        extra = {
+            "wandb_id": wandb_id,
+            "data": self.corpus.manifest.fingerprint,
+            "recent": self.spikes.history,
+        }
         self.checkpoints.save(self.step, self.llama, self.optimizer, extra)
         self.saved_step = self.step
 
@@ -292,6 +316,18 @@ class Trainer:
             "optimizer.lr, a longer tps.warmup_steps, model.qk_norm=true; skip_nonfinite=true drops such "
             "steps and goes on"
         )
+
+    def _leaves_out_spike(self, loss: float, grad_norm: float) -> bool:
+        """Tell of a step that stands out; whether its optimizer step is left out.
+
+        Every rank comes to the same answer: both values are what all ranks reduced together.
+        """
+        spike, skip = self.spikes.judge(loss, grad_norm), self.settings.spike.skip
+        if spike and self.ranks.is_main:
+            step, sequences = self.step + 1, self.loader.sequence_indices(self.step).tolist()
+            place = {"step": step, "tokens": step * self.plan.tokens_per_step}
+            report(spike, self.directory, {**place, "skipped": skip, "sequences": sequences})
+        return spike is not None and skip
 
     # ------------------------------------------------------------------ building
 

@@ -44,18 +44,25 @@ def make_plan(settings: Settings, ranks: int) -> Plan:
     note(_check_attention, settings)
     for check in (_check_ranges, _check_hardware, _check_context, _check_vocabulary, _check_schedule):
         note(check, settings)
+    for check in (_check_probe, _check_spike):
+        note(check, settings)
     note(_check_tokens_per_step, settings, ranks)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise SettingsError(f"these settings cannot be trained:\n{listed}")
 
-    tokens_per_step = settings.tps.tokens_per_step // settings.tps.divide_by
+    tokens = tokens_per_step(settings)
     return Plan(
         steps=_steps(settings),
-        tokens_per_step=tokens_per_step,
-        sequences_per_step=tokens_per_step // settings.context,
-        micro_steps=tokens_per_step // (settings.context * settings.hardware.micro_batch * ranks),
+        tokens_per_step=tokens,
+        sequences_per_step=tokens // settings.context,
+        micro_steps=tokens // (settings.context * settings.hardware.micro_batch * ranks),
     )
+
+
+def tokens_per_step(settings: Settings) -> int:
+    """Tokens of all devices together that make up one optimizer step."""
+    return settings.tps.tokens_per_step // settings.tps.divide_by
 
 
 def _steps(settings: Settings) -> int:
@@ -180,6 +187,43 @@ def _check_schedule(settings: Settings) -> None:
         raise ValueError(
             f"tps.warmup_steps={settings.tps.warmup_steps} leaves nothing of a run of {steps} steps; "
             f"use tps.warmup_steps={steps // 10}, or train longer"
+        )
+
+
+def _check_probe(settings: Settings) -> None:
+    probe, last = settings.probe, settings.model.n_layers - 1
+    if probe.every < 0:
+        raise ValueError(f"probe.every={probe.every} must not be negative; 0 turns the probe off")
+    if probe.layers is not None and not probe.layers:
+        raise ValueError("probe.layers is empty; name a layer, or use probe.every=0 to turn the probe off")
+    foreign = [layer for layer in probe.layers or () if not 0 <= layer <= last]
+    if foreign:
+        raise ValueError(
+            f"probe.layers names {', '.join(map(str, foreign))}, but the model's layers are 0 to {last}; "
+            f"choose among these, for instance probe.layers=[{last}]"
+        )
+    if not 1 <= probe.sequences <= max(settings.hardware.micro_batch, 1):
+        raise ValueError(
+            f"probe.sequences={probe.sequences} must be between 1 and hardware.micro_batch="
+            f"{settings.hardware.micro_batch}, which is what fits in memory at a time"
+        )
+    if probe.alarm is not None and not probe.alarm > 0:
+        raise ValueError(f"probe.alarm={probe.alarm} must be greater than zero; null never warns")
+
+
+def _check_spike(settings: Settings) -> None:
+    spike = settings.spike
+    if spike.window < 8:
+        raise ValueError(
+            f"spike.window={spike.window} is too few steps to tell what is typical; use 8 or more, or "
+            "spike.threshold=null to look for no spikes"
+        )
+    if spike.threshold is not None and not spike.threshold > 0:
+        raise ValueError(f"spike.threshold={spike.threshold} must be greater than zero; null: no spikes")
+    if spike.skip and spike.threshold is None:
+        raise ValueError(
+            "spike.skip=true, but spike.threshold=null finds no spikes; set spike.threshold=6, or "
+            "spike.skip=false"
         )
 
 

@@ -1,10 +1,14 @@
-"""Loss curves as a picture."""
+"""Loss curves, and the probe's, as pictures."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+PROBED = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}  # as the probe names them, and as the paper does
+_LAYER = re.compile(r"probe/layer_(\d+)/")
 
 
 def plot_losses(runs: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
@@ -50,6 +54,38 @@ def plot_losses(runs: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     losses.xaxis.set_tick_params(labelbottom=not several)
     for axes in (losses, differences):
         axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_probe(records: list[dict[str, Any]], path: Path) -> None:
+    """Draw what the probe measured over steps: relative L2 errors of O, dQ, dK and dV, one line a layer.
+
+    Draws nothing, and leaves no picture, if `records` (of a metrics.jsonl) hold no measurement.
+    """
+    measured = [record for record in records if "probe/seconds" in record]
+    if not measured:
+        return
+    import matplotlib  # slow to import; only needed when a run ends
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    layers = sorted({int(match[1]) for record in measured for key in record if (match := _LAYER.match(key))})
+    figure, panels = plt.subplots(1, 4, figsize=(13, 3.6), sharex=True, sharey=True, layout="constrained")
+    for axes, (name, title) in zip(panels, PROBED.items(), strict=True):
+        for index, layer in enumerate(layers):
+            key = f"probe/layer_{layer}/{name}_l2"
+            points = [(record["step"], record[key]) for record in measured if record.get(key)]
+            if points:
+                axes.plot(*zip(*points, strict=True), ".-", color=f"C{index}", label=f"layer {layer}")
+                axes.set_yscale("log")
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3, which="both")
+    panels[0].set_ylabel("relative L2 error of SageBwd")
+    if panels[0].lines:
+        panels[0].legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

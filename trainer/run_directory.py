@@ -25,7 +25,7 @@ from trainer.settings import Settings
 # Settings that may differ when a run continues: they change how it executes or reports, not what it computes.
 # (Text may lie elsewhere; that it is the same text is checked against the checkpoint.)
 MAY_CHANGE = re.compile(
-    r"hardware\.(?!dtype)|logger\.|data\.(root|path|val_path|processes)|"
+    r"hardware\.(?!dtype)|logger\.|probe\.|spike\.|data\.(root|path|val_path|processes)|"
     r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|"
     r"checkpoint_background|keep_checkpoints|milestone_every|skip_nonfinite|runs_dir|run_dir|rerun_finished)$"
 )
@@ -53,8 +53,10 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.spikes = path / "spikes.jsonl"
         self.config = path / "config.yaml"
         self.loss_plot = path / "loss.png"
+        self.probe_plot = path / "probe.png"
         self.weights = path / "weights"
         self._done = path / "DONE"
 
@@ -115,15 +117,21 @@ class RunDirectory:
         write_text(self._done, "")
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop records after `step`, and a torn last line: the steps will be run again."""
-        if self.metrics.exists():
-            kept = [
-                json.dumps(record) + "\n" for record in read_metrics(self.metrics) if record["step"] <= step
-            ]
-            write_text(self.metrics, "".join(kept))
+        """Drop metrics and spikes after `step`, and torn last lines: the steps will be run again."""
+        for path in (self.metrics, self.spikes):
+            if path.exists():
+                kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
+                write_text(path, "".join(kept))
 
     def _clear(self) -> None:
-        for path in (self._done, self.metrics, self.config, self.loss_plot):
+        for path in (
+            self._done,
+            self.metrics,
+            self.spikes,
+            self.config,
+            self.loss_plot,
+            self.probe_plot,
+        ):
             path.unlink(missing_ok=True)
         for path in (self.checkpoints, self.weights):
             shutil.rmtree(path, ignore_errors=True)
@@ -151,7 +159,7 @@ def _commit() -> str | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that a crash cut short is left out."""
+    """The records of a metrics.jsonl or spikes.jsonl; a last line that a crash cut short is left out."""
     records = []
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):

@@ -48,6 +48,25 @@ class LoggerSettings:
 
 
 @dataclass
+class ProbeSettings:
+    """Measuring how far SageBwd's attention is from full precision while a run trains (trainer/probe.py)."""
+
+    every: int = MISSING  # steps between measurements; 0: never
+    layers: list[int] | None = None  # which layers, counted from 0; null: the first, middle and last
+    sequences: int = MISSING  # sequences of the step's batch to measure on, all in one pass
+    alarm: float | None = None  # warn of a gradient whose relative L2 error is greater; null: never
+
+
+@dataclass
+class SpikeSettings:
+    """Telling steps whose loss or gradient norm stands out (trainer/spikes.py)."""
+
+    window: int = MISSING  # steps that say what is typical
+    threshold: float | None = None  # deviations above the typical value that make a spike; null: never
+    skip: bool = MISSING  # leave out the optimizer step of a spike
+
+
+@dataclass
 class HardwareSettings:
     """What the run executes on. Changes the speed, not the experiment."""
 
@@ -71,6 +90,8 @@ class Settings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     logger: LoggerSettings = field(default_factory=LoggerSettings)
     hardware: HardwareSettings = field(default_factory=HardwareSettings)
+    probe: ProbeSettings = field(default_factory=ProbeSettings)
+    spike: SpikeSettings = field(default_factory=SpikeSettings)
 
     context: int = MISSING  # tokens per training sequence
     total_tokens: int = MISSING  # length of the run, in tokens

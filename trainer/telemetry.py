@@ -50,6 +50,15 @@ class Telemetry:
         shown = {k: v for k, v in values.items() if k != "step" and v is not None}
         self._tell_wandb(lambda run: run.log(shown, step=values["step"]))
 
+    def alert(self, title: str, text: str) -> None:
+        """Send a W&B alert (a mail or a Slack message, as the user has set up there), if there is W&B."""
+        if self._wandb is None:
+            return
+        try:
+            self._wandb.alert(title=title, text=text)
+        except Exception as error:  # whatever goes wrong there, a courtesy must not end a training run
+            log.warning("W&B took no alert: %s", error)
+
     def progress(self, loss: float, tokens_per_second: float | None, mfu: float | None) -> None:
         shown = {"loss": f"{loss:.3f}"}
         if tokens_per_second:

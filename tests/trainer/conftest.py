@@ -1,12 +1,17 @@
-"""Settings composed by Hydra from configs/, as train.py does."""
+"""Settings composed by Hydra from configs/, as train.py does, and runs in this process."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from trainer import settings
+from trainer.distributed import Ranks
+from trainer.interrupt import StopRequest
+from trainer.loop import Trainer
+from trainer.run_directory import RunDirectory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -21,3 +26,23 @@ def compose_settings():
             return OmegaConf.to_object(compose("train", overrides=list(overrides)))
 
     return composed
+
+
+@pytest.fixture
+def train_here(compose_settings, datasets):
+    """train_here(run_dir, "steps=3", …) -> the Trainer of a debug run, at its end."""
+    precision = torch.get_float32_matmul_precision()
+
+    def trained(run_dir, *overrides):
+        run_settings = compose_settings(
+            "experiment=debug", f"data.root={datasets}", f"run_dir={run_dir}", *overrides
+        )
+        directory = RunDirectory(run_dir)
+        with directory.locked(), StopRequest() as stop:
+            directory.open(run_settings)
+            trainer = Trainer(run_settings, directory, Ranks(0, 1, torch.device("cpu")), stop)
+            trainer.run()
+        return trainer
+
+    yield trained
+    torch.set_float32_matmul_precision(precision)

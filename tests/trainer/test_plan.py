@@ -75,6 +75,16 @@ BAD = [
     (["hardware.deterministic=true", "attention.sdpa=cudnn"], ["sdpa=cudnn", "attention.sdpa=flash"]),
     (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
     (["logger.wandb=maybe"], ["logger.wandb=maybe", "offline"]),
+    (["probe.every=-1"], ["probe.every=-1", "0 turns"]),
+    (["probe.layers=[3,20]"], ["probe.layers", "20", "0 to 19"]),
+    (["probe.layers=[-1]"], ["probe.layers", "-1", "0 to 19", "probe.layers=[19]"]),
+    (["probe.layers=[]"], ["probe.layers", "probe.every=0"]),
+    (["probe.sequences=0"], ["probe.sequences=0", "between 1 and"]),
+    (["probe.sequences=65"], ["probe.sequences=65", "hardware.micro_batch="]),
+    (["probe.alarm=0"], ["probe.alarm=0", "null"]),
+    (["spike.window=4"], ["spike.window=4", "8", "spike.threshold=null"]),
+    (["spike.threshold=nan"], ["spike.threshold=nan", "null"]),
+    (["spike.threshold=null", "spike.skip=true"], ["spike.skip=true", "spike.threshold=6"]),
 ]
 
 

@@ -1,7 +1,16 @@
 import numpy as np
 from PIL import Image
 
-from trainer.plot import plot_losses, series, smooth
+from scripts import compare
+from trainer.plot import plot_losses, plot_probe, series, smooth
+
+BLUE, ORANGE = (31, 119, 180), (255, 127, 14)  # of the first and second line
+
+
+def colours(picture):
+    """Every colour of a picture, (red, green, blue)."""
+    pixels = np.asarray(Image.open(picture).convert("RGB")).reshape(-1, 3)
+    return {tuple(pixel) for pixel in np.unique(pixels, axis=0).tolist()}
 
 
 def test_smoothing_a_constant_gives_the_constant():
@@ -34,11 +43,34 @@ def test_picture_shows_every_run(tmp_path):
         {"one": records, "two": [{**r, "loss": 6 / r["step"]} for r in records]}, tmp_path / "two.png"
     )
 
-    def colours(name):
-        pixels = np.asarray(Image.open(tmp_path / name).convert("RGB")).reshape(-1, 3)
-        return {tuple(pixel) for pixel in np.unique(pixels, axis=0).tolist()}
+    assert BLUE in colours(tmp_path / "one.png")
+    assert ORANGE not in colours(tmp_path / "one.png")
+    assert {BLUE, ORANGE} <= colours(tmp_path / "two.png")
 
-    blue, orange = (31, 119, 180), (255, 127, 14)
-    assert blue in colours("one.png")
-    assert orange not in colours("one.png")
-    assert {blue, orange} <= colours("two.png")
+
+def test_probe_picture_has_a_line_for_each_layer_and_none_without_measurements(tmp_path):
+    def record(step, layers):
+        errors = {
+            f"probe/layer_{layer}/{name}_l2": 0.01 * step * (layer + 1)
+            for layer in layers
+            for name in ("o", "dq", "dk", "dv")
+        }
+        return {"step": step, "tokens": step, **errors, "probe/seconds": 0.1}
+
+    losses = [{"step": 1, "tokens": 1, "loss": 3.0}]
+    plot_probe(losses, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    plot_probe([*losses, record(5, [0]), record(10, [0])], tmp_path / "one.png")
+    plot_probe([record(5, [0, 11]), {**record(10, [0]), "probe/layer_0/dq_l2": None}], tmp_path / "two.png")
+    assert BLUE in colours(tmp_path / "one.png")
+    assert ORANGE not in colours(tmp_path / "one.png")
+    assert {BLUE, ORANGE} <= colours(tmp_path / "two.png")
+
+
+def test_probe_records_leave_the_losses_as_they_are(tmp_path):
+    records = [{"step": s, "tokens": 10 * s, "loss": 5 / s} for s in range(1, 30)]
+    probed = [*records[:10], {"step": 10, "tokens": 100, "probe/layer_0/dq_l2": 0.2}, *records[10:]]
+    assert compare.table({"run": probed}) == compare.table({"run": records})
+    plot_losses({"run": records}, tmp_path / "plain.png")
+    plot_losses({"run": probed}, tmp_path / "probed.png")
+    assert (tmp_path / "plain.png").read_bytes() == (tmp_path / "probed.png").read_bytes()

@@ -7,7 +7,7 @@ import torch
 from data.files import write_text
 from trainer.errors import TrainingError
 from trainer.run_directory import RunDirectory, default_name, read_metrics
-from trainer.settings import Settings
+from trainer.settings import ProbeSettings, Settings, SpikeSettings
 
 
 def test_name_comes_from_the_overrides_in_any_order():
@@ -49,6 +49,7 @@ def test_open_refuses_a_run_with_other_settings_and_names_them(tmp_path):
     directory = opened(tmp_path / "run", seed=1, context=64)
     (directory.checkpoints / "step_00000001").mkdir(parents=True)
     opened(tmp_path / "run", seed=1, context=64, log_every=7)  # reporting may change
+    opened(tmp_path / "run", seed=1, context=64, probe=ProbeSettings(every=3), spike=SpikeSettings(window=9))
     with pytest.raises(TrainingError, match=r"(?s)seed was 1, is now 2.*run_dir"):
         opened(tmp_path / "run", seed=2, context=64)
 
@@ -60,12 +61,13 @@ def test_settings_may_be_mended_while_there_is_nothing_to_lose(tmp_path):
 
 def test_rerun_clears_only_a_finished_run(tmp_path):
     directory = opened(tmp_path, seed=1)
-    directory.metrics.write_text('{"step": 1}\n')
+    for path in (directory.metrics, directory.spikes, directory.probe_plot):
+        path.write_text('{"step": 1}\n')
     opened(tmp_path, seed=1, rerun_finished=True)
     assert directory.metrics.exists()
     directory.finish()
     opened(tmp_path, seed=2, rerun_finished=True)
-    assert not directory.metrics.exists()
+    assert not any(path.exists() for path in (directory.metrics, directory.spikes, directory.probe_plot))
     assert not directory.is_finished
 
 
@@ -111,8 +113,10 @@ def test_metrics_after_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
     lines = [json.dumps({"step": step, "loss": 1 / step}) for step in (1, 2, 3)]
     directory.metrics.write_text("\n".join(lines) + '\n{"step": 4, "lo')
     assert [record["step"] for record in read_metrics(directory.metrics)] == [1, 2, 3]
+    directory.spikes.write_text("\n".join(lines) + "\n")
     directory.truncate_metrics(2)
     assert directory.metrics.read_text() == "\n".join(lines[:2]) + "\n"
+    assert directory.spikes.read_text() == directory.metrics.read_text()
 
 
 def test_atomic_write_leaves_the_old_content_when_it_fails(tmp_path):

@@ -89,3 +89,24 @@ def test_offline_run_leaves_files_to_upload(tmp_path, caplog):
     run.log({"loss": 1.0}, step=1)
     run.finish()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_alerts_reach_wandb_and_its_failures_do_not_reach_training(tmp_path, caplog):
+    class Run:
+        def __init__(self):
+            self.alerts = []
+
+        def alert(self, title, text):
+            self.alerts.append((title, text))
+            raise OSError("no route to host")
+
+        def finish(self):
+            pass
+
+    run = Run()
+    for wandb_run in (run, None):
+        telemetry = Telemetry(tmp_path / "metrics.jsonl", wandb_run, steps=3, first_step=0, name="name")
+        telemetry.alert("title", "text")
+        telemetry.close()
+    assert run.alerts == [("title", "text")]
+    assert caplog.text.count("no route to host") == 1

@@ -1,0 +1,241 @@
+"""Read what a run trained on: the text of a step's sequences, and what is odd about them.
+
+    python -m scripts.show_batch runs/NAME --step 1200                     step 1200 of metrics.jsonl
+    python -m scripts.show_batch runs/NAME --step 1200 --sequence 17 40    only these two, in full
+    python -m scripts.show_batch runs/NAME --spikes                        the steps listed in spikes.jsonl
+
+Run it from the checkout, on a machine that has the run's data. For every sequence of the step:
+
+    index       which sequence of the data it is, counted from 0 (as in the log and in spikes.jsonl)
+    epoch       how often the data had been gone through before
+    top token   the share of the most frequent token, and that token
+    distinct    how many different tokens there are
+    run         the longest run of one token
+    documents   how many documents the sequence has parts of
+
+A * marks a sequence unlike the others of its step: a top token twice as frequent as is typical (the median),
+half as many distinct tokens, or a run four times as long.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+
+from data.corpus import Corpus, open_corpus
+from data.loader import BatchLoader
+from trainer.checkpoint import SEAL
+from trainer.plan import tokens_per_step
+from trainer.run_directory import RunDirectory, read_metrics
+from trainer.settings import Settings
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    try:
+        run = Run.open(arguments.run)
+        steps = spike_steps(run.directory) if arguments.spikes else [arguments.step]
+        for step in steps:
+            show(run, step, arguments.sequence, arguments.characters)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.show_batch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="the run's directory, which has its config.yaml")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, help="a step, counted from 1 as in metrics.jsonl")
+    which.add_argument("--spikes", action="store_true", help="every step of the run's spikes.jsonl")
+    parser.add_argument(
+        "--sequence", type=int, nargs="+", metavar="I", help="only sequences of these indices"
+    )
+    parser.add_argument(
+        "--characters",
+        type=int,
+        help="how much of each text to print; 0: all (default: 300, or all of the sequences you name)",
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.spikes and arguments.sequence:
+        parser.error("--sequence names sequences of one step; use it with --step, one of those of --spikes")
+    if arguments.characters is None:
+        arguments.characters = 0 if arguments.sequence else 300
+    if arguments.characters < 0:
+        parser.error(f"--characters {arguments.characters}: use a positive number, or 0 for everything")
+    return arguments
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and the data it trained on."""
+
+    directory: RunDirectory
+    corpus: Corpus
+    loader: BatchLoader
+
+    @classmethod
+    def open(cls, path: Path) -> "Run":
+        """Raises ValueError or FileNotFoundError if this is no run, or its data is not what it was."""
+        directory = RunDirectory(path)
+        if not directory.config.exists():
+            raise ValueError(
+                f"{path} has no config.yaml; give the directory of a run, for instance runs/NAME"
+            )
+        settings = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(directory.config))
+        corpus = open_corpus(OmegaConf.to_object(settings.data))
+        trained_on = fingerprint(directory)
+        if trained_on not in (None, corpus.manifest.fingerprint):
+            raise ValueError(
+                f"{path} was trained on other text than data.root={settings.data.root} holds now; run this "
+                "where its data is, or point data.root in its config.yaml there"
+            )
+        return cls(directory, corpus, make_loader(settings, corpus))
+
+    def sequences(self, step: int) -> list["Sequence"]:
+        """Those of the step that is number `step` from 1, in the order of training."""
+        first_sample = (step - 1) * self.loader.sequences_per_step
+        return [
+            Sequence(
+                index=int(index),
+                epoch=(first_sample + row) // self.loader.sequences,
+                tokens=self.corpus.train.window(int(index) * self.loader.context, self.loader.context),
+                end_of_text=self.corpus.tokenizer.end_of_text,
+            )
+            for row, index in enumerate(self.loader.sequence_indices(step - 1))
+        ]
+
+
+def make_loader(settings: DictConfig, corpus: Corpus) -> BatchLoader:
+    """The loader of the run as one process sees it: the order is the same for any number of them."""
+    return BatchLoader(
+        corpus.train,
+        context=settings.context,
+        sequences_per_step=tokens_per_step(settings) // settings.context,
+        micro_batch=1,
+        seed=settings.seed,
+    )
+
+
+def fingerprint(directory: RunDirectory) -> str | None:
+    """Of the data that the run's newest checkpoint was trained on; None if there is no checkpoint."""
+    seals = sorted(directory.checkpoints.glob(f"step_*/{SEAL}"))
+    return json.loads(seals[-1].read_text())["data"] if seals else None
+
+
+def spike_steps(directory: RunDirectory) -> list[int]:
+    """The steps of spikes.jsonl, after printing why each is there."""
+    spikes = read_metrics(directory.spikes) if directory.spikes.exists() else []
+    if not spikes:
+        raise ValueError(
+            f"{directory.spikes} lists no spikes: no step stood out. Look at any with --step N, or train "
+            "with a lower spike.threshold"
+        )
+    for spike in spikes:
+        print(f"step {spike['step']}: {describe(spike)}")
+    print()
+    return [spike["step"] for spike in spikes]
+
+
+def describe(spike: dict[str, Any]) -> str:
+    reasons = [
+        f"{name} {spike[name]:.4g} (typical {spike[f'typical_{name}']:.4g})" for name in spike["beyond"]
+    ]
+    return ", ".join(reasons) + (", skipped" if spike["skipped"] else "")
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One training sequence. `tokens`: its inputs, (context,)."""
+
+    index: int
+    epoch: int
+    tokens: np.ndarray
+    end_of_text: int
+
+    @property
+    def top_token(self) -> tuple[int, float]:
+        """The most frequent token, and its share of the sequence."""
+        values, counts = np.unique(self.tokens, return_counts=True)
+        return int(values[counts.argmax()]), counts.max() / len(self.tokens)
+
+    @property
+    def distinct(self) -> int:
+        return len(np.unique(self.tokens))
+
+    @property
+    def longest_run(self) -> int:
+        """The most times that one token stands there in a row."""
+        changes = np.flatnonzero(np.diff(self.tokens)) + 1
+        return int(np.diff(changes, prepend=0, append=len(self.tokens)).max())
+
+    @property
+    def boundaries(self) -> list[int]:
+        """Where documents end, as positions in the sequence."""
+        return np.flatnonzero(self.tokens == self.end_of_text).tolist()
+
+    @property
+    def documents(self) -> int:
+        """How many documents the sequence has parts of; an end at its very end begins no other."""
+        return 1 + sum(position < len(self.tokens) - 1 for position in self.boundaries)
+
+
+def odd(sequences: list[Sequence]) -> set[int]:
+    """Indices of the sequences that are unlike the others, as this script's description says."""
+    share, distinct, run = (
+        statistics.median(values)
+        for values in zip(*((s.top_token[1], s.distinct, s.longest_run) for s in sequences), strict=True)
+    )
+    return {
+        s.index
+        for s in sequences
+        if s.top_token[1] >= 2 * share or s.distinct <= distinct / 2 or s.longest_run >= 4 * run
+    }
+
+
+def show(run: Run, step: int, indices: list[int] | None, characters: int) -> None:
+    """Print the table of a step's sequences, then their texts. Raises ValueError if the step has no such."""
+    if step < 1:
+        raise ValueError(f"--step {step}: steps are counted from 1, as in metrics.jsonl")
+    sequences = run.sequences(step)
+    chosen = [s for s in sequences if indices is None or s.index in indices]
+    missing = set(indices or ()) - {s.index for s in chosen}
+    if missing:
+        raise ValueError(
+            f"step {step} did not train on sequence {', '.join(map(str, sorted(missing)))}, but on "
+            f"{', '.join(str(s.index) for s in sequences[:8])}{', …' if len(sequences) > 8 else ''}; leave "
+            "--sequence out to see them all"
+        )
+    print(f"step {step}: {len(sequences)} sequences of {run.loader.context} tokens\n")
+    print(table(chosen, odd(sequences), run.corpus.tokenizer.decode))
+    for sequence in chosen:
+        text = run.corpus.tokenizer.decode(sequence.tokens)
+        ends = ", ".join(map(str, sequence.boundaries)) or "none"
+        print(f"\n--- sequence {sequence.index}, epoch {sequence.epoch}, documents end at tokens: {ends}")
+        print(text if not characters or len(text) <= characters else text[:characters] + " […]")
+    print()
+
+
+def table(sequences: list[Sequence], marked: set[int], decode) -> str:
+    lines = [f"  {'index':>10} {'epoch':>5} {'top token':>20} {'distinct':>8} {'run':>6} {'documents':>9}"]
+    for s in sequences:
+        token, share = s.top_token
+        top = f"{decode([token])!r:>12} {share:7.1%}"
+        mark = "*" if s.index in marked else " "
+        lines.append(
+            f"{mark} {s.index:>10} {s.epoch:>5} {top:>20} {s.distinct:>8} {s.longest_run:>6} {s.documents:>9}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+import logging
+import math
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import model.backends.sagebwd
+import sagebwd.reference
+from model.config import LlamaConfig
+from model.llama import Llama
+from sagebwd import SageConfig
+from tests.cli import losses, metrics
+from trainer import probe
+from trainer.probe import Alarm, Captured, Probe, capture, chosen_layers, exact_attention, measure_layer
+
+SHAPE = LlamaConfig(
+    vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=48, max_context=64,
+    rope_theta=1e4, norm_eps=1e-6, qk_norm=True, tie_embeddings=True, init_std=0.2,
+)  # fmt: skip
+
+
+def draw(heads=4, kv_heads=2, length=37, sigma=1.0, seed=0):
+    """q, k, v, dO of a batch of 2."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, n, length, 16) for n in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, grad_out = (torch.randn(shape, generator=generator) for shape in shapes)
+    return sigma * q, sigma * k, v, grad_out
+
+
+def float64_attention(q, k, v, grad_out):
+    """Causal attention of whole matrices: o, dq, dk, dv, p, dp, ds, s, all float64."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x[:, [head // group for head in range(q.shape[1])]] for x in (k, v))
+    visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    s = torch.einsum("bhqd,bhkd->bhqk", q, keys) / math.sqrt(q.shape[3])
+    p = torch.where(visible, s, -math.inf).softmax(-1)
+    dp = torch.where(visible, torch.einsum("bhqd,bhkd->bhqk", grad_out.double(), values), 0)
+    o = torch.einsum("bhqk,bhkd->bhqd", p, values)
+    (ds,) = torch.autograd.grad(o, s, grad_out.double(), retain_graph=True)
+    gradients = torch.autograd.grad(o, (q, k, v), grad_out.double())
+    return (o, *gradients, p, dp, ds, s * visible)
+
+
+@pytest.mark.parametrize("scores_at_once", [1, 2 * 4 * 37 * 5, 2**22])  # 1, 5 and all queries at a time
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
+def test_exact_attention_is_that_of_float64(monkeypatch, scores_at_once, heads, kv_heads):
+    monkeypatch.setattr(probe, "SCORES_AT_ONCE", scores_at_once)
+    inputs = draw(heads, kv_heads, sigma=2.0)
+    found = exact_attention(*inputs)
+    *tensors, p, dp, ds, s = float64_attention(*inputs)
+    for name, expected in zip(("o", "dq", "dk", "dv"), tensors, strict=True):
+        torch.testing.assert_close(getattr(found, name).double(), expected, rtol=1e-4, atol=1e-5, msg=name)
+    for name, matrix in (("p_rms", p), ("dp_rms", dp), ("ds_rms", ds)):
+        assert getattr(found, name) == pytest.approx(matrix.square().mean().sqrt().item(), rel=1e-5)
+    assert found.largest_logit == pytest.approx(s.abs().max().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [1, 37, 130])
+def test_errors_are_those_against_float64(length):
+    inputs = q, k, v, grad_out = draw(length=length, sigma=3.0)
+    config = SageConfig.paper()
+    values = measure_layer(
+        Captured(q, k, v, q, {}, grad_out),
+        partial(sagebwd.sage_attention, config=config),
+    )
+    sage = sagebwd.reference.attention(*inputs, is_causal=True, enable_gqa=True, config=config)
+    exact = float64_attention(*inputs)
+    for name, found, expected in zip(
+        ("o", "dq", "dk", "dv"), (sage.out, sage.dq, sage.dk, sage.dv), exact[:4], strict=True
+    ):
+        error = ((found.double() - expected).norm() / expected.norm()).item()
+        if expected.norm() > 1e-9:  # a single token attends to itself, whatever q and k are
+            assert values[f"{name}_l2"] == pytest.approx(error, rel=1e-3), name
+            cosine = torch.cosine_similarity(found.double().flatten(), expected.flatten(), dim=0).item()
+            assert values[f"{name}_cos"] == pytest.approx(cosine, abs=1e-6), name
+    assert not any("gain" in name for name in values)
+
+
+def test_large_logits_cost_dq_its_accuracy():
+    errors = []
+    for sigma in (1.0, 3.0, 8.0):
+        q, k, v, grad_out = draw(length=256, sigma=sigma)
+        values = measure_layer(Captured(q, k, v, q, {}, grad_out), sagebwd.sage_attention)
+        errors.append((values["largest_logit"], values["dq_l2"], values["dk_l2"]))
+    for smaller, larger in pairwise(errors):
+        assert all(b > 1.5 * a for a, b in zip(smaller, larger, strict=True)), errors
+
+
+@pytest.fixture
+def llama():
+    torch.manual_seed(1)
+    return Llama(SHAPE, torch.nn.functional.scaled_dot_product_attention)
+
+
+@pytest.fixture
+def batch():
+    tokens = torch.randint(64, (2, 34), generator=torch.Generator().manual_seed(2))
+    return tokens[:, :-1], tokens[:, 1:]  # 33 tokens: odd
+
+
+def test_captured_gradients_are_those_of_a_backward_pass(llama, batch):
+    captured = capture(llama, [1, 3], *batch, nullcontext)
+    outs, attend = [], llama.layers[0].self_attn.attend
+
+    def attend_and_keep(*arguments, **settings):
+        outs.append(attend(*arguments, **settings))
+        outs[-1].retain_grad()
+        return outs[-1]
+
+    for layer in llama.layers:
+        layer.self_attn.attend = attend_and_keep
+    sum(llama(inputs[None], targets[None]) for inputs, targets in zip(*batch, strict=True)).backward()
+    for layer in (1, 3):
+        got = captured[layer]
+        assert got.q.shape == got.out.shape == got.grad_out.shape == (2, 4, 33, 8)
+        assert got.k.shape == got.v.shape == (2, 2, 33, 8)
+        both = torch.cat([outs[layer].grad, outs[layer + SHAPE.n_layers].grad])  # a pass for each sequence
+        torch.testing.assert_close(got.grad_out, both, rtol=1e-4, atol=1e-8)
+
+
+def test_it_leaves_model_gradients_and_random_state_alone(llama, batch, compose_settings):
+    llama.layers[0].self_attn.q_norm.weight.data[3] = -2.5
+    llama.norm.weight.grad = torch.ones(32)
+    attends = [layer.self_attn.attend for layer in llama.layers]
+    state, weights = torch.get_rng_state(), {n: p.clone() for n, p in llama.named_parameters()}
+    llama.layers[2].eval()
+    measured = make_probe(compose_settings("model=llama_debug"), llama).measure(*batch, nullcontext)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [name for name, p in llama.named_parameters() if p.grad is not None] == ["norm.weight"]
+    assert torch.equal(llama.norm.weight.grad, torch.ones(32))
+    assert all(torch.equal(p, weights[name]) for name, p in llama.named_parameters())
+    assert all(layer.self_attn.attend is attend for layer, attend in zip(llama.layers, attends, strict=True))
+    assert [layer.training for layer in llama.layers] == [True, True, False, True]
+    assert measured["probe/layer_0/q_gain"] == 2.5
+    assert measured["probe/layer_2/k_gain"] == 1.0
+    assert {key.split("/")[1] for key in measured} == {"layer_0", "layer_2", "layer_3", "seconds"}
+    assert measured["probe/seconds"] > 0
+
+
+def make_probe(settings, llama):
+    return Probe(settings, llama, device=torch.device("cpu"), dtype=torch.float32)
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_a_compiled_model_is_not_compiled_again(llama, batch, compose_settings):
+    compiled = torch.compile(llama, backend="eager")
+    loss = compiled(*batch)
+    make_probe(compose_settings("model=llama_debug"), llama).measure(*batch, nullcontext)
+    assert torch.equal(compiled(*batch), loss)
+    torch.compiler.reset()
+
+
+def test_an_error_in_the_pass_leaves_the_attention_as_it_was(llama, batch):
+    attend = llama.layers[0].self_attn.attend
+    with pytest.raises(ValueError, match="one target per token"):
+        capture(llama, [0], batch[0], batch[1][:, 1:], nullcontext)
+    assert llama.layers[0].self_attn.attend is attend
+
+
+def test_ranks_but_the_main_one_only_take_part(llama, batch, compose_settings):
+    measuring = make_probe(compose_settings("model=llama_debug"), llama)
+    assert measuring.measure(*batch, nullcontext, is_main=False) == {}
+
+
+def test_tf32_is_off_for_the_exact_attention_only(monkeypatch):
+    precisions = []
+
+    def exact(*inputs):
+        precisions.append(torch.get_float32_matmul_precision())
+        return exact_attention(*inputs)
+
+    monkeypatch.setattr(probe, "exact_attention", exact)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        q, k, v, grad_out = draw()
+        measure_layer(Captured(q, k, v, q, {}, grad_out), sagebwd.sage_attention)
+        assert precisions == ["highest"]
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "chosen"),
+    [(None, 20, [0, 10, 19]), (None, 2, [0, 1]), (None, 1, [0]), ([7, 3, 7], 20, [3, 7])],
+)
+def test_layers(layers, count, chosen):
+    assert chosen_layers(layers, count) == chosen
+
+
+def sage_attend(settings):
+    return probe.sage_attend(settings, device=torch.device("cpu"), dtype=torch.bfloat16)
+
+
+def test_it_measures_the_runs_own_attention_or_the_default(compose_settings, monkeypatch, caplog):
+    own = compose_settings("attention=sagebwd", "attention.granularity=block", "attention.block_q=32")
+    assert sage_attend(own).keywords == {"config": SageConfig(granularity="block", block_q=32)}
+    assert sage_attend(compose_settings("attention=fpa")).keywords == {"config": SageConfig()}
+
+    def no_kernel(*arguments, **settings):
+        raise NotImplementedError("no kernel for it")
+
+    monkeypatch.setitem(model.backends.sagebwd.IMPLEMENTATIONS, "auto", no_kernel)
+    caplog.set_level(logging.INFO, logger="trainer.probe")
+    assert sage_attend(own).func is sagebwd.reference.sage_attention
+    assert "no kernel for it" in caplog.text
+
+
+def build(settings, llama):
+    return probe.build_probe(settings, llama, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_where_sagebwd_does_not_run_only_its_own_runs_stop(compose_settings, monkeypatch, caplog, llama):
+    assert build(compose_settings("probe.every=0"), llama) is None
+    assert isinstance(build(compose_settings("model.n_kv_heads=4"), llama), Probe)
+
+    def no_compiler(*arguments, **settings):
+        raise RuntimeError("no compiler found")
+
+    monkeypatch.setitem(model.backends.sagebwd.IMPLEMENTATIONS, "auto", no_compiler)
+    assert build(compose_settings("attention=fpa"), llama) is None
+    assert "goes on without the probe" in caplog.text
+    assert "no compiler found" in caplog.text
+    with pytest.raises(RuntimeError, match="no compiler found"):
+        build(compose_settings("attention=sagebwd"), llama)
+
+
+def measured(**errors):
+    """Measurements of layer 5 alone, where all is well but for these."""
+    values = {"o_l2": 9.0, "dq_l2": 0.1, "dk_l2": 0.1, "dv_l2": 0.1, "ds_rms": 1.2e-7, "largest_logit": 85.2}
+    return {f"probe/layer_5/{name}": value for name, value in {**values, **errors}.items()}
+
+
+def test_alarm_fires_once_and_again_only_after_it_was_well(compose_settings):
+    alarm = Alarm(compose_settings("attention=sagebwd", "model.qk_norm=false", "attention.granularity=block"))
+    history = [0.1, 0.3, 0.31, 0.5, math.nan, 0.2, math.inf]
+    fired = [alarm.warnings(10 * i, measured(dk_l2=error), [5]) for i, error in enumerate(history)]
+    assert [len(messages) for messages in fired] == [0, 0, 1, 0, 0, 0, 1]
+    for text in ("step 20", "layer 5", "dK is off", "0.31", "probe.alarm=0.3", "1.2e-07", "85.2"):
+        assert text in fired[2][0]
+    for text in ("model.qk_norm=true", "tokens per step than 262,144", "attention.granularity=row"):
+        assert text in fired[2][0]
+
+
+def test_alarm_knows_layers_apart_names_the_worst_tensor_and_can_be_off(compose_settings):
+    settings = compose_settings("attention=fpa", "model.qk_norm=true")
+    values = measured(dq_l2=0.4, dv_l2=math.nan) | {
+        key.replace("5", "6"): 0.4 for key in measured() if "layer_5" in key
+    }
+    alarm = Alarm(settings)
+    first, second = alarm.warnings(1, values, [5, 6])
+    assert "layer 5" in first
+    assert "dV would be off" in first
+    assert "qk_norm" not in first
+    assert "layer 6" in second
+    settings.probe.alarm = None
+    assert Alarm(settings).warnings(1, values, [5, 6]) == []
+
+
+@pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
+def test_training_with_the_probe_is_training_without_it_bit_for_bit(train_here, tmp_path, attention, caplog):
+    overrides = (f"attention={attention}", "steps=6", "hardware.dtype=bfloat16")
+    probing = ("probe.every=2", "probe.sequences=3", "probe.layers=[1]", "probe.alarm=1e-4")
+    train_here(tmp_path / "without", *overrides, "probe.every=0")
+    train_here(tmp_path / "with", *overrides, *probing)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    left, right = (
+        load_file(tmp_path / name / "weights" / "model.safetensors") for name in ("with", "without")
+    )
+    assert all(torch.equal(left[name], right[name]) for name in left | right)
+    records = [record for record in metrics(tmp_path / "with") if "probe/layer_1/dq_l2" in record]
+    assert [(record["step"], record["tokens"]) for record in records] == [(2, 512), (4, 1024), (6, 1536)]
+    assert 1e-4 < records[0]["probe/layer_1/dq_l2"] < 0.2
+    assert "step 2, layer 1" in caplog.text
+    assert (tmp_path / "with" / "probe.png").stat().st_size > 5000
+    assert not (tmp_path / "without" / "probe.png").exists()
