@@ -40,21 +40,18 @@ log = logging.getLogger(__name__)
 def train(settings: Settings) -> None:
     """Train one run to its end, on this process's device; continue it if its directory holds a checkpoint.
 
-    Raises TrainingError for what the user can mend, and Interrupted, with the state saved, on SIGTERM or
-    SIGINT.
+    Raises TrainingError for what the user can mend, LostRanks if another rank is gone, and Interrupted, with
+    the state saved, on a signal of StopRequest.
     """
-    ranks = distributed.join(settings.hardware.device)
-    directory = RunDirectory(Path(settings.run_dir))
-    try:
+    with distributed.joined(settings.hardware.device) as ranks:
+        directory = RunDirectory(Path(settings.run_dir))
         with directory.locked() if ranks.is_main else nullcontext(), StopRequest() as stop:
             if ranks.is_main:
                 directory.open(settings)
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
-            with mends_named(settings):
+            with mends_named(settings), ranks.losses_named():
                 Trainer(settings, directory, ranks, stop).run()
-    finally:
-        distributed.leave()
 
 
 @contextmanager
@@ -98,11 +95,14 @@ class Trainer:
         settings, plan = self.settings, self.plan
         try:
             self.stopwatch.start()
-            steps_timed = 0
+            steps_timed, first_step = 0, True
             while self.step < plan.steps:
                 loss, grad_norm, rate = self._train_step()
                 self.step += 1
                 steps_timed += 1
+                if first_step:  # of this process: nothing is left to be prepared or compiled
+                    self.ranks.answer_within(settings.hardware.timeout_s)
+                    first_step = False
                 last = self.step == plan.steps
                 if self.step % settings.log_every == 0 or last or self.step == 1:
                     self._log(loss, grad_norm, rate, steps_timed)

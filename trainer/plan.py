@@ -82,6 +82,7 @@ def _check_ranges(settings: Settings) -> None:
         "tps.divide_by": settings.tps.divide_by,
         "hardware.micro_batch": settings.hardware.micro_batch,
         "hardware.devices": settings.hardware.devices,
+        "hardware.timeout_s": settings.hardware.timeout_s,
         "optimizer.lr": settings.optimizer.lr,
         "optimizer.eps": settings.optimizer.eps,
         "optimizer.grad_clip": settings.optimizer.grad_clip,
