@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
 import model.huggingface
 from data.corpus import Corpus, open_corpus
@@ -20,7 +18,7 @@ from model import backends
 from model.config import parameter_count
 from model.generate import generate
 from model.llama import Llama
-from trainer import distributed
+from trainer import distributed, parallel
 from trainer.checkpoint import Checkpoints
 from trainer.distributed import Ranks
 from trainer.errors import Interrupted, TrainingError, user_facing
@@ -78,12 +76,12 @@ class Trainer:
         self.corpus = self._open_corpus()
         self.loader = self._make_loader()
         self.llama = self._build_model()
+        self.wrapped, self.compiled = parallel.spread(self.llama, settings.hardware, ranks)
         self.optimizer = adamw(self.llama, settings.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, keep=settings.keep_checkpoints, ranks=ranks)
         restored = self._restore()
         self.step: int = restored.get("step", 0)
         self.saved_step = self.step
-        self.parallel, self.compiled = self._wrap_model()
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.telemetry = self._start_telemetry(restored.get("wandb_id")) if ranks.is_main else None
@@ -116,8 +114,7 @@ class Trainer:
                     with self._off_the_clock():
                         self._save()
                 self._stop_if_asked()
-            if self.ranks.is_main:
-                self._finish()
+            self._finish()
             self.ranks.barrier()
         finally:
             if self.telemetry:
@@ -133,14 +130,14 @@ class Trainer:
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step, (inputs, targets) in enumerate(self.loader.micro_batches(self.step)):
             last = micro_step == plan.micro_steps - 1
-            with self._gradients_synchronised(last):
+            with parallel.gradients_exchanged(self.wrapped, last):
                 with self._autocast():
                     micro_loss = (
                         self.compiled(self._to_device(inputs), self._to_device(targets)) / plan.micro_steps
                     )
                 micro_loss.backward()
             loss += micro_loss.detach()
-        grad_norm = clip_grad_norm_(self.llama.parameters(), settings.optimizer.grad_clip)
+        grad_norm = parallel.clip_gradients(self.llama, settings.optimizer.grad_clip)
         mean_loss, norm = torch.stack([self.ranks.mean(loss), grad_norm]).tolist()  # the step's one wait
         if math.isfinite(mean_loss) and math.isfinite(norm):
             self.optimizer.step()
@@ -160,9 +157,13 @@ class Trainer:
             rank=ranks.rank,
             ranks=ranks.count,
         )
-        val_loss = held_out_loss(self.compiled, batches, ranks=ranks, autocast=self._autocast)
+        sharded = parallel.is_sharded(settings.model, settings.hardware, ranks.count)
+        val_loss = held_out_loss(
+            self.compiled, batches, ranks=ranks, autocast=self._autocast, in_step=sharded
+        )
+        # The ranks of a sharded model need each other for every word.
+        sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
         if self.telemetry:
-            sample = self._sample() if settings.sample_tokens else None
             self.telemetry.record(
                 {"step": self.step, "tokens": self._tokens(), "val_loss": val_loss, "sample": sample}
             )
@@ -174,7 +175,7 @@ class Trainer:
         prompt = torch.tensor(
             [self.corpus.tokenizer.encode(self.settings.sample_prompt)], device=self.ranks.device
         )
-        with self._autocast():
+        with self._autocast(), parallel.uncompiled():
             tokens = generate(
                 self.llama,
                 prompt,
@@ -209,7 +210,10 @@ class Trainer:
 
     def _finish(self) -> None:
         """Export the weights, draw the loss, and mark the run finished."""
-        model.huggingface.save(self.llama, self.directory.weights)
+        weights = parallel.whole_weights(self.llama)
+        if not self.ranks.is_main:
+            return
+        model.huggingface.save(self.llama, self.directory.weights, weights=weights)
         records = read_metrics(self.directory.metrics)
         plot_losses({self.directory.path.name: records}, self.directory.loss_plot)
         self.directory.finish()
@@ -250,11 +254,7 @@ class Trainer:
 
     def _not_finite(self, loss: float, grad_norm: float, rate: float) -> None:
         """Say what is known of a step whose loss or gradient is not finite; stop unless told to skip it."""
-        bad = [
-            name
-            for name, p in self.llama.named_parameters()
-            if p.grad is not None and not p.grad.isfinite().all()
-        ]
+        bad = parallel.not_finite_gradients(self.llama, self.ranks)
         sequences = self.loader.sequence_indices(self.step)
         diagnosis = (
             f"step {self.step + 1} is not finite: loss {loss}, gradient norm {grad_norm}, "
@@ -309,7 +309,7 @@ class Trainer:
         if self._dtype() is torch.bfloat16:  # what autocast leaves in float32 may use TF32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(settings.seed)
-        llama = Llama(settings.model, backend.attend).to(device)
+        llama = Llama(settings.model, backend.attend)
         log.info(
             "model: %s parameters; attention: %s; %s steps of %s tokens on %d × %s",
             f"{parameter_count(settings.model):,}",
@@ -320,14 +320,6 @@ class Trainer:
             torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         )
         return llama
-
-    def _wrap_model(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        """The model under DDP if there are several ranks, and the same compiled if asked."""
-        parallel: torch.nn.Module = self.llama
-        if self.ranks.count > 1:
-            ids = [self.ranks.device.index] if self.ranks.device.type == "cuda" else None
-            parallel = DistributedDataParallel(self.llama, device_ids=ids)
-        return parallel, torch.compile(parallel) if self.settings.hardware.compile else parallel
 
     def _start_telemetry(self, wandb_id: str | None) -> Telemetry:
         wandb_run = start_wandb(
@@ -355,12 +347,6 @@ class Trainer:
 
     def _to_device(self, tokens: Tensor) -> Tensor:
         return tokens.to(self.ranks.device, non_blocking=True)
-
-    def _gradients_synchronised(self, now: bool) -> AbstractContextManager:
-        """Ranks exchange gradients once a step, with the last micro-batch."""
-        if now or self.ranks.count == 1:
-            return nullcontext()
-        return self.parallel.no_sync()
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:

@@ -116,6 +116,8 @@ def _check_hardware(settings: Settings) -> None:
     hardware = settings.hardware
     _check_choice("hardware.dtype", hardware.dtype, ("bfloat16", "float32"))
     _check_choice("hardware.device", hardware.device, ("cuda", "cpu"))
+    _check_choice("hardware.parallel", hardware.parallel, ("auto", "ddp", "fsdp"))
+    _check_choice("hardware.recompute", hardware.recompute, ("none", "blocks"))
     _check_choice("logger.wandb", settings.logger.wandb, ("auto", "online", "offline", "off"))
     if hardware.device == "cuda":
         available = torch.cuda.device_count()
