@@ -4,6 +4,7 @@ Both ways average the gradients of all ranks once a step, in float32, and keep w
 torch.autocast gives the mixed precision, so a run computes the same either way.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -28,6 +29,10 @@ SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth 
 # Gradients of so many MiB travel together (DDP's default is 25). The compiler ends a graph wherever a bucket
 # ends, which keeps it from fusing across; 100 MiB are about two layers of the 325M model.
 BUCKET_MIB = 100
+
+# What DDP calls "send the buffers before each forward": torch 2.13 renamed it.
+_CHOICES = inspect.signature(DistributedDataParallel.__init__).parameters
+BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _CHOICES else "broadcast_buffers"
 
 
 def is_sharded(config: LlamaConfig, hardware: HardwareSettings, ranks: int) -> bool:
@@ -68,7 +73,7 @@ def _replicate(llama: Llama, ranks: Ranks) -> nn.Module:
     return DistributedDataParallel(
         llama,
         device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
-        broadcast_buffers=False,  # the rotary tables: computed alike everywhere, never changed
+        **{BUFFERS: False},  # the rotary tables: computed alike everywhere, never changed
         gradient_as_bucket_view=True,  # gradients live in the buckets: 4 bytes a parameter and a copy less
         bucket_cap_mb=BUCKET_MIB,
     )
