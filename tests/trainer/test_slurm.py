@@ -23,13 +23,13 @@ def test_the_slurm_launcher_composes_and_takes_overrides():
 
 
 FAKE_SCONTROL = """#!/bin/bash
-echo "$@" >> $FAKE/scontrol
+echo "$@" >> $FAKE/scontrol_arguments
 [[ $1 == show ]] && echo node1
 exit 0
 """
 
 FAKE_SRUN = """#!/bin/bash
-echo "$@" > $FAKE/srun
+echo "$@" > $FAKE/srun_arguments
 trap 'sleep 0.3; touch $FAKE/saved; exit 138' USR1
 [[ -n ${FINISH:-} ]] && exit $FINISH
 while true; do sleep 0.05; done
@@ -56,15 +56,15 @@ def batch_script(folder, **environment):
 def test_the_batch_script_requeues_a_run_that_saved_on_the_clusters_signal(tmp_path):
     script = batch_script(tmp_path)
     deadline = time.monotonic() + 30
-    while not (tmp_path / "srun").exists():
+    while not (tmp_path / "srun_arguments").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.3)  # both have set their traps
     script.send_signal(signal.SIGUSR1)
     assert script.wait(timeout=30) == 0
     assert (tmp_path / "saved").exists()
-    assert (tmp_path / "scontrol").read_text().splitlines()[-1] == "requeue 17"
-    started = (tmp_path / "srun").read_text()
+    assert (tmp_path / "scontrol_arguments").read_text().splitlines()[-1] == "requeue 17"
+    started = (tmp_path / "srun_arguments").read_text()
     assert "--nnodes=2" in started
     assert "--rdzv-endpoint=node1:29500" in started
     assert started.rstrip().endswith("train.py tps=260k")
@@ -73,4 +73,4 @@ def test_the_batch_script_requeues_a_run_that_saved_on_the_clusters_signal(tmp_p
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_batch_script_does_not_requeue_what_ended_by_itself(tmp_path, code):
     assert batch_script(tmp_path, FINISH=str(code)).wait(timeout=30) == code
-    assert "requeue" not in (tmp_path / "scontrol").read_text()
+    assert "requeue" not in (tmp_path / "scontrol_arguments").read_text()
