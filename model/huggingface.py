@@ -6,7 +6,7 @@ before the rotary embedding is what Qwen3 does). transformers itself is not need
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,27 @@ FIXED_FIELDS: dict[str, Any] = {
 }
 
 
-def save(model: Llama, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save(
+    model: Llama,
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write the model so that transformers' `from_pretrained(folder)` reads it.
 
-    Floating-point weights are converted to `dtype` if one is given. Each file replaces an older one in one
+    Floating-point weights are converted to `dtype` if one is given. weights: a state dict to write instead of
+    the model's own, whose tensors may be spread over several devices. Each file replaces an older one in one
     step; config.json comes last, so a folder that has it has the weights too.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {
+    named = {
         _to_hf_name(name): tensor.to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
-        for name, tensor in model.state_dict().items()
+        for name, tensor in (model.state_dict() if weights is None else weights).items()
     }
-    fields = _to_hf_config(model.config, next(iter(weights.values())).dtype)
-    _replace(folder / WEIGHTS_FILE, lambda path: save_file(weights, path, metadata={"format": "pt"}))
+    fields = _to_hf_config(model.config, next(iter(named.values())).dtype)
+    _replace(folder / WEIGHTS_FILE, lambda path: save_file(named, path, metadata={"format": "pt"}))
     _replace(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(fields, indent=2) + "\n"))
 
 

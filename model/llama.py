@@ -181,6 +181,10 @@ class Llama(nn.Module):
         cos, sin = self.rotary(length)
         for layer in self.layers:
             x = layer(x, cos, sin)
+        return self.output(x, targets)
+
+    def output(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """Logits or loss of the last block's x (B, N, C)."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         x = self.norm(x)
         if targets is None:

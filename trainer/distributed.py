@@ -2,20 +2,36 @@
 
 import logging
 import os
-from collections.abc import Callable
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar, cast
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainer.errors import Interrupted, TrainingError
+from trainer.errors import Interrupted, LostRanks, SettingsError, TrainingError
+from trainer.interrupt import PassedOn
 
 T = TypeVar("T")
+
+# Until the first step is done ranks may wait long for each other: one prepares the data, and compiling takes
+# each its own time. A rank that dies meanwhile is noticed all the same, by the process that started it.
+STARTUP_TIMEOUT_S = 4 * 3600.0
+
+# A rank that lost the others waits so long before it says so: the one that died is then the first failure
+# that the starting process sees, and the one it reports.
+LET_THE_CAUSE_BE_SEEN_S = 3.0
+
+CONTINUES = "The same command continues from the newest checkpoint"
 
 
 @dataclass(frozen=True)
@@ -44,11 +60,13 @@ class Ranks:
 
     def any(self, value: int) -> int:
         """The largest value of all ranks: not zero if any is not."""
-        if self.count == 1:
-            return value
-        largest = torch.tensor(value, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return int(largest)
+        return int(self.maximum(torch.tensor(value, device=self.device)))
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest over ranks of each value, in place."""
+        if self.count > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over ranks, in place."""
@@ -56,6 +74,26 @@ class Ranks:
             dist.all_reduce(values)
             values /= self.count
         return values
+
+    def answer_within(self, seconds: float) -> None:
+        """From now on a rank that keeps the others waiting for longer ends the run."""
+        if self.count > 1:
+            _set_pg_timeout(timedelta(seconds=seconds))
+
+    @contextmanager
+    def losses_named(self) -> Iterator[None]:
+        """Turn a failed exchange with the other ranks into LostRanks."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
+                raise
+            time.sleep(LET_THE_CAUSE_BE_SEEN_S)
+            raise LostRanks(
+                f"rank {self.rank} lost the other ranks: {str(error).splitlines()[0]}\n"
+                "One of them died, and is named here or above with the reason, or it kept the others waiting "
+                f"for longer than hardware.timeout_s. {CONTINUES}"
+            ) from error
 
 
 def under_torchrun() -> bool:
@@ -74,12 +112,29 @@ def join(device: str) -> Ranks:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     if count > 1:
         dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo", device_id=local if device == "cuda" else None
+            "nccl" if device == "cuda" else "gloo",
+            device_id=local if device == "cuda" else None,
+            timeout=timedelta(seconds=STARTUP_TIMEOUT_S),
         )
     return Ranks(rank, count, local)
 
 
-def leave() -> None:
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """`join`, and leave the process group together at the end.
+
+    After a failure leaving might wait for ranks that are gone: the process is to end, which leaves as well.
+    """
+    ranks = join(device)
+    try:
+        yield ranks
+    except Interrupted:  # raised by all ranks at the same step
+        _leave()
+        raise
+    _leave()
+
+
+def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -87,8 +142,8 @@ def leave() -> None:
 def start(work: Callable[..., None], *arguments: object, processes: int) -> None:
     """Run `work(*arguments)` in `processes` fresh processes of this machine and wait for all.
 
-    When one fails the others are stopped. Raises TrainingError with the first failure's message, and
-    Interrupted when this process was asked to stop.
+    When one fails the others are stopped, those that do not react within 30 s by SIGKILL. Raises
+    TrainingError with the first failure's message, and Interrupted when the processes were asked to stop.
     """
     launch = LaunchConfig(
         min_nodes=1,
@@ -99,27 +154,55 @@ def start(work: Callable[..., None], *arguments: object, processes: int) -> None
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
+        # The launcher would kill the processes 30 s after a signal it handles, saved or not; PassedOn lets
+        # them finish. Not handling SIGHUP either lets nohup have its way.
+        signals_to_handle="SIGQUIT",
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message is raised below
-    try:
-        elastic_launch(launch, _worker)(work, *arguments)
-    except SignalException as stop:  # passed on to the processes, which have saved
-        raise Interrupted("stopped and saved; the same command continues", stop.sigval) from None
-    except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        raise TrainingError(_message(first)) from None
+    with PassedOn() as stop:
+        try:
+            stopped = next(filter(None, elastic_launch(launch, _worker)(work, *arguments).values()), None)
+        except SignalException as quit:
+            raise Interrupted(f"ended by SIGQUIT. {CONTINUES}", quit.sigval) from None
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if stop.signal and failure.exitcode in (-stop.signal, -signal.SIGTERM):
+                raise Interrupted(f"stopped before its first step. {CONTINUES}", stop.signal) from None
+            raise TrainingError(_message(rank, failure)) from None
+    if stopped and stop.signal:
+        stop.hand_on()
+        raise Interrupted(stopped.message, stop.signal)
+    if stopped:
+        raise stopped
 
 
 @record  # keeps the error of a process for the one that started it
-def _worker(work: Callable[..., None], *arguments: object) -> None:
-    work(*arguments)
+def _worker(work: Callable[..., None], *arguments: object) -> Interrupted | None:
+    """Being asked to stop is a result, not a failure upon which the launcher would kill the other ranks."""
+    try:
+        work(*arguments)
+    except Interrupted as stop:
+        return stop
+    return None
 
 
-def _message(failure: ProcessFailure) -> str:
+def _message(rank: int, failure: ProcessFailure) -> str:
     """What the process said: of an error meant for the user its message, of any other its traceback too."""
     if not isinstance(failure.message, dict):
-        return failure.message  # it was killed
+        return f"rank {rank} {_death(failure)}. {CONTINUES}"
     name, _, text = failure.message["message"].partition(": ")
-    if name == TrainingError.__name__:
+    if name in {kind.__name__ for kind in (TrainingError, SettingsError, LostRanks)}:
         return text
-    return f"{failure.message['extraInfo']['py_callstack']}\n{name}: {text}"
+    return f"{failure.message['extraInfo']['py_callstack']}\nrank {rank} failed: {name}: {text}\n{CONTINUES}"
+
+
+def _death(failure: ProcessFailure) -> str:
+    """How a process ended that could say nothing itself."""
+    if failure.exitcode > 0:
+        return f"(process {failure.pid}) ended with exit code {failure.exitcode}"
+    hints = {
+        "SIGKILL": ": the kernel does that when memory runs out (dmesg tells), a cluster to end a job",
+        "SIGABRT": ": NCCL does that when another rank keeps it waiting for longer than hardware.timeout_s",
+    }
+    name = failure.signal_name()
+    return f"(process {failure.pid}) was ended by {name}{hints.get(name, '')}"

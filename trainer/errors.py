@@ -12,6 +12,10 @@ class SettingsError(TrainingError):
     """The settings are wrong or contradict each other; raised before any data, model or compilation."""
 
 
+class LostRanks(TrainingError):
+    """Other ranks of the run died or do not answer; what became of them is theirs to tell."""
+
+
 class Interrupted(Exception):
     """The run was asked to stop by `signal` (its number) and has saved its state."""
 

@@ -16,15 +16,22 @@ def held_out_loss(
     *,
     ranks: Ranks,
     autocast: Callable[[], AbstractContextManager],
+    in_step: bool = False,
 ) -> float:
     """Mean cross-entropy per token, in nats, over the batches of all ranks.
 
-    `batches` are this rank's (inputs, targets), each (b, context) with a b that may vary.
+    `batches` are this rank's (inputs, targets), each (b, context) with a b that may vary. in_step: every rank
+    calls the model equally often, as a sharded model demands, though some have a batch less.
     """
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # summed loss, tokens
+    batches = list(batches)
+    idle_rounds = ranks.any(len(batches)) - len(batches) if in_step else 0
     for inputs, targets in batches:
         with autocast():
             loss = model(inputs.to(ranks.device), targets.to(ranks.device))
         total += torch.stack([loss.double() * targets.numel(), total.new_tensor(targets.numel())])
+    for _ in range(idle_rounds):
+        with autocast():
+            model(torch.zeros(1, 1, dtype=torch.int64, device=ranks.device))
     summed, tokens = ranks.mean(total).tolist()
     return summed / tokens

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch._inductor.config
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
 
 import model.huggingface
 from data.corpus import Corpus, open_corpus
@@ -22,7 +20,7 @@ from model import backends
 from model.config import parameter_count
 from model.generate import generate
 from model.llama import Llama
-from trainer import distributed
+from trainer import distributed, parallel
 from trainer.checkpoint import Checkpoints
 from trainer.distributed import Ranks
 from trainer.errors import Interrupted, TrainingError, user_facing
@@ -44,22 +42,19 @@ log = logging.getLogger(__name__)
 def train(settings: Settings) -> None:
     """Train one run to its end, on this process's device; continue it if its directory holds a checkpoint.
 
-    Raises TrainingError for what the user can mend, and Interrupted, with the state saved, on SIGTERM or
-    SIGINT.
+    Raises TrainingError for what the user can mend, LostRanks if another rank is gone, and Interrupted, with
+    the state saved, on a signal of StopRequest.
     """
     make_deterministic(settings.hardware.deterministic)
-    ranks = distributed.join(settings.hardware.device)
-    directory = RunDirectory(Path(settings.run_dir))
-    try:
+    with distributed.joined(settings.hardware.device) as ranks:
+        directory = RunDirectory(Path(settings.run_dir))
         with directory.locked() if ranks.is_main else nullcontext(), StopRequest() as stop:
             if ranks.is_main:
                 directory.open(settings)
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
-            with mends_named(settings):
+            with mends_named(settings), ranks.losses_named():
                 Trainer(settings, directory, ranks, stop).run()
-    finally:
-        distributed.leave()
 
 
 def make_deterministic(deterministic: bool) -> None:
@@ -95,6 +90,7 @@ class Trainer:
         self.corpus = self._open_corpus()
         self.loader = self._make_loader()
         self.llama = self._build_model()
+        self.wrapped, self.compiled = parallel.spread(self.llama, settings.hardware, ranks)
         self.optimizer = adamw(self.llama, settings.optimizer)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
@@ -109,7 +105,6 @@ class Trainer:
         self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
         self.probe = build_probe(settings, self.llama, device=ranks.device, dtype=self._dtype())
         self.alarm = Alarm(settings)
-        self.parallel, self.compiled = self._wrap_model()
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.telemetry = self._start_telemetry(restored.get("wandb_id")) if ranks.is_main else None
@@ -121,11 +116,14 @@ class Trainer:
         settings, plan = self.settings, self.plan
         try:
             self.stopwatch.start()
-            steps_timed = 0
+            steps_timed, first_step = 0, True
             while self.step < plan.steps:
                 loss, grad_norm, rate = self._train_step()
                 self.step += 1
                 steps_timed += 1
+                if first_step:  # of this process: nothing is left to be prepared or compiled
+                    self.ranks.answer_within(settings.hardware.timeout_s)
+                    first_step = False
                 last = self.step == plan.steps
                 if self.step % settings.log_every == 0 or last or self.step == 1:
                     self._log(loss, grad_norm, rate, steps_timed)
@@ -144,8 +142,7 @@ class Trainer:
                 self.checkpoints.poll()
                 self._stop_if_asked()
             self.checkpoints.wait()
-            if self.ranks.is_main:
-                self._finish()
+            self._finish()
             self.ranks.barrier()
         finally:
             self.checkpoints.close()
@@ -162,14 +159,14 @@ class Trainer:
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step, (inputs, targets) in enumerate(self.loader.micro_batches(self.step)):
             last = micro_step == plan.micro_steps - 1
-            with self._gradients_synchronised(last):
+            with parallel.gradients_exchanged(self.wrapped, last):
                 with self._autocast():
                     micro_loss = (
                         self.compiled(self._to_device(inputs), self._to_device(targets)) / plan.micro_steps
                     )
                 micro_loss.backward()
             loss += micro_loss.detach()
-        grad_norm = clip_grad_norm_(self.llama.parameters(), settings.optimizer.grad_clip)
+        grad_norm = parallel.clip_gradients(self.llama, settings.optimizer.grad_clip)
         mean_loss, norm = torch.stack([self.ranks.mean(loss), grad_norm]).tolist()  # the step's one wait
         if not (math.isfinite(mean_loss) and math.isfinite(norm)):
             self._not_finite(mean_loss, norm, rate)
@@ -182,7 +179,8 @@ class Trainer:
         """Measure the attention with the current weights, on the first sequences of the step just done."""
         indices = self.loader.sequence_indices(self.step - 1)[: self.settings.probe.sequences]
         batch = map(self._to_device, stack_sequences(self.corpus.train, indices, self.settings.context))
-        values = probe.measure(*batch, self._autocast, is_main=self.ranks.is_main)
+        with parallel.uncompiled():
+            values = probe.measure(*batch, self._autocast, is_main=self.ranks.is_main)
         if self.telemetry:
             self.telemetry.record({"step": self.step, "tokens": self._tokens(), **values})
             for warning in self.alarm.warnings(self.step, values, probe.layers):
@@ -200,9 +198,13 @@ class Trainer:
             rank=ranks.rank,
             ranks=ranks.count,
         )
-        val_loss = held_out_loss(self.compiled, batches, ranks=ranks, autocast=self._autocast)
+        sharded = parallel.is_sharded(settings.model, settings.hardware, ranks.count)
+        val_loss = held_out_loss(
+            self.compiled, batches, ranks=ranks, autocast=self._autocast, in_step=sharded
+        )
+        # The ranks of a sharded model need each other for every word.
+        sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
         if self.telemetry:
-            sample = self._sample() if settings.sample_tokens else None
             self.telemetry.record(
                 {"step": self.step, "tokens": self._tokens(), "val_loss": val_loss, "sample": sample}
             )
@@ -214,7 +216,7 @@ class Trainer:
         prompt = torch.tensor(
             [self.corpus.tokenizer.encode(self.settings.sample_prompt)], device=self.ranks.device
         )
-        with self._autocast():
+        with self._autocast(), parallel.uncompiled():
             tokens = generate(
                 self.llama,
                 prompt,
@@ -249,7 +251,10 @@ class Trainer:
 
     def _finish(self) -> None:
         """Export the weights, draw the loss, and mark the run finished."""
-        model.huggingface.save(self.llama, self.directory.weights)
+        weights = parallel.whole_weights(self.llama)
+        if not self.ranks.is_main:
+            return
+        model.huggingface.save(self.llama, self.directory.weights, weights=weights)
         records = read_metrics(self.directory.metrics)
         plot_losses({self.directory.path.name: records}, self.directory.loss_plot)
         plot_probe(records, self.directory.probe_plot)
@@ -296,11 +301,7 @@ class Trainer:
 
     def _not_finite(self, loss: float, grad_norm: float, rate: float) -> None:
         """Say what is known of a step whose loss or gradient is not finite; stop unless told to skip it."""
-        bad = [
-            name
-            for name, p in self.llama.named_parameters()
-            if p.grad is not None and not p.grad.isfinite().all()
-        ]
+        bad = parallel.not_finite_gradients(self.llama, self.ranks)
         sequences = self.loader.sequence_indices(self.step)
         diagnosis = (
             f"step {self.step + 1} is not finite: loss {loss}, gradient norm {grad_norm}, "
@@ -367,7 +368,7 @@ class Trainer:
         if self._dtype() is torch.bfloat16:  # what autocast leaves in float32 may use TF32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(settings.seed)
-        llama = Llama(settings.model, backend.attend).to(device)
+        llama = Llama(settings.model, backend.attend)
         log.info(
             "model: %s parameters; attention: %s; %s steps of %s tokens on %d × %s",
             f"{parameter_count(settings.model):,}",
@@ -378,14 +379,6 @@ class Trainer:
             torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         )
         return llama
-
-    def _wrap_model(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        """The model under DDP if there are several ranks, and the same compiled if asked."""
-        parallel: torch.nn.Module = self.llama
-        if self.ranks.count > 1:
-            ids = [self.ranks.device.index] if self.ranks.device.type == "cuda" else None
-            parallel = DistributedDataParallel(self.llama, device_ids=ids)
-        return parallel, torch.compile(parallel) if self.settings.hardware.compile else parallel
 
     def _start_telemetry(self, wandb_id: str | None) -> Telemetry:
         wandb_run = start_wandb(
@@ -413,12 +406,6 @@ class Trainer:
 
     def _to_device(self, tokens: Tensor) -> Tensor:
         return tokens.to(self.ranks.device, non_blocking=True)
-
-    def _gradients_synchronised(self, now: bool) -> AbstractContextManager:
-        """Ranks exchange gradients once a step, with the last micro-batch."""
-        if now or self.ranks.count == 1:
-            return nullcontext()
-        return self.parallel.no_sync()
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:

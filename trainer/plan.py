@@ -89,6 +89,7 @@ def _check_ranges(settings: Settings) -> None:
         "tps.divide_by": settings.tps.divide_by,
         "hardware.micro_batch": settings.hardware.micro_batch,
         "hardware.devices": settings.hardware.devices,
+        "hardware.timeout_s": settings.hardware.timeout_s,
         "optimizer.lr": settings.optimizer.lr,
         "optimizer.eps": settings.optimizer.eps,
         "optimizer.grad_clip": settings.optimizer.grad_clip,
@@ -130,6 +131,8 @@ def _check_hardware(settings: Settings) -> None:
     hardware = settings.hardware
     _check_choice("hardware.dtype", hardware.dtype, ("bfloat16", "float32"))
     _check_choice("hardware.device", hardware.device, ("cuda", "cpu"))
+    _check_choice("hardware.parallel", hardware.parallel, ("auto", "ddp", "fsdp"))
+    _check_choice("hardware.recompute", hardware.recompute, ("none", "blocks"))
     _check_choice("logger.wandb", settings.logger.wandb, ("auto", "online", "offline", "off"))
     if hardware.deterministic and settings.attention.sdpa == "cudnn":
         raise ValueError(

@@ -76,6 +76,9 @@ class HardwareSettings:
     dtype: str = MISSING  # "bfloat16" (autocast over float32 master weights) or "float32"
     compile: bool = MISSING  # torch.compile the model
     deterministic: bool = False  # repeated or continued, a run gives the same bits; slower on a GPU
+    parallel: str = "auto"  # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
+    recompute: str = "none"  # "blocks": keep less of the forward for the backward, compute it again
+    timeout_s: float = 600.0  # a rank that keeps the others waiting for longer ends the run
     peak_tflops: float | None = None  # dense bf16 peak for MFU; null: known GPUs are looked up
 
 

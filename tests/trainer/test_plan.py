@@ -73,6 +73,9 @@ BAD = [
     (["hardware.dtype=int8"], ["hardware.dtype=int8", "bfloat16"]),
     (["hardware.device=tpu"], ["hardware.device=tpu", "cuda"]),
     (["hardware.deterministic=true", "attention.sdpa=cudnn"], ["sdpa=cudnn", "attention.sdpa=flash"]),
+    (["hardware.parallel=zero"], ["hardware.parallel=zero", "auto", "ddp", "fsdp"]),
+    (["hardware.recompute=all"], ["hardware.recompute=all", "none", "blocks"]),
+    (["hardware.timeout_s=0"], ["hardware.timeout_s=0", "greater than zero"]),
     (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
     (["logger.wandb=maybe"], ["logger.wandb=maybe", "offline"]),
     (["probe.every=-1"], ["probe.every=-1", "0 turns"]),
@@ -113,6 +116,12 @@ def test_no_gpu_points_to_what_runs_without(compose_settings, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SettingsError, match="experiment=quickstart"):
         make_plan(compose_settings(), 1)
+
+
+def test_a_small_gpu_trains_the_papers_model(compose_settings):
+    settings = compose_settings("hardware=gpu_24gb")
+    assert make_plan(settings, 1).micro_steps == 32
+    assert (settings.context, settings.hardware.dtype) == (4096, "bfloat16")
 
 
 def test_suggested_mends_work(compose_settings):

@@ -1,0 +1,205 @@
+"""Runs of several ranks: they compute what one does, and end together, with the reason, when one fails."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.cli import ROOT, assert_same_run, metrics, run
+from trainer import distributed, settings
+from trainer.errors import Interrupted, LostRanks, TrainingError
+from trainer.interrupt import StopRequest
+from trainer.loop import train
+from trainer.settings import Settings
+
+
+def composed(*overrides: str) -> Settings:
+    settings.register()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return OmegaConf.to_object(compose("train", overrides=["experiment=debug", *overrides]))
+
+
+def train_all(*runs: Settings) -> None:
+    """Several runs in the same processes, which take longer to start than to train."""
+    with distributed.joined("cpu") as ranks:
+        distributed.joined = lambda device: nullcontext(ranks)
+        for one in runs:
+            train(one)
+
+
+def rolled_back(run_dir: Path, copy: Path) -> Path:
+    """A copy of a finished run as it was after its checkpoint of step 4."""
+    shutil.copytree(run_dir, copy)
+    shutil.rmtree(copy / "checkpoints" / "step_00000008")
+    (copy / "DONE").unlink()
+    return copy
+
+
+def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
+    """One rank, two and four; copies of the model, and shares of it, with and without recomputation."""
+
+    def named(name, *overrides):
+        common = ("hardware.micro_batch=1", "eval_sequences=7", f"data.root={datasets}", "attention=sagebwd")
+        return composed(*common, f"run_dir={tmp_path / name}", *overrides)
+
+    distributed.start(
+        train_all,
+        named("two_ddp", "hardware.parallel=ddp"),
+        named("two_fsdp", "hardware.parallel=fsdp"),
+        named("two_recomputed", "hardware.parallel=fsdp", "hardware.recompute=blocks"),
+        processes=2,
+    )
+    rolled_back(tmp_path / "two_fsdp", tmp_path / "fsdp_to_one")
+    distributed.start(train_all, named("one"), named("fsdp_to_one"), processes=1)
+    rolled_back(tmp_path / "one", tmp_path / "one_to_fsdp")
+    rolled_back(tmp_path / "two_ddp", tmp_path / "ddp_to_fsdp")
+    distributed.start(
+        train_all,
+        named("four_ddp", "hardware.parallel=ddp"),
+        named("four_fsdp", "hardware.parallel=fsdp"),
+        named("one_to_fsdp", "hardware.parallel=fsdp"),
+        named("ddp_to_fsdp", "hardware.parallel=fsdp"),
+        processes=4,
+    )
+    runs = sorted(path.name for path in tmp_path.iterdir())
+    assert len(runs) == 9
+    for name in runs:
+        assert_close(tmp_path / "one", tmp_path / name)
+    assert_same_run(tmp_path / "two_fsdp", tmp_path / "two_recomputed")
+
+
+def assert_close(expected: Path, found: Path) -> None:
+    """The same records but for the rounding of float32 sums in another order."""
+    left_records, right_records = metrics(expected), metrics(found)
+    assert len(left_records) == len(right_records) == 10
+    for left, right in zip(left_records, right_records, strict=True):
+        assert left.keys() == right.keys()
+        for key in left.keys() & {"loss", "val_loss", "grad_norm", "lr"}:
+            assert left[key] == pytest.approx(right[key], rel=2e-5), (found.name, key, left, right)
+
+
+def torchrun(command: list[str]) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command[1:]]
+
+
+def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(command, tmp_path):
+    overrides = ("steps=30", "checkpoint_every=3", "hardware.micro_batch=2", "hardware.parallel=fsdp")
+    whole = command(*overrides, "hardware.devices=2", f"run_dir={tmp_path / 'whole'}")
+    killed = command(*overrides, "hardware.devices=2", f"run_dir={tmp_path / 'killed'}")
+    run(whole)
+    told = kill_a_rank_at_step(killed, tmp_path / "killed", 5)
+    assert "was ended by SIGKILL: the kernel does that when memory runs out" in told
+    assert "The same command continues" in told
+    assert "Traceback" not in told
+    told = kill_a_rank_at_step(torchrun(killed), tmp_path / "killed", 15)
+    assert "Signal 9 (SIGKILL)" in told
+    assert "lost the other ranks" in told
+    assert "The same command continues" in told
+    run(killed)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def kill_a_rank_at_step(command: list[str], run_dir: Path, step: int) -> str:
+    """What the run printed, having ended by itself within 30 s of one of its ranks being killed."""
+    launcher = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not reported(run_dir, step):
+        assert launcher.poll() is None, launcher.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(newest_child(launcher.pid), signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1, output
+    return output
+
+
+def reported(run_dir: Path, step: int) -> bool:
+    file = run_dir / "metrics.jsonl"
+    return file.exists() and f'"step": {step},' in file.read_text()
+
+
+def newest_child(pid: int) -> int:
+    listed = subprocess.run(["pgrep", "--parent", str(pid)], capture_output=True, text=True, check=True)
+    return max(map(int, listed.stdout.split()))
+
+
+def fail_on_rank_1() -> None:
+    with distributed.joined("cpu") as ranks:
+        if ranks.rank == 1:
+            raise KeyError("no such thing")
+        with ranks.losses_named():
+            ranks.barrier()
+
+
+def test_an_exception_on_one_rank_is_shown():
+    with pytest.raises(TrainingError, match="continues from the newest checkpoint") as caught:
+        distributed.start(fail_on_rank_1, processes=2)
+    assert "rank 1 failed: KeyError: 'no such thing'" in str(caught.value)
+    assert "in fail_on_rank_1" in str(caught.value)
+
+
+def hang_on_rank_1() -> None:
+    with distributed.joined("cpu") as ranks:
+        ranks.barrier()
+        ranks.answer_within(1)
+        if ranks.rank == 1:
+            time.sleep(600)
+        with ranks.losses_named():
+            ranks.barrier()
+
+
+def test_a_rank_that_hangs_ends_the_run():
+    with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
+        distributed.start(hang_on_rank_1, processes=2)
+
+
+def save_when_asked(started: Path) -> None:
+    with distributed.joined("cpu") as ranks, StopRequest() as stop:
+        (started / str(ranks.rank)).touch()
+        while not ranks.any(stop.signal or 0):
+            time.sleep(0.01)
+        (started / f"{ranks.rank}_saved").touch()
+        raise Interrupted("saved", ranks.any(stop.signal or 0))
+
+
+def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
+    """submitit requeues the job in its handler of SIGUSR2."""
+    saved_before = []
+
+    def requeue(number, frame):
+        saved_before.append(sorted(path.name for path in tmp_path.glob("*_saved")))
+
+    def ask():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    previous = signal.signal(signal.SIGUSR2, requeue)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        with pytest.raises(Interrupted, match="saved") as stopped:
+            distributed.start(save_when_asked, tmp_path, processes=2)
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+        asking.join()
+    assert stopped.value.signal == signal.SIGUSR2
+    assert saved_before == [["0_saved", "1_saved"]]
+
+
+def test_lost_ranks_are_told_from_mistakes():
+    alone = distributed.Ranks(0, 1, device=None)
+    with pytest.raises(RuntimeError, match="shapes"), alone.losses_named():
+        raise RuntimeError("shapes do not match")
+    assert issubclass(LostRanks, TrainingError)
