@@ -427,6 +427,7 @@ class HuggingFaceLlama(nn.Module):
 
     def __init__(self, config: LlamaConfig, mask: bool = True):
         super().__init__()
+        self.config = config
         import transformers  # slow, and only these baselines need it
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -471,6 +472,7 @@ class NanoGPT(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
+        self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = nn.Embedding(config.max_context, config.d_model)
         self.blocks = nn.ModuleList(NanoBlock(config) for _ in range(config.n_layers))

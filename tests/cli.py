@@ -31,15 +31,19 @@ def run(command, code=0):
 def kill_at_step(command, run_dir, step, kill=signal.SIGKILL):
     """Start the run and send it a signal as soon as it has reported `step`; its exit code and output."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        file = run_dir / "metrics.jsonl"
-        if file.exists() and f'"step": {step},' in file.read_text():
-            process.send_signal(kill)
-            break
-        time.sleep(0.005)
+    wait_for_step(lambda: process.poll() is None, run_dir, step)
+    process.send_signal(kill)
     output = process.communicate(timeout=120)[0]
     return process.returncode, output
+
+
+def wait_for_step(is_running, run_dir, step):
+    """Return when the run has reported `step`, or has ended, or after two minutes."""
+    file, deadline = run_dir / "metrics.jsonl", time.monotonic() + 120
+    while is_running() and time.monotonic() < deadline:
+        if file.exists() and f'"step": {step},' in file.read_text():
+            return
+        time.sleep(0.005)
 
 
 def metrics(run_dir):

@@ -3,6 +3,7 @@
 import functools
 import os
 
+import hypothesis
 import pytest
 import torch
 
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the co
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported, which torch does as soon as something is compiled.
     os.environ["TRITON_INTERPRET"] = "1"
+
+hypothesis.settings.register_profile("shared cores", deadline=None)  # an example may wait for another test
+hypothesis.settings.load_profile("shared cores")
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ import os
 import random
 import resource
 import signal
-import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +40,7 @@ def whole(datasets, tmp_path_factory):
     def trained(*overrides, ranks=1):
         run_dir = tmp_path_factory.mktemp("whole") / "run"
         settings = warm.debug_settings(datasets, f"run_dir={run_dir}", *overrides)
-        warm.run(settings) if ranks == 1 else two_ranks(settings, [], [])
+        warm.run(settings) if ranks == 1 else warm.two_ranks(settings, [], [])
         return run_dir
 
     return trained
@@ -228,18 +227,6 @@ def test_deterministic_on_a_cpu_is_the_same_run(debug, tmp_path, whole):
 # ------------------------------------------------------------------ a disk that refuses
 
 
-def two_ranks(settings, *faults_of_each, codes=(0, 0)):
-    """Train on two ranks, with faults of their own, which must end with these exit codes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes = [
-        warm.start(settings, *faults, rank=rank, ranks=2, port=port)
-        for rank, faults in enumerate(faults_of_each)
-    ]
-    return [warm.finish(process, settings, code) for process, code in zip(processes, codes, strict=True)][-1]
-
-
 SHORT_ON_TWO = (*SHORT, "hardware.micro_batch=2")
 FULL_DISKS = {
     "for the part of the first rank": (0, "torch.save", 100),
@@ -253,11 +240,11 @@ def test_disk_of_one_rank_is_full_and_all_ranks_stop_with_that_message(debug, tm
     rank, name, after = FULL_DISKS[full]
     faults = [[], []]
     faults[rank] = [functools.partial(disk_is_full, after, name)]
-    output = two_ranks(debug("run", *SHORT_ON_TWO), *faults, codes=(1, 1))
+    output = warm.two_ranks(debug("run", *SHORT_ON_TWO), *faults, codes=(1, 1))
     assert output.count("could not write the checkpoint of step") == 2  # each rank has said so
     assert "the disk is full. Still there: step_0000000" in output
     assert all(name.startswith("step_") for name in checkpoint_names(tmp_path / "run"))
-    two_ranks(debug("run", *SHORT_ON_TWO), [], [])
+    warm.two_ranks(debug("run", *SHORT_ON_TWO), [], [])
     assert_same_run(whole(*SHORT_ON_TWO, ranks=2), tmp_path / "run")
 
 
@@ -265,8 +252,8 @@ def test_disk_of_one_rank_is_full_and_all_ranks_stop_with_that_message(debug, tm
 def test_rank_that_dies_in_a_write_ends_the_other_and_the_one_before_is_used(debug, tmp_path, whole, dying):
     faults, codes = [[], []], [1, 1]
     faults[dying], codes[dying] = [functools.partial(dies_in, "torch.save", 100)], -signal.SIGKILL
-    two_ranks(debug("run", *SHORT_ON_TWO), *faults, codes=codes)
-    assert "continuing" in two_ranks(debug("run", *SHORT_ON_TWO), [], [])
+    warm.two_ranks(debug("run", *SHORT_ON_TWO), *faults, codes=codes)
+    assert "continuing" in warm.two_ranks(debug("run", *SHORT_ON_TWO), [], [])
     assert_same_run(whole(*SHORT_ON_TWO, ranks=2), tmp_path / "run")
 
 

@@ -14,7 +14,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from tests.cli import ROOT, assert_same_run, metrics, run
+from tests import warm
+from tests.cli import ROOT, assert_same_run, metrics, wait_for_step
 from trainer import distributed, settings
 from trainer.errors import Interrupted, LostRanks, TrainingError
 from trainer.interrupt import StopRequest
@@ -91,11 +92,11 @@ def torchrun(command: list[str]) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command[1:]]
 
 
-def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(command, tmp_path):
+def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(command, datasets, tmp_path):
     overrides = ("steps=30", "checkpoint_every=3", "hardware.micro_batch=2", "hardware.parallel=fsdp")
-    whole = command(*overrides, "hardware.devices=2", f"run_dir={tmp_path / 'whole'}")
     killed = command(*overrides, "hardware.devices=2", f"run_dir={tmp_path / 'killed'}")
-    run(whole)
+    whole = warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / 'whole'}")
+    warm.two_ranks(whole, [], [])
     told = kill_a_rank_at_step(killed, tmp_path / "killed", 5)
     assert "was ended by SIGKILL: the kernel does that when memory runs out" in told
     assert "The same command continues" in told
@@ -104,7 +105,7 @@ def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(com
     assert "Signal 9 (SIGKILL)" in told
     assert "lost the other ranks" in told
     assert "The same command continues" in told
-    run(killed)
+    warm.two_ranks(warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / 'killed'}"), [], [])
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -113,20 +114,11 @@ def kill_a_rank_at_step(command: list[str], run_dir: Path, step: int) -> str:
     launcher = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    deadline = time.monotonic() + 120
-    while not reported(run_dir, step):
-        assert launcher.poll() is None, launcher.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_for_step(lambda: launcher.poll() is None, run_dir, step)
     os.kill(newest_child(launcher.pid), signal.SIGKILL)
     output, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 1, output
     return output
-
-
-def reported(run_dir: Path, step: int) -> bool:
-    file = run_dir / "metrics.jsonl"
-    return file.exists() and f'"step": {step},' in file.read_text()
 
 
 def newest_child(pid: int) -> int:

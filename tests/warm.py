@@ -5,6 +5,7 @@ One process imports torch and the trainer once; the processes of the runs are fo
 
 import multiprocessing
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -54,6 +55,19 @@ def finish(process, settings: Settings, code: int = 0) -> str:
 
 def run(settings: Settings, *faults: Callable[[], None], code: int = 0) -> str:
     return finish(start(settings, *faults), settings, code)
+
+
+def two_ranks(
+    settings: Settings, *faults_of_each: list[Callable[[], None]], codes: tuple[int, int] = (0, 0)
+) -> str:
+    """Train on two ranks, with faults of their own, which must end with these exit codes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [
+        start(settings, *faults, rank=rank, ranks=2, port=port) for rank, faults in enumerate(faults_of_each)
+    ]
+    return [finish(process, settings, code) for process, code in zip(processes, codes, strict=True)][-1]
 
 
 def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:

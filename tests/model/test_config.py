@@ -12,7 +12,12 @@ from model.llama import Llama
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 # Worked out once from the modules' shapes; a change of the architecture has to be meant.
-PARAMETERS = {"llama_325m": 324_185_600, "llama_tiny": 894_336, "llama_debug": 37_088}
+PARAMETERS = {
+    "llama_325m": 324_185_600,
+    "llama_1b": 1_197_814_016,
+    "llama_tiny": 894_336,
+    "llama_debug": 37_088,
+}
 
 
 def read(name: str) -> LlamaConfig:

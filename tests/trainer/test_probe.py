@@ -148,6 +148,7 @@ def make_probe(settings, llama):
 
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_a_compiled_model_is_not_compiled_again(llama, batch, compose_settings):
+    torch.compiler.reset()  # what other tests compiled
     compiled = torch.compile(llama, backend="eager")
     loss = compiled(*batch)
     make_probe(compose_settings("model=llama_debug"), llama).measure(*batch, nullcontext)
