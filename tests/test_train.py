@@ -59,23 +59,28 @@ def test_killed_at_random_steps_and_continued_is_the_same_run_bit_for_bit(datase
 
 
 @pytest.mark.parametrize(("number", "devices"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_asked_to_stop_it_saves_and_continues_exactly(command, tmp_path, number, devices):
-    overrides = ("steps=40", "checkpoint_every=1000", "hardware.micro_batch=2", f"hardware.devices={devices}")
-    run(command(*overrides, f"run_dir={tmp_path / 'whole'}"))
-    stopped = tmp_path / "stopped"
-    code, output = kill_at_step(command(*overrides, f"run_dir={stopped}"), stopped, 5, kill=number)
+def test_asked_to_stop_it_saves_and_continues_exactly(command, datasets, tmp_path, number, devices):
+    overrides = ("steps=40", "checkpoint_every=1000", "hardware.micro_batch=2")
+    stopped, whole = (f"run_dir={tmp_path / name}" for name in ("stopped", "whole"))
+    train_warm(warm.debug_settings(datasets, *overrides, whole), devices)
+    asked = command(*overrides, f"hardware.devices={devices}", stopped)
+    code, output = kill_at_step(asked, tmp_path / "stopped", 5, kill=number)
     assert code == 128 + number, output
     assert "the same command continues" in output
     assert "Traceback" not in output
-    assert len(list((stopped / "checkpoints").iterdir())) == 1
-    assert "continuing" in run(command(*overrides, f"run_dir={stopped}"))
-    assert_same_run(tmp_path / "whole", stopped)
+    assert len(list((tmp_path / "stopped" / "checkpoints").iterdir())) == 1
+    assert "continuing" in train_warm(warm.debug_settings(datasets, *overrides, stopped), devices)
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_two_ranks_train_as_one(command, tmp_path):
+def train_warm(settings, devices):
+    return warm.run(settings) if devices == 1 else warm.two_ranks(settings, [], [])
+
+
+def test_two_ranks_train_as_one(datasets, tmp_path):
     overrides = ("attention=sagebwd", "hardware.micro_batch=2", "steps=6", "probe.every=3")
-    run(command(*overrides, f"run_dir={tmp_path / 'one'}"))
-    run(command(*overrides, f"run_dir={tmp_path / 'two'}", "hardware.devices=2"))
+    for devices, name in enumerate(("one", "two"), start=1):
+        train_warm(warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / name}"), devices)
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert len(one) == len(two)
     assert [record["step"] for record in two if "probe/layer_0/dq_l2" in record] == [3, 6]
