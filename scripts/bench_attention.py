@@ -28,13 +28,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import shlex
-import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +41,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.files import write_json, write_text
 from model.backends.fpa import TITLES
 from scripts.accuracy import TITLES as TENSOR_TITLES
 from scripts.attention_peers import (
@@ -59,15 +55,13 @@ from scripts.attention_peers import (
 from scripts.benchmarking import (
     align,
     beside,
-    describe_hardware,
-    find_commit,
-    finite,
-    installed,
+    describe_run,
     mark,
     milliseconds,
     number,
     save_figure,
     synchronize,
+    write_tables,
 )
 from scripts.table1 import TENSORS, compare, positive_int, settings_of
 
@@ -171,14 +165,15 @@ def main(argv: list[str] | None = None) -> None:
     if device.index is not None:
         torch.cuda.set_device(device)  # packages without a device argument launch on the current one
     implementations, absent = find_implementations(arguments)
-    result = describe_run(argv, arguments) | {"absent": absent}
+    result = describe_results(argv, arguments) | {"absent": absent}
     shapes = shapes_of(arguments)
     rows: list[Row] = []
     progress = tqdm(shapes, desc="shapes", disable=None)
     for done, shape in enumerate(progress, start=1):
         progress.set_postfix_str(str(shape))
         rows += measure_shape(shape, implementations, arguments)
-        write_tables(arguments.out, result | {"shapes": f"{done} of {len(shapes)}"}, rows)
+        result |= {"shapes": f"{done} of {len(shapes)}"}
+        write_tables(arguments.out, result, rows, to_markdown(result, rows))
     for mode, ending in (("both", ".png"), ("forward", "_forward.png")):
         draw(rows, mode, beside(arguments.out, ending), result["hardware"]["name"])
     print("\n".join(["", *overview(rows), *not_measured(absent, rows)]))
@@ -500,13 +495,6 @@ def time_in_turn(
 # --- Tables -------------------------------------------------------------------------------------------------
 
 
-def write_tables(out: Path, result: dict, rows: list[Row]) -> None:
-    """The JSON and Markdown files."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(beside(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
-    write_text(beside(out, ".md"), to_markdown(result, rows))
-
-
 def to_markdown(result: dict, rows: list[Row]) -> str:
     """Overview, what could not be measured, then a table for each mode, mask and head size."""
     hardware, versions, settings = result["hardware"], result["versions"], result["settings"]
@@ -665,27 +653,13 @@ def draw_panel(axes: Any, rows: list[Row], names: list[str]) -> None:
 # --- What it ran on -----------------------------------------------------------------------------------------
 
 
-def describe_run(argv: list[str] | None, arguments: Namespace) -> dict:
-    """What is needed to measure it again, and what on."""
-    settings = {name: value for name, value in vars(arguments).items() if name != "out"}
+def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:
+    """What the numbers are, and what is needed to measure them again."""
     return {
         "figure": "SageBwd (arXiv 2603.02170), Figures 2 and 3",
         "values": "ms, TFLOP/s; errors: [cosine similarity, relative L2] against float64 attention; speedup: "
         "the other's median over this one's; extra_memory: multiples of the bytes of Q, K and V",
-        "command": shlex.join([*PROGRAM.split(), *(sys.argv[1:] if argv is None else argv)]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": find_commit(),
-        "hardware": describe_hardware(torch.device(arguments.device)),
-        "versions": {
-            "torch": torch.__version__,
-            "triton": installed("triton"),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "flash_attn": installed("flash-attn"),
-            "sageattention": installed("sageattention"),
-            "python": sys.version.split()[0],
-        },
-        "settings": settings,
+        **describe_run(PROGRAM, argv, arguments, ("flash-attn", "sageattention")),
         "configs": {
             title: {f"D {head_dim}": settings_of(config, head_dim) for head_dim in arguments.head_dims}
             for title, config, _ in (CONFIGS[name] for name in arguments.configs)

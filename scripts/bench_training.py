@@ -28,7 +28,6 @@ import argparse
 import itertools
 import os
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -39,7 +38,6 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,22 +55,21 @@ from tqdm import tqdm
 import model.huggingface
 import trainer.settings
 from data.corpus import Corpus
-from data.files import read_json, write_json, write_text
+from data.files import read_json, write_json
 from data.tokens import TokenShards
 from model.config import LlamaConfig
 from model.llama import Llama
 from scripts.benchmarking import (
     align,
     beside,
-    describe_hardware,
-    find_commit,
+    describe_run,
     finite,
-    installed,
     mark,
     milliseconds,
     number,
     save_figure,
     synchronize,
+    write_tables,
 )
 from scripts.table1 import positive_int
 from trainer.distributed import Ranks
@@ -172,13 +169,14 @@ def main(argv: list[str] | None = None) -> None:
     contestants = dict.fromkeys([*arguments.attention, *arguments.baselines])
     pairs = itertools.product(dict.fromkeys(arguments.contexts), contestants)
     jobs, rows = [job_of(contestant, context, arguments) for context, contestant in pairs], []
-    result = describe_run(argv, arguments)
+    result = describe_run(PROGRAM, argv, arguments, ("transformers",))
     interrupted = False
     try:
         for job in (progress := tqdm(jobs, desc="contestants", disable=None)):
             progress.set_postfix_str(f"{job.contestant}, context {job.context}")
             rows = add_ratios([*rows, run_process(job, arguments.limit)])
-            write_tables(arguments.out, result | {"measured": f"{len(rows)} of {len(jobs)}"}, rows)
+            result |= {"measured": f"{len(rows)} of {len(jobs)}"}
+            write_tables(arguments.out, result, rows, to_markdown(result, rows))
     except KeyboardInterrupt:
         interrupted = True
     if rows:
@@ -536,13 +534,6 @@ def add_ratios(rows: list[Row]) -> list[Row]:
 # --- Tables and picture -------------------------------------------------------------------------------------
 
 
-def write_tables(out: Path, result: dict, rows: list[Row]) -> None:
-    """The JSON and Markdown files."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(beside(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
-    write_text(beside(out, ".md"), to_markdown(result, rows))
-
-
 def to_markdown(result: dict, rows: list[Row]) -> str:
     hardware, versions, settings = result["hardware"], result["versions"], result["settings"]
     known = ", ".join(f"{name} {text}" for name, text in versions.items() if text is not None)
@@ -624,25 +615,6 @@ def draw(rows: list[Row], path: Path, hardware: str) -> None:
     figure.suptitle(f"A training step on {hardware}", fontsize=11)
     save_figure(figure, path)
     plt.close(figure)
-
-
-def describe_run(argv: list[str] | None, arguments: Namespace) -> dict:
-    """What is needed to measure it again, and what on."""
-    return {
-        "command": shlex.join([*PROGRAM.split(), *(sys.argv[1:] if argv is None else argv)]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": find_commit(),
-        "hardware": describe_hardware(torch.device(arguments.device)),
-        "versions": {
-            "torch": torch.__version__,
-            "triton": installed("triton"),
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "transformers": installed("transformers"),
-            "python": sys.version.split()[0],
-        },
-        "settings": {name: value for name, value in vars(arguments).items() if name != "out"},
-    }
 
 
 if __name__ == "__main__":

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import subprocess
+import sys
 import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from data.files import write_json, write_text
 
 # --- Time --------------------------------------------------------------------------------------------------
 
@@ -63,6 +71,13 @@ def align(header: list[str], rows: list[list[str]]) -> list[str]:
     ]
 
 
+def write_tables(out: Path, result: dict, rows: list[Any], markdown: str) -> None:
+    """OUT.json, the result with its rows (dataclasses), and OUT.md."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(beside(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
+    write_text(beside(out, ".md"), markdown)
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """Write a picture whole or not at all."""
     temporary = beside(path, f".{os.getpid()}.tmp")
@@ -71,6 +86,27 @@ def save_figure(figure: Any, path: Path) -> None:
 
 
 # --- What it ran on -----------------------------------------------------------------------------------------
+
+
+def describe_run(
+    program: str, argv: list[str] | None, arguments: Namespace, packages: Sequence[str]
+) -> dict[str, Any]:
+    """What is needed to measure it again, and what on; versions of torch, triton and `packages`."""
+    return {
+        "command": shlex.join([*program.split(), *(sys.argv[1:] if argv is None else argv)]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": find_commit(),
+        "hardware": describe_hardware(torch.device(arguments.device)),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": installed("triton"),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            **{package.replace("-", "_"): installed(package) for package in packages},
+            "python": sys.version.split()[0],
+        },
+        "settings": {name: value for name, value in vars(arguments).items() if name != "out"},
+    }
 
 
 def describe_hardware(device: torch.device) -> dict:

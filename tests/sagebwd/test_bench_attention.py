@@ -344,8 +344,8 @@ def test_files_hold_failures_and_no_nan(tmp_path):
         ),
         Row("cuDNN", SHAPE, "both", "refused", "RuntimeError: no"),
     ]
-    result = bench.describe_run([], bench.parse_arguments(SMALL)) | {"absent": {}, "shapes": "1 of 1"}
-    bench.write_tables(tmp_path / "bench", result, rows)
+    result = bench.describe_results([], bench.parse_arguments(SMALL)) | {"absent": {}, "shapes": "1 of 1"}
+    bench.write_tables(tmp_path / "bench", result, rows, bench.to_markdown(result, rows))
     bench.draw(rows, "both", tmp_path / "bench.png", "a GPU")
 
     stored = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)["rows"]

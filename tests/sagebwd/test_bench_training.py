@@ -317,8 +317,9 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, tmp_path, capsys):
 
 def test_files_hold_nothing_but_failures(tmp_path):
     rows = [Row("fpa", 32, 2, reason="broken"), replace(row_of("hf", context=64), loss=float("nan"))]
-    result = bench.describe_run([], bench.parse_arguments(SMALL)) | {"measured": "2 of 2"}
-    bench.write_tables(tmp_path / "bench", result, rows)
+    arguments = bench.parse_arguments(SMALL)
+    result = bench.describe_run(bench.PROGRAM, [], arguments, ()) | {"measured": "2 of 2"}
+    bench.write_tables(tmp_path / "bench", result, rows, bench.to_markdown(result, rows))
     bench.draw(rows, tmp_path / "bench.png", "a GPU")
     stored = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert stored[1]["loss"] is None
