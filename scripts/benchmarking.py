@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -80,9 +80,17 @@ def write_tables(out: Path, result: dict, rows: list[Any], markdown: str) -> Non
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write a picture whole or not at all."""
+    replace_file(path, lambda temporary: figure.savefig(temporary, dpi=130, format="png"))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make the file under a temporary name, then move it into place."""
     temporary = beside(path, f".{os.getpid()}.tmp")
-    figure.savefig(temporary, dpi=130, format="png")
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # --- What it ran on -----------------------------------------------------------------------------------------
