@@ -2,8 +2,9 @@
 
 Shapes: B sequences, N tokens, H query heads, G key and value heads (G divides H), D channels per head,
 C = d_model, V = vocab_size. Parameters are float32; mixed precision comes from torch.autocast, under which
-matrix products and attention run in bfloat16 while the residual stream, the norms, the rotary embedding and
-the loss stay in float32. (Do not call model.bfloat16(): it would round the rotary tables as well.)
+matrix products and attention run in bfloat16, the residual stream is kept in it, and the norms, the rotary
+embedding and the loss compute in float32. (Do not call model.bfloat16(): it would round the rotary tables as
+well.)
 
 Modules are named as in the Hugging Face checkpoints, so weights move there and back without renaming.
 """
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model import kernels
 from model.backends import AttentionFn
 from model.config import LlamaConfig, check
 from model.loss import linear_cross_entropy
@@ -63,6 +65,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * torch.stack((-sin, sin), dim=-2)).flatten(-2)
 
 
+def norm_and_rotate(x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Q or K (B, N, H, D), its heads normalised if there is a norm, rotated, rounded once to its dtype."""
+    if norm is None:
+        return rotate(x, cos, sin).to(x.dtype)
+    if kernels.supports(x):
+        return kernels.norm_and_rotate(x, norm.weight, norm.eps, cos, sin)
+    return rotate(norm(x.float()), cos, sin).to(x.dtype)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary embedding and, with qk_norm, an RMSNorm on every head of Q and K."""
 
@@ -81,10 +92,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (B, N, C) → (B, N, C)."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None:
-            # Float32 until the rotation is done, so that q and k are rounded once.
-            q, k = self.q_norm(q.float()), self.k_norm(k.float())
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        q, k = norm_and_rotate(q, self.q_norm, cos, sin), norm_and_rotate(k, self.k_norm, cos, sin)
         # (B, N, H, D) in memory, handed over as (B, H, N, D) views: no copy here, none in SDPA's kernels.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = self.attend(q, k, v, is_causal=True, enable_gqa=self.enable_gqa)
@@ -177,11 +185,17 @@ class Llama(nn.Module):
                 f"{length} tokens are more than the rotary tables cover; shorten the sequence or raise "
                 f"model.max_context={self.config.max_context}"
             )
-        x = self.embed_tokens(tokens)
+        x = self._embed(tokens)
         cos, sin = self.rotary(length)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.output(x, targets)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """(B, N) → (B, N, C), which begins the residual stream and settles its dtype."""
+        x = self.embed_tokens(tokens)
+        device = x.device.type
+        return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
     def output(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Logits or loss of the last block's x (B, N, C)."""

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from trainer.distributed import Ranks
@@ -59,7 +59,8 @@ class Checkpoints:
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self.milestone_every, self.background = milestone_every, background
         self._group = dist.new_group(backend="gloo") if ranks.count > 1 else None
-        self._stager = _stager(ranks.device)
+        # Keeps its memory for the next copy. (The public DefaultStager works only once in torch 2.11.)
+        self._stager = StateDictStager(pin_memory=ranks.device.type == "cuda")
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use, initargs=(ranks.device,))
         self._writing: Future[None] | None = None  # one at a time; on all ranks or on none
         # Training on one device needs no process group. (Not silenced around the calls: that is not safe
@@ -79,7 +80,7 @@ class Checkpoints:
         weights, moments = get_state_dict(model, optimizer)
         state, sealed = {"model": weights, "optimizer": moments}, {"step": step, **extra}
         if self.background:
-            self._writing = self._thread.submit(self._write, self._stager.stage(state), sealed)
+            self._writing = self._thread.submit(self._write, self._copy(state), sealed)
         else:
             self._write(state, sealed)
         log.info("step %d: training paused %.2f s for a checkpoint", step, time.perf_counter() - began)
@@ -126,6 +127,14 @@ class Checkpoints:
         return sealed
 
     # ------------------------------------------------------------------ writing, on the thread or not
+
+    def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state in the memory of the CPU, as it is now."""
+        on_gpu = self.ranks.device.type == "cuda"
+        copied = self._stager.stage(state, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize(self.ranks.device)
+        return copied
 
     def _write(self, state: dict[str, Any], sealed: dict[str, Any]) -> None:
         """Write every rank's part of `state`, then on the main rank seal and name the checkpoint.
@@ -205,19 +214,6 @@ class Checkpoints:
     def _remaining(self) -> str:
         steps = sorted(path.name for path in self.folder.glob("step_*"))
         return f"Still there: {', '.join(steps)}." if steps else "There is no earlier checkpoint."
-
-
-def _stager(device: torch.device) -> DefaultStager:
-    """Copies a state to CPU memory that it keeps for the next one, pinned when the state is on a GPU."""
-    on_gpu = device.type == "cuda"
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
-    )
 
 
 def _use(device: torch.device) -> None:

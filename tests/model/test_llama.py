@@ -180,7 +180,7 @@ def test_sagebwd_is_close_to_full_precision(make_model, tokens):
     assert 1e-5 < error < 0.05  # quantized, and only a little off
 
 
-def test_autocast_runs_products_in_bfloat16_and_the_rest_in_float32(make_config, tokens):
+def test_autocast_runs_products_and_the_residual_stream_in_bfloat16(make_config, tokens):
     dtypes = set()
 
     def record(q, k, v, *, is_causal, enable_gqa):
@@ -195,7 +195,7 @@ def test_autocast_runs_products_in_bfloat16_and_the_rest_in_float32(make_config,
         logits, loss = model(tokens), model(tokens, tokens.roll(-1, 1))
     loss.backward()
     assert dtypes == {torch.bfloat16}
-    assert residual_dtypes == {torch.float32}
+    assert residual_dtypes == {torch.bfloat16}
     assert logits.dtype == torch.bfloat16
     assert loss.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}

@@ -1,0 +1,165 @@
+"""RMSNorm of every head and the rotary embedding in one pass over memory, forward and backward, in Triton.
+
+torch.compile makes more passes of the same written in PyTorch. On an NVIDIA H200 a block of the 325M model,
+forward and backward of 65,536 tokens, takes 2.00 ms outside its matrix products and attention this way and
+2.31 that way, of 14 in all.
+
+Shapes: B sequences, N tokens, H heads, D channels per head, D a power of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 64  # heads of tokens that a program takes at a time
+PROGRAMS = 1024  # of the backward; each leaves one sum of the gain's gradient
+
+
+def supports(x: Tensor) -> bool:
+    """Whether x (B, N, H, D) is on a GPU and its heads can be halved into powers of two."""
+    d_head = x.shape[-1]
+    return x.is_cuda and d_head >= 2 and d_head & (d_head - 1) == 0
+
+
+@triton.jit
+def _load_halves(x, row, rows, HALF: tl.constexpr):
+    """The two halves of rows of x (rows, 2 · HALF), in float32; zeros past the last."""
+    inside = row[:, None] < rows
+    at = x + row[:, None].to(tl.int64) * (2 * HALF) + tl.arange(0, HALF)
+    first = tl.load(at, inside, 0.0).to(tl.float32)
+    second = tl.load(at + HALF, inside, 0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store_halves(x, row, rows, first, second, HALF: tl.constexpr):
+    inside = row[:, None] < rows
+    at = x + row[:, None].to(tl.int64) * (2 * HALF) + tl.arange(0, HALF)
+    tl.store(at, first.to(x.dtype.element_ty), inside)
+    tl.store(at + HALF, second.to(x.dtype.element_ty), inside)
+
+
+@triton.jit
+def _load_angles(cos, sin, row, length, heads, HALF: tl.constexpr):
+    """Cosines and sines (rows, HALF) of the tokens that these rows, one a head, belong to."""
+    at = (row // heads % length)[:, None] * HALF + tl.arange(0, HALF)
+    return tl.load(cos + at), tl.load(sin + at)
+
+
+@triton.jit
+def _inverse_rms(first, second, eps, HALF: tl.constexpr):
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    return tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+
+
+@triton.jit
+def _forward_kernel(x, gain, cos, sin, out, rows, length, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, HALF)
+    x1, x2 = _load_halves(x, row, rows, HALF)
+    inverse = _inverse_rms(x1, x2, eps, HALF)
+    y1 = x1 * inverse * tl.load(gain + channel)
+    y2 = x2 * inverse * tl.load(gain + HALF + channel)
+    c, s = _load_angles(cos, sin, row, length, heads, HALF)
+    _store_halves(out, row, rows, y1 * c - y2 * s, y2 * c + y1 * s, HALF)
+
+
+@triton.jit
+def _backward_kernel(
+    x,
+    gain,
+    cos,
+    sin,
+    grad_out,
+    grad_x,
+    grad_gain,  # (programs, 2 · HALF): a sum from each
+    rows,
+    length,
+    heads,
+    eps,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    channel = tl.arange(0, HALF)
+    gain1, gain2 = tl.load(gain + channel), tl.load(gain + HALF + channel)
+    sum1, sum2 = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    for begin in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = begin + tl.arange(0, ROWS)
+        x1, x2 = _load_halves(x, row, rows, HALF)
+        g1, g2 = _load_halves(grad_out, row, rows, HALF)
+        c, s = _load_angles(cos, sin, row, length, heads, HALF)
+        inverse = _inverse_rms(x1, x2, eps, HALF)
+        x1, x2 = x1 * inverse, x2 * inverse  # normalised
+        y1, y2 = g1 * c + g2 * s, g2 * c - g1 * s  # turned back
+        sum1 += tl.sum(y1 * x1, 0)
+        sum2 += tl.sum(y2 * x2, 0)
+        y1, y2 = y1 * gain1, y2 * gain2
+        # What changes the length of x is lost in the division by it.
+        along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / (2 * HALF))[:, None]
+        _store_halves(grad_x, row, rows, inverse * (y1 - x1 * along), inverse * (y2 - x2 * along), HALF)
+    at = grad_gain + tl.program_id(0) * (2 * HALF) + channel
+    tl.store(at, sum1)
+    tl.store(at + HALF, sum2)
+
+
+@torch.library.custom_op("llama::norm_and_rotate", mutates_args=())
+def norm_and_rotate(x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """RMSNorm over the channels of x (B, N, H, D) times gain (D,), rotated by tables (N, 1, D/2).
+
+    Computed in float32 and rounded once, to x's dtype. The tables and the gain are float32.
+    """
+    batch, length, heads, d_head = x.shape
+    x = x.contiguous()
+    out, rows = torch.empty_like(x), batch * length * heads
+    grid = (triton.cdiv(rows, ROWS),)
+    with torch.cuda.device_of(x):
+        _forward_kernel[grid](
+            *(x, gain, cos.contiguous(), sin.contiguous(), out, rows, length, heads, eps),
+            HALF=d_head // 2,
+            ROWS=ROWS,
+        )
+    return out
+
+
+@torch.library.custom_op("llama::norm_and_rotate_backward", mutates_args=())
+def _gradients(
+    grad_out: Tensor, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients by x and by gain."""
+    batch, length, heads, d_head = x.shape
+    x, grad_out = x.contiguous(), grad_out.contiguous()
+    rows = batch * length * heads
+    programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
+    grad_x, sums = torch.empty_like(x), torch.empty(programs, d_head, device=x.device)
+    with torch.cuda.device_of(x):
+        _backward_kernel[(programs,)](
+            *(x, gain, cos.contiguous(), sin.contiguous(), grad_out, grad_x, sums),
+            *(rows, length, heads, eps),
+            HALF=d_head // 2,
+            ROWS=ROWS,
+        )
+    return grad_x, sums.sum(0)
+
+
+@norm_and_rotate.register_fake
+def _(x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_gradients.register_fake
+def _(grad_out: Tensor, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(gain)
+
+
+def _keep(ctx, inputs: tuple, output: Tensor) -> None:
+    x, gain, ctx.eps, cos, sin = inputs
+    ctx.save_for_backward(x, gain, cos, sin)
+
+
+def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    x, gain, cos, sin = ctx.saved_tensors
+    return *_gradients(grad_out, x, gain, ctx.eps, cos, sin), None, None, None
+
+
+norm_and_rotate.register_autograd(_backward, setup_context=_keep)
