@@ -54,7 +54,7 @@ def _inverse_rms(first, second, eps, HALF: tl.constexpr):
 
 
 @triton.jit
-def _forward_kernel(x, gain, cos, sin, out, rows, length, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr):
+def _norm_rotate(x, gain, cos, sin, out, rows, length, heads, eps, HALF: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, HALF)
     x1, x2 = _load_halves(x, row, rows, HALF)
@@ -66,7 +66,7 @@ def _forward_kernel(x, gain, cos, sin, out, rows, length, heads, eps, HALF: tl.c
 
 
 @triton.jit
-def _backward_kernel(
+def _norm_rotate_gradients(
     x,
     gain,
     cos,
@@ -114,7 +114,7 @@ def norm_and_rotate(x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tenso
     out, rows = torch.empty_like(x), batch * length * heads
     grid = (triton.cdiv(rows, ROWS),)
     with torch.cuda.device_of(x):
-        _forward_kernel[grid](
+        _norm_rotate[grid](
             *(x, gain, cos.contiguous(), sin.contiguous(), out, rows, length, heads, eps),
             HALF=d_head // 2,
             ROWS=ROWS,
@@ -133,7 +133,7 @@ def _gradients(
     programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
     grad_x, sums = torch.empty_like(x), torch.empty(programs, d_head, device=x.device)
     with torch.cuda.device_of(x):
-        _backward_kernel[(programs,)](
+        _norm_rotate_gradients[(programs,)](
             *(x, gain, cos.contiguous(), sin.contiguous(), grad_out, grad_x, sums),
             *(rows, length, heads, eps),
             HALF=d_head // 2,

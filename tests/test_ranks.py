@@ -156,6 +156,21 @@ def test_a_rank_that_hangs_ends_the_run():
         distributed.start(hang_on_rank_1, processes=2)
 
 
+def wait_as_in_a_kernel_of_nccl() -> None:
+    with distributed.joined("cpu") as ranks, StopRequest():
+        ranks.barrier()
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+
+def test_a_rank_that_does_not_notice_a_death_ends_too():
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match=r"rank 1 .* was ended by SIGKILL"):
+        distributed.start(wait_as_in_a_kernel_of_nccl, processes=2)
+    assert time.monotonic() - began < 30  # the launcher's patience is 30 s from when it sees the death
+
+
 def save_when_asked(started: Path) -> None:
     with distributed.joined("cpu") as ranks, StopRequest() as stop:
         (started / str(ranks.rank)).touch()

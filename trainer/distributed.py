@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainer.errors import Interrupted, LostRanks, SettingsError, TrainingError
 from trainer.interrupt import PassedOn
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # Until the first step is done ranks may wait long for each other: one prepares the data, and compiling takes
@@ -30,6 +33,9 @@ STARTUP_TIMEOUT_S = 4 * 3600.0
 # A rank that lost the others waits so long before it says so: the one that died is then the first failure
 # that the starting process sees, and the one it reports.
 LET_THE_CAUSE_BE_SEEN_S = 3.0
+
+# A rank that lost its neighbour ends so much later, if it has not noticed by itself: NCCL waits for ever.
+NOTICE_WITHIN_S = 10.0
 
 CONTINUES = "The same command continues from the newest checkpoint"
 
@@ -126,17 +132,47 @@ def joined(device: str) -> Iterator[Ranks]:
     After a failure leaving might wait for ranks that are gone: the process is to end, which leaves as well.
     """
     ranks = join(device)
+    neighbours = _Neighbours(ranks) if ranks.count > 1 else None
     try:
         yield ranks
     except Interrupted:  # raised by all ranks at the same step
-        _leave()
+        _leave(neighbours)
         raise
-    _leave()
+    _leave(neighbours)
 
 
-def _leave() -> None:
+def _leave(neighbours: "_Neighbours | None") -> None:
+    if neighbours:
+        neighbours.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class _Neighbours:
+    """Ends this process when the rank after it dies, whatever its own main thread waits for.
+
+    A thread receives from that rank, over TCP, what it only sends when it leaves. When the rank dies instead,
+    the connection breaks. Without this a rank on a GPU would wait for the dead one until it is killed.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.next, self.previous = (ranks.rank + 1) % ranks.count, (ranks.rank - 1) % ranks.count
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self.thread = threading.Thread(target=self._watch, name="neighbours", daemon=True)
+        self.thread.start()
+
+    def leave(self) -> None:
+        """Say good-bye, and wait for the neighbour's."""
+        dist.send(torch.zeros(1), self.previous, group=self.group)
+        self.thread.join()
+
+    def _watch(self) -> None:
+        try:
+            dist.recv(torch.zeros(1), self.next, group=self.group)
+        except RuntimeError:
+            time.sleep(NOTICE_WITHIN_S)
+            log.error("rank %d died, and this one cannot go on without it. %s", self.next, CONTINUES)
+            os._exit(1)
 
 
 def start(work: Callable[..., None], *arguments: object, processes: int) -> None:
