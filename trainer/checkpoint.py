@@ -77,13 +77,20 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self.wait()
-        weights, moments = get_state_dict(model, optimizer)
-        state, sealed = {"model": weights, "optimizer": moments}, {"step": step, **extra}
+        waited = time.perf_counter() - began
+        state, sealed = _state(model, optimizer), {"step": step, **extra}
         if self.background:
             self._writing = self._thread.submit(self._write, self._copy(state), sealed)
         else:
             self._write(state, sealed)
-        log.info("step %d: training paused %.2f s for a checkpoint", step, time.perf_counter() - began)
+        paused = time.perf_counter() - began
+        before = f", {waited:.2f} s of it until the one before was written" if waited > 0.1 else ""
+        log.info("step %d: training paused %.2f s for a checkpoint%s", step, paused, before)
+
+    def reserve(self, model: nn.Module, optimizer) -> None:
+        """Take the CPU memory that copies go to, which lasts seconds, once. Call it after a first step."""
+        if self.background:
+            self._copy(_state(model, optimizer))
 
     def poll(self) -> None:
         """Raise the TrainingError of a write that failed in the background, on all ranks at the same step."""
@@ -121,9 +128,9 @@ class Checkpoints:
         sealed = self.ranks.from_main(self._newest_whole)
         if sealed is None:
             return None
-        weights, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=self._path(sealed["step"]))
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        state = _state(model, optimizer)
+        dcp.load(state, checkpoint_id=self._path(sealed["step"]))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return sealed
 
     # ------------------------------------------------------------------ writing, on the thread or not
@@ -214,6 +221,11 @@ class Checkpoints:
     def _remaining(self) -> str:
         steps = sorted(path.name for path in self.folder.glob("step_*"))
         return f"Still there: {', '.join(steps)}." if steps else "There is no earlier checkpoint."
+
+
+def _state(model: nn.Module, optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
 
 
 def _use(device: torch.device) -> None:

@@ -122,6 +122,8 @@ class Trainer:
                 self.step += 1
                 steps_timed += 1
                 if first_step:  # of this process: nothing is left to be prepared or compiled
+                    with self._off_the_clock():
+                        self.checkpoints.reserve(self.llama, self.optimizer)
                     self.ranks.answer_within(settings.hardware.timeout_s)
                     first_step = False
                 last = self.step == plan.steps
