@@ -2,8 +2,9 @@
 
     python -m scripts.layers runs/NAME [runs/NAME …]
 
-Each run's finished weights go through one forward and backward with full-precision attention, on held-out
-sequences of the run's own data and context. That gives q, k, v and dO of every layer, and from these
+Each run's finished weights, or with --step those of a checkpoint, go through one forward and backward with
+full-precision attention, on held-out sequences of the run's own data and context. That gives q, k, v and dO
+of every layer, and from these
 
     Figures 5, 6   O, dQ, dK and dV of every layer under variants of SageBwd, against exact attention
     §4.2           RMS of the exact P, dP and dS, and the largest logit
@@ -40,7 +41,8 @@ import model.backends.fpa
 import model.huggingface
 from data.corpus import Corpus
 from data.loader import count_sequences, stack_sequences
-from model.backends import AttentionFn, AttentionSettings
+from model.backends import AttentionFn, AttentionSettings, Backend
+from model.llama import Llama
 from sagebwd import SageConfig
 from scripts import intermediates
 from scripts.benchmarking import align, beside, describe_run, save_figure, write_tables
@@ -48,6 +50,7 @@ from scripts.compare import distinct, find_runs
 from scripts.runs import open_data, read_settings
 from scripts.table1 import positive_int
 from scripts.traces import Layer, Origin, save_trace
+from trainer.checkpoint import checkpoint_of, load_weights
 from trainer.plan import tokens_per_step
 from trainer.plot import PROBED
 from trainer.probe import Captured, capture, chosen_layers, errors, exact_layer, explanations, sage_backend
@@ -93,7 +96,7 @@ written after every run, with --out results/layers:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, found to be complete."""
+    """A run, and which of its weights: those of origin.step."""
 
     name: str
     directory: RunDirectory
@@ -132,14 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     with tqdm(total=sum(run.settings.model.n_layers + 1 for run in runs), disable=None) as progress:
         for run in runs:
             progress.set_description(run.name)
-            captured = capture_run(run, arguments)
-            if arguments.traces:
-                write_traces(run, captured, arguments)
-            measured = measure_layers(run, captured, arguments, progress)
-            rows += measured
-            worst = most_error_prone(measured, "paper").layer
-            result["table2"][run.name] = measure_table2(captured[worst], worst)
-            progress.update()
+            rows += measure_run(run, result, arguments, progress)
             write(Path(arguments.out), result, rows)
     print(to_markdown(result, rows))
     print(f"written to {arguments.out}.json, .md and _*.png")
@@ -156,6 +152,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser.add_argument(
         "--sequences", type=positive_int, default=1, help="held-out sequences, all in one pass (default 1)"
     )
+    parser.add_argument("--step", type=positive_int, help="the checkpoint of this step (default: the end)")
     parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
     parser.add_argument("--traces", help="folder to write NAME.safetensors of each run to (default: none)")
     parser.add_argument(
@@ -189,25 +186,34 @@ def open_runs(arguments: Namespace) -> list[Run]:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"several runs are called {', '.join(twice)}; name each once, or rename its folder")
-    runs = [open_run(name, RunDirectory(path)) for name, path in zip(names, paths, strict=True)]
+    runs = [
+        open_run(name, RunDirectory(path), arguments.step) for name, path in zip(names, paths, strict=True)
+    ]
     for run in runs:
         check(run, arguments)
     return runs
 
 
-def open_run(name: str, directory: RunDirectory) -> Run:
-    """Raises ValueError or FileNotFoundError if the run is unfinished, or its data not what it was."""
+def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
+    """The run at its end, or at the checkpoint of a step.
+
+    Raises ValueError or FileNotFoundError if it is unfinished then, or its data not what it was.
+    """
     settings = read_settings(directory)
-    if not (directory.is_finished and directory.weights.is_dir()):
-        raise ValueError(
-            f"{directory.path} has no finished weights; leave it out, or train it to its end (the command "
-            "that started it continues it)"
-        )
-    step = read_metrics(directory.metrics)[-1]["step"]
+    if step is None:
+        if not (directory.is_finished and directory.weights.is_dir()):
+            raise ValueError(
+                f"{directory.path} has no finished weights; leave it out, train it to its end (the command "
+                "that started it continues it), or choose a checkpoint with --step"
+            )
+        reached = read_metrics(directory.metrics)[-1]["step"]
+    else:
+        checkpoint_of(directory.checkpoints, step)
+        reached = step
     origin = Origin(
         run=directory.path.resolve().name,
-        step=step,
-        tokens=step * tokens_per_step(settings),
+        step=reached,
+        tokens=reached * tokens_per_step(settings),
         tokens_per_step=tokens_per_step(settings),
         qk_norm=settings.model.qk_norm,
         attention=settings.attention.backend,
@@ -257,6 +263,27 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> d
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
+def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
+    """A row for each layer; adds Table 2 and what computed the variants to the result, and writes traces."""
+    variants = {name: sage(config, run, arguments) for name, config in VARIANTS.items()}
+    captured = capture_run(run, arguments)
+    if arguments.traces:
+        write_traces(run, captured, arguments)
+    rows = measure_layers(run, captured, variants, progress)
+    worst = most_error_prone(rows, "paper").layer
+    result["runs"][run.name]["attentions"] = {name: found.description for name, found in variants.items()}
+    result["table2"][run.name] = measure_table2(captured[worst], worst)
+    progress.update()
+    return rows
+
+
+def sage(config: SageConfig, run: Run, arguments: Namespace) -> Backend:
+    """SageBwd for the run's heads: kernels on a GPU, where they take the run's dtype."""
+    attention = AttentionSettings(backend="sagebwd", **asdict(config))
+    device = torch.device(arguments.device)
+    return sage_backend(attention, run.settings.model, device=device, dtype=dtype_of(run))
+
+
 def capture_run(run: Run, arguments: Namespace) -> dict[int, Captured]:
     """q, k, v, O and dO of every layer, on the first held-out sequences, with full-precision attention."""
     device, dtype, shape = torch.device(arguments.device), dtype_of(run), run.settings.model
@@ -267,7 +294,7 @@ def capture_run(run: Run, arguments: Namespace) -> dict[int, Captured]:
         d_head=shape.d_head,
         is_gqa=shape.kv_heads != shape.n_heads,
     )
-    llama = model.huggingface.load(run.directory.weights, attention.attend).to(device)
+    llama = load_model(run, attention.attend, arguments.step).to(device)
     tokens = stack_sequences(run.corpus.val, np.arange(arguments.sequences), run.settings.context)
     return capture(
         llama,
@@ -277,30 +304,31 @@ def capture_run(run: Run, arguments: Namespace) -> dict[int, Captured]:
     )
 
 
+def load_model(run: Run, attention: AttentionFn, step: int | None) -> Llama:
+    """Raises ValueError if the weights are damaged."""
+    if step is None:
+        return model.huggingface.load(run.directory.weights, attention)
+    llama = Llama(run.settings.model, attention)
+    load_weights(run.directory.checkpoints, step, llama)
+    return llama
+
+
 def dtype_of(run: Run) -> torch.dtype:
     """What q, k and v have in the run."""
     return getattr(torch, run.settings.hardware.dtype)
 
 
 def measure_layers(
-    run: Run, captured: dict[int, Captured], arguments: Namespace, progress: tqdm
+    run: Run, captured: dict[int, Captured], variants: dict[str, Backend], progress: tqdm
 ) -> list[Row]:
     """Every layer under every variant."""
-    variants = {name: attend(config, run, arguments) for name, config in VARIANTS.items()}
     rows = []
     for layer, tensors in captured.items():
         exact = exact_layer(tensors)
-        measured = {name: errors(tensors, variant, exact) for name, variant in variants.items()}
+        measured = {name: errors(tensors, variant.attend, exact) for name, variant in variants.items()}
         rows.append(Row(run.name, layer, measured, with_step(explanations(tensors, exact), run)))
         progress.update()
     return rows
-
-
-def attend(config: SageConfig, run: Run, arguments: Namespace) -> AttentionFn:
-    """SageBwd for the run's heads: kernels on a GPU, where they take the run's dtype."""
-    attention = AttentionSettings(backend="sagebwd", **asdict(config))
-    device = torch.device(arguments.device)
-    return sage_backend(attention, run.settings.model, device=device, dtype=dtype_of(run)).attend
 
 
 def with_step(values: dict[str, float], run: Run) -> dict[str, float]:

@@ -15,6 +15,7 @@ from scripts.layers import VARIANTS, Row, choose_heads, most_error_prone
 from scripts.traces import load_trace
 from tests.exact import draw, float64_attention
 from trainer.probe import Captured
+from trainer.run_directory import RunDirectory
 
 
 def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
@@ -57,6 +58,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     pictures = sorted(file.name for file in (tmp_path / "out").glob("*.png"))
     assert pictures == ["layers_default.png", "layers_paper.png", "layers_variants.png"]
     assert result["runs"]["run"]["sequences_per_step"] == 4
+    check_weights_of_a_step(tmp_path / "run")
     check_refusals(tmp_path)
 
 
@@ -68,6 +70,14 @@ def check_held_out_text(trainer, run, v):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         values = block.self_attn.v_proj(block.input_layernorm(llama.embed_tokens(tokens)))
     assert torch.equal(v, values.view(2, 37, 2, -1).transpose(1, 2))
+
+
+def check_weights_of_a_step(path):
+    """The last checkpoint has the finished weights."""
+    last, end = (layers.open_run("run", RunDirectory(path), step) for step in (3, None))
+    assert last.origin == end.origin
+    left, right = (layers.load_model(last, scaled_dot_product_attention, step) for step in (3, None))
+    assert all(torch.equal(x, y) for x, y in zip(left.parameters(), right.parameters(), strict=True))
 
 
 def check_row(row, layer, sequences_per_step):
@@ -101,6 +111,7 @@ def check_refusals(folder):
         ([run, "--traces", "t", "--trace-layers", "2"], "--trace-layers 2: run has 0 to 1"),
         ([run, "--traces", "t", "--trace-heads", "0", "-1"], "--trace-heads -1: run has 0 to 3"),
         ([run, run], "several runs are called run"),
+        ([run, "--step", "2"], "no checkpoint of step 2; there: 3"),
         ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
     ):
         with pytest.raises(SystemExit, match=message):
@@ -111,7 +122,7 @@ def check_refusals(folder):
         layers.main([run, "--device", "cpu"])
     (folder / "run" / "DONE").unlink()
     config.write_text(config.read_text().replace("unheard_of: 1\n", ""))
-    with pytest.raises(SystemExit, match="no finished weights; leave it out, or train it to its end"):
+    with pytest.raises(SystemExit, match=r"no finished weights; leave it out, train it to its end .*--step"):
         layers.main([run, "--device", "cpu"])
     assert not list(folder.glob("refused*"))
 
