@@ -37,7 +37,7 @@ PAPER = {
     "dv": (0.9985, 0.0540),
 }
 
-ENTRIES_AT_ONCE = 2**26  # of P (256 MiB in float32); some ten such matrices are alive together
+ENTRIES_AT_ONCE = 2**26  # of P (256 MiB in float32); some twelve such matrices are alive together
 
 
 class Comparison:

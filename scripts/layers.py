@@ -512,7 +512,9 @@ def draw_line(axes: Any, layers: list[Row], variant: str, key: str, label: str) 
     """One value by layer. Errors, which differ by orders of magnitude, on a logarithmic axis."""
     values = np.array([row.errors[variant][key] for row in layers])
     axes.plot([row.layer for row in layers], values, ".-", label=label)
-    if key.endswith("_l2") and (values > 0).any():
+    if key.endswith("_cos"):
+        axes.ticklabel_format(axis="y", useOffset=False)
+    elif (values > 0).any():
         axes.set_yscale("log")
 
 
