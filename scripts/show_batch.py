@@ -18,7 +18,6 @@ half as many distinct tokens, or a run four times as long.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -26,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig, OmegaConf
 
-from data.corpus import Corpus, open_corpus
+from data.corpus import Corpus
 from data.loader import BatchLoader
-from trainer.checkpoint import SEAL
+from scripts.runs import open_data, read_settings
 from trainer.plan import tokens_per_step
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
@@ -87,18 +85,8 @@ class Run:
     def open(cls, path: Path) -> "Run":
         """Raises ValueError or FileNotFoundError if this is no run, or its data is not what it was."""
         directory = RunDirectory(path)
-        if not directory.config.exists():
-            raise ValueError(
-                f"{path} has no config.yaml; give the directory of a run, for instance runs/NAME"
-            )
-        settings = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(directory.config))
-        corpus = open_corpus(OmegaConf.to_object(settings.data))
-        trained_on = fingerprint(directory)
-        if trained_on not in (None, corpus.manifest.fingerprint):
-            raise ValueError(
-                f"{path} was trained on other text than data.root={settings.data.root} holds now; run this "
-                "where its data is, or point data.root in its config.yaml there"
-            )
+        settings = read_settings(directory)
+        corpus = open_data(directory, settings)
         return cls(directory, corpus, make_loader(settings, corpus))
 
     def sequences(self, step: int) -> list["Sequence"]:
@@ -115,7 +103,7 @@ class Run:
         ]
 
 
-def make_loader(settings: DictConfig, corpus: Corpus) -> BatchLoader:
+def make_loader(settings: Settings, corpus: Corpus) -> BatchLoader:
     """The loader of the run as one process sees it: the order is the same for any number of them."""
     return BatchLoader(
         corpus.train,
@@ -124,12 +112,6 @@ def make_loader(settings: DictConfig, corpus: Corpus) -> BatchLoader:
         micro_batch=1,
         seed=settings.seed,
     )
-
-
-def fingerprint(directory: RunDirectory) -> str | None:
-    """Of the data that the run's newest checkpoint was trained on; None if there is no checkpoint."""
-    seals = sorted(directory.checkpoints.glob(f"step_*/{SEAL}"))
-    return json.loads(seals[-1].read_text())["data"] if seals else None
 
 
 def spike_steps(directory: RunDirectory) -> list[int]:

@@ -29,7 +29,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from trainer.distributed import Ranks
 from trainer.errors import TrainingError
@@ -129,7 +134,7 @@ class Checkpoints:
         if sealed is None:
             return None
         state = _state(model, optimizer)
-        dcp.load(state, checkpoint_id=self._path(sealed["step"]))
+        dcp.load(state, checkpoint_id=_path(self.folder, sealed["step"]))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return sealed
 
@@ -148,7 +153,7 @@ class Checkpoints:
 
         Raises TrainingError, on all ranks, if any of it fails.
         """
-        final = self._path(sealed["step"])
+        final = _path(self.folder, sealed["step"])
         temporary = self.folder / f".writing_{final.name}"
         try:
             self._on_main(lambda: self._make_folder(temporary))
@@ -196,8 +201,7 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def _is_milestone(self, path: Path) -> bool:
-        step = int(path.name.removeprefix("step_"))
-        return self.milestone_every is not None and step % self.milestone_every == 0
+        return self.milestone_every is not None and _step(path) % self.milestone_every == 0
 
     # ------------------------------------------------------------------ what is there
 
@@ -215,12 +219,41 @@ class Checkpoints:
             )
         return None
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
-
     def _remaining(self) -> str:
         steps = sorted(path.name for path in self.folder.glob("step_*"))
         return f"Still there: {', '.join(steps)}." if steps else "There is no earlier checkpoint."
+
+
+def load_weights(folder: Path, step: int, model: nn.Module) -> None:
+    """Read the weights of one checkpoint of `folder`, and nothing else, into a model on one device.
+
+    Raises ValueError if there is none of that step, or it is damaged.
+    """
+    path = checkpoint_of(folder, step)
+    try:
+        _verify(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} is damaged ({error}); use another step") from error
+    weights = get_model_state_dict(model)
+    dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
+    set_model_state_dict(model, weights)
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """The checkpoint of one step. Raises ValueError, naming those that are there, if there is none."""
+    path = _path(folder, step)
+    if not path.is_dir():
+        there = ", ".join(str(_step(path)) for path in sorted(folder.glob("step_*"))) or "none"
+        raise ValueError(f"{folder} has no checkpoint of step {step}; there: {there}")
+    return path
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}"
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _state(model: nn.Module, optimizer) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 import model.backends.sagebwd
-from model.backends import AttentionFn, AttentionSettings
+from model.backends import AttentionFn, AttentionSettings, Backend
+from model.config import LlamaConfig
 from model.llama import Llama
 from sagebwd.metrics import cosine_similarity, relative_l2
 from trainer.plan import tokens_per_step
@@ -126,24 +127,31 @@ def chosen_layers(layers: Sequence[int] | None, n_layers: int) -> list[int]:
 
 
 def sage_attend(settings: Settings, *, device: torch.device, dtype: torch.dtype) -> AttentionFn:
-    """SageBwd with the run's own settings, or with its defaults in a run of another attention.
-
-    Where no kernel can run (float32 on a GPU, say) it is the plain PyTorch reference, which is slow there.
-    """
+    """SageBwd with the run's own settings, or with its defaults in a run of another attention."""
     attention = settings.attention
     if attention.backend != "sagebwd":
         attention = AttentionSettings(backend="sagebwd")
+    return sage_backend(attention, settings.model, device=device, dtype=dtype).attend
+
+
+def sage_backend(
+    attention: AttentionSettings, config: LlamaConfig, *, device: torch.device, dtype: torch.dtype
+) -> Backend:
+    """SageBwd for the heads of a model.
+
+    Where no kernel can run (float32 on a GPU, say) it is the plain PyTorch reference, which is slow there.
+    """
     shape = {
         "device": device,
         "dtype": dtype,
-        "d_head": settings.model.d_head,
-        "is_gqa": settings.model.kv_heads != settings.model.n_heads,
+        "d_head": config.d_head,
+        "is_gqa": config.kv_heads != config.n_heads,
     }
     try:
-        return model.backends.sagebwd.build(attention, **shape).attend
+        return model.backends.sagebwd.build(attention, **shape)
     except ValueError as error:
         log.info("the probe uses the plain PyTorch reference of SageBwd: %s", error)
-        return model.backends.sagebwd.build(replace(attention, implementation="reference"), **shape).attend
+        return model.backends.sagebwd.build(replace(attention, implementation="reference"), **shape)
 
 
 def capture(
@@ -196,23 +204,37 @@ def _gains(attention: nn.Module) -> dict[str, Tensor]:
 
 def measure_layer(captured: Captured, attend: AttentionFn) -> dict[str, float]:
     """The errors of `attend` on one layer's q, k, v and dO, and what may explain them."""
+    exact = exact_layer(captured)
+    return errors(captured, attend, exact) | explanations(captured, exact)
+
+
+def exact_layer(captured: Captured) -> Exact:
+    """:func:`exact_attention` of what a layer got."""
+    with without_tf32():
+        return exact_attention(captured.q, captured.k, captured.v, captured.grad_out)
+
+
+def errors(captured: Captured, attend: AttentionFn, exact: Exact) -> dict[str, float]:
+    """Cosine similarity (`_cos`) and relative L2 error (`_l2`) of o, dq, dk and dv of `attend`."""
     q, k, v, grad_out = captured.q, captured.k, captured.v, captured.grad_out
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     found = (out, *torch.autograd.grad(out, leaves, grad_out))
-    with _without_tf32():
-        exact = exact_attention(q, k, v, grad_out)
     values = {}
     for name, tensor in zip(TENSORS, found, strict=True):
         values[f"{name}_cos"] = cosine_similarity(tensor, getattr(exact, name))
         values[f"{name}_l2"] = relative_l2(tensor, getattr(exact, name))
-    for name in ("p_rms", "dp_rms", "ds_rms", "largest_logit"):
-        values[name] = getattr(exact, name)
+    return values
+
+
+def explanations(captured: Captured, exact: Exact) -> dict[str, float]:
+    """RMS of the exact P, dP and dS, the largest logit, and with QK-norm the largest gains."""
+    values = {name: getattr(exact, name) for name in ("p_rms", "dp_rms", "ds_rms", "largest_logit")}
     return values | {name: gain.item() for name, gain in captured.gains.items()}
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """Float32 products in float32, though the trainer allows TF32."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -241,12 +263,8 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Exact:
     for first in range(0, length, rows):
         last = min(first + rows, length)
         queries, keys = (..., slice(first, last), slice(None)), (..., slice(0, last), slice(None))
-        later = torch.ones(last - first, last, dtype=torch.bool, device=q.device).triu(first + 1)
-        s = q[queries] @ k[keys].mT * scale
-        largest = torch.maximum(largest, s.masked_fill_(later, 0.0).abs().max())
-        p = s.masked_fill_(later, -torch.inf).softmax(-1)
-        dp = (grad_out[queries] @ v[keys].mT).masked_fill_(later, 0.0)
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        s, p, dp, ds = exact_scores(q[queries], k[keys], v[keys], grad_out[queries])
+        largest = torch.maximum(largest, s.abs().max())
         out[queries] = p @ v[keys]
         dv[keys] += p.mT @ grad_out[queries]
         dq[queries] = ds @ k[keys] * scale
@@ -256,6 +274,20 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Exact:
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     p_rms, dp_rms, ds_rms = (squares / (batch * heads * length**2)).sqrt().tolist()
     return Exact(out, dq, dk, dv, p_rms, dp_rms, ds_rms, largest.item())
+
+
+def exact_scores(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """S, P, dP and dS (B, H, n, N) of the last n of N queries; zero behind the causal mask.
+
+    q, grad_out: (B, H, n, D); k, v: (B, H, N, D).
+    """
+    rows, columns = q.shape[2], k.shape[2]
+    later = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
+    s = q @ k.mT * q.shape[3] ** -0.5
+    p = s.masked_fill(later, -torch.inf).softmax(-1)
+    dp = (grad_out @ v.mT).masked_fill_(later, 0.0)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+    return s.masked_fill_(later, 0.0), p, dp, ds
 
 
 class Alarm:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests import warm
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, load_weights
 from trainer.distributed import Ranks
 from trainer.errors import TrainingError
 
@@ -84,6 +84,25 @@ def test_restores_weights_moments_and_extras_exactly(tmp_path):
     assert other.head.weight is other.embedding.weight
     train_step(other, other_optimizer)
     assert_same(state_of(other, other_optimizer), expected)
+
+
+def test_weights_alone_of_any_step(tmp_path):
+    model, optimizer = make()
+    kept = {}
+    for step in (1, 2):
+        train_step(model, optimizer)
+        checkpoints(tmp_path).save(step, model, optimizer, {})
+        kept[step] = state_of(model, optimizer)[:3]  # embedding, norm's weight and bias
+    for step in (1, 2):
+        other = make(seed=1)[0]
+        load_weights(tmp_path, step, other)
+        assert other.head.weight is other.embedding.weight
+        assert_same([x.detach() for x in other.parameters()], kept[step])
+    with pytest.raises(ValueError, match=r"no checkpoint of step 3; there: 1, 2"):
+        load_weights(tmp_path, 3, other)
+    damage_flip(tmp_path / "step_00000001")
+    with pytest.raises(ValueError, match=r"step_00000001 is damaged .*use another step"):
+        load_weights(tmp_path, 1, other)
 
 
 def test_nothing_to_load(tmp_path):

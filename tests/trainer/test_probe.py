@@ -14,6 +14,7 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from sagebwd import SageConfig
 from tests.cli import losses, metrics
+from tests.exact import draw, float64_attention
 from trainer import probe
 from trainer.probe import Alarm, Captured, Probe, capture, chosen_layers, exact_attention, measure_layer
 
@@ -21,29 +22,6 @@ SHAPE = LlamaConfig(
     vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=48, max_context=64,
     rope_theta=1e4, norm_eps=1e-6, qk_norm=True, tie_embeddings=True, init_std=0.2,
 )  # fmt: skip
-
-
-def draw(heads=4, kv_heads=2, length=37, sigma=1.0, seed=0):
-    """q, k, v, dO of a batch of 2."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(2, n, length, 16) for n in (heads, kv_heads, kv_heads, heads)]
-    q, k, v, grad_out = (torch.randn(shape, generator=generator) for shape in shapes)
-    return sigma * q, sigma * k, v, grad_out
-
-
-def float64_attention(q, k, v, grad_out):
-    """Causal attention of whole matrices: o, dq, dk, dv, p, dp, ds, s, all float64."""
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x[:, [head // group for head in range(q.shape[1])]] for x in (k, v))
-    visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
-    s = torch.einsum("bhqd,bhkd->bhqk", q, keys) / math.sqrt(q.shape[3])
-    p = torch.where(visible, s, -math.inf).softmax(-1)
-    dp = torch.where(visible, torch.einsum("bhqd,bhkd->bhqk", grad_out.double(), values), 0)
-    o = torch.einsum("bhqk,bhkd->bhqd", p, values)
-    (ds,) = torch.autograd.grad(o, s, grad_out.double(), retain_graph=True)
-    gradients = torch.autograd.grad(o, (q, k, v), grad_out.double())
-    return (o, *gradients, p, dp, ds, s * visible)
 
 
 @pytest.mark.parametrize("scores_at_once", [1, 2 * 4 * 37 * 5, 2**22])  # 1, 5 and all queries at a time

@@ -1,0 +1,534 @@
+"""Figures 5 and 6, Table 2 and the RMS of §4.2 of SageBwd (arXiv 2603.02170), from runs trained here.
+
+    python -m scripts.layers runs/NAME [runs/NAME …]
+
+Each run's finished weights, or with --step those of a checkpoint, go through one forward and backward with
+full-precision attention, on held-out sequences of the run's own data and context. That gives q, k, v and dO
+of every layer, and from these
+
+    Figures 5, 6   O, dQ, dK and dV of every layer under variants of SageBwd, against exact attention
+    §4.2           RMS of the exact P, dP and dS, and the largest logit
+    Table 2        the tensors in the middle, at the layer whose dQ errs most under the paper's algorithm
+
+The variants are
+
+    default       what sage_attention uses; it smooths K
+    smooth-none   the default without smoothing
+    smooth-qk     the default with Q smoothed as well
+    paper         the paper's literal algorithm, SageConfig.paper(); it smooths K
+
+dO, and with it dP and dS, is the gradient of each sequence's own mean loss, in nats per token. In a training
+step the loss is the mean over all sequences of the step, so dO is smaller by their number there. The paper
+does not say which of the two its RMS is of; both are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import model.backends.fpa
+import model.huggingface
+from data.corpus import Corpus
+from data.loader import count_sequences, stack_sequences
+from model.backends import AttentionFn, AttentionSettings, Backend
+from model.llama import Llama
+from sagebwd import SageConfig
+from scripts import intermediates
+from scripts.benchmarking import align, beside, describe_run, save_figure, write_tables
+from scripts.compare import distinct, find_runs
+from scripts.runs import open_data, read_settings
+from scripts.table1 import positive_int
+from scripts.traces import Layer, Origin, save_trace
+from trainer.checkpoint import checkpoint_of, load_weights
+from trainer.plan import tokens_per_step
+from trainer.plot import PROBED
+from trainer.probe import Captured, capture, chosen_layers, errors, exact_layer, explanations, sage_backend
+from trainer.run_directory import RunDirectory, read_metrics
+from trainer.settings import Settings
+
+PROGRAM = "python -m scripts.layers"
+
+VARIANTS = {
+    "default": SageConfig(),
+    "smooth-none": replace(SageConfig(), smooth_k=False),
+    "smooth-qk": replace(SageConfig(), smooth_q=True),
+    "paper": SageConfig.paper(),
+}
+#: Those of Table 2, which have pictures of their own, too.
+MAIN_VARIANTS = ("paper", "default")
+
+#: §4.2 of the paper: the QK-norm run at 2.1M tokens per step, N 4096.
+PAPER_RMS = {"p_rms": 5e-3, "dp_rms": 5e-5, "ds_rms": 1e-7}
+
+NORMALISATION = (
+    "dO, and with it dP and dS, is the gradient of each sequence's own mean loss (nats per token) towards O. "
+    "In step: divided by the sequences of a training step, over which its loss is the mean. The RMS is over "
+    "all N × N entries of all heads and sequences, those behind the causal mask being 0; times "
+    "sqrt(2N / (N + 1)) it is that of the others alone."
+)
+
+EXAMPLES = """
+examples:
+  the four runs of the paper's grid with SageBwd, on a GPU
+      python -m scripts.layers runs/attention-sagebwd+* --device cuda --sequences 4
+  and q, k, v, dO of two layers and heads for other scripts to study
+      python -m scripts.layers runs/NAME --traces traces --trace-layers 0 11 --trace-heads 0 5
+
+written after every run, with --out results/layers:
+  results/layers.json           every layer's numbers, Table 2, settings, hardware, versions
+  results/layers.md             means over layers, RMS and Table 2 beside the paper's
+  results/layers_paper.png      errors by layer under the paper's algorithm, a line for each run
+  results/layers_default.png    the same under SageConfig's default
+  results/layers_variants.png   errors by layer of each run, a line for each variant
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and which of its weights: those of origin.step."""
+
+    name: str
+    directory: RunDirectory
+    settings: Settings
+    corpus: Corpus
+    origin: Origin
+
+    @property
+    def sequences_per_step(self) -> int:
+        return tokens_per_step(self.settings) // self.settings.context
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer of a run.
+
+    errors: by variant, those of trainer.probe.errors. statistics: those of trainer.probe.explanations, and
+    (`_in_step`) the RMS of dP and dS where the loss is the mean over a training step.
+    """
+
+    run: str
+    layer: int
+    errors: dict[str, dict[str, float]]
+    statistics: dict[str, float]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure run after run, and write what there is after each."""
+    arguments = parse_arguments(argv)
+    try:
+        runs = open_runs(arguments)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))
+    result = describe(argv, arguments, runs)
+    rows: list[Row] = []
+    with tqdm(total=sum(run.settings.model.n_layers + 1 for run in runs), disable=None) as progress:
+        for run in runs:
+            progress.set_description(run.name)
+            rows += measure_run(run, result, arguments, progress)
+            write(Path(arguments.out), result, rows)
+    print(to_markdown(result, rows))
+    print(f"written to {arguments.out}.json, .md and _*.png")
+
+
+def parse_arguments(argv: list[str] | None) -> Namespace:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", help="directories of finished runs, or folders that hold some")
+    parser.add_argument(
+        "--sequences", type=positive_int, default=1, help="held-out sequences, all in one pass (default 1)"
+    )
+    parser.add_argument("--step", type=positive_int, help="the checkpoint of this step (default: the end)")
+    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
+    parser.add_argument("--traces", help="folder to write NAME.safetensors of each run to (default: none)")
+    parser.add_argument(
+        "--trace-layers", type=int, nargs="+", help="counted from 0 (default: first, middle and last)"
+    )
+    parser.add_argument("--trace-heads", type=int, nargs="+", help="query heads (default: all)")
+    parser.add_argument(
+        "--out", default="results/layers", help="beginning of the files (default %(default)s)"
+    )
+    arguments = parser.parse_args(argv)
+    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
+    if not arguments.traces and (arguments.trace_layers or arguments.trace_heads):
+        parser.error("--trace-layers and --trace-heads choose what --traces FOLDER writes; give that as well")
+    return arguments
+
+
+# --- Runs ---------------------------------------------------------------------------------------------------
+
+
+def open_runs(arguments: Namespace) -> list[Run]:
+    """All runs, checked before any is measured.
+
+    Raises ValueError or FileNotFoundError for a run that is unfinished, or lacks its data or what is asked.
+    """
+    paths = find_runs([Path(path) for path in arguments.runs])
+    if not paths:
+        raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
+    names = distinct([path.resolve().name for path in paths])
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"several runs are called {', '.join(twice)}; name each once, or rename its folder")
+    runs = [
+        open_run(name, RunDirectory(path), arguments.step) for name, path in zip(names, paths, strict=True)
+    ]
+    for run in runs:
+        check(run, arguments)
+    return runs
+
+
+def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
+    """The run at its end, or at the checkpoint of a step.
+
+    Raises ValueError or FileNotFoundError if it is unfinished then, or its data not what it was.
+    """
+    settings = read_settings(directory)
+    if step is None:
+        if not (directory.is_finished and directory.weights.is_dir()):
+            raise ValueError(
+                f"{directory.path} has no finished weights; leave it out, train it to its end (the command "
+                "that started it continues it), or choose a checkpoint with --step"
+            )
+        reached = read_metrics(directory.metrics)[-1]["step"]
+    else:
+        checkpoint_of(directory.checkpoints, step)
+        reached = step
+    origin = Origin(
+        run=directory.path.resolve().name,
+        step=reached,
+        tokens=reached * tokens_per_step(settings),
+        tokens_per_step=tokens_per_step(settings),
+        qk_norm=settings.model.qk_norm,
+        attention=settings.attention.backend,
+    )
+    return Run(name, directory, settings, open_data(directory, settings), origin)
+
+
+def check(run: Run, arguments: Namespace) -> None:
+    """Raise ValueError if the run has too few held-out sequences, layers or heads for the arguments."""
+    held_out = count_sequences(run.corpus.val, run.settings.context)
+    if held_out < arguments.sequences:
+        raise ValueError(
+            f"--sequences {arguments.sequences}: the held-out text of {run.name} has {held_out} sequences of "
+            f"{run.settings.context} tokens; use --sequences {held_out} or fewer"
+        )
+    shape = run.settings.model
+    for name, asked, there in (
+        ("--trace-layers", arguments.trace_layers, shape.n_layers),
+        ("--trace-heads", arguments.trace_heads, shape.n_heads),
+    ):
+        foreign = [number for number in asked or () if not 0 <= number < there]
+        if foreign:
+            raise ValueError(f"{name} {foreign[0]}: {run.name} has 0 to {there - 1}; choose among these")
+
+
+def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> dict[str, Any]:
+    """What the numbers are, of which runs, measured how and where."""
+    return {
+        **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
+        "figures": "SageBwd (arXiv 2603.02170), Figures 5 and 6, Table 2 and the RMS of §4.2",
+        "values": "_cos: cosine similarity, _l2: relative L2, against exact attention in float32",
+        "normalisation": NORMALISATION,
+        "variants": {name: asdict(config) for name, config in VARIANTS.items()},
+        "runs": {
+            run.name: asdict(run.origin)
+            | {"context": run.settings.context, "sequences_per_step": run.sequences_per_step}
+            | {"dtype": run.settings.hardware.dtype, "seed": run.settings.seed}
+            | {"model": asdict(run.settings.model)}
+            for run in runs
+        },
+        "paper_rms": PAPER_RMS,
+        "paper_table2": intermediates.PAPER,
+        "table2": {},
+    }
+
+
+# --- Measurements -------------------------------------------------------------------------------------------
+
+
+def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
+    """A row for each layer; adds Table 2 and what computed the variants to the result, and writes traces."""
+    variants = {name: sage(config, run, arguments) for name, config in VARIANTS.items()}
+    captured = capture_run(run, arguments)
+    if arguments.traces:
+        write_traces(run, captured, arguments)
+    rows = measure_layers(run, captured, variants, progress)
+    worst = most_error_prone(rows, "paper").layer
+    result["runs"][run.name]["attentions"] = {name: found.description for name, found in variants.items()}
+    result["table2"][run.name] = measure_table2(captured[worst], worst)
+    progress.update()
+    return rows
+
+
+def sage(config: SageConfig, run: Run, arguments: Namespace) -> Backend:
+    """SageBwd for the run's heads: kernels on a GPU, where they take the run's dtype."""
+    attention = AttentionSettings(backend="sagebwd", **asdict(config))
+    device = torch.device(arguments.device)
+    return sage_backend(attention, run.settings.model, device=device, dtype=dtype_of(run))
+
+
+def capture_run(run: Run, arguments: Namespace) -> dict[int, Captured]:
+    """q, k, v, O and dO of every layer, on the first held-out sequences, with full-precision attention."""
+    device, dtype, shape = torch.device(arguments.device), dtype_of(run), run.settings.model
+    attention = model.backends.fpa.build(
+        AttentionSettings(backend="fpa"),
+        device=device,
+        dtype=dtype,
+        d_head=shape.d_head,
+        is_gqa=shape.kv_heads != shape.n_heads,
+    )
+    llama = load_model(run, attention.attend, arguments.step).to(device)
+    tokens = stack_sequences(run.corpus.val, np.arange(arguments.sequences), run.settings.context)
+    return capture(
+        llama,
+        range(shape.n_layers),
+        *(x.to(device) for x in tokens),
+        lambda: torch.autocast(device.type, dtype, enabled=dtype is not torch.float32),
+    )
+
+
+def load_model(run: Run, attention: AttentionFn, step: int | None) -> Llama:
+    """Raises ValueError if the weights are damaged."""
+    if step is None:
+        return model.huggingface.load(run.directory.weights, attention)
+    llama = Llama(run.settings.model, attention)
+    load_weights(run.directory.checkpoints, step, llama)
+    return llama
+
+
+def dtype_of(run: Run) -> torch.dtype:
+    """What q, k and v have in the run."""
+    return getattr(torch, run.settings.hardware.dtype)
+
+
+def measure_layers(
+    run: Run, captured: dict[int, Captured], variants: dict[str, Backend], progress: tqdm
+) -> list[Row]:
+    """Every layer under every variant."""
+    rows = []
+    for layer, tensors in captured.items():
+        exact = exact_layer(tensors)
+        measured = {name: errors(tensors, variant.attend, exact) for name, variant in variants.items()}
+        rows.append(Row(run.name, layer, measured, with_step(explanations(tensors, exact), run)))
+        progress.update()
+    return rows
+
+
+def with_step(values: dict[str, float], run: Run) -> dict[str, float]:
+    """The statistics and, `_in_step`, the RMS of dP and dS where the loss is the mean over a step."""
+    in_step = {f"{name}_in_step": values[name] / run.sequences_per_step for name in ("dp_rms", "ds_rms")}
+    return values | in_step
+
+
+def most_error_prone(rows: list[Row], variant: str) -> Row:
+    """The layer whose dQ errs most under the variant; one with a NaN before all others."""
+    return max(rows, key=lambda row: np.nan_to_num(row.errors[variant]["dq_l2"], nan=np.inf))
+
+
+def measure_table2(captured: Captured, layer: int) -> dict[str, Any]:
+    measured = {name: intermediates.measure(captured, VARIANTS[name]) for name in MAIN_VARIANTS}
+    return {"layer": layer, **measured}
+
+
+def write_traces(run: Run, captured: dict[int, Captured], arguments: Namespace) -> None:
+    """FOLDER/NAME.safetensors: the chosen layers and heads in bfloat16."""
+    folder = Path(arguments.traces)
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = {
+        layer: choose_heads(captured[layer], arguments.trace_heads)
+        for layer in chosen_layers(arguments.trace_layers, len(captured))
+    }
+    origin = replace(run.origin, heads=arguments.trace_heads)
+    save_trace(folder / f"{run.name}.safetensors", origin, layers)
+
+
+def choose_heads(captured: Captured, heads: Sequence[int] | None) -> Layer:
+    """All of a layer, or some query heads, each with a copy of the key and value head that serves it."""
+    q, k, v, grad_out = captured.q, captured.k, captured.v, captured.grad_out
+    if heads is not None:
+        group = q.shape[1] // k.shape[1]
+        serving = [head // group for head in heads]
+        q, k, v, grad_out = q[:, heads], k[:, serving], v[:, serving], grad_out[:, heads]
+    return Layer(*(x.to(torch.bfloat16) for x in (q, k, v, grad_out)))
+
+
+# --- Tables and pictures ------------------------------------------------------------------------------------
+
+
+def write(out: Path, result: dict, rows: list[Row]) -> None:
+    """OUT.json, OUT.md and the pictures."""
+    write_tables(out, result, rows, to_markdown(result, rows))
+    for variant in MAIN_VARIANTS:
+        draw_runs(rows, variant, beside(out, f"_{variant}.png"))
+    draw_variants(rows, beside(out, "_variants.png"))
+
+
+def to_markdown(result: dict, rows: list[Row]) -> str:
+    known = ", ".join(f"{name} {text}" for name, text in result["versions"].items() if text is not None)
+    lines = [
+        "# Attention by layer",
+        "",
+        f"`{result['command']}` on {result['hardware']['name']}, {result['date']}, commit "
+        f"{result['commit'] or 'unknown'}; {known}.",
+        "",
+        f"Held-out sequences: {result['settings']['sequences']} of each run. `{PROGRAM} --help` says what "
+        "the variants are; the JSON has every layer.",
+        "",
+        "## SageBwd against exact attention",
+        "",
+        "Cosine similarity / relative L2, mean over layers; last, the layer whose dQ errs most.",
+        "",
+        *error_table(rows),
+        "",
+        "## RMS of P, dP and dS",
+        "",
+        f"Mean over layers; of the largest logit, the largest. {NORMALISATION}",
+        "",
+        *rms_table(result, rows),
+        "",
+        *table2_section(result),
+    ]
+    return "\n".join(lines)
+
+
+def by_run(rows: list[Row]) -> dict[str, list[Row]]:
+    return {name: [row for row in rows if row.run == name] for name in dict.fromkeys(r.run for r in rows)}
+
+
+def error_table(rows: list[Row]) -> list[str]:
+    """A line for each run and variant."""
+    lines = []
+    for run, layers in by_run(rows).items():
+        for variant in VARIANTS:
+            found = [row.errors[variant] for row in layers]
+            cells = [pair(mean(found, f"{name}_cos"), mean(found, f"{name}_l2")) for name in PROBED]
+            worst = most_error_prone(layers, variant)
+            lines.append(
+                [f"{run}, {variant}", *cells, f"{worst.errors[variant]['dq_l2']:.4f} ({worst.layer})"]
+            )
+    return align(["run, variant", *PROBED.values(), "worst dQ (layer)"], lines)
+
+
+def mean(found: list[dict[str, float]], key: str) -> float:
+    return statistics.fmean(values[key] for values in found)
+
+
+def pair(cosine: float, l2: float) -> str:
+    return f"{cosine:.4f} / {l2:.4f}"
+
+
+def rms_table(result: dict, rows: list[Row]) -> list[str]:
+    """A line for the paper and one for each run."""
+    header = ["", "N", "P", "dP", "dS", "dP in step", "dS in step", "largest logit"]
+    lines = [["paper", "4096", *(f"{value:.1e}" for value in PAPER_RMS.values()), "", "", ""]]
+    for run, layers in by_run(rows).items():
+        found = [row.statistics for row in layers]
+        means = [f"{mean(found, name):.1e}" for name in (*PAPER_RMS, "dp_rms_in_step", "ds_rms_in_step")]
+        largest = max(values["largest_logit"] for values in found)
+        lines.append([run, f"{result['runs'][run]['context']}", *means, f"{largest:.1f}"])
+    return align(header, lines)
+
+
+def table2_section(result: dict) -> list[str]:
+    """Table 2 of each run beside the paper's."""
+    lines = [
+        "## Table 2",
+        "",
+        "The reference in plain PyTorch against exact attention, cosine similarity / relative L2. Published: "
+        "layer 11 of the paper's run with QK-norm at 2.1M tokens per step. Of runs here: the layer whose dQ "
+        "errs most under the paper's algorithm.",
+        "",
+    ]
+    for run, table in result["table2"].items():
+        columns = [intermediates.PAPER, *(table[variant] for variant in MAIN_VARIANTS)]
+        cells = [
+            [title, *(pair(*column[name]) for column in columns)]
+            for name, title in intermediates.TITLES.items()
+        ]
+        header = [f"{run}, layer {table['layer']}", "published", *(f"`{name}`" for name in MAIN_VARIANTS)]
+        lines += [*align(header, cells), ""]
+    return lines
+
+
+def draw_runs(rows: list[Row], variant: str, path: Path) -> None:
+    """Cosine similarity above, relative L2 below, by layer; a panel for each tensor, a line for each run."""
+    plt = pyplot()
+    figure, grid = plt.subplots(2, 4, figsize=(14, 6), sharex=True, sharey="row", layout="constrained")
+    for kind, label, panels in zip(("cos", "l2"), ("cosine similarity", "relative L2"), grid, strict=True):
+        for axes, (name, title) in zip(panels, PROBED.items(), strict=True):
+            for run, layers in by_run(rows).items():
+                draw_line(axes, layers, variant, f"{name}_{kind}", run)
+            axes.set_title(title)
+        panels[0].set_ylabel(label)
+    finish(figure, grid, f"SageBwd ({variant}) against exact attention", path)
+    plt.close(figure)
+
+
+def draw_variants(rows: list[Row], path: Path) -> None:
+    """Relative L2 by layer: a row for each run, a panel for each tensor, a line for each variant."""
+    plt = pyplot()
+    runs = by_run(rows)
+    size = (14, 0.9 + 2.6 * len(runs))
+    figure, grid = plt.subplots(
+        len(runs), 4, figsize=size, squeeze=False, sharex="row", sharey="row", layout="constrained"
+    )
+    for (run, layers), panels in zip(runs.items(), grid, strict=True):
+        for axes, (name, title) in zip(panels, PROBED.items(), strict=True):
+            for variant in VARIANTS:
+                draw_line(axes, layers, variant, f"{name}_l2", variant)
+            axes.set_title(title)
+        panels[0].set_ylabel(f"{run}\nrelative L2")
+    finish(figure, grid, "Variants of SageBwd against exact attention", path)
+    plt.close(figure)
+
+
+def pyplot() -> Any:
+    import matplotlib  # slow to import; only needed when there is something to draw
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def draw_line(axes: Any, layers: list[Row], variant: str, key: str, label: str) -> None:
+    """One value by layer. Errors, which differ by orders of magnitude, on a logarithmic axis."""
+    values = np.array([row.errors[variant][key] for row in layers])
+    axes.plot([row.layer for row in layers], values, ".-", label=label)
+    if key.endswith("_cos"):
+        axes.ticklabel_format(axis="y", useOffset=False)
+    elif (values > 0).any():
+        axes.set_yscale("log")
+
+
+def finish(figure: Any, grid: np.ndarray, title: str, path: Path) -> None:
+    """Legend below, whole layers as ticks, title; and write it."""
+    for axes in grid.flat:
+        axes.grid(alpha=0.3, which="both")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in grid[-1]:
+        axes.set_xlabel("layer")
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(title, fontsize=11)
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    main()

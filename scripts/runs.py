@@ -1,0 +1,47 @@
+"""Runs on disk: their settings, and the text they were trained on."""
+
+from __future__ import annotations
+
+import json
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data.corpus import Corpus, open_corpus
+from trainer.checkpoint import SEAL
+from trainer.run_directory import RunDirectory
+from trainer.settings import Settings
+
+
+def read_settings(directory: RunDirectory) -> Settings:
+    """What config.yaml says. Raises ValueError if there is none, or it has settings that are unknown here."""
+    if not directory.config.exists():
+        raise ValueError(
+            f"{directory.path} has no config.yaml; give the directory of a run, for instance runs/NAME"
+        )
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(directory.config))
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"{directory.config} is not of this version of the code: {str(error).splitlines()[0]}; use the "
+            "commit that environment.jsonl beside it names"
+        ) from error
+
+
+def open_data(directory: RunDirectory, settings: Settings) -> Corpus:
+    """The run's own text. Raises ValueError or FileNotFoundError if it is not what it was, or not there."""
+    corpus = open_corpus(settings.data)
+    trained_on = fingerprint(directory)
+    if trained_on not in (None, corpus.manifest.fingerprint):
+        raise ValueError(
+            f"{directory.path} was trained on other text than data.root={settings.data.root} holds now; run "
+            "this where its data is, or point data.root in its config.yaml there"
+        )
+    return corpus
+
+
+def fingerprint(directory: RunDirectory) -> str | None:
+    """Of the data that the run's newest checkpoint was trained on; None if there is no checkpoint."""
+    seals = sorted(directory.checkpoints.glob(f"step_*/{SEAL}"))
+    return json.loads(seals[-1].read_text())["data"] if seals else None

@@ -1,0 +1,3 @@
+"""Runs in this process, as the tests of the trainer have them."""
+
+from tests.trainer.conftest import compose_settings, train_here  # noqa: F401

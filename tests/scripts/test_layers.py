@@ -1,0 +1,158 @@
+"""From a run that was trained here to its layers' errors, RMS, Table 2 and traces."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import model.huggingface
+import sagebwd.reference
+from sagebwd.metrics import cosine_similarity, relative_l2, rms
+from scripts import layers
+from scripts.layers import VARIANTS, Row, choose_heads, most_error_prone
+from scripts.traces import load_trace
+from tests.exact import draw, float64_attention
+from trainer.probe import Captured
+from trainer.run_directory import RunDirectory
+
+
+def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
+    shape = ("model.n_heads=4", "model.n_kv_heads=2", "context=37", "hardware.micro_batch=2")
+    trainer = train_here(
+        tmp_path / "run", "steps=3", *shape, "tps.tokens_per_step=148", "tps.divide_by=1",
+        "hardware.dtype=bfloat16", "eval_every=99", "sample_tokens=0", "probe.every=0",
+    )  # fmt: skip
+    out, traces = tmp_path / "out" / "layers", tmp_path / "traces"
+    layers.main(
+        [str(tmp_path / "run"), "--out", str(out), "--sequences", "2", "--traces", str(traces),
+         "--trace-layers", "0", "1", "--device", "cpu"]
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "out" / "layers.json").read_text())
+
+    origin, traced = load_trace(traces / "run.safetensors")
+    assert (origin.run, origin.step, origin.tokens, origin.tokens_per_step) == ("run", 3, 444, 148)
+    assert (origin.attention, origin.qk_norm, origin.heads) == ("fpa", True, None)
+    check_held_out_text(trainer, tmp_path / "run", traced[0].v)
+    assert [(row["run"], row["layer"]) for row in result["rows"]] == [("run", 0), ("run", 1)]
+    for row in result["rows"]:
+        check_row(row, traced[row["layer"]], sequences_per_step=4)
+
+    worst = max(result["rows"], key=lambda row: row["errors"]["paper"]["dq_l2"])
+    table = result["table2"]["run"]
+    assert table["layer"] == worst["layer"]
+    for name in ("o", "dq", "dk", "dv"):
+        found = [worst["errors"]["paper"][f"{name}_{kind}"] for kind in ("cos", "l2")]
+        assert table["paper"][name] == pytest.approx(found, rel=1e-3)
+    text = (tmp_path / "out" / "layers.md").read_text()
+    assert text in printed
+    for part in (
+        "0.9664 / 0.2579",
+        f"run, layer {worst['layer']}",
+        "1.0e-07",
+        "each sequence's own mean loss",
+    ):
+        assert part in text
+    pictures = sorted(file.name for file in (tmp_path / "out").glob("*.png"))
+    assert pictures == ["layers_default.png", "layers_paper.png", "layers_variants.png"]
+    assert result["runs"]["run"]["sequences_per_step"] == 4
+    check_weights_of_a_step(tmp_path / "run")
+    check_refusals(tmp_path)
+
+
+def check_held_out_text(trainer, run, v):
+    """The values of the first layer are those of the first two held-out sequences."""
+    llama = model.huggingface.load(run / "weights", scaled_dot_product_attention)
+    tokens = torch.from_numpy(trainer.corpus.val.window(0, 74).astype("int64")).view(2, 37)
+    block = llama.layers[0]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        values = block.self_attn.v_proj(block.input_layernorm(llama.embed_tokens(tokens)))
+    assert torch.equal(v, values.view(2, 37, 2, -1).transpose(1, 2))
+
+
+def check_weights_of_a_step(path):
+    """The last checkpoint has the finished weights."""
+    last, end = (layers.open_run("run", RunDirectory(path), step) for step in (3, None))
+    assert last.origin == end.origin
+    left, right = (layers.load_model(last, scaled_dot_product_attention, step) for step in (3, None))
+    assert all(torch.equal(x, y) for x, y in zip(left.parameters(), right.parameters(), strict=True))
+
+
+def check_row(row, layer, sequences_per_step):
+    """What was measured of a layer, from its trace, which is exact in bfloat16."""
+    o, dq, dk, dv, p, dp, ds, s = float64_attention(*layer)
+    for variant, config in VARIANTS.items():
+        sage = sagebwd.reference.attention(*layer, is_causal=True, enable_gqa=True, config=config)
+        for name, exact in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv)):
+            actual, found = getattr(sage, "out" if name == "o" else name), row["errors"][variant]
+            assert found[f"{name}_cos"] == pytest.approx(cosine_similarity(actual, exact), abs=1e-5)
+            assert found[f"{name}_l2"] == pytest.approx(relative_l2(actual, exact), rel=1e-3)
+    expected = {
+        "p_rms": rms(p), "dp_rms": rms(dp), "ds_rms": rms(ds),
+        "dp_rms_in_step": rms(dp) / sequences_per_step, "ds_rms_in_step": rms(ds) / sequences_per_step,
+        "largest_logit": s.abs().max().item(),
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert row["statistics"][name] == pytest.approx(value, rel=1e-4), name
+    dq_errors = {errors["dq_l2"] for errors in row["errors"].values()}
+    assert len(dq_errors) == len(VARIANTS) == 4  # all different
+
+
+def check_refusals(folder):
+    """Before anything is measured, with what is wrong and the way out."""
+    run = str(folder / "run")
+    for arguments, message in (
+        (
+            [run, "--sequences", "9999999"],
+            r"run has \d+ sequences of 37 tokens; use --sequences \d+ or fewer",
+        ),
+        ([run, "--traces", "t", "--trace-layers", "2"], "--trace-layers 2: run has 0 to 1"),
+        ([run, "--traces", "t", "--trace-heads", "0", "-1"], "--trace-heads -1: run has 0 to 3"),
+        ([run, run], "several runs are called run"),
+        ([run, "--step", "2"], "no checkpoint of step 2; there: 3"),
+        ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            layers.main([*arguments, "--device", "cpu", "--out", str(folder / "refused")])
+    config = folder / "run" / "config.yaml"
+    config.write_text(config.read_text() + "unheard_of: 1\n")
+    with pytest.raises(SystemExit, match=r"not of this version of the code: .*unheard_of"):
+        layers.main([run, "--device", "cpu"])
+    (folder / "run" / "DONE").unlink()
+    config.write_text(config.read_text().replace("unheard_of: 1\n", ""))
+    with pytest.raises(SystemExit, match=r"no finished weights; leave it out, train it to its end .*--step"):
+        layers.main([run, "--device", "cpu"])
+    assert not list(folder.glob("refused*"))
+
+
+def test_traces_need_a_folder(capsys):
+    with pytest.raises(SystemExit):
+        layers.main(["runs/NAME", "--trace-heads", "0"])
+    assert "give that as well" in capsys.readouterr().err
+
+
+def test_heads_that_are_chosen_attend_as_before():
+    q, k, v, grad_out = (x.bfloat16() for x in draw(heads=6, kv_heads=2))
+    heads = [4, 0, 3]
+    layer = choose_heads(Captured(q, k, v, q, {}, grad_out), heads)
+    all_heads = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    some = scaled_dot_product_attention(layer.q, layer.k, layer.v, is_causal=True)
+    torch.testing.assert_close(some, all_heads[:, heads])
+    assert torch.equal(layer.grad_out, grad_out[:, heads])
+
+
+def test_a_layer_that_is_not_a_number_is_the_worst():
+    rows = [
+        Row("run", layer, {"paper": {"dq_l2": error}}, {})
+        for layer, error in enumerate((0.1, 0.3, float("nan"), 0.2))
+    ]
+    assert most_error_prone(rows, "paper").layer == 2
+    assert most_error_prone(rows[:2], "paper").layer == 1
+
+
+def test_help_says_how(capsys):
+    with pytest.raises(SystemExit):
+        layers.main(["--help"])
+    assert re.search(r"--traces traces --trace-layers 0 11", capsys.readouterr().out)
