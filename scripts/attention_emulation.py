@@ -146,14 +146,27 @@ def int8(rows: int | None, columns: int | None, *, levels: int = 1) -> Rounding:
     return rounding
 
 
+def uint8(rows: int | None, columns: int | None) -> Rounding:
+    """As `int8` for numbers that are never negative, such as P: 255 steps in the place of 127.
+
+    Tensor cores take unsigned operands, or (integer − 128) where 128 times the other's sum is added.
+    """
+
+    def rounding(x: Tensor) -> Tensor:
+        grouped = in_groups(x, rows, columns)
+        scale = grouped.amax((1, 3), keepdim=True) / 255
+        return from_groups((grouped * inverse(scale)).round_() * scale, x)
+
+    return rounding
+
+
 def stochastic_int8(rows: int | None, columns: int | None) -> Rounding:
     """As `int8`, but rounded up with the probability of the fraction: right on average over draws."""
 
     def rounding(x: Tensor) -> Tensor:
         grouped = in_groups(x, rows, columns)
         scale = quantize(grouped, (1, 3)).scale
-        inverse = torch.where(scale > 0, 1 / scale, 0.0)
-        return from_groups((grouped * inverse + torch.rand_like(grouped)).floor() * scale, x)
+        return from_groups((grouped * inverse(scale) + torch.rand_like(grouped)).floor_() * scale, x)
 
     return rounding
 
@@ -164,10 +177,15 @@ def float8(rows: int | None, columns: int | None) -> Rounding:
 
     def rounding(x: Tensor) -> Tensor:
         grouped = in_groups(x, rows, columns)
-        scale = grouped.abs().amax((1, 3), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny) / largest
-        return from_groups((grouped / scale).to(torch.float8_e4m3fn).float() * scale, x)
+        scale = grouped.abs().amax((1, 3), keepdim=True) / largest
+        return from_groups((grouped * inverse(scale)).to(torch.float8_e4m3fn).float() * scale, x)
 
     return rounding
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale, and zero where the scale is zero or subnormal."""
+    return torch.where(scale < torch.finfo(scale.dtype).tiny, 0.0, 1 / scale)
 
 
 def value_of(operand: Operand) -> Tensor:
@@ -196,8 +214,8 @@ def per_channel(rounding: Rounding) -> Rounding:
     """
 
     def rounded(x: Tensor) -> Tensor:
-        largest = x.abs().amax(0, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-        return rounding(x / largest) * largest
+        largest = x.abs().amax(0, keepdim=True)
+        return rounding(x * inverse(largest)) * largest
 
     return rounded
 
@@ -225,25 +243,6 @@ def rotation(d: int) -> Tensor:
     return signs * torch.block_diag(*[hadamard / math.sqrt(size)] * (d // size))
 
 
-def less_token_mean(rounding: Rounding, tokens: int | None = None) -> Rounding:
-    """`rounding` of what x (N, D) is above the mean of each block of `tokens` (None: of all), which is exact.
-
-    The mean costs one product of N × D instead of N × N × D.
-    """
-
-    def rounded(x: Tensor) -> Tensor:
-        rest, mean = split_mean(x, tokens or len(x))
-        return rounding(rest) + mean
-
-    return rounded
-
-
-def split_mean(x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """x (N, D) less the mean of each block of `tokens`, and that mean, (N, D) both."""
-    mean = torch.cat([block.mean(0, keepdim=True).expand_as(block) for block in x.split(tokens)])
-    return x - mean, mean
-
-
 def but_channels(rounding: Rounding, share: float) -> Rounding:
     """`rounding` of x (N, D), but for the `share` of channels with the largest entries, which stay exact."""
 
@@ -259,8 +258,8 @@ def but_channels(rounding: Rounding, share: float) -> Rounding:
 def but_hard_tiles(rounding: Rounding, rows: int, columns: int, share: float) -> Rounding:
     """`rounding` of weights (N, N), but for the `share` of tiles of rows × columns that it hurts most.
 
-    Those are the tiles with the largest Σ (row's maximum)², to which the squared error of INT8 with a scale per
-    row is in proportion; a kernel has these maxima.
+    Those are the tiles with the largest Σ (row's maximum)². A kernel has these maxima, and the squared error
+    of INT8 with a scale per row is in proportion to their squares.
     """
 
     def rounded(x: Tensor) -> Tensor:
@@ -301,6 +300,17 @@ def token_scaled(rounding: Rounding) -> Product:
         return rounding(w * tokens.scale.mT) @ tokens.values
 
     return product
+
+
+def split_mean(x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """x (N, D) less the mean of each block of `tokens`, and that mean, (N, D) both."""
+    mean = torch.cat([block.mean(0, keepdim=True).expand_as(block) for block in x.split(tokens)])
+    return x - mean, mean
+
+
+def smooth_values(output: Product) -> Product:
+    """`output` of V less its token mean, which is added to O: rows of P sum to 1."""
+    return lambda p, v: output(p, v - v.mean(0)) + v.mean(0)
 
 
 def two_level_scores(query_tokens: int, key_tokens: int) -> Product:

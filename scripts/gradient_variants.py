@@ -1,14 +1,14 @@
-"""What `scripts.gradient_error` compares: the steps of the default one by one, and variants of it with their costs.
+"""What `scripts.gradient_error` compares: the default's roundings one by one, and variants with their costs.
 
-Cost is in units of one INT8 product of N × N × D; a product in 16 bit costs two, in 8-bit floating point one. The
-kernels compute seven kinds of product, ten in all, because both kernels of the backward need S and dP:
+Cost is in units of one INT8 product of N × N × D; a product in 16 bit costs two, one of 8-bit floating point
+one. There are seven products, ten in all, because both kernels of the backward need S and dP:
 
     forward        S, O                1 + 1
     dK/dV kernel   S, dP, dV, dK       1 + 2 + 1 + 1
     dQ kernel      S, dP, dQ           1 + 2 + 1
 
-which makes 11 for the paper's six products in INT8, and 20 for all in 16 bit. What is not a product (exponentials,
-maxima, rounding) is not counted, although Hopper's kernels spend most of their time on it.
+which makes 11 for the paper's six products in INT8, and 18 for all in 16 bit. What is no product
+(exponentials, maxima, rounding) is not counted, although Hopper's kernels spend most of their time on it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from scripts.attention_emulation import (
     exact,
     float8,
     int8,
-    less_token_mean,
     per_channel,
     product_of,
     rotated,
     scheme_of,
     scores_but_hard_tiles,
     scores_of,
+    smooth_values,
     stochastic_int8,
     to_dtype,
+    uint8,
 )
 
-#: Units that each product costs in INT8 (dP in 16 bit), over all kernels. In 16 bit an INT8 one costs as much more.
+#: Units that each product costs by default, over all kernels. In 16 bit an INT8 product costs as much more.
 COST = {"s": 3, "o": 1, "dv": 1, "dp": 4, "dq": 1, "dk": 1}
 DEFAULT_COST = sum(COST.values())
 
@@ -64,7 +65,7 @@ class Variant:
 
 
 def ladder(head_dim: int, dtype: torch.dtype) -> dict[tuple[str, str], Scheme]:
-    """By ("alone", step) the default with nothing else rounded, by ("all but", step) with all else rounded."""
+    """By ("alone", step) the default with nothing else rounded, by ("all but", step) all but that."""
     schemes = {}
     for step, names in STEPS.items():
         schemes["alone", step] = rounded_in(names, head_dim, dtype)
@@ -107,7 +108,9 @@ def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
 
     def but(*products: str, **settings: object) -> Variant:
         """The default with some products in 16 bit."""
-        names = [name for product in products for name in (("s_fwd", "s_bwd") if product == "s" else (product,))]
+        names = [
+            name for product in products for name in (("s_fwd", "s_bwd") if product == "s" else (product,))
+        ]
         int8_matmuls = tuple(name for name in SageConfig().int8_matmuls if name not in names)
         return variant(DEFAULT_COST + sum(COST[p] for p in products), int8_matmuls=int8_matmuls, **settings)
 
@@ -130,6 +133,7 @@ def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         "16-bit S, dQ, dK": but("s", "dq", "dk"),
         "16-bit S, O, token scales": but("s", "o", operand_scales="token"),
         "16-bit S, O, dQ, dK": but("s", "o", "dq", "dk"),
+        "accurate": Variant(scheme_of(SageConfig.accurate(), head_dim, dtype), DEFAULT_COST + 4),
         "all in 16 bit": but("s", "o", "dv", "dq", "dk"),
     }
 
@@ -189,7 +193,10 @@ def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         ),
         "scales per channel": variant(**tokens(per_channel)),
         "rotated tokens": variant(**tokens(rotated)),
-        "smooth V": variant(output=product_of(to_keys, less_token_mean(keys))),
+        "smooth V": variant(output=smooth_values(default.output)),
+        "unsigned P": variant(
+            output=product_of(uint8(1, block_kv), keys), dv=product_of(uint8(1, block_q), queries)
+        ),
         "dS, P in groups of 32": variant(
             output=product_of(int8(1, 32), keys),
             dv=product_of(int8(1, 32), queries),
@@ -204,4 +211,46 @@ def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
 
 
 def combinations(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
-    return {}
+    """Several ideas at once: those that cost no product ("free"), more of them, and with S or O in 16 bit."""
+    default = scheme_of(SageConfig(), head_dim, dtype)
+    block_q, block_kv = SageConfig().tile(head_dim)
+    queries, keys, rounded = int8(block_q, None), int8(block_kv, None), to_dtype(dtype)
+
+    def outputs(size: int) -> dict[str, Product]:
+        return {"output": smooth_values(product_of(uint8(1, size), keys))}
+
+    def gradients(size: int) -> dict[str, Product]:
+        """dQ and dK from dS in groups of `size`."""
+        return {
+            "dq": product_of(int8(1, min(size, block_kv)), keys),
+            "dk": product_of(int8(1, min(size, block_q)), queries),
+        }
+
+    free = replace(
+        default, **outputs(block_kv), dv=product_of(uint8(1, block_q), queries), delta="exact in dK"
+    )
+    finer = replace(free, **outputs(32), **gradients(32))
+    by_token = scores_of(int8(1, None), int8(1, None))
+    in_16_bit = {"s": scores_of(rounded, rounded), "o": product_of(rounded, rounded)}
+    token = scheme_of(SageConfig(operand_scales="token"), head_dim, dtype)
+    return {
+        "smooth V, exact δ in dK": Variant(
+            replace(default, output=smooth_values(default.output), delta="exact in dK")
+        ),
+        "smooth V, token scales": Variant(replace(token, output=smooth_values(token.output))),
+        "smooth V, token scales, exact δ in dK": Variant(
+            replace(token, output=smooth_values(token.output), delta="exact in dK")
+        ),
+        "free": Variant(free),
+        "free, a scale per token in S": Variant(replace(free, scores=by_token)),
+        "free, groups of 32": Variant(finer),
+        "free, groups of 32, a scale per token in S": Variant(replace(finer, scores=by_token)),
+        "free, 16-bit S": Variant(replace(free, scores=in_16_bit["s"]), DEFAULT_COST + 3),
+        "free, 16-bit S, groups of 32": Variant(replace(finer, scores=in_16_bit["s"]), DEFAULT_COST + 3),
+        "16-bit S, O, groups of 32": Variant(
+            replace(finer, scores=in_16_bit["s"], output=in_16_bit["o"]), DEFAULT_COST + 4
+        ),
+        "16-bit O, groups of 32, a scale per token in S": Variant(
+            replace(finer, scores=by_token, output=in_16_bit["o"]), DEFAULT_COST + 1
+        ),
+    }

@@ -21,6 +21,12 @@ def test_strictly_causal_is_the_default_without_what_leaks():
     assert SageConfig.strictly_causal() == replace(SageConfig(), smooth_k=False, operand_scales="token")
 
 
+def test_accurate_is_strictly_causal_with_s_and_o_in_16_bit():
+    assert SageConfig.accurate() == replace(
+        SageConfig.strictly_causal(), int8_matmuls=("dv", "dq", "dk"), block_q=64, block_kv=64
+    )
+
+
 def test_default_differs_from_paper_only_in_granularity_and_tile():
     default = SageConfig()
     assert default == replace(SageConfig.paper(), granularity="row", block_q=None, block_kv=None)

@@ -130,6 +130,17 @@ def test_two_levels_and_exact_delta_end_the_growth_with_the_logits(draw, errors)
     assert errors(inputs, SageConfig(), is_causal=True)[1] > 0.3
 
 
+@pytest.mark.parametrize(("sigma", "factor"), [(1.0, 0.75), (3.0, 0.2), (8.0, 0.05)])
+def test_the_accurate_preset_is_better_in_everything_most_of_all_with_large_logits(
+    draw, errors, sigma, factor
+):
+    inputs = [x.bfloat16() for x in draw(512, head_dim=64, batch=1, sigma=sigma)]
+    accurate = errors(inputs, SageConfig.accurate(), is_causal=True)
+    default = errors(inputs, SageConfig(), is_causal=True)
+    assert all(fine < coarse for fine, coarse in zip(accurate, default, strict=True))
+    assert all(fine < factor * coarse for fine, coarse in zip(accurate[1:3], default[1:3], strict=True))
+
+
 def test_p_of_the_backward_is_normalised(draw):
     inputs = draw(150, head_dim=64)
     for levels in (1, 2):
