@@ -14,7 +14,7 @@ PAPER_INT8_MATMULS = ("s_fwd", "o", "s_bwd", "dv", "dq", "dk")
 
 OPERAND_SCALES = ("block", "token")
 GRANULARITIES = ("block", "row")
-SWITCHES = ("smooth_k", "smooth_q", "add_mean_k_term", "exact_delta")
+SWITCHES = ("smooth_k", "smooth_q", "smooth_v", "add_mean_k_term", "exact_delta")
 
 #: Tensor cores contract in steps of at least 16, so tiles come in multiples of it.
 TILE_STEP = 16
@@ -41,6 +41,7 @@ class SageConfig:
 
     - μ_K, the mean of all keys (``smooth_k``), which shifts what every key rounds to;
     - μ_Q, the mean of a block of queries (``smooth_q``);
+    - μ_V, the mean of all values (``smooth_v``);
     - the scale of a block of Q, K, V or dO that earlier tokens share with them (``operand_scales="block"``);
     - the scale of a whole tile of P and dS in the backward (``granularity="block"``).
 
@@ -51,6 +52,9 @@ class SageConfig:
             not change.
         smooth_q: subtract from each block of Q its own token mean, μ_Q. Adds the row μ_Q·Kᵀ to S and the
             term (dSᵀ1)·μ_Qᵀ to dK.
+        smooth_v: subtract the mean over all tokens, μ_V, from V before it is quantized for O, and add it to
+            O, which is the same because rows of P sum to 1. What P loses by rounding then multiplies V − μ_V,
+            not V. Early in training that loss is most of the error of δ, and so of dQ and dK.
         operand_scales: scales of Q, K, V and dO. ``"block"``, as in the paper: one per block of tokens.
             ``"token"``: one per token. Where a product contracts tokens (O, dV, dQ, dK) that scale runs along
             the contracted axis, so P or dS takes it, in fp32, before it is quantized itself; and what the
@@ -76,6 +80,7 @@ class SageConfig:
 
     smooth_k: bool = True
     smooth_q: bool = False
+    smooth_v: bool = False
     operand_scales: str = "block"
     granularity: str = "row"
     int8_matmuls: tuple[str, ...] = PAPER_INT8_MATMULS
@@ -144,6 +149,10 @@ class SageConfig:
             raise ValueError(f"granularity is {self.granularity!r}; set it to 'block' or 'row'")
         self._check_tile()
         self._check_levels()
+        if self.smooth_v and not self.is_int8("o"):
+            raise ValueError(
+                "smooth_v=True is about an INT8 O; add 'o' to int8_matmuls or set smooth_v=False"
+            )
         if self.add_mean_k_term and not self.smooth_k:
             raise ValueError(
                 "add_mean_k_term=True needs the mean that smooth_k=False does not take; "

@@ -385,12 +385,13 @@ def scheme_of(config: SageConfig, head_dim: int, dtype: torch.dtype) -> Scheme:
         )
     block_q, block_kv = config.tile(head_dim)
     scores = _scores_of(config, head_dim, dtype)
+    output = _contraction_of(replace(config, granularity="row"), dtype, "o", block_q, block_kv)
     dv, dk = (_contraction_of(config, dtype, matmul, block_kv, block_q) for matmul in ("dv", "dk"))
     if config.smooth_q:
         scores, dk = smooth_q_scores(scores, block_q), smooth_tokens(dk, block_q)
     return Scheme(
         scores=scores,
-        output=_contraction_of(replace(config, granularity="row"), dtype, "o", block_q, block_kv),
+        output=smooth_values(output) if config.smooth_v else output,
         dv=dv,
         dq=_contraction_of(config, dtype, "dq", block_q, block_kv),
         dk=dk,

@@ -120,8 +120,11 @@ def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         "default": variant(),
         "no K-smoothing": variant(smooth_k=False),
         "Q-smoothing": variant(smooth_q=True),
+        "V-smoothing": variant(smooth_v=True),
+        "V-smoothing, tiles 64 × 64": variant(smooth_v=True, block_kv=64),
         "strictly causal": Variant(scheme_of(SageConfig.strictly_causal(), head_dim, dtype)),
         "token scales": variant(operand_scales="token"),
+        "V-smoothing, token scales": variant(smooth_v=True, operand_scales="token"),
         "tiles 64 × 64": variant(block_kv=64),
         "exact δ": variant(DEFAULT_COST + delta, exact_delta=True),
         "S of two levels": variant(DEFAULT_COST + 6, s_levels=2),
@@ -193,7 +196,6 @@ def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         ),
         "scales per channel": variant(**tokens(per_channel)),
         "rotated tokens": variant(**tokens(rotated)),
-        "smooth V": variant(output=smooth_values(default.output)),
         "unsigned P": variant(
             output=product_of(uint8(1, block_kv), keys), dv=product_of(uint8(1, block_q), queries)
         ),
@@ -232,15 +234,11 @@ def combinations(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
     finer = replace(free, **outputs(32), **gradients(32))
     by_token = scores_of(int8(1, None), int8(1, None))
     in_16_bit = {"s": scores_of(rounded, rounded), "o": product_of(rounded, rounded)}
-    token = scheme_of(SageConfig(operand_scales="token"), head_dim, dtype)
+    smooth_v = scheme_of(SageConfig(smooth_v=True), head_dim, dtype)
+    token = scheme_of(SageConfig(smooth_v=True, operand_scales="token"), head_dim, dtype)
     return {
-        "smooth V, exact δ in dK": Variant(
-            replace(default, output=smooth_values(default.output), delta="exact in dK")
-        ),
-        "smooth V, token scales": Variant(replace(token, output=smooth_values(token.output))),
-        "smooth V, token scales, exact δ in dK": Variant(
-            replace(token, output=smooth_values(token.output), delta="exact in dK")
-        ),
+        "V-smoothing, exact δ in dK": Variant(replace(smooth_v, delta="exact in dK")),
+        "V-smoothing, token scales, exact δ in dK": Variant(replace(token, delta="exact in dK")),
         "free": Variant(free),
         "free, a scale per token in S": Variant(replace(free, scores=by_token)),
         "free, groups of 32": Variant(finer),

@@ -16,7 +16,7 @@ CONFIGS = [
     SageConfig.paper(),
     SageConfig(),
     SageConfig.strictly_causal(),
-    SageConfig(smooth_q=True),
+    SageConfig(smooth_q=True, smooth_v=True),
     SageConfig(smooth_k=False, exact_delta=True),
     SageConfig(s_levels=2),
     SageConfig(int8_matmuls=("o", "dv", "dq", "dk")),

@@ -52,7 +52,7 @@ def test_each_step_acts_on_its_own_tensors_only():
 
 def test_costs():
     found = variants(64, torch.bfloat16)
-    assert {found[name].cost for name in ("paper", "default", "free", "smooth V")} == {11}
+    assert {found[name].cost for name in ("paper", "default", "free", "V-smoothing")} == {11}
     assert found["accurate"].cost == found["16-bit S, O"].cost == 15
     assert found["all in 16 bit"].cost == 18
     assert found["exact δ"].cost == 14
