@@ -210,9 +210,14 @@ def mean_of_draws(head: Head, variant: Variant) -> Result:
 def compare(found: Result, exact: Result) -> dict[str, dict[str, float]]:
     measures = {"relative_l2": relative_l2, "cosine": cosine_similarity, "gain": gain}
     return {
-        name: {key: measure(getattr(found, key), getattr(exact, key)) for key in TITLES}
+        name: {key: six_digits(measure(getattr(found, key), getattr(exact, key))) for key in TITLES}
         for name, measure in measures.items()
     }
+
+
+def six_digits(value: float) -> float:
+    """Files of many heads get large."""
+    return float(f"{value:.6g}")
 
 
 def gain(x: Tensor, exact: Tensor) -> float:

@@ -130,6 +130,7 @@ def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         "S of two levels": variant(DEFAULT_COST + 6, s_levels=2),
         "S of two levels, exact δ": variant(DEFAULT_COST + 6 + delta + 2, s_levels=2, exact_delta=True),
         "16-bit S": but("s"),
+        "16-bit S, no K-smoothing": but("s", smooth_k=False),
         "16-bit O": but("o"),
         "16-bit dQ, dK": but("dq", "dk"),
         "16-bit S, O": but("s", "o"),
@@ -138,6 +139,7 @@ def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         "16-bit S, O, dQ, dK": but("s", "o", "dq", "dk"),
         "accurate": Variant(scheme_of(SageConfig.accurate(), head_dim, dtype), DEFAULT_COST + 4),
         "all in 16 bit": but("s", "o", "dv", "dq", "dk"),
+        "all in 16 bit, no K-smoothing": but("s", "o", "dv", "dq", "dk", smooth_k=False),
     }
 
 
