@@ -25,7 +25,7 @@ from sagebwd.quantization import (
     quantize,
     round_to,
 )
-from sagebwd.scores import ScoreTiles
+from sagebwd.scores import ScoreTiles, subtract_token_mean
 
 
 def forward(
@@ -38,7 +38,8 @@ def forward(
     k, v = _one_head_per_query_head(q, k, v)
     scores = ScoreTiles(q, k, "s_fwd", is_causal=is_causal, scale=scale, config=config)
     products = Products(q.dtype, config)
-    v_blocks = products.token_blocks(v, "o", scores.block_kv)
+    v_smooth, v_mean = subtract_token_mean(v.float()) if config.smooth_v else (v, 0.0)
+    v_blocks = products.token_blocks(v_smooth, "o", scores.block_kv)
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
 
@@ -56,7 +57,7 @@ def forward(
             # with a scale per token, which P takes first.) l sums P as it is.
             o = rescale * o + products.contract_tokens(p, v_blocks[j], "o", PER_ROW, scores.mask(i, j))
             m = m_new
-        out[..., scores.rows(i), :] = o / l
+        out[..., scores.rows(i), :] = o / l + v_mean
         lse[..., scores.rows(i)] = (m + l.log()).squeeze(-1)
     return infinite_to_nan(out).to(q.dtype), lse
 

@@ -14,7 +14,7 @@ PAPER_INT8_MATMULS = ("s_fwd", "o", "s_bwd", "dv", "dq", "dk")
 
 OPERAND_SCALES = ("block", "token")
 GRANULARITIES = ("block", "row")
-SWITCHES = ("smooth_k", "smooth_q", "add_mean_k_term", "exact_delta")
+SWITCHES = ("smooth_k", "smooth_q", "smooth_v", "add_mean_k_term", "exact_delta")
 
 #: Tensor cores contract in steps of at least 16, so tiles come in multiples of it.
 TILE_STEP = 16
@@ -41,6 +41,7 @@ class SageConfig:
 
     - μ_K, the mean of all keys (``smooth_k``), which shifts what every key rounds to;
     - μ_Q, the mean of a block of queries (``smooth_q``);
+    - μ_V, the mean of all values (``smooth_v``);
     - the scale of a block of Q, K, V or dO that earlier tokens share with them (``operand_scales="block"``);
     - the scale of a whole tile of P and dS in the backward (``granularity="block"``).
 
@@ -51,6 +52,9 @@ class SageConfig:
             not change.
         smooth_q: subtract from each block of Q its own token mean, μ_Q. Adds the row μ_Q·Kᵀ to S and the
             term (dSᵀ1)·μ_Qᵀ to dK.
+        smooth_v: subtract the mean over all tokens, μ_V, from V before it is quantized for O, and add it to
+            O, which is the same because rows of P sum to 1. What P loses by rounding then multiplies V − μ_V,
+            not V. Early in training that loss is most of the error of δ, and so of dQ and dK.
         operand_scales: scales of Q, K, V and dO. ``"block"``, as in the paper: one per block of tokens.
             ``"token"``: one per token. Where a product contracts tokens (O, dV, dQ, dK) that scale runs along
             the contracted axis, so P or dS takes it, in fp32, before it is quantized itself; and what the
@@ -76,6 +80,7 @@ class SageConfig:
 
     smooth_k: bool = True
     smooth_q: bool = False
+    smooth_v: bool = False
     operand_scales: str = "block"
     granularity: str = "row"
     int8_matmuls: tuple[str, ...] = PAPER_INT8_MATMULS
@@ -104,6 +109,28 @@ class SageConfig:
         """
         return cls(smooth_k=False, operand_scales="token", granularity="row")
 
+    @classmethod
+    def accurate(cls) -> SageConfig:
+        """The smallest error of dQ and dK with dV, dQ and dK in INT8: S and O take 16 bit.
+
+        Most of the default's error in dQ and dK is inherited: from S, through P, where logits are large, and
+        from O, through δ, elsewhere. In 16 bit both are exact but for a rounding, and S needs no smoothing.
+        What is left is the rounding of dS, which 64 keys per scale in place of 128 lessen.
+
+        As with :meth:`strictly_causal`, finite later tokens change no output or gradient of a query, and dQ
+        is worse where the channels of K have a strong mean. Runs the portable kernels and costs 15
+        units of tensor-core time where the default costs 11 and 16-bit attention 18
+        (``scripts/gradient_variants.py``).
+        """
+        return cls(
+            smooth_k=False,
+            operand_scales="token",
+            granularity="row",
+            int8_matmuls=("dv", "dq", "dk"),
+            block_q=64,
+            block_kv=64,
+        )
+
     def tile(self, head_dim: int) -> tuple[int, int]:
         """(queries, keys) of a tile: what is set, and 64 × 128, or 64 × 64 for heads larger than 128."""
         queries, keys = TILE if head_dim <= 128 else TILE_OF_LARGE_HEADS
@@ -122,6 +149,10 @@ class SageConfig:
             raise ValueError(f"granularity is {self.granularity!r}; set it to 'block' or 'row'")
         self._check_tile()
         self._check_levels()
+        if self.smooth_v and not self.is_int8("o"):
+            raise ValueError(
+                "smooth_v=True is about an INT8 O; add 'o' to int8_matmuls or set smooth_v=False"
+            )
         if self.add_mean_k_term and not self.smooth_k:
             raise ValueError(
                 "add_mean_k_term=True needs the mean that smooth_k=False does not take; "

@@ -85,7 +85,7 @@ class ScoreTiles:
         k_high, *k_low = self._k_levels[j]
         s = product(q_high, k_high.mT)
         for q_rest, k_rest in zip(q_low, k_low, strict=True):
-            # low · low is left out: it is smaller than what the low halves themselves round away.
+            # low · low is left out: it would halve an error that is a hundredth of what one level leaves.
             s = s + product(q_high, k_rest.mT) + product(q_rest, k_high.mT)
         if self.q_means:
             s = s + self.q_means[i] @ self.k_blocks[j].mT

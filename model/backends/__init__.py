@@ -51,6 +51,7 @@ class AttentionSettings:
     # sagebwd: see sagebwd.SageConfig
     smooth_k: bool | None = None
     smooth_q: bool | None = None
+    smooth_v: bool | None = None
     operand_scales: str | None = None  # "block" or "token"
     granularity: str | None = None  # "block" or "row"
     int8_matmuls: list[str] | None = None

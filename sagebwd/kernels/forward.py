@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sagebwd.config import SageConfig
 from sagebwd.kernels import device
-from sagebwd.kernels.operands import NO_OPERAND, SIZES, Axis, TokenTensor, padded_head_dim
+from sagebwd.kernels.operands import NO_OPERAND, SIZES, Axis, Operand, TokenTensor, padded_head_dim
 from sagebwd.kernels.quantize import quantize, quantize_q_and_k, token_mean
 from sagebwd.kernels.tiles import launch_options
 
@@ -107,8 +107,11 @@ def _forward_kernel(
                 acc = acc * rescale[:, None] + product
             m = m_new
 
-    # A document without keys: l = 0 and acc = 0 give out = 0.
+    # A document without keys: l = 0 and acc = 0 give out = 0, as the mean of no values is 0.
     result = acc / tl.where(l == 0, 1.0, l)[:, None]
+    if v.mean is not None:
+        v_mean = (kv_head * documents + document).to(tl.int64)
+        result += tl.load(v.mean + v_mean * D_PAD + tl.arange(0, D_PAD))[None, :]
     rows = head.to(tl.int64) * total + q_start + queries
     tl.store(lse + rows, m + tl.log2(l), mask=queries < n_q)
     out_pointer = device.head_pointer(out, head, heads, q_start)
@@ -138,7 +141,7 @@ def forward(
     s_int8, o_int8 = config.is_int8("s_fwd"), config.is_int8("o")
     forms = {"rows": s_int8, "rounded": not s_int8}
     q_operand, k_operand = quantize_q_and_k(q, k, k_mean, q_axis, kv_axis, config, forms, forms)
-    v_operand = quantize(v, kv_axis, columns=True, token_scales=token_scales) if o_int8 else NO_OPERAND
+    v_operand = _quantize_v(v, kv_axis, config) if o_int8 else NO_OPERAND
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:  # tokens that belong to no document are not visited
@@ -154,3 +157,10 @@ def forward(
         D_PAD=padded_head_dim(q.shape[3]), **options,
     )  # fmt: skip
     return out, lse, k_mean
+
+
+def _quantize_v(v: Tensor, axis: Axis, config: SageConfig) -> Operand:
+    """V for an INT8 O, less its mean if ``config`` smooths it."""
+    mean = token_mean(v, axis) if config.smooth_v else None
+    subtract, token_scales = "given" if config.smooth_v else "", config.operand_scales == "token"
+    return quantize(v, axis, columns=True, subtract=subtract, mean=mean, token_scales=token_scales)

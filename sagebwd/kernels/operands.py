@@ -37,7 +37,7 @@ class Operand(NamedTuple):
         the order of :func:`sagebwd.kernels.device.position`.
     rounded: (heads · blocks, BLOCK, D_PAD) 16 bit, for products that are not INT8.
     scale: (heads · blocks,) fp32; (heads · blocks · BLOCK,) with scales per token.
-    mean: fp32, what was subtracted: (heads · documents, D_PAD) for K, (heads · blocks, D_PAD) for Q.
+    mean: fp32, what was subtracted: (heads · documents, D_PAD) for K and V, (heads · blocks, D_PAD) for Q.
     """
 
     rows: Tensor | None

@@ -49,6 +49,13 @@ def test_hidden_tokens_leave_no_trace(draw, config, cut, later):
     assert leaks(inputs, cut, later, config) == []
 
 
+@pytest.mark.parametrize("later", ["other numbers", "huge"])
+@pytest.mark.parametrize("cut", [1, 63, 64, 100])
+def test_finite_hidden_tokens_leave_no_trace_with_the_accurate_preset(draw, cut, later):
+    inputs = draw(130, head_dim=24, batch=1, dtype=torch.bfloat16)
+    assert leaks(inputs, cut, LATER[later], SageConfig.accurate()) == []
+
+
 @pytest.mark.parametrize("later", LATER.values(), ids=LATER.keys())
 @pytest.mark.parametrize(
     ("n", "cut", "head_dim", "heads", "kv_heads", "dtype"),

@@ -12,13 +12,19 @@ def test_paper_is_the_literal_algorithm():
     config = SageConfig.paper()
     assert config.granularity == config.operand_scales == "block"
     assert config.smooth_k
-    assert not any((config.smooth_q, config.add_mean_k_term, config.exact_delta))
+    assert not any((config.smooth_q, config.smooth_v, config.add_mean_k_term, config.exact_delta))
     assert config.s_levels == 1
     assert set(MATMULS) - set(config.int8_matmuls) == {"dp"}
 
 
 def test_strictly_causal_is_the_default_without_what_leaks():
     assert SageConfig.strictly_causal() == replace(SageConfig(), smooth_k=False, operand_scales="token")
+
+
+def test_accurate_is_strictly_causal_with_s_and_o_in_16_bit():
+    assert SageConfig.accurate() == replace(
+        SageConfig.strictly_causal(), int8_matmuls=("dv", "dq", "dk"), block_q=64, block_kv=64
+    )
 
 
 def test_default_differs_from_paper_only_in_granularity_and_tile():
@@ -64,6 +70,7 @@ def test_is_frozen():
         ({"int8_matmuls": ("s", "o")}, "int8_matmuls names s; choose from s_fwd, o"),
         ({"int8_matmuls": "o"}, r"give a list: \[o\]"),
         ({"s_levels": 2, "int8_matmuls": ("s_fwd",)}, "add 's_fwd' and 's_bwd' to int8_matmuls"),
+        ({"smooth_v": True, "int8_matmuls": ("dv",)}, "add 'o' to int8_matmuls or set smooth_v=False"),
         ({"add_mean_k_term": True, "smooth_k": False}, "set smooth_k=True or add_mean_k_term=False"),
     ],
 )

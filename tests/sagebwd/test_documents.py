@@ -15,6 +15,7 @@ CONFIGS = {
     "paper": SageConfig.paper(),
     "strictly causal": SageConfig.strictly_causal(),
     "all switches": SageConfig(smooth_q=True, exact_delta=True, s_levels=2, add_mean_k_term=True),
+    "smooth_v": SageConfig(smooth_v=True),
     "no INT8": SageConfig(int8_matmuls=(), smooth_k=False),
 }
 #: (tokens of q, cu_seqlens, tokens of k, cu_seqlens_kv)

@@ -13,6 +13,7 @@ SWITCHES = [
     {},
     {"smooth_k": False},
     {"smooth_q": True},
+    {"smooth_v": True},
     {"add_mean_k_term": True},
     {"exact_delta": True},
     {"s_levels": 2},
@@ -96,6 +97,21 @@ def test_k_smoothing_takes_a_channel_bias_away(draw, errors):
     assert all(error > 2 * reference for error, reference in zip(unsmoothed, smoothed, strict=True))
 
 
+@pytest.mark.parametrize("operand_scales", ["block", "token"])
+def test_v_smoothing_takes_what_all_values_share_out_of_o_dq_and_dk(draw, errors, operand_scales):
+    """What P loses by rounding times the mean of V is an error of O, and by way of δ of dQ and dK."""
+    q, k, v, grad_out = draw(256, head_dim=64, batch=1)
+    biased = v + 5 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1))
+    plain, smooth = (SageConfig(smooth_v=on, operand_scales=operand_scales) for on in (False, True))
+    unsmoothed = errors([q, k, biased, grad_out], plain)
+    smoothed = errors([q, k, biased, grad_out], smooth)
+    without_mean = errors([q, k, v, grad_out], plain)
+    assert smoothed[0] < 0.35 * unsmoothed[0]
+    assert smoothed[1:3] == pytest.approx(without_mean[1:3], rel=0.01)
+    assert all(error > 1.1 * best for error, best in zip(unsmoothed[1:3], smoothed[1:3], strict=True))
+    assert smoothed[3] == unsmoothed[3]
+
+
 def test_the_mean_k_term_adds_error_when_k_has_a_mean(draw, errors):
     q, k, v, grad_out = draw(256, head_dim=64, batch=1)
     k = k + 10 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1))
@@ -128,6 +144,17 @@ def test_two_levels_and_exact_delta_end_the_growth_with_the_logits(draw, errors)
     inputs = draw(512, head_dim=64, batch=1, sigma=8.0)
     assert max(errors(inputs, SageConfig(s_levels=2, exact_delta=True), is_causal=True)) < 0.015
     assert errors(inputs, SageConfig(), is_causal=True)[1] > 0.3
+
+
+@pytest.mark.parametrize(("sigma", "factor"), [(1.0, 0.75), (3.0, 0.2), (8.0, 0.05)])
+def test_the_accurate_preset_is_better_in_everything_most_of_all_with_large_logits(
+    draw, errors, sigma, factor
+):
+    inputs = [x.bfloat16() for x in draw(512, head_dim=64, batch=1, sigma=sigma)]
+    accurate = errors(inputs, SageConfig.accurate(), is_causal=True)
+    default = errors(inputs, SageConfig(), is_causal=True)
+    assert all(fine < coarse for fine, coarse in zip(accurate, default, strict=True))
+    assert all(fine < factor * coarse for fine, coarse in zip(accurate[1:3], default[1:3], strict=True))
 
 
 def test_p_of_the_backward_is_normalised(draw):

@@ -25,6 +25,7 @@ class Independent:
         self.scale = 1 / np.sqrt(q.shape[1])
         self.mean_k = k.mean(0) if config.smooth_k else np.zeros(k.shape[1])
         self.smooth_k = k - self.mean_k
+        self.mean_v = v.mean(0) if config.smooth_v else np.zeros(v.shape[1])
         self.out, self.lse = np.zeros_like(q), np.zeros(len(q))
         for i in range(len(q)):
             self.out[i], self.lse[i] = self.forward_row(i)
@@ -87,9 +88,9 @@ class Independent:
             m_new = max(m, s.max())
             p = np.exp(s - m_new)
             l = np.exp(m - m_new) * l + p.sum()
-            o = np.exp(m - m_new) * o + self.over_tokens("o", p[None], self.v[keys], None)[0]
+            o = np.exp(m - m_new) * o + self.over_tokens("o", p[None], self.v[keys] - self.mean_v, None)[0]
             m = m_new
-        return o / l, m + np.log(l)
+        return o / l + self.mean_v, m + np.log(l)
 
     def backward(self):
         dq, dk, dv = np.zeros_like(self.q), np.zeros_like(self.k), np.zeros_like(self.v)
@@ -133,6 +134,7 @@ SWITCHES = [
     {},
     {"granularity": "block"},
     {"smooth_k": False},
+    {"smooth_v": True},
     {"smooth_q": True},
     {"add_mean_k_term": True},
     {"exact_delta": True},

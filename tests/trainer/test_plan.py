@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from model.backends.sagebwd import sage_config
+from sagebwd import SageConfig
 from trainer.errors import SettingsError
 from trainer.plan import Plan, make_plan
 
@@ -32,6 +34,10 @@ def test_the_papers_runs(compose_settings, attention, tps, devices, steps, token
     assert settings.hardware.dtype == "bfloat16"
     if attention == "sagebwd":
         assert (settings.attention.smooth_k, settings.attention.smooth_q) == (True, False)
+
+
+def test_the_accurate_preset_is_an_attention_of_its_own(compose_settings):
+    assert sage_config(compose_settings("attention=sagebwd_accurate").attention) == SageConfig.accurate()
 
 
 def test_debug_keeps_the_ratio_of_the_papers_tokens_per_step(compose_settings):

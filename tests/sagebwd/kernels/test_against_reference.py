@@ -72,9 +72,12 @@ SETTINGS = {
     "smooth_q": {"smooth_q": True},
     "no smoothing": {"smooth_k": False},
     "only smooth_q": {"smooth_q": True, "smooth_k": False},
+    "smooth_v": {"smooth_v": True},
+    "only smooth_v, token scales": {"smooth_v": True, "smooth_k": False, "operand_scales": "token"},
     "add_mean_k_term": {"add_mean_k_term": True},
     "token scales": {"operand_scales": "token"},
     "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
+    "accurate": {"smooth_k": False, "operand_scales": "token", "int8_matmuls": ("dv", "dq", "dk")},
     "all INT8": {"int8_matmuls": MATMULS},
     "all INT8, everything": {
         "int8_matmuls": MATMULS,

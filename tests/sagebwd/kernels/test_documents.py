@@ -23,6 +23,7 @@ CONFIGS = {
     "paper": SageConfig(granularity="block", block_q=64, block_kv=64),
     "strictly causal": SageConfig.strictly_causal(),
     "smooth_q": SageConfig(smooth_q=True, add_mean_k_term=True, block_q=32, block_kv=64),
+    "smooth_v": SageConfig(smooth_v=True),
     "no INT8": SageConfig(int8_matmuls=()),
     "all INT8": SageConfig(int8_matmuls=MATMULS, block_q=64, block_kv=32),
 }
@@ -40,6 +41,7 @@ PACKS = {
 #: For the interpreter.
 CASES = [
     *((config, "two") for config in CONFIGS if config != "default"),
+    ("smooth_v", "keys or queries missing"),
     *(("default", pack) for pack in PACKS if pack not in ("one", "two", "long")),
 ]
 

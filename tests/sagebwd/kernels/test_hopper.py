@@ -58,6 +58,7 @@ compiled, ignore_warnings_of_torch = as_operators.compiled, as_operators.pytestm
 OTHER_SETTINGS = {
     "smooth_k": [(False, True)],
     "smooth_q": [(True, False)],
+    "smooth_v": [(True, False)],
     "operand_scales": [("token", False)],
     "granularity": [("block", False)],
     "int8_matmuls": [
@@ -84,7 +85,7 @@ def test_every_setting_is_known_or_left_to_the_portable_kernels():
             for head_dim in (64, 128):
                 config = replace(DEFAULT_CONFIG, **{name: value})
                 assert hopper._supports(config, head_dim) == is_known, (name, value)
-    for config in (SageConfig.paper(), SageConfig.strictly_causal()):
+    for config in (SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()):
         assert not hopper._supports(config, 64)
 
 
