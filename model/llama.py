@@ -185,13 +185,13 @@ class Llama(nn.Module):
                 f"{length} tokens are more than the rotary tables cover; shorten the sequence or raise "
                 f"model.max_context={self.config.max_context}"
             )
-        x = self._embed(tokens)
+        x = self.embed(tokens)
         cos, sin = self.rotary(length)
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.output(x, targets)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """(B, N) → (B, N, C), which begins the residual stream and settles its dtype."""
         x = self.embed_tokens(tokens)
         device = x.device.type

@@ -68,7 +68,7 @@ def check_held_out_text(trainer, run, v):
     tokens = torch.from_numpy(trainer.corpus.val.window(0, 74).astype("int64")).view(2, 37)
     block = llama.layers[0]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        values = block.self_attn.v_proj(block.input_layernorm(llama.embed_tokens(tokens)))
+        values = block.self_attn.v_proj(block.input_layernorm(llama.embed(tokens)))
     assert torch.equal(v, values.view(2, 37, 2, -1).transpose(1, 2))
 
 
