@@ -123,7 +123,7 @@ class Item:
     """One experiment: stages of training runs, then commands, a JSON file and a section of the report.
 
     stages: by scale; the runs of a stage may run at the same time, stages follow each other.
-    commands: by scale; modules of scripts/ with {results}, the folder of results, and RUNS, the runs' folders.
+    commands: by scale; modules of scripts/, with {results} for the folder of results, and RUNS for the runs.
     minutes: by scale, of the commands.
     """
 
@@ -160,9 +160,9 @@ def everywhere(*command: str) -> dict[str, tuple[tuple[str, ...], ...]]:
     return dict.fromkeys(SCALES, (command,))
 
 
-def on_gpu(command: tuple[str, ...], debug: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """One command for the GPU, and one for a look at it on a CPU."""
-    return {"full": (command,), "scaled": (command,), "debug": ((*command, *debug),)}
+def on_gpu(*command: str, look: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """A command for the GPU, and at the debug scale its `look`: what it takes on a CPU."""
+    return {"full": (command,), "scaled": (command,), "debug": (look,)}
 
 
 def curves(name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
@@ -242,8 +242,11 @@ ITEMS = (
         "bench_attention.json",
         sections.figures2_3,
         on_gpu(
-            ("scripts.bench_attention", "--graphs", "--out", "{results}/bench_attention"),
-            ("--device", "cpu", "--lengths", "64", "--tokens", "64", "--width", "128", "--repetitions", "2"),
+            *("scripts.bench_attention", "--graphs", "--out", "{results}/bench_attention"),
+            look=(
+                *("scripts.bench_attention", "--device", "cpu", "--lengths", "64", "--tokens", "64"),
+                *("--width", "128", "--repetitions", "2", "--out", "{results}/bench_attention"),
+            ),
         ),
         question="SageBwd is faster than FlashAttention-2",
         also=("figure2", "figure3"),
@@ -319,8 +322,11 @@ ITEMS = (
         "accuracy.json",
         sections.accuracy,
         on_gpu(
-            ("scripts.accuracy", "--out", "{results}/accuracy.json", "--device", "cuda"),
-            ("--device", "cpu", "--tokens", "96", "--head-dims", "32", "--heads", "2"),
+            *("scripts.accuracy", "--device", "cuda", "--out", "{results}/accuracy.json"),
+            look=(
+                *("scripts.accuracy", "--tokens", "96", "--head-dims", "32", "--heads", "2"),
+                *("--out", "{results}/accuracy.json"),
+            ),
         ),
         minutes={"full": 3, "scaled": 3, "debug": 1},
     ),
@@ -330,19 +336,11 @@ ITEMS = (
         "bench_training.json",
         sections.training_speed,
         on_gpu(
-            ("scripts.bench_training", "--out", "{results}/bench_training"),
-            (
-                *(
-                    "--device",
-                    "cpu",
-                    "--model",
-                    "llama_debug",
-                    "--contexts",
-                    "64",
-                    "--tokens-per-micro-batch",
-                    "256",
-                ),
-                *("--attention", "fpa", "sagebwd", "--baselines", "--steps", "3", "--warm-up", "1"),
+            *("scripts.bench_training", "--out", "{results}/bench_training"),
+            look=(
+                *("scripts.bench_training", "--device", "cpu", "--model", "llama_debug", "--contexts", "64"),
+                *("--tokens-per-micro-batch", "256", "--attention", "fpa", "sagebwd", "--baselines"),
+                *("--steps", "3", "--warm-up", "1", "--out", "{results}/bench_training"),
             ),
         ),
         minutes={"full": 10, "scaled": 10, "debug": 1},

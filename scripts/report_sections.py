@@ -319,11 +319,10 @@ def training_text(data: dict, name: str, printed: dict) -> str:
 
 def group_text(group: dict) -> str:
     noise = group["noise"]
-    known = (
-        "One seed, so the noise between runs is not known."
-        if noise is None
-        else f"Noise of a run: {noise:.4f} (standard deviation, {group['degrees_of_freedom']} degrees of freedom)."
-    )
+    degrees = group["degrees_of_freedom"]
+    known = "One seed, so the noise between runs is not known."
+    if noise is not None:
+        known = f"Noise of a run: standard deviation {noise:.4f} ({degrees} degrees of freedom)."
     return (
         f"**{size(group)}**, context {group['context']}, {group['tokens_per_step']:,} tokens per step, "
         f"{group['steps']:,} steps, learning rate {group['lr']:g}, {group['warmup_steps']:,} warm-up "
@@ -360,7 +359,7 @@ def loss_or_diverges(loss: float | None) -> str:
 
 
 def size(group: dict) -> str:
-    return f"{group['parameters'] / 1e6:.0f}M parameters"
+    return f"{group['parameters'] / 1e6:.3g}M parameters"
 
 
 def difference(group: dict, of: str, minus: str) -> Difference | None:
@@ -405,7 +404,7 @@ def divergence_verdict(data: dict, group: dict, variant: str) -> Verdict:
     if not any(own["variant"] == variant for own in group["variants"]):
         return without_interval(claim, None)
     tokens = group["tokens_per_step"] * group["steps"]
-    why = f"It does not within {tokens / 1e6:,.0f}M tokens"
+    why = f"It does not within {tokens / 1e6:,.3g}M tokens"
     if data["scale"] == "full":
         return Verdict(claim, DIFFERS, f"{why}.")
     return Verdict(claim, CANNOT_TELL, f"{why}, which says nothing about a longer run.")
@@ -517,11 +516,12 @@ def causal_leak(results: Results) -> Body:
     for config in dict.fromkeys(row["config"] for row in rows):
         own = [row for row in rows if row["config"] == config]
         lines.append([f"`{config}`", "(error)", *leak_cells(own, "error")])
-        for border, place in ((False, "inside"), (True, "at a border")):
-            for redraw in data["redraws"]:
-                chosen = [row for row in own if row["redraw"] == redraw and row["at_border"] == border]
-                if chosen:
-                    lines.append(["", f"{redraw}, {place}", *leak_cells(chosen, "leak")])
+        for redraw in data["redraws"]:
+            inside = [row for row in own if row["redraw"] == redraw and not row["at_border"]]
+            lines.append(["", f"{redraw}, inside", *leak_cells(inside, "leak")])
+        border = [row for row in own if row["at_border"]]
+        if border:
+            lines.append(["", "any, at a border", *leak_cells(border, "leak", max)])
     header = [
         "setting",
         "later tokens",
@@ -536,18 +536,16 @@ def causal_leak(results: Results) -> Body:
         "tokens of Q, K, V and dO are drawn again, beside the error against float64. "
         f"N {settings['tokens']}, D {settings['head_dim']}, {settings['heads']} heads, causal, "
         f"σ {settings['sigma']:g}, mean over the positions {', '.join(map(str, settings['cuts']))}; a "
-        "position is inside "
-        "a tile or at its border.",
+        "position is inside a tile or at its border (there: the largest of all).",
         markdown(header, lines, left=2),
     ]
     return Body("\n\n".join(text))
 
 
-def leak_cells(rows: list[dict], key: str) -> list[str]:
-    means = [
-        mean(row[key][t][r] for row in rows) for t in ("out", "dq") for r in ("same_tile", "earlier_tiles")
-    ]
-    return ["0" if value == 0 else decimal(value) for value in means]
+def leak_cells(rows: list[dict], key: str, over_rows: Callable[..., float] = mean) -> list[str]:
+    regions = ("same_tile", "earlier_tiles")
+    values = [over_rows(row[key][name][r] for row in rows) for name in ("out", "dq") for r in regions]
+    return ["0" if value == 0 else decimal(value) for value in values]
 
 
 # --- Runs that lie here as they are -------------------------------------------------------------------------

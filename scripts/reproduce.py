@@ -17,10 +17,10 @@ Everything after -- goes to every train.py: the text, most of all, or hardware s
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from scripts import report
@@ -138,8 +138,8 @@ def check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     for text in arguments.overrides:
         if "=" not in text:
             parser.error(f"{text!r} after -- is no override of train.py; write name=value")
-        if text.startswith(("run_dir=", "runs_dir=", "init_from=", "seed=")):
-            parser.error(f"{text} after --: each run has its own; --runs-dir says where runs lie")
+        if text.startswith(("run_dir=", "runs_dir=", "init_from=", "seed=", "rerun_finished=")):
+            parser.error(f"{text} after --: each run has its own; to train one again, delete its folder")
     if arguments.list:
         return
     if not Path("train.py").exists():
@@ -180,6 +180,10 @@ def listing() -> str:
 
 def reproduce(item: Item, arguments: argparse.Namespace) -> bool:
     """Train the item's runs and measure; whether all went well. Raises Stopped."""
+    absent = [command[0] for command in item.commands[arguments.scale] if not find_spec(command[0])]
+    if absent:  # said before hours are spent on training
+        print(f"{item.name}: {', '.join(absent)} is not part of this checkout yet", file=sys.stderr)
+        return False
     well = True
     for stage in item.stages.get(arguments.scale, ()):
         well = train(stage, arguments) and well
@@ -275,9 +279,6 @@ def measure(command: Sequence[str], runs: Sequence[Path], arguments: argparse.Na
     if arguments.dry_run:
         print(shlex.join(line))
         return True
-    if importlib.util.find_spec(module) is None:
-        print(f"{module} is not part of this checkout yet", file=sys.stderr)
-        return False
     code = run_here(line, arguments.gpus[0] if arguments.gpus else None)
     if code:
         print(f"{shlex.join(line)} failed with exit code {code}", file=sys.stderr)
