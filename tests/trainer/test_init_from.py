@@ -80,6 +80,11 @@ def test_a_folder_without_a_model_is_named(compose_settings, tmp_path):
         plan(compose_settings, f"init_from={tmp_path}")
 
 
+def test_fine_tuning_asks_for_the_weights_to_start_from(compose_settings):
+    with pytest.raises(SettingsError, match=r"init_from=runs/NAME/weights: there is no config.json; give"):
+        make_plan(compose_settings("experiment=finetune", "hardware=cpu", "hardware.micro_batch=2"), ranks=1)
+
+
 def test_damaged_weights_are_told_without_a_traceback(base, train_here, tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text((base / "config.json").read_text())
