@@ -248,7 +248,7 @@ def figure1a(results: Results) -> Body:
         claim = (
             f"with QK-norm SageBwd ends {paper.FIGURE_1_GAP:.3f} above full precision at 2.1M tokens per step"
         )
-        verdicts.append(gap_verdict(claim, data, difference(group, SAGE, FULL_PRECISION)))
+        verdicts.append(gap_verdict(claim, data, group, SAGE, FULL_PRECISION))
         verdicts.append(divergence_verdict(data, group, f"{SAGE}, no QK-norm"))
     return Body(training_text(data, "figure1a", printed), verdicts)
 
@@ -262,8 +262,7 @@ def figure1b(results: Results) -> Body:
         for ending, words in (("", "with QK-norm"), (", no QK-norm", "without QK-norm")):
             claim = f"{words} SageBwd matches full precision ({gap:+.3f}) at 260K tokens per step"
             claim += f"; {size(group)}" if len(data["groups"]) > 1 else ""
-            found = difference(group, SAGE + ending, FULL_PRECISION + ending)
-            verdicts.append(match_verdict(claim, data, found))
+            verdicts.append(match_verdict(claim, data, group, SAGE + ending, FULL_PRECISION + ending))
     return Body(training_text(data, "figure1b", printed), verdicts)
 
 
@@ -277,18 +276,16 @@ def figure4(results: Results) -> Body:
         if diverged(group, none):
             verdicts.append(settled(claim, data, AGREES, "Without it the loss diverges."))
         else:
-            verdicts.append(gap_verdict(claim, data, difference(group, none, SAGE)))
+            verdicts.append(gap_verdict(claim, data, group, none, SAGE))
         claim = f"Q-smoothing on top brings nothing{place}"
-        verdicts.append(match_verdict(claim, data, difference(group, both, SAGE)))
+        verdicts.append(match_verdict(claim, data, group, both, SAGE))
     return Body(training_text(data, "figure4", {}), verdicts)
 
 
 def finetune(results: Results) -> Body:
     data = results.json("finetune.json")
     verdicts = [
-        match_verdict(
-            "fine-tuning with SageBwd ends like full precision", data, difference(group, SAGE, FULL_PRECISION)
-        )
+        match_verdict("fine-tuning with SageBwd ends like full precision", data, group, SAGE, FULL_PRECISION)
         for group in data["groups"]
     ]
     text = training_text(data, "finetune", {})
@@ -374,10 +371,11 @@ def diverged(group: dict, variant: str) -> bool:
     return any(own["variant"] == variant and own["diverged"] for own in group["variants"])
 
 
-def gap_verdict(claim: str, data: dict, found: Difference | None) -> Verdict:
-    """The paper sees a loss above the other's."""
+def gap_verdict(claim: str, data: dict, group: dict, of: str, minus: str) -> Verdict:
+    """The paper sees the loss of one variant above the other's."""
+    found = difference(group, of, minus)
     if found is None or found.half_width is None:
-        return without_interval(claim, found)
+        return without_interval(claim, data, group, of, minus)
     if found.mean - found.half_width > 0:
         return settled(claim, data, AGREES, f"Here {found}.")
     if found.mean + found.half_width < MARGIN:
@@ -385,10 +383,11 @@ def gap_verdict(claim: str, data: dict, found: Difference | None) -> Verdict:
     return Verdict(claim, CANNOT_TELL, f"Here {found}.")
 
 
-def match_verdict(claim: str, data: dict, found: Difference | None) -> Verdict:
+def match_verdict(claim: str, data: dict, group: dict, of: str, minus: str) -> Verdict:
     """The paper sees two losses that are alike."""
+    found = difference(group, of, minus)
     if found is None or found.half_width is None:
-        return without_interval(claim, found)
+        return without_interval(claim, data, group, of, minus)
     if abs(found.mean) + found.half_width < MARGIN:
         return settled(claim, data, AGREES, f"Here {found}.")
     if abs(found.mean) - found.half_width > MARGIN:
@@ -402,7 +401,7 @@ def divergence_verdict(data: dict, group: dict, variant: str) -> Verdict:
     if diverged(group, variant):
         return settled(claim, data, AGREES, "It diverges here, too.")
     if not any(own["variant"] == variant for own in group["variants"]):
-        return without_interval(claim, None)
+        return Verdict(claim, CANNOT_TELL, "It was not run.")
     tokens = group["tokens_per_step"] * group["steps"]
     why = f"It does not within {tokens / 1e6:,.3g}M tokens"
     if data["scale"] == "full":
@@ -410,7 +409,11 @@ def divergence_verdict(data: dict, group: dict, variant: str) -> Verdict:
     return Verdict(claim, CANNOT_TELL, f"{why}, which says nothing about a longer run.")
 
 
-def without_interval(claim: str, found: Difference | None) -> Verdict:
+def without_interval(claim: str, data: dict, group: dict, of: str, minus: str) -> Verdict:
+    """Two variants whose final losses cannot be compared: one diverged, or is missing, or has one seed."""
+    if diverged(group, of) and not diverged(group, minus):
+        return settled(claim, data, DIFFERS, f"{of} diverges here, {minus} does not.")
+    found = difference(group, of, minus)
     if found is None:
         return Verdict(claim, CANNOT_TELL, "The runs to compare are not there, or diverged.")
     return Verdict(claim, CANNOT_TELL, f"Here {found}, and one seed gives no interval.")

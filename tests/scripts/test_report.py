@@ -12,7 +12,6 @@ from scripts.report_sections import (
     CANNOT_TELL,
     DIFFERS,
     MARGIN,
-    Difference,
     divergence_verdict,
     gap_verdict,
     match_verdict,
@@ -93,14 +92,22 @@ def test_check_fails_for_an_edited_report_and_writes_nothing(copied):
     ],
 )
 def test_a_difference_is_judged_by_its_interval(mean, half_width, gap, match):
-    found = Difference(mean, half_width, seeds=2 if half_width else 1)
-    assert gap_verdict("", SCALED, found).answer == gap
-    assert match_verdict("", SCALED, found).answer == match
-    assert gap_verdict("", DEBUG, found).answer == match_verdict("", DEBUG, found).answer == CANNOT_TELL
+    found = {"of": "a", "minus": "b", "mean": mean, "half_width": half_width, "seeds": 2 if half_width else 1}
+    group = {"variants": [], "differences": [found]}
+    assert gap_verdict("", SCALED, group, "a", "b").answer == gap
+    assert match_verdict("", SCALED, group, "a", "b").answer == match
+    for verdict in (gap_verdict, match_verdict):
+        assert verdict("", DEBUG, group, "a", "b").answer == CANNOT_TELL
 
 
-def test_what_was_not_compared_is_not_judged():
-    assert gap_verdict("", SCALED, None).answer == match_verdict("", SCALED, None).answer == CANNOT_TELL
+@pytest.mark.parametrize("verdict", [gap_verdict, match_verdict])
+def test_what_was_not_compared_is_judged_only_if_one_alone_diverged(verdict):
+    def answer(**diverged):
+        variants = [{"variant": name, "diverged": count} for name, count in diverged.items()]
+        return verdict("", SCALED, {"variants": variants, "differences": []}, "a", "b").answer
+
+    assert answer() == answer(a=0, b=2) == answer(a=1, b=1) == CANNOT_TELL
+    assert answer(a=1, b=0) == DIFFERS
 
 
 def test_a_short_run_that_does_not_diverge_says_nothing():
