@@ -10,7 +10,7 @@ A further setting of SageBwd to compare with is one line of PRESETS, a further e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scripts import report_sections as sections
@@ -112,7 +112,8 @@ def fine_tuning(setup: Setup, base: Setup) -> tuple[tuple[Run, ...], ...]:
     return first, then
 
 
-FINE_TUNE_325M = Setup("finetune-325m", ("experiment=finetune",), 5_734_400, 60_000, seeds=(1, 2))
+FINE_TUNE_FULL = Setup("finetune-325m", ("experiment=finetune",), 5_734_400, 60_000, seeds=(1, 2))
+FINE_TUNE_SHORT = replace(FINE_TUNE_FULL, name="finetune-325m-short")
 FINE_TUNE_DEBUG = Setup(
     "finetune-debug", ("experiment=debug", "optimizer.schedule=linear", "steps=4"), 1_024, 10_000
 )
@@ -180,12 +181,12 @@ FIGURE_1A = {
 }
 FIGURE_1B = {
     "full": (runs_of(FULL_SMALL, QK_NORM_GRID),),
-    "scaled": (runs_of(SMALL, QK_NORM_GRID), runs_of(SHORT, QK_NORM_GRID)),
+    "scaled": (runs_of(SMALL, QK_NORM_GRID) + runs_of(SHORT, QK_NORM_GRID),),
     "debug": (runs_of(DEBUG_SMALL, QK_NORM_GRID),),
 }
 FIGURE_4 = {
-    "full": (runs_of(FULL_LARGE, SMOOTHING), runs_of(FULL_SMALL, SMOOTHING)),
-    "scaled": (runs_of(LARGE, SMOOTHING), runs_of(SMALL, SMOOTHING)),
+    "full": (runs_of(FULL_LARGE, SMOOTHING) + runs_of(FULL_SMALL, SMOOTHING),),
+    "scaled": (runs_of(LARGE, SMOOTHING) + runs_of(SMALL, SMOOTHING),),
     "debug": (runs_of(DEBUG_SMALL, SMOOTHING),),
 }
 
@@ -290,8 +291,8 @@ ITEMS = (
         curves("finetune"),
         question="fine-tuning with SageBwd is at par with full precision",
         stages={
-            "full": fine_tuning(FINE_TUNE_325M, base=FULL_SMALL),
-            "scaled": fine_tuning(FINE_TUNE_325M, base=SHORT),
+            "full": fine_tuning(FINE_TUNE_FULL, base=FULL_SMALL),
+            "scaled": fine_tuning(FINE_TUNE_SHORT, base=SHORT),
             "debug": fine_tuning(FINE_TUNE_DEBUG, base=DEBUG_SMALL),
         },
     ),

@@ -10,10 +10,9 @@ import torch
 from omegaconf import OmegaConf
 
 from data.files import write_text
-from scripts import curves
+from scripts import curves, experiments
 from scripts.curves import STUDENT, compare, differences, divergence, quantile, read_run, thin, variant_of
 from trainer.run_directory import RunDirectory
-from trainer.settings import Settings
 
 
 def test_quantiles_are_those_of_students_t():
@@ -92,28 +91,40 @@ def test_curves_keep_their_mean_and_their_end_when_thinned():
     assert thin(tokens[:0], losses[:0]) == {"tokens": [], "loss": []}
 
 
-def test_variants_are_named_by_what_differs_from_the_paper(compose_settings):
-    def named(*overrides):
-        return variant_of(OmegaConf.to_container(OmegaConf.structured(compose_settings(*overrides))))
+NAMES = {
+    "fpa": "full precision",
+    "sagebwd": "SageBwd",
+    "fpa-no_qk_norm": "full precision, no QK-norm",
+    "sagebwd-no_qk_norm": "SageBwd, no QK-norm",
+    "sagebwd-no_smoothing": "SageBwd, no smoothing",
+    "sagebwd-smooth_qk": "SageBwd, Q+K smoothing",
+    "sagebwd-paper": "SageBwd, granularity=block, block_q=128, block_kv=64",
+}
 
-    assert named("attention=fpa") == "full precision"
-    assert named("attention=sagebwd", "model.qk_norm=false") == "SageBwd, no QK-norm"
-    assert named("attention=sagebwd", "attention.smooth_k=false") == "SageBwd, no smoothing"
-    assert named("attention=sagebwd", "attention.smooth_q=true") == "SageBwd, Q+K smoothing"
-    assert named("attention=sagebwd", "attention.granularity=block", "attention.block_q=128") == (
-        "SageBwd, granularity=block, block_q=128"
-    )
+
+def test_variants_are_named_by_what_differs_from_the_paper(compose_settings):
+    """Those of the experiments, whose names the report's verdicts look for."""
+    for name, overrides in (experiments.QK_NORM_GRID | experiments.SMOOTHING | experiments.PRESETS).items():
+        settings = compose_settings("experiment=debug", *overrides)
+        config = OmegaConf.to_container(OmegaConf.structured(settings))
+        if name in NAMES:  # a preset that was added later needs no test of its own
+            assert variant_of(config) == NAMES[name]
+
+
+LARGE_TPS = "tps.tokens_per_step=2097152"
+SAGE = ("attention.backend=sagebwd", "attention.smooth_k=true", "attention.smooth_q=false")
 
 
 @pytest.fixture
 def make_run(tmp_path, compose_settings):
-    """make_run("name", losses, "seed=2", …, done=True): a run directory as train.py leaves it."""
+    """make_run("name", losses, "seed=2", …, done=True): a full-precision run as train.py leaves it."""
+    debug = OmegaConf.structured(compose_settings("experiment=debug"))
 
     def made(name, losses, *overrides, done=True):
         directory = RunDirectory(tmp_path / name)
         directory.path.mkdir()
-        settings: Settings = compose_settings("experiment=debug", *overrides)
-        write_text(directory.config, OmegaConf.to_yaml(OmegaConf.structured(settings)))
+        settings = OmegaConf.merge(debug, OmegaConf.from_dotlist(list(overrides)))
+        write_text(directory.config, OmegaConf.to_yaml(settings))
         lines = records(losses)
         lines.append({"step": len(losses), "tokens": 256 * len(losses), "val_loss": losses[-1] + 1})
         write_text(directory.metrics, "".join(json.dumps(line) + "\n" for line in lines))
@@ -129,11 +140,11 @@ def test_runs_become_groups_variants_and_files(make_run, tmp_path):
     losses = np.linspace(5, 3, 40)
     paths = [
         make_run(f"{name}{seed}", losses + gap + seed, *overrides, f"seed={seed}")
-        for name, gap, overrides in (("f", 0, ["attention=fpa"]), ("s", 0.1, ["attention=sagebwd"]))
+        for name, gap, overrides in (("f", 0, ()), ("s", 0.1, SAGE))
         for seed in (1, 2)
     ]
-    paths.append(make_run("large", losses, "attention=fpa", "tps=2.1m"))
-    paths.append(make_run("unfinished", losses, "attention=fpa", "seed=3", done=False))
+    paths.append(make_run("large", losses, LARGE_TPS))
+    paths.append(make_run("unfinished", losses, "seed=3", done=False))
     curves.main([*map(str, paths), "--out", str(tmp_path / "out" / "figure"), "--item", "figure1b"])
 
     result = json.loads((tmp_path / "out" / "figure.json").read_text())
@@ -153,7 +164,7 @@ def test_runs_become_groups_variants_and_files(make_run, tmp_path):
 
 def test_a_diverged_seed_takes_its_variant_out_of_the_comparison(make_run):
     losses = np.linspace(5, 3, 40)
-    paths = [make_run("a", losses, "attention=fpa"), make_run("b", losses, "attention=sagebwd", done=False)]
+    paths = [make_run("a", losses), make_run("b", losses, *SAGE, done=False)]
     RunDirectory(paths[1]).note_divergence(41)
     group = compare([read_run(path) for path in paths])[0]
     assert [variant["diverged"] for variant in group["variants"]] == [0, 1]
