@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import curves, experiments, reproduce
+from scripts import experiments, reproduce
 from scripts.experiments import ITEMS, SCALES, Item, find, runs_of
 from scripts.report_sections import figure1b, table1
 from tests.cli import ROOT
