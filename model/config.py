@@ -1,7 +1,7 @@
 """The shape of a Llama: its settings, what makes them invalid, and how many parameters they amount to."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass
@@ -87,6 +87,19 @@ def _alternatives(valid: list[int], wrong: int) -> str:
     below = [n for n in valid if 0 < n < wrong][-1:]
     above = [n for n in valid if n > wrong][:1]
     return " or ".join(map(str, below + above))
+
+
+#: Fields that may differ between weights and the model they are read into: the length of the table of rotary
+#: positions, which is computed, and how weights begin.
+NOT_IN_WEIGHTS = ("max_context", "init_std", "n_kv_heads")
+
+
+def differences(stored: LlamaConfig, wanted: LlamaConfig) -> list[tuple[str, object, object]]:
+    """(name, stored value, wanted value) of the fields that keep `stored` weights out of a `wanted` model."""
+    names = [field.name for field in fields(LlamaConfig) if field.name not in NOT_IN_WEIGHTS]
+    values = [(name, getattr(stored, name), getattr(wanted, name)) for name in names]
+    values.append(("n_kv_heads", stored.kv_heads, wanted.kv_heads))
+    return [(name, theirs, ours) for name, theirs, ours in values if theirs != ours]
 
 
 def parameter_count(config: LlamaConfig) -> int:

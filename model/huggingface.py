@@ -66,8 +66,19 @@ def load(folder: str | Path, attention: AttentionFn) -> Llama:
     Raises FileNotFoundError if a file is missing, and ValueError, naming the reason, if the folder holds
     a model that `Llama` does not compute or weights that do not fit its config.
     """
+    model = Llama(read_config(folder), attention)
+    load_into(model, folder)
+    return model
+
+
+def read_config(folder: str | Path) -> LlamaConfig:
+    """The shape of the model in a folder. Raises what `load` raises."""
+    return _from_hf_config(_read_json(Path(folder) / CONFIG_FILE))
+
+
+def load_into(model: Llama, folder: str | Path) -> None:
+    """Replace the model's weights by those in a folder (sharded or not). Raises what `load` raises."""
     folder = Path(folder)
-    model = Llama(_from_hf_config(_read_json(folder / CONFIG_FILE)), attention)
     weights = {
         name: tensor
         for hf_name, tensor in _read_weights(folder).items()
@@ -77,7 +88,6 @@ def load(folder: str | Path, attention: AttentionFn) -> Llama:
         model.load_state_dict(weights)
     except RuntimeError as error:  # load_state_dict names every missing, unexpected or misshapen weight
         raise ValueError(f"the weights in {folder} do not fit its {CONFIG_FILE}: {error}") from error
-    return model
 
 
 def _to_hf_name(name: str) -> str:

@@ -26,9 +26,7 @@ from tqdm import tqdm
 from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
-from scripts.table1 import PAPER, TENSORS, VARIANTS, measure, positive_int, settings_of
-
-TITLES = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
+from scripts.table1 import PAPER, TENSORS, TITLES, VARIANTS, measure, positive_int, settings_of
 
 #: Named sets of products in INT8; an S in the backward is that of the forward.
 INT8_SETS = {

@@ -110,8 +110,10 @@ def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(datasets, tmp_pat
     assert "step 2 is not finite" in output
     assert "training sequences" in output
     assert "Traceback" not in output
+    assert (tmp_path / "run" / "DIVERGED").read_text() == "2\n"
     assert "The step is skipped" in warm.run(warm.debug_settings(datasets, *overrides, "skip_nonfinite=true"))
     assert (tmp_path / "run" / "DONE").exists()
+    assert not (tmp_path / "run" / "DIVERGED").exists()
 
 
 SWEEP = ("-m", "attention=fpa,sagebwd", "tps=260k,2.1m", "model.qk_norm=false", "steps=3")

@@ -90,6 +90,7 @@ class Trainer:
         self.corpus = self._open_corpus()
         self.loader = self._make_loader()
         self.llama = self._build_model()
+        self._read_first_weights()
         self.wrapped, self.compiled = parallel.spread(self.llama, settings.hardware, ranks)
         self.optimizer = adamw(self.llama, settings.optimizer)
         self.checkpoints = Checkpoints(
@@ -314,6 +315,8 @@ class Trainer:
         if self.settings.skip_nonfinite:
             log.warning("%s\nThe step is skipped (skip_nonfinite=true).", diagnosis)
             return
+        if self.ranks.is_main:
+            self.directory.note_divergence(self.step + 1)
         raise TrainingError(
             f"{diagnosis}\nThe weights are as they were before this step. What may help: a lower "
             "optimizer.lr, a longer tps.warmup_steps, model.qk_norm=true; skip_nonfinite=true drops such "
@@ -381,6 +384,14 @@ class Trainer:
             torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         )
         return llama
+
+    def _read_first_weights(self) -> None:
+        """Start from the trained weights of init_from, if it is set; those of a checkpoint replace them."""
+        if self.settings.init_from is None:
+            return
+        with user_facing(ValueError, OSError):
+            model.huggingface.load_into(self.llama, self.settings.init_from)
+        log.info("starting from the weights in %s", self.settings.init_from)
 
     def _start_telemetry(self, wandb_id: str | None) -> Telemetry:
         wandb_run = start_wandb(

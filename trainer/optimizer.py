@@ -23,14 +23,16 @@ def adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
 def learning_rate(step: int, *, steps: int, warmup_steps: int, settings: OptimizerSettings) -> float:
     """Learning rate of optimizer step `step` (0-based) of `steps`.
 
-    Rises linearly over `warmup_steps`, reaching the peak with the last of them, then follows a half cosine
-    down to min_lr_ratio · peak at the last step. (Cosine and warm-up are the paper's; the floor is a choice.)
+    Rises linearly over `warmup_steps`, reaching the peak with the last of them, then falls, as a half cosine
+    or along a line, to min_lr_ratio · peak at the last step. (Cosine and warm-up are the paper's, the floor
+    is a choice. SageAttention3 fine-tunes along a line.)
     """
     if step < warmup_steps:
         return settings.lr * (step + 1) / warmup_steps
     progress = (step + 1 - warmup_steps) / (steps - warmup_steps)
     floor = settings.lr * settings.min_lr_ratio
-    return floor + (settings.lr - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    left = 1 - progress if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (settings.lr - floor) * left
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

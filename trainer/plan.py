@@ -11,6 +11,7 @@ import torch
 
 import data.settings
 import model.config
+import model.huggingface
 from model import backends
 from trainer.errors import SettingsError
 from trainer.settings import Settings
@@ -44,7 +45,7 @@ def make_plan(settings: Settings, ranks: int) -> Plan:
     note(_check_attention, settings)
     for check in (_check_ranges, _check_hardware, _check_context, _check_vocabulary, _check_schedule):
         note(check, settings)
-    for check in (_check_probe, _check_spike):
+    for check in (_check_probe, _check_spike, _check_init_from):
         note(check, settings)
     note(_check_tokens_per_step, settings, ranks)
     if problems:
@@ -133,6 +134,7 @@ def _check_hardware(settings: Settings) -> None:
     _check_choice("hardware.device", hardware.device, ("cuda", "cpu"))
     _check_choice("hardware.parallel", hardware.parallel, ("auto", "ddp", "fsdp"))
     _check_choice("hardware.recompute", hardware.recompute, ("none", "blocks"))
+    _check_choice("optimizer.schedule", settings.optimizer.schedule, ("cosine", "linear"))
     _check_choice("logger.wandb", settings.logger.wandb, ("auto", "online", "offline", "off"))
     if hardware.deterministic and settings.attention.sdpa == "cudnn":
         raise ValueError(
@@ -227,6 +229,30 @@ def _check_spike(settings: Settings) -> None:
         raise ValueError(
             "spike.skip=true, but spike.threshold=null finds no spikes; set spike.threshold=6, or "
             "spike.skip=false"
+        )
+
+
+def _check_init_from(settings: Settings) -> None:
+    """The folder's config.json alone; its weights are read when the model is built."""
+    if settings.init_from is None:
+        return
+    try:
+        stored = model.huggingface.read_config(settings.init_from)
+    except FileNotFoundError:
+        raise ValueError(
+            f"init_from={settings.init_from}: there is no {model.huggingface.CONFIG_FILE}; give the weights/ "
+            "folder of a finished run, or a model in the Hugging Face layout"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"init_from={settings.init_from}: {error}") from None
+    wrong = model.config.differences(stored, settings.model)
+    if wrong:
+        raise ValueError(
+            f"init_from={settings.init_from} holds a model of another shape; use "
+            + " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
+            + " (here "
+            + ", ".join(f"{name}={ours}" for name, _, ours in wrong)
+            + ")"
         )
 
 

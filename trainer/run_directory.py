@@ -1,4 +1,4 @@
-"""What a run leaves on disk: its settings, environment, metrics, checkpoints and weights, and DONE."""
+"""What a run leaves on disk: settings, environment, metrics, checkpoints, weights, and DONE or DIVERGED."""
 
 import fcntl
 import json
@@ -59,6 +59,7 @@ class RunDirectory:
         self.probe_plot = path / "probe.png"
         self.weights = path / "weights"
         self._done = path / "DONE"
+        self._diverged = path / "DIVERGED"
 
     @property
     def is_finished(self) -> bool:
@@ -96,6 +97,7 @@ class RunDirectory:
                     + "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
                     + "\nGive the changed run its own run_dir=…, or delete that folder to start over"
                 )
+        self._diverged.unlink(missing_ok=True)
         write_text(self.config, OmegaConf.to_yaml(current))
 
     def note_environment(self, device: torch.device, devices: int) -> None:
@@ -115,6 +117,14 @@ class RunDirectory:
 
     def finish(self) -> None:
         write_text(self._done, "")
+
+    def note_divergence(self, step: int) -> None:
+        """Mark the run as ended by `step`, whose loss or gradient is not finite."""
+        write_text(self._diverged, f"{step}\n")
+
+    def diverged_at(self) -> int | None:
+        """The step that ended the run because it was not finite, or None; `open` forgets it."""
+        return int(self._diverged.read_text()) if self._diverged.exists() else None
 
     def truncate_metrics(self, step: int) -> None:
         """Drop metrics and spikes after `step`, and torn last lines: the steps will be run again."""
@@ -168,7 +178,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _differences(stored: Any, current: Any) -> list[tuple[str, Any, Any]]:
-    old, new = _flat(OmegaConf.to_container(stored)), _flat(OmegaConf.to_container(current))
+    # A setting that came later has its default in the runs before it.
+    defaults = _flat(OmegaConf.to_container(OmegaConf.structured(Settings)))
+    old, new = defaults | _flat(OmegaConf.to_container(stored)), _flat(OmegaConf.to_container(current))
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())

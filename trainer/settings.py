@@ -25,9 +25,10 @@ class TpsSettings:
 
 @dataclass
 class OptimizerSettings:
-    """AdamW under a cosine schedule with linear warm-up."""
+    """AdamW under a schedule with linear warm-up."""
 
     lr: float = MISSING  # peak learning rate
+    schedule: str = "cosine"  # how it falls after the warm-up: "cosine" or "linear"
     min_lr_ratio: float = MISSING  # final learning rate as a fraction of the peak
     beta1: float = MISSING
     beta2: float = MISSING
@@ -95,6 +96,10 @@ class Settings:
     hardware: HardwareSettings = field(default_factory=HardwareSettings)
     probe: ProbeSettings = field(default_factory=ProbeSettings)
     spike: SpikeSettings = field(default_factory=SpikeSettings)
+
+    init_from: str | None = (
+        None  # a Hugging Face folder to start from (a run's weights/); null: random weights
+    )
 
     context: int = MISSING  # tokens per training sequence
     total_tokens: int = MISSING  # length of the run, in tokens

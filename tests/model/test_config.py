@@ -15,6 +15,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 PARAMETERS = {
     "llama_325m": 324_185_600,
     "llama_1b": 1_197_814_016,
+    "llama_35m": 34_659_712,
     "llama_tiny": 894_336,
     "llama_debug": 37_088,
 }

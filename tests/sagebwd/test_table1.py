@@ -91,7 +91,9 @@ def test_command_line(tmp_path, capsys):
         (sigma, variant) for sigma in (1, 3, 5, 8, 10) for variant in ("paper", "block", "row", "default")
     ]
     assert all(0 < row[name][1] < 2 for row in report["rows"] for name in table1.TENSORS)
-    assert [path.name for path in out.parent.iterdir()] == ["table1.json"]
+    assert report["command"].startswith("python -m scripts.table1 --tokens 40")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["table1.json", "table1.png"]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
     printed = capsys.readouterr().out
     assert "0.9999/0.0160" in printed

@@ -1,3 +1,5 @@
-"""Runs in this process, as the tests of the trainer have them."""
+"""Settings as train.py sees them, and runs in this process."""
 
-from tests.trainer.conftest import compose_settings, train_here  # noqa: F401
+from tests.trainer.conftest import compose_settings, train_here
+
+__all__ = ["compose_settings", "train_here"]

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,19 @@ def test_schedule_matches_torchs_cosine():
         optimizer.step()
         scheduler.step()
         assert rate(step, steps=100, warmup_steps=10) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+
+
+def test_linear_schedule_matches_torchs():
+    settings = replace(SETTINGS, schedule="linear", min_lr_ratio=0.2)
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=settings.lr)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, total_iters=90)
+    for step in range(10, 100):
+        optimizer.step()
+        scheduler.step()
+        rate = learning_rate(step, steps=100, warmup_steps=10, settings=settings)
+        assert rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
+    assert rate == pytest.approx(0.2 * settings.lr)
 
 
 def test_no_warmup_starts_below_the_peak_and_never_rises():

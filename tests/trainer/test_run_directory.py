@@ -45,6 +45,15 @@ def opened(path, **settings):
     return directory
 
 
+def test_settings_that_came_later_have_their_default_in_older_runs(tmp_path):
+    directory = opened(tmp_path / "run", seed=1)
+    (directory.checkpoints / "step_00000001").mkdir(parents=True)
+    older = [line for line in directory.config.read_text().splitlines() if "schedule" not in line]
+    write_text(directory.config, "\n".join(older) + "\n")
+    opened(tmp_path / "run", seed=1)
+    assert "schedule: cosine" in directory.config.read_text()
+
+
 def test_open_refuses_a_run_with_other_settings_and_names_them(tmp_path):
     directory = opened(tmp_path / "run", seed=1, context=64)
     (directory.checkpoints / "step_00000001").mkdir(parents=True)

@@ -1,0 +1,371 @@
+"""The experiments of the paper: what each one runs, at which scale, what it costs and where it is reported.
+
+    full      the paper's own size: the 325M model on 78.6 billion tokens, for anyone with the hardware
+    scaled    smaller models and fewer tokens: minutes to hours of one H200
+    debug     seconds on a CPU, to see that everything works; the numbers mean nothing
+
+A further setting of SageBwd to compare with is one line of PRESETS, a further experiment one Item of ITEMS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from scripts import report_sections as sections
+from scripts.report_sections import Body
+from scripts.results import Results
+
+RESULTS = Path("results")
+SCALES = ("full", "scaled", "debug")
+
+#: In a command: the directories of the item's runs.
+RUNS = "{runs}"
+
+#: Minutes until a run takes its first step: imports, data, compilation.
+START_UP = 1.5
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, its data and its schedule: what runs that are compared share."""
+
+    name: str
+    overrides: tuple[str, ...]
+    tokens: int
+    tokens_per_second: int  # of one H200, for the cost; 325M: results/bench_training.json, others: estimated
+    seeds: tuple[int, ...] = (1,)
+
+    @property
+    def minutes(self) -> float:
+        """Of one H200, for one run."""
+        return self.tokens / self.tokens_per_second / 60 + START_UP
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: the arguments of train.py, and a directory of its own below --runs-dir."""
+
+    name: str
+    overrides: tuple[str, ...]
+    minutes: float  # of one H200
+    starts_from: str | None = None  # the run whose trained weights it begins with
+    own_text: bool = False  # brings its own data settings
+
+
+PAPER_TOKENS = 78_643_200_000
+FULL_LARGE = Setup("325m-2.1m", ("tps=2.1m",), PAPER_TOKENS, 172_000)
+FULL_SMALL = Setup("325m-260k", ("tps=260k",), PAPER_TOKENS, 172_000)
+# An eighth of the tokens per step against the full number, as in the paper, at a sixteenth of both.
+LARGE = Setup("35m-131k", ("experiment=scaled_131k",), 50_069_504, 600_000, seeds=(1, 2))
+SMALL = Setup("35m-16k", ("experiment=scaled_16k",), 50_069_504, 400_000, seeds=(1, 2))
+SHORT = Setup("325m-260k-short", ("experiment=scaled_325m",), 100_139_008, 172_000)
+DEBUG_LARGE = Setup("debug-2k", ("experiment=debug", "tps=2.1m"), 16_384, 10_000)
+DEBUG_SMALL = Setup("debug-256", ("experiment=debug", "tps=260k"), 2_048, 10_000)
+
+QK_NORM_GRID = {
+    "fpa": ("attention=fpa",),
+    "sagebwd": ("attention=sagebwd",),
+    "fpa-no_qk_norm": ("attention=fpa", "model.qk_norm=false"),
+    "sagebwd-no_qk_norm": ("attention=sagebwd", "model.qk_norm=false"),
+}
+SMOOTHING = {
+    "sagebwd": ("attention=sagebwd",),
+    "sagebwd-no_smoothing": ("attention=sagebwd", "attention.smooth_k=false"),
+    "sagebwd-smooth_qk": ("attention=sagebwd", "attention.smooth_q=true"),
+}
+#: Settings of SageConfig to be compared at the large number of tokens per step, where the paper leaves a gap.
+PRESETS = {
+    "fpa": ("attention=fpa",),
+    "sagebwd": ("attention=sagebwd",),
+    "sagebwd-paper": (
+        "attention=sagebwd",
+        "attention.granularity=block",
+        "attention.block_q=128",
+        "attention.block_kv=64",
+    ),
+}
+FINE_TUNINGS = {"fpa": ("attention=fpa",), "sagebwd": ("attention=sagebwd",)}
+
+
+def runs_of(setup: Setup, variants: Mapping[str, tuple[str, ...]]) -> tuple[Run, ...]:
+    """Every variant at every seed; seed by seed, so that whole comparisons are done first."""
+    return tuple(
+        Run(
+            f"{setup.name}/{variant}-seed{seed}",
+            (*setup.overrides, *overrides, f"seed={seed}"),
+            setup.minutes,
+        )
+        for seed in setup.seeds
+        for variant, overrides in variants.items()
+    )
+
+
+def fine_tuning(setup: Setup, base: Setup) -> tuple[tuple[Run, ...], ...]:
+    """First the full-precision run of `base`, if it is not there yet, then its weights trained further."""
+    first = runs_of(base, {"fpa": QK_NORM_GRID["fpa"]})[:1]
+    then = tuple(
+        Run(run.name, run.overrides, run.minutes, starts_from=first[0].name, own_text=True)
+        for run in runs_of(setup, FINE_TUNINGS)
+    )
+    return first, then
+
+
+FINE_TUNE_FULL = Setup("finetune-325m", ("experiment=finetune",), 5_734_400, 60_000, seeds=(1, 2))
+FINE_TUNE_SHORT = replace(FINE_TUNE_FULL, name="finetune-325m-short")
+FINE_TUNE_DEBUG = Setup(
+    "finetune-debug", ("experiment=debug", "optimizer.schedule=linear", "steps=4"), 1_024, 10_000
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One experiment: stages of training runs, then commands, a JSON file and a section of the report.
+
+    stages: by scale; the runs of a stage may run at the same time, stages follow each other.
+    commands: by scale; modules of scripts/, with {results} for the folder of results, and RUNS for the runs.
+    minutes: by scale, of the commands.
+    """
+
+    name: str
+    title: str
+    json: str
+    section: Callable[[Results], Body]
+    commands: Mapping[str, tuple[tuple[str, ...], ...]]
+    question: str = ""  # what of the paper it answers; "" for measurements of our own
+    also: tuple[str, ...] = ()  # further names it goes by
+    stages: Mapping[str, tuple[tuple[Run, ...], ...]] = field(default_factory=dict)
+    minutes: Mapping[str, float] = field(default_factory=dict)
+
+    def runs(self, scale: str) -> list[Run]:
+        return [run for stage in self.stages.get(scale, ()) for run in stage]
+
+    def cost(self, scale: str) -> float:
+        """Minutes of one H200 (table1, causal_leak: of a CPU), runs that other items share included."""
+        return sum(run.minutes for run in self.runs(scale)) + self.minutes.get(scale, 0.0)
+
+    def cost_in_words(self) -> str:
+        return ", ".join(f"{in_words(self.cost(scale))} ({scale})" for scale in ("scaled", "full"))
+
+
+def in_words(minutes: float) -> str:
+    """A rough length of time: "3 min", "2.5 h", "5,000 h"."""
+    if minutes < 90:
+        return f"{max(minutes, 1):.0f} min"
+    return f"{minutes / 60:,.1f} h" if minutes < 6000 else f"{minutes / 60:,.0f} h"
+
+
+def everywhere(*command: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """The same command at every scale."""
+    return dict.fromkeys(SCALES, (command,))
+
+
+def on_gpu(*command: str, look: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """A command for the GPU, and at the debug scale its `look`: what it takes on a CPU."""
+    return {"full": (command,), "scaled": (command,), "debug": (look,)}
+
+
+def curves(name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """The command that compares the item's runs, at every scale."""
+    return {
+        scale: (("scripts.curves", RUNS, "--item", name, "--scale", scale, "--out", f"{{results}}/{name}"),)
+        for scale in SCALES
+    }
+
+
+FIGURE_1A = {
+    "full": (runs_of(FULL_LARGE, QK_NORM_GRID),),
+    "scaled": (runs_of(LARGE, QK_NORM_GRID),),
+    "debug": (runs_of(DEBUG_LARGE, QK_NORM_GRID),),
+}
+FIGURE_1B = {
+    "full": (runs_of(FULL_SMALL, QK_NORM_GRID),),
+    "scaled": (runs_of(SMALL, QK_NORM_GRID) + runs_of(SHORT, QK_NORM_GRID),),
+    "debug": (runs_of(DEBUG_SMALL, QK_NORM_GRID),),
+}
+FIGURE_4 = {
+    "full": (runs_of(FULL_LARGE, SMOOTHING) + runs_of(FULL_SMALL, SMOOTHING),),
+    "scaled": (runs_of(LARGE, SMOOTHING) + runs_of(SMALL, SMOOTHING),),
+    "debug": (runs_of(DEBUG_SMALL, SMOOTHING),),
+}
+
+
+def one_seed(*groups: Mapping[str, tuple[tuple[Run, ...], ...]]) -> dict[str, tuple[tuple[Run, ...], ...]]:
+    """The SageBwd runs of these experiments at the first seed, each once, for a look at their layers."""
+    return {
+        scale: (
+            tuple(
+                dict.fromkeys(
+                    run
+                    for group in groups
+                    for stage in group[scale]
+                    for run in stage
+                    if "/sagebwd" in run.name and run.name.endswith("-seed1")
+                )
+            ),
+        )
+        for scale in SCALES
+    }
+
+
+ITEMS = (
+    Item(
+        "table1",
+        "Table 1: error on Gaussian inputs",
+        "table1.json",
+        sections.table1,
+        everywhere("scripts.table1", "--out", "{results}/table1.json"),
+        question="the errors of Table 1",
+        minutes=dict.fromkeys(SCALES, 1),
+    ),
+    Item(
+        "figure1a",
+        "Figure 1a: loss at the large number of tokens per step",
+        "figure1a.json",
+        sections.figure1a,
+        curves("figure1a"),
+        question="SageBwd falls behind at many tokens per step",
+        stages=FIGURE_1A,
+    ),
+    Item(
+        "figure1b",
+        "Figure 1b: loss at an eighth of the tokens per step",
+        "figure1b.json",
+        sections.figure1b,
+        curves("figure1b"),
+        question="SageBwd matches full precision at few tokens per step",
+        stages=FIGURE_1B,
+    ),
+    Item(
+        "figures2-3",
+        "Figures 2 and 3: speed of the attention",
+        "bench_attention.json",
+        sections.figures2_3,
+        on_gpu(
+            *("scripts.bench_attention", "--graphs", "--out", "{results}/bench_attention"),
+            look=(
+                *("scripts.bench_attention", "--device", "cpu", "--lengths", "64", "--tokens", "64"),
+                *("--width", "128", "--repetitions", "2", "--out", "{results}/bench_attention"),
+            ),
+        ),
+        question="SageBwd is faster than FlashAttention-2",
+        also=("figure2", "figure3"),
+        minutes={"full": 15, "scaled": 15, "debug": 1},
+    ),
+    Item(
+        "figure4",
+        "Figure 4: smoothing of K and Q",
+        "figure4.json",
+        sections.figure4,
+        curves("figure4"),
+        question="K-smoothing is needed, Q-smoothing is not",
+        stages=FIGURE_4,
+    ),
+    Item(
+        "layers",
+        "Figures 5 and 6, Table 2, RMS of P, dP and dS (§4.2): error in the layers of trained models",
+        "layers.json",
+        sections.files_only("layers.json"),
+        everywhere("scripts.layers", RUNS, "--out", "{results}/layers"),
+        question="the error is that of dS, and grows with tokens per step and without QK-norm",
+        also=("figure5", "figure6", "table2", "rms"),
+        stages=one_seed(FIGURE_1A, FIGURE_1B, FIGURE_4),
+        minutes={"full": 10, "scaled": 5, "debug": 1},
+    ),
+    Item(
+        "gradient_formats",
+        "S3: dP in INT8, and INT8 against FP8 gradients",
+        "gradient_formats.json",
+        sections.files_only("gradient_formats.json"),
+        everywhere("scripts.gradient_formats", RUNS, "--out", "{results}/gradient_formats"),
+        question="dP must stay in 16 bit, and INT8 beats FP8",
+        stages=one_seed(FIGURE_1A),
+        minutes={"full": 5, "scaled": 5, "debug": 1},
+    ),
+    Item(
+        "finetune",
+        "S3: fine-tuning at parity",
+        "finetune.json",
+        sections.finetune,
+        curves("finetune"),
+        question="fine-tuning with SageBwd is at par with full precision",
+        stages={
+            "full": fine_tuning(FINE_TUNE_FULL, base=FULL_SMALL),
+            "scaled": fine_tuning(FINE_TUNE_SHORT, base=SHORT),
+            "debug": fine_tuning(FINE_TUNE_DEBUG, base=DEBUG_SMALL),
+        },
+    ),
+    Item(
+        "presets",
+        "Beyond the paper: further settings at the large number of tokens per step",
+        "presets.json",
+        sections.presets,
+        curves("presets"),
+        stages={
+            "full": (runs_of(FULL_LARGE, PRESETS),),
+            "scaled": (runs_of(LARGE, PRESETS),),
+            "debug": (runs_of(DEBUG_SMALL, PRESETS),),
+        },
+    ),
+    Item(
+        "gradient_error",
+        "Beyond the paper: where the error of dS comes from",
+        "gradient_error.json",
+        sections.files_only("gradient_error.json"),
+        everywhere("scripts.gradient_error", RUNS, "--out", "{results}/gradient_error"),
+        stages=one_seed(FIGURE_1A),
+        minutes={"full": 5, "scaled": 5, "debug": 1},
+    ),
+    Item(
+        "accuracy",
+        "Accuracy of the kernels, over shapes and product by product",
+        "accuracy.json",
+        sections.accuracy,
+        on_gpu(
+            *("scripts.accuracy", "--device", "cuda", "--out", "{results}/accuracy.json"),
+            look=(
+                *("scripts.accuracy", "--tokens", "96", "--head-dims", "32", "--heads", "2"),
+                *("--out", "{results}/accuracy.json"),
+            ),
+        ),
+        minutes={"full": 3, "scaled": 3, "debug": 1},
+    ),
+    Item(
+        "training_speed",
+        "Speed of a training step",
+        "bench_training.json",
+        sections.training_speed,
+        on_gpu(
+            *("scripts.bench_training", "--out", "{results}/bench_training"),
+            look=(
+                *("scripts.bench_training", "--device", "cpu", "--model", "llama_debug", "--contexts", "64"),
+                *("--tokens-per-micro-batch", "256", "--attention", "fpa", "sagebwd", "--baselines"),
+                *("--steps", "3", "--warm-up", "1", "--out", "{results}/bench_training"),
+            ),
+        ),
+        minutes={"full": 10, "scaled": 10, "debug": 1},
+    ),
+    Item(
+        "causal_leak",
+        "What a masked token can still change",
+        "causal_leak.json",
+        sections.causal_leak,
+        everywhere("scripts.causal_leak", "--out", "{results}/causal_leak.json"),
+        minutes=dict.fromkeys(SCALES, 1),
+    ),
+)
+
+
+def find(name: str) -> Item:
+    """The item of this name. Raises KeyError."""
+    for item in ITEMS:
+        if name == item.name or name in item.also:
+            return item
+    raise KeyError(name)
+
+
+def total_cost(scale: str) -> float:
+    """Minutes of one H200 for all items, runs that they share counted once."""
+    runs = {run.name: run for item in ITEMS for run in item.runs(scale)}
+    return sum(run.minutes for run in runs.values()) + sum(item.minutes.get(scale, 0.0) for item in ITEMS)

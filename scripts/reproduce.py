@@ -1,0 +1,311 @@
+"""Reproduce the paper's tables and figures, one command each.
+
+    python -m scripts.reproduce --list
+    python -m scripts.reproduce table1
+    python -m scripts.reproduce figure1a --gpus 0,1 --per-gpu 2 -- data=parquet 'data.path=corpus/*.parquet'
+    python -m scripts.reproduce --all --scale full
+
+An item trains the runs it needs, measures, and writes results/<item>.json and a picture; then the report,
+results/README.md, is renewed. Runs are `train.py` command lines, each with a directory below --runs-dir,
+where items that share a run find it: one that was interrupted is continued, one that is finished is not run
+again. Stop it at any time (Ctrl-C, SIGTERM): running runs save, and the same command continues. A run that
+fails is shown with the end of its log and does not stop the others; the exit code is then 1.
+
+Everything after -- goes to every train.py: the text, most of all, or hardware settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from scripts import report
+from scripts.experiments import ITEMS, RESULTS, RUNS, SCALES, Item, Run, find, in_words, total_cost
+from scripts.results import DamagedResult
+from scripts.run_pool import Job, Stopped, run_all, run_here, slots
+from trainer.run_directory import MAY_CHANGE, RunDirectory, read_metrics
+
+#: Overrides that choose the text; runs that bring their own do without them.
+TEXT = (
+    "data=",
+    "data.path=",
+    "data.val_path=",
+    "data.column=",
+    "data.tokenizer=",
+    "data.val_fraction=",
+    "data.name=",
+)
+
+EXAMPLES = """
+examples:
+  what there is, and what it costs
+      python -m scripts.reproduce --list
+  Table 1: on a CPU, in under a minute
+      python -m scripts.reproduce table1
+  see all training items work, in minutes on a CPU; nothing is written to results/
+      python -m scripts.reproduce figure1a figure4 finetune --scale debug
+  everything at the scale of this checkout's results, on two GPUs, two runs at a time on each
+      python -m scripts.reproduce --all --gpus 0,1 --per-gpu 2 -- data=parquet 'data.path=corpus/*.parquet'
+  the commands alone
+      python -m scripts.reproduce figure1a --dry-run
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    if arguments.list:
+        print(listing())
+        return
+    failed = []
+    for item in arguments.items:
+        if arguments.all and marker(arguments, item).exists():
+            print(f"{item.name}: done before; python -m scripts.reproduce {item.name} runs it again")
+            continue
+        print(f"{item.name}: {item.title}", flush=True)
+        try:
+            done = reproduce(item, arguments)
+        except Stopped as stop:
+            print(stop, file=sys.stderr)
+            sys.exit(128 + stop.number)
+        if arguments.dry_run:
+            continue
+        if done:
+            mark_done(arguments, item)
+        else:
+            failed.append(item.name)
+        renew_report(arguments.results)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; the same command tries again what is missing")
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    argv = sys.argv[1:] if argv is None else argv
+    argv, overrides = split_at_dashes(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.reproduce",
+        usage="%(prog)s [ITEM …] [options] [-- OVERRIDES OF train.py …]",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("items", nargs="*", metavar="ITEM", help="what to reproduce; --list shows the names")
+    parser.add_argument("--list", action="store_true", help="show all items with their cost, and end")
+    parser.add_argument("--all", action="store_true", help="every item that is not done yet, in order")
+    parser.add_argument(
+        "--scale",
+        choices=SCALES,
+        default="scaled",
+        help="full: the paper's; scaled: hours of one H200; debug: a look on a CPU (default %(default)s)",
+    )
+    parser.add_argument(
+        "--gpus", default="", metavar="N[,N …]", help="GPUs to spread runs over (default: what CUDA has)"
+    )
+    parser.add_argument(
+        "--per-gpu", type=int, default=1, metavar="N", help="runs at a time on each (default 1)"
+    )
+    parser.add_argument(
+        "--runs-dir", type=Path, default=Path("runs/reproduce"), help="holds the runs (default %(default)s)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="for JSON, pictures and the report (default: results; with --scale debug below --runs-dir)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and end")
+    arguments = parser.parse_args(argv)
+    arguments.overrides = overrides
+    arguments.gpus = [gpu for gpu in arguments.gpus.split(",") if gpu]
+    if arguments.results is None:
+        arguments.results = arguments.runs_dir / "debug-results" if arguments.scale == "debug" else RESULTS
+    check(arguments, parser)
+    return arguments
+
+
+def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments before and after the first --."""
+    place = list(argv).index("--") if "--" in argv else len(argv)
+    return list(argv[:place]), list(argv[place + 1 :])
+
+
+def check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse what cannot be run, before anything is."""
+    if arguments.per_gpu < 1:
+        parser.error(f"--per-gpu {arguments.per_gpu}: at least one run at a time")
+    for text in arguments.overrides:
+        if "=" not in text:
+            parser.error(f"{text!r} after -- is no override of train.py; write name=value")
+        if text.startswith(("run_dir=", "runs_dir=", "init_from=", "seed=", "rerun_finished=")):
+            parser.error(f"{text} after --: each run has its own; to train one again, delete its folder")
+    if arguments.list:
+        return
+    if not Path("train.py").exists():
+        parser.error("there is no train.py here; run this from the root of the checkout")
+    if bool(arguments.items) == arguments.all:
+        parser.error("name what to reproduce, or --all; --list shows the names")
+    try:
+        arguments.items = [find(name) for name in arguments.items] or list(ITEMS)
+    except KeyError as error:
+        parser.error(f"there is no item {error}; choose among {', '.join(item.name for item in ITEMS)}")
+
+
+def listing() -> str:
+    """All items as a table: cost of one H200 at both scales."""
+    rows = []
+    for item in ITEMS:
+        runs = [len(item.runs(scale)) for scale in ("scaled", "full")]
+        costs = [in_words(item.cost(scale)) for scale in ("scaled", "full")]
+        rows.append([item.name, *costs, " / ".join(map(str, runs)) if any(runs) else "", item.title])
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{'item':{width}}  {'scaled':>8}  {'full':>8}  {'runs':>7}  what"]
+    lines += [
+        f"{name:{width}}  {scaled:>8}  {full:>8}  {runs:>7}  {title}"
+        for name, scaled, full, runs, title in rows
+    ]
+    also = [f"{' and '.join(item.also)}: {item.name}" for item in ITEMS if item.also]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"All: {' / '.join(map(in_words, map(total_cost, SCALES[1::-1])))}. Estimated time of one "
+            "H200; runs that "
+            "items share are counted in each and once in all. table1 and causal_leak run on a CPU.",
+            f"Further names: {'; '.join(also)}.",
+        ]
+    )
+
+
+def reproduce(item: Item, arguments: argparse.Namespace) -> bool:
+    """Train the item's runs and measure; whether all went well. Raises Stopped."""
+    absent = [command[0] for command in item.commands[arguments.scale] if not find_spec(command[0])]
+    if absent:  # said before hours are spent on training
+        print(f"{item.name}: {', '.join(absent)} is not part of this checkout yet", file=sys.stderr)
+        return False
+    well = True
+    for stage in item.stages.get(arguments.scale, ()):
+        well = train(stage, arguments) and well
+    paths = [arguments.runs_dir / run.name for run in compared(item, arguments.scale)]
+    if not arguments.dry_run:
+        paths = [path for path in paths if RunDirectory(path).metrics.exists()]
+        if item.stages and not paths:
+            print(f"{item.name}: none of its runs is there, so there is nothing to measure", file=sys.stderr)
+            return False
+        arguments.results.mkdir(parents=True, exist_ok=True)
+    for command in item.commands[arguments.scale]:
+        well = measure(command, paths, arguments) and well
+    return well
+
+
+def compared(item: Item, scale: str) -> list[Run]:
+    """The runs that the item's command reads: all but those that others only start from."""
+    runs = item.runs(scale)
+    started_from = {run.starts_from for run in runs}
+    return [run for run in runs if run.name not in started_from]
+
+
+# --- Training -----------------------------------------------------------------------------------------------
+
+
+def train(runs: Sequence[Run], arguments: argparse.Namespace) -> bool:
+    """Train what is not finished; whether all runs came to an end of their own. Raises Stopped."""
+    commands = {run: train_command(run, arguments) for run in runs}
+    if arguments.dry_run:
+        print("\n".join(shlex.join(command) for command in commands.values()))
+        return True
+    unlike = [problem for run in runs if (problem := unlike_finished(run, commands[run], arguments))]
+    if unlike:
+        print("\n".join(unlike), file=sys.stderr)
+        return False
+    jobs = [job(run, commands[run], arguments) for run in runs if not is_settled(directory(run, arguments))]
+    return not run_all(jobs, slots(arguments.gpus, arguments.per_gpu))
+
+
+def train_command(run: Run, arguments: argparse.Namespace) -> list[str]:
+    """The train.py command line of a run."""
+    given = [text for text in arguments.overrides if not (run.own_text and text.startswith(TEXT))]
+    own = [*run.overrides, f"run_dir={arguments.runs_dir / run.name}"]
+    if run.starts_from:
+        own.append(f"init_from={arguments.runs_dir / run.starts_from / 'weights'}")
+    return [sys.executable, "train.py", *own, *given]
+
+
+def job(run: Run, command: list[str], arguments: argparse.Namespace) -> Job:
+    """To be run in the pool; a run that diverged has come to an end, too."""
+    own = directory(run, arguments)
+    log = own.path.with_name(f"{own.path.name}.log")
+    return Job(run.name, command, log, ended_well=lambda code: code == 0 or own.diverged_at() is not None)
+
+
+def directory(run: Run, arguments: argparse.Namespace) -> RunDirectory:
+    return RunDirectory(arguments.runs_dir / run.name)
+
+
+def is_settled(directory: RunDirectory) -> bool:
+    return directory.is_finished or directory.diverged_at() is not None
+
+
+def unlike_finished(run: Run, command: list[str], arguments: argparse.Namespace) -> str | None:
+    """What is wrong if the finished run of this name was trained with other settings than these."""
+    own = directory(run, arguments)
+    if not is_settled(own):
+        return None
+    before = set(overrides_of(read_metrics(own.path / "environment.jsonl")[-1]["command"]))
+    changed = sorted(before ^ set(overrides_of(command)))
+    if not changed:
+        return None
+    return (
+        f"{own.path} is finished, but with other settings: {', '.join(changed)} on one side only; give "
+        "these runs "
+        "another --runs-dir, or delete that folder"
+    )
+
+
+def overrides_of(command: Sequence[str]) -> list[str]:
+    """The settings of a train.py command line that make the run what it is."""
+    return [text for text in command if "=" in text and not MAY_CHANGE.match(text.split("=")[0])]
+
+
+# --- Measuring ----------------------------------------------------------------------------------------------
+
+
+def measure(command: Sequence[str], runs: Sequence[Path], arguments: argparse.Namespace) -> bool:
+    """Run one of scripts/ on the runs; whether it succeeded."""
+    module, *rest = (text.format(results=arguments.results) if text != RUNS else RUNS for text in command)
+    words = [word for text in rest for word in (map(str, runs) if text == RUNS else [text])]
+    line = [sys.executable, "-m", module, *words]
+    if arguments.dry_run:
+        print(shlex.join(line))
+        return True
+    code = run_here(line, arguments.gpus[0] if arguments.gpus else None)
+    if code:
+        print(f"{shlex.join(line)} failed with exit code {code}", file=sys.stderr)
+    return code == 0
+
+
+# --- What is done -------------------------------------------------------------------------------------------
+
+
+def marker(arguments: argparse.Namespace, item: Item) -> Path:
+    """The file that says that --all need not run this item again."""
+    return arguments.runs_dir / "done" / f"{arguments.scale}-{item.name}"
+
+
+def mark_done(arguments: argparse.Namespace, item: Item) -> None:
+    path = marker(arguments, item)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def renew_report(folder: Path) -> None:
+    """Write the report, unless a file it needs is damaged: that must not end a long command."""
+    try:
+        print(f"report: {report.write(folder)}")
+    except (DamagedResult, FileNotFoundError) as error:
+        print(f"the report could not be renewed: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

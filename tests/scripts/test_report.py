@@ -1,0 +1,143 @@
+"""The report is what the results give, says what is missing, names what is damaged, and follows its rules."""
+
+import json
+import shutil
+
+import pytest
+
+from scripts import report
+from scripts.experiments import ITEMS
+from scripts.report_sections import (
+    AGREES,
+    CANNOT_TELL,
+    DIFFERS,
+    MARGIN,
+    divergence_verdict,
+    gap_verdict,
+    match_verdict,
+    table1_verdict,
+)
+from scripts.results import DamagedResult
+from tests.cli import ROOT
+
+RESULTS = ROOT / "results"
+SCALED, DEBUG = {"scale": "scaled"}, {"scale": "debug"}
+
+
+@pytest.fixture
+def copied(tmp_path):
+    shutil.copytree(RESULTS, tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_the_report_in_the_repository_is_the_generated_one():
+    assert (RESULTS / "README.md").read_text(encoding="utf-8") == report.generate(RESULTS), (
+        "run python -m scripts.report"
+    )
+
+
+def test_all_that_it_links_to_is_there():
+    text = (RESULTS / "README.md").read_text(encoding="utf-8")
+    targets = {part.split(")")[0].split("#")[0] for part in text.split("](")[1:]}
+    missing = [name for name in targets if not name.startswith("https:") and not (RESULTS / name).exists()]
+    assert missing == []
+
+
+def test_an_empty_folder_lists_every_item_with_its_command(tmp_path):
+    text = report.generate(tmp_path)
+    for item in ITEMS:
+        assert f"Not run. `python -m scripts.reproduce {item.name}` runs it: {item.cost_in_words()}." in text
+        if item.question:
+            assert f"| {item.name} | {item.question} | not run |" in text
+
+
+def test_numbers_come_from_the_files(copied):
+    path = copied / "table1.json"
+    data = json.loads(path.read_text())
+    row = next(row for row in data["rows"] if row["variant"] == "row" and row["sigma"] == 3)
+    row["dk"][1] = 0.3456
+    path.write_text(json.dumps(data))
+    text = report.generate(copied)
+    assert ".3456" in text
+    assert "dK at σ = 3, .3456 against .0777" in text
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"rows": []}', '{"settings": 3, "rows": 4}'])
+def test_a_damaged_file_is_named(copied, content):
+    (copied / "table1.json").write_text(content)
+    with pytest.raises(DamagedResult, match=r"table1\.json .*(run its command again)"):
+        report.generate(copied)
+
+
+def test_check_fails_for_an_edited_report_and_writes_nothing(copied):
+    report.main(["--results", str(copied), "--check"])
+    edited = (copied / "README.md").read_text() + "by hand\n"
+    (copied / "README.md").write_text(edited)
+    with pytest.raises(SystemExit, match="is not what the results give"):
+        report.main(["--results", str(copied), "--check"])
+    assert (copied / "README.md").read_text() == edited
+    report.main(["--results", str(copied)])
+    report.main(["--results", str(copied), "--check"])
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "gap", "match"),
+    [
+        (2 * MARGIN, 0.5 * MARGIN, AGREES, DIFFERS),
+        (0.5 * MARGIN, 0.2 * MARGIN, AGREES, AGREES),  # small, but there
+        (0.0, 0.5 * MARGIN, DIFFERS, AGREES),
+        (-2 * MARGIN, 0.5 * MARGIN, DIFFERS, DIFFERS),
+        (0.5 * MARGIN, 2 * MARGIN, CANNOT_TELL, CANNOT_TELL),
+        (2 * MARGIN, None, CANNOT_TELL, CANNOT_TELL),
+    ],
+)
+def test_a_difference_is_judged_by_its_interval(mean, half_width, gap, match):
+    found = {"of": "a", "minus": "b", "mean": mean, "half_width": half_width, "seeds": 2 if half_width else 1}
+    group = {"variants": [], "differences": [found]}
+    assert gap_verdict("", SCALED, group, "a", "b").answer == gap
+    assert match_verdict("", SCALED, group, "a", "b").answer == match
+    for verdict in (gap_verdict, match_verdict):
+        assert verdict("", DEBUG, group, "a", "b").answer == CANNOT_TELL
+
+
+@pytest.mark.parametrize("verdict", [gap_verdict, match_verdict])
+def test_what_was_not_compared_is_judged_only_if_one_alone_diverged(verdict):
+    def answer(**diverged):
+        variants = [{"variant": name, "diverged": count} for name, count in diverged.items()]
+        return verdict("", SCALED, {"variants": variants, "differences": []}, "a", "b").answer
+
+    assert answer() == answer(a=0, b=2) == answer(a=1, b=1) == CANNOT_TELL
+    assert answer(a=1, b=0) == DIFFERS
+
+
+def test_a_short_run_that_does_not_diverge_says_nothing():
+    group = {
+        "tokens_per_step": 8,
+        "steps": 2,
+        "variants": [{"variant": "SageBwd, no QK-norm", "diverged": 0}],
+    }
+    full = {"scale": "full"}
+    assert divergence_verdict(SCALED, group, "SageBwd, no QK-norm").answer == CANNOT_TELL
+    assert divergence_verdict(full, group, "SageBwd, no QK-norm").answer == DIFFERS
+    group["variants"][0]["diverged"] = 1
+    assert divergence_verdict(SCALED, group, "SageBwd, no QK-norm").answer == AGREES
+    assert divergence_verdict(full, group, "SageBwd").answer == CANNOT_TELL
+
+
+def test_table1_agrees_when_nine_tenths_of_its_errors_do():
+    tensors = ("out", "dq", "dk", "dv")
+    paper = {
+        1: (0.016, 0.0184, 0.022, 0.0159),
+        3: (0.0389, 0.0758, 0.0777, 0.0387),
+        5: (0.0603, 0.2014, 0.2007, 0.0605),
+    }
+    rows = [
+        {"sigma": sigma, "variant": "row", **{n: [1, 1.09 * e] for n, e in zip(tensors, errors, strict=True)}}
+        for sigma, errors in paper.items()
+    ]
+    assert table1_verdict(rows, "row").answer == AGREES
+    rows[0]["dv"][1] = 0.03
+    assert table1_verdict(rows, "row").answer == AGREES  # 11 of 12
+    rows[1]["dv"][1] = 0.01
+    assert table1_verdict(rows, "row").answer == DIFFERS
+    assert "10 of 12" in table1_verdict(rows, "row").why

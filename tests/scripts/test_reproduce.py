@@ -1,0 +1,209 @@
+"""scripts.reproduce: its command line, the runs it asks for, and items from one end to the other."""
+
+import json
+import shutil
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import experiments, reproduce
+from scripts.experiments import ITEMS, SCALES, Item, find, runs_of
+from scripts.report_sections import figure1b, table1
+from tests.cli import ROOT
+from trainer.plan import make_plan
+
+SETUPS = (
+    experiments.FULL_LARGE,
+    experiments.FULL_SMALL,
+    experiments.LARGE,
+    experiments.SMALL,
+    experiments.SHORT,
+    experiments.DEBUG_LARGE,
+    experiments.DEBUG_SMALL,
+    experiments.FINE_TUNE_FULL,
+)
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+# --- What is asked for --------------------------------------------------------------------------------------
+
+
+def plan_of(compose_settings, *overrides):
+    settings = compose_settings(*overrides)
+    settings.init_from = None  # there is no trained model here
+    return settings, make_plan(settings, ranks=1)
+
+
+def test_every_setup_is_a_run_of_the_tokens_it_says(compose_settings, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    plans = {}
+    for setup in SETUPS:
+        settings, plan = plan_of(compose_settings, *setup.overrides, "init_from=x")
+        assert plan.steps * plan.tokens_per_step == setup.tokens, setup.name
+        plans[setup.name] = settings, plan
+    large, small = plans["35m-131k"], plans["35m-16k"]
+    assert large[1].tokens_per_step == 8 * small[1].tokens_per_step == 131_072
+    warm_up = [settings.tps.warmup_steps * plan.tokens_per_step for settings, plan in (large, small)]
+    assert warm_up[0] == warm_up[1]
+    assert large[0].optimizer == small[0].optimizer
+    tuning = plans["finetune-325m"][0]
+    assert (tuning.steps, tuning.tps.warmup_steps, tuning.optimizer.schedule) == (700, 100, "linear")
+    assert (tuning.optimizer.lr, tuning.optimizer.min_lr_ratio, tuning.data.source) == (3e-5, 0, "stdlib")
+
+
+def test_runs_of_one_name_are_the_same_run_in_every_item():
+    runs = {run for scale in SCALES for item in ITEMS for run in item.runs(scale)}
+    assert len({run.name for run in runs}) == len(runs)
+
+
+def test_the_grid_has_every_seed_and_variant():
+    runs = find("figure1a").runs("scaled")
+    assert len(runs) == 8
+    assert runs[0].name == "35m-131k/fpa-seed1"
+    assert {run.overrides[-1] for run in runs} == {"seed=1", "seed=2"}
+    assert [run.name for run in find("layers").runs("scaled")].count("35m-131k/sagebwd-seed1") == 1
+
+
+def arguments(*argv):
+    return reproduce.parse_arguments(list(argv))
+
+
+def test_fine_tuning_follows_its_base_and_brings_its_own_text():
+    asked = arguments("finetune", "--runs-dir", "r", "--", "data=parquet", "data.path=x", "data.root=t")
+    first, then = find("finetune").stages["scaled"]
+    base = reproduce.train_command(first[0], asked)
+    assert base[-3:] == ["data=parquet", "data.path=x", "data.root=t"]
+    tuned = reproduce.train_command(then[0], asked)
+    assert f"init_from=r/{first[0].name}/weights" in tuned
+    assert f"run_dir=r/{then[0].name}" in tuned
+    assert [text for text in tuned if text.startswith("data")] == ["data.root=t"]
+    assert then[0].name not in {run.name for run in first}
+    assert first[0] not in reproduce.compared(find("finetune"), "scaled")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "name what to reproduce, or --all"),
+        (["figure9"], "there is no item 'figure9'; choose among table1, figure1a"),
+        (["table1", "--all"], "name what to reproduce, or --all"),
+        (["table1", "--per-gpu", "0"], "--per-gpu 0: at least one run"),
+        (["table1", "--", "fast"], "'fast' after -- is no override of train.py"),
+        (["table1", "--", "run_dir=x"], "run_dir=x after --: each run has its own"),
+    ],
+)
+def test_bad_command_lines_are_refused_before_anything_runs(argv, message, capsys):
+    with pytest.raises(SystemExit):
+        arguments(*argv)
+    assert message in capsys.readouterr().err
+
+
+def test_list_shows_every_item_with_its_cost(capsys):
+    reproduce.main(["--list"])
+    shown = capsys.readouterr().out.splitlines()
+    for item in ITEMS:
+        line = next(line for line in shown if line.startswith(f"{item.name} "))
+        assert experiments.in_words(item.cost("full")) in line
+    assert experiments.in_words(89) == "89 min"
+    assert experiments.in_words(5 * 60 * 24) == "120 h"
+
+
+def test_further_names_lead_to_their_item():
+    assert find("table2") is find("rms") is find("figure5") is find("layers")
+
+
+# --- From one end to the other ------------------------------------------------------------------------------
+
+
+def only(monkeypatch, *items):
+    monkeypatch.setattr(reproduce, "ITEMS", items)
+    monkeypatch.setattr(reproduce, "find", {item.name: item for item in items}.__getitem__)
+
+
+@pytest.fixture
+def here(monkeypatch, train_here):
+    """Training and measuring in this process: what other processes would do, without their start-up."""
+    trained = []
+
+    def run_all(jobs, places):
+        for job in jobs:
+            run_dir = next(
+                text.removeprefix("run_dir=") for text in job.command if text.startswith("run_dir=")
+            )
+            train_here(Path(run_dir), *(text for text in job.command[2:] if text != "experiment=debug"))
+            line = {"command": job.command[1:], "device": "CPU", "torch": "2", "commit": None}
+            (Path(run_dir) / "environment.jsonl").write_text(json.dumps(line) + "\n")
+            trained.append(job.name)
+        return []
+
+    def run_here(line, place):
+        assert line[1] == "-m"
+        import_module(line[2]).main(line[3:])
+        return 0
+
+    monkeypatch.setattr(reproduce, "run_all", run_all)
+    monkeypatch.setattr(reproduce, "run_here", run_here)
+    return trained
+
+
+def test_table1(here, tmp_path, monkeypatch, capfd):
+    command = find("table1").commands["scaled"][0]
+    small = ("--tokens", "40", "--head-dim", "16", "--heads", "2")
+    only(monkeypatch, Item("table1", "T", "table1.json", table1, {"scaled": ((*command, *small),)}))
+    paths = ["--results", str(tmp_path / "results"), "--runs-dir", str(tmp_path / "runs")]
+    reproduce.main(["table1", *paths])
+    assert sorted(file.name for file in (tmp_path / "results").iterdir()) == [
+        "README.md",
+        "table1.json",
+        "table1.png",
+    ]
+    assert "N 40, D 16, 2 heads" in (tmp_path / "results" / "README.md").read_text()
+    reproduce.main(["--all", *paths])
+    assert "table1: done before" in capfd.readouterr().out
+
+
+def test_a_training_item_resumes_and_reports(here, tmp_path, datasets, monkeypatch, capfd):
+    runs = runs_of(experiments.DEBUG_SMALL, {"fpa": ("attention=fpa",), "sagebwd": ("attention=sagebwd",)})
+    stages = {"debug": (runs,)}
+    item = Item("figure1b", "F", "figure1b.json", figure1b, experiments.curves("figure1b"), stages=stages)
+    only(monkeypatch, item)
+    command = [
+        "figure1b",
+        "--scale",
+        "debug",
+        "--runs-dir",
+        str(tmp_path),
+        "--",
+        f"data.root={datasets}",
+        "steps=3",
+    ]
+    reproduce.main(command)
+    assert here == ["debug-256/fpa-seed1", "debug-256/sagebwd-seed1"]
+    results = tmp_path / "debug-results"
+    groups = json.loads((results / "figure1b.json").read_text())["groups"]
+    assert [variant["variant"] for variant in groups[0]["variants"]] == ["full precision", "SageBwd"]
+    assert (results / "figure1b.png").exists()
+    assert "cannot tell at this scale" in (results / "README.md").read_text()
+
+    shutil.rmtree(results)
+    reproduce.main(command)
+    assert here[2:] == []  # both are finished
+    assert (results / "figure1b.json").exists()
+    with pytest.raises(SystemExit, match="failed: figure1b"):
+        reproduce.main([*command, "optimizer.lr=1"])
+    assert "finished, but with other settings: optimizer.lr=1 on one side only" in capfd.readouterr().err
+
+
+def test_what_is_not_part_of_the_checkout_is_said_before_training(here, tmp_path, monkeypatch, capsys):
+    stages = {"debug": (runs_of(experiments.DEBUG_SMALL, {"fpa": ("attention=fpa",)}),)}
+    only(monkeypatch, Item("x", "X", "x.json", table1, {"debug": (("scripts.not_there",),)}, stages=stages))
+    with pytest.raises(SystemExit, match="failed: x"):
+        reproduce.main(["x", "--scale", "debug", "--runs-dir", str(tmp_path), "--results", str(tmp_path)])
+    assert "scripts.not_there is not part of this checkout yet" in capsys.readouterr().err
+    assert here == []
