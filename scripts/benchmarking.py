@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from data.files import write_json, write_text
+from trainer.run_directory import find_commit
 
 # --- Time --------------------------------------------------------------------------------------------------
 
@@ -129,13 +130,6 @@ def describe_hardware(device: torch.device) -> dict:
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "driver": read_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
-
-
-def find_commit() -> str | None:
-    """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
-    git = ("git", "-C", str(Path(__file__).parent))
-    commit = read_line(*git, "rev-parse", "HEAD")
-    return commit and commit + ("+" if read_line(*git, "status", "--porcelain") else "")
 
 
 def installed(package: str) -> str | None:

@@ -105,7 +105,7 @@ class RunDirectory:
         line = {
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": sys.argv,
-            "commit": _commit(),
+            "commit": find_commit(),
             "device": _device_name(device),
             "devices": devices,
             "python": platform.python_version(),
@@ -153,7 +153,7 @@ def _device_name(device: torch.device) -> str:
     return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
 
 
-def _commit() -> str | None:
+def find_commit() -> str | None:
     """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
