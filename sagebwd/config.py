@@ -54,7 +54,8 @@ class SageConfig:
             term (dSᵀ1)·μ_Qᵀ to dK.
         smooth_v: subtract the mean over all tokens, μ_V, from V before it is quantized for O, and add it to
             O, which is the same because rows of P sum to 1. What P loses by rounding then multiplies V − μ_V,
-            not V. Early in training that loss is most of the error of δ, and so of dQ and dK.
+            not V. Early in training that loss is most of the error of δ, and so of dQ and dK. Costs one more
+            read of V.
         operand_scales: scales of Q, K, V and dO. ``"block"``, as in the paper: one per block of tokens.
             ``"token"``: one per token. Where a product contracts tokens (O, dV, dQ, dK) that scale runs along
             the contracted axis, so P or dS takes it, in fp32, before it is quantized itself; and what the

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
@@ -466,23 +467,28 @@ def entries():
             yield path.stem, name
 
 
+#: SMOOTH_V of the sources that know it.
+SMOOTH_V = {"forward": (False, True)}
 #: Every pair of settings occurs in the quick ones.
 QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
-VARIANTS = [
-    pytest.param(
-        {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16},
-        marks=() if (d, causal, bf16) in QUICK else pytest.mark.gpu,
-        id=f"{d}-{'causal' if causal else 'full'}-{'bf16' if bf16 else 'fp16'}",
-    )
-    for d in (64, 128)
-    for causal in (0, 1)
-    for bf16 in (False, True)
-]
+
+
+def variants():
+    """Every source with every combination of its macros."""
+    for source in sorted({source for source, _ in entries()}):
+        settings = product((64, 128), (0, 1), (False, True), SMOOTH_V.get(source, (False,)))
+        for d, causal, bf16, smooth_v in settings:
+            names = (source, str(d), "causal" if causal else "full", "bf16" if bf16 else "fp16")
+            yield pytest.param(
+                source,
+                {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16, "SMOOTH_V": smooth_v},
+                marks=() if (d, causal, bf16) in QUICK else pytest.mark.gpu,
+                id="-".join((*names, "smooth_v") if smooth_v else names),
+            )
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("defines", VARIANTS)
-@pytest.mark.parametrize("source", sorted({source for source, _ in entries()}))
+@pytest.mark.parametrize(("source", "defines"), list(variants()))
 def test_kernels_compile_without_spills(source, defines):
     cubin, log = runtime.compile_source(source, defines, ptxas_options=["-v"])
     for name in (name for file, name in entries() if file == source):
