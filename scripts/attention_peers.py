@@ -135,7 +135,6 @@ CONFIGS = {
     "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
     "strictly-causal": ("sagebwd strictly causal", SageConfig.strictly_causal(), BOUND_INT8),
     "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),
-    "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
     "accurate": ("sagebwd accurate", SageConfig.accurate(), BOUND_INT8),
 }
 
