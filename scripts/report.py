@@ -17,7 +17,8 @@ from pathlib import Path
 
 from data.files import write_text
 from scripts.experiments import ITEMS, RESULTS, Item
-from scripts.report_sections import FURTHER, Section, Verdict, markdown
+from scripts.report_parts import Section, Verdict, markdown
+from scripts.report_sections import FURTHER
 from scripts.results import MEND, DamagedResult, Results
 
 HEAD = """\

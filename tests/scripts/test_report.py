@@ -7,16 +7,9 @@ import pytest
 
 from scripts import report
 from scripts.experiments import ITEMS
-from scripts.report_sections import (
-    AGREES,
-    CANNOT_TELL,
-    DIFFERS,
-    MARGIN,
-    divergence_verdict,
-    gap_verdict,
-    match_verdict,
-    table1_verdict,
-)
+from scripts.report_parts import AGREES, CANNOT_TELL, DIFFERS
+from scripts.report_sections import table1_verdict
+from scripts.report_training import MARGIN, divergence_verdict, gap_verdict, match_verdict
 from scripts.results import DamagedResult
 from tests.cli import ROOT
 
