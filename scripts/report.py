@@ -110,7 +110,9 @@ def naming(name: str, results: Results) -> Iterator[None]:
     """Turn errors about missing parts of a JSON into a DamagedResult that names the file."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
+    except DamagedResult:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration, ValueError) as error:
         path = results.folder / name
         raise DamagedResult(f"{path} lacks what the report needs ({error!r}); {MEND}") from error
 

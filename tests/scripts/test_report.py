@@ -62,6 +62,16 @@ def test_a_damaged_file_is_named(copied, content):
         report.generate(copied)
 
 
+@pytest.mark.parametrize("name", ["layers", "gradient_formats", "gradient_error"])
+def test_a_file_without_a_measurement_is_named(tmp_path, name):
+    settings = {"sequences": 1, "tile": [128, 64]}
+    nothing = {"hardware": "cpu", "settings": settings, "normalisation": "", "rows": [], "table2": {}}
+    for content in ({}, nothing | {"runs": {}, "sources": {}}):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        with pytest.raises(DamagedResult, match=rf"{name}\.json lacks what the report needs"):
+            report.generate(tmp_path)
+
+
 def test_check_fails_for_an_edited_report_and_writes_nothing(copied):
     report.main(["--results", str(copied), "--check"])
     edited = (copied / "README.md").read_text() + "by hand\n"
