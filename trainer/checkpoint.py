@@ -232,7 +232,9 @@ def load_weights(folder: Path, step: int, model: nn.Module) -> None:
     try:
         _verify(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} is damaged ({error}); use another step") from error
+        raise ValueError(
+            f"checkpoint {path} is damaged ({error}); use another step, or delete that folder"
+        ) from error
     weights = get_model_state_dict(model)
     with warnings.catch_warnings():  # of no process group, which takes none here
         warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
