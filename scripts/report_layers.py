@@ -334,7 +334,12 @@ def gradient_formats(results: Results) -> Body:
         "Every step, dK, dV, relative L2, and FP8 with dP in 8 bits: "
         "[`gradient_formats.md`](gradient_formats.md).",
     ]
-    return Body("\n\n".join(text), [formats_verdict(measured, seen), dp_bits_verdict(measured, seen)])
+    verdicts = [
+        verdict(measured, granularity, seen)
+        for verdict in (formats_verdict, dp_bits_verdict)
+        for granularity in dict.fromkeys(granularity for _, granularity in measured)
+    ]
+    return Body("\n\n".join(text), verdicts)
 
 
 #: {(trace, granularity): {(format, bits of dP): {"l1": …, "cos": …} of dQ, mean over layers}}
@@ -342,7 +347,9 @@ FormatErrors = dict[tuple[str, str], dict[tuple[str, int], dict[str, float]]]
 
 
 def format_errors(data: dict[str, Any]) -> FormatErrors:
-    """Of the last step of each run, or of random numbers."""
+    """Of the last step of each run, or of random numbers. Raises ValueError if there are none."""
+    if not data["rows"]:
+        raise ValueError("no rows")
     last = {origin["run"]: name for name, origin in sorted(data["sources"].items(), key=by_step)}
     kept = set(last.values()) or {row["trace"] for row in data["rows"]}
     by_scheme: dict[tuple[str, str, str, int], list[dict]] = {}
@@ -385,29 +392,41 @@ def dp_table(measured: FormatErrors) -> str:
     return markdown(header, rows, left=2)
 
 
-def formats_verdict(measured: FormatErrors, seen: dict[str, int]) -> Verdict:
-    def case(trace: str, granularity: str) -> Case:
-        int8, *fp8 = (measured[trace, granularity][name, 16]["l1"] for name in FORMATS)
-        numbers = f"{decimal(int8)} against {decimal(min(fp8))}"
-        return Case(f"{trace}, {granularity}", seen.get(trace, 0), int8 < min(fp8), numbers)
+def formats_verdict(measured: FormatErrors, granularity: str, seen: dict[str, int]) -> Verdict:
+    def case(trace: str, errors: dict[tuple[str, int], dict[str, float]]) -> Case:
+        int8, *fp8 = (errors[name, 16]["l1"] for name in FORMATS)
+        return Case(
+            trace, seen.get(trace, 0), int8 < min(fp8), f"{decimal(int8)} against {decimal(min(fp8))}"
+        )
 
     printed = " against ".join(decimal(paper.S3_FORMATS[name]) for name in ("int8", "fp8"))
+    claim = f"INT8 gradients beat FP8 ones (dQ {printed}); a scale per {granularity}"
     rule = "The error of dQ with INT8 must be below that with either FP8 format."
-    return by_share(f"INT8 gradients beat FP8 ones (dQ {printed})", [case(*key) for key in measured], rule)
+    return by_share(claim, [case(*item) for item in of_granularity(measured, granularity).items()], rule)
 
 
-def dp_bits_verdict(measured: FormatErrors, seen: dict[str, int]) -> Verdict:
-    factors = {key: errors["int8", 8]["l1"] / errors["int8", 16]["l1"] for key, errors in measured.items()}
+def dp_bits_verdict(measured: FormatErrors, granularity: str, seen: dict[str, int]) -> Verdict:
+    factors = {
+        trace: errors["int8", 8]["l1"] / errors["int8", 16]["l1"]
+        for trace, errors in of_granularity(measured, granularity).items()
+    }
     cases = [
-        Case(f"{trace}, {granularity}", seen.get(trace, 0), factor >= DP_FACTOR, f"{factor:.2f}")
-        for (trace, granularity), factor in factors.items()
+        Case(trace, seen.get(trace, 0), factor >= DP_FACTOR, f"{factor:.2f}")
+        for trace, factor in factors.items()
     ]
     printed = paper.S3_DP["int8"][1] / paper.S3_DP["fp16"][1]
-    claim = f"dP must stay in 16 bit: INT8 multiplies the error of dQ by {printed:.1f}"
+    claim = (
+        f"dP must stay in 16 bit: INT8 multiplies the error of dQ by {printed:.1f}; a scale per {granularity}"
+    )
     rule = (
         f"Here by {min(factors.values()):.2f} to {max(factors.values()):.2f}; it must be {DP_FACTOR} or more."
     )
     return by_share(claim, cases, rule)
+
+
+def of_granularity(measured: FormatErrors, granularity: str) -> dict[str, dict]:
+    """By trace."""
+    return {trace: errors for (trace, own), errors in measured.items() if own == granularity}
 
 
 # --- Where the error of the gradients comes from ------------------------------------------------------------

@@ -10,10 +10,12 @@ from scripts.report_layers import (
     Layers,
     alike_but,
     by_share,
+    dp_bits_verdict,
     dp_verdict,
     ds_verdict,
     extreme,
     format_errors,
+    formats_verdict,
     gradients_verdict,
     most_against_fewest_tokens,
     ratio_verdict,
@@ -159,3 +161,25 @@ def test_formats_are_compared_at_the_last_step_of_each_run():
     found = format_errors({"sources": sources, "rows": rows})
     assert found == {("r, step 2,000", "row"): {("int8", 16): {"l1": pytest.approx(0.2), "cos": 1.0}}}
     assert list(format_errors({"sources": {}, "rows": rows})) == [(name, "row") for name in sources]
+
+
+def test_formats_are_judged_by_granularity():
+    def errors(int8, fp8, dp):
+        values = {("int8", 16): int8, ("e4m3", 16): fp8, ("e5m2", 16): 2 * fp8, ("int8", 8): dp}
+        return {scheme: {"l1": value, "cos": 1.0} for scheme, value in values.items()}
+
+    measured = {
+        ("a", "row"): errors(0.1, 0.2, 0.3),
+        ("b", "row"): errors(0.1, 0.11, 0.2),
+        ("a", "block"): errors(0.1, 0.09, 0.15),
+        ("b", "block"): errors(0.1, 0.09, 0.25),
+    }
+    seen = {"a": TRAINED, "b": TRAINED}
+    judged = {
+        granularity: [
+            verdict(measured, granularity, seen).answer for verdict in (formats_verdict, dp_bits_verdict)
+        ]
+        for granularity in ("row", "block")
+    }
+    assert judged == {"row": [AGREES, AGREES], "block": [DIFFERS, CANNOT_TELL]}
+    assert formats_verdict(measured, "row", {}).answer == CANNOT_TELL
