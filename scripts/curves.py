@@ -349,7 +349,8 @@ def group_name(group: dict[str, Any]) -> str:
     """ "35M parameters, 131,072 tokens per step, 382 steps"."""
     size = f"{group['parameters'] / 1e6:.3g}M parameters"
     start = ", from trained weights" if group["init_from"] else ""
-    return f"{size}, {group['tokens_per_step']:,} tokens per step, {group['steps']:,} steps{start}"
+    schedule = f"{group['tokens_per_step']:,} tokens per step, {group['steps']:,} steps, lr {group['lr']:g}"
+    return f"{size}, {schedule}{start}"
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ FULL_SMALL = Setup("325m-260k", ("tps=260k",), PAPER_TOKENS, 172_000)
 # An eighth of the tokens per step against the full number, as in the paper, at a sixteenth of both.
 # All runs of the three leave some 65 GB: a checkpoint of the 325M model has 3.9 GB, one of the 35M 0.42 GB.
 LARGE = Setup("35m-131k", ("experiment=scaled_131k",), 50_069_504, 600_000, seeds=(1, 2), milestone_every=96)
+# What 78 billion tokens do to the logits, 50 million may not: the same pushed by a high learning rate.
+PUSHED = replace(LARGE, name="35m-131k-lr6e-3", overrides=(*LARGE.overrides, "optimizer.lr=6.0e-3"))
 SMALL = Setup("35m-16k", ("experiment=scaled_16k",), 50_069_504, 400_000, seeds=(1, 2))
 SHORT = Setup("325m-260k-short", ("experiment=scaled_325m",), 100_139_008, 172_000, milestone_every=128)
 DEBUG_LARGE = Setup("debug-2k", ("experiment=debug", "tps=2.1m"), 16_384, 10_000, milestone_every=4)
@@ -197,7 +199,7 @@ def curves(name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
 
 FIGURE_1A = {
     "full": (runs_of(FULL_LARGE, QK_NORM_GRID),),
-    "scaled": (runs_of(LARGE, QK_NORM_GRID),),
+    "scaled": (runs_of(LARGE, QK_NORM_GRID) + runs_of(PUSHED, QK_NORM_GRID),),
     "debug": (runs_of(DEBUG_LARGE, QK_NORM_GRID),),
 }
 FIGURE_1B = {
@@ -215,7 +217,7 @@ FIGURE_4 = {
 #: The runs that keep milestones, at many tokens per step, and of the paper's model.
 MILESTONES = {
     "full": (runs_of(FULL_LARGE, QK_NORM_GRID),),
-    "scaled": (runs_of(LARGE, QK_NORM_GRID) + runs_of(SHORT, QK_NORM_GRID),),
+    "scaled": (sum((runs_of(setup, QK_NORM_GRID) for setup in (LARGE, PUSHED, SHORT)), ()),),
     "debug": (runs_of(DEBUG_LARGE, QK_NORM_GRID),),
 }
 
@@ -335,7 +337,7 @@ ITEMS = (
         curves("presets"),
         stages={
             "full": (runs_of(FULL_LARGE, PRESETS),),
-            "scaled": (runs_of(LARGE, PRESETS),),
+            "scaled": (runs_of(LARGE, PRESETS) + runs_of(PUSHED, PRESETS),),
             "debug": (runs_of(DEBUG_SMALL, PRESETS),),
         },
     ),

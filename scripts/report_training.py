@@ -42,8 +42,9 @@ def figure1a(results: Results) -> Body:
         claim = (
             f"with QK-norm SageBwd ends {paper.FIGURE_1_GAP:.3f} above full precision at 2.1M tokens per step"
         )
-        verdicts.append(gap_verdict(claim, data, group, SAGE, FULL_PRECISION))
-        verdicts.append(divergence_verdict(data, group, f"{SAGE}, no QK-norm"))
+        where = f"; learning rate {group['lr']:g}" if len(data["groups"]) > 1 else ""
+        verdicts.append(gap_verdict(claim + where, data, group, SAGE, FULL_PRECISION))
+        verdicts.append(divergence_verdict(data, group, f"{SAGE}, no QK-norm", where))
     return Body(training_text(data, "figure1a", printed), verdicts)
 
 
@@ -189,9 +190,9 @@ def match_verdict(claim: str, data: dict, group: dict, of: str, minus: str) -> V
     return Verdict(claim, CANNOT_TELL, f"Here {found}.")
 
 
-def divergence_verdict(data: dict, group: dict, variant: str) -> Verdict:
+def divergence_verdict(data: dict, group: dict, variant: str, where: str) -> Verdict:
     """The paper sees this variant diverge; that it does not in a short run says nothing about a long one."""
-    claim = "without QK-norm SageBwd diverges at 2.1M tokens per step"
+    claim = f"without QK-norm SageBwd diverges at 2.1M tokens per step{where}"
     if diverged(group, variant):
         return settled(claim, data, AGREES, "It diverges here, too.")
     if not any(own["variant"] == variant for own in group["variants"]):

@@ -120,11 +120,11 @@ def test_a_short_run_that_does_not_diverge_says_nothing():
         "variants": [{"variant": "SageBwd, no QK-norm", "diverged": 0}],
     }
     full = {"scale": "full"}
-    assert divergence_verdict(SCALED, group, "SageBwd, no QK-norm").answer == CANNOT_TELL
-    assert divergence_verdict(full, group, "SageBwd, no QK-norm").answer == DIFFERS
+    assert divergence_verdict(SCALED, group, "SageBwd, no QK-norm", "").answer == CANNOT_TELL
+    assert divergence_verdict(full, group, "SageBwd, no QK-norm", "").answer == DIFFERS
     group["variants"][0]["diverged"] = 1
-    assert divergence_verdict(SCALED, group, "SageBwd, no QK-norm").answer == AGREES
-    assert divergence_verdict(full, group, "SageBwd").answer == CANNOT_TELL
+    assert divergence_verdict(SCALED, group, "SageBwd, no QK-norm", "").answer == AGREES
+    assert divergence_verdict(full, group, "SageBwd", "").answer == CANNOT_TELL
 
 
 def test_table1_agrees_when_nine_tenths_of_its_errors_do():
