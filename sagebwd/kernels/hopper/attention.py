@@ -52,6 +52,7 @@ def _supports(config: SageConfig, head_dim: int) -> bool:
         and config.granularity == "row"
         and not config.smooth_q
         and not config.smooth_v
+        and not config.unsigned_p
         and not config.add_mean_k_term
         and config.s_levels == 1
         and not config.exact_delta

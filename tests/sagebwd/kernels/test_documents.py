@@ -24,6 +24,7 @@ CONFIGS = {
     "strictly causal": SageConfig.strictly_causal(),
     "smooth_q": SageConfig(smooth_q=True, add_mean_k_term=True, block_q=32, block_kv=64),
     "smooth_v": SageConfig(smooth_v=True),
+    "unsigned_p": SageConfig(unsigned_p=True),
     "no INT8": SageConfig(int8_matmuls=()),
     "all INT8": SageConfig(int8_matmuls=MATMULS, block_q=64, block_kv=32),
 }

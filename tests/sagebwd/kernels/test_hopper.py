@@ -59,6 +59,7 @@ OTHER_SETTINGS = {
     "smooth_k": [(False, True)],
     "smooth_q": [(True, False)],
     "smooth_v": [(True, False)],
+    "unsigned_p": [(True, False)],
     "operand_scales": [("token", False)],
     "granularity": [("block", False)],
     "int8_matmuls": [
