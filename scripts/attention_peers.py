@@ -136,6 +136,7 @@ CONFIGS = {
     "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),
     "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
     "accurate": ("sagebwd accurate", SageConfig.accurate(), BOUND_INT8),
+    "unsigned-p": ("sagebwd unsigned P", SageConfig(unsigned_p=True), BOUND_INT8),
 }
 
 #: By the name that --without takes.

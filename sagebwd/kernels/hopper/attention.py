@@ -52,7 +52,6 @@ def _supports(config: SageConfig, head_dim: int) -> bool:
         and config.granularity == "row"
         and not config.smooth_q
         and not config.smooth_v
-        and not config.unsigned_p
         and not config.add_mean_k_term
         and config.s_levels == 1
         and not config.exact_delta
@@ -135,8 +134,13 @@ LAUNCHES = {
 }
 
 
-def _launch(name: str, like: Tensor, is_causal: bool, arguments: _Forward | _Dq | _DkDv) -> None:
-    """Run kernel ``name`` on as many programs as the GPU holds; they share the items."""
+def _launch(
+    name: str, like: Tensor, is_causal: bool, arguments: _Forward | _Dq | _DkDv, **defines: bool
+) -> None:
+    """Run kernel ``name`` on as many programs as the GPU holds; they share the items.
+
+    defines: macros that only this kernel knows.
+    """
     head_dim = padded_head_dim(like.shape[-1])
     launch = LAUNCHES[name, head_dim]
     kernel = runtime.kernel(
@@ -148,6 +152,7 @@ def _launch(name: str, like: Tensor, is_causal: bool, arguments: _Forward | _Dq 
         IS_BF16=like.dtype == torch.bfloat16,
         LAUNCH_THREADS=launch.threads,
         LAUNCH_BYTES=launch.shared_bytes,
+        **defines,
     )
     items = arguments.axes.own_heads * arguments.axes.own_blocks
     kernel.launch(min(items, _multiprocessors(like.device.index)), launch.threads, arguments)
@@ -203,7 +208,7 @@ def forward(
     group, taken = q.shape[1] // k.shape[1], q.new_zeros(1, dtype=torch.int32)
     axes = _axes("forward", q, q_axis, kv_axis, own_axis=q_axis, group=group, taken=taken.data_ptr())
     arguments = _Forward(queries.data_ptr(), keys.data_ptr(), out.target, lse.data_ptr(), axes, scale)
-    _launch("forward", q, is_causal, arguments)
+    _launch("forward", q, is_causal, arguments, UNSIGNED_P=config.unsigned_p)
     return out.finish(), lse, k_mean
 
 
@@ -232,7 +237,7 @@ def backward(
         q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), dk.target, dv.target,
         axes, scale,
     )  # fmt: skip
-    _launch("dk_dv", q, is_causal, arguments)
+    _launch("dk_dv", q, is_causal, arguments, UNSIGNED_P=config.unsigned_p)
 
     del q_columns  # its memory is free again before the next packets are made
     k_columns = packets.key_columns(k_rows, k, kv_axis)
