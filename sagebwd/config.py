@@ -57,7 +57,8 @@ class SageConfig:
             term (dSᵀ1)·μ_Qᵀ to dK.
         smooth_v: subtract the mean over all tokens, μ_V, from V before it is quantized for O, and add it to
             O, which is the same because rows of P sum to 1. What P loses by rounding then multiplies V − μ_V,
-            not V. Early in training that loss is most of the error of δ, and so of dQ and dK.
+            not V. Early in training that loss is most of the error of δ, and so of dQ and dK. Costs one more
+            read of V.
         unsigned_p: round P̃ in O and P in dV, which are never negative, to unsigned INT8, 0 … 255 with scale
             max / 255, in place of −127 … 127 with max / 127, which leaves half of the numbers unused: steps
             half as wide. A product outside INT8 stays as it is. Costs nothing where tensor cores multiply

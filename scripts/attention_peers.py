@@ -132,9 +132,9 @@ class Peer(NamedTuple):
 #: By the name that --configs takes: what rows are called, the settings, and the largest relative L2.
 CONFIGS = {
     "default": ("sagebwd", SageConfig(), BOUND_INT8),
+    "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
     "strictly-causal": ("sagebwd strictly causal", SageConfig.strictly_causal(), BOUND_INT8),
     "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),
-    "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
     "accurate": ("sagebwd accurate", SageConfig.accurate(), BOUND_INT8),
     "unsigned-p": ("sagebwd unsigned P", SageConfig(unsigned_p=True), BOUND_INT8),
 }

@@ -4,8 +4,8 @@
 
 All tokens after position i are drawn anew in Q, K, V and dO, and the change of O and dQ of the tokens up to i
 is measured, relative L2: of the queries in the tile that holds i, and of those in earlier tiles. A tile here
-is the larger of the blocks of queries and keys, so that only μ_K reaches earlier tiles. At a border i is the
-last token of its tile, which then shares no scale with later tokens.
+is the larger of the blocks of queries and keys, so that only μ_K and μ_V reach earlier tiles. At a border i
+is the last token of its tile, which then shares no scale with later tokens.
 
 Next to it stands the error of the same queries against float64 attention. A leak as large as the error means
 that the error, which should be noise, is in good part a function of the future.
@@ -14,7 +14,6 @@ that the error, which should be noise, is in good part a function of the future.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from statistics import mean
 
@@ -25,13 +24,17 @@ from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import sage_attention
+from scripts.benchmarking import describe_run
 from scripts.table1 import exact_attention, positive_int, settings_of
+
+PROGRAM = "python -m scripts.causal_leak"
 
 CONFIGS = {
     "default": SageConfig(),
     "paper": SageConfig.paper(),
     "smooth_k=False": SageConfig(smooth_k=False),
     "smooth_q=True": SageConfig(smooth_q=True),
+    "smooth_v=True": SageConfig(smooth_v=True),
     "strictly_causal": SageConfig.strictly_causal(),
 }
 #: How the later tokens of all four tensors are drawn: (standard deviation, what channel 0 has on top).
@@ -47,13 +50,13 @@ def main(argv: list[str] | None = None) -> None:
     rows = measure(arguments)
     print_table(rows)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(arguments.out, report(arguments, rows))
+    write_json(arguments.out, report(argv, arguments, rows))
     print(f"relative L2, mean over the positions, written to {arguments.out}")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.causal_leak",
+        prog=PROGRAM,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -82,6 +85,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default=Path("results/causal_leak.json"),
         help="JSON file to write (default results/causal_leak.json)",
     )
+    parser.set_defaults(device="cpu")  # of the reference
     arguments = parser.parse_args(argv)
     first = max(largest_tile(config, arguments.head_dim) for config in CONFIGS.values())
     for cut in arguments.cuts:
@@ -178,16 +182,14 @@ def print_row(config: str, redraw: str, place: str, values: list[dict]) -> None:
     print(f"{config:16} {redraw:16} {place:8}" + "".join(f"{x:15.5f}" for x in means))
 
 
-def report(arguments: argparse.Namespace, rows: list[dict]) -> dict:
+def report(argv: list[str] | None, arguments: argparse.Namespace, rows: list[dict]) -> dict:
     """Everything that was measured, and what is needed to measure it again."""
     return {
         "table": "dependence of O and dQ on tokens that the causal mask hides",
         "values": "relative L2; leak: after against before the redraw, error: against float64 attention",
-        "settings": {name: value for name, value in vars(arguments).items() if name != "out"},
+        **describe_run(PROGRAM, argv, arguments, ()),
         "configs": {name: settings_of(config, arguments.head_dim) for name, config in CONFIGS.items()},
         "redraws": {name: {"std": std, "offset": offset} for name, (std, offset) in REDRAWS.items()},
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
-        "hardware": "cpu",
         "rows": rows,
     }
 

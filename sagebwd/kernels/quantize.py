@@ -1,6 +1,6 @@
 """Q, K, V and dO from 16 bit to INT8, with smoothing, and δ = rowsum(dO ∘ O): one read of each tensor.
 
-Only the mean of K takes a read of its own: every scale depends on it.
+Only the means of K and V take a read of their own: every scale depends on them.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def leaks(rows, config, region, at_border):
 
 def test_there_is_a_row_for_every_setting_position_and_redraw(rows):
     found = [(row["config"], row["position"], row["redraw"]) for row in rows]
-    assert len(found) == len(set(found)) == 5 * 2 * 4
+    assert len(found) == len(set(found)) == 6 * 2 * 4
     assert {row["position"]: row["at_border"] for row in rows} == {140: False, 255: True}
 
 
@@ -34,8 +34,8 @@ def test_strictly_causal_leaks_nothing(rows):
             assert set(leaks(rows, "strictly_causal", region, at_border)) == {0.0}
 
 
-@pytest.mark.parametrize("config", ["default", "paper", "smooth_q=True"])
-def test_the_mean_of_k_leaks_everywhere(rows, config):
+@pytest.mark.parametrize("config", ["default", "paper", "smooth_q=True", "smooth_v=True"])
+def test_a_mean_over_all_tokens_leaks_everywhere(rows, config):
     for region in causal_leak.REGIONS:
         for at_border in (False, True):
             assert min(leaks(rows, config, region, at_border)) > 1e-3
@@ -83,12 +83,14 @@ def test_command_line(tmp_path, capsys):
         "cuts": [140, 255],
         "dtype": "bfloat16",
         "seed": 3,
+        "device": "cpu",
     }
     assert report["configs"]["default"]["block_kv"] == 128
-    assert len(report["rows"]) == 40
+    assert report["command"].startswith("python -m scripts.causal_leak --tokens 270")
+    assert len(report["rows"]) == 48
     printed = capsys.readouterr().out
-    assert printed.count("(error)") == 5
-    assert printed.count("border") == 5 * 4
+    assert printed.count("(error)") == 6
+    assert printed.count("border") == 6 * 4
 
 
 @pytest.mark.parametrize("cut", [127, 511])

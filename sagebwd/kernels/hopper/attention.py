@@ -1,6 +1,7 @@
 """Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packets, then forward.cu or dk_dv.cu, dq.cu.
 
-The same arithmetic as the portable kernels, for the default settings and head sizes above 32 up to 128.
+The same arithmetic as the portable kernels, for head sizes above 32 up to 128 and the default settings, of
+which ``smooth_k``, ``smooth_v`` and ``unsigned_p`` may be set either way.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ def _supports(config: SageConfig, head_dim: int) -> bool:
         and config.operand_scales == "block"
         and config.granularity == "row"
         and not config.smooth_q
-        and not config.smooth_v
         and not config.add_mean_k_term
         and config.s_levels == 1
         and not config.exact_delta
@@ -80,6 +80,8 @@ class _Forward(ctypes.Structure):
         ("lse", ctypes.c_void_p),
         ("axes", _Axes),
         ("scale", ctypes.c_float),
+        ("documents", ctypes.c_int),
+        ("v_mean", ctypes.c_void_p),
     ]
 
 
@@ -199,16 +201,21 @@ def forward(
         k_mean = packets.token_mean(k, kv_axis)
     else:
         k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
+    v_mean = packets.token_mean(v, kv_axis) if config.smooth_v else None
     queries = packets.query_packets(q, q_axis)
-    keys = packets.key_value_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
+    keys = packets.key_value_packets(k, v, kv_axis, k_mean if config.smooth_k else None, v_mean)
     out = _Result(q, q_axis)
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:
         lse.fill_(float("-inf"))
     group, taken = q.shape[1] // k.shape[1], q.new_zeros(1, dtype=torch.int32)
     axes = _axes("forward", q, q_axis, kv_axis, own_axis=q_axis, group=group, taken=taken.data_ptr())
-    arguments = _Forward(queries.data_ptr(), keys.data_ptr(), out.target, lse.data_ptr(), axes, scale)
-    _launch("forward", q, is_causal, arguments, UNSIGNED_P=config.unsigned_p)
+    arguments = _Forward(
+        queries.data_ptr(), keys.data_ptr(), out.target, lse.data_ptr(), axes, scale,
+        kv_axis.documents, None if v_mean is None else v_mean.data_ptr(),
+    )  # fmt: skip
+    defines = {"SMOOTH_V": config.smooth_v, "UNSIGNED_P": config.unsigned_p}
+    _launch("forward", q, is_causal, arguments, **defines)
     return out.finish(), lse, k_mean
 
 

@@ -256,6 +256,7 @@ __device__ __forceinline__ Item item_at(const Axes& a, int index) {
 
 struct Queries {
     Document q;
+    int document;            // its number, which is that of its keys as well
     int head, first;         // first query
     int q_block, kv_block;   // first packets, counted over all heads
     int q_packets;           // fewer than the warpgroups if the queries end before
@@ -269,6 +270,7 @@ __device__ __forceinline__ bool find_queries(const Axes& a, const Item& item, Qu
     const int document = a.own.document == nullptr ? 0 : a.own.document[block];
     const Document own = find_extent(a.own, a.n_q, document), kv = find_extent(a.kv, a.n_kv, document);
     work.q = find_extent(a.q, a.n_q, document);
+    work.document = document;
     work.head = item.head;
     work.first = (block - own.first_block) * ROWS * WARPGROUPS;
     work.q_block = work.head * a.q_blocks + work.q.first_block + work.first / ROWS;

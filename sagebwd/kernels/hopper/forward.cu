@@ -33,6 +33,9 @@ struct Arguments {
     float* lse;
     Axes axes;
     float scale;
+    // Read if SMOOTH_V is defined.
+    int documents;
+    const float* v_mean;  // of each document of each key head, see mean_kernel
 };
 
 __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared, Item (&items)[2]) {
@@ -186,6 +189,17 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
     keys.advance();
 }
 
+// O times inverse[row], and on top the mean of V, which V in INT8 is without: the rows of P sum to 1. Only now are its
+// numbers loaded, when the registers of S and P are free.
+__device__ __forceinline__ void add_mean(float (&o)[D / 2], const float (&inverse)[2], const float* mean) {
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {  // 8 columns
+        const float2 m = *reinterpret_cast<const float2*>(mean + 8 * j + threadIdx.x % 4 * 2);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) o[4 * j + k] = fmaf(o[4 * j + k], inverse[k / 2], pick(m, k % 2));
+    }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Arguments a) {
@@ -239,6 +253,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
             if (thread % 4 == 0 && token < work.q.tokens)
                 a.lse[i64(work.head) * a.axes.n_q + work.q.start + token] = state.m[r] + log2f(l);
         }
+#ifdef SMOOTH_V
+        // A query without keys keeps its zero: the mean of no values is zero.
+        add_mean(state.o, inverse, a.v_mean + (i64(work.head / a.axes.group) * a.documents + work.document) * D);
+        inverse[0] = inverse[1] = 1.0f;
+#endif
         store_rows(a.out, state.o, inverse, shared + STAGING + warpgroup * STAGING_BYTES, warpgroup, work.head, a.axes.heads,
                    first, work.q, a.axes.d);
     }

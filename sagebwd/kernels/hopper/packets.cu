@@ -111,10 +111,16 @@ struct Pieces {
     }
 };
 
-// Subtracts the mean of each channel from what exists.
+struct Axis {
+    Segments segments;
+    int tokens, d, heads, blocks, documents;
+};
+
+// Subtracts the mean of each channel, see mean_kernel, from what exists; nothing if `means` is null.
 template <int TOKENS>
-__device__ __forceinline__ void subtract(Tile<TOKENS>& tile, const float* mean, const Block& block, int d) {
-    if (tile.channel() >= d) return;
+__device__ __forceinline__ void subtract(Tile<TOKENS>& tile, const float* means, const Block& block, const Axis& axis) {
+    if (means == nullptr || tile.channel() >= axis.d) return;
+    const float* mean = means + (i64(block.head) * axis.documents + block.document) * D;
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
         const float m = mean[tile.channel() + e];
@@ -209,24 +215,19 @@ __device__ __forceinline__ void store_scale(u8* tail, int slot, float scale, int
     if (slot == 0 && threadIdx.x >= used && threadIdx.x < 4) numbers[threadIdx.x] = 0.0f;
 }
 
-struct Axis {
-    Segments segments;
-    int tokens, d, heads, blocks, documents;
-};
-
 }  // namespace
 
-// --- The mean of K over the tokens of each document --------------------------------------------------------
+// --- The mean of K or V over the tokens of each document ---------------------------------------------------
 
 // Sums over the tokens of each block: (blocks of all heads, D).
-extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) sum_kernel(Source k, float* sums, Axis axis) {
+extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) sum_kernel(Source x, float* sums, Axis axis) {
     constexpr int PARTS = THREADS<KEYS> / (D / 8);
     __shared__ float parts[PARTS][D];
     Block block;
     if (!find_block<KEYS>(axis.segments, axis.tokens, axis.blocks, block)) return;
     Tile<KEYS> tile;
     Pieces<KEYS> pieces;
-    pieces.load(k, block, axis.heads, axis.d);
+    pieces.load(x, block, axis.heads, axis.d);
     pieces.unpack_to(tile);
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
@@ -273,15 +274,14 @@ __device__ __forceinline__ void load(Pieces<TOKENS>& pieces, Tile<TOKENS>& tile,
     pieces.unpack_to(tile);
 }
 
-// K smoothed, by rows in INT8; returns its scale.
+// K less its mean, by rows in INT8; returns its scale.
 __device__ __forceinline__ float pack_k(u8* rows, const Source& k, const float* mean, const Block& block, const Axis& axis,
                                         int (&slots)[16]) {
     Pieces<KEYS> pieces;
     Tile<KEYS> tile;
     uint2 values[PIECES];
     load(pieces, tile, k, block, axis);
-    if (mean != nullptr)
-        subtract(tile, mean + (i64(block.head) * axis.documents + block.document) * D, block, axis.d);
+    subtract(tile, mean, block, axis);
     const float scale = find_scale(tile, slots);
     quantize_tile(values, tile, scale);
     store_rows_int8<KEYS>(rows, values);
@@ -306,21 +306,22 @@ extern "C" __global__ void __launch_bounds__(THREADS<ROWS>) query_kernel(Source 
     store_scale(packet + Q_TILE, 0, scale, 1);
 }
 
-// Forward: rows of K, columns of V; their scales. `mean`: what is subtracted from K, or null.
+// Forward: rows of K, columns of V; their scales. `k_mean`, `v_mean`: what is subtracted from them, or null.
 extern "C" __global__ void __launch_bounds__(THREADS<KEYS>)
-    key_value_kernel(Source k, Source v, const float* mean, u8* packets, Axis axis) {
+    key_value_kernel(Source k, Source v, const float* k_mean, const float* v_mean, u8* packets, Axis axis) {
     __shared__ int slots[16];
     __shared__ __align__(16) u8 transposed[D * (KEYS + 4)];
     Block block;
     if (!find_block<KEYS, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* packet = packets + i64(block.index) * KV_BYTES;
     if (block.part == 0) {
-        store_scale(packet + 2 * K_TILE, 0, pack_k(packet, k, mean, block, axis, slots), 2);
+        store_scale(packet + 2 * K_TILE, 0, pack_k(packet, k, k_mean, block, axis, slots), 2);
     } else {
         Pieces<KEYS> pieces;
         Tile<KEYS> tile;
         uint2 values[PIECES];
         load(pieces, tile, v, block, axis);
+        subtract(tile, v_mean, block, axis);
         const float scale = find_scale(tile, slots);
         quantize_tile(values, tile, scale);
         store_columns_int8<KEYS>(packet + K_TILE, values, transposed);
@@ -328,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<KEYS>)
     }
 }
 
-// Backward: rows of K, V as it is; the scale of K.
+// Backward: rows of K, V as it is; the scale of K. `mean`: what is subtracted from K, or null.
 extern "C" __global__ void __launch_bounds__(THREADS<KEYS>)
     key_kernel(Source k, Source v, const float* mean, u8* packets, Axis axis) {
     __shared__ int slots[16];

@@ -51,13 +51,16 @@ class _Axis(ctypes.Structure):
         return cls(Segments.of(axis.segments), axis.n, x.shape[3], x.shape[1], axis.blocks, axis.documents)
 
 
-def token_mean(k: Tensor, axis: Axis) -> Tensor:
-    """Mean over the tokens of each document, (B · H · documents, D_PAD) fp32, zero past the head size."""
-    sums = _allocate(k, axis, padded_head_dim(k.shape[3]), torch.float32)
-    mean = sums.new_empty((k.shape[0] * k.shape[1] * axis.documents, sums.shape[1]))
-    arguments = _Axis.of(k, axis)
-    _launch("sum", k, KEYS, len(sums), _Source.of(k), sums, arguments)
-    _launch("mean", k, KEYS, len(mean), sums, mean, arguments)
+def token_mean(x: Tensor, axis: Axis) -> Tensor:
+    """Mean of K or V over the tokens of each document, (B · H · documents, D_PAD) fp32.
+
+    Zero past the head size, and for a document without tokens.
+    """
+    sums = _allocate(x, axis, padded_head_dim(x.shape[3]), torch.float32)
+    mean = sums.new_empty((x.shape[0] * x.shape[1] * axis.documents, sums.shape[1]))
+    arguments = _Axis.of(x, axis)
+    _launch("sum", x, KEYS, len(sums), _Source.of(x), sums, arguments)
+    _launch("mean", x, KEYS, len(mean), sums, mean, arguments)
     return mean
 
 
@@ -68,11 +71,13 @@ def query_packets(q: Tensor, axis: Axis) -> Tensor:
     return packets
 
 
-def key_value_packets(k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -> Tensor:
+def key_value_packets(
+    k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None, v_mean: Tensor | None
+) -> Tensor:
     """K and V for the forward: (tiles, bytes) of rows of K, columns of V; tail: their scales.
 
     Args:
-        k_mean: what is subtracted from K, of :func:`token_mean`; None: nothing.
+        k_mean, v_mean: what is subtracted from K and from V, of :func:`token_mean`; None: nothing.
     """
     packets = _allocate(k, axis, KEYS * 2 * padded_head_dim(k.shape[3]) + TAIL)
     _launch(
@@ -83,6 +88,7 @@ def key_value_packets(k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -
         _Source.of(k),
         _Source.of(v),
         k_mean,
+        v_mean,
         packets,
         _Axis.of(k, axis),
     )

@@ -1,5 +1,5 @@
-"""The Hopper kernels, which run the default settings for head sizes of 40 to 128: all that the portable ones
-must do, on the GPU that they are written for. The tests that need none come first.
+"""The Hopper kernels, which run the default settings, V-smoothing and unsigned P for head sizes of 40 to 128:
+all that the portable ones must do, on the GPU that they are written for. The tests that need none come first.
 
 What other files already ask of these kernels, because they use such head sizes and the default settings, is
 not repeated here: Gaussian and hard values in test_against_float64.py; in test_gpu.py a thousand runs, also
@@ -42,6 +42,7 @@ NAMES = ("out", "dq", "dk", "dv")
 GRADIENTS = NAMES[1:]
 INPUTS = ("q", "k", "v", "grad_out")
 FP16, BF16 = torch.float16, torch.bfloat16
+SMOOTH_V = SageConfig(smooth_v=True)
 
 both_head_dims = pytest.mark.parametrize("head_dim", [64, 128])
 both_dtypes = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
@@ -59,7 +60,7 @@ compiled, ignore_warnings_of_torch = as_operators.compiled, as_operators.pytestm
 OTHER_SETTINGS = {
     "smooth_k": [(False, True)],
     "smooth_q": [(True, False)],
-    "smooth_v": [(True, False)],
+    "smooth_v": [(True, True)],
     "unsigned_p": [(True, True)],
     "operand_scales": [("token", False)],
     "granularity": [("block", False)],
@@ -214,24 +215,71 @@ def test_launches_are_what_the_sources_are_written_for(source, head_dim):
             check_syntax(source, head_dim, wrong.threads, wrong.shared_bytes)
 
 
-@pytest.mark.parametrize("unsigned_p", [False, True])
-def test_unsigned_p_reaches_the_kernels_that_round_p(monkeypatch, sample, unsigned_p):
-    macros = {}
+# --- What is launched (no GPU) -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """[(kernel, macros, arguments)] in the order of the launches, none of which computes anything."""
+    launches = []
 
     def kernel(source, name, shared_bytes, **defines):
-        macros[source] = defines
-        return SimpleNamespace(launch=lambda *_: None)
+        def launch(grid, threads, *arguments):
+            launches.append((name.removesuffix("_kernel"), defines, arguments))
+
+        return SimpleNamespace(launch=launch)
 
     monkeypatch.setattr(runtime, "kernel", kernel)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
+    return launches
+
+
+def address(x):
+    return None if x is None else x.data_ptr()
+
+
+@pytest.mark.parametrize("smooth_k", [True, False], ids=["smooth_k", "plain K"])
+@pytest.mark.parametrize("smooth_v", [True, False], ids=["smooth_v", "plain V"])
+@pytest.mark.parametrize("boundaries", [None, [0, 3, 3, 9]], ids=["whole", "packed"])
+def test_only_the_means_that_are_asked_for_are_taken(launched, sample, smooth_k, smooth_v, boundaries):
+    """And each reaches the tensor that it is of; the forward gets V's, which the backward never sees."""
+    q, k, v, grad_out = sample(9, heads=4, kv_heads=2, head_dim=64)
+    config = SageConfig(smooth_k=smooth_k, smooth_v=smooth_v)
+    axes = [Axis.of(9, n, None if boundaries is None else torch.tensor(boundaries)) for n in (64, 128)]
+    options = {"is_causal": True, "scale": 0.1, "config": config}
+    out, lse, k_mean = hopper.forward(q, k, v, *axes, **options)
+    hopper.backward(grad_out, q, k, v, out, lse, k_mean, *axes, **options)
+    names = [name for name, _, _ in launched]
+    asked = ["sum", "mean"] * (smooth_k + smooth_v)
+    assert names[:-5] == [*asked, "query", "key_value", "forward"]
+    assert names[-5:] == ["key", "query_gradient", "dk_dv", "key_columns", "dq"]
+
+    sources = [arguments[0].tensor.data for name, _, arguments in launched if name == "sum"]
+    results = [arguments[1] for name, _, arguments in launched if name == "mean"]
+    means = dict(zip(sources, results, strict=True))
+    assert set(means) == {x.data_ptr() for x, on in ((k, smooth_k), (v, smooth_v)) if on}
+    documents = 1 if boundaries is None else 3
+    assert all(mean.shape == (2 * documents, 64) for mean in means.values())
+    first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
+    of_k, of_v = (means.get(x.data_ptr()) for x in (k, v))
+    assert [address(x) for x in first["key_value"][1][2:4]] == [address(of_k), address(of_v)]
+    assert address(first["key"][1][2]) == address(of_k)
+    defines, (arguments,) = first["forward"]
+    assert defines["SMOOTH_V"] is smooth_v
+    assert arguments.v_mean == address(of_v)
+    assert arguments.documents == documents
+    assert not any("SMOOTH_V" in first[name][0] for name in ("dk_dv", "dq"))
+
+
+@pytest.mark.parametrize("unsigned_p", [False, True])
+def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_p):
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": SageConfig(unsigned_p=unsigned_p)}
     saved = hopper.forward(q, k, v, *axes, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    # A macro that is False is not defined.
-    assert {source for source, defines in macros.items() if "UNSIGNED_P" in defines} == {"forward", "dk_dv"}
-    assert macros["forward"]["UNSIGNED_P"] is macros["dk_dv"]["UNSIGNED_P"] is unsigned_p
+    macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
+    assert macros == {"forward": unsigned_p, "dk_dv": unsigned_p}  # a macro that is False is not defined
 
 
 # --- On a Hopper GPU ---------------------------------------------------------------------------------------
@@ -469,17 +517,18 @@ def test_a_gradient_that_is_one_number_for_all(attend, assert_same, on_gpu, head
     is_causal=st.booleans(),
     sigma=st.sampled_from([0.3, 1.0, 3.0]),
     smooth_k=st.booleans(),
+    smooth_v=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_anything(
     kernels, attend_reference, exact, sample,
-    n_q, n_kv, batch, heads, head_dim, is_causal, sigma, smooth_k, seed,
+    n_q, n_kv, batch, heads, head_dim, is_causal, sigma, smooth_k, smooth_v, seed,
 ):  # fmt: skip
     """The bound of test_anything in test_against_reference.py."""
     options = {"heads": heads[0], "kv_heads": heads[1], "sigma": sigma, "seed": seed}
     inputs = sample(n_q, n_kv, batch=batch, head_dim=head_dim, **options)
     wanted = exact(*inputs, is_causal=is_causal)
-    config = SageConfig(smooth_k=smooth_k)
+    config = SageConfig(smooth_k=smooth_k, smooth_v=smooth_v)
     found, expected = (
         attention(*inputs, config=config, is_causal=is_causal) for attention in (kernels, attend_reference)
     )
@@ -520,21 +569,135 @@ def test_values_that_are_hard_to_quantize(check_errors, sample, values, is_causa
     check_errors([x.half() for x in inputs], is_causal=is_causal)
 
 
+@pytest.mark.parametrize("smooth_v", [False, True], ids=["default", "smooth_v"])
 @pytest.mark.parametrize(
     ("head_dim", "is_causal", "dtype"),
     [(64, True, FP16), (64, False, BF16), (128, False, FP16), (128, True, BF16)],
     ids=["64-causal-fp16", "64-full-bf16", "128-full-fp16", "128-causal-bf16"],
 )
 def test_portable_kernels_for_the_same_settings(
-    kernels, attend_reference, assert_same, sample, head_dim, is_causal, dtype
+    kernels, attend_reference, assert_same, sample, head_dim, is_causal, dtype, smooth_v
 ):
     """They still run on other GPUs, and give the same as the reference and as the Hopper kernels."""
+    options = {"is_causal": is_causal, "config": SageConfig(smooth_v=smooth_v)}
     for n_q, n_kv in ((65, 65), (300, 300), (129, 1000), (257, 65)):
         inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
         with only_portable():
-            portable = kernels(*inputs, is_causal=is_causal)
-        assert_same(portable, attend_reference(*inputs, is_causal=is_causal))
-        assert_same(kernels(*inputs, is_causal=is_causal), portable)
+            portable = kernels(*inputs, **options)
+        assert_same(portable, attend_reference(*inputs, **options))
+        assert_same(kernels(*inputs, **options), portable)
+
+
+# --- V-smoothing -------------------------------------------------------------------------------------------
+
+
+def with_means(inputs, size=2.0):
+    """The inputs; the values of each batch, key head and channel have a mean of their own, up to ``size``."""
+    q, k, v, grad_out = inputs
+    means = torch.linspace(-size, size, v[:, :, 0].numel()).view(*v.shape[:2], 1, -1)
+    return [q, k, (v.float() + means).to(v.dtype), grad_out]
+
+
+@pytest.mark.parametrize(
+    ("n_q", "n_kv"),
+    [
+        (2, 2), (63, 63), (64, 128), (65, 129), (128, 127), (129, 31), (31, 300), (192, 192), (193, 257),
+        (300, 64), (300, 1000), (1000, 129), (1000, 1000),
+    ],
+)  # fmt: skip
+@causal_and_full
+@both_head_dims
+def test_lengths_with_smooth_v(check, sample, n_q, n_kv, is_causal, head_dim):
+    """Around blocks of 64 queries, items of 128 and 192, and tiles of 128 keys; two heads to a key head."""
+    inputs = with_means(sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim))
+    check(inputs, is_causal=is_causal, config=SMOOTH_V)
+
+
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(2, 3, 1), (3, 8, 2), (1, 7, 7), (2, 16, 1)])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+def test_groups_and_head_sizes_with_smooth_v(check, sample, batch, heads, kv_heads, head_dim, dtype):
+    inputs = sample(130, 200, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    check(with_means(inputs, 1.0), config=SMOOTH_V, is_causal=heads != 8)
+
+
+@causal_and_full
+@both_head_dims
+def test_smooth_v_without_smooth_k(check, sample, is_causal, head_dim):
+    inputs = with_means(sample(129, 200, heads=2, head_dim=head_dim))
+    inputs[1] += 0.5  # so that smoothing would show
+    check(inputs, is_causal=is_causal, config=SageConfig(smooth_k=False, smooth_v=True))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+@both_dtypes
+def test_layout_does_not_matter_with_smooth_v(attend, assert_same, sample, device, first, dtype):
+    inputs = with_means(sample(150, batch=2, heads=2, head_dim=80, dtype=dtype), 1.0)
+    inputs = [x.to(device) for x in inputs]
+    strided = [against_reference.LAYOUTS[(first + n) % 4](x) for n, x in enumerate(inputs)]
+    assert_same(*(attend(*x, is_causal=True, config=SMOOTH_V) for x in (strided, inputs)))
+
+
+@pytest.mark.parametrize("n_kv", [1, 2, 63, 128, 129, 300, 1000])
+@causal_and_full
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
+def test_values_that_are_their_mean_come_back_bit_for_bit(kernels, sample, n_kv, is_causal, head_dim):
+    """Whole numbers, the same for all tokens: sums and means are exact, and nothing is left to quantize.
+
+    They differ by batch, key head and channel, so that every wrong index shows.
+    """
+    q, k, v, grad_out = sample(200, n_kv, batch=2, heads=6, kv_heads=3, head_dim=head_dim)
+    values = torch.randint(-1000, 1000, (2, 3, 1, head_dim), generator=torch.Generator().manual_seed(1))
+    found = kernels(q, k, values.half().expand_as(v), grad_out, is_causal=is_causal, config=SMOOTH_V)
+    assert torch.equal(found["out"], values.half().repeat_interleave(2, 1).expand_as(q))
+
+
+@causal_and_full
+@both_head_dims
+def test_the_means_of_a_pack_are_those_of_its_documents(kernels, sample, is_causal, head_dim):
+    """As before; each document has values of its own, and its neighbours' would show."""
+    n_q, rows, n_kv, columns = PACKS["keys or queries missing"]
+    q, k, v, grad_out = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(-1000, 1000, (len(rows) - 1, 1, 2, 1, head_dim), generator=generator).half()
+    wanted = torch.zeros_like(q)
+    for n, (row, column) in enumerate(zip(pairwise(rows), pairwise(columns), strict=True)):
+        v[..., slice(*column), :] = values[n]
+        if column[0] < column[1]:
+            wanted[..., slice(*row), :] = values[n].repeat_interleave(2, 1)
+    packed = {"cu_seqlens": torch.tensor(rows), "cu_seqlens_kv": torch.tensor(columns)}
+    found = kernels(q, k, v, grad_out, is_causal=is_causal, config=SMOOTH_V, **packed)
+    assert torch.equal(found["out"], wanted)
+
+
+@pytest.mark.parametrize("poison", edge_values.POISONS, ids=str)
+@pytest.mark.parametrize("token", [0, 69, 139])
+@causal_and_full
+@both_head_dims
+def test_nan_and_inf_in_smoothed_values(
+    kernels, attend_reference, sample, poison, token, is_causal, head_dim
+):
+    """By way of the mean they reach all queries of the heads that share them; no other head, and not dV."""
+    inputs = sample(140, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
+    inputs[2][1, 0, token, 3] = poison
+    options = {"is_causal": is_causal, "config": SMOOTH_V}
+    found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
+    for name, heads in (("out", 2), ("dq", 2), ("dk", 1), ("dv", 0)):
+        reached = torch.zeros_like(found[name], dtype=torch.bool)
+        reached[1, :heads] = True
+        assert torch.equal(found[name].isnan(), reached), name
+        assert torch.equal(wanted[name].isnan(), reached), name
+        assert not found[name].isinf().any(), name
+
+
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, True), (128, False)])
+def test_smooth_v_helps_where_values_have_much_in_common(check_errors, sample, head_dim, is_causal):
+    """As close to float64 as the reference, and O closer than without."""
+    inputs = with_means(sample(777, head_dim=head_dim), 3.0)
+    plain, smooth = (
+        check_errors(inputs, is_causal=is_causal, config=SageConfig(smooth_v=on)) for on in (False, True)
+    )
+    assert smooth[0] < 0.8 * plain[0]
 
 
 # --- Packed documents --------------------------------------------------------------------------------------
@@ -570,36 +733,45 @@ PACKS = {
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @causal_and_full
-@both_dtypes
-def test_a_pack_is_each_of_its_documents_alone(kernels, alone, sample, pack, head_dim, is_causal, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "smooth_v"),
+    [(FP16, False), (BF16, False), (FP16, True)],
+    ids=["fp16", "bf16", "fp16-smooth_v"],
+)
+def test_a_pack_is_each_of_its_documents_alone(
+    kernels, alone, sample, pack, head_dim, is_causal, dtype, smooth_v
+):
     """Bit for bit, and zero for tokens of no document."""
     n_q, rows, n_kv, columns = PACKS[pack]
     inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
     packed = {"cu_seqlens": torch.tensor(rows, dtype=torch.int32)}
     if columns is not None:
         packed["cu_seqlens_kv"] = torch.tensor(columns)  # int64
-    found = kernels(*inputs, is_causal=is_causal, **packed)
-    assert_bit_equal(found, alone(inputs, rows, columns or rows, is_causal=is_causal))
+    options = {"is_causal": is_causal, "config": SageConfig(smooth_v=smooth_v)}
+    found = kernels(*inputs, **options, **packed)
+    assert_bit_equal(found, alone(inputs, rows, columns or rows, **options))
 
 
-@pytest.mark.parametrize("smooth_k", [True, False], ids=["smooth_k", "no smoothing"])
+@pytest.mark.parametrize("switches", [{}, {"smooth_k": False}, {"smooth_v": True}], ids=str)
 @causal_and_full
 @both_head_dims
-def test_a_pack_is_what_the_reference_says(check, sample, smooth_k, is_causal, head_dim):
-    options = {"is_causal": is_causal, "config": SageConfig(smooth_k=smooth_k)}
+def test_a_pack_is_what_the_reference_says(check, sample, switches, is_causal, head_dim):
+    options = {"is_causal": is_causal, "config": SageConfig(**switches)}
     cu_seqlens = torch.tensor(boundaries_of([65, 129, 0, 300, 64], 3))
     check(sample(570, heads=2, head_dim=head_dim), cu_seqlens=cu_seqlens, **options)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("poisoned", [[1], [0, 2, 4], [0, 1, 3, 4]], ids=str)
+@pytest.mark.parametrize("smooth_v", [False, True], ids=["default", "smooth_v"])
 @causal_and_full
 @both_head_dims
-def test_documents_do_not_leak(kernels, sample, poison, poisoned, is_causal, head_dim):
+def test_documents_do_not_leak(kernels, sample, poison, poisoned, smooth_v, is_causal, head_dim):
     """All of some documents is poison, and all tokens of none: the others keep their bits."""
     boundaries = boundaries_of([70, 1, 130, 65, 300], 10)
     inputs = sample(600, heads=2, kv_heads=1, head_dim=head_dim)
     options = {"cu_seqlens": torch.tensor(boundaries), "is_causal": is_causal}
+    options["config"] = SageConfig(smooth_v=smooth_v)
     clean = kernels(*inputs, **options)
     spans = [slice(*span) for span in pairwise(boundaries)]
     for x in inputs:
@@ -616,11 +788,13 @@ def test_documents_do_not_leak(kernels, sample, poison, poisoned, is_causal, hea
             assert not found[name][..., span, :].any(), name
 
 
+@pytest.mark.parametrize("smooth_v", [False, True], ids=["default", "smooth_v"])
 @pytest.mark.parametrize("boundaries", [[7, 7, 7], [0, 0], [30, 30], [0, 30]])
 @both_head_dims
-def test_without_keys_everything_is_zero(kernels, sample, boundaries, head_dim):
+def test_without_keys_everything_is_zero(kernels, sample, boundaries, smooth_v, head_dim):
     found = kernels(
         *sample(30, 20, head_dim=head_dim),
+        config=SageConfig(smooth_v=smooth_v),
         cu_seqlens=torch.tensor(boundaries),
         cu_seqlens_kv=torch.full((len(boundaries),), 5),
     )
@@ -890,6 +1064,7 @@ def test_all_tokens_equal(kernels, head_dim):
 # --- Unsigned P --------------------------------------------------------------------------------------------
 
 UNSIGNED_P = SageConfig(unsigned_p=True)
+UNSIGNED_P_AND_SMOOTH_V = SageConfig(unsigned_p=True, smooth_v=True)
 
 
 @pytest.mark.parametrize(
@@ -899,11 +1074,12 @@ UNSIGNED_P = SageConfig(unsigned_p=True)
         (300, 64), (300, 1000), (1000, 129), (1000, 1000),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("config", [UNSIGNED_P, UNSIGNED_P_AND_SMOOTH_V], ids=["unsigned_p", "smooth_v too"])
 @causal_and_full
 @both_head_dims
-def test_lengths_with_unsigned_p(check, sample, n_q, n_kv, is_causal, head_dim):
-    inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
-    check(inputs, is_causal=is_causal, config=UNSIGNED_P)
+def test_lengths_with_unsigned_p(check, sample, n_q, n_kv, config, is_causal, head_dim):
+    inputs = with_means(sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim))
+    check(inputs, is_causal=is_causal, config=config)
 
 
 @pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(2, 3, 1), (3, 8, 2), (1, 7, 7)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -117,14 +117,14 @@ def tiles_of(x, size, boundaries=None):
     return blocks_of(pad(x.cpu(), (0, padded_head_dim(x.shape[-1]) - x.shape[-1])), size, boundaries)
 
 
-def without_mean(k, mean, boundaries=None):
-    """k − mean in fp32, each document its own; mean (B · H · documents, D_PAD)."""
+def without_mean(x, mean, boundaries=None):
+    """x − mean in fp32, each document its own; mean (B · H · documents, D_PAD)."""
     if mean is None:
-        return k.float()
-    boundaries = boundaries or [0, k.shape[2]]
+        return x.float()
+    boundaries = boundaries or [0, x.shape[2]]
     lengths = torch.tensor(boundaries).diff()
-    mean = mean.reshape(*k.shape[:2], len(lengths), -1)[..., : k.shape[-1]].cpu()
-    result = k.cpu().float()
+    mean = mean.reshape(*x.shape[:2], len(lengths), -1)[..., : x.shape[-1]].cpu()
+    result = x.cpu().float()
     result[:, :, boundaries[0] : boundaries[-1]] -= mean.repeat_interleave(lengths, 2)
     return result
 
@@ -163,10 +163,10 @@ def assert_query_packets(packets, axis, q, boundaries=None):
     assert_same(packets, rows_tile(values), tail(scale))
 
 
-def assert_key_value_packets(packets, axis, k, v, mean, boundaries=None):
+def assert_key_value_packets(packets, axis, k, v, k_mean, v_mean, boundaries=None):
     packets = packets_written(packets, axis)
-    k_values, k_scale = quantized(tiles_of(without_mean(k, mean, boundaries), 128, boundaries), packets, 0)
-    v_values, v_scale = quantized(tiles_of(v, 128, boundaries).float(), packets, 1)
+    k_values, k_scale = quantized(tiles_of(without_mean(k, k_mean, boundaries), 128, boundaries), packets, 0)
+    v_values, v_scale = quantized(tiles_of(without_mean(v, v_mean, boundaries), 128, boundaries), packets, 1)
     assert_same(packets, rows_tile(k_values), columns_tile(v_values), tail(k_scale, v_scale))
 
 
@@ -229,17 +229,21 @@ def test_queries(gaussian, shape):
 
 @shapes
 def test_keys_and_values(gaussian, shape):
-    """Of every other shape K comes with a mean; whatever that holds past the head size must not matter."""
+    """With and without means; whatever these hold past the head size must not matter."""
     k, v = gaussian(*shape, count=2)
     axis = Axis.of(k.shape[2], 128, None)
-    mean = None
-    if SHAPES.index(shape) % 2:
-        mean = torch.ones(k.shape[0] * k.shape[1], padded_head_dim(k.shape[3]), device=k.device)
-        mean[:, : k.shape[3]] += k.float().mean((0, 1, 2))
-    assert_key_value_packets(key_value_packets(k, v, axis, mean), axis, k, v, mean)
-    packets = key_packets(k, v, axis, mean)
-    columns = key_columns(packets, k, axis)
-    assert_key_packets(packets, columns, axis, k, v, mean)
+    k_mean, v_mean = (
+        torch.full((k.shape[0] * k.shape[1], padded_head_dim(k.shape[3])), size, device=k.device)
+        for size in (1.0, 2.0)
+    )
+    k_mean[:, : k.shape[3]] += k.float().mean((0, 2)).repeat(k.shape[0], 1)
+    v_mean[:, : k.shape[3]] += v.float().mean((0, 2)).repeat(k.shape[0], 1)
+    for means in product((None, k_mean), (None, v_mean)):
+        assert_key_value_packets(key_value_packets(k, v, axis, *means), axis, k, v, *means)
+    for mean in (None, k_mean):
+        packets = key_packets(k, v, axis, mean)
+        columns = key_columns(packets, k, axis)
+        assert_key_packets(packets, columns, axis, k, v, mean)
 
 
 @shapes
@@ -270,7 +274,8 @@ def test_strides_do_not_matter(gaussian, log_sums, view):
         packets = query_gradient_packets(a, b, c, lse, q_axis)
         assert_query_gradient_packets(packets, q_axis, *tensors, lse)
     for k, v in ((view(tensors[0]), tensors[1]), (tensors[0], view(tensors[1]))):
-        assert_key_value_packets(key_value_packets(k, v, kv_axis, None), kv_axis, *tensors[:2], None)
+        packets = key_value_packets(k, v, kv_axis, None, None)
+        assert_key_value_packets(packets, kv_axis, *tensors[:2], None, None)
         packets = key_packets(k, v, kv_axis, None)
         assert_key_packets(packets, key_columns(packets, tensors[0], kv_axis), kv_axis, *tensors[:2], None)
     assert_query_packets(query_packets(view(tensors[0]), q_axis), q_axis, tensors[0])
@@ -280,10 +285,11 @@ def test_blocks_of_a_pack_are_those_of_its_documents(gaussian, log_sums):
     a, b, c = gaussian(1, 2, 150, 40, BF16, count=3)
     lse, cu_seqlens = log_sums(1, 2, 150), torch.tensor(PACK, device=a.device)
     q_axis, kv_axis = (Axis.of(150, block, cu_seqlens) for block in (64, 128))
-    mean = token_mean(a, kv_axis)
+    mean, v_mean = (token_mean(x, kv_axis) for x in (a, b))
     assert_query_packets(query_packets(a, q_axis), q_axis, a, PACK)
     assert_query_gradient_packets(query_gradient_packets(a, b, c, lse, q_axis), q_axis, a, b, c, lse, PACK)
-    assert_key_value_packets(key_value_packets(a, b, kv_axis, mean), kv_axis, a, b, mean, PACK)
+    packets = key_value_packets(a, b, kv_axis, mean, v_mean)
+    assert_key_value_packets(packets, kv_axis, a, b, mean, v_mean, PACK)
     packets = key_packets(a, b, kv_axis, mean)
     assert_key_packets(packets, key_columns(packets, a, kv_axis), kv_axis, a, b, mean, PACK)
 
@@ -312,7 +318,7 @@ def test_nan_and_inf_make_the_scale_of_their_block_nan(gaussian, log_sums, poiso
     lse, axes = log_sums(1, 1, 130), (Axis.of(130, 64, None), Axis.of(130, 128, None))
     cases = [  # what is made of which tensors, and which scales are then NaN
         (lambda q: query_packets(q, axes[0]), (a,), [0]),
-        (lambda k, v: key_value_packets(k, v, axes[1], None), (a, b), [0, 1]),
+        (lambda k, v: key_value_packets(k, v, axes[1], None, None), (a, b), [0, 1]),
         (lambda k, v: key_packets(k, v, axes[1], None), (a, b), [0, None]),
         (lambda q, grad: query_gradient_packets(q, grad, c, lse, axes[0])[0], (a, b), [0, 1]),
     ]
@@ -338,7 +344,7 @@ def test_delta_is_nan_where_it_is_not_finite(gaussian, log_sums, poison):
     assert not minus_delta.isinf().any()
 
 
-# --- The mean of K ------------------------------------------------------------------------------------------
+# --- The mean of K or V -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("boundaries", [None, PACK], ids=["one document", "packed"])

@@ -470,23 +470,28 @@ def entries():
             yield path.stem, name
 
 
+#: SMOOTH_V of the sources that know it.
+SMOOTH_V = {"forward": (False, True)}
 #: Every pair of settings occurs in the quick ones.
 QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
-VARIANTS = [
-    pytest.param(
-        {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16},
-        marks=() if (d, causal, bf16) in QUICK else pytest.mark.gpu,
-        id=f"{d}-{'causal' if causal else 'full'}-{'bf16' if bf16 else 'fp16'}",
-    )
-    for d in (64, 128)
-    for causal in (0, 1)
-    for bf16 in (False, True)
-]
+
+
+def variants():
+    """Every source with every combination of its macros."""
+    for source in sorted({source for source, _ in entries()}):
+        settings = product((64, 128), (0, 1), (False, True), SMOOTH_V.get(source, (False,)))
+        for d, causal, bf16, smooth_v in settings:
+            names = (source, str(d), "causal" if causal else "full", "bf16" if bf16 else "fp16")
+            yield pytest.param(
+                source,
+                {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16, "SMOOTH_V": smooth_v},
+                marks=() if (d, causal, bf16) in QUICK else pytest.mark.gpu,
+                id="-".join((*names, "smooth_v") if smooth_v else names),
+            )
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("defines", VARIANTS)
-@pytest.mark.parametrize("source", sorted({source for source, _ in entries()}))
+@pytest.mark.parametrize(("source", "defines"), list(variants()))
 def test_kernels_compile_without_spills(source, defines):
     cubin, log = runtime.compile_source(source, defines, ptxas_options=["-v"])
     for name in (name for file, name in entries() if file == source):
@@ -503,20 +508,23 @@ def assert_runs_freely(log):
     assert "serialized" not in log, log
 
 
+BOTH_OF_EACH = ((64, 1, True, True), (128, 0, False, False))
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
-    ("d", "causal", "bf16"),
+    ("d", "causal", "bf16", "smooth_v"),
     [
-        pytest.param(*variant, marks=() if variant in ((64, 1, True), (128, 0, False)) else pytest.mark.gpu)
-        for variant in product((64, 128), (0, 1), (False, True))
+        pytest.param(*variant, marks=() if variant in BOTH_OF_EACH else pytest.mark.gpu)
+        for variant in product((64, 128), (0, 1), (False, True), (False, True))
     ],
 )
 @pytest.mark.parametrize(("source", "tokens"), [("forward", 128), ("dk_dv", 64)])
 def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
-    source, tokens, d, causal, bf16, tmp_path
+    source, tokens, d, causal, bf16, smooth_v, tmp_path
 ):
     """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
-    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16, "UNSIGNED_P": True}
+    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16, "UNSIGNED_P": True, "SMOOTH_V": smooth_v}
     cubin, log = runtime.compile_source(source, defines, ptxas_options=["-v"])
     assert_runs_freely(log)
     file = tmp_path / f"{source}.cubin"
