@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from omegaconf import OmegaConf
 
 from data.files import write_json
 from model.config import LlamaConfig, parameter_count
+from sagebwd import SageConfig
 from scripts.benchmarking import beside, describe_run, finite, save_figure
 from scripts.results import final_loss, held_out_loss, speed
 from trainer.plot import series
@@ -154,6 +156,8 @@ def group_of(config: dict[str, Any]) -> dict[str, Any]:
 def variant_of(config: dict[str, Any]) -> str:
     """The attention's settings and QK-norm, in words: "SageBwd, no QK-norm"."""
     attention = dict(config["attention"])
+    if is_accurate(attention):
+        return ", ".join(["SageBwd, accurate", *([] if config["model"]["qk_norm"] else ["no QK-norm"])])
     backend, smooth_k, smooth_q = (attention.pop(name) for name in ("backend", "smooth_k", "smooth_q"))
     parts = [{"fpa": "full precision", "sagebwd": "SageBwd"}.get(backend, backend)]
     if not config["model"]["qk_norm"]:
@@ -165,6 +169,13 @@ def variant_of(config: dict[str, Any]) -> str:
         if value is not None and name not in ("implementation", "sdpa"):
             parts.append(f"{name}={json.dumps(value).strip(chr(34))}")
     return ", ".join(parts)
+
+
+def is_accurate(attention: dict[str, Any]) -> bool:
+    """Whether these are the settings of attention=sagebwd_accurate."""
+    switches = {field.name for field in fields(SageConfig)}
+    given = {name: value for name, value in attention.items() if name in switches and value is not None}
+    return attention["backend"] == "sagebwd" and SageConfig(**given) == SageConfig.accurate()
 
 
 def thin(tokens: np.ndarray, values: np.ndarray) -> dict[str, list[float]]:

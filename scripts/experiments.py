@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from scripts import report_sections as sections
-from scripts.report_sections import Body
+from scripts import report_layers, report_sections, report_training
+from scripts.report_parts import Body
 from scripts.results import Results
 
 RESULTS = Path("results")
 SCALES = ("full", "scaled", "debug")
 
-#: In a command: the directories of the item's runs.
-RUNS = "{runs}"
+#: In a command: the directories of the item's runs, and of the traces of these.
+RUNS, TRACES = "{runs}", "{traces}"
 
 #: Minutes until a run takes its first step: imports, data, compilation.
 START_UP = 1.5
@@ -36,6 +36,7 @@ class Setup:
     tokens: int
     tokens_per_second: int  # of one H200, for the cost; 325M: results/bench_training.json, others: estimated
     seeds: tuple[int, ...] = (1,)
+    milestone_every: int | None = None  # steps between the checkpoints that runs in MILESTONES_OF keep
 
     @property
     def minutes(self) -> float:
@@ -55,13 +56,14 @@ class Run:
 
 
 PAPER_TOKENS = 78_643_200_000
-FULL_LARGE = Setup("325m-2.1m", ("tps=2.1m",), PAPER_TOKENS, 172_000)
+FULL_LARGE = Setup("325m-2.1m", ("tps=2.1m",), PAPER_TOKENS, 172_000, milestone_every=10_000)
 FULL_SMALL = Setup("325m-260k", ("tps=260k",), PAPER_TOKENS, 172_000)
 # An eighth of the tokens per step against the full number, as in the paper, at a sixteenth of both.
-LARGE = Setup("35m-131k", ("experiment=scaled_131k",), 50_069_504, 600_000, seeds=(1, 2))
+# All runs of the three leave some 65 GB: a checkpoint of the 325M model has 3.9 GB, one of the 35M 0.42 GB.
+LARGE = Setup("35m-131k", ("experiment=scaled_131k",), 50_069_504, 600_000, seeds=(1, 2), milestone_every=96)
 SMALL = Setup("35m-16k", ("experiment=scaled_16k",), 50_069_504, 400_000, seeds=(1, 2))
-SHORT = Setup("325m-260k-short", ("experiment=scaled_325m",), 100_139_008, 172_000)
-DEBUG_LARGE = Setup("debug-2k", ("experiment=debug", "tps=2.1m"), 16_384, 10_000)
+SHORT = Setup("325m-260k-short", ("experiment=scaled_325m",), 100_139_008, 172_000, milestone_every=128)
+DEBUG_LARGE = Setup("debug-2k", ("experiment=debug", "tps=2.1m"), 16_384, 10_000, milestone_every=4)
 DEBUG_SMALL = Setup("debug-256", ("experiment=debug", "tps=260k"), 2_048, 10_000)
 
 QK_NORM_GRID = {
@@ -70,6 +72,8 @@ QK_NORM_GRID = {
     "fpa-no_qk_norm": ("attention=fpa", "model.qk_norm=false"),
     "sagebwd-no_qk_norm": ("attention=sagebwd", "model.qk_norm=false"),
 }
+#: Runs of QK_NORM_GRID whose layers are looked at as training goes on, at the first seed.
+MILESTONES_OF = ("sagebwd", "sagebwd-no_qk_norm")
 SMOOTHING = {
     "sagebwd": ("attention=sagebwd",),
     "sagebwd-no_smoothing": ("attention=sagebwd", "attention.smooth_k=false"),
@@ -85,6 +89,8 @@ PRESETS = {
         "attention.block_q=128",
         "attention.block_kv=64",
     ),
+    "sagebwd-accurate": ("attention=sagebwd_accurate",),
+    "sagebwd-smooth_v": ("attention=sagebwd", "attention.smooth_v=true"),
 }
 FINE_TUNINGS = {"fpa": ("attention=fpa",), "sagebwd": ("attention=sagebwd",)}
 
@@ -94,12 +100,18 @@ def runs_of(setup: Setup, variants: Mapping[str, tuple[str, ...]]) -> tuple[Run,
     return tuple(
         Run(
             f"{setup.name}/{variant}-seed{seed}",
-            (*setup.overrides, *overrides, f"seed={seed}"),
+            (*setup.overrides, *overrides, *milestones(setup, variant, seed), f"seed={seed}"),
             setup.minutes,
         )
         for seed in setup.seeds
         for variant, overrides in variants.items()
     )
+
+
+def milestones(setup: Setup, variant: str, seed: int) -> tuple[str, ...]:
+    """What makes a run keep checkpoints on its way; nothing for most, because they are large."""
+    keeps = setup.milestone_every and variant in MILESTONES_OF and seed == setup.seeds[0]
+    return (f"milestone_every={setup.milestone_every}",) if keeps else ()
 
 
 def fine_tuning(setup: Setup, base: Setup) -> tuple[tuple[Run, ...], ...]:
@@ -124,7 +136,9 @@ class Item:
     """One experiment: stages of training runs, then commands, a JSON file and a section of the report.
 
     stages: by scale; the runs of a stage may run at the same time, stages follow each other.
-    commands: by scale; modules of scripts/, with {results} for the folder of results, and RUNS for the runs.
+    commands: by scale; modules of scripts/, with {results} for the folder of results, RUNS for the runs, and
+        TRACES for their traces.
+    of_weights: the commands look into trained models, which runs that diverged do not leave.
     minutes: by scale, of the commands.
     """
 
@@ -137,6 +151,7 @@ class Item:
     also: tuple[str, ...] = ()  # further names it goes by
     stages: Mapping[str, tuple[tuple[Run, ...], ...]] = field(default_factory=dict)
     minutes: Mapping[str, float] = field(default_factory=dict)
+    of_weights: bool = False
 
     def runs(self, scale: str) -> list[Run]:
         return [run for stage in self.stages.get(scale, ()) for run in stage]
@@ -166,6 +181,12 @@ def on_gpu(*command: str, look: tuple[str, ...]) -> dict[str, tuple[tuple[str, .
     return {"full": (command,), "scaled": (command,), "debug": (look,)}
 
 
+def traced(module: str, name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Traces of the item's runs, a few MB each, then the script that reads them, at every scale."""
+    trace = ("scripts.layers", RUNS, "--traces", "--milestones", "--only-traces", "--trace-heads", "0", "1")
+    return dict.fromkeys(SCALES, (trace, (module, TRACES, "--out", f"{{results}}/{name}")))
+
+
 def curves(name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
     """The command that compares the item's runs, at every scale."""
     return {
@@ -188,6 +209,14 @@ FIGURE_4 = {
     "full": (runs_of(FULL_LARGE, SMOOTHING) + runs_of(FULL_SMALL, SMOOTHING),),
     "scaled": (runs_of(LARGE, SMOOTHING) + runs_of(SMALL, SMOOTHING),),
     "debug": (runs_of(DEBUG_SMALL, SMOOTHING),),
+}
+
+
+#: The runs that keep milestones, at many tokens per step, and of the paper's model.
+MILESTONES = {
+    "full": (runs_of(FULL_LARGE, QK_NORM_GRID),),
+    "scaled": (runs_of(LARGE, QK_NORM_GRID) + runs_of(SHORT, QK_NORM_GRID),),
+    "debug": (runs_of(DEBUG_LARGE, QK_NORM_GRID),),
 }
 
 
@@ -214,7 +243,7 @@ ITEMS = (
         "table1",
         "Table 1: error on Gaussian inputs",
         "table1.json",
-        sections.table1,
+        report_sections.table1,
         everywhere("scripts.table1", "--out", "{results}/table1.json"),
         question="the errors of Table 1",
         minutes=dict.fromkeys(SCALES, 1),
@@ -223,7 +252,7 @@ ITEMS = (
         "figure1a",
         "Figure 1a: loss at the large number of tokens per step",
         "figure1a.json",
-        sections.figure1a,
+        report_training.figure1a,
         curves("figure1a"),
         question="SageBwd falls behind at many tokens per step",
         stages=FIGURE_1A,
@@ -232,7 +261,7 @@ ITEMS = (
         "figure1b",
         "Figure 1b: loss at an eighth of the tokens per step",
         "figure1b.json",
-        sections.figure1b,
+        report_training.figure1b,
         curves("figure1b"),
         question="SageBwd matches full precision at few tokens per step",
         stages=FIGURE_1B,
@@ -241,7 +270,7 @@ ITEMS = (
         "figures2-3",
         "Figures 2 and 3: speed of the attention",
         "bench_attention.json",
-        sections.figures2_3,
+        report_sections.figures2_3,
         on_gpu(
             *("scripts.bench_attention", "--graphs", "--out", "{results}/bench_attention"),
             look=(
@@ -257,7 +286,7 @@ ITEMS = (
         "figure4",
         "Figure 4: smoothing of K and Q",
         "figure4.json",
-        sections.figure4,
+        report_training.figure4,
         curves("figure4"),
         question="K-smoothing is needed, Q-smoothing is not",
         stages=FIGURE_4,
@@ -266,28 +295,30 @@ ITEMS = (
         "layers",
         "Figures 5 and 6, Table 2, RMS of P, dP and dS (§4.2): error in the layers of trained models",
         "layers.json",
-        sections.files_only("layers.json"),
+        report_layers.layers,
         everywhere("scripts.layers", RUNS, "--out", "{results}/layers"),
         question="the error is that of dS, and grows with tokens per step and without QK-norm",
         also=("figure5", "figure6", "table2", "rms"),
         stages=one_seed(FIGURE_1A, FIGURE_1B, FIGURE_4),
         minutes={"full": 10, "scaled": 5, "debug": 1},
+        of_weights=True,
     ),
     Item(
         "gradient_formats",
         "S3: dP in INT8, and INT8 against FP8 gradients",
         "gradient_formats.json",
-        sections.files_only("gradient_formats.json"),
-        everywhere("scripts.gradient_formats", RUNS, "--out", "{results}/gradient_formats"),
+        report_layers.gradient_formats,
+        traced("scripts.gradient_formats", "gradient_formats"),
         question="dP must stay in 16 bit, and INT8 beats FP8",
-        stages=one_seed(FIGURE_1A),
-        minutes={"full": 5, "scaled": 5, "debug": 1},
+        stages=one_seed(MILESTONES),
+        minutes={"full": 10, "scaled": 8, "debug": 1},
+        of_weights=True,
     ),
     Item(
         "finetune",
         "S3: fine-tuning at parity",
         "finetune.json",
-        sections.finetune,
+        report_training.finetune,
         curves("finetune"),
         question="fine-tuning with SageBwd is at par with full precision",
         stages={
@@ -300,7 +331,7 @@ ITEMS = (
         "presets",
         "Beyond the paper: further settings at the large number of tokens per step",
         "presets.json",
-        sections.presets,
+        report_training.presets,
         curves("presets"),
         stages={
             "full": (runs_of(FULL_LARGE, PRESETS),),
@@ -312,16 +343,17 @@ ITEMS = (
         "gradient_error",
         "Beyond the paper: where the error of dS comes from",
         "gradient_error.json",
-        sections.files_only("gradient_error.json"),
-        everywhere("scripts.gradient_error", RUNS, "--out", "{results}/gradient_error"),
-        stages=one_seed(FIGURE_1A),
-        minutes={"full": 5, "scaled": 5, "debug": 1},
+        report_layers.gradient_error,
+        traced("scripts.gradient_error", "gradient_error"),
+        stages=one_seed(MILESTONES),
+        minutes={"full": 15, "scaled": 15, "debug": 1},
+        of_weights=True,
     ),
     Item(
         "accuracy",
         "Accuracy of the kernels, over shapes and product by product",
         "accuracy.json",
-        sections.accuracy,
+        report_sections.accuracy,
         on_gpu(
             *("scripts.accuracy", "--device", "cuda", "--out", "{results}/accuracy.json"),
             look=(
@@ -335,7 +367,7 @@ ITEMS = (
         "training_speed",
         "Speed of a training step",
         "bench_training.json",
-        sections.training_speed,
+        report_sections.training_speed,
         on_gpu(
             *("scripts.bench_training", "--out", "{results}/bench_training"),
             look=(
@@ -350,7 +382,7 @@ ITEMS = (
         "causal_leak",
         "What a masked token can still change",
         "causal_leak.json",
-        sections.causal_leak,
+        report_sections.causal_leak,
         everywhere("scripts.causal_leak", "--out", "{results}/causal_leak.json"),
         minutes=dict.fromkeys(SCALES, 1),
     ),

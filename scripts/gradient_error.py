@@ -1,11 +1,12 @@
 """Where the error of dQ and dK comes from in INT8 attention, and what mends it, on traces of trained models.
 
     python -m scripts.layers --help          # writes traces of a run
-    python -m scripts.gradient_error runs/NAME/traces/*.safetensors --out results/gradient_error
+    python -m scripts.gradient_error runs/NAME/traces --out results/gradient_error
     python -m scripts.gradient_error --sigmas 1 3 5 10      # Gaussians, as in the paper's Table 1
 
 Every query head of every layer is computed again, alone, with each variant of `scripts.gradient_variants`,
-and compared with float64 attention. Writes
+and compared with float64 attention. Where there are traces of several steps of a run, that is done at the
+last one; before it there are the default and its roundings. Writes
 
     OUT.json              every number, by trace, layer, head and variant
     OUT.md                tables: error against cost, the error's parts, the same layer by layer
@@ -13,8 +14,8 @@ and compared with float64 attention. Writes
     OUT_progress.png      the error and its parts over the tokens seen, if a run has several traces
 
 The errors are those of the algorithm, emulated in float32 (`scripts.attention_emulation`); no kernel runs. A
-head of 1024 tokens takes 6 seconds on one CPU core, one of 4096 a minute or two; `--device cuda` is faster,
-and `--heads 2` looks at two heads per layer only.
+head of 1024 tokens takes 6 seconds on one CPU core, one of 4096 a minute or two; a GPU is faster, and
+`--heads 2` looks at two heads per layer only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,7 +37,7 @@ from scripts.attention_emulation import Head, Result, Scheme, emulate
 from scripts.benchmarking import align, beside, describe_run, save_figure, write_tables
 from scripts.gradient_variants import STEPS, Variant, ladder, variants
 from scripts.table1 import exact_attention, positive_int
-from scripts.traces import Layer, load_trace
+from scripts.traces import Layer, find_traces, load_trace
 
 TITLES = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 
@@ -55,6 +56,8 @@ class Source:
     run: str
     tokens: int | None  # seen in training; None for random numbers
     qk_norm: bool | None
+    tokens_per_step: int | None = None
+    is_last: bool = True  # of its run: measured with every variant
 
 
 @dataclass(frozen=True)
@@ -87,15 +90,15 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f"gradient_error: {error}") from error
     rows = []
     for source, layer, head, tensors in tqdm(heads, desc="heads", disable=None):
-        rows += measure(source.name, layer, head, tensors)
+        rows += measure(source, layer, head, tensors)
     result = {
         "values": "against float64 attention, of single query heads",
-        "run": describe_run("python -m scripts.gradient_error", argv, shown(arguments), ["matplotlib"]),
+        **describe_run("python -m scripts.gradient_error", argv, shown(arguments), ["matplotlib"]),
         "sources": {source.name: vars(source) for source in sources},
     }
     markdown = to_markdown(sources, rows)
     write_tables(arguments.out, result, rows, markdown)
-    save(plot_costs(sources, rows), beside(arguments.out, ".png"))
+    save(plot_costs([source for source in sources if source.is_last], rows), beside(arguments.out, ".png"))
     if runs_with_progress(sources):
         save(plot_progress(sources, rows), beside(arguments.out, "_progress.png"))
     print(markdown)
@@ -108,7 +111,13 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="of python -m scripts.layers")
+    parser.add_argument(
+        "traces",
+        nargs="*",
+        type=Path,
+        metavar="TRACE",
+        help="of python -m scripts.layers, or folders of them",
+    )
     parser.add_argument(
         "--sigmas", type=float, nargs="+", default=[], help="also Gaussian heads, with these σ of Q and K"
     )
@@ -117,16 +126,14 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser.add_argument("--tokens", type=positive_int, help="only the first tokens (default: all; σ: 1024)")
     parser.add_argument("--head-dim", type=positive_int, default=64, help="of Gaussian heads (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of what is random (default 0)")
-    parser.add_argument("--device", default="cpu", help="where to compute: cpu or cuda (default cpu)")
+    parser.add_argument("--device", help="where to compute: cpu or cuda (default: cuda if there is)")
     parser.add_argument("--out", type=Path, default=Path("results/gradient_error"), help="files to write")
     arguments = parser.parse_args(argv)
     if not arguments.traces and not arguments.sigmas:
         parser.error(
             "nothing to measure; name traces (python -m scripts.layers writes them), or --sigmas 1 3"
         )
-    missing = [str(path) for path in arguments.traces if not path.is_file()]
-    if missing:
-        parser.error(f"no such trace: {', '.join(missing)}")
+    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
     return arguments
@@ -134,7 +141,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 
 def shown(arguments: Namespace) -> Namespace:
     """The arguments with paths as text, for JSON."""
-    return Namespace(**{**vars(arguments), "traces": [path.name for path in arguments.traces]})
+    return Namespace(**{**vars(arguments), "traces": [str(path) for path in arguments.traces]})
 
 
 # --- Heads --------------------------------------------------------------------------------------------------
@@ -146,15 +153,18 @@ def find_heads(arguments: Namespace) -> tuple[list[Source], Heads]:
     """Every source, and every head to compute: (source, layer, head, tensors).
 
     Raises:
-        ValueError: a file is no trace, or lacks a layer that was asked for.
+        ValueError: a file is not there or no trace, lacks a layer that was asked for, or is of a run and step
+            that another one is of.
     """
     sources, heads = [], []
-    for path in arguments.traces:
+    for path in find_traces(arguments.traces):
         origin, layers = load_trace(path, arguments.device)
         absent = [str(number) for number in arguments.layers or () if number not in layers]
         if absent:
             raise ValueError(f"{path} has no layer {', '.join(absent)}, only {', '.join(map(str, layers))}")
-        sources.append(Source(f"{origin.run}, step {origin.step}", origin.run, origin.tokens, origin.qk_norm))
+        if origin.name in (source.name for source in sources):
+            raise ValueError(f"{path} is another trace of {origin.name}; leave one out")
+        sources.append(Source(origin.name, origin.run, origin.tokens, origin.qk_norm, origin.tokens_per_step))
         for number in arguments.layers or layers:
             kept = origin.heads or range(layers[number].q.shape[1])
             cut = heads_of(layers[number], arguments.tokens)
@@ -165,7 +175,15 @@ def find_heads(arguments: Namespace) -> tuple[list[Source], Heads]:
     for sigma in arguments.sigmas:
         sources.append(Source(f"Gaussian, σ {sigma:g}", "Gaussian", None, None))
         heads.append((sources[-1], 0, 0, gaussian(sigma, arguments)))
-    return sources, heads
+    marked = {source.name: replace(source, is_last=is_last(source, sources)) for source in sources}
+    return list(marked.values()), [(marked[source.name], *rest) for source, *rest in heads]
+
+
+def is_last(source: Source, sources: list[Source]) -> bool:
+    """Whether no other trace of the run is of a later step. Random numbers are a run each."""
+    return source.tokens is None or all(
+        source.tokens >= other.tokens for other in sources if other.run == source.run
+    )
 
 
 def heads_of(layer: Layer, tokens: int | None) -> Iterator[Head]:
@@ -187,18 +205,20 @@ def gaussian(sigma: float, arguments: Namespace) -> Head:
 # --- Measuring ----------------------------------------------------------------------------------------------
 
 
-def measure(source: str, layer: int, number: int, head: Head) -> list[Row]:
-    """Every step and every variant on one head."""
+def measure(source: Source, layer: int, number: int, head: Head) -> list[Row]:
+    """Every step and every variant on one head; before a run's last trace the default and single steps."""
     exact = Result(*(x[0, 0] for x in exact_attention(*(x[None, None] for x in head), is_causal=True)))
     head_dim, dtype = head.q.shape[-1], torch.bfloat16
     schemes: dict[tuple[str, str], Variant | Scheme] = {
         ("variant", name): variant for name, variant in variants(head_dim, dtype).items()
-    }
+    } | ladder(head_dim, dtype)
     rows = []
-    for (kind, name), scheme in (schemes | ladder(head_dim, dtype)).items():
+    for (kind, name), scheme in schemes.items():
+        if not (source.is_last or (kind, name) == ("variant", "default") or kind == "alone"):
+            continue
         variant = scheme if isinstance(scheme, Variant) else Variant(scheme, cost=None)
         errors = compare(mean_of_draws(head, variant), exact)
-        rows.append(Row(source, layer, number, kind, name, variant.cost, **errors))
+        rows.append(Row(source.name, layer, number, kind, name, variant.cost, **errors))
     return rows
 
 
@@ -240,6 +260,7 @@ def mean_error(rows: Sequence[Row], tensor: str) -> float:
 
 
 def to_markdown(sources: Sequence[Source], rows: Sequence[Row]) -> str:
+    last = [source for source in sources if source.is_last]
     lines = [
         "# Error of the gradients",
         "",
@@ -247,13 +268,13 @@ def to_markdown(sources: Sequence[Source], rows: Sequence[Row]) -> str:
         "16-bit attention costs 18 (`scripts/gradient_variants.py`). *: no other variant is better in both.",
     ]
     for tensor, title in TITLES.items():
-        lines += ["", f"## {title}: error against cost", "", *cost_table(sources, rows, tensor)]
+        lines += ["", f"## {title}: error against cost", "", *cost_table(last, rows, tensor)]
     for tensor in PARTS:
         lines += ["", f"## {TITLES[tensor]}: what each rounding of the default does", ""]
-        lines += ["Alone / with all others but this one.", "", *step_table(sources, rows, tensor)]
+        lines += ["Alone / with all others but this one.", "", *step_table(last, rows, tensor)]
         lines += ["", f"## {TITLES[tensor]} layer by layer", ""]
         lines += ["The default's error, and each part alone.", "", *layer_table(sources, rows, tensor)]
-    lines += ["", "## Stochastic rounding of dS", "", *bias_table(sources, rows)]
+    lines += ["", "## Stochastic rounding of dS", "", *bias_table(last, rows)]
     return "\n".join([*lines, ""])
 
 
@@ -368,7 +389,7 @@ def runs_with_progress(sources: Sequence[Source]) -> list[str]:
 def plot_progress(sources: Sequence[Source], rows: Sequence[Row]) -> Any:
     """The default's error of dQ (above) and dK (below) and its parts over the tokens seen; a column a run."""
     runs = runs_with_progress(sources)
-    figure, panels = new_figure(len(PARTS), len(runs), width=4.6, height=3.4)
+    figure, panels = new_figure(len(PARTS), len(runs), width=4.6, height=3.4, sharey="row")
     for line, tensor in zip(panels, PARTS, strict=True):
         for axes, run in zip(line, runs, strict=True):
             of_run = sorted((s for s in sources if s.run == run), key=lambda source: source.tokens)
@@ -387,15 +408,16 @@ def plot_progress(sources: Sequence[Source], rows: Sequence[Row]) -> Any:
     return figure
 
 
-def new_figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Any, Any]:
+def new_figure(
+    rows: int, columns: int, *, width: float, height: float, sharey: bool | str = False
+) -> tuple[Any, Any]:
     import matplotlib  # slow to import; only needed at the end
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(
-        rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained"
-    )
+    size = (width * columns, height * rows)
+    return plt.subplots(rows, columns, figsize=size, sharey=sharey, squeeze=False, layout="constrained")
 
 
 def save(figure: Any, path: Path) -> None:

@@ -1,6 +1,6 @@
 """INT8 against FP8 in attention's backward: the error of dQ, dK and dV (SageAttention3, arXiv 2505.11594).
 
-    python -m scripts.gradient_formats traces/NAME.safetensors [more traces]
+    python -m scripts.gradient_formats runs/NAME/traces [more traces]
     python -m scripts.gradient_formats                                           on Gaussians
 
 Traces, which `python -m scripts.layers --traces` writes, hold q, k, v and dO of a trained model. Of each head
@@ -24,8 +24,9 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +34,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
+from scripts import paper
 from scripts.benchmarking import align, describe_run, write_tables
 from scripts.table1 import positive_int
-from scripts.traces import Layer, load_trace
+from scripts.traces import Layer, Origin, find_traces, load_trace
 
 PROGRAM = "python -m scripts.gradient_formats"
 
@@ -45,10 +47,12 @@ MEASURES = {"l1": relative_l1, "l2": relative_l2, "cos": cosine_similarity}
 #: Of dQ, as SageAttention3 prints it: relative L1 over the layers of CogVideoX-2B, and its Table 1c, where
 #: only dP differs. Its tensors are others than those here, so the ratios compare, the numbers do not.
 PUBLISHED = {
-    "INT8 gradients": {"l1": 0.029},
-    "FP8 gradients": {"l1": 0.070},
-    "dP in INT8 (Table 1c)": {"l1": 0.171, "cos": 0.9747},
-    "dP in FP16 (Table 1c)": {"l1": 0.039, "cos": 0.9977},
+    "INT8 gradients": {"l1": paper.S3_FORMATS["int8"]},
+    "FP8 gradients": {"l1": paper.S3_FORMATS["fp8"]},
+    **{
+        f"dP in {name.upper()} (Table 1c)": {"l1": l1, "cos": cosine}
+        for name, (cosine, l1) in paper.S3_DP.items()
+    },
 }
 
 
@@ -94,15 +98,17 @@ def main(argv: list[str] | None = None) -> None:
     """Measure every layer under every scheme and write the tables."""
     arguments = parse_arguments(argv)
     try:
+        arguments.traces = [str(file) for file in find_traces([Path(path) for path in arguments.traces])]
         inputs = list(read_inputs(arguments))
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
     result = describe_run(PROGRAM, argv, arguments, ("numpy",)) | {
         "values": "l1, l2: relative, cos: cosine similarity; against float64, over all heads of a layer",
         "published": PUBLISHED,
+        "sources": {origin.name: asdict(origin) for _, _, _, origin in inputs if origin},
     }
     rows: list[Row] = []
-    for trace, layer, tensors in tqdm(inputs, desc="layers", disable=None):
+    for trace, layer, tensors, _ in tqdm(inputs, desc="layers", disable=None):
         rows += measure(trace, layer, tensors, arguments)
     text = to_markdown(result, rows)
     write_tables(Path(arguments.out), result, rows, text)
@@ -114,7 +120,12 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("traces", nargs="*", metavar="TRACE", help="safetensors files (default: Gaussians)")
+    parser.add_argument(
+        "traces",
+        nargs="*",
+        metavar="TRACE",
+        help="of python -m scripts.layers, or folders of them (default: Gaussians)",
+    )
     parser.add_argument(
         "--granularity", nargs="+", choices=("block", "row"), default=["block", "row"], help="(default both)"
     )
@@ -127,28 +138,38 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     gaussians.add_argument("--head-dim", type=positive_int, default=64, help="D (default 64)")
     gaussians.add_argument("--heads", type=positive_int, default=4, help="(default 4)")
     gaussians.add_argument("--seed", type=int, default=0, help="(default 0)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if there is)")
     parser.add_argument(
         "--out", default="results/gradient_formats", help="start of the files' names (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
+    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
     return arguments
 
 
-def read_inputs(arguments: Namespace) -> Iterator[tuple[str, int, Layer]]:
-    """(name, layer, tensors) of every layer of the traces, or of Gaussians.
+class Input(NamedTuple):
+    """One layer. origin: where a trace is from; None for Gaussians."""
+
+    trace: str
+    layer: int
+    tensors: Layer
+    origin: Origin | None
+
+
+def read_inputs(arguments: Namespace) -> Iterator[Input]:
+    """Every layer of the traces, or Gaussians.
 
     Raises ValueError for a file that is no trace, FileNotFoundError for one that is not there.
     """
     for path in arguments.traces:
         origin, layers = load_trace(Path(path), arguments.device)
         for layer, tensors in layers.items():
-            yield origin.run, layer, tensors
+            yield Input(origin.name, layer, tensors, origin)
     if not arguments.traces:
         for sigma in arguments.sigmas:
-            yield f"Gaussian, σ = {sigma:g}", 0, draw(sigma, arguments)
+            yield Input(f"Gaussian, σ = {sigma:g}", 0, draw(sigma, arguments), None)
 
 
 def draw(sigma: float, arguments: Namespace) -> Layer:

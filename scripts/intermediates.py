@@ -25,18 +25,6 @@ TITLES = {
     "dv": "dV",
 }
 
-#: The paper's Table 2, (cosine similarity, relative L2): layer 11 of its QK-norm run at 2.1M tokens per step.
-PAPER = {
-    "delta": (0.9973, 0.0736),
-    "p": (0.9917, 0.1293),
-    "dp": (1.0, 0.0),
-    "ds": (0.9789, 0.2045),
-    "o": (0.9969, 0.0793),
-    "dq": (0.9664, 0.2579),
-    "dk": (0.9537, 0.3074),
-    "dv": (0.9985, 0.0540),
-}
-
 ENTRIES_AT_ONCE = 2**26  # of P (256 MiB in float32); some twelve such matrices are alive together
 
 

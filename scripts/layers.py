@@ -20,11 +20,15 @@ The variants are
 dO, and with it dP and dS, is the gradient of each sequence's own mean loss, in nats per token. In a training
 step the loss is the mean over all sequences of the step, so dO is smaller by their number there. The paper
 does not say which of the two its RMS is of; both are reported.
+
+With --traces, q, k, v and dO of some layers are kept for scripts.gradient_error and scripts.gradient_formats;
+with --milestones also those of the run's earlier checkpoints, to see the errors as training goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from argparse import Namespace
@@ -44,12 +48,12 @@ from data.loader import count_sequences, stack_sequences
 from model.backends import AttentionFn, AttentionSettings, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
-from scripts import intermediates
+from scripts import intermediates, paper
 from scripts.benchmarking import align, beside, describe_run, save_figure, write_tables
 from scripts.compare import distinct, find_runs
-from scripts.runs import open_data, read_settings
+from scripts.runs import milestones, open_data, read_settings
 from scripts.table1 import positive_int
-from scripts.traces import Layer, Origin, save_trace
+from scripts.traces import Layer, Origin, save_trace, trace_file
 from trainer.checkpoint import checkpoint_of, load_weights
 from trainer.plan import tokens_per_step
 from trainer.plot import PROBED
@@ -68,8 +72,7 @@ VARIANTS = {
 #: Those of Table 2, which have pictures of their own, too.
 MAIN_VARIANTS = ("paper", "default")
 
-#: §4.2 of the paper: the QK-norm run at 2.1M tokens per step, N 4096.
-PAPER_RMS = {"p_rms": 5e-3, "dp_rms": 5e-5, "ds_rms": 1e-7}
+PAPER_RMS = {f"{name}_rms": value for name, value in paper.RMS.items()}
 
 NORMALISATION = (
     "dO, and with it dP and dS, is the gradient of each sequence's own mean loss (nats per token) towards O. "
@@ -82,8 +85,10 @@ EXAMPLES = """
 examples:
   the four runs of the paper's grid with SageBwd, on a GPU
       python -m scripts.layers runs/attention-sagebwd+* --device cuda --sequences 4
-  and q, k, v, dO of two layers and heads for other scripts to study
-      python -m scripts.layers runs/NAME --traces traces --trace-layers 0 11 --trace-heads 0 5
+  and q, k, v, dO of two layers and heads for other scripts to study, in runs/NAME/traces/step_N.safetensors
+      python -m scripts.layers runs/NAME --traces --trace-layers 0 11 --trace-heads 0 5
+  these alone, at the end and at every checkpoint that milestone_every kept
+      python -m scripts.layers runs/NAME --traces --milestones --only-traces --trace-heads 0 1
 
 written after every run, with --out results/layers:
   results/layers.json           every layer's numbers, Table 2, settings, hardware, versions
@@ -96,17 +101,25 @@ written after every run, with --out results/layers:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and which of its weights: those of origin.step."""
+    """A run, and which of its weights: those of origin.step.
+
+    checkpoint: the step whose checkpoint has them; None: they are the finished ones.
+    """
 
     name: str
     directory: RunDirectory
     settings: Settings
     corpus: Corpus
     origin: Origin
+    checkpoint: int | None
 
     @property
     def sequences_per_step(self) -> int:
         return tokens_per_step(self.settings) // self.settings.context
+
+
+class UnusableWeights(Exception):
+    """The weights of a run are damaged, or not those of its model; the message says which and why."""
 
 
 @dataclass(frozen=True)
@@ -124,21 +137,19 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure run after run, and write what there is after each."""
+    """Trace the runs, if asked to, and measure them."""
     arguments = parse_arguments(argv)
     try:
         runs = open_runs(arguments)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
-    result = describe(argv, arguments, runs)
-    rows: list[Row] = []
-    with tqdm(total=sum(run.settings.model.n_layers + 1 for run in runs), disable=None) as progress:
-        for run in runs:
-            progress.set_description(run.name)
-            rows += measure_run(run, result, arguments, progress)
-            write(Path(arguments.out), result, rows)
-    print(to_markdown(result, rows))
-    print(f"written to {arguments.out}.json, .md and _*.png")
+    try:
+        if arguments.traces is not None:
+            trace_all(runs, arguments)
+        if not arguments.only_traces:
+            measure_all(runs, describe(argv, arguments, runs), arguments)
+    except UnusableWeights as error:
+        sys.exit(str(error))
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
@@ -154,7 +165,15 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     )
     parser.add_argument("--step", type=positive_int, help="the checkpoint of this step (default: the end)")
     parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
-    parser.add_argument("--traces", help="folder to write NAME.safetensors of each run to (default: none)")
+    parser.add_argument(
+        "--traces",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="write RUN/traces/step_N.safetensors; with a folder, FOLDER/NAME/step_N.safetensors of each run",
+    )
+    parser.add_argument("--milestones", action="store_true", help="traces of earlier checkpoints, too")
+    parser.add_argument("--only-traces", action="store_true", help="write traces, and measure nothing")
     parser.add_argument(
         "--trace-layers", type=int, nargs="+", help="counted from 0 (default: first, middle and last)"
     )
@@ -166,8 +185,12 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
-    if not arguments.traces and (arguments.trace_layers or arguments.trace_heads):
-        parser.error("--trace-layers and --trace-heads choose what --traces FOLDER writes; give that as well")
+    about_traces = ("trace_layers", "trace_heads", "milestones", "only_traces")
+    given = [name for name in about_traces if getattr(arguments, name)]
+    if arguments.traces is None and given:
+        parser.error(f"--{given[0].replace('_', '-')} is about what --traces writes; give that as well")
+    if arguments.milestones and arguments.step is not None:
+        parser.error("--milestones follows a run to its end; leave --step out")
     return arguments
 
 
@@ -182,16 +205,22 @@ def open_runs(arguments: Namespace) -> list[Run]:
     paths = find_runs([Path(path) for path in arguments.runs])
     if not paths:
         raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
-    names = distinct([path.resolve().name for path in paths])
+    names = names_of([path.resolve() for path in paths])
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"several runs are called {', '.join(twice)}; name each once, or rename its folder")
+        raise ValueError(f"several runs are called {', '.join(twice)}; name each once")
     runs = [
         open_run(name, RunDirectory(path), arguments.step) for name, path in zip(names, paths, strict=True)
     ]
     for run in runs:
         check(run, arguments)
     return runs
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    """The runs' folders, from where their paths part, without the overrides that all share."""
+    shared = os.path.commonpath([path.parent for path in paths])
+    return distinct([path.relative_to(shared).as_posix() for path in paths])
 
 
 def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
@@ -211,14 +240,14 @@ def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
         checkpoint_of(directory.checkpoints, step)
         reached = step
     origin = Origin(
-        run=directory.path.resolve().name,
+        run=name,
         step=reached,
         tokens=reached * tokens_per_step(settings),
         tokens_per_step=tokens_per_step(settings),
         qk_norm=settings.model.qk_norm,
         attention=settings.attention.backend,
     )
-    return Run(name, directory, settings, open_data(directory, settings), origin)
+    return Run(name, directory, settings, open_data(directory, settings), origin, checkpoint=step)
 
 
 def check(run: Run, arguments: Namespace) -> None:
@@ -251,11 +280,11 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> d
             run.name: asdict(run.origin)
             | {"context": run.settings.context, "sequences_per_step": run.sequences_per_step}
             | {"dtype": run.settings.hardware.dtype, "seed": run.settings.seed}
-            | {"model": asdict(run.settings.model)}
+            | {"model": asdict(run.settings.model), "attention_settings": asdict(run.settings.attention)}
             for run in runs
         },
         "paper_rms": PAPER_RMS,
-        "paper_table2": intermediates.PAPER,
+        "paper_table2": paper.TABLE_2,
         "table2": {},
     }
 
@@ -263,12 +292,22 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> d
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
+def measure_all(runs: list[Run], result: dict[str, Any], arguments: Namespace) -> None:
+    """Measure run after run, and write what there is after each. Raises UnusableWeights."""
+    rows: list[Row] = []
+    with tqdm(total=sum(run.settings.model.n_layers + 1 for run in runs), disable=None) as progress:
+        for run in runs:
+            progress.set_description(run.name)
+            rows += measure_run(run, result, arguments, progress)
+            write(Path(arguments.out), result, rows)
+    print(to_markdown(result, rows))
+    print(f"written to {arguments.out}.json, .md and _*.png")
+
+
 def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
-    """A row for each layer; adds Table 2 and what computed the variants to the result, and writes traces."""
+    """A row for each layer; adds Table 2 and what computed the variants to the result."""
     variants = {name: sage(config, run, arguments) for name, config in VARIANTS.items()}
-    captured = capture_run(run, arguments)
-    if arguments.traces:
-        write_traces(run, captured, arguments)
+    captured = capture_run(run, range(run.settings.model.n_layers), arguments)
     rows = measure_layers(run, captured, variants, progress)
     worst = most_error_prone(rows, "paper").layer
     result["runs"][run.name]["attentions"] = {name: found.description for name, found in variants.items()}
@@ -284,8 +323,11 @@ def sage(config: SageConfig, run: Run, arguments: Namespace) -> Backend:
     return sage_backend(attention, run.settings.model, device=device, dtype=dtype_of(run))
 
 
-def capture_run(run: Run, arguments: Namespace) -> dict[int, Captured]:
-    """q, k, v, O and dO of every layer, on the first held-out sequences, with full-precision attention."""
+def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[int, Captured]:
+    """q, k, v, O and dO of some layers, on the first held-out sequences, with full-precision attention.
+
+    Raises UnusableWeights.
+    """
     device, dtype, shape = torch.device(arguments.device), dtype_of(run), run.settings.model
     attention = model.backends.fpa.build(
         AttentionSettings(backend="fpa"),
@@ -294,22 +336,25 @@ def capture_run(run: Run, arguments: Namespace) -> dict[int, Captured]:
         d_head=shape.d_head,
         is_gqa=shape.kv_heads != shape.n_heads,
     )
-    llama = load_model(run, attention.attend, arguments.step).to(device)
+    llama = load_model(run, attention.attend).to(device)
     tokens = stack_sequences(run.corpus.val, np.arange(arguments.sequences), run.settings.context)
     return capture(
         llama,
-        range(shape.n_layers),
+        layers,
         *(x.to(device) for x in tokens),
         lambda: torch.autocast(device.type, dtype, enabled=dtype is not torch.float32),
     )
 
 
-def load_model(run: Run, attention: AttentionFn, step: int | None) -> Llama:
-    """Raises ValueError if the weights are damaged."""
-    if step is None:
-        return model.huggingface.load(run.directory.weights, attention)
-    llama = Llama(run.settings.model, attention)
-    load_weights(run.directory.checkpoints, step, llama)
+def load_model(run: Run, attention: AttentionFn) -> Llama:
+    """Raises UnusableWeights if the weights are damaged."""
+    try:
+        if run.checkpoint is None:
+            return model.huggingface.load(run.directory.weights, attention)
+        llama = Llama(run.settings.model, attention)
+        load_weights(run.directory.checkpoints, run.checkpoint, llama)
+    except (ValueError, FileNotFoundError) as error:
+        raise UnusableWeights(f"{run.name}: {error}") from error
     return llama
 
 
@@ -347,16 +392,39 @@ def measure_table2(captured: Captured, layer: int) -> dict[str, Any]:
     return {"layer": layer, **measured}
 
 
-def write_traces(run: Run, captured: dict[int, Captured], arguments: Namespace) -> None:
-    """FOLDER/NAME.safetensors: the chosen layers and heads in bfloat16."""
-    folder = Path(arguments.traces)
-    folder.mkdir(parents=True, exist_ok=True)
-    layers = {
-        layer: choose_heads(captured[layer], arguments.trace_heads)
-        for layer in chosen_layers(arguments.trace_layers, len(captured))
-    }
+# --- Traces -------------------------------------------------------------------------------------------------
+
+
+def trace_all(runs: list[Run], arguments: Namespace) -> None:
+    """Write the traces of all runs, and of their milestones if asked to. Raises UnusableWeights."""
+    earlier = [found for run in runs for found in milestones_of(run)] if arguments.milestones else []
+    with tqdm([*earlier, *runs], disable=None) as progress:
+        for run in progress:
+            progress.set_description(f"trace of {run.origin.name}")
+            write_trace(run, arguments)
+
+
+def milestones_of(run: Run) -> list[Run]:
+    """The run at each of its milestones before its end."""
+    return [
+        replace(run, checkpoint=step, origin=at_step(run.origin, step))
+        for step in milestones(run.directory, run.settings)
+        if step < run.origin.step
+    ]
+
+
+def at_step(origin: Origin, step: int) -> Origin:
+    return replace(origin, step=step, tokens=step * origin.tokens_per_step)
+
+
+def write_trace(run: Run, arguments: Namespace) -> None:
+    """The chosen layers and heads in bfloat16."""
+    folder = Path(arguments.traces) / run.name if arguments.traces else run.directory.traces
+    chosen = chosen_layers(arguments.trace_layers, run.settings.model.n_layers)
+    captured = capture_run(run, chosen, arguments)
+    layers = {layer: choose_heads(captured[layer], arguments.trace_heads) for layer in chosen}
     origin = replace(run.origin, heads=arguments.trace_heads)
-    save_trace(folder / f"{run.name}.safetensors", origin, layers)
+    save_trace(trace_file(folder, origin), origin, layers)
 
 
 def choose_heads(captured: Captured, heads: Sequence[int] | None) -> Layer:
@@ -457,7 +525,7 @@ def table2_section(result: dict) -> list[str]:
         "",
     ]
     for run, table in result["table2"].items():
-        columns = [intermediates.PAPER, *(table[variant] for variant in MAIN_VARIANTS)]
+        columns = [paper.TABLE_2, *(table[variant] for variant in MAIN_VARIANTS)]
         cells = [
             [title, *(pair(*column[name]) for column in columns)]
             for name, title in intermediates.TITLES.items()

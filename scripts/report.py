@@ -17,7 +17,8 @@ from pathlib import Path
 
 from data.files import write_text
 from scripts.experiments import ITEMS, RESULTS, Item
-from scripts.report_sections import FURTHER, Section, Verdict, markdown
+from scripts.report_parts import Section, Verdict, markdown
+from scripts.report_sections import FURTHER
 from scripts.results import MEND, DamagedResult, Results
 
 HEAD = """\
@@ -109,7 +110,9 @@ def naming(name: str, results: Results) -> Iterator[None]:
     """Turn errors about missing parts of a JSON into a DamagedResult that names the file."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError, StopIteration) as error:
+    except DamagedResult:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration, ValueError) as error:
         path = results.folder / name
         raise DamagedResult(f"{path} lacks what the report needs ({error!r}); {MEND}") from error
 

@@ -1,22 +1,33 @@
-"""The report's sections: words around numbers that are computed from the results. One function a section.
+"""The report's sections on the attention itself, on speed, and on what else lies among the results.
 
-A section of the paper returns verdicts with its text; each states its rule. To fill in the section of a new
-item, write a function here and name it in scripts/experiments.py.
+Words around numbers that are computed from the results, one function a section. A section of the paper
+returns verdicts with its text; each states its rule. To fill in the section of a new item, write a function
+here, in report_training.py or in report_layers.py, and name it in scripts/experiments.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 from scripts import paper
+from scripts.report_parts import (
+    AGREES,
+    CANNOT_TELL,
+    DIFFERS,
+    Body,
+    Section,
+    Verdict,
+    decimal,
+    hardware,
+    markdown,
+    picture,
+    tile,
+)
 from scripts.results import Results, final_loss, held_out_loss, speed
 from scripts.table1 import PAPER, TENSORS, TITLES
 from trainer.plot import series
-
-AGREES, DIFFERS, CANNOT_TELL = "agrees", "does not agree", "cannot tell at this scale"
 
 #: Relative L2 errors within this of the paper's count as the same: its shapes and seeds are not published.
 TABLE_1_TOLERANCE = 0.10
@@ -24,30 +35,6 @@ TABLE_1_TOLERANCE = 0.10
 TABLE_1_SHARE = 0.9
 #: A speed-up within this of the paper's counts as the same.
 SPEED_UP_TOLERANCE = 0.10
-
-
-class Verdict(NamedTuple):
-    """One thing the paper says, whether it holds here, and by which rule on which numbers."""
-
-    claim: str
-    answer: str
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Body:
-    """The text of a section below its heading, and what it concludes."""
-
-    text: str
-    verdicts: list[Verdict] = field(default_factory=list)
-
-
-class Section(NamedTuple):
-    """A section beside the paper's items, shown when all the files in `needs` are there."""
-
-    title: str
-    needs: tuple[str, ...]
-    write: Callable[[Results], Body]
 
 
 # --- Table 1 ------------------------------------------------------------------------------------------------
@@ -210,235 +197,6 @@ def extra_memory(rows: list[dict]) -> str | None:
         return None
     listed = " and ".join(f"{peak:.2f} (D {head_dim})" for head_dim, peak in peaks.items())
     return f"Memory beyond inputs and results peaks at {listed} times the bytes of Q, K and V."
-
-
-# --- Training: Figures 1 and 4, fine-tuning, presets --------------------------------------------------------
-
-#: Final losses that differ by less than this count as equal: half of what the paper's Figure 1a is about.
-MARGIN = paper.FIGURE_1_GAP / 2
-
-FULL_PRECISION, SAGE = "full precision", "SageBwd"
-RULES = (
-    "Final loss: mean training loss of the last tenth. Differences with 95% intervals. A gap agrees if "
-    "its interval lies "
-    f"above zero, and does not if it lies below {MARGIN:.3f}, half of the paper's gap; a match agrees if "
-    "the interval lies "
-    f"within ±{MARGIN:.3f}, and does not if it lies outside."
-)
-
-
-class Difference(NamedTuple):
-    """One variant's final loss minus another's; half_width: of the 95% interval, None with one seed."""
-
-    mean: float
-    half_width: float | None
-    seeds: int
-
-    def __str__(self) -> str:
-        if self.half_width is None:
-            return f"{self.mean:+.4f} ({self.seeds} seed)"
-        return f"{self.mean:+.4f} ± {self.half_width:.4f} ({self.seeds} seeds)"
-
-
-def figure1a(results: Results) -> Body:
-    data = results.json("figure1a.json")
-    printed = paper.FIGURE_1[2097152]
-    verdicts = []
-    for group in data["groups"]:
-        claim = (
-            f"with QK-norm SageBwd ends {paper.FIGURE_1_GAP:.3f} above full precision at 2.1M tokens per step"
-        )
-        verdicts.append(gap_verdict(claim, data, group, SAGE, FULL_PRECISION))
-        verdicts.append(divergence_verdict(data, group, f"{SAGE}, no QK-norm"))
-    return Body(training_text(data, "figure1a", printed), verdicts)
-
-
-def figure1b(results: Results) -> Body:
-    data = results.json("figure1b.json")
-    printed = paper.FIGURE_1[262144]
-    gap = printed["sagebwd", True] - printed["fpa", True]
-    verdicts = []
-    for group in data["groups"]:
-        for ending, words in (("", "with QK-norm"), (", no QK-norm", "without QK-norm")):
-            claim = f"{words} SageBwd matches full precision ({gap:+.3f}) at 260K tokens per step"
-            claim += f"; {size(group)}" if len(data["groups"]) > 1 else ""
-            verdicts.append(match_verdict(claim, data, group, SAGE + ending, FULL_PRECISION + ending))
-    return Body(training_text(data, "figure1b", printed), verdicts)
-
-
-def figure4(results: Results) -> Body:
-    data = results.json("figure4.json")
-    verdicts = []
-    for group in data["groups"]:
-        place = f" at {group['tokens_per_step']:,} tokens per step"
-        none, both = f"{SAGE}, no smoothing", f"{SAGE}, Q+K smoothing"
-        claim = f"K-smoothing is needed{place}"
-        if diverged(group, none):
-            verdicts.append(settled(claim, data, AGREES, "Without it the loss diverges."))
-        else:
-            verdicts.append(gap_verdict(claim, data, group, none, SAGE))
-        claim = f"Q-smoothing on top brings nothing{place}"
-        verdicts.append(match_verdict(claim, data, group, both, SAGE))
-    return Body(training_text(data, "figure4", {}), verdicts)
-
-
-def finetune(results: Results) -> Body:
-    data = results.json("finetune.json")
-    verdicts = [
-        match_verdict("fine-tuning with SageBwd ends like full precision", data, group, SAGE, FULL_PRECISION)
-        for group in data["groups"]
-    ]
-    text = training_text(data, "finetune", {})
-    return Body(
-        "A model that was trained here in full precision, trained further on the standard library of "
-        "Python. S3 fine-tunes "
-        f"published models and compares their scores on tasks; here it is the loss.\n\n{text}",
-        verdicts,
-    )
-
-
-def presets(results: Results) -> Body:
-    return Body(training_text(results.json("presets.json"), "presets", {}))
-
-
-def training_text(data: dict, name: str, printed: dict) -> str:
-    """What was run, a table for each group of runs, and the picture."""
-    unfinished = [run["name"] for run in data["runs"] if not (run["finished"] or run["diverged"])]
-    parts = [f"Scale: {data['scale']}, on {data['hardware']}. {RULES}"]
-    for group in data["groups"]:
-        parts += [group_text(group), variant_table(group, printed)]
-    if unfinished:
-        parts.append(f"Not finished, and left out: {', '.join(unfinished)}.")
-    return "\n\n".join(
-        [*parts, picture(f"{name}.png", "Training loss, and its distance from the first variant")]
-    )
-
-
-def group_text(group: dict) -> str:
-    noise = group["noise"]
-    degrees = group["degrees_of_freedom"]
-    known = "One seed, so the noise between runs is not known."
-    if noise is not None:
-        known = f"Noise of a run: standard deviation {noise:.4f} ({degrees} degrees of freedom)."
-    return (
-        f"**{size(group)}**, context {group['context']}, {group['tokens_per_step']:,} tokens per step, "
-        f"{group['steps']:,} steps, learning rate {group['lr']:g}, {group['warmup_steps']:,} warm-up "
-        f"steps. {known}"
-    )
-
-
-def variant_table(group: dict, printed: dict) -> str:
-    first = next(iter(group["variants"]))["variant"]
-    rows = []
-    for own in group["variants"]:
-        key = own["attention"], own["qk_norm"]
-        plain = own["variant"] in (FULL_PRECISION, SAGE, f"{SAGE}, no QK-norm")
-        on_paper = "" if key not in printed or not plain else loss_or_diverges(printed[key])
-        gap = difference(group, own["variant"], first)
-        rows.append(
-            [
-                own["variant"],
-                str(len(own["seeds"])),
-                f"diverged ({own['diverged']})" if own["diverged"] else f"{own['final_loss']:.4f}",
-                "" if own["spread"] is None else f"{own['spread']:.4f}",
-                "" if own["held_out_loss"] is None else f"{own['held_out_loss']:.4f}",
-                "" if gap is None else str(gap),
-                f"{own['tokens_per_second']:,.0f}",
-                on_paper,
-            ]
-        )
-    header = ["attention", "seeds", "final loss", "spread", "held-out", f"minus {first}", "tokens/s", "paper"]
-    return markdown(header, rows)
-
-
-def loss_or_diverges(loss: float | None) -> str:
-    return "diverges" if loss is None else f"{loss:.3f}"
-
-
-def size(group: dict) -> str:
-    return f"{group['parameters'] / 1e6:.3g}M parameters"
-
-
-def difference(group: dict, of: str, minus: str) -> Difference | None:
-    """None if one of the two was not run or diverged."""
-    for entry in group["differences"]:
-        if entry["of"] == of and entry["minus"] == minus:
-            return Difference(entry["mean"], entry["half_width"], entry["seeds"])
-    return None
-
-
-def diverged(group: dict, variant: str) -> bool:
-    return any(own["variant"] == variant and own["diverged"] for own in group["variants"])
-
-
-def gap_verdict(claim: str, data: dict, group: dict, of: str, minus: str) -> Verdict:
-    """The paper sees the loss of one variant above the other's."""
-    found = difference(group, of, minus)
-    if found is None or found.half_width is None:
-        return without_interval(claim, data, group, of, minus)
-    if found.mean - found.half_width > 0:
-        return settled(claim, data, AGREES, f"Here {found}.")
-    if found.mean + found.half_width < MARGIN:
-        return settled(claim, data, DIFFERS, f"Here {found}.")
-    return Verdict(claim, CANNOT_TELL, f"Here {found}.")
-
-
-def match_verdict(claim: str, data: dict, group: dict, of: str, minus: str) -> Verdict:
-    """The paper sees two losses that are alike."""
-    found = difference(group, of, minus)
-    if found is None or found.half_width is None:
-        return without_interval(claim, data, group, of, minus)
-    if abs(found.mean) + found.half_width < MARGIN:
-        return settled(claim, data, AGREES, f"Here {found}.")
-    if abs(found.mean) - found.half_width > MARGIN:
-        return settled(claim, data, DIFFERS, f"Here {found}.")
-    return Verdict(claim, CANNOT_TELL, f"Here {found}.")
-
-
-def divergence_verdict(data: dict, group: dict, variant: str) -> Verdict:
-    """The paper sees this variant diverge; that it does not in a short run says nothing about a long one."""
-    claim = "without QK-norm SageBwd diverges at 2.1M tokens per step"
-    if diverged(group, variant):
-        return settled(claim, data, AGREES, "It diverges here, too.")
-    if not any(own["variant"] == variant for own in group["variants"]):
-        return Verdict(claim, CANNOT_TELL, "It was not run.")
-    tokens = group["tokens_per_step"] * group["steps"]
-    why = f"It does not within {tokens / 1e6:,.3g}M tokens"
-    if data["scale"] == "full":
-        return Verdict(claim, DIFFERS, f"{why}.")
-    return Verdict(claim, CANNOT_TELL, f"{why}, which says nothing about a longer run.")
-
-
-def without_interval(claim: str, data: dict, group: dict, of: str, minus: str) -> Verdict:
-    """Two variants whose final losses cannot be compared: one diverged, or is missing, or has one seed."""
-    if diverged(group, of) and not diverged(group, minus):
-        return settled(claim, data, DIFFERS, f"{of} diverges here, {minus} does not.")
-    found = difference(group, of, minus)
-    if found is None:
-        return Verdict(claim, CANNOT_TELL, "The runs to compare are not there, or diverged.")
-    return Verdict(claim, CANNOT_TELL, f"Here {found}, and one seed gives no interval.")
-
-
-def settled(claim: str, data: dict, answer: str, why: str) -> Verdict:
-    """An answer, unless the scale is the one for debugging."""
-    if data["scale"] == "debug":
-        return Verdict(claim, CANNOT_TELL, f"{why} The debug scale measures nothing.")
-    return Verdict(claim, answer, why)
-
-
-# --- What has no section of its own yet ---------------------------------------------------------------------
-
-
-def files_only(name: str) -> Callable[[Results], Body]:
-    """A section that says where the numbers are; for an item whose section is still to be written."""
-
-    def write(results: Results) -> Body:
-        data = results.json(name)
-        return Body(
-            f"`{data.get('command', 'see the file')}` on {hardware(data)}. The numbers are in the JSON."
-        )
-
-    return write
 
 
 # --- Accuracy of the kernels --------------------------------------------------------------------------------
@@ -707,32 +465,3 @@ FURTHER = (
     Section("Preparing text", ("prepare_tiktoken.json", "prepare_gigatoken.json"), preparing),
     Section("The quickstart", ("quickstart/sagebwd/metrics.jsonl",), quickstart),
 )
-
-
-# --- Small things -------------------------------------------------------------------------------------------
-
-
-def decimal(value: float) -> str:
-    """Four decimals, as the papers print them: .0160."""
-    return f"{value:.4f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.4f}"
-
-
-def hardware(data: dict) -> str:
-    """The name of what a JSON was measured on."""
-    place = data["hardware"]
-    name = place if isinstance(place, str) else place["name"]
-    return "a CPU" if name == "cpu" else name
-
-
-def tile(config: dict) -> str:
-    return f"{config['block_q']} × {config['block_kv']}"
-
-
-def picture(path: str, text: str) -> str:
-    return f"![{text}]({path})"
-
-
-def markdown(header: list[str], rows: list[list[str]], left: int = 1) -> str:
-    """A table whose first `left` columns are aligned to the left, the others to the right."""
-    rule = ["---"] * left + ["---:"] * (len(header) - left)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))

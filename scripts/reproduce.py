@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from scripts import report
-from scripts.experiments import ITEMS, RESULTS, RUNS, SCALES, Item, Run, find, in_words, total_cost
+from scripts.experiments import ITEMS, RESULTS, RUNS, SCALES, TRACES, Item, Run, find, in_words, total_cost
 from scripts.results import DamagedResult
 from scripts.run_pool import Job, Stopped, run_all, run_here, slots
 from trainer.run_directory import MAY_CHANGE, RunDirectory, read_metrics
@@ -189,14 +189,23 @@ def reproduce(item: Item, arguments: argparse.Namespace) -> bool:
         well = train(stage, arguments) and well
     paths = [arguments.runs_dir / run.name for run in compared(item, arguments.scale)]
     if not arguments.dry_run:
-        paths = [path for path in paths if RunDirectory(path).metrics.exists()]
+        paths = [path for path in paths if can_be_read(RunDirectory(path), item)]
         if item.stages and not paths:
             print(f"{item.name}: none of its runs is there, so there is nothing to measure", file=sys.stderr)
             return False
         arguments.results.mkdir(parents=True, exist_ok=True)
-    for command in item.commands[arguments.scale]:
-        well = measure(command, paths, arguments) and well
-    return well
+    # Commands build on each other: none is tried after one that failed.
+    return all(measure(command, paths, arguments) for command in item.commands[arguments.scale]) and well
+
+
+def can_be_read(directory: RunDirectory, item: Item) -> bool:
+    """Whether the item's commands can use the run as it is; says so if not, once it has been started."""
+    if not directory.metrics.exists():
+        return False
+    if item.of_weights and not directory.is_finished:
+        print(f"{item.name}: {directory.path} is left out, it has no finished weights", file=sys.stderr)
+        return False
+    return True
 
 
 def compared(item: Item, scale: str) -> list[Run]:
@@ -273,8 +282,9 @@ def overrides_of(command: Sequence[str]) -> list[str]:
 
 def measure(command: Sequence[str], runs: Sequence[Path], arguments: argparse.Namespace) -> bool:
     """Run one of scripts/ on the runs; whether it succeeded."""
-    module, *rest = (text.format(results=arguments.results) if text != RUNS else RUNS for text in command)
-    words = [word for text in rest for word in (map(str, runs) if text == RUNS else [text])]
+    lists = {RUNS: [str(run) for run in runs], TRACES: [str(RunDirectory(run).traces) for run in runs]}
+    module, *rest = command
+    words = [w for text in rest for w in lists.get(text, [text.replace("{results}", str(arguments.results))])]
     line = [sys.executable, "-m", module, *words]
     if arguments.dry_run:
         print(shlex.join(line))

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.corpus import Corpus, open_corpus
-from trainer.checkpoint import SEAL
+from trainer.checkpoint import SEAL, steps_in
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
@@ -41,7 +41,24 @@ def open_data(directory: RunDirectory, settings: Settings) -> Corpus:
     return corpus
 
 
+def milestones(directory: RunDirectory, settings: Settings) -> list[int]:
+    """The steps whose checkpoints milestone_every has kept, as far as they are there."""
+    every = settings.milestone_every
+    return [step for step in steps_in(directory.checkpoints) if every and step % every == 0]
+
+
 def fingerprint(directory: RunDirectory) -> str | None:
-    """Of the data that the run's newest checkpoint was trained on; None if there is no checkpoint."""
+    """Of the data that the run's newest checkpoint was trained on; None if there is no checkpoint.
+
+    Raises ValueError if that checkpoint is damaged.
+    """
     seals = sorted(directory.checkpoints.glob(f"step_*/{SEAL}"))
-    return json.loads(seals[-1].read_text())["data"] if seals else None
+    if not seals:
+        return None
+    try:
+        return json.loads(seals[-1].read_text())["data"]
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"checkpoint {seals[-1].parent} is damaged ({SEAL} cannot be read); delete that folder, the ones "
+            "before it do"
+        ) from error

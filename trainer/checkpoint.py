@@ -42,6 +42,7 @@ from trainer.errors import TrainingError
 log = logging.getLogger(__name__)
 
 SEAL = "seal.json"
+NO_PROCESS_GROUP = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of torch
 
 
 class Checkpoints:
@@ -70,9 +71,7 @@ class Checkpoints:
         self._writing: Future[None] | None = None  # one at a time; on all ranks or on none
         # Training on one device needs no process group. (Not silenced around the calls: that is not safe
         # in a thread.)
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
-        )
+        warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
 
     def save(self, step: int, model: nn.Module, optimizer, extra: dict[str, Any]) -> None:
         """Store everything the run needs to continue after `step` steps.
@@ -233,9 +232,13 @@ def load_weights(folder: Path, step: int, model: nn.Module) -> None:
     try:
         _verify(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} is damaged ({error}); use another step") from error
+        raise ValueError(
+            f"checkpoint {path} is damaged ({error}); use another step, or delete that folder"
+        ) from error
     weights = get_model_state_dict(model)
-    dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():  # of no process group, which takes none here
+        warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
+        dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
     set_model_state_dict(model, weights)
 
 
@@ -243,9 +246,14 @@ def checkpoint_of(folder: Path, step: int) -> Path:
     """The checkpoint of one step. Raises ValueError, naming those that are there, if there is none."""
     path = _path(folder, step)
     if not path.is_dir():
-        there = ", ".join(str(_step(path)) for path in sorted(folder.glob("step_*"))) or "none"
+        there = ", ".join(map(str, steps_in(folder))) or "none"
         raise ValueError(f"{folder} has no checkpoint of step {step}; there: {there}")
     return path
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps whose checkpoints are in `folder`."""
+    return [_step(path) for path in sorted(folder.glob("step_*"))]
 
 
 def _path(folder: Path, step: int) -> Path:

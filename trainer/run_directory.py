@@ -58,6 +58,7 @@ class RunDirectory:
         self.loss_plot = path / "loss.png"
         self.probe_plot = path / "probe.png"
         self.weights = path / "weights"
+        self.traces = path / "traces"  # of its attention: python -m scripts.layers --traces
         self._done = path / "DONE"
         self._diverged = path / "DIVERGED"
 
@@ -143,7 +144,7 @@ class RunDirectory:
             self.probe_plot,
         ):
             path.unlink(missing_ok=True)
-        for path in (self.checkpoints, self.weights):
+        for path in (self.checkpoints, self.weights, self.traces):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -99,6 +99,8 @@ NAMES = {
     "sagebwd-no_smoothing": "SageBwd, no smoothing",
     "sagebwd-smooth_qk": "SageBwd, Q+K smoothing",
     "sagebwd-paper": "SageBwd, granularity=block, block_q=128, block_kv=64",
+    "sagebwd-accurate": "SageBwd, accurate",
+    "sagebwd-smooth_v": "SageBwd, smooth_v=true",
 }
 
 

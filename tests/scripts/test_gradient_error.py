@@ -1,16 +1,18 @@
 """The study of gradient errors: its steps, its measures, its files, its refusals."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from sagebwd import SageConfig
-from scripts import gradient_error
+from scripts import gradient_error, report_layers
 from scripts.attention_emulation import Head, Result, emulate, scheme_of
 from scripts.gradient_error import Row, Source, front, gain, heads_of
 from scripts.gradient_variants import ROUNDINGS, STEPS, ladder, rounded_in, variants
+from scripts.results import Results
 from scripts.traces import Layer, Origin, save_trace
 
 
@@ -99,30 +101,42 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         save_trace(tmp_path / f"{step}.safetensors", origin, {2: random_layer(), 5: random_layer()})
     traces = [str(tmp_path / f"{step}.safetensors") for step in (1, 20)]
     options = ["--sigmas", "3", "--layers", "5", "--heads", "2", "--tokens", "33", "--head-dim", "16"]
-    gradient_error.main([*traces, *options, "--out", str(tmp_path / "new" / "study")])
+    gradient_error.main([*traces, *options, "--out", str(tmp_path / "new" / "gradient_error")])
 
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {
-        "study.json", "study.md", "study.png", "study_progress.png"
-    }  # fmt: skip
-    report = json.loads((tmp_path / "new" / "study.json").read_text(encoding="utf-8"))
-    assert report["run"]["settings"]["traces"] == ["1.safetensors", "20.safetensors"]
+    names = {f"gradient_error{ending}" for ending in (".json", ".md", ".png", "_progress.png")}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == names
+    report = json.loads((tmp_path / "new" / "gradient_error.json").read_text(encoding="utf-8"))
+    assert report["settings"]["traces"] == traces
     assert report["sources"]["a run, step 20"]["tokens"] == 20 * 512
-    assert len(report["rows"]) == (2 * 2 + 1) * (len(few) + 2 * len(STEPS))
+    assert [source["is_last"] for source in report["sources"].values()] == [False, True, True]
+    everything, earlier = len(few) + 2 * len(STEPS), 1 + len(STEPS)
+    assert len(report["rows"]) == (2 + 1) * everything + 2 * earlier
     assert {(row["layer"], row["head"]) for row in report["rows"]} == {(5, 3), (5, 5), (0, 0)}
     default = [row for row in report["rows"] if row["name"] == "default"]
     assert all(0 < error < 0.5 for row in default for error in row["relative_l2"].values())
-    markdown = (tmp_path / "new" / "study.md").read_text(encoding="utf-8")
-    mean = sum(row["relative_l2"]["dq"] for row in default[:2]) / 2
-    assert f"{mean:.4f}" in markdown.split("## dQ: error against cost")[1].split("##")[0]
+    markdown = (tmp_path / "new" / "gradient_error.md").read_text(encoding="utf-8")
+    means = [sum(row["relative_l2"]["dq"] for row in default[i : i + 2]) / 2 for i in (0, 2)]
+    assert f"{means[1]:.4f}" in markdown.split("## dQ: error against cost")[1].split("##")[0]
     assert "| a run, step 1 " in markdown
     assert "written to" in capsys.readouterr().out
+    check_section(report_layers.gradient_error(Results(tmp_path / "new")).text, means, default[-1])
+
+
+def check_section(text, means, gaussian):
+    """The report's: the default at each step, the variants at the last, and the pictures."""
+    first, last = (f"{mean:.4f}".lstrip("0") for mean in means)
+    assert f"| a run | 512 | {first} |" in text
+    assert f"| a run | 10,240 | {last} |" in text
+    gaussian_dq = f"{gaussian['relative_l2']['dq']:.4f}".lstrip("0")
+    assert re.search(rf"\| default \| 11 \| {last} / \.\d+ \| {gaussian_dq} / \.\d+ \|", text)
+    assert "In a run, step 20 the largest part is" in text
+    assert "](gradient_error_progress.png)" in text
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ([], "nothing to measure; name traces"),
-        (["gone.safetensors"], "no such trace: gone.safetensors"),
         (["--sigmas", "1", "--heads", "0"], "'0' is not a positive whole number"),
     ],
 )
@@ -130,6 +144,17 @@ def test_refuses_bad_options(options, message, capsys):
     with pytest.raises(SystemExit):
         gradient_error.parse_arguments(options)
     assert message in capsys.readouterr().err
+
+
+def test_traces_that_are_missing_or_of_the_same_step(tmp_path):
+    with pytest.raises(SystemExit, match=r"gone is not there; python -m scripts.layers RUN --traces writes"):
+        gradient_error.main([str(tmp_path / "gone")])
+    origin = Origin("a run", 1, 512, 512, qk_norm=True, attention="fpa")
+    files = [tmp_path / name for name in ("a.safetensors", "b.safetensors")]
+    for file in files:
+        save_trace(file, origin, {2: random_layer()})
+    with pytest.raises(SystemExit, match=r"b\.safetensors is another trace of a run, step 1"):
+        gradient_error.main([str(tmp_path)])
 
 
 def test_names_a_layer_that_is_not_there(tmp_path):

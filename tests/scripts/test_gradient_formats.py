@@ -9,7 +9,7 @@ import sagebwd.quantization
 import sagebwd.reference
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l1, relative_l2
-from scripts import gradient_formats
+from scripts import gradient_formats, report_layers
 from scripts.gradient_formats import (
     FORMATS,
     PER_COLUMN,
@@ -20,6 +20,8 @@ from scripts.gradient_formats import (
     layer_gradients,
     quantize,
 )
+from scripts.report_parts import CANNOT_TELL
+from scripts.results import Results
 from scripts.traces import Layer, Origin, save_trace
 from tests.exact import draw, float64_attention
 
@@ -88,12 +90,13 @@ def test_from_a_trace_to_the_table(tmp_path, capsys):
     layer, other = (Layer(*(x.bfloat16() for x in draw(seed=seed))) for seed in (0, 1))
     origin = Origin("a run", step=1, tokens=2, tokens_per_step=2, qk_norm=True, attention="fpa")
     save_trace(tmp_path / "trace.safetensors", origin, {3: layer, 7: other})
-    out = tmp_path / "made" / "formats"
+    out = tmp_path / "made" / "gradient_formats"
     gradient_formats.main(
         [str(tmp_path / "trace.safetensors"), "--granularity", "row", "--tile", "32", "16", "--out", str(out)]
     )
-    rows = json.loads((tmp_path / "made" / "formats.json").read_text())["rows"]
-    assert [(row["trace"], row["layer"]) for row in rows] == [("a run", n) for n in (3, 7) for _ in range(6)]
+    rows = json.loads((tmp_path / "made" / "gradient_formats.json").read_text())["rows"]
+    expected = [("a run, step 1", n) for n in (3, 7) for _ in range(6)]
+    assert [(row["trace"], row["layer"]) for row in rows] == expected
     exact = float64_attention(*layer)
     for row in rows[:6]:
         scheme = Scheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})
@@ -101,10 +104,25 @@ def test_from_a_trace_to_the_table(tmp_path, capsys):
         found = layer_gradients(layer, scheme, torch.float32)
         for name, expected in zip(GRADIENTS, exact[1:4], strict=True):
             assert row["errors"][name]["l1"] == pytest.approx(relative_l1(found[name], expected), rel=1e-4)
-    text = (tmp_path / "made" / "formats.md").read_text()
+    text = (tmp_path / "made" / "gradient_formats.md").read_text()
     assert text in capsys.readouterr().out
-    assert "a run (2 layers)" in text
+    assert "a run, step 1 (2 layers)" in text
     assert f"FP8 gradients: l1 {PUBLISHED['FP8 gradients']['l1']:g}" in text
+    check_section(report_layers.gradient_formats(Results(tmp_path / "made")), rows)
+
+
+def check_section(body, rows):
+    """The report's: means over the two layers; a hardly trained model decides nothing."""
+    l1 = {scheme: [] for scheme in (("int8", 16), ("e4m3", 16), ("int8", 8))}
+    for row in rows:
+        scheme = row["scheme"]["format"], row["scheme"]["dp_bits"]
+        if scheme in l1:
+            l1[scheme].append(row["errors"]["dq"]["l1"])
+    int8, e4m3, int8_dp = (f"{sum(values) / 2:.4f}".lstrip("0") for values in l1.values())
+    assert f"| a run, step 1 | row | {int8} | {e4m3} | " in body.text
+    assert f"| a run, step 1 | row | {int8} | " in body.text.split("Table 1c:")[1]
+    assert f" | {int8_dp} | " in body.text.split("Table 1c:")[1]
+    assert [verdict.answer for verdict in body.verdicts] == [CANNOT_TELL] * 2
 
 
 def test_gaussians_without_a_trace(tmp_path, capsys):
@@ -126,7 +144,7 @@ def test_gaussians_without_a_trace(tmp_path, capsys):
 
 def test_what_is_no_trace_is_refused(tmp_path):
     (tmp_path / "text").write_text("no tensors")
-    for name, message in (("text", "is no trace; write one with"), ("missing", "missing")):
+    for name, message in (("text", "is no trace, or is damaged"), ("missing", "missing is not there")):
         with pytest.raises(SystemExit, match=message):
             gradient_formats.main([str(tmp_path / name), "--out", str(tmp_path / "out")])
     assert not list(tmp_path.glob("out*"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import model.huggingface
 import sagebwd.reference
 from sagebwd.metrics import cosine_similarity, relative_l2, rms
-from scripts import layers
+from scripts import layers, report_layers
 from scripts.layers import VARIANTS, Row, choose_heads, most_error_prone
-from scripts.traces import load_trace
+from scripts.report_parts import CANNOT_TELL
+from scripts.results import Results
+from scripts.traces import find_traces, load_trace
 from tests.exact import draw, float64_attention
 from trainer.probe import Captured
 from trainer.run_directory import RunDirectory
@@ -23,6 +26,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     trainer = train_here(
         tmp_path / "run", "steps=3", *shape, "tps.tokens_per_step=148", "tps.divide_by=1",
         "hardware.dtype=bfloat16", "eval_every=99", "sample_tokens=0", "probe.every=0",
+        "checkpoint_every=2", "milestone_every=2", "keep_checkpoints=1",
     )  # fmt: skip
     out, traces = tmp_path / "out" / "layers", tmp_path / "traces"
     layers.main(
@@ -32,7 +36,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     printed = capsys.readouterr().out
     result = json.loads((tmp_path / "out" / "layers.json").read_text())
 
-    origin, traced = load_trace(traces / "run.safetensors")
+    origin, traced = load_trace(traces / "run" / "step_00000003.safetensors")
     assert (origin.run, origin.step, origin.tokens, origin.tokens_per_step) == ("run", 3, 444, 148)
     assert (origin.attention, origin.qk_norm, origin.heads) == ("fpa", True, None)
     check_held_out_text(trainer, tmp_path / "run", traced[0].v)
@@ -58,8 +62,40 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     pictures = sorted(file.name for file in (tmp_path / "out").glob("*.png"))
     assert pictures == ["layers_default.png", "layers_paper.png", "layers_variants.png"]
     assert result["runs"]["run"]["sequences_per_step"] == 4
+    check_section(report_layers.layers(Results(tmp_path / "out")), result)
     check_weights_of_a_step(tmp_path / "run")
+    check_traces_of_milestones(tmp_path / "run", traced, capsys)
     check_refusals(tmp_path)
+
+
+def check_section(body, result):
+    """The report's: means over both layers and the worst, Table 2, RMS; it decides nothing."""
+    errors = [row["errors"]["paper"]["dk_l2"] for row in result["rows"]]
+    mean, worst = (f"{value:.4f}".lstrip("0") for value in (sum(errors) / 2, max(errors)))
+    line = next(line for line in body.text.splitlines() if line.startswith("|  |  | L2 |"))
+    assert line.split("|")[6].strip() == f"{mean} ({worst})"
+    table = result["table2"]["run"]
+    pair = " / ".join(f"{value:.4f}".lstrip("0") for value in table["paper"]["ds"])
+    assert f"| dS | .9789 / .2045 | {pair} |" in body.text
+    logit = max(row["statistics"]["largest_logit"] for row in result["rows"])
+    assert f"| {logit:.1f} |" in body.text
+    assert {verdict.answer for verdict in body.verdicts} == {CANNOT_TELL}
+
+
+def check_traces_of_milestones(path, at_the_end, capsys):
+    """At the kept checkpoint and at the end, in the run's folder, two heads of each layer; nothing else."""
+    layers.main([str(path), "--traces", "--milestones", "--only-traces", "--trace-heads", "0", "3",
+                 "--sequences", "2", "--device", "cpu"])  # fmt: skip
+    assert capsys.readouterr().out == ""
+    found = [load_trace(file) for file in find_traces([path / "traces"])]
+    assert [(origin.name, origin.tokens) for origin, _ in found] == [
+        ("run, step 2", 296),
+        ("run, step 3", 444),
+    ]
+    (_, before), (_, last) = found
+    assert torch.equal(last[1].q, at_the_end[1].q[:, [0, 3]])
+    assert torch.equal(last[1].k, at_the_end[1].k)  # heads 0 and 3 are served by key heads 0 and 1
+    assert not torch.equal(before[1].q, last[1].q)
 
 
 def check_held_out_text(trainer, run, v):
@@ -76,7 +112,7 @@ def check_weights_of_a_step(path):
     """The last checkpoint has the finished weights."""
     last, end = (layers.open_run("run", RunDirectory(path), step) for step in (3, None))
     assert last.origin == end.origin
-    left, right = (layers.load_model(last, scaled_dot_product_attention, step) for step in (3, None))
+    left, right = (layers.load_model(run, scaled_dot_product_attention) for run in (last, end))
     assert all(torch.equal(x, y) for x, y in zip(left.parameters(), right.parameters(), strict=True))
 
 
@@ -111,11 +147,27 @@ def check_refusals(folder):
         ([run, "--traces", "t", "--trace-layers", "2"], "--trace-layers 2: run has 0 to 1"),
         ([run, "--traces", "t", "--trace-heads", "0", "-1"], "--trace-heads -1: run has 0 to 3"),
         ([run, run], "several runs are called run"),
-        ([run, "--step", "2"], "no checkpoint of step 2; there: 3"),
+        ([run, "--step", "1"], "no checkpoint of step 1; there: 2, 3"),
         ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
     ):
         with pytest.raises(SystemExit, match=message):
             layers.main([*arguments, "--device", "cpu", "--out", str(folder / "refused")])
+    for damaged, arguments, message in (
+        (
+            "checkpoints/step_00000002/.metadata",
+            ["--step", "2"],
+            r"^run: .*step_00000002 is damaged \(.metad",
+        ),
+        ("weights/model.safetensors", ["--traces"], r"^run: .*model\.safetensors is damaged"),
+        ("checkpoints/step_00000003/seal.json", [], "step_00000003 is damaged .*; delete that folder"),
+    ):
+        file = folder / "run" / damaged
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-9])
+        with pytest.raises(SystemExit, match=message) as stop:
+            layers.main([run, *arguments, "--device", "cpu", "--out", str(folder / "refused")])
+        assert "\n" not in stop.value.code
+        file.write_bytes(whole)
     config = folder / "run" / "config.yaml"
     config.write_text(config.read_text() + "unheard_of: 1\n")
     with pytest.raises(SystemExit, match=r"not of this version of the code: .*unheard_of"):
@@ -127,10 +179,31 @@ def check_refusals(folder):
     assert not list(folder.glob("refused*"))
 
 
-def test_traces_need_a_folder(capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trace-heads", "0"], "--trace-heads is about what --traces writes; give that as well"),
+        (["--only-traces"], "--only-traces is about what --traces writes; give that as well"),
+        (
+            ["--traces", "--milestones", "--step", "3"],
+            "--milestones follows a run to its end; leave --step out",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):
-        layers.main(["runs/NAME", "--trace-heads", "0"])
-    assert "give that as well" in capsys.readouterr().err
+        layers.main(["runs/NAME", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_runs_are_named_from_where_their_folders_part():
+    def names(*paths):
+        return layers.names_of([Path("/runs") / path for path in paths])
+
+    assert names("a") == ["a"]
+    assert names("large/a-seed1", "large/b-seed1") == ["a-seed1", "b-seed1"]
+    assert names("large/a-seed1", "small/a-seed1") == ["large/a-seed1", "small/a-seed1"]
+    assert names("steps-3+tps-1", "steps-3+tps-2") == ["tps-1", "tps-2"]
 
 
 def test_heads_that_are_chosen_attend_as_before():
@@ -155,4 +228,4 @@ def test_a_layer_that_is_not_a_number_is_the_worst():
 def test_help_says_how(capsys):
     with pytest.raises(SystemExit):
         layers.main(["--help"])
-    assert re.search(r"--traces traces --trace-layers 0 11", capsys.readouterr().out)
+    assert re.search(r"--traces --trace-layers 0 11", capsys.readouterr().out)

@@ -7,16 +7,9 @@ import pytest
 
 from scripts import report
 from scripts.experiments import ITEMS
-from scripts.report_sections import (
-    AGREES,
-    CANNOT_TELL,
-    DIFFERS,
-    MARGIN,
-    divergence_verdict,
-    gap_verdict,
-    match_verdict,
-    table1_verdict,
-)
+from scripts.report_parts import AGREES, CANNOT_TELL, DIFFERS
+from scripts.report_sections import table1_verdict
+from scripts.report_training import MARGIN, divergence_verdict, gap_verdict, match_verdict
 from scripts.results import DamagedResult
 from tests.cli import ROOT
 
@@ -67,6 +60,16 @@ def test_a_damaged_file_is_named(copied, content):
     (copied / "table1.json").write_text(content)
     with pytest.raises(DamagedResult, match=r"table1\.json .*(run its command again)"):
         report.generate(copied)
+
+
+@pytest.mark.parametrize("name", ["layers", "gradient_formats", "gradient_error"])
+def test_a_file_without_a_measurement_is_named(tmp_path, name):
+    settings = {"sequences": 1, "tile": [128, 64]}
+    nothing = {"hardware": "cpu", "settings": settings, "normalisation": "", "rows": [], "table2": {}}
+    for content in ({}, nothing | {"runs": {}, "sources": {}}):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        with pytest.raises(DamagedResult, match=rf"{name}\.json lacks what the report needs"):
+            report.generate(tmp_path)
 
 
 def test_check_fails_for_an_edited_report_and_writes_nothing(copied):

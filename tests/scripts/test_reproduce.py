@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 
 from scripts import experiments, reproduce
 from scripts.experiments import ITEMS, SCALES, Item, find, runs_of
-from scripts.report_sections import figure1b, table1
+from scripts.report_sections import table1
+from scripts.report_training import figure1b
 from tests.cli import ROOT
 from trainer.plan import make_plan
+from trainer.run_directory import RunDirectory
 
 SETUPS = (
     experiments.FULL_LARGE,
@@ -44,7 +47,8 @@ def test_every_setup_is_a_run_of_the_tokens_it_says(compose_settings, monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     plans = {}
     for setup in SETUPS:
-        settings, plan = plan_of(compose_settings, *setup.overrides, "init_from=x")
+        kept = experiments.milestones(setup, "sagebwd", setup.seeds[0])
+        settings, plan = plan_of(compose_settings, *setup.overrides, *kept, "init_from=x")
         assert plan.steps * plan.tokens_per_step == setup.tokens, setup.name
         plans[setup.name] = settings, plan
     large, small = plans["35m-131k"], plans["35m-16k"]
@@ -68,6 +72,18 @@ def test_the_grid_has_every_seed_and_variant():
     assert runs[0].name == "35m-131k/fpa-seed1"
     assert {run.overrides[-1] for run in runs} == {"seed=1", "seed=2"}
     assert [run.name for run in find("layers").runs("scaled")].count("35m-131k/sagebwd-seed1") == 1
+
+
+def test_only_the_runs_that_are_traced_keep_milestones():
+    """They are large. Each has two or more before its end."""
+    for scale in SCALES:
+        traced = {run for name in ("gradient_error", "gradient_formats") for run in find(name).runs(scale)}
+        runs = {run for item in ITEMS for run in item.runs(scale)}
+        assert {run for run in runs if "milestone_every" in str(run.overrides)} == traced
+        assert {"no_qk_norm" in run.name for run in traced} == {True, False}
+    for setup in (experiments.FULL_LARGE, experiments.LARGE, experiments.SHORT):
+        tokens_per_step = {"325m-2.1m": 2**21, "35m-131k": 2**17, "325m-260k-short": 2**18}[setup.name]
+        assert setup.tokens / tokens_per_step / setup.milestone_every > 2
 
 
 def arguments(*argv):
@@ -198,6 +214,37 @@ def test_a_training_item_resumes_and_reports(here, tmp_path, datasets, monkeypat
     with pytest.raises(SystemExit, match="failed: figure1b"):
         reproduce.main([*command, "optimizer.lr=1"])
     assert "finished, but with other settings: optimizer.lr=1 on one side only" in capfd.readouterr().err
+
+
+def test_traces_are_written_and_then_read(here, tmp_path, datasets, monkeypatch, capsys):
+    """Of two runs the one that has diverged leaves no weights, and is left out."""
+    variants = {"sagebwd": ("attention=sagebwd",), "diverged": ("attention=sagebwd", "optimizer.lr=9")}
+    runs = runs_of(experiments.DEBUG_LARGE, variants)
+    only(monkeypatch, replace(find("gradient_formats"), stages={"debug": (runs,)}))
+    command = ["gradient_formats", "--scale", "debug", "--runs-dir", str(tmp_path)]
+    given = ["--", f"data.root={datasets}", "steps=3", "checkpoint_every=2", "milestone_every=2"]
+    diverged = RunDirectory(tmp_path / runs[1].name)
+    diverged.path.mkdir(parents=True)
+    diverged.metrics.touch()
+    diverged.note_divergence(1)
+    line = {"command": reproduce.train_command(runs[1], arguments(*command, *given))}
+    (diverged.path / "environment.jsonl").write_text(json.dumps(line) + "\n")
+    reproduce.main([*command, *given])
+    assert here == ["debug-2k/sagebwd-seed1"]
+    traces = tmp_path / "debug-2k" / "sagebwd-seed1" / "traces"
+    assert [file.name for file in sorted(traces.iterdir())] == [
+        "step_00000002.safetensors",
+        "step_00000003.safetensors",
+    ]
+    result = json.loads((tmp_path / "debug-results" / "gradient_formats.json").read_text())
+    assert list(result["sources"]) == ["sagebwd-seed1, step 2", "sagebwd-seed1, step 3"]
+    assert "| sagebwd-seed1, step 3 | block |" in (tmp_path / "debug-results" / "README.md").read_text()
+    assert "diverged-seed1 is left out, it has no finished weights" in capsys.readouterr().err
+
+    reproduce.main([*command, "--dry-run"])
+    trace, read = capsys.readouterr().out.splitlines()[-2:]
+    assert "--traces --milestones --only-traces --trace-heads 0 1" in trace
+    assert f"scripts.gradient_formats {traces} " in read
 
 
 def test_what_is_not_part_of_the_checkout_is_said_before_training(here, tmp_path, monkeypatch, capsys):

@@ -1,10 +1,12 @@
 """Traces are read as they were written, and anything else is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from scripts.traces import Layer, Origin, load_trace, save_trace
+from scripts.traces import Layer, Origin, find_traces, load_trace, save_trace, trace_file
 
 ORIGIN = Origin(
     "a run", step=7, tokens=7 * 512, tokens_per_step=512, qk_norm=True, attention="fpa", heads=[0, 3]
@@ -33,5 +35,25 @@ def test_other_files_are_refused(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors", metadata={"format": "pt"})
     (tmp_path / "text.safetensors").write_text("no tensors")
     for name in ("weights", "text"):
-        with pytest.raises(ValueError, match=r"is no trace; write one with .*--traces"):
+        with pytest.raises(ValueError, match=r"is no trace, or is damaged; .*--traces"):
             load_trace(tmp_path / f"{name}.safetensors")
+
+
+def test_a_trace_that_was_cut_short_is_refused(tmp_path):
+    path = tmp_path / "trace.safetensors"
+    save_trace(path, ORIGIN, {2: layer(1)})
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"trace\.safetensors is no trace, or is damaged; .*--traces"):
+        load_trace(path)
+
+
+def test_traces_are_found_by_file_and_by_folder_in_order_of_steps(tmp_path):
+    files = [trace_file(tmp_path, replace(ORIGIN, step=step)) for step in (2000, 30, 100)]
+    for file in files:
+        file.touch()
+    assert find_traces([files[0]]) == [files[0]]
+    assert find_traces([tmp_path]) == [files[1], files[2], files[0]]
+    (tmp_path / "empty").mkdir()
+    for name, what in (("empty", "holds no trace"), ("gone", "is not there"), ("a.safetensors", "is not")):
+        with pytest.raises(ValueError, match=rf"{name} {what}.*scripts.layers RUN --traces writes them"):
+            find_traces([tmp_path, tmp_path / name])

@@ -72,11 +72,13 @@ def test_rerun_clears_only_a_finished_run(tmp_path):
     directory = opened(tmp_path, seed=1)
     for path in (directory.metrics, directory.spikes, directory.probe_plot):
         path.write_text('{"step": 1}\n')
+    directory.traces.mkdir()
     opened(tmp_path, seed=1, rerun_finished=True)
     assert directory.metrics.exists()
     directory.finish()
     opened(tmp_path, seed=2, rerun_finished=True)
-    assert not any(path.exists() for path in (directory.metrics, directory.spikes, directory.probe_plot))
+    gone = (directory.metrics, directory.spikes, directory.probe_plot, directory.traces)
+    assert not any(path.exists() for path in gone)
     assert not directory.is_finished
 
 
