@@ -75,8 +75,11 @@ SETTINGS = {
     "smooth_v": {"smooth_v": True},
     "only smooth_v, token scales": {"smooth_v": True, "smooth_k": False, "operand_scales": "token"},
     "unsigned_p": {"unsigned_p": True},
-    "unsigned_p, granularity": {"unsigned_p": True, "granularity": "block", "smooth_v": True},
-    "unsigned_p, token scales": {"unsigned_p": True, "operand_scales": "token", "smooth_k": False},
+    "unsigned_p, token scales, granularity": {
+        "unsigned_p": True,
+        "operand_scales": "token",
+        "granularity": "block",
+    },
     "add_mean_k_term": {"add_mean_k_term": True},
     "token scales": {"operand_scales": "token"},
     "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
@@ -93,6 +96,16 @@ SETTINGS = {
     **{f"only {name}": {"int8_matmuls": (name,)} for name in MATMULS},
 }
 MORE_SETTINGS = {
+    "unsigned_p, granularity": {"unsigned_p": True, "granularity": "block"},
+    "unsigned_p, token scales": {"unsigned_p": True, "operand_scales": "token", "smooth_k": False},
+    "unsigned_p, smooth_v": {"unsigned_p": True, "smooth_v": True},
+    **{
+        f"unsigned_p, not {name}": {
+            "unsigned_p": True,
+            "int8_matmuls": tuple(x for x in MATMULS if x != name),
+        }
+        for name in P_MATMULS
+    },
     **{f"not {name}": {"int8_matmuls": tuple(x for x in MATMULS if x != name)} for name in MATMULS},
     **{
         f"token scales, only {name}": {"operand_scales": "token", "int8_matmuls": (name,)} for name in MATMULS

@@ -63,9 +63,8 @@ CUTS = (1, 31, 32, 33, 63, 64, 65, 98)
         (64, ["other numbers", "huge"], {}),
         (98, ["NaN", "Inf"], {}),
         (33, ["NaN", "huge"], SMALL_TILES),
-        (63, ["-Inf"], SMALL_TILES),
-        (70, ["NaN"], {"unsigned_p": True}),
-        pytest.param(33, list(LATER), {"unsigned_p": True}, marks=gpu),
+        (63, ["-Inf"], {**SMALL_TILES, "unsigned_p": True}),
+        *(pytest.param(cut, list(LATER), {"unsigned_p": True}, marks=gpu) for cut in CUTS),
         *(pytest.param(cut, list(LATER), tiles, marks=gpu) for cut in CUTS for tiles in ({}, SMALL_TILES)),
     ],
 )

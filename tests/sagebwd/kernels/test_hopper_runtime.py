@@ -508,24 +508,23 @@ def assert_runs_freely(log):
     assert "serialized" not in log, log
 
 
-BOTH_OF_EACH = ((64, 1, True, True), (128, 0, False, False))
+def unsigned_variants():
+    """The sources that round P with every combination of their macros."""
+    for source, *settings in product(("forward", "dk_dv"), (64, 128), (0, 1), (False, True)):
+        for smooth_v in SMOOTH_V.get(source, (False,)):
+            variant = (source, *settings, smooth_v)
+            is_quick = variant in (("forward", 64, 1, True, True), ("dk_dv", 128, 0, False, False))
+            yield pytest.param(*variant, marks=() if is_quick else pytest.mark.gpu)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(
-    ("d", "causal", "bf16", "smooth_v"),
-    [
-        pytest.param(*variant, marks=() if variant in BOTH_OF_EACH else pytest.mark.gpu)
-        for variant in product((64, 128), (0, 1), (False, True), (False, True))
-    ],
-)
-@pytest.mark.parametrize(("source", "tokens"), [("forward", 128), ("dk_dv", 64)])
+@pytest.mark.parametrize(("source", "d", "causal", "bf16", "smooth_v"), list(unsigned_variants()))
 def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
-    source, tokens, d, causal, bf16, smooth_v, tmp_path
+    source, d, causal, bf16, smooth_v, tmp_path
 ):
     """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
-    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16, "UNSIGNED_P": True, "SMOOTH_V": smooth_v}
-    cubin, log = runtime.compile_source(source, defines, ptxas_options=["-v"])
+    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16, "SMOOTH_V": smooth_v}
+    cubin, log = runtime.compile_source(source, {**defines, "UNSIGNED_P": True}, ptxas_options=["-v"])
     assert_runs_freely(log)
     file = tmp_path / f"{source}.cubin"
     file.write_bytes(cubin)
@@ -533,6 +532,7 @@ def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
     text = subprocess.run([str(tool), "-c", str(file)], capture_output=True, text=True, check=True).stdout
     found = Counter(re.findall(r"\bIGMMA\.\w+\.(\w+)\.(\w+)", text))
     assert found.keys() == {("U8", "S8"), ("S8", "S8")}
+    tokens = 128 if source == "forward" else 64
     assert found["U8", "S8"] == d // 64 * tokens // 32
 
 

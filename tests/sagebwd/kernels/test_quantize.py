@@ -274,7 +274,8 @@ def test_delta_is_nan_where_it_is_not_finite(gaussian, poison):
 # --- Sums -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("shape", "token_scales"), [(SHAPES[1], False), (SHAPES[2], True)], ids=str)
+@pytest.mark.parametrize("token_scales", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [SHAPES[2], pytest.param(SHAPES[1], marks=pytest.mark.gpu)], ids=str)
 def test_sums_of_each_channel_of_each_block(gaussian, shape, token_scales):
     """What pads a block has no part in them, nor has the order in which columns hold the tokens."""
     *sizes, block, dtype = shape
