@@ -53,8 +53,8 @@ def forward(
             p = (s - m_new).exp_()
             rescale = (m - m_new).exp_()
             l = rescale * l + p.sum(-1, keepdim=True)
-            # The scale of a row is exp(rowmax(S) − m) / 127: kernels have it from the online softmax. (Not
-            # with a scale per token, which P takes first.) l sums P as it is.
+            # The scale of a row is exp(rowmax(S) − m) / 127, or 255 if P is unsigned: kernels have it from
+            # the online softmax. (Not with a scale per token, which P takes first.) l sums P as it is.
             o = rescale * o + products.contract_tokens(p, v_blocks[j], "o", PER_ROW, scores.mask(i, j))
             m = m_new
         out[..., scores.rows(i), :] = o / l + v_mean
@@ -167,9 +167,11 @@ class Products:
     def __init__(self, dtype: torch.dtype, config: SageConfig) -> None:
         self.dtype, self.config = dtype, config
 
-    def operand(self, x: Tensor, matmul: str, shared: tuple[int, ...]) -> Operand:
-        """``x`` as ``matmul`` takes it; in INT8 with scales shared along ``shared``."""
-        return quantize(x, shared) if self.config.is_int8(matmul) else round_to(x, self.dtype)
+    def operand(self, x: Tensor, matmul: str, shared: tuple[int, ...], *, unsigned: bool = False) -> Operand:
+        """``x`` as ``matmul`` takes it; in INT8, ``unsigned`` or not, with scales shared along ``shared``."""
+        if not self.config.is_int8(matmul):
+            return round_to(x, self.dtype)
+        return quantize(x, shared, unsigned=unsigned)
 
     def tokens(self, block: Tensor, matmul: str) -> Operand:
         """A block (..., tokens, D) of Q, K, V or dO as ``matmul`` takes it."""
@@ -197,7 +199,8 @@ class Products:
         if self.config.operand_scales == "token" and self.config.is_int8(matmul):
             weights = torch.where(mask, weights * tokens.scale.mT, 0.0)
             tokens = Operand(tokens.values, torch.ones_like(tokens.scale[..., :1, :]))
-        return product(self.operand(weights, matmul, shared), tokens)
+        unsigned = self.config.is_unsigned(matmul)
+        return product(self.operand(weights, matmul, shared, unsigned=unsigned), tokens)
 
 
 def _one_head_per_query_head(q: Tensor, *keys_and_values: Tensor) -> tuple[Tensor, ...]:

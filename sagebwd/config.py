@@ -12,9 +12,12 @@ MATMULS = ("s_fwd", "o", "s_bwd", "dv", "dp", "dq", "dk")
 #: What the paper runs in INT8: everything but dP, whose error would pass into both dQ and dK.
 PAPER_INT8_MATMULS = ("s_fwd", "o", "s_bwd", "dv", "dq", "dk")
 
+#: The products whose left operand is P, which is never negative: P̃ in the forward, P in the backward.
+P_MATMULS = ("o", "dv")
+
 OPERAND_SCALES = ("block", "token")
 GRANULARITIES = ("block", "row")
-SWITCHES = ("smooth_k", "smooth_q", "smooth_v", "add_mean_k_term", "exact_delta")
+SWITCHES = ("smooth_k", "smooth_q", "smooth_v", "unsigned_p", "add_mean_k_term", "exact_delta")
 
 #: Tensor cores contract in steps of at least 16, so tiles come in multiples of it.
 TILE_STEP = 16
@@ -56,6 +59,12 @@ class SageConfig:
             O, which is the same because rows of P sum to 1. What P loses by rounding then multiplies V − μ_V,
             not V. Early in training that loss is most of the error of δ, and so of dQ and dK. Costs one more
             read of V.
+        unsigned_p: round P̃ in O and P in dV, which are never negative, to unsigned INT8, 0 … 255 with scale
+            max / 255, in place of −127 … 127 with max / 127, which leaves half of the numbers unused: steps
+            half as wide. A product outside INT8 stays as it is. Costs nothing where tensor cores multiply
+            unsigned by signed (Hopper's own kernels); the portable kernels subtract 128 from P and add 128
+            times the sums of the other operand, which are made where it is quantized: one number per channel
+            of each block to load, and to begin the product with.
         operand_scales: scales of Q, K, V and dO. ``"block"``, as in the paper: one per block of tokens.
             ``"token"``: one per token. Where a product contracts tokens (O, dV, dQ, dK) that scale runs along
             the contracted axis, so P or dS takes it, in fp32, before it is quantized itself; and what the
@@ -82,6 +91,7 @@ class SageConfig:
     smooth_k: bool = True
     smooth_q: bool = False
     smooth_v: bool = False
+    unsigned_p: bool = False
     operand_scales: str = "block"
     granularity: str = "row"
     int8_matmuls: tuple[str, ...] = PAPER_INT8_MATMULS
@@ -141,6 +151,10 @@ class SageConfig:
         """Whether ``matmul``, one of :data:`MATMULS`, runs in INT8."""
         return matmul in self.int8_matmuls
 
+    def is_unsigned(self, matmul: str) -> bool:
+        """Whether the left operand of ``matmul``, one of :data:`MATMULS`, is unsigned INT8."""
+        return self.unsigned_p and matmul in P_MATMULS and self.is_int8(matmul)
+
     def __post_init__(self) -> None:
         self._check_switches()
         self._normalise_int8_matmuls()
@@ -153,6 +167,11 @@ class SageConfig:
         if self.smooth_v and not self.is_int8("o"):
             raise ValueError(
                 "smooth_v=True is about an INT8 O; add 'o' to int8_matmuls or set smooth_v=False"
+            )
+        if self.unsigned_p and not any(map(self.is_int8, P_MATMULS)):
+            raise ValueError(
+                "unsigned_p=True is about P in an INT8 O or dV; add 'o' or 'dv' to int8_matmuls "
+                "or set unsigned_p=False"
             )
         if self.add_mean_k_term and not self.smooth_k:
             raise ValueError(

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-INT8_MAX = 127
+#: Largest magnitude of a signed number, and largest unsigned number.
+INT8_MAX, UINT8_MAX = 127, 255
 
-#: Longest contraction whose INT8 product fp32 sums without rounding: every partial sum stays within 2²⁴.
-LONGEST_EXACT_CONTRACTION = 2**24 // INT8_MAX**2  # 1040
+#: Longest contraction whose INT8 product fp32 sums without rounding, even if its left operand is unsigned:
+#: every partial sum stays within 2²⁴.
+LONGEST_EXACT_CONTRACTION = 2**24 // (UINT8_MAX * INT8_MAX)  # 518
 
 #: Axes that share one scale, counted from the end because tiles carry batch and head axes in front.
 PER_BLOCK = (-2, -1)
@@ -24,7 +26,8 @@ OPERAND_AXES = {"block": PER_BLOCK, "token": PER_ROW}
 class Operand(NamedTuple):
     """An operand of a matrix product; ``values * scale`` stands for the tensor that it was made of.
 
-    values: (..., rows, columns) fp32. Integers in [-127, 127] for INT8, else the rounded numbers themselves.
+    values: (..., rows, columns) fp32. Integers in [-127, 127] for INT8, in [0, 255] for unsigned INT8, else
+        the rounded numbers themselves.
     scale: fp32, two axes or more, broadcasts against ``values``.
     """
 
@@ -37,8 +40,10 @@ class Operand(NamedTuple):
         return Operand(self.values.mT, self.scale.mT)
 
 
-def quantize(x: Tensor, shared: tuple[int, ...] = PER_BLOCK) -> Operand:
+def quantize(x: Tensor, shared: tuple[int, ...] = PER_BLOCK, *, unsigned: bool = False) -> Operand:
     """Round x / s to the nearest integer (ties to even), with s = max|x| / 127 over the axes ``shared``.
+
+    With ``unsigned``, s = max|x| / 255: for x that is never negative steps half as wide, in as many bits.
 
     Where max|x| is zero, or so small that s would be subnormal in fp32, values and scale are zero. Where it
     is NaN or Inf the scale is NaN, so that every product with the operand is NaN, never a plausible number.
@@ -46,8 +51,9 @@ def quantize(x: Tensor, shared: tuple[int, ...] = PER_BLOCK) -> Operand:
     Args:
         x: (..., rows, columns) fp32.
         shared: the axes along which one scale is shared: PER_BLOCK, PER_ROW or PER_COLUMN.
+        unsigned: integers 0 … 255 in place of −127 … 127. No x may be negative, which is not checked.
     """
-    scale = x.abs().amax(shared, keepdim=True) / INT8_MAX
+    scale = x.abs().amax(shared, keepdim=True) / (UINT8_MAX if unsigned else INT8_MAX)
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     scale = infinite_to_nan(scale)
     return Operand(_round_quotient(x, scale), scale)

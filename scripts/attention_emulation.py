@@ -154,8 +154,7 @@ def uint8(rows: int | None, columns: int | None) -> Rounding:
 
     def rounding(x: Tensor) -> Tensor:
         grouped = in_groups(x, rows, columns)
-        scale = grouped.amax((1, 3), keepdim=True) / 255
-        return from_groups((grouped * inverse(scale)).round_() * scale, x)
+        return from_groups(value_of(quantize(grouped, (1, 3), unsigned=True)), x)
 
     return rounding
 
@@ -414,7 +413,8 @@ def _contraction_of(config: SageConfig, dtype: torch.dtype, matmul: str, rows: i
     """A product whose result has blocks of `rows`, and which contracts blocks of `tokens`."""
     if not config.is_int8(matmul):
         return product_of(to_dtype(dtype), to_dtype(dtype))
-    weights = int8(1 if config.granularity == "row" else rows, tokens)
+    rounding = uint8 if config.is_unsigned(matmul) else int8
+    weights = rounding(1 if config.granularity == "row" else rows, tokens)
     if config.operand_scales == "token":
         return token_scaled(weights)
     return product_of(weights, int8(tokens, None))

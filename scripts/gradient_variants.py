@@ -125,6 +125,8 @@ def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         "strictly causal": Variant(scheme_of(SageConfig.strictly_causal(), head_dim, dtype)),
         "token scales": variant(operand_scales="token"),
         "V-smoothing, token scales": variant(smooth_v=True, operand_scales="token"),
+        "unsigned P": variant(unsigned_p=True),
+        "unsigned P, V-smoothing": variant(unsigned_p=True, smooth_v=True),
         "tiles 64 × 64": variant(block_kv=64),
         "exact δ": variant(DEFAULT_COST + delta, exact_delta=True),
         "S of two levels": variant(DEFAULT_COST + 6, s_levels=2),
@@ -198,9 +200,6 @@ def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         ),
         "scales per channel": variant(**tokens(per_channel)),
         "rotated tokens": variant(**tokens(rotated)),
-        "unsigned P": variant(
-            output=product_of(uint8(1, block_kv), keys), dv=product_of(uint8(1, block_q), queries)
-        ),
         "dS, P in groups of 32": variant(
             output=product_of(int8(1, 32), keys),
             dv=product_of(int8(1, 32), queries),
@@ -216,7 +215,7 @@ def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
 
 def combinations(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
     """Several ideas at once: those that cost no product ("free"), more of them, and with S or O in 16 bit."""
-    default = scheme_of(SageConfig(), head_dim, dtype)
+    unsigned = scheme_of(SageConfig(unsigned_p=True, smooth_v=True), head_dim, dtype)
     block_q, block_kv = SageConfig().tile(head_dim)
     queries, keys, rounded = int8(block_q, None), int8(block_kv, None), to_dtype(dtype)
 
@@ -230,9 +229,7 @@ def combinations(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
             "dk": product_of(int8(1, min(size, block_q)), queries),
         }
 
-    free = replace(
-        default, **outputs(block_kv), dv=product_of(uint8(1, block_q), queries), delta="exact in dK"
-    )
+    free = replace(unsigned, delta="exact in dK")
     finer = replace(free, **outputs(32), **gradients(32))
     by_token = scores_of(int8(1, None), int8(1, None))
     in_16_bit = {"s": scores_of(rounded, rounded), "o": product_of(rounded, rounded)}

@@ -54,6 +54,7 @@ CASES = {
     "one_tile": Case(tokens=40, head_dim=32),
     "packed": Case(boundaries=(0, 33, 33, 65)),
     "smooth_q": Case(SageConfig(smooth_q=True)),
+    "unsigned_p": Case(SageConfig(unsigned_p=True)),
     "token_scales": Case(SageConfig.strictly_causal()),
     "block_granularity": Case(SageConfig.paper()),
     "sixteen_bit": Case(SageConfig(int8_matmuls=())),

@@ -52,6 +52,7 @@ class AttentionSettings:
     smooth_k: bool | None = None
     smooth_q: bool | None = None
     smooth_v: bool | None = None
+    unsigned_p: bool | None = None
     operand_scales: str | None = None  # "block" or "token"
     granularity: str | None = None  # "block" or "row"
     int8_matmuls: list[str] | None = None

@@ -103,8 +103,9 @@ def _dk_dv_kernel(
                     grad_scale = device.load_scale(grad, q_tile + i, 0, BLOCK_Q, BLOCK_Q, TOKEN_SCALES)
                 if DV_INT8:
                     columns = device.load_columns(grad, q_tile + i, True, BLOCK_Q, D_PAD)
+                    sums = device.load_sums(grad, q_tile + i, D_PAD)
                     dv_acc += device.contract_tokens(
-                        p, columns, grad_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                        p, columns, sums, grad_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
                     )
                 else:
                     dv_acc += device.dot(p.to(grad_values.dtype), grad_values)
@@ -123,7 +124,7 @@ def _dk_dv_kernel(
                 q_columns = device.load_columns(q, q_tile + i, DK_INT8, BLOCK_Q, D_PAD)
                 if DK_INT8:
                     dk_acc += device.contract_tokens(
-                        ds, q_columns, q_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                        ds, q_columns, None, q_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
                     )
                 else:
                     dk_acc += device.dot(ds.to(q_columns.dtype), q_columns)
@@ -225,7 +226,7 @@ def _dq_kernel(
             if DQ_INT8:
                 column_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
                 acc += device.contract_tokens(
-                    ds, k_columns, column_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                    ds, k_columns, None, column_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
                 )
             else:
                 acc += device.dot(ds.to(k_columns.dtype), k_columns)
@@ -263,8 +264,9 @@ def backward(
     )  # fmt: skip
     v_operand = quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_OPERAND
     grad_operand, delta = quantize_grad(
-        grad_out, out, q_axis, rows=int8["dp"], columns=int8["dv"], token_scales=token_scales
-    )
+        grad_out, out, q_axis,
+        rows=int8["dp"], columns=int8["dv"], sums=config.is_unsigned("dv"), token_scales=token_scales,
+    )  # fmt: skip
     # Tokens that belong to no document are not visited.
     empty = torch.empty_like if q_axis.segments is None else torch.zeros_like
     dq, dk, dv = empty(q), empty(k), empty(v)

@@ -9,6 +9,7 @@ IS_INTERPRETED = triton.knobs.runtime.interpret
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 INT8_MAX = tl.constexpr(127.0)
+UINT8_MAX = tl.constexpr(255.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
@@ -63,9 +64,9 @@ def nan_max(x, axis: tl.constexpr):
 
 
 @triton.jit
-def scale_of(largest):
+def scale_of(largest, UNSIGNED: tl.constexpr = False):
     """The INT8 scale for numbers up to ``largest`` in magnitude: zero if subnormal, NaN if not finite."""
-    scale = largest / INT8_MAX
+    scale = largest / (UINT8_MAX if UNSIGNED else INT8_MAX)
     scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
     return tl.where(scale == float("inf"), float("nan"), scale)
 
@@ -77,9 +78,13 @@ def inverse(scale):
 
 
 @triton.jit
-def round_to_int8(x):
-    """The nearest integer to |x| ≤ 127; NaN gives any integer, its scale must be NaN."""
-    return (x + ROUNDING_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
+def round_to_int8(x, UNSIGNED: tl.constexpr = False):
+    """The nearest integer to |x| ≤ 127; with UNSIGNED that to 0 ≤ x ≤ 255, less 128, for :func:`dot_columns`.
+
+    NaN gives any integer, its scale must be NaN.
+    """
+    OFFSET: tl.constexpr = ROUNDING_OFFSET - 128.0 if UNSIGNED else ROUNDING_OFFSET
+    return (x + OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -101,14 +106,17 @@ def quantize(x, scale):
 
 
 @triton.jit
-def quantize_rows(x, WHOLE_TILE: tl.constexpr):
-    """Return INT8 values of the tile x and their scales (rows, 1), or with WHOLE_TILE one scale."""
+def quantize_rows(x, WHOLE_TILE: tl.constexpr, UNSIGNED: tl.constexpr):
+    """Return INT8 values of the tile x and their scales (rows, 1), or with WHOLE_TILE one scale.
+
+    With UNSIGNED no x is negative, and values are less 128; see :func:`round_to_int8`.
+    """
     largest = nan_max(tl.abs(x), 1)
     if WHOLE_TILE:
-        scale = scale_of(nan_max(largest, 0))
+        scale = scale_of(nan_max(largest, 0), UNSIGNED)
     else:
-        scale = scale_of(largest)[:, None]
-    return round_to_int8(x * inverse(scale)), scale
+        scale = scale_of(largest, UNSIGNED)[:, None]
+    return round_to_int8(x * inverse(scale), UNSIGNED), scale
 
 
 @triton.jit
@@ -131,9 +139,23 @@ def in_positions(x):
 
 
 @triton.jit
-def contract_tokens(x, columns, scale, visible, WHOLE_TILE: tl.constexpr, TOKEN_SCALES: tl.constexpr):
+def dot_columns(values, columns, sums):
+    """values @ columns as fp32, exact: values (rows, BLOCK) and columns (BLOCK, D_PAD) INT8.
+
+    tl.dot multiplies signed numbers only. So values 0 … 255 come less 128, and the product begins with what
+    that leaves out: 128 times the ``sums`` (D_PAD,) of columns, of :func:`load_sums`. None for signed values.
+    """
+    product = dot(in_positions(values), columns)
+    if sums is not None:
+        product += 128 * sums[None, :]
+    return product.to(tl.float32)
+
+
+@triton.jit
+def contract_tokens(x, columns, sums, scale, visible, WHOLE_TILE: tl.constexpr, TOKEN_SCALES: tl.constexpr):
     """x @ columns in INT8: x (rows, BLOCK) fp32, columns (BLOCK, D_PAD) INT8 with ``scale``.
 
+    With their ``sums``, see :func:`load_sums`, x is never negative and rounded to 0 … 255; None: −127 … 127.
     Scales per token of ``columns`` run along the contraction, so they go into x before it is quantized;
     where ``visible`` (None: everywhere) hides a token, its scale must not matter, even if it is NaN.
     """
@@ -141,11 +163,11 @@ def contract_tokens(x, columns, scale, visible, WHOLE_TILE: tl.constexpr, TOKEN_
         x *= scale[None, :]
         if visible is not None:
             x = tl.where(visible, x, 0.0)
-        values, x_scale = quantize_rows(x, WHOLE_TILE)
-        return dot(in_positions(values), columns).to(tl.float32) * x_scale
+        values, x_scale = quantize_rows(x, WHOLE_TILE, sums is not None)
+        return dot_columns(values, columns, sums) * x_scale
     else:
-        values, x_scale = quantize_rows(x, WHOLE_TILE)
-        return dot(in_positions(values), columns).to(tl.float32) * (x_scale * scale)
+        values, x_scale = quantize_rows(x, WHOLE_TILE, sums is not None)
+        return dot_columns(values, columns, sums) * (x_scale * scale)
 
 
 @triton.jit
@@ -246,6 +268,15 @@ def load_columns(operand, tile, IS_INT8: tl.constexpr, BLOCK: tl.constexpr, D_PA
         return tl.load(operand.columns + offset + channel * BLOCK + token)
     else:
         return tl.load(operand.rounded + offset + token * D_PAD + channel)
+
+
+@triton.jit
+def load_sums(operand, tile, D_PAD: tl.constexpr):
+    """The sums (D_PAD,) of the columns of a block; None if there are none."""
+    if operand.sums is None:
+        return None
+    else:
+        return tl.load(operand.sums + tile.to(tl.int64) * D_PAD + tl.arange(0, D_PAD))
 
 
 @triton.jit

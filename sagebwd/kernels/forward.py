@@ -24,6 +24,8 @@ def _forward_kernel(
 ):  # fmt: skip
     """OWN queries of one head against all keys they see."""
     PARTS: tl.constexpr = BLOCK_Q // OWN
+    UNSIGNED_P: tl.constexpr = v.sums is not None
+    P_MAX: tl.constexpr = device.UINT8_MAX if UNSIGNED_P else device.INT8_MAX
     program = tl.program_id(0)
     head = program // (q_blocks * PARTS)
     # Under the causal mask the last queries have most to do: begin with them.
@@ -88,18 +90,21 @@ def _forward_kernel(
                 v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
                 v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, False)
                 l = l * rescale + tl.sum(p, 1) * share
-                product = device.dot(
-                    device.in_positions(device.round_to_int8(p * device.INT8_MAX)), v_values
-                ).to(tl.float32)
-                acc = acc * rescale[:, None] + product * (share * (v_scale / device.INT8_MAX))[:, None]
+                product = device.dot_columns(
+                    device.round_to_int8(p * P_MAX, UNSIGNED_P),
+                    v_values,
+                    device.load_sums(v, kv_tile + j, D_PAD),
+                )
+                acc = acc * rescale[:, None] + product * (share * (v_scale / P_MAX))[:, None]
             else:
                 p = tl.exp2(s - m_new[:, None])
                 l = l * rescale + tl.sum(p, 1)
                 if O_INT8:
                     v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
+                    v_sums = device.load_sums(v, kv_tile + j, D_PAD)
                     v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, True)
                     product = device.contract_tokens(
-                        p, v_values, v_scale, visible if cut else None, False, True
+                        p, v_values, v_sums, v_scale, visible if cut else None, False, True
                     )
                 else:
                     v_values = device.load_tokens(v_tokens, v_pointer, j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD)
@@ -160,7 +165,8 @@ def forward(
 
 
 def _quantize_v(v: Tensor, axis: Axis, config: SageConfig) -> Operand:
-    """V for an INT8 O, less its mean if ``config`` smooths it."""
+    """V for an INT8 O, less its mean if ``config`` smooths it, with its sums if P is unsigned."""
     mean = token_mean(v, axis) if config.smooth_v else None
     subtract, token_scales = "given" if config.smooth_v else "", config.operand_scales == "token"
-    return quantize(v, axis, columns=True, subtract=subtract, mean=mean, token_scales=token_scales)
+    sums = config.is_unsigned("o")
+    return quantize(v, axis, columns=True, sums=sums, subtract=subtract, mean=mean, token_scales=token_scales)

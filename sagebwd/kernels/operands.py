@@ -38,6 +38,8 @@ class Operand(NamedTuple):
     rounded: (heads · blocks, BLOCK, D_PAD) 16 bit, for products that are not INT8.
     scale: (heads · blocks,) fp32; (heads · blocks · BLOCK,) with scales per token.
     mean: fp32, what was subtracted: (heads · documents, D_PAD) for K and V, (heads · blocks, D_PAD) for Q.
+    sums: (heads · blocks, D_PAD) int32, of ``columns`` over the tokens of each block, for products whose
+        other operand is unsigned; see :func:`sagebwd.kernels.device.dot_columns`.
     """
 
     rows: Tensor | None
@@ -45,10 +47,11 @@ class Operand(NamedTuple):
     rounded: Tensor | None
     scale: Tensor | None
     mean: Tensor | None
+    sums: Tensor | None
 
 
 #: For a product that takes its tensors as they are.
-NO_OPERAND = Operand(None, None, None, None, None)
+NO_OPERAND = Operand(None, None, None, None, None, None)
 
 
 class Segments(NamedTuple):

@@ -38,6 +38,8 @@ def _store_operand(operand, x, tile, TOKEN_SCALES: tl.constexpr, BLOCK: tl.const
             tl.store(operand.rows + offset + token * D_PAD + channel, values)
         if operand.columns is not None:
             tl.store(operand.columns + offset + channel * BLOCK + device.position(token), values)
+        if operand.sums is not None:
+            tl.store(operand.sums + tile * D_PAD + tl.arange(0, D_PAD), tl.sum(values.to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -170,6 +172,7 @@ def quantize(
     rows: bool = False,
     columns: bool = False,
     rounded: bool = False,
+    sums: bool = False,
     subtract: str = "",
     mean: Tensor | None = None,
     token_scales: bool,
@@ -180,7 +183,7 @@ def quantize(
         subtract: ``"given"`` subtracts ``mean``, that of :func:`token_mean`; ``"own"`` that of each block.
         token_scales: one scale per token in place of one per block.
     """
-    operand = _allocate(x, axis, rows, columns, rounded, token_scales)
+    operand = _allocate(x, axis, rows, columns, rounded, sums, token_scales)
     if subtract == "own":
         mean = x.new_empty((operand_tiles(x, axis), padded_head_dim(x.shape[3])), dtype=torch.float32)
     operand = operand._replace(mean=mean)
@@ -193,10 +196,17 @@ def quantize(
 
 
 def quantize_grad(
-    grad_out: Tensor, out: Tensor, axis: Axis, *, rows: bool, columns: bool, token_scales: bool
+    grad_out: Tensor,
+    out: Tensor,
+    axis: Axis,
+    *,
+    rows: bool,
+    columns: bool,
+    sums: bool = False,
+    token_scales: bool,
 ) -> tuple[Operand, Tensor]:
     """dO as products take it, and δ (B · H, N_q) fp32."""
-    operand = _allocate(grad_out, axis, rows, columns, False, token_scales)
+    operand = _allocate(grad_out, axis, rows, columns, False, sums, token_scales)
     delta = grad_out.new_empty((grad_out.shape[0] * grad_out.shape[1], axis.n), dtype=torch.float32)
     _quantize_grad_kernel[(operand_tiles(grad_out, axis),)](
         TokenTensor.of(grad_out), TokenTensor.of(out), operand, delta, axis.segments, axis.n,
@@ -212,7 +222,9 @@ def operand_tiles(x: Tensor, axis: Axis) -> int:
     return x.shape[0] * x.shape[1] * axis.blocks
 
 
-def _allocate(x: Tensor, axis: Axis, rows: bool, columns: bool, rounded: bool, token_scales: bool) -> Operand:
+def _allocate(
+    x: Tensor, axis: Axis, rows: bool, columns: bool, rounded: bool, sums: bool, token_scales: bool
+) -> Operand:
     tiles, d_pad = operand_tiles(x, axis), padded_head_dim(x.shape[3])
     scales = tiles * (axis.block if token_scales else 1)
     return Operand(
@@ -221,6 +233,7 @@ def _allocate(x: Tensor, axis: Axis, rows: bool, columns: bool, rounded: bool, t
         rounded=x.new_empty((tiles, axis.block, d_pad)) if rounded else None,
         scale=x.new_empty(scales, dtype=torch.float32) if rows or columns else None,
         mean=None,
+        sums=x.new_empty((tiles, d_pad), dtype=torch.int32) if sums else None,
     )
 
 

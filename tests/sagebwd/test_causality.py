@@ -11,6 +11,7 @@ from sagebwd.reference import attention
 
 STRICT = SageConfig.strictly_causal()
 SMALL_TILES = replace(STRICT, block_q=32, block_kv=16)
+UNSIGNED_P = replace(STRICT, unsigned_p=True)
 LATER = {
     "other numbers": lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x),
     "huge": lambda x: 0.9 * torch.finfo(x.dtype).max * x.sign(),
@@ -43,7 +44,9 @@ def leaks(inputs, cut, later, config):
 
 @pytest.mark.parametrize("later", LATER.values(), ids=LATER.keys())
 @pytest.mark.parametrize("cut", [1, 17, 63, 64, 65, 127, 128, 129, 144])
-@pytest.mark.parametrize("config", [STRICT, SMALL_TILES], ids=["default tiles", "small tiles"])
+@pytest.mark.parametrize(
+    "config", [STRICT, SMALL_TILES, UNSIGNED_P], ids=["default tiles", "small tiles", "unsigned_p"]
+)
 def test_hidden_tokens_leave_no_trace(draw, config, cut, later):
     inputs = draw(145, head_dim=24, batch=1)  # one token in the last small tile of keys
     assert leaks(inputs, cut, later, config) == []

@@ -13,6 +13,7 @@ def test_paper_is_the_literal_algorithm():
     assert config.granularity == config.operand_scales == "block"
     assert config.smooth_k
     assert not any((config.smooth_q, config.smooth_v, config.add_mean_k_term, config.exact_delta))
+    assert not config.unsigned_p
     assert config.s_levels == 1
     assert set(MATMULS) - set(config.int8_matmuls) == {"dp"}
 
@@ -71,6 +72,11 @@ def test_is_frozen():
         ({"int8_matmuls": "o"}, r"give a list: \[o\]"),
         ({"s_levels": 2, "int8_matmuls": ("s_fwd",)}, "add 's_fwd' and 's_bwd' to int8_matmuls"),
         ({"smooth_v": True, "int8_matmuls": ("dv",)}, "add 'o' to int8_matmuls or set smooth_v=False"),
+        (
+            {"unsigned_p": True, "int8_matmuls": ("s_fwd", "dk")},
+            "add 'o' or 'dv' to int8_matmuls or set unsi",
+        ),
+        ({"unsigned_p": 255}, "unsigned_p is 255; set it to true or false"),
         ({"add_mean_k_term": True, "smooth_k": False}, "set smooth_k=True or add_mean_k_term=False"),
     ],
 )

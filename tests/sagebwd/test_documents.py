@@ -16,6 +16,7 @@ CONFIGS = {
     "strictly causal": SageConfig.strictly_causal(),
     "all switches": SageConfig(smooth_q=True, exact_delta=True, s_levels=2, add_mean_k_term=True),
     "smooth_v": SageConfig(smooth_v=True),
+    "unsigned_p": SageConfig(unsigned_p=True),
     "no INT8": SageConfig(int8_matmuls=(), smooth_k=False),
 }
 #: (tokens of q, cu_seqlens, tokens of k, cu_seqlens_kv)

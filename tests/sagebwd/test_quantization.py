@@ -1,5 +1,7 @@
 """The quantizer's promises, on any values; and the exactness of INT8 products."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -60,9 +62,21 @@ def test_two_levels_leave_at_most_half_of_the_low_step(x, shared):
     assert (rest.abs() <= torch.where(high.scale > 127 * TINY, bound, 254 * TINY)).all()
 
 
+@given(matrices.map(torch.abs), shared_axes)
+def test_unsigned_values_take_all_of_8_bits_in_steps_half_as_wide(x, shared):
+    values, scale = quantize(x, shared, unsigned=True)
+    assert torch.equal(values, values.round())
+    assert (values >= 0).all()
+    assert torch.equal(values.amax(shared, keepdim=True), torch.where(scale > 0, 255.0, 0.0))
+    error = (values.double() * scale.double() - x.double()).abs()
+    assert (error <= torch.where(scale > 0, scale.double() * (0.5 + 1e-4), 255 * TINY)).all()
+
+
 def test_ties_round_to_even():
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
     assert quantize(x).values.tolist() == [[127, 0, 2, 2, 0, -2]]
+    x = torch.tensor([[255.0, 0.5, 1.5, 127.5, 128.5, 254.5]])
+    assert quantize(x, unsigned=True).values.tolist() == [[255, 0, 2, 128, 128, 254]]
 
 
 def test_granularity_is_where_its_name_says():
@@ -72,22 +86,25 @@ def test_granularity_is_where_its_name_says():
     assert torch.allclose(quantize(x, PER_COLUMN).scale * 127, torch.tensor([[3.0, 8.0]]))
 
 
-@pytest.mark.parametrize("level", [quantize, lambda x: quantize_two_levels(x)[1]])
+LEVELS = [quantize, partial(quantize, unsigned=True), lambda x: quantize_two_levels(x)[1]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_zeros_stay_zeros(level):
     values, scale = level(torch.zeros(3, 4))
     assert not values.any()
     assert not scale.any()
 
 
-@pytest.mark.parametrize("largest", [1e-44, 126 * TINY])
-def test_a_scale_that_would_be_subnormal_gives_zeros(largest):
-    values, scale = quantize(torch.full((2, 2), largest))
+@pytest.mark.parametrize(("largest", "unsigned"), [(1e-44, False), (126 * TINY, False), (254 * TINY, True)])
+def test_a_scale_that_would_be_subnormal_gives_zeros(largest, unsigned):
+    values, scale = quantize(torch.full((2, 2), largest), unsigned=unsigned)
     assert not values.any()
     assert not scale.any()
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("level", [quantize, lambda x: quantize_two_levels(x)[1]])
+@pytest.mark.parametrize("level", LEVELS)
 def test_nan_and_inf_poison_every_product_of_their_block(poison, level):
     x = torch.ones(2, 3, 4)
     x[1, 2, 3] = poison
@@ -100,11 +117,12 @@ def test_nan_and_inf_poison_every_product_of_their_block(poison, level):
 
 
 @pytest.mark.parametrize("length", [256, LONGEST_EXACT_CONTRACTION, 3001])
-def test_int8_products_are_exact(length):
+@pytest.mark.parametrize(("smallest", "largest"), [(-127, 127), (0, 255)], ids=["signed", "unsigned"])
+def test_int8_products_are_exact(length, smallest, largest):
     generator = torch.Generator().manual_seed(length)
-    a = torch.randint(-127, 128, (3, length), generator=generator)
+    a = torch.randint(smallest, largest + 1, (3, length), generator=generator)
     b = torch.randint(-127, 128, (length, 5), generator=generator)
-    a[0], b[:, 0] = 127, 127  # the largest sum there is
+    a[0], b[:, 0] = largest, 127  # the largest sum there is
     one = torch.ones(1, 1)
     found = product(Operand(a.float(), one), Operand(b.float(), one))
     assert torch.equal(found, (a @ b).float())

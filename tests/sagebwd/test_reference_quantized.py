@@ -14,6 +14,7 @@ SWITCHES = [
     {"smooth_k": False},
     {"smooth_q": True},
     {"smooth_v": True},
+    {"unsigned_p": True},
     {"add_mean_k_term": True},
     {"exact_delta": True},
     {"s_levels": 2},
@@ -110,6 +111,50 @@ def test_v_smoothing_takes_what_all_values_share_out_of_o_dq_and_dk(draw, errors
     assert smoothed[1:3] == pytest.approx(without_mean[1:3], rel=0.01)
     assert all(error > 1.1 * best for error, best in zip(unsmoothed[1:3], smoothed[1:3], strict=True))
     assert smoothed[3] == unsmoothed[3]
+
+
+@pytest.mark.parametrize("operand_scales", ["block", "token"])
+def test_unsigned_p_halves_what_rounding_p_costs_o_and_dv(draw, operand_scales):
+    """V and dO of ± 1 are exact in INT8, so that of the errors of O and dV there is left that of P."""
+    q, k, v, grad_out = draw(300, head_dim=64, batch=1)
+    inputs = q, k, v.sign(), grad_out.sign()
+
+    def result(int8_matmuls, unsigned_p):
+        config = SageConfig(
+            int8_matmuls=int8_matmuls, unsigned_p=unsigned_p, operand_scales=operand_scales, smooth_k=False
+        )
+        return attention(*inputs, is_causal=True, config=config)
+
+    wanted = result((), False)
+    signed, unsigned = (result(("o", "dv"), on) for on in (False, True))
+    for name in ("out", "dv"):
+        coarse, fine = (relative_l2(getattr(x, name), getattr(wanted, name)) for x in (signed, unsigned))
+        assert fine / coarse == pytest.approx(127 / 255, rel=0.05), name
+    assert torch.equal(unsigned.lse, wanted.lse)
+
+
+@pytest.mark.parametrize("name", ["o", "dv"])
+def test_unsigned_p_changes_the_products_of_p_that_are_int8_and_no_others(draw, name):
+    inputs = [x.bfloat16() for x in draw(150, head_dim=24)]
+    signed, unsigned = (
+        attention(*inputs, config=SageConfig(int8_matmuls=(name, "dq", "dk"), unsigned_p=on))
+        for on in (False, True)
+    )
+    same = {x for x in NAMES if torch.equal(getattr(signed, x), getattr(unsigned, x))}
+    assert same == ({"dv"} if name == "o" else {"out", "dq", "dk"})
+
+
+@pytest.mark.parametrize("mean", [0, 5])
+def test_unsigned_p_lessens_the_error_of_o_and_dv_and_with_a_mean_of_v_that_of_dq_and_dk(draw, errors, mean):
+    """On Gaussians little of dQ's error is P's; a mean of V, times what P loses, gets into δ."""
+    q, k, v, grad_out = draw(512, head_dim=64, batch=1)
+    v = v + mean * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1))
+    signed, unsigned = (
+        errors([q, k, v, grad_out], SageConfig(unsigned_p=on), is_causal=True) for on in (False, True)
+    )
+    falls = [1 - fine / coarse for fine, coarse in zip(unsigned, signed, strict=True)]
+    assert min(falls[0], falls[3]) > 0.1
+    assert min(falls[1:3]) > (0.05 if mean else -0.01)
 
 
 def test_the_mean_k_term_adds_error_when_k_has_a_mean(draw, errors):

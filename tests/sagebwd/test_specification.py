@@ -31,16 +31,16 @@ class Independent:
             self.out[i], self.lse[i] = self.forward_row(i)
 
     @staticmethod
-    def dequantized(x, axis=None):
-        """round(x / s)·s, s = max|x| / 127 over ``axis``. Asserts that no rounding is a close call."""
-        s = np.abs(x).max(axis=axis, keepdims=True) / 127
+    def dequantized(x, axis=None, largest=127):
+        """round(x / s)·s, s = max|x| / largest over ``axis``. Asserts that no rounding is a close call."""
+        s = np.abs(x).max(axis=axis, keepdims=True) / largest
         quotient = x / np.where(s == 0, 1, s)
         ties = np.abs(np.abs(quotient - np.floor(quotient)) - 0.5)
         assert ties.min() > 2e-5, "an unlucky seed: fp32 may round the other way"
         return np.rint(quotient) * s
 
-    def maybe(self, matmul, x, axis=None):
-        return self.dequantized(x, axis) if matmul in self.config.int8_matmuls else x
+    def maybe(self, matmul, x, axis=None, largest=127):
+        return self.dequantized(x, axis, largest) if matmul in self.config.int8_matmuls else x
 
     def tokens(self, matmul, x):
         """A block of Q, K, V or dO as ``matmul`` takes it, dequantized."""
@@ -48,11 +48,12 @@ class Independent:
 
     def over_tokens(self, matmul, weights, x, axis):
         """weights @ x, where weights (m, tokens) has INT8 scales over ``axis`` and x (tokens, d) its own."""
+        largest = 255 if self.config.unsigned_p and matmul in ("o", "dv") else 127
         if self.config.operand_scales == "block" or matmul not in self.config.int8_matmuls:
-            return self.maybe(matmul, weights, axis) @ self.tokens(matmul, x)
+            return self.maybe(matmul, weights, axis, largest) @ self.tokens(matmul, x)
         steps = np.abs(x).max(1) / 127
         integers = np.rint(self.dequantized(x, 1) / steps[:, None])
-        return self.dequantized(weights * steps, axis) @ integers
+        return self.dequantized(weights * steps, axis, largest) @ integers
 
     def block_of(self, x, token):
         start = token // BLOCK * BLOCK
@@ -140,6 +141,9 @@ SWITCHES = [
     {"exact_delta": True},
     {"s_levels": 2},
     {"s_levels": 2, "smooth_q": True, "exact_delta": True},
+    {"unsigned_p": True},
+    {"unsigned_p": True, "granularity": "block", "smooth_v": True},
+    *({"unsigned_p": True, "int8_matmuls": tuple(m for m in MATMULS if m != name)} for name in ("o", "dv")),
     {"int8_matmuls": MATMULS},
     *({"int8_matmuls": (name,)} for name in MATMULS),
     *({"int8_matmuls": tuple(m for m in PAPER_INT8_MATMULS if m != name)} for name in PAPER_INT8_MATMULS),

@@ -18,6 +18,8 @@ CONFIGS = [
     SageConfig.strictly_causal(),
     SageConfig(smooth_q=True, smooth_v=True),
     SageConfig(smooth_k=False, exact_delta=True),
+    SageConfig(unsigned_p=True),
+    replace(SageConfig.strictly_causal(), unsigned_p=True),
     SageConfig(s_levels=2),
     SageConfig(int8_matmuls=("o", "dv", "dq", "dk")),
     SageConfig(int8_matmuls=("s_fwd", "s_bwd", "o"), block_q=32, block_kv=48),

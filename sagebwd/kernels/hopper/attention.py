@@ -1,7 +1,7 @@
 """Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packets, then forward.cu or dk_dv.cu, dq.cu.
 
 The same arithmetic as the portable kernels, for head sizes above 32 up to 128 and the default settings, of
-which ``smooth_k`` and ``smooth_v`` may be set either way.
+which ``smooth_k``, ``smooth_v`` and ``unsigned_p`` may be set either way.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ def forward(
         queries.data_ptr(), keys.data_ptr(), out.target, lse.data_ptr(), axes, scale,
         kv_axis.documents, None if v_mean is None else v_mean.data_ptr(),
     )  # fmt: skip
-    _launch("forward", q, is_causal, arguments, SMOOTH_V=config.smooth_v)
+    defines = {"SMOOTH_V": config.smooth_v, "UNSIGNED_P": config.unsigned_p}
+    _launch("forward", q, is_causal, arguments, **defines)
     return out.finish(), lse, k_mean
 
 
@@ -243,7 +244,7 @@ def backward(
         q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), dk.target, dv.target,
         axes, scale,
     )  # fmt: skip
-    _launch("dk_dv", q, is_causal, arguments)
+    _launch("dk_dv", q, is_causal, arguments, UNSIGNED_P=config.unsigned_p)
 
     del q_columns  # its memory is free again before the next packets are made
     k_columns = packets.key_columns(k_rows, k, kv_axis)

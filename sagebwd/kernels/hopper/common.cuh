@@ -25,6 +25,13 @@ constexpr int KV_BYTES = 2 * K_TILE + TAIL;        // forward: K by rows, V by c
 
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float INT8_MAX = 127.0f;
+#ifdef UNSIGNED_P  // P is never negative: all of 8 bits for it
+constexpr bool P_UNSIGNED = true;
+constexpr float P_MAX = 255.0f;
+#else
+constexpr bool P_UNSIGNED = false;
+constexpr float P_MAX = INT8_MAX;
+#endif
 constexpr float ROUNDING_OFFSET = 12582912.0f;     // 1.5 * 2^23: adding it rounds to the nearest integer
 constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f;
 
@@ -90,13 +97,13 @@ __device__ __forceinline__ void multiply_halves(int (&sum)[N / 2], u32 a, u32 b)
     products_commit();
 }
 
-// P or dS in registers times 64 channels of a tile by columns of N tokens.
-template <int N>
+// P or dS in registers, unsigned or signed, times 64 channels of a tile by columns of N tokens.
+template <int N, bool LEFT_UNSIGNED = false>
 __device__ __forceinline__ void multiply_columns(int (&sum)[32], const u32 (&a)[N / 8], u32 b) {
     products_begin();
-    multiply_step<0>(sum, a, descriptor<N>(b));
+    multiply_step<0, LEFT_UNSIGNED>(sum, a, descriptor<N>(b));
 #pragma unroll
-    for (int i = 1; i < N / 32; ++i) multiply_step<1>(sum, a + 4 * i, descriptor<N>(b + 2 * i));
+    for (int i = 1; i < N / 32; ++i) multiply_step<1, LEFT_UNSIGNED>(sum, a + 4 * i, descriptor<N>(b + 2 * i));
     products_commit();
 }
 
@@ -104,7 +111,7 @@ __device__ __forceinline__ float pick(const float2& pair, int i) { return i ? pa
 
 // --- INT8 --------------------------------------------------------------------------------------------------
 
-// Four numbers to which ROUNDING_OFFSET was added: their lowest bytes, in order.
+// Four numbers to which ROUNDING_OFFSET was added, from -128 to 127 or from 0 to 255: their lowest bytes, in order.
 __device__ __forceinline__ u32 low_bytes(float a, float b, float c, float d) {
     const u32 ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
     const u32 cd = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
@@ -137,10 +144,10 @@ __device__ __forceinline__ int row_max(int x) {
     return max(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// The INT8 scale for numbers up to `largest` in magnitude. It is never so small that it has no inverse: a row that is
-// smaller still is rounded to zero, or nearly.
-__device__ __forceinline__ float scale_of(float largest) {
-    return nan_max(largest, INT8_MAX * SMALLEST_NORMAL) * (1.0f / INT8_MAX);
+// The INT8 scale for numbers up to `largest` in magnitude, which become integers up to `steps`, INT8_MAX or P_MAX. It is
+// never so small that it has no inverse: a row that is smaller still is rounded to zero, or nearly.
+__device__ __forceinline__ float scale_of(float largest, float steps) {
+    return nan_max(largest, steps * SMALLEST_NORMAL) * (1.0f / steps);
 }
 
 // sum += product * factor[row].

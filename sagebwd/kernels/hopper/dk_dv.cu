@@ -141,8 +141,8 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
     float p_inverse[2], ds_inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])));
-        const float ds_scale = scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])));
+        const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
+        const float ds_scale = scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])), INT8_MAX);
         scores.dv_factor[r] = p_scale * scales.y;
         scores.dk_factor[r] = ds_scale * scales.x;
         p_inverse[r] = reciprocal(p_scale);
@@ -210,14 +210,14 @@ __device__ __forceinline__ void meet_queries(const Arguments& a, const Keys& wor
 
         // 64 channels of dV or dK at a time, in the registers of S and dP. After the last tile S is made once more, for
         // nothing: a branch between products makes each wait.
-        multiply_columns<64>(s, scores.p, grad_columns);
+        multiply_columns<64, P_UNSIGNED>(s, scores.p, grad_columns);
         if (CHUNKS == 1) {
             multiply_columns<64>(dp, scores.ds, q_columns);
             products_wait<1>();
             pin(s);
             accumulate(sums.dv, s, scores.dv_factor);
         } else {
-            multiply_columns<64>(dp, scores.p, grad_columns + 256);
+            multiply_columns<64, P_UNSIGNED>(dp, scores.p, grad_columns + 256);
             products_wait<1>();
             pin(s);
             accumulate(sums.dv, s, scores.dv_factor);

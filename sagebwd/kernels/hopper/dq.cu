@@ -99,7 +99,7 @@ __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_s
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        ds_scale[r] = scale_of(row_max(nan_max(found[2 * r], found[2 * r + 1])));
+        ds_scale[r] = scale_of(row_max(nan_max(found[2 * r], found[2 * r + 1])), INT8_MAX);
         inverse[r] = reciprocal(ds_scale[r]);
     }
     round_tile<KEYS>(ds_int8, ds, inverse);

@@ -95,7 +95,7 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const auto rounded = [&](int k) { return fmaf(p[2 * r + k], INT8_MAX, ROUNDING_OFFSET); };
+            const auto rounded = [&](int k) { return fmaf(p[2 * r + k], P_MAX, ROUNDING_OFFSET); };
             p_int8[2 * j + r] = low_bytes(rounded(0), rounded(1), rounded(4), rounded(5));
         }
     }
@@ -155,7 +155,8 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
             probabilities<false>(p_int8, s, factor, m_tile, sum, state);
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
-            multiply_columns<KEYS>(state.product[c], p_int8, ring + (keys.index * STAGE_BYTES + V_COLUMNS + c * 64 * KEYS) / 16);
+            multiply_columns<KEYS, P_UNSIGNED>(state.product[c], p_int8,
+                                               ring + (keys.index * STAGE_BYTES + V_COLUMNS + c * 64 * KEYS) / 16);
         // After the last tile S is made once more, for nothing: a branch between products makes each wait.
         multiply_rows<KEYS>(s, q_rows, ring + (next.index * STAGE_BYTES + K_ROWS) / 16);
 
@@ -164,7 +165,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
         for (int r = 0; r < 2; ++r) {
             const float m = fmaxf(state.m[r], m_tile[r]), share = exp2_fast(m_tile[r] - m);
             rescale[r] = exp2_fast(state.m[r] - m);
-            state.factor[r] = share * (scales.y * (1.0f / INT8_MAX));
+            state.factor[r] = share * (scales.y * (1.0f / P_MAX));
             state.l[r] = state.l[r] * rescale[r] + sum[r] * share;
             state.m[r] = m;
         }

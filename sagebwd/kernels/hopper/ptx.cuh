@@ -126,14 +126,21 @@ __device__ __forceinline__ void multiply_step(int (&sum)[64], u64 a, u64 b) {
         : "l"(a), "l"(b), "n"(ACCUMULATE));
 }
 
-// The same with the left operand in registers.
-template <int ACCUMULATE>
+// The same with the left operand in registers; with LEFT_UNSIGNED its bytes are 0 ... 255, not -128 ... 127.
+template <int ACCUMULATE, bool LEFT_UNSIGNED>
 __device__ __forceinline__ void multiply_step(int (&sum)[32], const u32* a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, accumulate;\n}\n"
-        : REGISTERS_32("+r", sum)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ACCUMULATE));
+#define MULTIPLY_STEP(left)                                                                                             \
+    asm volatile(                                                                                                       \
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"                                                  \
+        "wgmma.mma_async.sync.aligned.m64n64k32.s32." left ".s8 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, accumulate;" \
+        "\n}\n"                                                                                                         \
+        : REGISTERS_32("+r", sum)                                                                                       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ACCUMULATE))
+    if constexpr (LEFT_UNSIGNED)
+        MULTIPLY_STEP("u8");
+    else
+        MULTIPLY_STEP("s8");
+#undef MULTIPLY_STEP
 }
 
 // One step of a (64, N) product of 16-bit numbers, 16 deep. The sums are the bits of fp32 numbers, so that the

@@ -72,6 +72,7 @@ VARIANTS = {
     "packed_gqa": Variant(packed=True, kv_heads=2),
     "full_float16": Variant(is_causal=False, dtype=torch.float16),
     "smooth_q": Variant(SageConfig(smooth_q=True)),
+    "unsigned_p": Variant(SageConfig(unsigned_p=True)),
     "no_int8": Variant(SageConfig(int8_matmuls=())),
 }
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from sagebwd import SageConfig
-from sagebwd.config import MATMULS
+from sagebwd.config import MATMULS, P_MATMULS
 from sagebwd.metrics import relative_l2
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -74,6 +74,12 @@ SETTINGS = {
     "only smooth_q": {"smooth_q": True, "smooth_k": False},
     "smooth_v": {"smooth_v": True},
     "only smooth_v, token scales": {"smooth_v": True, "smooth_k": False, "operand_scales": "token"},
+    "unsigned_p": {"unsigned_p": True},
+    "unsigned_p, token scales, granularity": {
+        "unsigned_p": True,
+        "operand_scales": "token",
+        "granularity": "block",
+    },
     "add_mean_k_term": {"add_mean_k_term": True},
     "token scales": {"operand_scales": "token"},
     "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
@@ -90,6 +96,16 @@ SETTINGS = {
     **{f"only {name}": {"int8_matmuls": (name,)} for name in MATMULS},
 }
 MORE_SETTINGS = {
+    "unsigned_p, granularity": {"unsigned_p": True, "granularity": "block"},
+    "unsigned_p, token scales": {"unsigned_p": True, "operand_scales": "token", "smooth_k": False},
+    "unsigned_p, smooth_v": {"unsigned_p": True, "smooth_v": True},
+    **{
+        f"unsigned_p, not {name}": {
+            "unsigned_p": True,
+            "int8_matmuls": tuple(x for x in MATMULS if x != name),
+        }
+        for name in P_MATMULS
+    },
     **{f"not {name}": {"int8_matmuls": tuple(x for x in MATMULS if x != name)} for name in MATMULS},
     **{
         f"token scales, only {name}": {"operand_scales": "token", "int8_matmuls": (name,)} for name in MATMULS
@@ -328,11 +344,12 @@ configs = st.builds(
     sigma=st.sampled_from([0.3, 1.0, 3.0]),
     config=configs,
     smooth_k=st.booleans(),
+    unsigned_p=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_anything(
     kernels, attend_reference, exact, sample,
-    n_q, n_kv, heads, head_dim, is_causal, sigma, config, smooth_k, seed,
+    n_q, n_kv, heads, head_dim, is_causal, sigma, config, smooth_k, unsigned_p, seed,
 ):  # fmt: skip
     """Kernels lie closer to the reference than half of what quantization and fp16 cost it: with few tokens
     there is no telling how many roundings differ. Nor need there be any error, so one element may fall to the
@@ -340,6 +357,8 @@ def test_anything(
     """
     if not smooth_k:
         config = replace(config, smooth_k=False, add_mean_k_term=False)
+    if unsigned_p and any(map(config.is_int8, P_MATMULS)):
+        config = replace(config, unsigned_p=True)
     inputs = sample(n_q, n_kv, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, sigma=sigma, seed=seed)
     wanted = exact(*inputs, is_causal=is_causal)
     found, reference = (

@@ -25,12 +25,18 @@ CONFIGS = {
     "strictly causal": replace(SageConfig.strictly_causal(), **TILE),
     "no INT8": SageConfig(int8_matmuls=(), **TILE),
     "all INT8": SageConfig(int8_matmuls=MATMULS, **TILE),
+    "unsigned_p": SageConfig(unsigned_p=True, **TILE),
 }
 POISONS = (torch.nan, torch.inf, -torch.inf)
 TOKENS = (0, 40, 69)
 
 
-@pytest.fixture(params=CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.fixture(
+    params=[
+        pytest.param(config, id=name, marks=gpu if name == "unsigned_p" else ())
+        for name, config in CONFIGS.items()
+    ]
+)
 def config(request):
     return request.param
 
@@ -38,11 +44,12 @@ def config(request):
 # --- NaN and Inf ------------------------------------------------------------------------------------------
 
 EVERY_POISON = list(product(CONFIGS, INPUTS, POISONS, TOKENS))
-#: For the interpreter: each setting with each input, and poisons and tokens in turn.
+#: For the interpreter: each setting with each input that it can matter to, and poisons and tokens in turn.
 SOME_POISONS = [
     (name, x, POISONS[(n + m) % 3], TOKENS[(n + 2 * m) % 3])
     for n, name in enumerate(CONFIGS)
     for m, x in enumerate(INPUTS)
+    if name != "unsigned_p" or x == "v"
 ]
 
 

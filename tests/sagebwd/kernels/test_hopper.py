@@ -1,5 +1,5 @@
-"""The Hopper kernels, which run the default settings and V-smoothing for head sizes of 40 to 128: all that
-the portable ones must do, on the GPU that they are written for. The tests that need none come first.
+"""The Hopper kernels, which run the default settings, V-smoothing and unsigned P for head sizes of 40 to 128:
+all that the portable ones must do, on the GPU that they are written for. The tests that need none come first.
 
 What other files already ask of these kernels, because they use such head sizes and the default settings, is
 not repeated here: Gaussian and hard values in test_against_float64.py; in test_gpu.py a thousand runs, also
@@ -61,6 +61,7 @@ OTHER_SETTINGS = {
     "smooth_k": [(False, True)],
     "smooth_q": [(True, False)],
     "smooth_v": [(True, True)],
+    "unsigned_p": [(True, True)],
     "operand_scales": [("token", False)],
     "granularity": [("block", False)],
     "int8_matmuls": [
@@ -214,7 +215,7 @@ def test_launches_are_what_the_sources_are_written_for(source, head_dim):
             check_syntax(source, head_dim, wrong.threads, wrong.shared_bytes)
 
 
-# --- Which means are taken (no GPU) ------------------------------------------------------------------------
+# --- What is launched (no GPU) -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -268,6 +269,17 @@ def test_only_the_means_that_are_asked_for_are_taken(launched, sample, smooth_k,
     assert arguments.v_mean == address(of_v)
     assert arguments.documents == documents
     assert not any("SMOOTH_V" in first[name][0] for name in ("dk_dv", "dq"))
+
+
+@pytest.mark.parametrize("unsigned_p", [False, True])
+def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_p):
+    q, k, v, grad_out = sample(9, head_dim=64)
+    axes = [Axis.of(9, block, None) for block in (64, 128)]
+    options = {"is_causal": True, "scale": 0.1, "config": SageConfig(unsigned_p=unsigned_p)}
+    saved = hopper.forward(q, k, v, *axes, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
+    assert macros == {"forward": unsigned_p, "dk_dv": unsigned_p}  # a macro that is False is not defined
 
 
 # --- On a Hopper GPU ---------------------------------------------------------------------------------------
@@ -1047,6 +1059,122 @@ def test_all_tokens_equal(kernels, head_dim):
     # dP = 5 D, and so is δ, but for what fp16 rounds away from O: a relative 2⁻¹¹.
     for name, other in (("dq", k), ("dk", q)):
         assert (found[name].abs() <= 5 * 2**-11 * other.abs() * head_dim**0.5).all(), name
+
+
+# --- Unsigned P --------------------------------------------------------------------------------------------
+
+UNSIGNED_P = SageConfig(unsigned_p=True)
+UNSIGNED_P_AND_SMOOTH_V = SageConfig(unsigned_p=True, smooth_v=True)
+
+
+@pytest.mark.parametrize(
+    ("n_q", "n_kv"),
+    [
+        (2, 2), (63, 63), (64, 128), (65, 129), (128, 127), (129, 31), (31, 300), (192, 192), (193, 257),
+        (300, 64), (300, 1000), (1000, 129), (1000, 1000),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("config", [UNSIGNED_P, UNSIGNED_P_AND_SMOOTH_V], ids=["unsigned_p", "smooth_v too"])
+@causal_and_full
+@both_head_dims
+def test_lengths_with_unsigned_p(check, sample, n_q, n_kv, config, is_causal, head_dim):
+    inputs = with_means(sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim))
+    check(inputs, is_causal=is_causal, config=config)
+
+
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(2, 3, 1), (3, 8, 2), (1, 7, 7)])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@both_dtypes
+def test_groups_and_head_sizes_with_unsigned_p(check, sample, batch, heads, kv_heads, head_dim, dtype):
+    inputs = sample(130, 200, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    check(inputs, config=UNSIGNED_P, is_causal=heads != 8)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 3, 10, 30])
+@causal_and_full
+@both_head_dims
+def test_unsigned_p_is_as_close_to_float64_as_the_reference(check_errors, sample, sigma, is_causal, head_dim):
+    check_errors(sample(777, head_dim=head_dim, sigma=sigma), is_causal=is_causal, config=UNSIGNED_P)
+
+
+@causal_and_full
+@both_head_dims
+def test_unsigned_p_takes_o_and_dv_closer_to_float64(check_errors, sample, is_causal, head_dim):
+    """By 12 to 18% in the reference; of the errors of dQ and dK on Gaussians little is P's."""
+    inputs = sample(1024, head_dim=head_dim)
+    signed, unsigned = (
+        check_errors(inputs, is_causal=is_causal, config=SageConfig(unsigned_p=on)) for on in (False, True)
+    )
+    assert all(unsigned[x] < 0.93 * signed[x] for x in (0, 3))
+
+
+@causal_and_full
+@both_head_dims
+def test_portable_kernels_with_unsigned_p(
+    kernels, attend_reference, assert_same, sample, is_causal, head_dim
+):
+    """They reach the same integers by another way: P less 128, and 128 times sums of the other operand."""
+    options = {"is_causal": is_causal, "config": UNSIGNED_P}
+    for n_q, n_kv in ((65, 65), (129, 1000), (257, 65)):
+        inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
+        with only_portable():
+            portable = kernels(*inputs, **options)
+        assert_same(portable, attend_reference(*inputs, **options))
+        assert_same(kernels(*inputs, **options), portable)
+
+
+@pytest.mark.parametrize("pack", ["around tiles", "tokens of no document", "keys or queries missing"])
+@causal_and_full
+@both_head_dims
+def test_a_pack_with_unsigned_p_is_each_of_its_documents_alone(
+    kernels, alone, sample, pack, head_dim, is_causal
+):
+    n_q, rows, n_kv, columns = PACKS[pack]
+    inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
+    packed = {"cu_seqlens": torch.tensor(rows)}
+    if columns is not None:
+        packed["cu_seqlens_kv"] = torch.tensor(columns)
+    options = {"is_causal": is_causal, "config": UNSIGNED_P}
+    assert_bit_equal(kernels(*inputs, **options, **packed), alone(inputs, rows, columns or rows, **options))
+
+
+@every_input
+@every_poison
+@causal_and_full
+@both_head_dims
+def test_nan_and_inf_with_unsigned_p(kernels, attend_reference, sample, name, poison, is_causal, head_dim):
+    """As without: see the tests of NaN and Inf above."""
+    inputs = poison_one(sample(140, head_dim=head_dim), name, 130, poison)
+    options = {"is_causal": is_causal, "config": UNSIGNED_P}
+    found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
+    assert not any(found[x].isinf().any() for x in NAMES)
+    for x in NAMES if not is_causal else ("out", "dq"):
+        assert torch.equal(found[x].isnan(), wanted[x].isnan()), x
+
+
+@pytest.mark.parametrize("n_kv", [70, 202])
+@pytest.mark.parametrize("size", [22, 24, 26, 28, 300, 10000])
+@both_head_dims
+def test_large_logits_with_unsigned_p(kernels, size, n_kv, head_dim):
+    """As in test_large_logits_choose_the_keys_that_agree. Where the path changes P̃ may be a little above 1;
+    255.5 / 255 would be 0 in 8 bits.
+    """
+    q = constant(40, head_dim, size)
+    ones = constant(n_kv, head_dim, 1)
+    k, v = (edge_values.alternating(ones, x) for x in (float(size), 6e4))
+    found = kernels(q, k, v, 1e-4 * torch.ones_like(q), config=UNSIGNED_P)
+    assert (found["out"].double() - 6e4).abs().max() <= (32 if size < 300 else 0)
+    assert all(found[name].isfinite().all() for name in GRADIENTS)
+
+
+@pytest.mark.parametrize("n", [70, 129, 301])
+@both_head_dims
+def test_all_tokens_equal_with_unsigned_p(kernels, n, head_dim):
+    """P is 255 throughout, V and dO 127: the largest sums that an INT32 product meets, and exact."""
+    q, k, v, grad_out = (constant(n, head_dim, value) for value in (2.0, -3.0, 5.0, 1.0))
+    found = kernels(q, k, v, grad_out, config=UNSIGNED_P)
+    torch.testing.assert_close(found["out"], v, rtol=2.0**-10, atol=0)
+    torch.testing.assert_close(found["dv"], grad_out, rtol=2.0**-10, atol=0)
 
 
 # --- The same bits, whatever else runs ---------------------------------------------------------------------

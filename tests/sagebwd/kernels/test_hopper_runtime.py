@@ -8,11 +8,14 @@ import struct
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from sagebwd.kernels import operands
 from sagebwd.kernels.hopper import runtime
@@ -494,11 +497,43 @@ def test_kernels_compile_without_spills(source, defines):
     for name in (name for file, name in entries() if file == source):
         assert f".text.{name}".encode() in cubin
         assert f"Compiling entry function '{name}'" in log
+    assert_runs_freely(log)
+
+
+def assert_runs_freely(log):
+    """ptxas spilled hardly anything, and did not make each product wait for itself, which it says."""
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     assert spilled, log
     assert max(spilled) <= SPILLED_BYTES, log
-    # ptxas says so when it waits after each product instead of letting them run on.
     assert "serialized" not in log, log
+
+
+def unsigned_variants():
+    """The sources that round P with every combination of their macros."""
+    for source, *settings in product(("forward", "dk_dv"), (64, 128), (0, 1), (False, True)):
+        for smooth_v in SMOOTH_V.get(source, (False,)):
+            variant = (source, *settings, smooth_v)
+            is_quick = variant in (("forward", 64, 1, True, True), ("dk_dv", 128, 0, False, False))
+            yield pytest.param(*variant, marks=() if is_quick else pytest.mark.gpu)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("source", "d", "causal", "bf16", "smooth_v"), list(unsigned_variants()))
+def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
+    source, d, causal, bf16, smooth_v, tmp_path
+):
+    """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
+    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16, "SMOOTH_V": smooth_v}
+    cubin, log = runtime.compile_source(source, {**defines, "UNSIGNED_P": True}, ptxas_options=["-v"])
+    assert_runs_freely(log)
+    file = tmp_path / f"{source}.cubin"
+    file.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([str(tool), "-c", str(file)], capture_output=True, text=True, check=True).stdout
+    found = Counter(re.findall(r"\bIGMMA\.\w+\.(\w+)\.(\w+)", text))
+    assert found.keys() == {("U8", "S8"), ("S8", "S8")}
+    tokens = 128 if source == "forward" else 64
+    assert found["U8", "S8"] == d // 64 * tokens // 32
 
 
 # --- On a GPU ----------------------------------------------------------------------------------------------

@@ -271,6 +271,34 @@ def test_delta_is_nan_where_it_is_not_finite(gaussian, poison):
     assert not delta.isinf().any()
 
 
+# --- Sums -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_scales", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", [SHAPES[2], pytest.param(SHAPES[1], marks=pytest.mark.gpu)], ids=str)
+def test_sums_of_each_channel_of_each_block(gaussian, shape, token_scales):
+    """What pads a block has no part in them, nor has the order in which columns hold the tokens."""
+    *sizes, block, dtype = shape
+    x, axis = gaussian(*sizes, dtype=dtype), Axis.of(sizes[2], block, None)
+    forms = {"columns": True, "sums": True, "token_scales": token_scales}
+    wanted = expected(x.cpu(), block, token_scales)["rows"].sum(1, dtype=torch.int32)
+    for operand in (quantize(x, axis, **forms), quantize_grad(x, x, axis, rows=False, **forms)[0]):
+        assert torch.equal(operand.sums.cpu(), operand.columns.cpu().sum(-1, dtype=torch.int32))
+        if not x.is_cuda:  # a GPU's scales differ by 2 units in the last place, see assert_quantized
+            assert torch.equal(operand.sums, wanted)
+
+
+def test_sums_of_the_largest_numbers(device):
+    """128 tokens of ± 127, that is ± 16256, which 8 bits do not hold."""
+    x = torch.ones(1, 1, 128, 8, dtype=torch.float16, device=device)
+    x[..., 1] *= -1
+    operand = quantize(x, Axis.of(128, 128, None), columns=True, sums=True, token_scales=False)
+    wanted = torch.zeros(32, dtype=torch.int32)
+    wanted[:8] = 127 * 128
+    wanted[1] *= -1
+    assert torch.equal(operand.sums.cpu(), wanted[None])
+
+
 # --- Packed documents -------------------------------------------------------------------------------------
 
 
