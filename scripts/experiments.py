@@ -92,7 +92,7 @@ PRESETS = {
         "attention.block_kv=64",
     ),
     "sagebwd-accurate": ("attention=sagebwd_accurate",),
-    "sagebwd-smooth_v": ("attention=sagebwd", "attention.smooth_v=true"),
+    "sagebwd-free": ("attention=sagebwd", "attention.smooth_v=true", "attention.unsigned_p=true"),
 }
 FINE_TUNINGS = {"fpa": ("attention=fpa",), "sagebwd": ("attention=sagebwd",)}
 
