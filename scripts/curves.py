@@ -7,8 +7,8 @@ curves thinned out, so that the runs themselves need not be kept, and OUT.png. R
 make a group; within it, runs that differ in the seed alone make a variant.
 
     final loss   mean training loss of the last tenth of the steps
-    diverged     a loss or gradient that is not finite, or a final loss more than 0.3 above the lowest mean of
-                 an earlier tenth
+    diverged     a loss or gradient that is not finite, or at the end a final loss more than 0.3 above the
+                 lowest mean of an earlier tenth
     difference   of two variants' final losses, with a 95% interval. The runs of a seed share initialisation
                  and order of the data, so a loss is taken as variant + seed + noise; the noise is what is
                  left without the means of all variants and seeds of the group. One seed gives no interval.
@@ -39,7 +39,7 @@ PROGRAM = "python -m scripts.curves"
 POINTS = 100  # of a thinned curve
 DIVERGED_BY = 0.3  # nats above the lowest tenth
 
-#: 97.5% quantiles of Student's t for 1, 2, … degrees of freedom; beyond the last, that of the normal is near.
+#: 97.5% quantiles of Student's t for 1, 2, … degrees of freedom, and of the normal distribution.
 STUDENT = (
     12.706,
     4.303,
@@ -64,14 +64,15 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
         runs = [read_run(path) for path in arguments.runs]
+        finished = [run for run in runs if run["finished"] or run["diverged"]]
+        if not finished:
+            raise ValueError(
+                f"none of the {len(runs)} runs is finished; train them first: the same train.py commands"
+            )
+        groups = compare(finished)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    finished = [run for run in runs if run["finished"] or run["diverged"]]
-    if not finished:
-        raise SystemExit(
-            f"none of the {len(runs)} runs is finished; train them first: the same train.py commands"
-        )
-    result = {**describe(argv, arguments, finished), "runs": runs, "groups": compare(finished)}
+    result = {**describe(argv, arguments, finished), "runs": runs, "groups": groups}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(beside(arguments.out, ".json"), finite(result))
     draw(result["groups"], finished, beside(arguments.out, ".png"))
@@ -95,12 +96,13 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 def read_run(path: Path) -> dict[str, Any]:
     """What a run directory says, curves thinned. Raises ValueError if it holds no run."""
     directory = RunDirectory(path)
-    for file in (directory.config, directory.metrics):
+    environment = path / "environment.jsonl"
+    for file in (directory.config, directory.metrics, environment):
         if not file.exists():
             raise ValueError(f"{path} holds no {file.name}, so it is no run directory; train the run first")
     config = OmegaConf.to_container(OmegaConf.load(directory.config))
     records = read_metrics(directory.metrics)
-    starts = read_metrics(path / "environment.jsonl")
+    starts = read_metrics(environment)
     diverged = divergence(directory, records)
     return {
         "name": path.name,
@@ -130,7 +132,7 @@ def divergence(directory: RunDirectory, records: list[dict]) -> str | None:
     if step:
         return f"loss or gradient not finite at step {step}"
     losses = series(records, "loss")[1]
-    if len(losses) < 20:
+    if not directory.is_finished or len(losses) < 20:  # a run under way may come down again
         return None
     *earlier, last = (part.mean() for part in np.array_split(losses, 10))
     if last - min(earlier) > DIVERGED_BY:
@@ -205,7 +207,10 @@ def last_probe(records: list[dict]) -> dict[str, float]:
 
 
 def compare(runs: list[dict]) -> list[dict[str, Any]]:
-    """The groups, each with its variants and the differences between all of them."""
+    """The groups, each with its variants and the differences between all of them.
+
+    Raises ValueError if a group has one variant twice with the same seed.
+    """
     groups: dict[str, list[dict]] = {}
     for run in runs:
         groups.setdefault(json.dumps(run["group"]), []).append(run)
@@ -216,6 +221,8 @@ def compare_group(group: dict[str, Any], runs: list[dict]) -> dict[str, Any]:
     variants: dict[str, list[dict]] = {}
     for run in runs:
         variants.setdefault(run["variant"], []).append(run)
+    for name, own in variants.items():
+        check_seeds(name, own)
     # A variant of which one seed diverged has no mean to compare.
     losses = {
         name: {run["seed"]: run["final_loss"] for run in own}
@@ -229,10 +236,23 @@ def compare_group(group: dict[str, Any], runs: list[dict]) -> dict[str, Any]:
     }
 
 
+def check_seeds(variant: str, runs: list[dict]) -> None:
+    """Raise ValueError if two runs of a variant have one seed: which of them counts is not known here."""
+    seeds = [run["seed"] for run in runs]
+    for seed in seeds:
+        if seeds.count(seed) > 1:
+            names = " and ".join(run["name"] for run in runs if run["seed"] == seed)
+            raise ValueError(
+                f"{names} are all {variant} with seed {seed}, of the same model and schedule; leave all but "
+                "one out"
+            )
+
+
 def summary(name: str, runs: list[dict]) -> dict[str, Any]:
     """A variant over its seeds. spread: largest minus smallest final loss."""
     whole = [run["final_loss"] for run in runs if run["final_loss"] is not None]
     held_out = [run["held_out_loss"] for run in runs if run["held_out_loss"] is not None]
+    speeds = [run["tokens_per_second"] for run in runs if run["tokens_per_second"] is not None]
     return {
         "variant": name,
         "attention": runs[0]["attention"],
@@ -242,7 +262,7 @@ def summary(name: str, runs: list[dict]) -> dict[str, Any]:
         "final_loss": mean_or_none(whole),
         "spread": max(whole) - min(whole) if len(whole) > 1 else None,
         "held_out_loss": mean_or_none(held_out),
-        "tokens_per_second": mean_or_none([run["tokens_per_second"] for run in runs]),
+        "tokens_per_second": mean_or_none(speeds),
     }
 
 
@@ -281,7 +301,9 @@ def residual(table: np.ndarray) -> tuple[float, int]:
 
 def quantile(degrees: int) -> float:
     """97.5% quantile of Student's t."""
-    return STUDENT[degrees - 1] if degrees <= len(STUDENT) else NORMAL
+    if degrees <= len(STUDENT):
+        return STUDENT[degrees - 1]
+    return NORMAL + (NORMAL**3 + NORMAL) / (4 * degrees)  # its expansion in 1 / degrees, right to 1%
 
 
 # --- Files --------------------------------------------------------------------------------------------------
@@ -335,14 +357,15 @@ def draw(groups: list[dict], runs: list[dict], path: Path) -> None:
 
 
 def draw_gap(axes: Any, run: dict, runs: list[dict], first: str, color: str, style: str) -> None:
-    """The run's loss minus that of the first variant's run of the same seed, where both have a point."""
+    """The run's loss minus that of the first variant's run of the same seed.
+
+    Nothing for a run that ended before the other: the points of its thinned curve are means of other steps.
+    """
     baseline = [other for other in runs if other["variant"] == first and other["seed"] == run["seed"]]
-    if not baseline or run["variant"] == first:
+    if not baseline or run["variant"] == first or run["curve"]["tokens"] != baseline[0]["curve"]["tokens"]:
         return
-    known = dict(zip(*baseline[0]["curve"].values(), strict=True))
-    points = [(n, loss - known[n]) for n, loss in zip(*run["curve"].values(), strict=True) if n in known]
-    if points:
-        axes.plot(*zip(*points, strict=True), style, color=color, linewidth=1.2)
+    gaps = np.subtract(run["curve"]["loss"], baseline[0]["curve"]["loss"])
+    axes.plot(run["curve"]["tokens"], gaps, style, color=color, linewidth=1.2)
 
 
 def group_name(group: dict[str, Any]) -> str:

@@ -195,8 +195,9 @@ def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         "K of two levels in S": variant(
             DEFAULT_COST + 3, scores=scores_of(queries, int8(block_kv, None, levels=2))
         ),
+        # Q and K choose each their own, so that up to two of eight channels of the product are in 16 bit.
         "16-bit channels in S, 1 of 8": variant(
-            DEFAULT_COST + 3 / 8, scores=scores_of(but_channels(queries, 1 / 8), but_channels(keys, 1 / 8))
+            DEFAULT_COST + 3 / 4, scores=scores_of(but_channels(queries, 1 / 8), but_channels(keys, 1 / 8))
         ),
         "scales per channel": variant(**tokens(per_channel)),
         "rotated tokens": variant(**tokens(rotated)),

@@ -280,6 +280,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> d
             run.name: asdict(run.origin)
             | {"context": run.settings.context, "sequences_per_step": run.sequences_per_step}
             | {"dtype": run.settings.hardware.dtype, "seed": run.settings.seed}
+            | {"lr": run.settings.optimizer.lr}
             | {"model": asdict(run.settings.model), "attention_settings": asdict(run.settings.attention)}
             for run in runs
         },

@@ -301,13 +301,19 @@ def most_against_fewest_tokens(found: Layers) -> list[tuple[str, str]]:
     ordered = [
         sorted(names, key=lambda name: found.runs[name]["tokens_per_step"]) for names in kinds.values()
     ]
-    return [(names[-1], names[0]) for names in ordered if len(names) > 1]
+    ends = [(names[-1], names[0]) for names in ordered]
+    return [
+        (most, fewest)
+        for most, fewest in ends
+        if found.runs[most]["tokens_per_step"] > found.runs[fewest]["tokens_per_step"]
+    ]
 
 
 def comparable(run: dict[str, Any], but: str) -> str:
     """What two runs must share to be compared, whatever their `but`."""
     model = {name: value for name, value in run["model"].items() if name != but}
-    shared = {name: run[name] for name in ("qk_norm", "tokens_per_step", "context", "seed") if name != but}
+    names = ("qk_norm", "tokens_per_step", "tokens", "lr", "context", "seed")
+    shared = {name: run[name] for name in names if name != but}
     return json.dumps([model, shared, run["attention_settings"]], sort_keys=True)
 
 

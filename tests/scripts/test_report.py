@@ -110,6 +110,7 @@ def test_what_was_not_compared_is_judged_only_if_one_alone_diverged(verdict):
         return verdict("", SCALED, {"variants": variants, "differences": []}, "a", "b").answer
 
     assert answer() == answer(a=0, b=2) == answer(a=1, b=1) == CANNOT_TELL
+    assert answer(a=1) == CANNOT_TELL  # the other was not run
     assert answer(a=1, b=0) == DIFFERS
 
 
@@ -125,6 +126,9 @@ def test_a_short_run_that_does_not_diverge_says_nothing():
     group["variants"][0]["diverged"] = 1
     assert divergence_verdict(SCALED, group, "SageBwd, no QK-norm", "").answer == AGREES
     assert divergence_verdict(full, group, "SageBwd", "").answer == CANNOT_TELL
+    group["variants"].append({"variant": "full precision, no QK-norm", "diverged": 1})
+    found = divergence_verdict(full, group, "SageBwd, no QK-norm", "")
+    assert (found.answer, "so does full precision" in found.why) == (CANNOT_TELL, True)
 
 
 def test_table1_agrees_when_nine_tenths_of_its_errors_do():

@@ -25,11 +25,12 @@ from scripts.report_layers import (
 from scripts.report_parts import AGREES, CANNOT_TELL, DIFFERS
 
 
-def run(qk_norm=True, tokens_per_step=512, tokens=TRAINED, **attention):
+def run(qk_norm=True, tokens_per_step=512, tokens=TRAINED, lr=1e-3, **attention):
     return {
         "qk_norm": qk_norm,
         "tokens_per_step": tokens_per_step,
         "tokens": tokens,
+        "lr": lr,
         "context": 64,
         "seed": 1,
         "model": {"d_model": 32, "qk_norm": qk_norm},
@@ -111,6 +112,18 @@ def test_pairs_differ_in_one_thing():
     pairs = [("large", "large, plain"), ("small, Q", "small, Q, plain")]
     assert alike_but(found, "qk_norm", True, False) == pairs
     assert most_against_fewest_tokens(found) == [("large", "small")]
+
+
+def test_runs_of_other_learning_rates_or_lengths_make_no_pair():
+    runs = {
+        "a": run(),
+        "a, plain, fast": run(qk_norm=False, lr=6e-3),
+        "b, fast": run(tokens_per_step=64, lr=6e-3),
+        "c, long": run(tokens_per_step=64, tokens=2 * TRAINED),
+        "the same again": run(),
+    }
+    found = layers_of(runs)
+    assert alike_but(found, "qk_norm", True, False) == most_against_fewest_tokens(found) == []
 
 
 @pytest.mark.parametrize(
