@@ -238,9 +238,11 @@ def _check_init_from(settings: Settings) -> None:
         return
     try:
         stored = model.huggingface.read_config(settings.init_from)
-    except FileNotFoundError:
+    except OSError as error:
+        absent = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        problem = "there is no" if absent else f"{error.strerror}:"
         raise ValueError(
-            f"init_from={settings.init_from}: there is no {model.huggingface.CONFIG_FILE}; give the weights/ "
+            f"init_from={settings.init_from}: {problem} {model.huggingface.CONFIG_FILE}; give the weights/ "
             "folder of a finished run, or a model in the Hugging Face layout"
         ) from None
     except ValueError as error:

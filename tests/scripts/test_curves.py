@@ -189,7 +189,7 @@ def test_a_run_that_diverged_before_its_first_record_counts(make_run):
 
 def test_one_variant_and_seed_twice_is_refused(make_run, tmp_path):
     paths = [make_run(name, [5.0, 4.0]) for name in ("a", "b")]
-    with pytest.raises(SystemExit, match="a and b are all full precision with seed .*leave all but one out"):
+    with pytest.raises(SystemExit, match=r"a and b are all full precision with seed .*leave all but one out"):
         curves.main([*map(str, paths), "--out", str(tmp_path / "x")])
 
 

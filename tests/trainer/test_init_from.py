@@ -71,6 +71,8 @@ def test_a_folder_without_a_model_is_named(compose_settings, tmp_path):
         SettingsError, match=r"init_from=.*: there is no config.json; give the weights/ folder"
     ):
         plan(compose_settings, f"init_from={tmp_path}")
+    with pytest.raises(SettingsError, match=r"init_from=.*py: there is no config.json; give the weights/"):
+        plan(compose_settings, f"init_from={__file__}")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(SettingsError, match=r"init_from=.*model_type=gpt2, supported are llama, qwen3"):
         plan(compose_settings, f"init_from={tmp_path}")
