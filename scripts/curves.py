@@ -10,8 +10,8 @@ make a group; within it, runs that differ in the seed alone make a variant.
     diverged     a loss or gradient that is not finite, or at the end a final loss more than 0.3 above the
                  lowest mean of an earlier tenth
     difference   of two variants' final losses, with a 95% interval. The runs of a seed share initialisation
-                 and order of the data, so a loss is taken as variant + seed + noise; the noise is what is
-                 left without the means of all variants and seeds of the group. One seed gives no interval.
+                 and order of the data, so a loss is taken as variant + seed + noise, by least squares over
+                 the group; the noise is what that leaves. One seed gives no interval.
 """
 
 from __future__ import annotations
@@ -271,32 +271,40 @@ def mean_or_none(values: list[float]) -> float | None:
 
 
 def differences(losses: dict[str, dict[int, float]]) -> dict[str, Any]:
-    """Differences of all pairs of variants over the seeds that all variants have, and the noise."""
-    seeds = sorted(set.intersection(*map(set, losses.values()))) if losses else []
-    if not seeds:
-        return {"noise": None, "degrees_of_freedom": 0, "differences": []}
-    table = np.array([[own[seed] for seed in seeds] for own in losses.values()])
-    noise, degrees = residual(table)
-    half_width = None if degrees == 0 else quantile(degrees) * noise * (2 / len(seeds)) ** 0.5
-    pairs = itertools.permutations(zip(losses, table.mean(axis=1), strict=True), 2)
-    return {
-        "noise": noise if degrees else None,
-        "degrees_of_freedom": degrees,
-        "differences": [
-            {"of": of, "minus": minus, "mean": float(a - b), "half_width": half_width, "seeds": len(seeds)}
-            for (of, a), (minus, b) in pairs
-        ],
-    }
+    """Differences of all pairs of variants that have a seed in common, and the noise.
 
-
-def residual(table: np.ndarray) -> tuple[float, int]:
-    """Standard deviation of what means of rows and columns do not explain, and its degrees of freedom.
-
-    table: final losses (variants, seeds).
+    losses: by variant, then by seed. Loss = variant + seed + noise is fitted by least squares, so that a run
+    that is missing costs a degree of freedom and not the comparison of the others.
     """
-    degrees = (table.shape[0] - 1) * (table.shape[1] - 1)
-    rest = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0, keepdims=True) + table.mean()
-    return float(np.sqrt((rest**2).sum() / max(degrees, 1))), degrees
+    variants, seeds = list(losses), sorted({seed for own in losses.values() for seed in own})
+    cells = [(variant, seed) for variant in variants for seed in losses[variant]]
+    design = np.array([[name in cell for name in (*variants, *seeds)] for cell in cells], dtype=float)
+    values = np.array([losses[variant][seed] for variant, seed in cells])
+    if not cells:
+        return {"noise": None, "degrees_of_freedom": 0, "differences": []}
+    covariance = np.linalg.pinv(design.T @ design)  # of the effects, in units of the noise's variance
+    effects = covariance @ design.T @ values
+    degrees = len(cells) - int(np.linalg.matrix_rank(design))
+    noise = None
+    if degrees:
+        noise = float(np.sqrt(np.square(values - design @ effects).sum() / degrees))
+
+    def difference(i: int, j: int) -> dict[str, Any]:
+        variance = covariance[i, i] + covariance[j, j] - 2 * covariance[i, j]
+        return {
+            "of": variants[i],
+            "minus": variants[j],
+            "mean": float(effects[i] - effects[j]),
+            "half_width": None if noise is None else quantile(degrees) * noise * float(variance) ** 0.5,
+            "seeds": len(losses[variants[i]].keys() & losses[variants[j]].keys()),
+        }
+
+    pairs = [difference(i, j) for i, j in itertools.permutations(range(len(variants)), 2)]
+    return {
+        "noise": noise,
+        "degrees_of_freedom": degrees,
+        "differences": [pair for pair in pairs if pair["seeds"]],
+    }
 
 
 def quantile(degrees: int) -> float:

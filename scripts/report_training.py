@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from scripts import paper
+from scripts.curves import DIVERGED_BY
 from scripts.report_parts import AGREES, CANNOT_TELL, DIFFERS, Body, Verdict, markdown, picture
 from scripts.results import Results
 
@@ -17,21 +18,26 @@ RULES = (
     "its interval lies "
     f"above zero, and does not if it lies below {MARGIN:.3f}, half of the paper's gap; a match agrees if "
     "the interval lies "
-    f"within ±{MARGIN:.3f}, and does not if it lies outside."
+    f"within ±{MARGIN:.3f}, and does not if it lies outside. Diverged: a loss or gradient that is not "
+    f"finite, or a final loss more than {DIVERGED_BY:g} above the lowest mean of an earlier tenth."
 )
 
 
 class Difference(NamedTuple):
-    """One variant's final loss minus another's; half_width: of the 95% interval, None with one seed."""
+    """One variant's final loss minus another's.
+
+    half_width: of the 95% interval, None with one seed. seeds: how many the two have in common.
+    """
 
     mean: float
     half_width: float | None
     seeds: int
 
     def __str__(self) -> str:
+        seeds = f"({self.seeds} seed{'s' * (self.seeds > 1)})"
         if self.half_width is None:
-            return f"{self.mean:+.4f} ({self.seeds} seed)"
-        return f"{self.mean:+.4f} ± {self.half_width:.4f} ({self.seeds} seeds)"
+            return f"{self.mean:+.4f} {seeds}"
+        return f"{self.mean:+.4f} ± {self.half_width:.4f} {seeds}"
 
 
 def figure1a(results: Results) -> Body:
@@ -112,7 +118,7 @@ def training_text(data: dict, name: str, printed: dict) -> str:
 def group_text(group: dict) -> str:
     noise = group["noise"]
     degrees = group["degrees_of_freedom"]
-    known = "Fewer than two seeds that all variants have, so the noise between runs is not known."
+    known = "No two variants have two seeds in common, so the noise between runs is not known."
     if noise is not None:
         known = f"Noise of a run: standard deviation {noise:.4f} ({degrees} degrees of freedom)."
     return (

@@ -93,7 +93,8 @@ class Checkpoints:
 
     def reserve(self, model: nn.Module, optimizer) -> None:
         """Take the CPU memory that copies go to, which lasts seconds, once. Call it after a first step."""
-        if self.background:
+        # If that step was left out the optimizer is empty, and torch would count a step to look at its state.
+        if self.background and optimizer.state:
             self._copy(_state(model, optimizer))
 
     def poll(self) -> None:

@@ -275,6 +275,19 @@ def test_memory_of_the_copy_is_used_again(tmp_path):
     assert addresses() == first
 
 
+def test_reserving_memory_changes_nothing(tmp_path):
+    model, optimizer = make()
+    checkpoints = Checkpoints(tmp_path, keep=1, ranks=ALONE, background=True)
+    checkpoints.reserve(model, optimizer)  # after a first step that was left out
+    assert not optimizer.state
+    train_step(model, optimizer)
+    before = state_of(model, optimizer)
+    checkpoints.reserve(model, optimizer)
+    checkpoints.close()
+    assert_same(state_of(model, optimizer), before)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_failure_in_the_background_is_raised_by_the_next_poll_that_sees_it(tmp_path, monkeypatch):
     model, optimizer = make()
     background = checkpoints(tmp_path, background=True)
