@@ -56,17 +56,14 @@ def table1(results: Results) -> Body:
     ]
     text = [
         f"Relative L2 against float64 attention on Gaussian inputs, on {hardware(data)}; the cosines are "
-        "in the "
-        "JSON. The paper gives neither shape nor tile; here "
-        f"N {settings['tokens']}, D {settings['head_dim']}, {settings['heads']} heads, "
-        f"{'causal' if settings['causal'] else 'full'}, tiles of {tile(data['variants']['block'])} for "
-        "`block` and "
-        f"`row`, {tile(data['variants']['default'])} for the default.",
+        f"in the JSON. The paper gives neither shape nor tile; here N {settings['tokens']}, D "
+        f"{settings['head_dim']}, {settings['heads']} heads, {'causal' if settings['causal'] else 'full'}, "
+        f"tiles of {tile(data['variants']['block'])} for `block` and `row`, "
+        f"{tile(data['variants']['default'])} for the default.",
         markdown(["σ", "", *TITLES.values()], lines),
         picture("table1.png", "Relative L2 over σ"),
-        "dV sums over queries, so no INT8 product can scale P per query; per query, dV at σ = 1 would "
-        "come close to "
-        "the paper's.",
+        "dV sums over queries, so no INT8 product can scale P per query; per query, dV at σ = 1 would come "
+        "close to the paper's.",
     ]
     return Body("\n\n".join(text), [table1_verdict(rows, "row"), table1_verdict(rows, "block")])
 
@@ -99,11 +96,9 @@ def figures2_3(results: Results) -> Body:
     lengths = list(dict.fromkeys(row["shape"]["tokens"] for row in own))
     settings = data["settings"]
     text = [
-        f"`{data['command']}` on {hardware(data)}, {settings['dtype']}, from 16-bit Q, K, V, dO in "
-        "memory to 16-bit "
-        "O, dQ, dK, dV, quantization and smoothing included. How many times as fast as FlashAttention-2 "
-        "and as "
-        "cuDNN, forward and backward; the paper's numbers are for an RTX 4090:",
+        f"`{data['command']}` on {hardware(data)}, {settings['dtype']}, from 16-bit Q, K, V, dO in memory "
+        "to 16-bit O, dQ, dK, dV, quantization and smoothing included. How many times as fast as "
+        "FlashAttention-2 and as cuDNN, forward and backward; the paper's numbers are for an RTX 4090:",
         speed_up_table(own, lengths, ("FlashAttention-2", "cuDNN"), "both", with_paper=True),
         "The forward alone:",
         speed_up_table(own, lengths, ("FlashAttention-2", "cuDNN"), "forward"),
@@ -223,11 +218,9 @@ def accuracy(results: Results) -> Body:
         f"D {rows[0]['head_dim']}, {rows[0]['tokens']} tokens, causal, default settings:",
         markdown(header, lines),
         f"At σ = {low:g}, dP in INT8 multiplies the error of dQ by {seven[1] / six[1]:.2f}, which is why "
-        "the paper "
-        "leaves it in 16 bit. SageAttention3's Table 1c gives a cosine of dQ of "
+        "the paper leaves it in 16 bit. SageAttention3's Table 1c gives a cosine of dQ of "
         f"{decimal(s3_seven)} with dP in INT8 and {decimal(s3_six)} without, on real tensors; on these "
-        "Gaussians it "
-        f"is {decimal(seven[0])} and {decimal(six[0])}.",
+        f"Gaussians it is {decimal(seven[0])} and {decimal(six[0])}.",
     ]
     return Body("\n\n".join(text))
 
@@ -253,8 +246,7 @@ def training_speed(results: Results) -> Body:
         f"`{data['command']}` on {hardware(data)}: the trainer's own step of `model={settings['model']}`, "
         f"{settings['tokens_per_micro_batch']:,} tokens, bf16, compiled "
         "([`bench_training.md`](bench_training.md)). S3 reports an iteration of Llama-1B as about 1.15 "
-        "times as fast "
-        "as with FlashAttention-2 from 8K tokens on.",
+        "times as fast as with FlashAttention-2 from 8K tokens on.",
         markdown(header, lines),
     ]
     return Body("\n\n".join(text))
@@ -292,11 +284,10 @@ def causal_leak(results: Results) -> Body:
         "dQ, earlier tiles",
     ]
     text = [
-        f"The reference on {hardware(data)}: relative L2 by which O and dQ of earlier queries change "
-        "when all later "
-        "tokens of Q, K, V and dO are drawn again, beside the error against float64. "
-        f"N {settings['tokens']}, D {settings['head_dim']}, {settings['heads']} heads, causal, "
-        f"σ {settings['sigma']:g}, mean over the positions {', '.join(map(str, settings['cuts']))}; a "
+        f"The reference on {hardware(data)}: relative L2 by which O and dQ of earlier queries change when "
+        "all later tokens of Q, K, V and dO are drawn again, beside the error against float64. N "
+        f"{settings['tokens']}, D {settings['head_dim']}, {settings['heads']} heads, causal, σ "
+        f"{settings['sigma']:g}, mean over the positions {', '.join(map(str, settings['cuts']))}; a "
         "position is inside a tile or at its border (there: the largest of all).",
         markdown(header, lines, left=2),
     ]
@@ -322,14 +313,11 @@ def llama_325m_fpa(results: Results) -> Body:
     shorter = results.metrics(f"{run}/300_steps.jsonl")
     text = [
         f"{records[-1]['step']} steps at `tps=260k` on one {environment['device']} (torch "
-        f"{environment['torch']}), "
-        "full precision (cuDNN), context 4096, bf16, `torch.compile`, QK-norm, the learning rate and "
-        "warm-up of "
-        f"[`config.yaml`]({run}/config.yaml), which are larger and shorter than the paper's: those are "
-        "meant for "
-        "300,000 steps. The text is English (books, reviews, web pages), taken about one and a half "
-        "times; the "
-        "held-out text is OpenWebText's, which it is unlike.",
+        f"{environment['torch']}), full precision (cuDNN), context 4096, bf16, `torch.compile`, QK-norm, "
+        f"the learning rate and warm-up of [`config.yaml`]({run}/config.yaml), which are larger and "
+        "shorter than the paper's: those are meant for 300,000 steps. The text is English (books, reviews, "
+        "web pages), taken about one and a half times; the held-out text is OpenWebText's, which it is "
+        "unlike.",
         markdown(
             ["", ""],
             [
@@ -339,7 +327,7 @@ def llama_325m_fpa(results: Results) -> Body:
                     f"{below} ({tokens[below - 1] / 1e6:.1f}M tokens)",
                 ],
                 ["held-out loss", f"{held_out_loss(records):.2f}"],
-                ["speed", f"{speed(records):,.0f} tokens/s, {max_mfu(records):.1%} of the bf16 peak"],
+                ["speed", f"{speed(records):,.0f} tokens/s, {median_mfu(records):.1%} of the bf16 peak"],
                 ["peak memory", f"{max(series(records, 'peak_memory_gib')[1]):.1f} GiB"],
             ],
         ),
@@ -350,7 +338,7 @@ def llama_325m_fpa(results: Results) -> Body:
     return Body("\n\n".join(text))
 
 
-def max_mfu(records: list[dict[str, Any]]) -> float:
+def median_mfu(records: list[dict[str, Any]]) -> float:
     return sorted(series(records, "mfu")[1])[len(series(records, "mfu")[1]) // 2]
 
 
@@ -365,20 +353,17 @@ def llama_325m_pair(results: Results) -> Body:
     rows.append(["`fpa`, the same command on another day", f"{final_loss(again, last):.3f}", "", ""])
     ends = {name: final_loss(run, last) for name, run in runs.items()}
     text = [
-        f"{runs['fpa'][-1]['step']} steps at `tps=260k`, otherwise as above, with `attention=sagebwd` "
-        "(the Triton "
-        "kernels, default settings) and `attention=fpa` (cuDNN) on two "
+        f"{runs['fpa'][-1]['step']} steps at `tps=260k`, otherwise as above, with `attention=sagebwd` (the "
+        "Triton kernels, default settings) and `attention=fpa` (cuDNN) on two "
         f"{results.environment(f'{folder}/fpa')['device']}s at the same time, the same seed and data.",
         markdown(["attention", f"training loss, last {last} steps", "held-out loss", "tokens/s"], rows),
         picture(f"{folder}/comparison.png", "Loss with both attentions"),
         f"The two attentions end {ends['sagebwd'] - ends['fpa']:+.3f} apart, and two runs in full "
-        "precision, which "
-        "differ only in the rounding of cuDNN's backward and in edits of the trainer's loop, "
-        f"{final_loss(again, last) - ends['fpa']:+.3f}. So this pair shows no effect of the "
-        "quantization; to measure "
-        "one takes several seeds. The kernels have changed since then where logits, strides or scales "
-        "are extreme, "
-        "which does not occur in this run, and in the rounding of P̃ before it becomes INT8.",
+        "precision, which differ only in the rounding of cuDNN's backward and in edits of the trainer's "
+        f"loop, {final_loss(again, last) - ends['fpa']:+.3f}. So this pair shows no effect of the "
+        "quantization; to measure one takes several seeds. The kernels have changed since then where "
+        "logits, strides or scales are extreme, which does not occur in this run, and in the rounding of "
+        "P̃ before it becomes INT8.",
     ]
     return Body("\n\n".join(text))
 
@@ -388,16 +373,14 @@ def llama_tiny(results: Results) -> Body:
     runs = {name: results.run(f"{folder}/{name}") for name in ("fpa", "sagebwd")}
     ends = {name: final_loss(run) for name, run in runs.items()}
     text = [
-        "`model=llama_tiny` with GPT-2's vocabulary, context 512, "
-        f"{runs['fpa'][0]['tokens']:,} tokens per step, {runs['fpa'][-1]['step']} steps, one "
-        f"{results.environment(f'{folder}/fpa')['device']}, the same text, seed and order of the data. "
-        "SageBwd runs as "
-        "the plain PyTorch reference, so its speed says nothing about kernels.",
+        f"`model=llama_tiny` with GPT-2's vocabulary, context 512, {runs['fpa'][0]['tokens']:,} tokens per "
+        f"step, {runs['fpa'][-1]['step']} steps, one {results.environment(f'{folder}/fpa')['device']}, the "
+        "same text, seed and order of the data. SageBwd runs as the plain PyTorch reference, so its speed "
+        "says nothing about kernels.",
         loss_table({"`fpa`": runs["fpa"], "`sagebwd` (reference)": runs["sagebwd"]}),
         picture(f"{folder}/comparison.png", "Loss with both attentions"),
         f"One seed: how much of the difference of {ends['sagebwd'] - ends['fpa']:.3f} is noise between "
-        "seeds is not "
-        "measured here.",
+        "seeds is not measured here.",
     ]
     return Body("\n\n".join(text))
 
@@ -433,15 +416,13 @@ def preparing(results: Results) -> Body:
         )
     text = [
         "`python -m scripts.bench_prepare 'corpus/train-*.parquet' --processes "
-        f"{measured[0]['processes']}` on "
-        f"{measured[0]['hardware']}: English text in zstd-compressed parquet to checksummed shards on "
-        "disk, process "
-        "start included, beside the tokenizer alone on text in memory.",
+        f"{measured[0]['processes']}` on {measured[0]['hardware']}: English text in zstd-compressed "
+        "parquet to checksummed shards on disk, process start included, beside the tokenizer alone on text "
+        "in memory.",
         markdown(["tokenizer", "MB of text", "alone, MB/s", "`data.prepare`, MB/s", "ratio"], rows),
-        "With gigatoken the tokenizer is no longer what takes the time: reading the compressed files "
-        "costs a third "
-        "to a half of its CPU time, and checksums, synchronised writes and starting processes most of "
-        "the rest.",
+        "With gigatoken the tokenizer is no longer what takes the time: reading the compressed files costs "
+        "a third to a half of its CPU time, and checksums, synchronised writes and starting processes most "
+        "of the rest.",
     ]
     return Body("\n\n".join(text))
 

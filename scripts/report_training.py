@@ -14,12 +14,11 @@ MARGIN = paper.FIGURE_1_GAP / 2
 
 FULL_PRECISION, SAGE = "full precision", "SageBwd"
 RULES = (
-    "Final loss: mean training loss of the last tenth. Differences with 95% intervals. A gap agrees if "
-    "its interval lies "
-    f"above zero, and does not if it lies below {MARGIN:.3f}, half of the paper's gap; a match agrees if "
-    "the interval lies "
-    f"within ±{MARGIN:.3f}, and does not if it lies outside. Diverged: a loss or gradient that is not "
-    f"finite, or a final loss more than {DIVERGED_BY:g} above the lowest mean of an earlier tenth."
+    "Final loss: mean training loss of the last tenth. Differences with 95% intervals. A gap agrees if its "
+    f"interval lies above zero, and does not if it lies below {MARGIN:.3f}, half of the paper's gap; a "
+    f"match agrees if the interval lies within ±{MARGIN:.3f}, and does not if it lies outside. Diverged: a "
+    f"loss or gradient that is not finite, or a final loss more than {DIVERGED_BY:g} above the lowest mean "
+    "of an earlier tenth."
 )
 
 
@@ -92,8 +91,8 @@ def finetune(results: Results) -> Body:
     text = training_text(data, "finetune", {})
     return Body(
         "A model that was trained here in full precision, trained further on the standard library of "
-        "Python. S3 fine-tunes "
-        f"published models and compares their scores on tasks; here it is the loss.\n\n{text}",
+        "Python. S3 fine-tunes published models and compares their scores on tasks; here it is the "
+        f"loss.\n\n{text}",
         verdicts,
     )
 

@@ -171,8 +171,8 @@ def listing() -> str:
             *lines,
             "",
             f"All: {' / '.join(map(in_words, map(total_cost, SCALES[1::-1])))}. Estimated time of one "
-            "H200; runs that "
-            "items share are counted in each and once in all. table1 and causal_leak run on a CPU.",
+            "H200; runs that items share are counted in each and once in all. table1 and causal_leak run "
+            "on a CPU.",
             f"Further names: {'; '.join(also)}.",
         ]
     )
@@ -267,8 +267,7 @@ def unlike_finished(run: Run, command: list[str], arguments: argparse.Namespace)
         return None
     return (
         f"{own.path} is finished, but with other settings: {', '.join(changed)} on one side only; give "
-        "these runs "
-        "another --runs-dir, or delete that folder"
+        "these runs another --runs-dir, or delete that folder"
     )
 
 
