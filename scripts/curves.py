@@ -100,7 +100,7 @@ def read_run(path: Path) -> dict[str, Any]:
     for file in (directory.config, directory.metrics, environment):
         if not file.exists():
             raise ValueError(f"{path} holds no {file.name}, so it is no run directory; train the run first")
-    config = OmegaConf.to_container(OmegaConf.load(directory.config))
+    config = without_places(OmegaConf.to_container(OmegaConf.load(directory.config)))
     records = read_metrics(directory.metrics)
     starts = read_metrics(environment)
     diverged = divergence(directory, records)
@@ -140,6 +140,17 @@ def divergence(directory: RunDirectory, records: list[dict]) -> str | None:
     return None
 
 
+def without_places(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings without where things lay on the machine of the run: of files the names remain."""
+    kept = {name: value for name, value in config.items() if name not in ("run_dir", "runs_dir")}
+    data = {name: value for name, value in config["data"].items() if name != "root"}
+    for name in ("path", "val_path"):
+        data[name] = data.get(name) and Path(data[name]).name
+    if kept.get("init_from"):
+        kept["init_from"] = Path(kept["init_from"]).parent.name  # the run that it starts from
+    return kept | {"data": data}
+
+
 def group_of(config: dict[str, Any]) -> dict[str, Any]:
     """What runs that may be compared share."""
     tokens_per_step = config["tps"]["tokens_per_step"] // config["tps"]["divide_by"]
@@ -151,6 +162,7 @@ def group_of(config: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "lr": config["optimizer"]["lr"],
         "warmup_steps": config["tps"]["warmup_steps"],
+        "text": config["data"]["path"] or config["data"]["source"],
         "init_from": config.get("init_from"),
     }
 

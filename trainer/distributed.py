@@ -138,6 +138,10 @@ def joined(device: str) -> Iterator[Ranks]:
     except Interrupted:  # raised by all ranks at the same step
         _leave(neighbours)
         raise
+    except BaseException:
+        if neighbours:
+            neighbours.let_go()
+        raise
     _leave(neighbours)
 
 
@@ -157,6 +161,7 @@ class _Neighbours:
 
     def __init__(self, ranks: Ranks):
         self.next, self.previous = (ranks.rank + 1) % ranks.count, (ranks.rank - 1) % ranks.count
+        self.ending = False  # of this rank's own accord
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.thread = threading.Thread(target=self._watch, name="neighbours", daemon=True)
         self.thread.start()
@@ -166,11 +171,17 @@ class _Neighbours:
         dist.send(torch.zeros(1), self.previous, group=self.group)
         self.thread.join()
 
+    def let_go(self) -> None:
+        """This rank is ending with an error of its own, and may take its time."""
+        self.ending = True
+
     def _watch(self) -> None:
         try:
             dist.recv(torch.zeros(1), self.next, group=self.group)
         except RuntimeError:
             time.sleep(NOTICE_WITHIN_S)
+            if self.ending:
+                return
             log.error("rank %d died, and this one cannot go on without it. %s", self.next, CONTINUES)
             os._exit(1)
 

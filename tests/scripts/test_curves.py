@@ -217,3 +217,22 @@ def test_what_is_no_run_is_named(tmp_path, make_run):
     with pytest.raises(SystemExit, match=r"holds no environment.jsonl"):
         curves.main([str(unfinished), "--out", str(tmp_path / "x")])
     assert not (tmp_path / "x.json").exists()
+
+
+def test_of_places_on_a_machine_only_names_are_kept():
+    data = {
+        "source": "parquet",
+        "root": "/disk/tokens",
+        "path": "/disk/corpus/train-*.parquet",
+        "val_path": None,
+    }
+    config = {
+        "seed": 1,
+        "run_dir": "/disk/a",
+        "runs_dir": "/disk",
+        "init_from": "/disk/base/weights",
+        "data": data,
+    }
+    kept = curves.without_places(config)
+    assert kept["data"] == {"source": "parquet", "path": "train-*.parquet", "val_path": None}
+    assert {name: value for name, value in kept.items() if name != "data"} == {"seed": 1, "init_from": "base"}
