@@ -26,6 +26,7 @@ from tqdm import tqdm
 from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
+from scripts.benchmarking import choose_device
 from scripts.table1 import PAPER, TENSORS, TITLES, VARIANTS, measure, positive_int, settings_of
 
 #: Named sets of products in INT8; an S in the backward is that of the forward.
@@ -89,8 +90,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser.add_argument("--device", default="cpu", help="cpu: the reference; cuda: the kernels (default cpu)")
     parser.add_argument("--out", type=Path, default=Path("results/accuracy.json"), help="JSON file to write")
     arguments = parser.parse_args(argv)
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
+    arguments.device = choose_device(arguments.device, parser)
     return arguments
 
 

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -40,6 +40,17 @@ def milliseconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float)
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# --- Arguments ----------------------------------------------------------------------------------------------
+
+
+def choose_device(asked: str | None, parser: ArgumentParser) -> str:
+    """The device asked for, or a GPU if there is one; a GPU that is not there ends the command."""
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {device}: torch sees no GPU; use --device cpu")
+    return device
 
 
 # --- Files and tables ---------------------------------------------------------------------------------------

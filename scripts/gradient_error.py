@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l2
 from scripts.attention_emulation import Head, Result, Scheme, emulate
-from scripts.benchmarking import align, beside, describe_run, save_figure, write_tables
+from scripts.benchmarking import align, beside, choose_device, describe_run, save_figure, write_tables
 from scripts.gradient_variants import STEPS, Variant, ladder, variants
 from scripts.table1 import exact_attention, positive_int
 from scripts.traces import Layer, find_traces, load_trace
@@ -133,9 +133,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         parser.error(
             "nothing to measure; name traces (python -m scripts.layers writes them), or --sigmas 1 3"
         )
-    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
+    arguments.device = choose_device(arguments.device, parser)
     return arguments
 
 

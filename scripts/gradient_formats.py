@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
 from scripts import paper
-from scripts.benchmarking import align, describe_run, write_tables
+from scripts.benchmarking import align, choose_device, describe_run, write_tables
 from scripts.table1 import positive_int
 from scripts.traces import Layer, Origin, find_traces, load_trace
 
@@ -143,9 +143,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         "--out", default="results/gradient_formats", help="start of the files' names (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
-    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
+    arguments.device = choose_device(arguments.device, parser)
     return arguments
 
 

@@ -49,7 +49,7 @@ from model.backends import AttentionFn, AttentionSettings, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
 from scripts import intermediates, paper
-from scripts.benchmarking import align, beside, describe_run, save_figure, write_tables
+from scripts.benchmarking import align, beside, choose_device, describe_run, save_figure, write_tables
 from scripts.compare import distinct, find_runs
 from scripts.runs import milestones, open_data, read_settings
 from scripts.table1 import positive_int
@@ -182,9 +182,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         "--out", default="results/layers", help="beginning of the files (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
-    arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
+    arguments.device = choose_device(arguments.device, parser)
     about_traces = ("trace_layers", "trace_heads", "milestones", "only_traces")
     given = [name for name in about_traces if getattr(arguments, name)]
     if arguments.traces is None and given:

@@ -29,7 +29,7 @@ from torch import Tensor
 from data.files import write_json
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import cosine_similarity, relative_l2
-from scripts.benchmarking import describe_run, save_figure
+from scripts.benchmarking import choose_device, describe_run, save_figure
 
 PROGRAM = "python -m scripts.table1"
 TITLES = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
@@ -97,8 +97,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="JSON file to write (default results/table1.json)",
     )
     arguments = parser.parse_args(argv)
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
+    arguments.device = choose_device(arguments.device, parser)
     if arguments.device.startswith("cuda") and arguments.dtype == "float32":
         parser.error("--dtype float32: the kernels take float16 and bfloat16; use --device cpu")
     return arguments
