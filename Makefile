@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help quickstart test lint format constraints clean
+.PHONY: help quickstart test lint format oldest constraints clean
 
 help:
 	@echo "make quickstart  train a small model twice (full precision, SageBwd) and compare the losses"
 	@echo "make test        lint and test on the CPU"
 	@echo "make format      let ruff tidy the code"
+	@echo "make oldest      compile the kernels with the oldest Triton that is supported"
 	@echo "make constraints renew constraints.txt from pyproject.toml"
 	@echo "make clean       remove .venv and caches (never runs/ or tokens/)"
 
@@ -32,6 +33,11 @@ $(VENV)/%.done: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	@touch $@
+
+# `make test` compiles them with the pinned Triton. This one lies beside it and is found first.
+oldest: $(VENV)/dev.done
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest triton==3.6.0
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m tests.sagebwd.kernels.compile_ahead "90/*/*/*" "86/128/*/*"
 
 # The two pins that everything else is resolved around.
 constraints:

@@ -117,6 +117,9 @@ def join(device: str) -> Ranks:
         if count > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     if count > 1:
+        # When a rank keeps the others waiting for too long NCCL ends them; recording first what they were
+        # doing, which nobody asked for, would take it another minute.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             device_id=local if device == "cuda" else None,

@@ -1,11 +1,12 @@
 """Loss on held-out text, and a sample of what the model writes."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from trainer import parallel
 from trainer.distributed import Ranks
 
 
@@ -14,24 +15,26 @@ def held_out_loss(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
+    micro_batch: int,
     ranks: Ranks,
     autocast: Callable[[], AbstractContextManager],
     in_step: bool = False,
 ) -> float:
     """Mean cross-entropy per token, in nats, over the batches of all ranks.
 
-    `batches` are this rank's (inputs, targets), each (b, context) with a b that may vary. in_step: every rank
-    calls the model equally often, as a sharded model demands, though some have a batch less.
+    `batches` are this rank's (inputs, targets), each (b, context) with b ≤ micro_batch. Whole ones go through
+    the compiled model; it would be compiled anew for the few others. in_step: every rank calls the model
+    equally often, as a sharded model demands, though some have a batch less.
     """
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # summed loss, tokens
     batches = list(batches)
     idle_rounds = ranks.any(len(batches)) - len(batches) if in_step else 0
     for inputs, targets in batches:
-        with autocast():
+        with autocast(), nullcontext() if len(inputs) == micro_batch else parallel.uncompiled():
             loss = model(inputs.to(ranks.device), targets.to(ranks.device))
         total += torch.stack([loss.double() * targets.numel(), total.new_tensor(targets.numel())])
     for _ in range(idle_rounds):
-        with autocast():
+        with autocast(), parallel.uncompiled():
             model(torch.zeros(1, 1, dtype=torch.int64, device=ranks.device))
     summed, tokens = ranks.mean(total).tolist()
     return summed / tokens

@@ -203,7 +203,12 @@ class Trainer:
         )
         sharded = parallel.is_sharded(settings.model, settings.hardware, ranks.count)
         val_loss = held_out_loss(
-            self.compiled, batches, ranks=ranks, autocast=self._autocast, in_step=sharded
+            self.compiled,
+            batches,
+            micro_batch=settings.hardware.micro_batch,
+            ranks=ranks,
+            autocast=self._autocast,
+            in_step=sharded,
         )
         # The ranks of a sharded model need each other for every word.
         sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None

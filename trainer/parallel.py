@@ -57,8 +57,9 @@ def spread(llama: Llama, hardware: HardwareSettings, ranks: Ranks) -> tuple[nn.M
         _compile_in_pieces(llama)
     parallel = _shard(llama, ranks) if sharded else _replicate(llama.to(ranks.device), ranks)
     # In one piece after DDP's wrapping, not before: only so does the compiler (its DDPOptimizer) divide the
-    # graph at DDP's buckets, and gradients travel while the backward is still computing others.
-    whole = torch.compile(parallel) if hardware.compile and not in_pieces else parallel
+    # graph at DDP's buckets, and gradients travel while the backward is still computing others. For fixed
+    # shapes: torch 2.11 cannot divide a graph of changing ones.
+    whole = torch.compile(parallel, dynamic=False) if hardware.compile and not in_pieces else parallel
     return parallel, whole
 
 
@@ -125,8 +126,8 @@ def _compile_in_pieces(llama: Llama) -> None:
     """
     torch._dynamo.config.optimize_ddp = False
     for layer in llama.layers:
-        layer.forward = torch.compile(layer.forward)
-    llama.output = torch.compile(llama.output)
+        layer.forward = torch.compile(layer.forward, dynamic=False)
+    llama.output = torch.compile(llama.output, dynamic=False)
 
 
 @contextmanager

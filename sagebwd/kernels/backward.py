@@ -103,7 +103,7 @@ def _dk_dv_kernel(
                     grad_scale = device.load_scale(grad, q_tile + i, 0, BLOCK_Q, BLOCK_Q, TOKEN_SCALES)
                 if DV_INT8:
                     columns = device.load_columns(grad, q_tile + i, True, BLOCK_Q, D_PAD)
-                    sums = device.load_sums(grad, q_tile + i, D_PAD)
+                    sums = device.load_sums(grad, q_tile + i, D_PAD) if grad.sums is not None else None
                     dv_acc += device.contract_tokens(
                         p, columns, sums, grad_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
                     )

@@ -272,11 +272,8 @@ def load_columns(operand, tile, IS_INT8: tl.constexpr, BLOCK: tl.constexpr, D_PA
 
 @triton.jit
 def load_sums(operand, tile, D_PAD: tl.constexpr):
-    """The sums (D_PAD,) of the columns of a block; None if there are none."""
-    if operand.sums is None:
-        return None
-    else:
-        return tl.load(operand.sums + tile.to(tl.int64) * D_PAD + tl.arange(0, D_PAD))
+    """The sums (D_PAD,) of the columns of a block."""
+    return tl.load(operand.sums + tile.to(tl.int64) * D_PAD + tl.arange(0, D_PAD))
 
 
 @triton.jit

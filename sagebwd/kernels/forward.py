@@ -89,19 +89,16 @@ def _forward_kernel(
                 p = tl.exp2(s - m_tile[:, None])
                 v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
                 v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, False)
+                v_sums = device.load_sums(v, kv_tile + j, D_PAD) if UNSIGNED_P else None
                 l = l * rescale + tl.sum(p, 1) * share
-                product = device.dot_columns(
-                    device.round_to_int8(p * P_MAX, UNSIGNED_P),
-                    v_values,
-                    device.load_sums(v, kv_tile + j, D_PAD),
-                )
+                product = device.dot_columns(device.round_to_int8(p * P_MAX, UNSIGNED_P), v_values, v_sums)
                 acc = acc * rescale[:, None] + product * (share * (v_scale / P_MAX))[:, None]
             else:
                 p = tl.exp2(s - m_new[:, None])
                 l = l * rescale + tl.sum(p, 1)
                 if O_INT8:
                     v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
-                    v_sums = device.load_sums(v, kv_tile + j, D_PAD)
+                    v_sums = device.load_sums(v, kv_tile + j, D_PAD) if UNSIGNED_P else None
                     v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, True)
                     product = device.contract_tokens(
                         p, v_values, v_sums, v_scale, visible if cut else None, False, True

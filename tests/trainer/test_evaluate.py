@@ -1,0 +1,45 @@
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.config import LlamaConfig
+from model.llama import Llama
+from trainer.distributed import Ranks
+from trainer.evaluate import held_out_loss
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+SMALL = LlamaConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2, d_head=16, d_ffn=96, max_context=32)
+
+
+@pytest.fixture
+def llama():
+    torch.manual_seed(0)
+    return Llama(SMALL, F.scaled_dot_product_attention)
+
+
+def batches_of(*sizes, context=8):
+    tokens = torch.randint(64, (sum(sizes), context + 1), generator=torch.Generator().manual_seed(1))
+    return [(part[:, :-1], part[:, 1:]) for part in tokens.split(list(sizes))], tokens
+
+
+def evaluate(model, batches, micro_batch=4):
+    return held_out_loss(model, batches, micro_batch=micro_batch, ranks=ALONE, autocast=nullcontext)
+
+
+def test_it_is_the_mean_over_tokens_of_unequal_batches(llama):
+    batches, tokens = batches_of(4, 4, 3)
+    with torch.no_grad():
+        logits = llama(tokens[:, :-1])
+    expected = F.cross_entropy(logits.double().flatten(0, 1), tokens[:, 1:].flatten())
+    assert evaluate(llama, batches) == pytest.approx(float(expected), rel=1e-6)
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_a_smaller_batch_is_not_compiled_for(llama):
+    torch.compiler.reset()  # what other tests compiled
+    batches, _ = batches_of(4, 4, 3, 2)
+    expected = evaluate(llama, batches)
+    assert evaluate(torch.compile(llama, backend="eager"), batches) == pytest.approx(expected, rel=1e-6)
+    torch.compiler.reset()
