@@ -2,7 +2,8 @@
 
 INT8 attention fails slowly: the loss is the last to show that dQ and dK have become noise. The probe takes
 sequences of the step's batch through the model with the current weights, listens to q, k and v of some layers
-and to the gradient dO that reaches them, and computes attention from these twice, with SageBwd and exactly.
+and to the gradient dO that reaches them, and computes attention from these three times: with SageBwd, with
+full precision as one trains it (16 bit), and exactly. What 16 bit cannot do either is not INT8's fault.
 It leaves training as it was, bit for bit: it touches no parameter's .grad, no optimizer and no random state.
 
 Shapes: B sequences, H query heads, G key and value heads, N tokens, D channels per head.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
+import model.backends.fpa
 import model.backends.sagebwd
 from model.backends import AttentionFn, AttentionSettings, Backend
 from model.config import LlamaConfig
@@ -69,6 +71,7 @@ class Probe:
         self.llama = llama
         self.layers = chosen_layers(settings.probe.layers, len(llama.layers))
         self.attend = sage_attend(settings, device=device, dtype=dtype)
+        self.attend_fpa = fpa_attend(settings, device=device, dtype=dtype)
 
     def measure(
         self,
@@ -83,9 +86,10 @@ class Probe:
         inputs, targets: (B, N) int64. Every rank has to call this, with the same sequences: where parameters
         are sharded, all take part in the pass through the model.
 
-        Per layer: cosine similarity (`_cos`) and relative L2 error (`_l2`) of SageBwd's O, dQ, dK and dV; the
-        RMS of the exact P, dP and dS; `largest_logit`; `q_gain` and `k_gain` with QK-norm. Gradients are
-        those of each sequence's own mean loss, in nats per token.
+        Per layer: cosine similarity (`_cos`) and relative L2 error (`_l2`) of SageBwd's O, dQ, dK and dV;
+        `fpa_…_l2`, the same of full-precision attention; the RMS of the exact P, dP and dS; `largest_logit`;
+        `q_gain` and `k_gain` with QK-norm. Gradients are those of each sequence's own mean loss, in nats per
+        token.
         """
         began = time.perf_counter()
         captured = capture(self.llama, self.layers, inputs, targets, autocast)
@@ -94,7 +98,7 @@ class Probe:
         values = {
             f"probe/layer_{layer}/{name}": value
             for layer in self.layers
-            for name, value in measure_layer(captured.pop(layer), self.attend).items()
+            for name, value in measure_layer(captured.pop(layer), self.attend, self.attend_fpa).items()
         }
         return {**values, "probe/seconds": time.perf_counter() - began}
 
@@ -112,7 +116,7 @@ def build_probe(
         probe = Probe(settings, llama, device=device, dtype=dtype)
         q = torch.zeros(1, settings.model.n_heads, 16, settings.model.d_head, device=device, dtype=dtype)
         k = q[:, : settings.model.kv_heads]
-        measure_layer(Captured(q, k, k, q, {}, grad_out=q), probe.attend)
+        measure_layer(Captured(q, k, k, q, {}, grad_out=q), probe.attend, probe.attend_fpa)
     except Exception as error:  # no compiler, an unknown GPU, …: nothing that another attention needs
         if settings.attention.backend == "sagebwd":
             raise
@@ -132,6 +136,17 @@ def sage_attend(settings: Settings, *, device: torch.device, dtype: torch.dtype)
     if attention.backend != "sagebwd":
         attention = AttentionSettings(backend="sagebwd")
     return sage_backend(attention, settings.model, device=device, dtype=dtype).attend
+
+
+def fpa_attend(settings: Settings, *, device: torch.device, dtype: torch.dtype) -> AttentionFn:
+    """Full-precision attention with the run's own settings, or with its defaults in a run of another."""
+    attention, config = settings.attention, settings.model
+    if attention.backend != "fpa":
+        attention = AttentionSettings(backend="fpa")
+    is_gqa = config.kv_heads != config.n_heads
+    return model.backends.fpa.build(
+        attention, device=device, dtype=dtype, d_head=config.d_head, is_gqa=is_gqa
+    ).attend
 
 
 def sage_backend(
@@ -202,10 +217,15 @@ def _gains(attention: nn.Module) -> dict[str, Tensor]:
     return {name: norm.weight.detach().abs().max() for name, norm in norms.items() if norm is not None}
 
 
-def measure_layer(captured: Captured, attend: AttentionFn) -> dict[str, float]:
+def measure_layer(captured: Captured, attend: AttentionFn, attend_fpa: AttentionFn) -> dict[str, float]:
     """The errors of `attend` on one layer's q, k, v and dO, and what may explain them."""
     exact = exact_layer(captured)
-    return errors(captured, attend, exact) | explanations(captured, exact)
+    of_fpa = errors(captured, attend_fpa, exact)
+    return {
+        **errors(captured, attend, exact),
+        **{f"fpa_{name}_l2": of_fpa[f"{name}_l2"] for name in TENSORS},
+        **explanations(captured, exact),
+    }
 
 
 def exact_layer(captured: Captured) -> Exact:
@@ -313,13 +333,13 @@ class Alarm:
         return messages
 
     def _message(self, step: int, layer: int, worst: str, values: dict[str, float]) -> str:
-        error, ds_rms, logit = (
-            values[f"probe/layer_{layer}/{name}"] for name in (f"{worst}_l2", "ds_rms", "largest_logit")
-        )
+        names = (f"{worst}_l2", f"fpa_{worst}_l2", "ds_rms", "largest_logit")
+        error, fpa_error, ds_rms, logit = (values[f"probe/layer_{layer}/{name}"] for name in names)
         return (
             f"step {step}, layer {layer}: SageBwd's {GRADIENTS[worst]} "
             f"{'is' if self._is_sage else 'would be'} off by a relative L2 of {error:.3g}, more than "
-            f"probe.alarm={self.limit:g} (RMS of dS {ds_rms:.2g}, largest logit {logit:.3g}). {self._mends}"
+            f"probe.alarm={self.limit:g}; that of full-precision attention by {fpa_error:.2g} (RMS of dS "
+            f"{ds_rms:.2g}, largest logit {logit:.3g}). {self._mends}"
         )
 
 

@@ -23,6 +23,12 @@ SHAPE = LlamaConfig(
     rope_theta=1e4, norm_eps=1e-6, qk_norm=True, tie_embeddings=True, init_std=0.2,
 )  # fmt: skip
 
+FULL = torch.nn.functional.scaled_dot_product_attention
+
+
+def in_bfloat16(q, k, v, **settings):
+    return FULL(q.bfloat16(), k.bfloat16(), v.bfloat16(), **settings).float()
+
 
 @pytest.mark.parametrize("scores_at_once", [1, 2 * 4 * 37 * 5, 2**22])  # 1, 5 and all queries at a time
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
@@ -45,6 +51,7 @@ def test_errors_are_those_against_float64(length):
     values = measure_layer(
         Captured(q, k, v, q, {}, grad_out),
         partial(sagebwd.sage_attention, config=config),
+        in_bfloat16,
     )
     sage = sagebwd.reference.attention(*inputs, is_causal=True, enable_gqa=True, config=config)
     exact = float64_attention(*inputs)
@@ -57,13 +64,15 @@ def test_errors_are_those_against_float64(length):
             cosine = torch.cosine_similarity(found.double().flatten(), expected.flatten(), dim=0).item()
             assert values[f"{name}_cos"] == pytest.approx(cosine, abs=1e-6), name
     assert not any("gain" in name for name in values)
+    assert 1e-3 < values["fpa_dv_l2"] < 1e-2  # bfloat16 has 8 bits
+    assert 1e-3 < values["fpa_o_l2"] < 1e-2
 
 
 def test_large_logits_cost_dq_its_accuracy():
     errors = []
     for sigma in (1.0, 3.0, 8.0):
         q, k, v, grad_out = draw(length=256, sigma=sigma)
-        values = measure_layer(Captured(q, k, v, q, {}, grad_out), sagebwd.sage_attention)
+        values = measure_layer(Captured(q, k, v, q, {}, grad_out), sagebwd.sage_attention, FULL)
         errors.append((values["largest_logit"], values["dq_l2"], values["dk_l2"]))
     for smaller, larger in pairwise(errors):
         assert all(b > 1.5 * a for a, b in zip(smaller, larger, strict=True)), errors
@@ -158,7 +167,7 @@ def test_tf32_is_off_for_the_exact_attention_only(monkeypatch):
     torch.set_float32_matmul_precision("high")
     try:
         q, k, v, grad_out = draw()
-        measure_layer(Captured(q, k, v, q, {}, grad_out), sagebwd.sage_attention)
+        measure_layer(Captured(q, k, v, q, {}, grad_out), sagebwd.sage_attention, FULL)
         assert precisions == ["highest"]
         assert torch.get_float32_matmul_precision() == "high"
     finally:
@@ -213,6 +222,7 @@ def test_where_sagebwd_does_not_run_only_its_own_runs_stop(compose_settings, mon
 def measured(**errors):
     """Measurements of layer 5 alone, where all is well but for these."""
     values = {"o_l2": 9.0, "dq_l2": 0.1, "dk_l2": 0.1, "dv_l2": 0.1, "ds_rms": 1.2e-7, "largest_logit": 85.2}
+    values |= {"fpa_dq_l2": 0.05, "fpa_dk_l2": 0.07, "fpa_dv_l2": 0.06}
     return {f"probe/layer_5/{name}": value for name, value in {**values, **errors}.items()}
 
 
@@ -221,7 +231,16 @@ def test_alarm_fires_once_and_again_only_after_it_was_well(compose_settings):
     history = [0.1, 0.3, 0.31, 0.5, math.nan, 0.2, math.inf]
     fired = [alarm.warnings(10 * i, measured(dk_l2=error), [5]) for i, error in enumerate(history)]
     assert [len(messages) for messages in fired] == [0, 0, 1, 0, 0, 0, 1]
-    for text in ("step 20", "layer 5", "dK is off", "0.31", "probe.alarm=0.3", "1.2e-07", "85.2"):
+    for text in (
+        "step 20",
+        "layer 5",
+        "dK is off",
+        "0.31",
+        "full-precision attention by 0.07",
+        "probe.alarm=0.3",
+        "1.2e-07",
+        "85.2",
+    ):
         assert text in fired[2][0]
     for text in ("model.qk_norm=true", "tokens per step than 262,144", "attention.granularity=row"):
         assert text in fired[2][0]
