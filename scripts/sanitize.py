@@ -55,6 +55,7 @@ CASES = {
     "packed": Case(boundaries=(0, 33, 33, 65)),
     "smooth_q": Case(SageConfig(smooth_q=True)),
     "unsigned_p": Case(SageConfig(unsigned_p=True)),
+    "exact_delta": Case(SageConfig(exact_delta=True)),
     "token_scales": Case(SageConfig.strictly_causal()),
     "block_granularity": Case(SageConfig.paper()),
     "sixteen_bit": Case(SageConfig(int8_matmuls=())),
@@ -63,6 +64,7 @@ CASES = {
     "wide_64": Case(tokens=200, head_dim=56),
     "wide_128": Case(tokens=200, head_dim=120),
     "wide_packed": Case(tokens=200, head_dim=64, boundaries=(0, 33, 33, 165)),
+    "wide_exact_delta": Case(SageConfig(exact_delta=True), tokens=200, head_dim=120),
     "wide_smooth_v": Case(SageConfig(smooth_v=True), tokens=200, head_dim=56, boundaries=(0, 33, 33, 165)),
 }
 

@@ -143,11 +143,11 @@ def _dq_kernel(
     q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dq, q_segments, kv_segments,
     n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale,
     IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, DP_INT8: tl.constexpr, DQ_INT8: tl.constexpr,
-    SMOOTH_Q: tl.constexpr, ADD_MEAN_K_TERM: tl.constexpr, WHOLE_TILE: tl.constexpr,
+    SMOOTH_Q: tl.constexpr, ADD_MEAN_K_TERM: tl.constexpr, ONLY_DELTA: tl.constexpr, WHOLE_TILE: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, OWN: tl.constexpr,
     D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """OWN queries of one head against all keys they see."""
+    """OWN queries of one head against all keys they see. ONLY_DELTA: not dQ, but δ = rowsum(P∘dP)."""
     PARTS: tl.constexpr = BLOCK_Q // OWN
     program = tl.program_id(0)
     head = program // (q_blocks * PARTS)
@@ -179,9 +179,12 @@ def _dq_kernel(
     queries = first + tl.arange(0, OWN)
     rows = head.to(tl.int64) * total + q_start + queries
     row_lse = tl.load(lse + rows, mask=queries < n_q, other=float("inf"))
-    row_delta = tl.load(delta + rows, mask=queries < n_q, other=0.0)
+    if ONLY_DELTA:
+        row_delta = tl.zeros((OWN,), tl.float32)
+    else:
+        row_delta = tl.load(delta + rows, mask=queries < n_q, other=0.0)
     acc = tl.zeros((OWN, D_PAD), tl.float32)
-    row_sum = tl.zeros((OWN,), tl.float32)
+    row_sum = tl.zeros((OWN,), tl.float32)  # of dS, which with δ = 0 is P∘dP
 
     seen = n_kv
     whole = n_kv // BLOCK_KV
@@ -222,17 +225,21 @@ def _dq_kernel(
             if cut and TOKEN_SCALES:
                 ds = tl.where(visible, ds, 0.0)
 
-            k_columns = device.load_columns(k, kv_tile + j, DQ_INT8, BLOCK_KV, D_PAD)
-            if DQ_INT8:
-                column_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
-                acc += device.contract_tokens(
-                    ds, k_columns, None, column_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
-                )
-            else:
-                acc += device.dot(ds.to(k_columns.dtype), k_columns)
-            if ADD_MEAN_K_TERM:
+            if ADD_MEAN_K_TERM or ONLY_DELTA:
                 row_sum += tl.sum(ds, 1)
+            if not ONLY_DELTA:
+                k_columns = device.load_columns(k, kv_tile + j, DQ_INT8, BLOCK_KV, D_PAD)
+                if DQ_INT8:
+                    column_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
+                    acc += device.contract_tokens(
+                        ds, k_columns, None, column_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                    )
+                else:
+                    acc += device.dot(ds.to(k_columns.dtype), k_columns)
 
+    if ONLY_DELTA:
+        tl.store(delta + rows, row_sum, mask=queries < n_q)
+        return
     if ADD_MEAN_K_TERM:
         acc += row_sum[:, None] * tl.load(k.mean + k_mean * D_PAD + tl.arange(0, D_PAD))[None, :]
     dq_pointer = device.head_pointer(dq, head, heads, q_start)
@@ -289,16 +296,23 @@ def backward(
         "D_PAD": padded_head_dim(q.shape[3]),
     }
 
-    own, options = launch_options("dk_dv", q, config)
-    _dk_dv_kernel[(k.shape[0] * k.shape[1] * kv_axis.blocks * (kv_axis.block // own),)](
+    own, options = launch_options("dq", q, config)
+
+    def pass_over_keys(*, only_delta: bool) -> None:
+        _dq_kernel[(heads * q_axis.blocks * (q_axis.block // own),)](
+            *tensors, TokenTensor.of(dq), q_axis.segments, kv_axis.segments,
+            *sizes, q.shape[1], group, *blocks,
+            DQ_INT8=int8["dq"], ADD_MEAN_K_TERM=config.add_mean_k_term, ONLY_DELTA=only_delta, OWN=own,
+            **shared, **options,
+        )  # fmt: skip
+
+    if config.exact_delta:
+        pass_over_keys(only_delta=True)
+    own_keys, key_options = launch_options("dk_dv", q, config)
+    _dk_dv_kernel[(k.shape[0] * k.shape[1] * kv_axis.blocks * (kv_axis.block // own_keys),)](
         *tensors, TokenTensor.of(dk), TokenTensor.of(dv), q_axis.segments, kv_axis.segments,
         *sizes, k.shape[1], group, *blocks,
-        DV_INT8=int8["dv"], DK_INT8=int8["dk"], OWN=own, **shared, **options,
+        DV_INT8=int8["dv"], DK_INT8=int8["dk"], OWN=own_keys, **shared, **key_options,
     )  # fmt: skip
-    own, options = launch_options("dq", q, config)
-    _dq_kernel[(heads * q_axis.blocks * (q_axis.block // own),)](
-        *tensors, TokenTensor.of(dq), q_axis.segments, kv_axis.segments,
-        *sizes, q.shape[1], group, *blocks,
-        DQ_INT8=int8["dq"], ADD_MEAN_K_TERM=config.add_mean_k_term, OWN=own, **shared, **options,
-    )  # fmt: skip
+    pass_over_keys(only_delta=False)
     return dq, dk, dv

@@ -69,5 +69,3 @@ def check_supported(q: Tensor, scale: float | None, config: SageConfig) -> None:
             )
     if config.s_levels != 1:
         raise NotImplementedError(f"s_levels={config.s_levels} has no kernel; use s_levels=1, or {REFERENCE}")
-    if config.exact_delta:
-        raise NotImplementedError(f"exact_delta=True has no kernel; use exact_delta=False, or {REFERENCE}")

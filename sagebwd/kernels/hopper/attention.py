@@ -1,7 +1,7 @@
 """Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packets, then forward.cu or dk_dv.cu, dq.cu.
 
 The same arithmetic as the portable kernels, for head sizes above 32 up to 128 and the default settings, of
-which ``smooth_k``, ``smooth_v`` and ``unsigned_p`` may be set either way.
+which ``smooth_k``, ``smooth_v``, ``unsigned_p`` and ``exact_delta`` (delta.cu) may be set either way.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def _supports(config: SageConfig, head_dim: int) -> bool:
         and not config.smooth_q
         and not config.add_mean_k_term
         and config.s_levels == 1
-        and not config.exact_delta
     )
 
 
@@ -82,6 +81,15 @@ class _Forward(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("documents", ctypes.c_int),
         ("v_mean", ctypes.c_void_p),
+    ]
+
+
+class _Delta(ctypes.Structure):
+    _fields_ = [
+        ("q_rows", ctypes.c_void_p),
+        ("k_rows", ctypes.c_void_p),
+        ("axes", _Axes),
+        ("scale", ctypes.c_float),
     ]
 
 
@@ -129,6 +137,8 @@ class Launch(NamedTuple):
 LAUNCHES = {
     ("forward", 64): Launch(3, 147_456),
     ("forward", 128): Launch(2, 188_416),
+    ("delta", 64): Launch(3, 142_336),
+    ("delta", 128): Launch(3, 227_328),
     ("dk_dv", 64): Launch(3, 196_608),
     ("dk_dv", 128): Launch(2, 211_968),
     ("dq", 64): Launch(2, 180_224),
@@ -137,7 +147,7 @@ LAUNCHES = {
 
 
 def _launch(
-    name: str, like: Tensor, is_causal: bool, arguments: _Forward | _Dq | _DkDv, **defines: bool
+    name: str, like: Tensor, is_causal: bool, arguments: _Forward | _Delta | _Dq | _DkDv, **defines: bool
 ) -> None:
     """Run kernel ``name`` on as many programs as the GPU holds; they share the items.
 
@@ -238,7 +248,10 @@ def backward(
     k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
     q_rows, q_columns = packets.query_gradient_packets(q, grad_out, out, lse, q_axis)
     dq, dk, dv = _Result(q, q_axis), _Result(k, kv_axis), _Result(v, kv_axis)
-    group, taken = q.shape[1] // k.shape[1], q.new_zeros(2, dtype=torch.int32)
+    group, taken = q.shape[1] // k.shape[1], q.new_zeros(3, dtype=torch.int32)
+    if config.exact_delta:  # in the place of that in q_rows
+        axes = _axes("delta", q, q_axis, kv_axis, own_axis=q_axis, group=group, taken=taken.data_ptr() + 8)
+        _launch("delta", q, is_causal, _Delta(q_rows.data_ptr(), k_rows.data_ptr(), axes, scale))
     axes = _axes("dk_dv", k, q_axis, kv_axis, own_axis=kv_axis, group=group, taken=taken.data_ptr())
     arguments = _DkDv(
         q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), dk.target, dv.target,

@@ -73,6 +73,7 @@ VARIANTS = {
     "full_float16": Variant(is_causal=False, dtype=torch.float16),
     "smooth_q": Variant(SageConfig(smooth_q=True)),
     "unsigned_p": Variant(SageConfig(unsigned_p=True)),
+    "exact_delta": Variant(SageConfig(exact_delta=True)),
     "no_int8": Variant(SageConfig(int8_matmuls=())),
 }
 

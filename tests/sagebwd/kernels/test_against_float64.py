@@ -24,6 +24,7 @@ CONFIGS = {
     "paper": SageConfig(granularity="block", block_q=64, block_kv=64),  # tiles that one program owns whole
     "strictly causal": SageConfig.strictly_causal(),
     "smooth_q": SageConfig(smooth_q=True, add_mean_k_term=True),
+    "exact_delta": SageConfig(exact_delta=True),
     "all INT8": SageConfig(int8_matmuls=MATMULS),
     "no INT8": SageConfig(int8_matmuls=()),
 }
@@ -139,6 +140,17 @@ def test_k_smoothing_takes_a_common_mean_away(errors, kernels, sample):
     assert max(smoothed) < 0.05
     for name, error, bound in zip(NAMES, smoothed, unsmoothed, strict=True):
         assert error < 0.5 * bound, name
+
+
+def test_exact_delta_mends_gradients_where_values_are_alike(errors, kernels, sample):
+    """dP is then nearly the same along a row, δ nearly equal to it, and dS a small difference of the two."""
+    q, k, v, grad_out = sample(100, head_dim=64, dtype=torch.float32)
+    inputs = [x.half() for x in (q, k, 0.02 * v + 1, grad_out)]
+    plain = errors(kernels, inputs, config=SageConfig(), is_causal=False)
+    exact = errors(kernels, inputs, config=SageConfig(exact_delta=True), is_causal=False)
+    dq, dk = NAMES.index("dq"), NAMES.index("dk")
+    assert min(plain[dq], plain[dk]) > 0.1
+    assert max(exact[dq], exact[dk]) < 0.03
 
 
 def test_q_smoothing_takes_a_mean_of_queries_away(errors, kernels, sample):

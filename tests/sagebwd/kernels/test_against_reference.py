@@ -81,6 +81,7 @@ SETTINGS = {
         "granularity": "block",
     },
     "add_mean_k_term": {"add_mean_k_term": True},
+    "exact_delta": {"exact_delta": True},
     "token scales": {"operand_scales": "token"},
     "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
     "accurate": {"smooth_k": False, "operand_scales": "token", "int8_matmuls": ("dv", "dq", "dk")},
@@ -98,6 +99,14 @@ SETTINGS = {
 MORE_SETTINGS = {
     "unsigned_p, granularity": {"unsigned_p": True, "granularity": "block"},
     "unsigned_p, token scales": {"unsigned_p": True, "operand_scales": "token", "smooth_k": False},
+    "exact_delta, everything": {
+        "exact_delta": True,
+        "int8_matmuls": MATMULS,
+        "operand_scales": "token",
+        "smooth_q": True,
+        "add_mean_k_term": True,
+    },
+    "exact_delta, no INT8": {"exact_delta": True, "int8_matmuls": ()},
     "unsigned_p, smooth_v": {"unsigned_p": True, "smooth_v": True},
     **{
         f"unsigned_p, not {name}": {

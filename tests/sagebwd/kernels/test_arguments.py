@@ -59,11 +59,6 @@ def test_refuses_settings(tensor, settings, message):
         ({"block_q": 48}, ValueError, "block_q is 48; use one of 32, 64, 128, or"),
         ({"block_kv": 256}, ValueError, "block_kv is 256; use one of 32, 64, 128, or"),
         ({"s_levels": 2}, NotImplementedError, "s_levels=2 has no kernel; use s_levels=1, or"),
-        (
-            {"exact_delta": True},
-            NotImplementedError,
-            "exact_delta=True has no kernel; use exact_delta=False, or",
-        ),
     ],
 )
 def test_refuses_configs_that_the_reference_takes(tensor, config, error, message):
@@ -311,6 +306,7 @@ def test_sanitizer_watches_every_kernel():
         "_mean_kernel",
         "_quantize_grad_kernel",
         "_quantize_kernel",
+        "delta_kernel",
         "dk_dv_kernel",
         "dq_kernel",
         "forward_kernel",

@@ -25,6 +25,7 @@ CONFIGS = {
     "smooth_q": SageConfig(smooth_q=True, add_mean_k_term=True, block_q=32, block_kv=64),
     "smooth_v": SageConfig(smooth_v=True),
     "unsigned_p": SageConfig(unsigned_p=True),
+    "exact_delta": SageConfig(exact_delta=True),
     "no INT8": SageConfig(int8_matmuls=()),
     "all INT8": SageConfig(int8_matmuls=MATMULS, block_q=64, block_kv=32),
 }
@@ -43,6 +44,7 @@ PACKS = {
 CASES = [
     *((config, "two") for config in CONFIGS if config not in ("default", "unsigned_p")),
     ("smooth_v", "keys or queries missing"),
+    ("exact_delta", "keys or queries missing"),
     *(("default", pack) for pack in PACKS if pack not in ("one", "two", "long")),
 ]
 

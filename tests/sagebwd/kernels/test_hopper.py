@@ -62,6 +62,7 @@ OTHER_SETTINGS = {
     "smooth_q": [(True, False)],
     "smooth_v": [(True, True)],
     "unsigned_p": [(True, True)],
+    "exact_delta": [(True, True)],
     "operand_scales": [("token", False)],
     "granularity": [("block", False)],
     "int8_matmuls": [
@@ -75,7 +76,7 @@ OTHER_SETTINGS = {
     "block_kv": [(128, True), (64, False), (32, False)],
 }
 #: ``check_supported`` refuses these before any kernel is chosen.
-REFUSED_SETTINGS = {"s_levels": 2, "exact_delta": True}
+REFUSED_SETTINGS = {"s_levels": 2}
 
 
 def test_every_setting_is_known_or_left_to_the_portable_kernels():
@@ -171,8 +172,8 @@ def assert_same_fields(structure, name, text):
 
 @pytest.mark.parametrize(
     ("source", "structure"),
-    [("forward", hopper._Forward), ("dk_dv", hopper._DkDv), ("dq", hopper._Dq)],
-    ids=["forward", "dk_dv", "dq"],
+    [("forward", hopper._Forward), ("delta", hopper._Delta), ("dk_dv", hopper._DkDv), ("dq", hopper._Dq)],
+    ids=["forward", "delta", "dk_dv", "dq"],
 )
 def test_arguments_are_those_of_the_source(source, structure):
     """Names, order and types: the driver sees nothing but their size."""
@@ -280,6 +281,24 @@ def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
     assert macros == {"forward": unsigned_p, "dk_dv": unsigned_p}  # a macro that is False is not defined
+
+
+@pytest.mark.parametrize("exact_delta", [False, True])
+def test_exact_delta_takes_the_place_of_the_other_before_it_is_read(launched, sample, exact_delta):
+    q, k, v, grad_out = sample(9, head_dim=64)
+    axes = [Axis.of(9, block, None) for block in (64, 128)]
+    options = {"is_causal": True, "scale": 0.1, "config": SageConfig(exact_delta=exact_delta)}
+    saved = hopper.forward(q, k, v, *axes, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    delta = ["delta"] if exact_delta else []
+    assert [name for name, _, _ in launched][-5 - len(delta) :] == [
+        "key", "query_gradient", *delta, "dk_dv", "key_columns", "dq"
+    ]  # fmt: skip
+    first = {name: arguments for name, _, arguments in reversed(launched)}
+    rows = address(first["query_gradient"][4])
+    assert {first[name][0].q_rows for name in (*delta, "dk_dv", "dq")} == {rows}
+    counters = [first[name][0].axes.taken for name in (*delta, "dk_dv", "dq")]
+    assert len(set(counters)) == len(counters)
 
 
 # --- On a Hopper GPU ---------------------------------------------------------------------------------------
@@ -1175,6 +1194,87 @@ def test_all_tokens_equal_with_unsigned_p(kernels, n, head_dim):
     found = kernels(q, k, v, grad_out, config=UNSIGNED_P)
     torch.testing.assert_close(found["out"], v, rtol=2.0**-10, atol=0)
     torch.testing.assert_close(found["dv"], grad_out, rtol=2.0**-10, atol=0)
+
+
+# --- Exact δ -----------------------------------------------------------------------------------------------
+
+EXACT_DELTA = SageConfig(exact_delta=True)
+EXACT_DELTA_AND_MORE = SageConfig(exact_delta=True, unsigned_p=True, smooth_v=True)
+
+
+@pytest.mark.parametrize(
+    ("n_q", "n_kv"),
+    [
+        (2, 2), (63, 63), (64, 128), (65, 129), (128, 127), (129, 31), (31, 300), (192, 192), (193, 257),
+        (300, 64), (300, 1000), (1000, 129), (1000, 1000),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("config", [EXACT_DELTA, EXACT_DELTA_AND_MORE], ids=["exact_delta", "and more"])
+@causal_and_full
+@both_head_dims
+def test_lengths_with_exact_delta(check, sample, n_q, n_kv, config, is_causal, head_dim):
+    inputs = with_means(sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim))
+    check(inputs, is_causal=is_causal, config=config)
+
+
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(2, 3, 1), (3, 8, 2), (1, 7, 7)])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@both_dtypes
+def test_groups_and_head_sizes_with_exact_delta(check, sample, batch, heads, kv_heads, head_dim, dtype):
+    inputs = sample(130, 200, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    check(inputs, config=EXACT_DELTA, is_causal=heads != 8)
+
+
+@pytest.mark.parametrize("sigma", [0.1, 3, 10, 30])
+@causal_and_full
+@both_head_dims
+def test_exact_delta_is_as_close_to_float64_as_the_reference(
+    check_errors, sample, sigma, is_causal, head_dim
+):
+    check_errors(sample(777, head_dim=head_dim, sigma=sigma), is_causal=is_causal, config=EXACT_DELTA)
+
+
+@causal_and_full
+@both_head_dims
+def test_exact_delta_mends_gradients_where_values_are_alike(errors, kernels, sample, is_causal, head_dim):
+    """As the test of that name in test_against_float64.py."""
+    q, k, v, grad_out = sample(1000, head_dim=head_dim, dtype=torch.float32)
+    inputs = [x.half() for x in (q, k, 0.02 * v + 1, grad_out)]
+    plain, exact = (
+        errors(kernels, inputs, config=config, is_causal=is_causal)[1:3]
+        for config in (DEFAULT_CONFIG, EXACT_DELTA)
+    )
+    assert min(plain) > 0.1
+    assert max(exact) < 0.03
+
+
+@pytest.mark.parametrize("pack", ["around tiles", "tokens of no document", "keys or queries missing"])
+@causal_and_full
+@both_head_dims
+def test_a_pack_with_exact_delta_is_each_of_its_documents_alone(
+    kernels, alone, sample, pack, head_dim, is_causal
+):
+    n_q, rows, n_kv, columns = PACKS[pack]
+    inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
+    packed = {"cu_seqlens": torch.tensor(rows)}
+    if columns is not None:
+        packed["cu_seqlens_kv"] = torch.tensor(columns)
+    options = {"is_causal": is_causal, "config": EXACT_DELTA}
+    assert_bit_equal(kernels(*inputs, **options, **packed), alone(inputs, rows, columns or rows, **options))
+
+
+@every_input
+@every_poison
+@causal_and_full
+@both_head_dims
+def test_nan_and_inf_with_exact_delta(kernels, attend_reference, sample, name, poison, is_causal, head_dim):
+    """As without: see the tests of NaN and Inf above."""
+    inputs = poison_one(sample(140, head_dim=head_dim), name, 130, poison)
+    options = {"is_causal": is_causal, "config": EXACT_DELTA}
+    found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
+    assert not any(found[x].isinf().any() for x in NAMES)
+    for x in NAMES if not is_causal else ("out", "dq"):
+        assert torch.equal(found[x].isnan(), wanted[x].isnan()), x
 
 
 # --- The same bits, whatever else runs ---------------------------------------------------------------------
