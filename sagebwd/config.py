@@ -142,6 +142,17 @@ class SageConfig:
             block_kv=64,
         )
 
+    @classmethod
+    def consistent(cls) -> SageConfig:
+        """Six products in INT8 and a δ that fits the backward's P and dP: dQ and dK err by a percent or so.
+
+        Where values have much in common, dP is nearly the same along a row, and dS = P ∘ (dP − δ) is a small
+        difference. A δ from the rounded O is then off by more than that, in 16-bit attention as well; one
+        from the same P and dP is not. Costs S and dP once more: 14 units of tensor-core time, the default 11,
+        16-bit attention 18 (``scripts/gradient_variants.py``). Of large logits it does not mend S.
+        """
+        return cls(exact_delta=True, unsigned_p=True)
+
     def tile(self, head_dim: int) -> tuple[int, int]:
         """(queries, keys) of a tile: what is set, and 64 × 128, or 64 × 64 for heads larger than 128."""
         queries, keys = TILE if head_dim <= 128 else TILE_OF_LARGE_HEADS

@@ -136,7 +136,7 @@ CONFIGS = {
     "strictly-causal": ("sagebwd strictly causal", SageConfig.strictly_causal(), BOUND_INT8),
     "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),
     "accurate": ("sagebwd accurate", SageConfig.accurate(), BOUND_INT8),
-    "exact-delta": ("sagebwd exact δ", SageConfig(exact_delta=True), BOUND_INT8),
+    "consistent": ("sagebwd consistent", SageConfig.consistent(), BOUND_INT8),
     "unsigned-p": ("sagebwd unsigned P", SageConfig(unsigned_p=True), BOUND_INT8),
 }
 

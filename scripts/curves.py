@@ -170,8 +170,8 @@ def group_of(config: dict[str, Any]) -> dict[str, Any]:
 def variant_of(config: dict[str, Any]) -> str:
     """The attention's settings and QK-norm, in words: "SageBwd, no QK-norm"."""
     attention = dict(config["attention"])
-    if is_accurate(attention):
-        return ", ".join(["SageBwd, accurate", *([] if config["model"]["qk_norm"] else ["no QK-norm"])])
+    if preset := preset_of(attention):
+        return ", ".join([f"SageBwd, {preset}", *([] if config["model"]["qk_norm"] else ["no QK-norm"])])
     backend, smooth_k, smooth_q = (attention.pop(name) for name in ("backend", "smooth_k", "smooth_q"))
     parts = [{"fpa": "full precision", "sagebwd": "SageBwd"}.get(backend, backend)]
     if not config["model"]["qk_norm"]:
@@ -185,11 +185,14 @@ def variant_of(config: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def is_accurate(attention: dict[str, Any]) -> bool:
-    """Whether these are the settings of attention=sagebwd_accurate."""
+def preset_of(attention: dict[str, Any]) -> str | None:
+    """The name of the preset whose settings these are (attention=sagebwd_… of the configs), if of any."""
     switches = {field.name for field in fields(SageConfig)}
     given = {name: value for name, value in attention.items() if name in switches and value is not None}
-    return attention["backend"] == "sagebwd" and SageConfig(**given) == SageConfig.accurate()
+    if attention["backend"] != "sagebwd":
+        return None
+    presets = {"accurate": SageConfig.accurate(), "consistent": SageConfig.consistent()}
+    return next((name for name, preset in presets.items() if SageConfig(**given) == preset), None)
 
 
 def thin(tokens: np.ndarray, values: np.ndarray) -> dict[str, list[float]]:

@@ -63,6 +63,24 @@ FULL_SMALL = Setup("325m-260k", ("tps=260k",), PAPER_TOKENS, 172_000)
 LARGE = Setup("35m-131k", ("experiment=scaled_131k",), 50_069_504, 600_000, seeds=(1, 2), milestone_every=96)
 # What 78 billion tokens do to the logits, 50 million may not: the same pushed by a high learning rate.
 PUSHED = replace(LARGE, name="35m-131k-lr6e-3", overrides=(*LARGE.overrides, "optimizer.lr=6.0e-3"))
+# LARGE's first steps, and the same with a steep warm-up, in which values become alike. For their traces.
+BEGINNING = Setup(
+    "35m-131k-beginning",
+    ("experiment=scaled_131k", "total_tokens=8388608", "checkpoint_every=16", "probe.every=8"),
+    8_388_608,
+    600_000,
+    milestone_every=16,
+)
+STEEP = Setup(
+    "35m-131k-steep",
+    (
+        *("experiment=scaled_131k", "total_tokens=2097152", "tps.warmup_steps=2", "checkpoint_every=4"),
+        "probe.every=2",
+    ),
+    2_097_152,
+    600_000,
+    milestone_every=4,
+)
 SMALL = Setup("35m-16k", ("experiment=scaled_16k",), 50_069_504, 400_000, seeds=(1, 2))
 SHORT = Setup("325m-260k-short", ("experiment=scaled_325m",), 100_139_008, 172_000, milestone_every=128)
 DEBUG_LARGE = Setup("debug-2k", ("experiment=debug", "tps=2.1m"), 16_384, 10_000, milestone_every=4)
@@ -91,6 +109,7 @@ PRESETS = {
         "attention.block_q=128",
         "attention.block_kv=64",
     ),
+    "sagebwd-consistent": ("attention=sagebwd_consistent",),
     "sagebwd-accurate": ("attention=sagebwd_accurate",),
     "sagebwd-free": ("attention=sagebwd", "attention.smooth_v=true", "attention.unsigned_p=true"),
 }
@@ -217,7 +236,9 @@ FIGURE_4 = {
 #: The runs that keep milestones, at many tokens per step, and of the paper's model.
 MILESTONES = {
     "full": (runs_of(FULL_LARGE, QK_NORM_GRID),),
-    "scaled": (sum((runs_of(setup, QK_NORM_GRID) for setup in (LARGE, PUSHED, SHORT)), ()),),
+    "scaled": (
+        sum((runs_of(setup, QK_NORM_GRID) for setup in (STEEP, BEGINNING, LARGE, PUSHED, SHORT)), ()),
+    ),
     "debug": (runs_of(DEBUG_LARGE, QK_NORM_GRID),),
 }
 

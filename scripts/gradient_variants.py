@@ -129,6 +129,7 @@ def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         "unsigned P, V-smoothing": variant(unsigned_p=True, smooth_v=True),
         "tiles 64 × 64": variant(block_kv=64),
         "exact δ": variant(DEFAULT_COST + delta, exact_delta=True),
+        "consistent": Variant(scheme_of(SageConfig.consistent(), head_dim, dtype), DEFAULT_COST + delta),
         "S of two levels": variant(DEFAULT_COST + 6, s_levels=2),
         "S of two levels, exact δ": variant(DEFAULT_COST + 6 + delta + 2, s_levels=2, exact_delta=True),
         "16-bit S": but("s"),

@@ -202,6 +202,16 @@ def test_the_accurate_preset_is_better_in_everything_most_of_all_with_large_logi
     assert all(fine < factor * coarse for fine, coarse in zip(accurate[1:3], default[1:3], strict=True))
 
 
+def test_the_consistent_preset_errs_alike_whatever_values_have_in_common(draw, errors):
+    q, k, v, grad_out = (x.bfloat16() for x in draw(512, head_dim=64, batch=1))
+    for inputs in ((q, k, v, grad_out), (q, k, 0.05 * v + 1, grad_out), (q, k, 0.01 * v - 2, grad_out)):
+        consistent = errors(inputs, SageConfig.consistent(), is_causal=True)
+        default = errors(inputs, SageConfig(), is_causal=True)
+        assert all(fine <= 1.001 * coarse for fine, coarse in zip(consistent, default, strict=True))
+        assert max(consistent[1:3]) < 0.025
+    assert min(default[1:3]) > 0.5
+
+
 def test_p_of_the_backward_is_normalised(draw):
     inputs = draw(150, head_dim=64)
     for levels in (1, 2):

@@ -119,7 +119,8 @@ NAMES = {
     "sagebwd-smooth_qk": "SageBwd, Q+K smoothing",
     "sagebwd-paper": "SageBwd, granularity=block, block_q=128, block_kv=64",
     "sagebwd-accurate": "SageBwd, accurate",
-    "sagebwd-smooth_v": "SageBwd, smooth_v=true",
+    "sagebwd-consistent": "SageBwd, consistent",
+    "sagebwd-free": "SageBwd, smooth_v=true, unsigned_p=true",
 }
 
 

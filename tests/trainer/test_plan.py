@@ -36,8 +36,10 @@ def test_the_papers_runs(compose_settings, attention, tps, devices, steps, token
         assert (settings.attention.smooth_k, settings.attention.smooth_q) == (True, False)
 
 
-def test_the_accurate_preset_is_an_attention_of_its_own(compose_settings):
-    assert sage_config(compose_settings("attention=sagebwd_accurate").attention) == SageConfig.accurate()
+@pytest.mark.parametrize("name", ["accurate", "consistent"])
+def test_presets_are_attentions_of_their_own(compose_settings, name):
+    settings = compose_settings(f"attention=sagebwd_{name}")
+    assert sage_config(settings.attention) == getattr(SageConfig, name)()
 
 
 def test_debug_keeps_the_ratio_of_the_papers_tokens_per_step(compose_settings):

@@ -91,6 +91,7 @@ def test_every_setting_is_known_or_left_to_the_portable_kernels():
                 assert hopper._supports(config, head_dim) == is_known, (name, value)
     for config in (SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()):
         assert not hopper._supports(config, 64)
+    assert hopper._supports(SageConfig.consistent(), 64)
 
 
 @pytest.mark.parametrize("name", REFUSED_SETTINGS)
