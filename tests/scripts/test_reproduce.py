@@ -21,6 +21,8 @@ SETUPS = (
     experiments.FULL_LARGE,
     experiments.FULL_SMALL,
     experiments.LARGE,
+    experiments.BEGINNING,
+    experiments.STEEP,
     experiments.SMALL,
     experiments.SHORT,
     experiments.DEBUG_LARGE,
