@@ -111,7 +111,6 @@ PRESETS = {
     ),
     "sagebwd-consistent": ("attention=sagebwd_consistent",),
     "sagebwd-accurate": ("attention=sagebwd_accurate",),
-    "sagebwd-free": ("attention=sagebwd", "attention.smooth_v=true", "attention.unsigned_p=true"),
 }
 FINE_TUNINGS = {"fpa": ("attention=fpa",), "sagebwd": ("attention=sagebwd",)}
 

@@ -346,7 +346,7 @@ class Alarm:
 def mends(settings: Settings) -> str:
     """What these settings leave open that keeps the gradients of INT8 attention accurate.
 
-    The first three are what the paper finds (its figures 5, 4 and 1); the last is SageConfig's.
+    The first three are what the paper finds (its figures 5, 4 and 1); the others are SageConfig's.
     """
     attention, is_sage = settings.attention, settings.attention.backend == "sagebwd"
     open_to_it = [
@@ -354,5 +354,6 @@ def mends(settings: Settings) -> str:
         (is_sage and attention.smooth_k is False, "attention.smooth_k=true"),
         (True, f"fewer tokens per step than {tokens_per_step(settings):,}"),
         (is_sage and attention.granularity == "block", "attention.granularity=row, while logits are small"),
+        (is_sage and not attention.exact_delta, "attention.exact_delta=true, where full precision errs, too"),
     ]
     return "What may help, in a run of its own: " + "; ".join(text for applies, text in open_to_it if applies)

@@ -120,7 +120,6 @@ NAMES = {
     "sagebwd-paper": "SageBwd, granularity=block, block_q=128, block_kv=64",
     "sagebwd-accurate": "SageBwd, accurate",
     "sagebwd-consistent": "SageBwd, consistent",
-    "sagebwd-free": "SageBwd, smooth_v=true, unsigned_p=true",
 }
 
 

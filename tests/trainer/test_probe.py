@@ -242,7 +242,12 @@ def test_alarm_fires_once_and_again_only_after_it_was_well(compose_settings):
         "85.2",
     ):
         assert text in fired[2][0]
-    for text in ("model.qk_norm=true", "tokens per step than 262,144", "attention.granularity=row"):
+    for text in (
+        "model.qk_norm=true",
+        "tokens per step than 262,144",
+        "attention.granularity=row",
+        "exact_delta=true",
+    ):
         assert text in fired[2][0]
 
 
