@@ -144,7 +144,7 @@ class SageConfig:
 
     @classmethod
     def consistent(cls) -> SageConfig:
-        """Six products in INT8 and a δ that fits the backward's P and dP: dQ and dK err by a percent or so.
+        """Six products in INT8 and a δ that fits the backward's P and dP: dQ and dK err by a percent or two.
 
         Where values have much in common, dP is nearly the same along a row, and dS = P ∘ (dP − δ) is a small
         difference. A δ from the rounded O is then off by more than that, in 16-bit attention as well; one
