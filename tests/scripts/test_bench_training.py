@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from model.config import LlamaConfig, parameter_count
 from model.llama import Llama
 from scripts import bench_training as bench
+from scripts import training_peers
 from scripts.bench_training import ATTENTION, PRODUCTS, REST, Row
 from trainer.throughput import flops_per_token
 
@@ -152,7 +153,7 @@ def batch():
 
 @pytest.mark.parametrize("name", ["hf", "hf-causal"])
 def test_hugging_face_s_llama_is_ours_without_qk_norm(name, batch):
-    ours, theirs = Llama(CONFIG, F.scaled_dot_product_attention), bench.BASELINES[name](CONFIG)
+    ours, theirs = Llama(CONFIG, F.scaled_dot_product_attention), training_peers.BASELINES[name](CONFIG)
     missing, extra = theirs.load_state_dict(
         {f"llama.model.{key}": value for key, value in ours.state_dict().items()}, strict=False
     )
@@ -161,7 +162,7 @@ def test_hugging_face_s_llama_is_ours_without_qk_norm(name, batch):
 
 
 def test_nanogpt_is_causal_and_counts_as_many_flops(batch):
-    gpt = bench.NanoGPT(CONFIG)
+    gpt = training_peers.NanoGPT(CONFIG)
     weights = sum(p.numel() for p in gpt.parameters() if p.dim() > 1) - gpt.positions.weight.numel()
     gains = (2 * CONFIG.n_layers + 1) * CONFIG.d_model
     assert weights == parameter_count(CONFIG) - gains
