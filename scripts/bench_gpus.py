@@ -59,7 +59,7 @@ class Row:
     efficiency: float | None = None  # of 1: as fast as that many single ones
     peak_memory_gib: float | None = None  # of the main rank's device
     loss_difference: float | None = None  # largest of all steps to the run on one device, in nats
-    checkpoint_pause_s: float | None = None  # the longest
+    checkpoint_pause_s: float | None = None  # of the first: so soon after it, the next may wait for its write
     probe_s: float | None = None  # the last one; the first prepares
     losses: list[float] = field(default_factory=list)
 
@@ -165,7 +165,7 @@ def read(row: Row, folder: Path, warm_up: int) -> None:
         row.mfu = statistics.median(record["mfu"] for record in timed)
     row.peak_memory_gib = steps[-1]["peak_memory_gib"]
     pauses = PAUSED.findall(log_of(folder).read_text(errors="replace"))
-    row.checkpoint_pause_s = max(map(float, pauses), default=None)
+    row.checkpoint_pause_s = float(pauses[0]) if pauses else None
     probes = [record["probe/seconds"] for record in records if "probe/seconds" in record]
     row.probe_s = probes[-1] if probes else None
 
