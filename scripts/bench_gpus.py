@@ -7,7 +7,8 @@ Trains the first steps of the same run again and again with `python train.py`, o
     ddp     a copy of the model on each GPU; gradients are exchanged once a step
     fsdp    weights, gradients and moments shared out (FSDP2)
 
-Tokens per step, data and their order are the same everywhere, so the losses must be, to rounding. The speed
+The text is that of data=embedded, which needs no download, if no other is given after --. Tokens per step,
+data and their order are the same everywhere, so the losses must be, to rounding. The speed
 is the median of the steps after --warm-up; efficiency: that over the same of one GPU times their number.
 """
 
@@ -33,7 +34,7 @@ from trainer.run_directory import RunDirectory, read_metrics
 PROGRAM = "python -m scripts.bench_gpus"
 EXAMPLES = """
 examples:
-  python -m scripts.bench_gpus --devices 1 2 4 -- data.root=/fast/tokens
+  python -m scripts.bench_gpus --devices 1 2 4 -- data=openwebtext data.root=/fast/tokens
   python -m scripts.bench_gpus --parallel fsdp -- model=llama_1b hardware.micro_batch=4
   python -m scripts.bench_gpus --device cpu --devices 1 2 --steps 4 --warm-up 1 -- experiment=debug
 
@@ -145,7 +146,9 @@ def job(row: Row, folder: Path, arguments: Namespace) -> Job:
         "probe.every": max(half - 1, 1),
         "run_dir": folder,
     }
-    command = [sys.executable, "train.py", "logger=files", *arguments.overrides]
+    brings_text = any(text.startswith(("data=", "experiment=")) for text in arguments.overrides)
+    own_text = () if brings_text else ("data=embedded",)
+    command = [sys.executable, "train.py", "logger=files", *own_text, *arguments.overrides]
     return Job(row.name, [*command, *(f"{key}={value}" for key, value in settings.items())], log_of(folder))
 
 

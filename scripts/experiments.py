@@ -401,6 +401,20 @@ ITEMS = (
         minutes={"full": 10, "scaled": 10, "debug": 1},
     ),
     Item(
+        "many_gpus",
+        "Training on several GPUs",
+        "bench_gpus.json",
+        report_sections.many_gpus,
+        on_gpu(
+            *("scripts.bench_gpus", "--out", "{results}/bench_gpus"),
+            look=(
+                *("scripts.bench_gpus", "--device", "cpu", "--devices", "1", "--steps", "4"),
+                *("--warm-up", "1", "--out", "{results}/bench_gpus", "--", "experiment=debug"),
+            ),
+        ),
+        minutes={"full": 5, "scaled": 5, "debug": 1},
+    ),
+    Item(
         "causal_leak",
         "What a masked token can still change",
         "causal_leak.json",

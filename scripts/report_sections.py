@@ -259,6 +259,36 @@ def step_cells(row: dict | None) -> tuple[str, str]:
     return f"{row['tokens_per_second']:,.0f}", "" if share is None else f"{share:.0%}"
 
 
+# --- Training on several GPUs -------------------------------------------------------------------------------
+
+
+def many_gpus(results: Results) -> Body:
+    data = results.json("bench_gpus.json")
+    header = ["GPUs", "tokens/s", "of that many single ones", "largest difference of the loss", "peak, GiB"]
+    lines = [
+        [
+            "1" if row["devices"] == 1 else f"{row['devices']}, {row['parallel']}",
+            *(
+                "" if value is None else f"{value:{form}}"
+                for value, form in (
+                    (row["tokens_per_second"], ",.0f"),
+                    (row["efficiency"], ".1%"),
+                    (row["loss_difference"], ".4f"),
+                    (row["peak_memory_gib"], ".1f"),
+                )
+            ),
+        ]
+        for row in data["rows"]
+    ]
+    text = [
+        f"`{data['command']}` on {hardware(data)}: the same {data['settings']['steps']} steps on one GPU and "
+        "on several, with copies of the model (ddp) and with its weights shared out (fsdp). What a "
+        "checkpoint and the probe take: [`bench_gpus.md`](bench_gpus.md).",
+        markdown(header, lines),
+    ]
+    return Body("\n\n".join(text))
+
+
 # --- What a masked token can still change -------------------------------------------------------------------
 
 

@@ -55,6 +55,25 @@ def test_numbers_come_from_the_files(copied):
     assert "dK at σ = 3, .3456 against .0777" in text
 
 
+def test_several_gpus_stand_beside_one(tmp_path):
+    runs = [
+        (1, "none", 1000.0, 1.0, 0.0, None),
+        (2, "ddp", 1950.0, 0.975, 0.0123, 55.66),
+        (4, "fsdp", *[None] * 4),
+    ]
+    names = ("devices", "parallel", "tokens_per_second", "efficiency", "loss_difference", "peak_memory_gib")
+    data = {
+        "command": "python -m scripts.bench_gpus",
+        "hardware": {"name": "NVIDIA H200"},
+        "settings": {"steps": 20},
+        "rows": [dict(zip(names, run, strict=True)) for run in runs],
+    }
+    (tmp_path / "bench_gpus.json").write_text(json.dumps(data))
+    text = report.generate(tmp_path)
+    assert "| 2, ddp | 1,950 | 97.5% | 0.0123 | 55.7 |" in text
+    assert "| 4, fsdp |  |  |  |  |" in text
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"rows": []}', '{"settings": 3, "rows": 4}'])
 def test_a_damaged_file_is_named(copied, content):
     (copied / "table1.json").write_text(content)
