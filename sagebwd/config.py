@@ -56,9 +56,9 @@ class SageConfig:
         smooth_q: subtract from each block of Q its own token mean, μ_Q. Adds the row μ_Q·Kᵀ to S and the
             term (dSᵀ1)·μ_Qᵀ to dK.
         smooth_v: subtract the mean over all tokens, μ_V, from V before it is quantized for O, and add it to
-            O, which is the same because rows of P sum to 1. What P loses by rounding then multiplies V − μ_V,
-            not V. Early in training that loss is most of the error of δ, and so of dQ and dK. Costs one more
-            read of V.
+            O, which is the same because rows of P sum to 1. What rounding loses is then a part of V − μ_V,
+            not of V, which mends δ, and so dQ and dK, where values have the same in common along a whole
+            sequence. Costs one more read of V.
         unsigned_p: round P̃ in O and P in dV, which are never negative, to unsigned INT8, 0 … 255 with scale
             max / 255, in place of −127 … 127 with max / 127, which leaves half of the numbers unused: steps
             half as wide. A product outside INT8 stays as it is. Costs nothing where tensor cores multiply
@@ -122,11 +122,12 @@ class SageConfig:
 
     @classmethod
     def accurate(cls) -> SageConfig:
-        """The smallest error of dQ and dK with dV, dQ and dK in INT8: S and O take 16 bit.
+        """Small errors of dQ and dK with large logits, too, and dV, dQ and dK in INT8: S and O take 16 bit.
 
         Most of the default's error in dQ and dK is inherited: from S, through P, where logits are large, and
         from O, through δ, elsewhere. In 16 bit both are exact but for a rounding, and S needs no smoothing.
-        What is left is the rounding of dS, which 64 keys per scale in place of 128 lessen.
+        What is left is the rounding of dS, which 64 keys per scale in place of 128 lessen. (Where values have
+        much in common, that rounding of O is enough to spoil δ: see :meth:`consistent`.)
 
         As with :meth:`strictly_causal`, finite later tokens change no output or gradient of a query, and dQ
         is worse where the channels of K have a strong mean. Runs the portable kernels and costs 15

@@ -34,7 +34,7 @@ from trainer.run_directory import RunDirectory, read_metrics
 PROGRAM = "python -m scripts.bench_gpus"
 EXAMPLES = """
 examples:
-  python -m scripts.bench_gpus --devices 1 2 4 -- data=openwebtext data.root=/fast/tokens
+  python -m scripts.bench_gpus --devices 1 2 4 8 -- data=openwebtext hardware.micro_batch=8
   python -m scripts.bench_gpus --parallel fsdp -- model=llama_1b hardware.micro_batch=4
   python -m scripts.bench_gpus --device cpu --devices 1 2 --steps 4 --warm-up 1 -- experiment=debug
 
@@ -106,7 +106,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     )
     add = parser.add_argument
     count = {"type": positive_int, "metavar": "N"}
-    add("--devices", **count, nargs="+", help="numbers of GPUs (default: 1, 2, 4, … as many as there are)")
+    add("--devices", **count, nargs="+", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)")
     add("--parallel", nargs="+", choices=("ddp", "fsdp"), default=["ddp", "fsdp"], help="default both")
     add("--steps", **count, default=20, help="optimizer steps of each run (default %(default)s)")
     add("--warm-up", **count, default=4, help="steps before those that count (default %(default)s)")
@@ -119,7 +119,10 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     arguments.device = choose_device(arguments.device, parser)
     there = torch.cuda.device_count() if arguments.device == "cuda" else 1
     if not arguments.devices:
-        arguments.devices = [n for n in (1, 2, 4, 8) if n <= there]
+        arguments.devices = [n for n in (1, 2, 4) if n <= there]
+    arguments.devices, arguments.parallel = (
+        list(dict.fromkeys(x)) for x in (arguments.devices, arguments.parallel)
+    )
     if arguments.device == "cuda" and max(arguments.devices) > there:
         parser.error(f"--devices {max(arguments.devices)}: this machine has {there}")
     if arguments.warm_up >= arguments.steps:
@@ -179,7 +182,7 @@ def compare(rows: list[Row]) -> None:
     for row in rows if alone else []:
         if row.losses:
             row.efficiency = row.tokens_per_second / (row.devices * alone.tokens_per_second)
-            pairs = zip(row.losses, alone.losses, strict=True)
+            pairs = zip(row.losses, alone.losses, strict=False)
             row.loss_difference = max(abs(loss - other) for loss, other in pairs)
 
 

@@ -479,8 +479,8 @@ def gradient_error(results: Results) -> Body:
     text += [
         " ".join(largest_parts(found, source) for source in found.last),
         "Variants at the last step of each run, by cost in INT8 products of N × N × D, of which 16-bit "
-        f"attention takes 18: {', '.join(ALWAYS_SHOWN)}; and those that no other beats in cost and error "
-        f"(geometric mean of dQ and dK over runs), each {WORTH_SHOWING:.0%} or more better than the one "
+        f"attention takes 18: {', '.join(always_shown(found))}; and those that no other beats in cost and "
+        f"error (geometric mean of dQ and dK over runs), each {WORTH_SHOWING:.0%} or more better than the one "
         "before. The cost leaves out all that is no product.",
         variants_table(found),
         picture("gradient_error.png", "Error of dQ and dK against cost"),
@@ -535,6 +535,12 @@ def variants_table(found: Study) -> str:
     return markdown(["variant", "cost", *(f"{source.name}: dQ / dK" for source in found.last)], rows)
 
 
+def always_shown(found: Study) -> list[str]:
+    """Those of ALWAYS_SHOWN that were measured."""
+    measured = study.costs_of(found.rows)
+    return [name for name in ALWAYS_SHOWN if name in measured]
+
+
 def shown_variants(found: Study) -> set[str]:
     """Those always shown, and the front's, but for small steps."""
     panels = [study.points_of(found.rows, source, tensor) for source in found.last for tensor in study.PARTS]
@@ -542,7 +548,7 @@ def shown_variants(found: Study) -> set[str]:
         name: (cost, geometric_mean([max(panel[name][1], 1e-12) for panel in panels]))
         for name, (cost, _) in panels[0].items()
     }
-    shown, best = {name for name in ALWAYS_SHOWN if name in points}, math.inf
+    shown, best = set(always_shown(found)), math.inf
     for name in study.front(points):
         if points[name][1] < (1 - WORTH_SHOWING) * best:
             shown.add(name)

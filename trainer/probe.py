@@ -71,7 +71,7 @@ class Probe:
         self.llama = llama
         self.layers = chosen_layers(settings.probe.layers, len(llama.layers))
         self.attend = sage_attend(settings, device=device, dtype=dtype)
-        self.attend_fpa = fpa_attend(settings, device=device, dtype=dtype)
+        self.attend_fpa: AttentionFn | None = fpa_attend(settings, device=device, dtype=dtype)
 
     def measure(
         self,
@@ -87,9 +87,9 @@ class Probe:
         are sharded, all take part in the pass through the model.
 
         Per layer: cosine similarity (`_cos`) and relative L2 error (`_l2`) of SageBwd's O, dQ, dK and dV;
-        `fpa_…_l2`, the same of full-precision attention; the RMS of the exact P, dP and dS; `largest_logit`;
-        `q_gain` and `k_gain` with QK-norm. Gradients are those of each sequence's own mean loss, in nats per
-        token.
+        `fpa_…_l2`, the same of full-precision attention, where that runs; the RMS of the exact P, dP and dS;
+        `largest_logit`; `q_gain` and `k_gain` with QK-norm. Gradients are those of each sequence's own mean
+        loss, in nats per token.
         """
         began = time.perf_counter()
         captured = capture(self.llama, self.layers, inputs, targets, autocast)
@@ -116,12 +116,18 @@ def build_probe(
         probe = Probe(settings, llama, device=device, dtype=dtype)
         q = torch.zeros(1, settings.model.n_heads, 16, settings.model.d_head, device=device, dtype=dtype)
         k = q[:, : settings.model.kv_heads]
-        measure_layer(Captured(q, k, k, q, {}, grad_out=q), probe.attend, probe.attend_fpa)
+        tried = Captured(q, k, k, q, {}, grad_out=q)
+        measure_layer(tried, probe.attend, None)
     except Exception as error:  # no compiler, an unknown GPU, …: nothing that another attention needs
         if settings.attention.backend == "sagebwd":
             raise
         log.warning("training goes on without the probe, because SageBwd does not run here: %s", error)
         return None
+    try:
+        measure_layer(tried, probe.attend, probe.attend_fpa)
+    except Exception as error:
+        log.warning("the probe leaves out full-precision attention, which does not run here: %s", error)
+        probe.attend_fpa = None
     return probe
 
 
@@ -217,15 +223,16 @@ def _gains(attention: nn.Module) -> dict[str, Tensor]:
     return {name: norm.weight.detach().abs().max() for name, norm in norms.items() if norm is not None}
 
 
-def measure_layer(captured: Captured, attend: AttentionFn, attend_fpa: AttentionFn) -> dict[str, float]:
-    """The errors of `attend` on one layer's q, k, v and dO, and what may explain them."""
+def measure_layer(
+    captured: Captured, attend: AttentionFn, attend_fpa: AttentionFn | None
+) -> dict[str, float]:
+    """The errors of `attend` and of full precision on a layer's q, k, v and dO, and what may explain them."""
     exact = exact_layer(captured)
-    of_fpa = errors(captured, attend_fpa, exact)
-    return {
-        **errors(captured, attend, exact),
-        **{f"fpa_{name}_l2": of_fpa[f"{name}_l2"] for name in TENSORS},
-        **explanations(captured, exact),
-    }
+    values = errors(captured, attend, exact)
+    if attend_fpa is not None:
+        of_fpa = errors(captured, attend_fpa, exact)
+        values |= {f"fpa_{name}_l2": of_fpa[f"{name}_l2"] for name in TENSORS}
+    return values | explanations(captured, exact)
 
 
 def exact_layer(captured: Captured) -> Exact:
@@ -333,13 +340,16 @@ class Alarm:
         return messages
 
     def _message(self, step: int, layer: int, worst: str, values: dict[str, float]) -> str:
-        names = (f"{worst}_l2", f"fpa_{worst}_l2", "ds_rms", "largest_logit")
-        error, fpa_error, ds_rms, logit = (values[f"probe/layer_{layer}/{name}"] for name in names)
+        error, fpa_error, ds_rms, logit = (
+            values.get(f"probe/layer_{layer}/{name}")
+            for name in (f"{worst}_l2", f"fpa_{worst}_l2", "ds_rms", "largest_logit")
+        )
+        of_fpa = "" if fpa_error is None else f"; that of full-precision attention by {fpa_error:.2g}"
         return (
             f"step {step}, layer {layer}: SageBwd's {GRADIENTS[worst]} "
             f"{'is' if self._is_sage else 'would be'} off by a relative L2 of {error:.3g}, more than "
-            f"probe.alarm={self.limit:g}; that of full-precision attention by {fpa_error:.2g} (RMS of dS "
-            f"{ds_rms:.2g}, largest logit {logit:.3g}). {self._mends}"
+            f"probe.alarm={self.limit:g}{of_fpa} (RMS of dS {ds_rms:.2g}, largest logit {logit:.3g}). "
+            f"{self._mends}"
         )
 
 

@@ -238,7 +238,7 @@ def _dq_kernel(
                     acc += device.dot(ds.to(k_columns.dtype), k_columns)
 
     if ONLY_DELTA:
-        tl.store(delta + rows, row_sum, mask=queries < n_q)
+        tl.store(delta + rows, device.inf_to_nan(row_sum), mask=queries < n_q)
         return
     if ADD_MEAN_K_TERM:
         acc += row_sum[:, None] * tl.load(k.mean + k_mean * D_PAD + tl.arange(0, D_PAD))[None, :]

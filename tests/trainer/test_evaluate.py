@@ -36,6 +36,29 @@ def test_it_is_the_mean_over_tokens_of_unequal_batches(llama):
     assert evaluate(llama, batches) == pytest.approx(float(expected), rel=1e-6)
 
 
+class OneOfSeveral(Ranks):
+    """A rank beside others that have up to three batches."""
+
+    def any(self, value):
+        return max(value, 3)
+
+
+def test_ranks_of_a_sharded_model_call_it_equally_often(llama):
+    calls = []
+    llama.register_forward_hook(lambda *_: calls.append(1))
+    for sizes in ((4, 4, 3), (4, 2), (1,)):
+        calls.clear()
+        batches, _ = batches_of(*sizes)
+        alone = evaluate(llama, batches)
+        calls.clear()
+        ranks = OneOfSeveral(0, 1, torch.device("cpu"))
+        together = held_out_loss(
+            llama, batches, micro_batch=4, ranks=ranks, autocast=nullcontext, in_step=True
+        )
+        assert len(calls) == 3
+        assert together == alone
+
+
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_a_smaller_batch_is_not_compiled_for(llama):
     torch.compiler.reset()  # what other tests compiled

@@ -219,6 +219,23 @@ def test_where_sagebwd_does_not_run_only_its_own_runs_stop(compose_settings, mon
         build(compose_settings("attention=sagebwd"), llama)
 
 
+def test_without_full_precision_the_probe_measures_the_rest(
+    monkeypatch, compose_settings, llama, batch, caplog
+):
+    def refuses(*inputs, **settings):
+        raise RuntimeError("no kernel for this shape")
+
+    monkeypatch.setattr(probe, "fpa_attend", lambda *_, **__: refuses)
+    built = build(compose_settings("attention=sagebwd", "model=llama_debug"), llama)
+    assert "leaves out full-precision attention, which does not run here: no kernel" in caplog.text
+    values = built.measure(*batch, nullcontext)
+    assert "probe/layer_0/dq_l2" in values
+    assert not any("fpa" in name for name in values)
+    tiny = {"probe/layer_5/" + name: 1.0 for name in ("dq_l2", "dk_l2", "dv_l2", "ds_rms", "largest_logit")}
+    (message,) = Alarm(compose_settings("attention=sagebwd")).warnings(1, tiny, [5])
+    assert "full-precision" not in message
+
+
 def measured(**errors):
     """Measurements of layer 5 alone, where all is well but for these."""
     values = {"o_l2": 9.0, "dq_l2": 0.1, "dk_l2": 0.1, "dv_l2": 0.1, "ds_rms": 1.2e-7, "largest_logit": 85.2}

@@ -79,8 +79,8 @@ __device__ __forceinline__ void probabilities(int (&s)[64], float factor, const 
 }
 
 // The sums of P * dP that this thread has a part in: rows `row` and `row` + 8, two parts each.
-__device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& work, int warpgroup, const u8* shared,
-                                          Ring<STAGES>& keys, float (&sum)[4]) {
+__device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& work, int tiles, int warpgroup,
+                                          const u8* shared, Ring<STAGES>& keys, float (&sum)[4]) {
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
     const u32 base = descriptor_base(shared_address(shared));
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), grad_rows = q_rows + GRAD_ROWS / 16;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
     const float* stats = reinterpret_cast<const float*>(packet + STATISTICS);
     const float minus_lse[2] = {stats[row], stats[row + 8]};
 #pragma unroll 1
-    for (int tile = 0; tile < work.tiles; ++tile) {
+    for (int tile = 0; tile < tiles; ++tile) {
         int s[64], dp[64];
         keys.wait_full();
         const u32 stage = base + (RING + keys.index * STAGE_BYTES) / 16;
@@ -155,8 +155,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_kernel(const Argu
         Queries work;
         find_queries<CONSUMERS>(a.axes, item, work);
         float sum[4] = {};
-        meet_keys(a, work, warpgroup, shared, keys, sum);
+        const int tiles = warpgroup < work.q_packets ? tiles_of(work, warpgroup) : 0;
+        meet_keys(a, work, tiles, warpgroup, shared, keys, sum);
         queries.release();
+        for (int tile = tiles; tile < work.tiles; ++tile) {  // which other warpgroups see
+            keys.wait_full();
+            keys.release();
+            keys.advance();
+        }
         store_delta(a, work, warpgroup, sum);
         queries.advance();
     }

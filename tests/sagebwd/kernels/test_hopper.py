@@ -1266,11 +1266,14 @@ def test_a_pack_with_exact_delta_is_each_of_its_documents_alone(
 
 @every_input
 @every_poison
+@pytest.mark.parametrize("token", [70, 130, 200])
 @causal_and_full
 @both_head_dims
-def test_nan_and_inf_with_exact_delta(kernels, attend_reference, sample, name, poison, is_causal, head_dim):
-    """As without: see the tests of NaN and Inf above."""
-    inputs = poison_one(sample(140, head_dim=head_dim), name, 130, poison)
+def test_nan_and_inf_with_exact_delta(
+    kernels, attend_reference, sample, name, poison, token, is_causal, head_dim
+):
+    """As without: see the tests of NaN and Inf above. δ's items are of 192 queries, in 64 at a time."""
+    inputs = poison_one(sample(270, head_dim=head_dim), name, token, poison)
     options = {"is_causal": is_causal, "config": EXACT_DELTA}
     found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
     assert not any(found[x].isinf().any() for x in NAMES)
