@@ -480,8 +480,8 @@ def gradient_error(results: Results) -> Body:
         " ".join(largest_parts(found, source) for source in found.last),
         "Variants at the last step of each run, by cost in INT8 products of N × N × D, of which 16-bit "
         f"attention takes 18: {', '.join(always_shown(found))}; and those that no other beats in cost and "
-        f"error (geometric mean of dQ and dK over runs), each {WORTH_SHOWING:.0%} or more better than the one "
-        "before. The cost leaves out all that is no product.",
+        f"error (geometric mean of dQ and dK over runs), each {WORTH_SHOWING:.0%} or more better than the "
+        "one before. The cost leaves out all that is no product.",
         variants_table(found),
         picture("gradient_error.png", "Error of dQ and dK against cost"),
         "All variants, and layer by layer: [`gradient_error.md`](gradient_error.md); what they are: "
