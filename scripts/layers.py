@@ -41,7 +41,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import model.backends.fpa
 import model.huggingface
 from data.corpus import Corpus
 from data.loader import count_sequences, stack_sequences
@@ -57,7 +56,16 @@ from scripts.traces import Layer, Origin, save_trace, trace_file
 from trainer.checkpoint import checkpoint_of, load_weights
 from trainer.plan import tokens_per_step
 from trainer.plot import PROBED
-from trainer.probe import Captured, capture, chosen_layers, errors, exact_layer, explanations, sage_backend
+from trainer.probe import (
+    Captured,
+    capture,
+    chosen_layers,
+    errors,
+    exact_layer,
+    explanations,
+    fpa_backend,
+    sage_backend,
+)
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
 
@@ -327,14 +335,8 @@ def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[i
 
     Raises UnusableWeights.
     """
-    device, dtype, shape = torch.device(arguments.device), dtype_of(run), run.settings.model
-    attention = model.backends.fpa.build(
-        AttentionSettings(backend="fpa"),
-        device=device,
-        dtype=dtype,
-        d_head=shape.d_head,
-        is_gqa=shape.kv_heads != shape.n_heads,
-    )
+    device, dtype = torch.device(arguments.device), dtype_of(run)
+    attention = fpa_backend(AttentionSettings(backend="fpa"), run.settings.model, device=device, dtype=dtype)
     llama = load_model(run, attention.attend).to(device)
     tokens = stack_sequences(run.corpus.val, np.arange(arguments.sequences), run.settings.context)
     return capture(

@@ -146,13 +146,20 @@ def sage_attend(settings: Settings, *, device: torch.device, dtype: torch.dtype)
 
 def fpa_attend(settings: Settings, *, device: torch.device, dtype: torch.dtype) -> AttentionFn:
     """Full-precision attention with the run's own settings, or with its defaults in a run of another."""
-    attention, config = settings.attention, settings.model
+    attention = settings.attention
     if attention.backend != "fpa":
         attention = AttentionSettings(backend="fpa")
+    return fpa_backend(attention, settings.model, device=device, dtype=dtype).attend
+
+
+def fpa_backend(
+    attention: AttentionSettings, config: LlamaConfig, *, device: torch.device, dtype: torch.dtype
+) -> Backend:
+    """Full-precision attention for the heads of a model."""
     is_gqa = config.kv_heads != config.n_heads
     return model.backends.fpa.build(
         attention, device=device, dtype=dtype, d_head=config.d_head, is_gqa=is_gqa
-    ).attend
+    )
 
 
 def sage_backend(

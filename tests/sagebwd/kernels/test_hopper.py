@@ -1081,10 +1081,16 @@ def test_all_tokens_equal(kernels, head_dim):
         assert (found[name].abs() <= 5 * 2**-11 * other.abs() * head_dim**0.5).all(), name
 
 
-# --- Unsigned P --------------------------------------------------------------------------------------------
+# --- Unsigned P, exact δ ------------------------------------------------------------------------------------
 
-UNSIGNED_P = SageConfig(unsigned_p=True)
-UNSIGNED_P_AND_SMOOTH_V = SageConfig(unsigned_p=True, smooth_v=True)
+UNSIGNED_P, EXACT_DELTA = SageConfig(unsigned_p=True), SageConfig(exact_delta=True)
+SWITCHED = {
+    "unsigned_p": UNSIGNED_P,
+    "unsigned_p, smooth_v": SageConfig(unsigned_p=True, smooth_v=True),
+    "exact_delta": EXACT_DELTA,
+    "all three": SageConfig(unsigned_p=True, smooth_v=True, exact_delta=True),
+}
+one_switch = pytest.mark.parametrize("config", [UNSIGNED_P, EXACT_DELTA], ids=["unsigned_p", "exact_delta"])
 
 
 @pytest.mark.parametrize(
@@ -1094,10 +1100,10 @@ UNSIGNED_P_AND_SMOOTH_V = SageConfig(unsigned_p=True, smooth_v=True)
         (300, 64), (300, 1000), (1000, 129), (1000, 1000),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("config", [UNSIGNED_P, UNSIGNED_P_AND_SMOOTH_V], ids=["unsigned_p", "smooth_v too"])
+@pytest.mark.parametrize("config", SWITCHED.values(), ids=SWITCHED.keys())
 @causal_and_full
 @both_head_dims
-def test_lengths_with_unsigned_p(check, sample, n_q, n_kv, config, is_causal, head_dim):
+def test_lengths_with_switches(check, sample, n_q, n_kv, config, is_causal, head_dim):
     inputs = with_means(sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim))
     check(inputs, is_causal=is_causal, config=config)
 
@@ -1105,16 +1111,20 @@ def test_lengths_with_unsigned_p(check, sample, n_q, n_kv, config, is_causal, he
 @pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(2, 3, 1), (3, 8, 2), (1, 7, 7)])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
 @both_dtypes
-def test_groups_and_head_sizes_with_unsigned_p(check, sample, batch, heads, kv_heads, head_dim, dtype):
+@one_switch
+def test_groups_and_head_sizes_with_switches(check, sample, batch, heads, kv_heads, head_dim, dtype, config):
     inputs = sample(130, 200, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-    check(inputs, config=UNSIGNED_P, is_causal=heads != 8)
+    check(inputs, config=config, is_causal=heads != 8)
 
 
 @pytest.mark.parametrize("sigma", [0.1, 3, 10, 30])
 @causal_and_full
 @both_head_dims
-def test_unsigned_p_is_as_close_to_float64_as_the_reference(check_errors, sample, sigma, is_causal, head_dim):
-    check_errors(sample(777, head_dim=head_dim, sigma=sigma), is_causal=is_causal, config=UNSIGNED_P)
+@one_switch
+def test_switches_are_as_close_to_float64_as_the_reference(
+    check_errors, sample, sigma, is_causal, head_dim, config
+):
+    check_errors(sample(777, head_dim=head_dim, sigma=sigma), is_causal=is_causal, config=config)
 
 
 @causal_and_full
@@ -1146,26 +1156,31 @@ def test_portable_kernels_with_unsigned_p(
 @pytest.mark.parametrize("pack", ["around tiles", "tokens of no document", "keys or queries missing"])
 @causal_and_full
 @both_head_dims
-def test_a_pack_with_unsigned_p_is_each_of_its_documents_alone(
-    kernels, alone, sample, pack, head_dim, is_causal
+@one_switch
+def test_a_pack_with_switches_is_each_of_its_documents_alone(
+    kernels, alone, sample, pack, head_dim, is_causal, config
 ):
     n_q, rows, n_kv, columns = PACKS[pack]
     inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
     packed = {"cu_seqlens": torch.tensor(rows)}
     if columns is not None:
         packed["cu_seqlens_kv"] = torch.tensor(columns)
-    options = {"is_causal": is_causal, "config": UNSIGNED_P}
+    options = {"is_causal": is_causal, "config": config}
     assert_bit_equal(kernels(*inputs, **options, **packed), alone(inputs, rows, columns or rows, **options))
 
 
 @every_input
 @every_poison
+@pytest.mark.parametrize("token", [70, 130, 200])
 @causal_and_full
 @both_head_dims
-def test_nan_and_inf_with_unsigned_p(kernels, attend_reference, sample, name, poison, is_causal, head_dim):
-    """As without: see the tests of NaN and Inf above."""
-    inputs = poison_one(sample(140, head_dim=head_dim), name, 130, poison)
-    options = {"is_causal": is_causal, "config": UNSIGNED_P}
+@one_switch
+def test_nan_and_inf_with_switches(
+    kernels, attend_reference, sample, name, poison, token, is_causal, head_dim, config
+):
+    """As without: see the tests of NaN and Inf above. Items may be of 192 queries, in 64 at a time."""
+    inputs = poison_one(sample(270, head_dim=head_dim), name, token, poison)
+    options = {"is_causal": is_causal, "config": config}
     found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
     assert not any(found[x].isinf().any() for x in NAMES)
     for x in NAMES if not is_causal else ("out", "dq"):
@@ -1197,44 +1212,6 @@ def test_all_tokens_equal_with_unsigned_p(kernels, n, head_dim):
     torch.testing.assert_close(found["dv"], grad_out, rtol=2.0**-10, atol=0)
 
 
-# --- Exact δ -----------------------------------------------------------------------------------------------
-
-EXACT_DELTA = SageConfig(exact_delta=True)
-EXACT_DELTA_AND_MORE = SageConfig(exact_delta=True, unsigned_p=True, smooth_v=True)
-
-
-@pytest.mark.parametrize(
-    ("n_q", "n_kv"),
-    [
-        (2, 2), (63, 63), (64, 128), (65, 129), (128, 127), (129, 31), (31, 300), (192, 192), (193, 257),
-        (300, 64), (300, 1000), (1000, 129), (1000, 1000),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("config", [EXACT_DELTA, EXACT_DELTA_AND_MORE], ids=["exact_delta", "and more"])
-@causal_and_full
-@both_head_dims
-def test_lengths_with_exact_delta(check, sample, n_q, n_kv, config, is_causal, head_dim):
-    inputs = with_means(sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim))
-    check(inputs, is_causal=is_causal, config=config)
-
-
-@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(2, 3, 1), (3, 8, 2), (1, 7, 7)])
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
-@both_dtypes
-def test_groups_and_head_sizes_with_exact_delta(check, sample, batch, heads, kv_heads, head_dim, dtype):
-    inputs = sample(130, 200, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-    check(inputs, config=EXACT_DELTA, is_causal=heads != 8)
-
-
-@pytest.mark.parametrize("sigma", [0.1, 3, 10, 30])
-@causal_and_full
-@both_head_dims
-def test_exact_delta_is_as_close_to_float64_as_the_reference(
-    check_errors, sample, sigma, is_causal, head_dim
-):
-    check_errors(sample(777, head_dim=head_dim, sigma=sigma), is_causal=is_causal, config=EXACT_DELTA)
-
-
 @causal_and_full
 @both_head_dims
 def test_exact_delta_mends_gradients_where_values_are_alike(errors, kernels, sample, is_causal, head_dim):
@@ -1247,38 +1224,6 @@ def test_exact_delta_mends_gradients_where_values_are_alike(errors, kernels, sam
     )
     assert min(plain) > 0.1
     assert max(exact) < 0.03
-
-
-@pytest.mark.parametrize("pack", ["around tiles", "tokens of no document", "keys or queries missing"])
-@causal_and_full
-@both_head_dims
-def test_a_pack_with_exact_delta_is_each_of_its_documents_alone(
-    kernels, alone, sample, pack, head_dim, is_causal
-):
-    n_q, rows, n_kv, columns = PACKS[pack]
-    inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
-    packed = {"cu_seqlens": torch.tensor(rows)}
-    if columns is not None:
-        packed["cu_seqlens_kv"] = torch.tensor(columns)
-    options = {"is_causal": is_causal, "config": EXACT_DELTA}
-    assert_bit_equal(kernels(*inputs, **options, **packed), alone(inputs, rows, columns or rows, **options))
-
-
-@every_input
-@every_poison
-@pytest.mark.parametrize("token", [70, 130, 200])
-@causal_and_full
-@both_head_dims
-def test_nan_and_inf_with_exact_delta(
-    kernels, attend_reference, sample, name, poison, token, is_causal, head_dim
-):
-    """As without: see the tests of NaN and Inf above. δ's items are of 192 queries, in 64 at a time."""
-    inputs = poison_one(sample(270, head_dim=head_dim), name, token, poison)
-    options = {"is_causal": is_causal, "config": EXACT_DELTA}
-    found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
-    assert not any(found[x].isinf().any() for x in NAMES)
-    for x in NAMES if not is_causal else ("out", "dq"):
-        assert torch.equal(found[x].isnan(), wanted[x].isnan()), x
 
 
 # --- The same bits, whatever else runs ---------------------------------------------------------------------
