@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from scripts.benchmarking import align, beside, choose_device, describe_run, number, save_figure, write_tables
 from scripts.run_pool import Job, Stopped, run_all
@@ -70,31 +71,23 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train with every number of devices, write the files and print the table."""
+    """Train with every number of devices, print each row as it is done, write the files.
+
+    A signal ends the run that is going on; the rows before it are written.
+    """
     arguments = parse_arguments(argv)
     result = describe_run(PROGRAM, argv, arguments, ())
     del result["settings"]["runs_dir"]
-    rows = [Row(1, "none")] if 1 in arguments.devices else []
-    rows += [Row(n, parallel) for n in arguments.devices if n > 1 for parallel in arguments.parallel]
     with tempfile.TemporaryDirectory(dir=arguments.runs_dir, prefix="bench_gpus-") as name:
-        folders = [Path(name) / f"{row.devices}-{row.parallel}" for row in rows]
-        jobs = [job(row, folder, arguments) for row, folder in zip(rows, folders, strict=True)]
-        try:
-            failed = {one.name for one in run_all(jobs, [None])}
-        except Stopped as stop:
-            sys.exit(128 + stop.number)
-        for row, folder in zip(rows, folders, strict=True):
-            if row.name in failed:
-                row.reason = " ".join(log_of(folder).read_text(errors="replace").split())[-400:]
-            else:
-                read(row, folder, arguments.warm_up)
-    compare(rows)
-    lines = table(rows, arguments.device)
-    write_tables(arguments.out, result, rows, to_markdown(result, lines))
-    draw(rows, beside(arguments.out, ".png"), result["hardware"]["name"])
-    print("\n".join(["", *lines, "", f"written to {arguments.out}.json, .md and .png"]))
-    if failed:
-        sys.exit(1)
+        rows, code = train_all(arguments, Path(name))
+    if rows:
+        compare(rows)
+        lines = table(rows, arguments.device)
+        write_tables(arguments.out, result, rows, to_markdown(result, lines))
+        draw(rows, beside(arguments.out, ".png"), result["hardware"]["name"])
+        print("\n".join(["", *lines, "", f"written to {arguments.out}.json, .md and .png"]))
+    if code:
+        sys.exit(code)
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
@@ -133,6 +126,28 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 # --- The runs -----------------------------------------------------------------------------------------------
 
 
+def train_all(arguments: Namespace, folder: Path) -> tuple[list[Row], int]:
+    """One run after the other: the rows of those that ended, and the exit code."""
+    rows = [Row(1, "none")] if 1 in arguments.devices else []
+    rows += [Row(n, parallel) for n in arguments.devices if n > 1 for parallel in arguments.parallel]
+    folders = {row.name: folder / f"{row.devices}-{row.parallel}" for row in rows}
+    by_name = {row.name: row for row in rows}
+
+    def read_and_show(done: Job) -> None:
+        row = by_name[done.name]
+        read(row, folders[row.name], arguments.warm_up)
+        tqdm.write(f"{row.name}: {row.tokens_per_second:,.0f} tokens/s")
+
+    jobs = [job(row, folders[row.name], arguments) for row in rows]
+    try:
+        failed = run_all(jobs, [None], on_success=read_and_show)
+    except Stopped as stop:
+        return [row for row in rows if row.losses], 128 + stop.number
+    for one in failed:
+        by_name[one.name].reason = " ".join(one.log.read_text(errors="replace").split())[-400:]
+    return rows, 1 if failed else 0
+
+
 def job(row: Row, folder: Path, arguments: Namespace) -> Job:
     """The train.py of a row. It saves one checkpoint in the middle and one at the end."""
     half = arguments.steps // 2
@@ -144,6 +159,7 @@ def job(row: Row, folder: Path, arguments: Namespace) -> Job:
         "hardware.parallel": row.parallel if row.devices > 1 else "auto",
         "log_every": 1,
         "eval_every": arguments.steps,
+        "eval_sequences": max(arguments.devices),  # one each, for the end: nothing is compiled for so few
         "sample_tokens": 0,
         "checkpoint_every": max(half, 1),
         "probe.every": max(half - 1, 1),

@@ -31,7 +31,7 @@ from data.files import write_json
 from model.config import LlamaConfig, parameter_count
 from sagebwd import SageConfig
 from scripts.benchmarking import beside, describe_run, finite, save_figure
-from scripts.results import final_loss, held_out_loss, speed
+from scripts.results import final_loss, held_out_loss
 from trainer.plot import series
 from trainer.run_directory import RunDirectory, read_metrics
 
@@ -116,7 +116,6 @@ def read_run(path: Path) -> dict[str, Any]:
         "steps": records[-1]["step"] if records else 0,
         "final_loss": None if not records or directory.diverged_at() else final_loss(records),
         "held_out_loss": held_out_loss(records),
-        "tokens_per_second": speed(records) if records else None,
         "curve": thin(*series(records, "loss")),
         "last_probe": last_probe(records),
         "device": starts[-1]["device"],
@@ -267,7 +266,6 @@ def summary(name: str, runs: list[dict]) -> dict[str, Any]:
     """A variant over its seeds. spread: largest minus smallest final loss."""
     whole = [run["final_loss"] for run in runs if run["final_loss"] is not None]
     held_out = [run["held_out_loss"] for run in runs if run["held_out_loss"] is not None]
-    speeds = [run["tokens_per_second"] for run in runs if run["tokens_per_second"] is not None]
     return {
         "variant": name,
         "attention": runs[0]["attention"],
@@ -277,7 +275,6 @@ def summary(name: str, runs: list[dict]) -> dict[str, Any]:
         "final_loss": mean_or_none(whole),
         "spread": max(whole) - min(whole) if len(whole) > 1 else None,
         "held_out_loss": mean_or_none(held_out),
-        "tokens_per_second": mean_or_none(speeds),
     }
 
 

@@ -385,25 +385,28 @@ def runs_with_progress(sources: Sequence[Source]) -> list[str]:
 
 
 def plot_progress(sources: Sequence[Source], rows: Sequence[Row]) -> Any:
-    """The default's error of dQ (above) and dK (below) and its parts over the tokens seen; a column a run."""
+    """The default's error of dQ and dK and its parts over the tokens seen; a line for each run."""
     runs = runs_with_progress(sources)
-    figure, panels = new_figure(len(PARTS), len(runs), width=4.6, height=3.4, sharey="row")
-    for line, tensor in zip(panels, PARTS, strict=True):
-        for axes, run in zip(line, runs, strict=True):
-            of_run = sorted((s for s in sources if s.run == run), key=lambda source: source.tokens)
-            tokens = [source.tokens for source in of_run]
-            for kind, name in [("variant", "default"), *(("alone", part) for part in PARTS[tensor])]:
-                errors = [
-                    mean_error(chosen(rows, source=s.name, kind=kind, name=name), tensor) for s in of_run
-                ]
-                style = {"color": "black", "linewidth": 2} if kind == "variant" else {}
-                axes.plot(tokens, errors, "o-", label=name, **style)
+    figure, panels = new_figure(len(runs), len(PARTS), width=5.5, height=2.8, sharey=True)
+    for line, run in zip(panels, runs, strict=True):
+        of_run = sorted((s for s in sources if s.run == run), key=lambda source: source.tokens)
+        for axes, tensor in zip(line, PARTS, strict=True):
+            plot_parts(axes, of_run, rows, tensor)
             axes.set(xscale="log", yscale="log", title=run, xlabel="tokens seen")
             axes.set_ylabel(f"relative L2 of {TITLES[tensor]}")
             axes.grid(alpha=0.3, which="both")
-    for line in panels:
-        line[0].legend(fontsize=7)
+    for axes in panels[0]:
+        axes.legend(fontsize=7)
     return figure
+
+
+def plot_parts(axes: Any, of_run: Sequence[Source], rows: Sequence[Row], tensor: str) -> None:
+    """The default's error of `tensor`, and each part alone, over the traces of a run."""
+    tokens = [source.tokens for source in of_run]
+    for kind, name in [("variant", "default"), *(("alone", part) for part in PARTS[tensor])]:
+        errors = [mean_error(chosen(rows, source=s.name, kind=kind, name=name), tensor) for s in of_run]
+        style = {"color": "black", "linewidth": 2} if kind == "variant" else {}
+        axes.plot(tokens, errors, "o-", label=name, **style)
 
 
 def new_figure(

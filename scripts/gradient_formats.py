@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
 from scripts import paper
+from scripts.attention_emulation import inverse
 from scripts.benchmarking import align, choose_device, describe_run, write_tables
 from scripts.table1 import positive_int
 from scripts.traces import Layer, Origin, find_traces, load_trace
@@ -264,8 +265,7 @@ def quantize(x: Tensor, form: Format, tile: tuple[int, int], shared: tuple[int, 
     padded = F.pad(x, (0, -columns % tile[1], 0, -rows % tile[0]))
     tiles = padded.unflatten(1, (-1, tile[1])).unflatten(0, (-1, tile[0]))
     scale = tiles.abs().amax(shared, keepdim=True) / form.largest
-    scale = torch.where(scale > 0, scale, 1.0)
-    rounded = form.round(tiles / scale) * scale
+    rounded = form.round(tiles * inverse(scale)) * scale
     return rounded.flatten(2, 3).flatten(0, 1)[:rows, :columns]
 
 

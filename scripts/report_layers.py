@@ -194,9 +194,8 @@ def smoothing_table(found: Layers) -> str:
 
 
 def table2(found: Layers) -> str:
-    """The paper's beside every plain run with QK-norm, or if there is none every plain run."""
-    runs = [name for name in found.plain() if found.runs[name]["qk_norm"]] or found.plain()
-    tables = {name: found.data["table2"][name] for name in runs}
+    """The paper's beside every plain run."""
+    tables = {name: found.data["table2"][name] for name in found.plain()}
     rows = [
         [title, *(pair(column[name]) for column in (paper.TABLE_2, *(t["paper"] for t in tables.values())))]
         for name, title in intermediates.TITLES.items()
@@ -458,6 +457,10 @@ class Study:
         rows = study.chosen(self.rows, source=source.name, kind=kind, name=name)
         return study.mean_error(rows, tensor)
 
+    def parts(self, source: study.Source, tensor: str) -> dict[str, float]:
+        """The error that each part of the default leaves alone."""
+        return {part: self.error(source, "alone", part, tensor) for part in study.PARTS[tensor]}
+
 
 def all_known(values: dict[str, float | None]) -> dict[str, float]:
     return {name: known(value) for name, value in values.items()}
@@ -471,13 +474,13 @@ def gradient_error(results: Results) -> Body:
         f"{len(heads)} heads from traces of models that were trained here, computed again on "
         f"{hardware(data)}: the default of SageBwd, each of its roundings alone, and other variants. "
         "Relative L2 of dQ and dK against float64 attention, mean over layers and heads. The parts: S in "
-        "INT8; O, and δ with it; dS, and the operand it is multiplied with.",
+        "INT8; O, and δ with it; dS, and the operand it is multiplied with. Bold: the largest part.",
         parts_table(found),
     ]
     if results.has("gradient_error_progress.png"):
         text.append(picture("gradient_error_progress.png", "Error and its parts over the tokens seen"))
     text += [
-        " ".join(largest_parts(found, source) for source in found.last),
+        *(largest_parts(found, tensor) for tensor in study.PARTS),
         "Variants at the last step of each run, by cost in INT8 products of N × N × D, of which 16-bit "
         f"attention takes 18: {', '.join(always_shown(found))}; and those that no other beats in cost and "
         f"error (geometric mean of dQ and dK over runs), each {WORTH_SHOWING:.0%} or more better than the "
@@ -495,9 +498,11 @@ def parts_table(found: Study) -> str:
     rows = []
     for source in sorted(found.sources, key=lambda source: (source.run, source.tokens or 0)):
         cells = []
-        for tensor, parts in study.PARTS.items():
+        for tensor in study.PARTS:
             cells.append(decimal(found.error(source, "variant", "default", tensor)))
-            cells += [decimal(found.error(source, "alone", part, tensor)) for part in parts]
+            errors = found.parts(source, tensor)
+            largest = largest_of(errors)
+            cells += [bold(decimal(e)) if part == largest else decimal(e) for part, e in errors.items()]
         seen = "" if source.tokens is None else f"{source.tokens:,}"
         rows.append([source.run if source.tokens else source.name, seen, *cells])
     header = [
@@ -508,31 +513,43 @@ def parts_table(found: Study) -> str:
     return markdown(["run", "tokens seen", *header], rows)
 
 
-def largest_parts(found: Study, source: study.Source) -> str:
-    """ "In RUN the largest part is S for dQ (.01 of .02) and …"."""
-    words = []
-    for tensor, parts in study.PARTS.items():
-        errors = {part: found.error(source, "alone", part, tensor) for part in parts}
-        part = max(errors, key=errors.get)
-        whole = found.error(source, "variant", "default", tensor)
-        words.append(f"{part} for {study.TITLES[tensor]} ({decimal(errors[part])} of {decimal(whole)})")
-    return f"In {source.name} the largest part is {' and '.join(words)}."
+def largest_of(errors: dict[str, float]) -> str:
+    return max(errors, key=errors.get)
+
+
+def bold(text: str) -> str:
+    return f"**{text}**"
+
+
+def largest_parts(found: Study, tensor: str) -> str:
+    """ "The largest part of dQ's error at the last step is S in RUN; O and δ in RUN (.01 of .02), RUN …"."""
+    by_part: dict[str, list[str]] = {}
+    for source in found.last:
+        errors = found.parts(source, tensor)
+        part, whole = largest_of(errors), found.error(source, "variant", "default", tensor)
+        by_part.setdefault(part, []).append(
+            f"{source.run or source.name} ({decimal(errors[part])} of {decimal(whole)})"
+        )
+    shares = "; ".join(f"**{part}** in {', '.join(names)}" for part, names in by_part.items())
+    return f"The largest part of {study.TITLES[tensor]}'s error at the last step is {shares}."
 
 
 def variants_table(found: Study) -> str:
+    """A line for each source, a column for each variant."""
     costs = study.costs_of(found.rows)
+    names = sorted(shown_variants(found), key=lambda name: (costs[name], name))
     rows = [
         [
-            name,
-            f"{costs[name]:g}",
+            source.name,
             *(
                 " / ".join(decimal(found.error(source, "variant", name, tensor)) for tensor in study.PARTS)
-                for source in found.last
+                for name in names
             ),
         ]
-        for name in sorted(shown_variants(found), key=lambda name: (costs[name], name))
+        for source in found.last
     ]
-    return markdown(["variant", "cost", *(f"{source.name}: dQ / dK" for source in found.last)], rows)
+    cost = ["cost", *(f"{costs[name]:g}" for name in names)]
+    return markdown(["dQ / dK", *names], [cost, *rows])
 
 
 def always_shown(found: Study) -> list[str]:

@@ -98,7 +98,29 @@ def finetune(results: Results) -> Body:
 
 
 def presets(results: Results) -> Body:
-    return Body(training_text(results.json("presets.json"), "presets", {}))
+    data = results.json("presets.json")
+    found = " ".join(gaps_to_full_precision(group) for group in data["groups"])
+    return Body(f"{training_text(data, 'presets', {})}\n\n{found}".rstrip())
+
+
+def gaps_to_full_precision(group: dict) -> str:
+    """Which settings end away from full precision, as far as the noise between seeds lets one see."""
+    gaps = {
+        own["variant"]: difference(group, own["variant"], FULL_PRECISION)
+        for own in group["variants"]
+        if own["variant"] != FULL_PRECISION
+    }
+    known = {name: gap for name, gap in gaps.items() if gap is not None and gap.half_width is not None}
+    if not known:
+        return ""
+    where = f"With learning rate {group['lr']:g}"
+    clear = [f"{name} ({gap})" for name, gap in known.items() if abs(gap.mean) > gap.half_width]
+    if not clear:
+        return f"{where} no setting ends away from full precision by more than the noise: no gap to close."
+    return (
+        f"{where} the interval leaves out zero for {', '.join(clear)}, of {len(known)} settings; one in "
+        "twenty does by chance."
+    )
 
 
 def training_text(data: dict, name: str, printed: dict) -> str:
@@ -143,11 +165,10 @@ def variant_table(group: dict, printed: dict) -> str:
                 "" if own["spread"] is None else f"{own['spread']:.4f}",
                 "" if own["held_out_loss"] is None else f"{own['held_out_loss']:.4f}",
                 "" if gap is None else str(gap),
-                "" if own["tokens_per_second"] is None else f"{own['tokens_per_second']:,.0f}",
                 on_paper,
             ]
         )
-    header = ["attention", "seeds", "final loss", "spread", "held-out", f"minus {first}", "tokens/s", "paper"]
+    header = ["attention", "seeds", "final loss", "spread", "held-out", f"minus {first}", "paper"]
     return markdown(header, rows)
 
 

@@ -65,7 +65,9 @@ def seeing(place: str | None) -> dict[str, str]:
     return dict(os.environ) | ({} if place is None else {"CUDA_VISIBLE_DEVICES": place})
 
 
-def run_all(jobs: Sequence[Job], places: Sequence[str | None]) -> list[Job]:
+def run_all(
+    jobs: Sequence[Job], places: Sequence[str | None], on_success: Callable[[Job], None] = lambda job: None
+) -> list[Job]:
     """Run every job, one in each place at a time; the jobs that failed, each reported as it fails.
 
     Raises Stopped upon SIGTERM or SIGINT, when all have saved and ended.
@@ -83,7 +85,9 @@ def run_all(jobs: Sequence[Job], places: Sequence[str | None]) -> list[Job]:
                 running.remove(process)
                 free.append(process.place)
                 progress.update()
-                if not asked.number and not process.job.ended_well(process.code):
+                if process.job.ended_well(process.code):
+                    on_success(process.job)
+                elif not asked.number:
                     failed.append(process.job)
                     tqdm.write(process.failure(), file=sys.stderr)
         if asked.number:

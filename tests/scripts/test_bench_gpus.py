@@ -1,9 +1,11 @@
 import json
+import signal
 
 import pytest
 
 from scripts import bench_gpus
 from scripts.bench_gpus import Row
+from scripts.run_pool import Stopped
 
 
 def left_by_a_run(folder, losses, speeds, log=""):
@@ -89,6 +91,21 @@ def test_a_run_that_fails_becomes_a_row_with_its_reason(tmp_path, capsys):
     (row,) = json.loads((tmp_path / "gpus.json").read_text())["rows"]
     assert "n_heads" in row["reason"]
     assert row["tokens_per_second"] is None
+
+
+def test_a_stop_keeps_the_rows_before_it(tmp_path, monkeypatch):
+    def run_all(jobs, places, on_success):
+        left_by_a_run(jobs[0].log.with_suffix(""), [5.0, 4.0, 3.0], [1.0, 100.0, 300.0])
+        on_success(jobs[0])
+        raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(bench_gpus, "run_all", run_all)
+    out = ["--out", str(tmp_path / "gpus"), "--runs-dir", str(tmp_path)]
+    with pytest.raises(SystemExit) as end:
+        bench_gpus.main(["--device", "cpu", "--devices", "1", "2", "--warm-up", "1", *out])
+    assert end.value.code == 128 + signal.SIGTERM
+    (row,) = json.loads((tmp_path / "gpus.json").read_text())["rows"]
+    assert (row["devices"], row["tokens_per_second"], row["efficiency"]) == (1, 200.0, 1.0)
 
 
 @pytest.mark.parametrize(

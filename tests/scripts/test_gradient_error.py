@@ -127,9 +127,14 @@ def check_section(text, means, gaussian):
     first, last = (f"{mean:.4f}".lstrip("0") for mean in means)
     assert f"| a run | 512 | {first} |" in text
     assert f"| a run | 10,240 | {last} |" in text
+    lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    names = next(line for line in lines if line[1:2] == ["dQ / dK"])
+    cells = {line[1]: dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)}
+    assert cells["cost"]["default"] == "11"
+    assert cells["a run, step 20"]["default"].startswith(f"{last} / .")
     gaussian_dq = f"{gaussian['relative_l2']['dq']:.4f}".lstrip("0")
-    assert re.search(rf"\| default \| 11 \| {last} / \.\d+ \| {gaussian_dq} / \.\d+ \|", text)
-    assert "In a run, step 20 the largest part is" in text
+    assert cells[gaussian["source"]]["default"].startswith(f"{gaussian_dq} / .")
+    assert re.search(r"part of dQ's error at the last step is \*\*.*a run \(\.\d+ of \.\d+\)", text)
     assert "](gradient_error_progress.png)" in text
 
 

@@ -65,6 +65,15 @@ def test_every_number_goes_to_the_nearest_of_its_format(name, shared, axes):
         assert (step > 1e-4).float().mean() < 0.01  # but for the middle between two
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [1e-44, 1e-42, 1e-40, 1e-36, 1e30])
+def test_no_scale_is_too_small_for_the_format(name, size):
+    """dS of a row far below its largest logit is subnormal, and so would its scale be."""
+    x = size * torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
+    found = quantize(x, FORMATS[name], (16, 32), PER_ROW)
+    assert ((found - x).abs() <= max(0.2 * x.abs().max(), 1e-35)).all()
+
+
 def all_numbers(name):
     """Every finite number that the format has."""
     if name == "int8":

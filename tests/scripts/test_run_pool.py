@@ -34,7 +34,9 @@ def test_a_failure_is_shown_and_does_not_stop_the_others(tmp_path, capfd):
     lines = "for i in $(seq 30); do echo line $i; done; exit 3"
     bad, good = job(tmp_path, "bad", lines), job(tmp_path, "good", "echo fine")
     diverged = Job("diverged", ["sh", "-c", "exit 1"], tmp_path / "d.log", ended_well=lambda code: True)
-    assert run_all([bad, diverged, good], slots([], 1)) == [bad]
+    done = []
+    assert run_all([bad, diverged, good], slots([], 1), on_success=done.append) == [bad]
+    assert done == [diverged, good]
     shown = capfd.readouterr().err
     assert "bad failed with exit code 3" in shown
     assert "line 30" in shown
