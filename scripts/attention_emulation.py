@@ -307,6 +307,19 @@ def split_mean(x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return x - mean, mean
 
 
+def over_rounded_sums(weights: Rounding, tokens: Rounding) -> Product:
+    """`product_of` where each row is divided by the sum of P as it was rounded, not as it is.
+
+    Then no rounding of P touches what values have in common.
+    """
+
+    def product(p: Tensor, v: Tensor) -> Tensor:
+        rounded = weights(p)
+        return rounded @ tokens(v) * (row_sum(p) / row_sum(rounded))
+
+    return product
+
+
 def smooth_values(output: Product) -> Product:
     """`output` of V less its token mean, which is added to O: rows of P sum to 1."""
     return lambda p, v: output(p, v - v.mean(0)) + v.mean(0)

@@ -131,6 +131,19 @@ def test_delta():
     assert errors["exact in dK"][2] < 2e-6
 
 
+def test_sums_of_rounded_p_leave_constant_values_as_they_are():
+    """Which no rounding of P does otherwise; other values come out as near as ever."""
+    p = torch.rand(40, 60, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    v = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
+    constant = torch.linspace(-3, 3, 8)
+    bf16, exact = emulation.to_dtype(torch.bfloat16), emulation.exact
+    plain, mended = (make(bf16, exact) for make in (emulation.product_of, emulation.over_rounded_sums))
+    wanted = constant.expand(40, 8)
+    torch.testing.assert_close(mended(p, constant.expand(60, 8)), wanted, rtol=1e-6, atol=1e-6)
+    assert relative_l2(plain(p, constant.expand(60, 8)), wanted) > 1e-4
+    assert relative_l2(mended(p, v), p @ v) < 1.5 * relative_l2(plain(p, v), p @ v) < 0.01
+
+
 def test_smooth_values_are_exact_for_constant_values():
     p = torch.rand(30, 30).softmax(-1)
     v = torch.randn(1, 8).expand(30, 8)

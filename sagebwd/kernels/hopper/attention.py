@@ -1,7 +1,8 @@
 """Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packets, then forward.cu or dk_dv.cu, dq.cu.
 
 The same arithmetic as the portable kernels, for head sizes above 32 up to 128 and the default settings, of
-which ``smooth_k``, ``smooth_v``, ``unsigned_p`` and ``exact_delta`` (delta.cu) may be set either way.
+which ``smooth_k``, ``smooth_v``, ``unsigned_p`` and ``exact_delta`` (delta.cu) may be set either way; O and
+dV may take P in 16 bit: P_HALF in the sources.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from sagebwd.kernels.hopper.runtime import Segments, TokenTensor
 from sagebwd.kernels.operands import Axis, padded_head_dim
 
 HEAD_DIMS = (64, 128)
+#: Products that the kernels compute in INT8 alone; O and dV they can have in 16 bit, too.
+ALWAYS_INT8 = frozenset(PAPER_INT8_MATMULS) - {"o", "dv"}
 
 
 def is_used(q: Tensor, config: SageConfig) -> bool:
@@ -48,7 +51,7 @@ def _supports(config: SageConfig, head_dim: int) -> bool:
     return (
         padded_head_dim(head_dim) in HEAD_DIMS
         and config.tile(head_dim) == (packets.QUERIES, packets.KEYS)
-        and frozenset(config.int8_matmuls) == frozenset(PAPER_INT8_MATMULS)
+        and ALWAYS_INT8 <= frozenset(config.int8_matmuls) <= frozenset(PAPER_INT8_MATMULS)
         and config.operand_scales == "block"
         and config.granularity == "row"
         and not config.smooth_q
@@ -133,28 +136,38 @@ class Launch(NamedTuple):
         return 128 * (self.warpgroups + 1)
 
 
-#: By kernel and padded head size; the sources check them.
+#: By kernel, padded head size and whether P_HALF is defined; the sources check them.
 LAUNCHES = {
-    ("forward", 64): Launch(3, 147_456),
-    ("forward", 128): Launch(2, 188_416),
-    ("delta", 64): Launch(3, 142_336),
-    ("delta", 128): Launch(3, 227_328),
-    ("dk_dv", 64): Launch(3, 196_608),
-    ("dk_dv", 128): Launch(2, 211_968),
-    ("dq", 64): Launch(2, 180_224),
-    ("dq", 128): Launch(2, 219_136),
+    ("forward", 64, False): Launch(3, 147_456),
+    ("forward", 64, True): Launch(3, 196_608),
+    ("forward", 128, False): Launch(2, 188_416),
+    ("forward", 128, True): Launch(2, 203_776),
+    ("delta", 64, False): Launch(3, 142_336),
+    ("delta", 128, False): Launch(3, 227_328),
+    ("dk_dv", 64, False): Launch(3, 196_608),
+    ("dk_dv", 64, True): Launch(3, 172_032),
+    ("dk_dv", 128, False): Launch(2, 211_968),
+    ("dk_dv", 128, True): Launch(2, 221_184),
+    ("dq", 64, False): Launch(2, 180_224),
+    ("dq", 128, False): Launch(2, 219_136),
 }
 
 
 def _launch(
-    name: str, like: Tensor, is_causal: bool, arguments: _Forward | _Delta | _Dq | _DkDv, **defines: bool
+    name: str,
+    like: Tensor,
+    is_causal: bool,
+    arguments: _Forward | _Delta | _Dq | _DkDv,
+    *,
+    p_half: bool = False,
+    **defines: bool,
 ) -> None:
     """Run kernel ``name`` on as many programs as the GPU holds; they share the items.
 
-    defines: macros that only this kernel knows.
+    p_half, defines: macros that only this kernel knows.
     """
     head_dim = padded_head_dim(like.shape[-1])
-    launch = LAUNCHES[name, head_dim]
+    launch = LAUNCHES[name, head_dim, p_half]
     kernel = runtime.kernel(
         name,
         f"{name}_kernel",
@@ -164,6 +177,7 @@ def _launch(
         IS_BF16=like.dtype == torch.bfloat16,
         LAUNCH_THREADS=launch.threads,
         LAUNCH_BYTES=launch.shared_bytes,
+        P_HALF=p_half,
         **defines,
     )
     items = arguments.axes.own_heads * arguments.axes.own_blocks
@@ -177,7 +191,7 @@ def _axes(
 
     taken: address of a zero, int32.
     """
-    own_axis = own_axis.with_block(LAUNCHES[name, padded_head_dim(own.shape[3])].own)
+    own_axis = own_axis.with_block(LAUNCHES[name, padded_head_dim(own.shape[3]), False].own)
     axes = _Axes(
         Segments.of(own_axis.segments), Segments.of(q_axis.segments), Segments.of(kv_axis.segments),
         taken, q_axis.n, kv_axis.n, own.shape[3], own.shape[1], group,
@@ -213,7 +227,12 @@ def forward(
         k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
     v_mean = packets.token_mean(v, kv_axis) if config.smooth_v else None
     queries = packets.query_packets(q, q_axis)
-    keys = packets.key_value_packets(k, v, kv_axis, k_mean if config.smooth_k else None, v_mean)
+    p_half = not config.is_int8("o")
+    subtracted = k_mean if config.smooth_k else None
+    if p_half:
+        keys = packets.key_packets(k, v, kv_axis, subtracted)
+    else:
+        keys = packets.key_value_packets(k, v, kv_axis, subtracted, v_mean)
     out = _Result(q, q_axis)
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:
@@ -224,8 +243,8 @@ def forward(
         queries.data_ptr(), keys.data_ptr(), out.target, lse.data_ptr(), axes, scale,
         kv_axis.documents, None if v_mean is None else v_mean.data_ptr(),
     )  # fmt: skip
-    defines = {"SMOOTH_V": config.smooth_v, "UNSIGNED_P": config.unsigned_p}
-    _launch("forward", q, is_causal, arguments, **defines)
+    defines = {"SMOOTH_V": config.smooth_v, "UNSIGNED_P": config.is_unsigned("o")}
+    _launch("forward", q, is_causal, arguments, p_half=p_half, **defines)
     return out.finish(), lse, k_mean
 
 
@@ -246,7 +265,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.backward.backward`."""
     k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
-    q_rows, q_columns = packets.query_gradient_packets(q, grad_out, out, lse, q_axis)
+    p_half = not config.is_int8("dv")
+    q_rows, q_columns = packets.query_gradient_packets(q, grad_out, out, lse, q_axis, p_half=p_half)
     dq, dk, dv = _Result(q, q_axis), _Result(k, kv_axis), _Result(v, kv_axis)
     group, taken = q.shape[1] // k.shape[1], q.new_zeros(3, dtype=torch.int32)
     if config.exact_delta:  # in the place of that in q_rows
@@ -257,7 +277,7 @@ def backward(
         q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), dk.target, dv.target,
         axes, scale,
     )  # fmt: skip
-    _launch("dk_dv", q, is_causal, arguments, UNSIGNED_P=config.unsigned_p)
+    _launch("dk_dv", q, is_causal, arguments, p_half=p_half, UNSIGNED_P=config.is_unsigned("dv"))
 
     del q_columns  # its memory is free again before the next packets are made
     k_columns = packets.key_columns(k_rows, k, kv_axis)

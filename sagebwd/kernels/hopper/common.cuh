@@ -11,6 +11,12 @@ constexpr int D = HEAD_DIM;            // channels, padded: 64 or 128
 constexpr int ROWS = 64;               // tokens that a warpgroup owns
 constexpr int KEYS = 128;              // keys of a packet
 
+#ifdef P_HALF  // P in 16 bit, times V in forward.cu, dO in dk_dv.cu, which then need these by columns no more
+constexpr bool P_IS_HALF = true;
+#else
+constexpr bool P_IS_HALF = false;
+#endif
+
 // Packets, as packets.cu writes them. Tiles are swizzled; rows of 16-bit tiles longer than 128 bytes lie in halves
 // of 64 channels, one after the other.
 constexpr int Q_TILE = ROWS * D;                   // bytes of 64 tokens in INT8
@@ -18,7 +24,7 @@ constexpr int K_TILE = KEYS * D;
 constexpr int STATS = ROWS * 8;                    // per query -logsumexp and -delta, fp32
 constexpr int TAIL = 16;                           // scales
 constexpr int Q_ROWS_BYTES = 3 * Q_TILE + STATS + TAIL;  // Q by rows, dO in 16 bit, stats, scales of Q and dO
-constexpr int Q_COLUMNS_BYTES = 2 * Q_TILE;        // Q and dO by columns
+constexpr int Q_COLUMNS_BYTES = (P_IS_HALF ? 1 : 2) * Q_TILE;  // Q by columns, and dO if P is in INT8
 constexpr int K_ROWS_BYTES = 3 * K_TILE + TAIL;    // K by rows, V in 16 bit, scale of K
 constexpr int K_COLUMNS_BYTES = K_TILE;            // K by columns
 constexpr int KV_BYTES = 2 * K_TILE + TAIL;        // forward: K by rows, V by columns, their scales
@@ -104,6 +110,15 @@ __device__ __forceinline__ void multiply_columns(int (&sum)[32], const u32 (&a)[
     multiply_step<0, LEFT_UNSIGNED>(sum, a, descriptor<N>(b));
 #pragma unroll
     for (int i = 1; i < N / 32; ++i) multiply_step<1, LEFT_UNSIGNED>(sum, a + 4 * i, descriptor<N>(b + 2 * i));
+    products_commit();
+}
+
+// sum += P in registers, in 16 bit, times all channels of N tokens as they are.
+template <int N>
+__device__ __forceinline__ void multiply_across(float (&sum)[D / 2], const u32 (&a)[N / 4], u32 b) {
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < N / 16; ++i) multiply_step_16(sum, a + 4 * i, descriptor_across<N * 128>(b + i * (16 * 128 / 16)));
     products_commit();
 }
 

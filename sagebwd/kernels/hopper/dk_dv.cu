@@ -8,13 +8,13 @@ namespace {
 
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups that compute; one more copies
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int STAGES = D == 64 ? 6 : 3;
+constexpr int STAGES = D == 64 ? 6 : P_IS_HALF ? 4 : 3;
 constexpr int CHUNKS = D / 64;  // of 64 channels, in which dV and dK are multiplied
 
 // A stage in shared memory: both packets of 64 queries.
 constexpr int Q_COLUMNS = 0;
-constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;
-constexpr int Q_ROWS = GRAD_COLUMNS + Q_TILE;
+constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // not there if P is in 16 bit
+constexpr int Q_ROWS = Q_COLUMNS + Q_COLUMNS_BYTES;
 constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
 constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
 constexpr int SCALES = STATISTICS + STATS;
@@ -105,11 +105,21 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> qu
     barrier_arrive(keys.full);
 }
 
-// P and dS of one tile in INT8, and their scales per row times those of dO and Q.
+// P and dS of one tile in INT8, and their scales per row times those of dO and Q. P may be in 16 bit, without a scale.
 struct Scores {
-    u32 p[8], ds[8];
+    u32 p[P_IS_HALF ? 16 : 8], ds[8];
     float dv_factor[2], dk_factor[2];
 };
+
+template <int WORDS>
+__device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[32], const float (&inverse)[2]) {
+    if constexpr (P_IS_HALF) {
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_halves(p[2 * k], p[2 * k + 1]);
+    } else {
+        round_tile<64>(rounded, p, inverse);
+    }
+}
 
 // The scores of one tile from S and dP; `scales` are those of Q and dO. FAST: every logit allows a fused multiply-add,
 // and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there. All
@@ -141,14 +151,15 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
     float p_inverse[2], ds_inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
         const float ds_scale = scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])), INT8_MAX);
-        scores.dv_factor[r] = p_scale * scales.y;
         scores.dk_factor[r] = ds_scale * scales.x;
-        p_inverse[r] = reciprocal(p_scale);
         ds_inverse[r] = reciprocal(ds_scale);
+        if (P_IS_HALF) continue;
+        const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
+        scores.dv_factor[r] = p_scale * scales.y;
+        p_inverse[r] = reciprocal(p_scale);
     }
-    round_tile<64>(scores.p, p, p_inverse);
+    round_p(scores.p, p, p_inverse);
     round_tile<64>(scores.ds, ds, ds_inverse);
 }
 
@@ -156,6 +167,47 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
 struct Sums {
     float dk[D / 2], dv[D / 2];
 };
+
+// dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left on its
+// way to dp. dV in 16 bit is added up by the tensor cores, in registers of its own.
+template <int WORDS>
+__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&dp)[32], const Scores& scores,
+                                                const u32 (&p)[WORDS], u32 stage) {
+    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16;
+    if constexpr (P_IS_HALF) {
+        multiply_across<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16);
+        if (CHUNKS == 2) {
+            multiply_columns<64>(s, scores.ds, q_columns);
+            multiply_columns<64>(dp, scores.ds, q_columns + 256);
+            products_wait<1>();
+            pin(s);
+            accumulate(sums.dk, s, scores.dk_factor);
+        } else {
+            multiply_columns<64>(dp, scores.ds, q_columns);
+        }
+    } else {
+        multiply_columns<64, P_UNSIGNED>(s, p, grad_columns);
+        if (CHUNKS == 1) {
+            multiply_columns<64>(dp, scores.ds, q_columns);
+            products_wait<1>();
+            pin(s);
+            accumulate(sums.dv, s, scores.dv_factor);
+        } else {
+            multiply_columns<64, P_UNSIGNED>(dp, p, grad_columns + 256);
+            products_wait<1>();
+            pin(s);
+            accumulate(sums.dv, s, scores.dv_factor);
+            multiply_columns<64>(s, scores.ds, q_columns);
+            products_wait<1>();
+            pin(dp);
+            accumulate(sums.dv + 32, dp, scores.dv_factor);
+            multiply_columns<64>(dp, scores.ds, q_columns + 256);
+            products_wait<1>();
+            pin(s);
+            accumulate(sums.dk, s, scores.dk_factor);
+        }
+    }
+}
 
 // Gives `tiles` stages back that other warpgroups need.
 __device__ __forceinline__ void skip(Ring<STAGES>& queries, int tiles) {
@@ -175,6 +227,7 @@ __device__ __forceinline__ void meet_queries(const Arguments& a, const Keys& wor
     const float k_scale = *reinterpret_cast<const float*>(shared + warpgroup * KEY_BYTES + K_SCALE);
 
     int s[32], dp[32], tile = hidden;
+    if constexpr (P_IS_HALF) pin(sums.dv);  // zeros that came after the first product would make it wait
     skip(queries, hidden);
     queries.wait_full();
     multiply_rows<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
@@ -195,7 +248,6 @@ __device__ __forceinline__ void meet_queries(const Arguments& a, const Keys& wor
             }
             next.wait_full();
         }
-        const u32 q_columns = ring + (queries.index * STAGE_BYTES + Q_COLUMNS) / 16, grad_columns = q_columns + Q_TILE / 16;
         const u32 next_stage = ring + next.index * (STAGE_BYTES / 16);
 
         Scores scores;
@@ -208,28 +260,8 @@ __device__ __forceinline__ void meet_queries(const Arguments& a, const Keys& wor
         else
             find_scores<false>(scores, s, dp, factor, minus_lse, scales, is_diagonal);
 
-        // 64 channels of dV or dK at a time, in the registers of S and dP. After the last tile S is made once more, for
-        // nothing: a branch between products makes each wait.
-        multiply_columns<64, P_UNSIGNED>(s, scores.p, grad_columns);
-        if (CHUNKS == 1) {
-            multiply_columns<64>(dp, scores.ds, q_columns);
-            products_wait<1>();
-            pin(s);
-            accumulate(sums.dv, s, scores.dv_factor);
-        } else {
-            multiply_columns<64, P_UNSIGNED>(dp, scores.p, grad_columns + 256);
-            products_wait<1>();
-            pin(s);
-            accumulate(sums.dv, s, scores.dv_factor);
-            multiply_columns<64>(s, scores.ds, q_columns);
-            products_wait<1>();
-            pin(dp);
-            accumulate(sums.dv + 32, dp, scores.dv_factor);
-            multiply_columns<64>(dp, scores.ds, q_columns + 256);
-            products_wait<1>();
-            pin(s);
-            accumulate(sums.dk, s, scores.dk_factor);
-        }
+        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
+        // After the last tile S is made once more, for nothing: a branch between products makes each wait.
         multiply_rows<64>(s, k_rows, next_stage + Q_ROWS / 16);
         products_wait<1>();
         pin(dp);
@@ -240,6 +272,7 @@ __device__ __forceinline__ void meet_queries(const Arguments& a, const Keys& wor
         queries = next;
     }
     products_wait<0>();
+    if constexpr (P_IS_HALF) pin(sums.dv);
     queries.release();
     queries.advance();
 }

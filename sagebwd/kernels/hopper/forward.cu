@@ -6,14 +6,15 @@ namespace {
 
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups that compute; one more copies
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int STAGES = D == 64 ? 6 : 4;
+constexpr int STAGES = D == 64 ? 6 : P_IS_HALF ? 3 : 4;
 constexpr int CHUNKS = D / 64;  // of 64 channels, in which O is multiplied
 
-// A stage in shared memory: the packet of 128 keys.
+// A stage in shared memory: the packet of 128 keys. V is by columns in INT8 or, if P is in 16 bit, as it is.
+constexpr int PACKET_BYTES = P_IS_HALF ? K_ROWS_BYTES : KV_BYTES;
 constexpr int K_ROWS = 0;
-constexpr int V_COLUMNS = K_ROWS + K_TILE;
-constexpr int SCALES = V_COLUMNS + K_TILE;
-constexpr int STAGE_BYTES = align_up(KV_BYTES, 1024);
+constexpr int VALUES = K_ROWS + K_TILE;
+constexpr int SCALES = PACKET_BYTES - TAIL;
+constexpr int STAGE_BYTES = align_up(PACKET_BYTES, 1024);
 
 // Before the stages the packets of queries, one for each warpgroup; behind them room to store results.
 constexpr int Q_BYTES = Q_TILE + TAIL;
@@ -53,8 +54,8 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
         for (i64 block = work.kv_block; block < work.kv_block + work.tiles; ++block) {
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index;
-            barrier_expect_bytes(full, KV_BYTES);
-            copy_async(shared + RING + keys.index * STAGE_BYTES, a.keys + block * KV_BYTES, KV_BYTES, full);
+            barrier_expect_bytes(full, PACKET_BYTES);
+            copy_async(shared + RING + keys.index * STAGE_BYTES, a.keys + block * PACKET_BYTES, PACKET_BYTES, full);
             keys.advance();
         }
     }
@@ -64,16 +65,24 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
 }
 
 // What a warpgroup keeps of its 64 queries: O and l up to a common factor per row, and the maximum m of the logits.
-// The product of the last tile is not yet in o: o + product * factor is what it should be.
+// With P in INT8 the product of the last tile is not yet in o: o + product * factor is what it should be.
 struct State {
     float o[D / 2], l[2], m[2];
     int product[CHUNKS][32];
     float factor[2];
 };
 
+// P of one logit, less the maximum `m`. FAST: every logit allows a fused multiply-add, and none is masked.
+template <bool FAST>
+__device__ __forceinline__ float probability(int s, float factor, float m) {
+    const float x = __int2float_rn(s);
+    const float p = exp2_fast(FAST ? fmaf(x, factor, -m) : __fadd_rn(__fmul_rn(x, factor), -m));
+    return !FAST && s == HIDDEN ? 0.0f : p;
+}
+
 // P of one tile, whose largest logit per row is `m_tile`: in INT8, as the left operand of a product (see
 // round_tile), and its sum per row. The product of the previous tile is added up on the way, which keeps more units
-// busy. FAST: every logit allows a fused multiply-add, and none is masked.
+// busy.
 template <bool FAST>
 __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[64], float factor,
                                               const float (&m_tile)[2], float (&sum)[2], State& state) {
@@ -83,10 +92,8 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[
         float p[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-            const int i = 8 * j + e, r = i / 2 % 2;
-            const float x = __int2float_rn(s[i]);
-            p[e] = exp2_fast(FAST ? fmaf(x, factor, -m_tile[r]) : __fadd_rn(__fmul_rn(x, factor), -m_tile[r]));
-            if (!FAST && s[i] == HIDDEN) p[e] = 0.0f;
+            const int i = 8 * j + e;
+            p[e] = probability<FAST>(s[i], factor, m_tile[i / 2 % 2]);
             part[e % 4] += p[e];
             if (e % 2 == 0 || CHUNKS == 2) {
                 const int k = CHUNKS == 2 ? i : i / 2, row = k / 2 % 2;
@@ -101,6 +108,61 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[
     }
     sum[0] = part[0] + part[1];
     sum[1] = part[2] + part[3];
+}
+
+// The same in 16 bit, for logits whose maximum so far is `m`.
+template <bool FAST>
+__device__ __forceinline__ void probabilities(u32 (&p_half)[32], const int (&s)[64], float factor, const float (&m)[2],
+                                              float (&sum)[2], State&) {
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < 32; ++k) {  // two columns
+        const int r = k % 2;
+        const float first = probability<FAST>(s[2 * k], factor, m[r]), second = probability<FAST>(s[2 * k + 1], factor, m[r]);
+        part[2 * r] += first;
+        part[2 * r + 1] += second;
+        p_half[k] = pack_halves(first, second);
+    }
+    sum[0] = part[0] + part[1];
+    sum[1] = part[2] + part[3];
+}
+
+// Raises the maximum to that of another tile too. What was so far is worth `rescale` then, o already, l not yet; logits less
+// the tile's own maximum are worth `share`.
+__device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile)[2], float (&rescale)[2], float (&share)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float m = fmaxf(state.m[r], m_tile[r]);
+        share[r] = exp2_fast(m_tile[r] - m);
+        rescale[r] = exp2_fast(state.m[r] - m);
+        state.m[r] = m;
+    }
+    // Seldom: most maxima are found in the first tiles.
+    if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i) state.o[i] *= rescale[i / 2 % 2];
+    }
+}
+
+// P times the values of a tile: beside o in INT8, which has a scale, into it in 16 bit.
+template <int WORDS>
+__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WORDS], u32 values) {
+    if constexpr (P_IS_HALF) {
+        multiply_across<KEYS>(state.o, p, values);
+    } else {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) multiply_columns<KEYS, P_UNSIGNED>(state.product[c], p, values + c * 64 * KEYS / 16);
+    }
+}
+
+// To be called behind the wait for the product.
+__device__ __forceinline__ void finish_product(State& state) {
+    if constexpr (P_IS_HALF) {
+        pin(state.o);
+    } else {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) pin(state.product[c]);
+    }
 }
 
 // Hides columns from `keys` on, and those after `query` + 8 r if IS_CAUSAL.
@@ -121,6 +183,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
     const float q_scale = *reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE);
     int s[64];
     Ring<STAGES> before = keys;
+    if constexpr (P_IS_HALF) pin(state.o);  // zeros that came after the first product would make it wait
     keys.wait_full();
     multiply_rows<KEYS>(s, q_rows, ring + (keys.index * STAGE_BYTES + K_ROWS) / 16);
     for (int tile = 0;; ++tile) {
@@ -136,12 +199,11 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
             next.wait_full();
         }
 
-        float m_tile[2], sum[2];
-        u32 p_int8[16];
+        float m_tile[2], rescale[2], share[2], sum[2];
+        u32 p[P_IS_HALF ? 32 : 16];
         products_wait<0>();
         pin(s);
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) pin(state.product[c]);
+        finish_product(state);
         if (is_last) queries.release();  // so that the next are here in time; what S reads below does not matter
         if (is_cut) mask(s, work.keys - first_key, first + row - first_key);
         int largest[2] = {HIDDEN, HIDDEN};
@@ -149,30 +211,21 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
         for (int i = 0; i < 64; i += 2) largest[i / 2 % 2] = max(max(largest[i / 2 % 2], s[i]), s[i + 1]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) m_tile[r] = __fmul_rn(__int2float_rn(row_max(largest[r])), factor);
+        if constexpr (P_IS_HALF) raise_maximum(state, m_tile, rescale, share);  // the product is added to o as it is
+        const float (&largest_so_far)[2] = P_IS_HALF ? state.m : m_tile;
         if (is_fast)
-            probabilities<true>(p_int8, s, factor, m_tile, sum, state);
+            probabilities<true>(p, s, factor, largest_so_far, sum, state);
         else
-            probabilities<false>(p_int8, s, factor, m_tile, sum, state);
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-            multiply_columns<KEYS, P_UNSIGNED>(state.product[c], p_int8,
-                                               ring + (keys.index * STAGE_BYTES + V_COLUMNS + c * 64 * KEYS) / 16);
+            probabilities<false>(p, s, factor, largest_so_far, sum, state);
+        multiply_values(state, p, ring + (keys.index * STAGE_BYTES + VALUES) / 16);
         // After the last tile S is made once more, for nothing: a branch between products makes each wait.
         multiply_rows<KEYS>(s, q_rows, ring + (next.index * STAGE_BYTES + K_ROWS) / 16);
 
-        float rescale[2];
+        if constexpr (!P_IS_HALF) raise_maximum(state, m_tile, rescale, share);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float m = fmaxf(state.m[r], m_tile[r]), share = exp2_fast(m_tile[r] - m);
-            rescale[r] = exp2_fast(state.m[r] - m);
-            state.factor[r] = share * (scales.y * (1.0f / P_MAX));
-            state.l[r] = state.l[r] * rescale[r] + sum[r] * share;
-            state.m[r] = m;
-        }
-        // Seldom: most maxima are found in the first tiles.
-        if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-#pragma unroll
-            for (int i = 0; i < D / 2; ++i) state.o[i] *= rescale[i / 2 % 2];
+            state.factor[r] = share[r] * (scales.y * (1.0f / P_MAX));
+            state.l[r] = state.l[r] * rescale[r] + (P_IS_HALF ? sum[r] : sum[r] * share[r]);
         }
         if (tile > 0) before.release();
         before = keys;
@@ -180,10 +233,10 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
         keys = next;
     }
     products_wait<0>();
+    finish_product(state);
+    if constexpr (!P_IS_HALF) {
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        pin(state.product[c]);
-        accumulate(state.o + 32 * c, state.product[c], state.factor);
+        for (int c = 0; c < CHUNKS; ++c) accumulate(state.o + 32 * c, state.product[c], state.factor);
     }
     keys.release();
     keys.advance();

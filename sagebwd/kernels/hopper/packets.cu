@@ -359,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) key_columns_kernel(c
 }
 
 // Backward: rows of Q, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packet of their
-// own, columns of Q and dO. delta = rowsum(dO * O), section 3 of the paper.
+// own, columns of Q and, if P is in INT8, of dO. delta = rowsum(dO * O), section 3 of the paper.
 extern "C" __global__ void __launch_bounds__(THREADS<ROWS>)
     query_gradient_kernel(Source q, Source grad, Source out, const float* lse, u8* rows, u8* columns, Axis axis) {
     __shared__ int slots[16];
@@ -378,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<ROWS>)
         quantize_tile(values, tile, scale);
         store_rows_int8<ROWS>(row_packet, values);
         store_columns_int8<ROWS>(column_packet, values, transposed);
-        store_scale(scales, 0, scale, 2);
+        store_scale(scales, 0, scale, P_IS_HALF ? 1 : 2);
         return;
     }
     Pieces<ROWS> out_pieces;
@@ -400,6 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<ROWS>)
         const i64 token = i64(block.head) * axis.tokens + block.start + block.first + threadIdx.x;
         stats[threadIdx.x] = threadIdx.x < block.tokens ? -lse[token] : -INFINITE;
     }
+    if (P_IS_HALF) return;
     const float scale = find_scale(tile, slots);
     quantize_tile(values, tile, scale);
     store_columns_int8<ROWS>(column_packet + Q_TILE, values, transposed);

@@ -96,7 +96,9 @@ def key_value_packets(
 
 
 def key_packets(k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -> Tensor:
-    """K and V for the backward: (tiles, bytes) of rows of K, halves of V; tail: the scale of K.
+    """K and V for the backward, and for a forward with P in 16 bit: (tiles, bytes) of rows of K, halves of V.
+
+    Tail: the scale of K.
 
     Args:
         k_mean: as of :func:`key_value_packets`.
@@ -116,7 +118,7 @@ def key_columns(packets: Tensor, k: Tensor, axis: Axis) -> Tensor:
 
 
 def query_gradient_packets(
-    q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, axis: Axis
+    q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, axis: Axis, *, p_half: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Q and dO for the backward, as two packets (tiles, bytes) a block.
 
@@ -125,12 +127,13 @@ def query_gradient_packets(
 
     Args:
         lse: (B · H, N_q) or (B, H, N_q) fp32, contiguous.
+        p_half: dV takes P in 16 bit, and dO as it is: no columns of dO, no scale.
     """
     d_pad = padded_head_dim(q.shape[3])
     rows = _allocate(q, axis, QUERIES * (3 * d_pad + 8) + TAIL)
-    columns = _allocate(q, axis, QUERIES * 2 * d_pad)
-    sources = (_Source.of(x) for x in (q, grad_out, out))
-    _launch("query_gradient", q, QUERIES, 2 * len(rows), *sources, lse, rows, columns, _Axis.of(q, axis))
+    columns = _allocate(q, axis, QUERIES * (1 if p_half else 2) * d_pad)
+    arguments = (*(_Source.of(x) for x in (q, grad_out, out)), lse, rows, columns, _Axis.of(q, axis))
+    _launch("query_gradient", q, QUERIES, 2 * len(rows), *arguments, P_HALF=p_half)
     return rows, columns
 
 
@@ -139,11 +142,22 @@ def _allocate(x: Tensor, axis: Axis, size: int, dtype: torch.dtype = torch.uint8
 
 
 def _launch(
-    name: str, like: Tensor, tokens: int, programs: int, *arguments: Tensor | ctypes.Structure | None
+    name: str,
+    like: Tensor,
+    tokens: int,
+    programs: int,
+    *arguments: Tensor | ctypes.Structure | None,
+    **defines: bool,
 ) -> None:
     """Run a kernel of packets.cu whose programs take ``tokens`` each; a thread takes 32 numbers."""
     head_dim = padded_head_dim(like.shape[3])
     kernel = runtime.kernel(
-        "packets", f"{name}_kernel", 0, HEAD_DIM=head_dim, IS_CAUSAL=0, IS_BF16=like.dtype == torch.bfloat16
+        "packets",
+        f"{name}_kernel",
+        0,
+        HEAD_DIM=head_dim,
+        IS_CAUSAL=0,
+        IS_BF16=like.dtype == torch.bfloat16,
+        **defines,
     )
     kernel.launch(programs, tokens * head_dim // 32, *arguments)

@@ -80,6 +80,14 @@ __device__ __forceinline__ u64 descriptor(u32 low) {
     return u64(swizzle << 30 | stride) << 32 | low;
 }
 
+// Of a right operand in 16 bit whose rows are contiguous along its columns, 64 to a row: the hardware turns it. Chunks of
+// 64 columns lie CHUNK_BYTES apart.
+template <int CHUNK_BYTES>
+__device__ __forceinline__ u64 descriptor_across(u32 low) {
+    constexpr u32 swizzle = 1, stride = 8 * 128 / 16;
+    return u64(swizzle << 30 | stride) << 32 | u32(CHUNK_BYTES / 16) << 16 | (low & 0xffff);
+}
+
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -94,6 +102,11 @@ template <int N>
 __device__ __forceinline__ void pin(int (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 #define REGISTERS_8(c, x, i) \
     c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3]), c(x[i + 4]), c(x[i + 5]), c(x[i + 6]), c(x[i + 7])
@@ -166,6 +179,25 @@ __device__ __forceinline__ void multiply_step_16(int (&sum)[64], u64 a, u64 b) {
         "wgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF " {" NAMES_64 "}, %64, %65, accumulate, 1, 1, 0, 0;\n}\n"
         : REGISTERS_64("+r", sum)
         : "l"(a), "l"(b), "n"(ACCUMULATE));
+}
+
+// sum += a b, with the left operand in registers and the right one described by `descriptor_across`.
+__device__ __forceinline__ void multiply_step_16(float (&sum)[32], const u32* a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." HALF "." HALF
+        " {" NAMES_32 "}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, 1;\n}\n"
+        : REGISTERS_32("+f", sum)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+__device__ __forceinline__ void multiply_step_16(float (&sum)[64], const u32* a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF
+        " {" NAMES_64 "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, 1;\n}\n"
+        : REGISTERS_64("+f", sum)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // --- Numbers -----------------------------------------------------------------------------------------------

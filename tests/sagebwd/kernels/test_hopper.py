@@ -1,5 +1,5 @@
-"""The Hopper kernels, which run the default settings, V-smoothing and unsigned P for head sizes of 40 to 128:
-all that the portable ones must do, on the GPU that they are written for. The tests that need none come first.
+"""The Hopper kernels, which run the default settings and some others for head sizes of 40 to 128: all that
+the portable ones must do, on the GPU that they are written for. The tests that need none come first.
 
 What other files already ask of these kernels, because they use such head sizes and the default settings, is
 not repeated here: Gaussian and hard values in test_against_float64.py; in test_gpu.py a thousand runs, also
@@ -44,6 +44,13 @@ INPUTS = ("q", "k", "v", "grad_out")
 FP16, BF16 = torch.float16, torch.bfloat16
 SMOOTH_V = SageConfig(smooth_v=True)
 
+
+def without_int8(*products, **settings):
+    """The default, but for these products in 16 bit, and `settings`."""
+    names = tuple(name for name in PAPER_INT8_MATMULS if name not in products)
+    return SageConfig(int8_matmuls=names, **settings)
+
+
 both_head_dims = pytest.mark.parametrize("head_dim", [64, 128])
 both_dtypes = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 causal_and_full = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
@@ -69,7 +76,9 @@ OTHER_SETTINGS = {
         (PAPER_INT8_MATMULS[::-1], True),  # the order says nothing
         ((*PAPER_INT8_MATMULS, "dp"), False),
         ((), False),
-        *((tuple(x for x in PAPER_INT8_MATMULS if x != name), False) for name in PAPER_INT8_MATMULS),
+        *((without_int8(name).int8_matmuls, name in ("o", "dv")) for name in PAPER_INT8_MATMULS),
+        (without_int8("o", "dv").int8_matmuls, True),
+        (without_int8("o", "dv", "dq").int8_matmuls, False),
     ],
     "add_mean_k_term": [(True, False)],
     "block_q": [(64, True), (32, False), (128, False)],
@@ -91,7 +100,8 @@ def test_every_setting_is_known_or_left_to_the_portable_kernels():
                 assert hopper._supports(config, head_dim) == is_known, (name, value)
     for config in (SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()):
         assert not hopper._supports(config, 64)
-    assert hopper._supports(SageConfig.consistent(), 64)
+    for config in (SageConfig.consistent(), without_int8("dv", smooth_v=True)):
+        assert hopper._supports(config, 64)
 
 
 @pytest.mark.parametrize("name", REFUSED_SETTINGS)
@@ -183,7 +193,7 @@ def test_arguments_are_those_of_the_source(source, structure):
     assert_same_fields(structure, "Arguments", text)
 
 
-def check_syntax(source, head_dim, threads, shared_bytes):
+def check_syntax(source, head_dim, p_half, threads, shared_bytes):
     """Compile as far as static_assert, which takes milliseconds; raise what the compiler says."""
     from cuda.core import Program, ProgramOptions
 
@@ -197,24 +207,26 @@ def check_syntax(source, head_dim, threads, shared_bytes):
             ("IS_CAUSAL", "1"),
             ("LAUNCH_THREADS", str(threads)),
             ("LAUNCH_BYTES", str(shared_bytes)),
+            *(["P_HALF"] if p_half else []),
         ],
         fdevice_syntax_only=True,
     )
     Program((runtime.SOURCES / f"{source}.cu").read_text("utf-8"), "c++", options).compile("cubin")
 
 
-@pytest.mark.parametrize(("source", "head_dim"), hopper.LAUNCHES, ids=str)
-def test_launches_are_what_the_sources_are_written_for(source, head_dim):
+@pytest.mark.parametrize(("source", "head_dim", "p_half"), hopper.LAUNCHES, ids=str)
+def test_launches_are_what_the_sources_are_written_for(source, head_dim, p_half):
     pytest.importorskip("cuda.core", exc_type=ImportError)
     if reason := runtime.why_no_compiler():
         pytest.skip(reason)
-    launch = hopper.LAUNCHES[source, head_dim]
+    launch = hopper.LAUNCHES[source, head_dim, p_half]
+    assert launch.own == hopper.LAUNCHES[source, head_dim, False].own  # which is how _axes cuts items
     assert launch.shared_bytes <= 226 * 1024  # of the 227 KiB that a block may have; barriers lie beside
-    check_syntax(source, head_dim, launch.threads, launch.shared_bytes)
+    check_syntax(source, head_dim, p_half, launch.threads, launch.shared_bytes)
     for change in ({"warpgroups": launch.warpgroups + 1}, {"shared_bytes": launch.shared_bytes + 16}):
         wrong = launch._replace(**change)
         with pytest.raises(Exception, match="static assertion failed"):
-            check_syntax(source, head_dim, wrong.threads, wrong.shared_bytes)
+            check_syntax(source, head_dim, p_half, wrong.threads, wrong.shared_bytes)
 
 
 # --- What is launched (no GPU) -----------------------------------------------------------------------------
@@ -282,6 +294,27 @@ def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
     assert macros == {"forward": unsigned_p, "dk_dv": unsigned_p}  # a macro that is False is not defined
+
+
+@pytest.mark.parametrize("products", [(), ("o",), ("dv",), ("o", "dv")], ids=str)
+def test_products_in_16_bit_get_the_tensors_as_they_are(launched, sample, products):
+    """Unsigned is P in the products in INT8 alone."""
+    q, k, v, grad_out = sample(9, head_dim=64)
+    axes = [Axis.of(9, block, None) for block in (64, 128)]
+    config = without_int8(*products, unsigned_p=len(products) < 2)
+    options = {"is_causal": True, "scale": 0.1, "config": config}
+    saved = hopper.forward(q, k, v, *axes, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    names = [name for name, _, _ in launched]
+    half_o, half_dv = "o" in products, "dv" in products
+    assert names[-8:-5] == ["query", "key" if half_o else "key_value", "forward"]
+    first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
+    for name, half in (("forward", half_o), ("query_gradient", half_dv), ("dk_dv", half_dv)):
+        assert first[name][0]["P_HALF"] is half, name
+    for name, half in (("forward", half_o), ("dk_dv", half_dv)):
+        assert first[name][0]["UNSIGNED_P"] is (config.unsigned_p and not half), name
+    columns = first["query_gradient"][1][5]
+    assert columns.shape[1] == 64 * 64 * (1 if half_dv else 2)
 
 
 @pytest.mark.parametrize("exact_delta", [False, True])
@@ -1081,16 +1114,23 @@ def test_all_tokens_equal(kernels, head_dim):
         assert (found[name].abs() <= 5 * 2**-11 * other.abs() * head_dim**0.5).all(), name
 
 
-# --- Unsigned P, exact δ ------------------------------------------------------------------------------------
+# --- Unsigned P, exact δ, O and dV in 16 bit ----------------------------------------------------------------
 
 UNSIGNED_P, EXACT_DELTA = SageConfig(unsigned_p=True), SageConfig(exact_delta=True)
+HALVES = without_int8("o", "dv")
 SWITCHED = {
     "unsigned_p": UNSIGNED_P,
     "unsigned_p, smooth_v": SageConfig(unsigned_p=True, smooth_v=True),
     "exact_delta": EXACT_DELTA,
     "all three": SageConfig(unsigned_p=True, smooth_v=True, exact_delta=True),
+    "16-bit O": without_int8("o", unsigned_p=True),
+    "16-bit dV": without_int8("dv", smooth_v=True),
+    "16-bit O, dV": HALVES,
+    "16-bit O, dV, exact_delta": without_int8("o", "dv", exact_delta=True),
 }
-one_switch = pytest.mark.parametrize("config", [UNSIGNED_P, EXACT_DELTA], ids=["unsigned_p", "exact_delta"])
+one_switch = pytest.mark.parametrize(
+    "config", [UNSIGNED_P, EXACT_DELTA, HALVES], ids=["unsigned_p", "exact_delta", "16-bit O, dV"]
+)
 
 
 @pytest.mark.parametrize(

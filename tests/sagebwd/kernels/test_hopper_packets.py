@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise, product
 
 import pytest
@@ -177,11 +178,15 @@ def assert_key_packets(packets, columns, axis, k, v, mean, boundaries=None):
     assert_same(columns, columns_tile(values))
 
 
-def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=None):
+def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=None, p_half=False):
     rows, columns = (packets_written(x, axis) for x in packets)
-    q_values, q_scale = quantized(tiles_of(q, 64, boundaries).float(), rows, 0)
-    grad_values, grad_scale = quantized(tiles_of(grad, 64, boundaries).float(), rows, 1)
-    assert_same(columns, columns_tile(q_values), columns_tile(grad_values))
+    q_values, *scales = quantized(tiles_of(q, 64, boundaries).float(), rows, 0)
+    tiles = [columns_tile(q_values)]
+    if not p_half:
+        grad_values, grad_scale = quantized(tiles_of(grad, 64, boundaries).float(), rows, 1)
+        tiles.append(columns_tile(grad_values))
+        scales.append(grad_scale)
+    assert_same(columns, *tiles)
 
     lse = lse.cpu().reshape(q.shape[:3])
     exists = blocks_of(torch.ones_like(lse), 64, boundaries) > 0
@@ -199,7 +204,7 @@ def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=N
         halves_tile(tiles_of(grad, 64, boundaries)),
         minus_lse.view(torch.uint8),
         minus_delta.view(torch.uint8),
-        tail(q_scale, grad_scale),
+        tail(*scales),
     )
 
 
@@ -250,8 +255,9 @@ def test_keys_and_values(gaussian, shape):
 def test_queries_and_gradients(gaussian, log_sums, shape):
     q, grad, out = gaussian(*shape, count=3)
     lse, axis = log_sums(*q.shape[:3]), Axis.of(q.shape[2], 64, None)
-    packets = query_gradient_packets(q, grad, out, lse, axis)
-    assert_query_gradient_packets(packets, axis, q, grad, out, lse)
+    for p_half in (False, True):
+        packets = query_gradient_packets(q, grad, out, lse, axis, p_half=p_half)
+        assert_query_gradient_packets(packets, axis, q, grad, out, lse, p_half=p_half)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +315,11 @@ def test_a_scale_that_would_be_subnormal_is_zero(device, largest):
     assert not packets.any()
 
 
+def gradient_rows(out, lse, axis, p_half, q, grad):
+    rows, _ = query_gradient_packets(q, grad, out, lse, axis, p_half=p_half)
+    return rows
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_nan_and_inf_make_the_scale_of_their_block_nan(gaussian, log_sums, poison):
     """In 16 bit they are copied as they are; other blocks do not change."""
@@ -320,7 +331,10 @@ def test_nan_and_inf_make_the_scale_of_their_block_nan(gaussian, log_sums, poiso
         (lambda q: query_packets(q, axes[0]), (a,), [0]),
         (lambda k, v: key_value_packets(k, v, axes[1], None, None), (a, b), [0, 1]),
         (lambda k, v: key_packets(k, v, axes[1], None), (a, b), [0, None]),
-        (lambda q, grad: query_gradient_packets(q, grad, c, lse, axes[0])[0], (a, b), [0, 1]),
+        *(
+            (partial(gradient_rows, c, lse, axes[0], p_half), (a, b), [0, None if p_half else 1])
+            for p_half in (False, True)
+        ),
     ]
     for make, tensors, scale_of in cases:
         clean = make(*tensors)

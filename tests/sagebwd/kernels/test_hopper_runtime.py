@@ -470,8 +470,12 @@ def entries():
             yield path.stem, name
 
 
-#: SMOOTH_V of the sources that know it.
-SMOOTH_V = {"forward": (False, True)}
+#: Macros of the sources that know any; those together that can be.
+MACROS = {
+    "forward": ((), ("SMOOTH_V",), ("P_HALF",)),
+    "dk_dv": ((), ("P_HALF",)),
+    "packets": ((), ("P_HALF",)),
+}
 #: Every pair of settings occurs in the quick ones.
 QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
 
@@ -479,15 +483,11 @@ QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
 def variants():
     """Every source with every combination of its macros."""
     for source in sorted({source for source, _ in entries()}):
-        settings = product((64, 128), (0, 1), (False, True), SMOOTH_V.get(source, (False,)))
-        for d, causal, bf16, smooth_v in settings:
-            names = (source, str(d), "causal" if causal else "full", "bf16" if bf16 else "fp16")
-            yield pytest.param(
-                source,
-                {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16, "SMOOTH_V": smooth_v},
-                marks=() if (d, causal, bf16) in QUICK else pytest.mark.gpu,
-                id="-".join((*names, "smooth_v") if smooth_v else names),
-            )
+        for d, causal, bf16, macros in product((64, 128), (0, 1), (False, True), MACROS.get(source, ((),))):
+            names = (source, str(d), "causal" if causal else "full", "bf16" if bf16 else "fp16", *macros)
+            defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
+            marks = () if (d, causal, bf16) in QUICK else pytest.mark.gpu
+            yield pytest.param(source, defines, marks=marks, id="-".join(names))
 
 
 @needs_nvrtc
@@ -509,21 +509,21 @@ def assert_runs_freely(log):
 
 
 def unsigned_variants():
-    """The sources that round P with every combination of their macros."""
-    for source, *settings in product(("forward", "dk_dv"), (64, 128), (0, 1), (False, True)):
-        for smooth_v in SMOOTH_V.get(source, (False,)):
-            variant = (source, *settings, smooth_v)
-            is_quick = variant in (("forward", 64, 1, True, True), ("dk_dv", 128, 0, False, False))
+    """The sources that round P to INT8 with every combination of their macros."""
+    for source, d, causal, bf16 in product(("forward", "dk_dv"), (64, 128), (0, 1), (False, True)):
+        for macros in (macros for macros in MACROS[source] if "P_HALF" not in macros):
+            variant = (source, d, causal, bf16, macros)
+            is_quick = variant in (("forward", 64, 1, True, ("SMOOTH_V",)), ("dk_dv", 128, 0, False, ()))
             yield pytest.param(*variant, marks=() if is_quick else pytest.mark.gpu)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("source", "d", "causal", "bf16", "smooth_v"), list(unsigned_variants()))
+@pytest.mark.parametrize(("source", "d", "causal", "bf16", "macros"), list(unsigned_variants()))
 def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
-    source, d, causal, bf16, smooth_v, tmp_path
+    source, d, causal, bf16, macros, tmp_path
 ):
     """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
-    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16, "SMOOTH_V": smooth_v}
+    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
     cubin, log = runtime.compile_source(source, {**defines, "UNSIGNED_P": True}, ptxas_options=["-v"])
     assert_runs_freely(log)
     file = tmp_path / f"{source}.cubin"
