@@ -30,10 +30,11 @@ from sagebwd.scores import ScoreTiles, subtract_token_mean
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, config: SageConfig
-) -> tuple[Tensor, Tensor]:
-    """Algorithm 1: return out in the dtype of q, and lse in fp32.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Algorithm 1: return out in the dtype of q, lse in fp32, and the rest of out.
 
-    lse is the logsumexp of S with the smoothed K; that of the plain logits is lse + scale · q·μ_K.
+    lse is the logsumexp of S with the smoothed K; that of the plain logits is lse + scale · q·μ_K. The rest,
+    as out, is what ``compensate_o`` keeps of it for the backward; None otherwise.
     """
     k, v = _one_head_per_query_head(q, k, v)
     scores = ScoreTiles(q, k, "s_fwd", is_causal=is_causal, scale=scale, config=config)
@@ -45,7 +46,7 @@ def forward(
 
     for i, q_block in enumerate(scores.q_blocks):
         o = torch.zeros_like(q_block)
-        l = torch.zeros_like(o[..., :1])
+        l, l_rounded = torch.zeros_like(o[..., :1]), torch.zeros_like(o[..., :1])
         m = torch.full_like(l, -torch.inf)
         for j in scores.visible_columns(i):
             s = scores.tile(i, j)
@@ -53,13 +54,16 @@ def forward(
             p = (s - m_new).exp_()
             rescale = (m - m_new).exp_()
             l = rescale * l + p.sum(-1, keepdim=True)
+            l_rounded = rescale * l_rounded + p.to(q.dtype).float().sum(-1, keepdim=True)
             # The scale of a row is exp(rowmax(S) − m) / 127, or 255 if P is unsigned: kernels have it from
             # the online softmax. (Not with a scale per token, which P takes first.) l sums P as it is.
             o = rescale * o + products.contract_tokens(p, v_blocks[j], "o", PER_ROW, scores.mask(i, j))
             m = m_new
-        out[..., scores.rows(i), :] = o / l + v_mean
+        out[..., scores.rows(i), :] = o / (l_rounded if config.compensate_o else l) + v_mean
         lse[..., scores.rows(i)] = (m + l.log()).squeeze(-1)
-    return infinite_to_nan(out).to(q.dtype), lse
+    out = infinite_to_nan(out)
+    rounded = out.to(q.dtype)
+    return rounded, lse, (out - rounded).to(q.dtype) if config.compensate_o else None
 
 
 def backward(
@@ -69,13 +73,15 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    rest: Tensor | None,
     *,
     is_causal: bool,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: return dq, dk, dv in the dtype of the inputs; out and lse come from :func:`forward`."""
-    tiles = SoftmaxGradientTiles(grad_out, q, k, v, out, lse, is_causal=is_causal, scale=scale, config=config)
+    """Algorithm 2: return dq, dk, dv in the dtype of the inputs; out, lse, rest come from :func:`forward`."""
+    settings = {"is_causal": is_causal, "scale": scale, "config": config}
+    tiles = SoftmaxGradientTiles(grad_out, q, k, v, out, lse, rest, **settings)
     scores = tiles.scores
     products = Products(q.dtype, config)
     do_blocks = products.token_blocks(grad_out, "dv", scores.block_q)
@@ -118,6 +124,7 @@ class SoftmaxGradientTiles:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
+        rest: Tensor | None,
         *,
         is_causal: bool,
         scale: float,
@@ -129,7 +136,8 @@ class SoftmaxGradientTiles:
         products = Products(q.dtype, config)
         self._do_blocks = products.token_blocks(grad_out, "dp", self.scores.block_q)
         self._v_blocks = products.token_blocks(v, "dp", self.scores.block_kv)
-        delta = self._exact_delta() if config.exact_delta else (grad_out.float() * out.float()).sum(-1)
+        whole_out = out.float() if rest is None else out.float() + rest.float()
+        delta = self._exact_delta() if config.exact_delta else (grad_out.float() * whole_out).sum(-1)
         self.delta = infinite_to_nan(delta)
 
     def tile(self, i: int, j: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,15 @@ P_MATMULS = ("o", "dv")
 
 OPERAND_SCALES = ("block", "token")
 GRANULARITIES = ("block", "row")
-SWITCHES = ("smooth_k", "smooth_q", "smooth_v", "unsigned_p", "add_mean_k_term", "exact_delta")
+SWITCHES = (
+    "smooth_k",
+    "smooth_q",
+    "smooth_v",
+    "unsigned_p",
+    "add_mean_k_term",
+    "exact_delta",
+    "compensate_o",
+)
 
 #: Tensor cores contract in steps of at least 16, so tiles come in multiples of it.
 TILE_STEP = 16
@@ -81,6 +89,9 @@ class SageConfig:
             three INT8 products and leaves almost no error in S.
         exact_delta: δ = rowsum(P∘dP), consistent with the P and dP of the backward, in place of
             δ = rowsum(dO∘O). Costs S and dP once more.
+        compensate_o: divide O, which must be outside INT8, by the sum of P̃ as the product takes it, rounded,
+            and keep for δ = rowsum(dO∘O) what rounding O to the dtype of the inputs takes away. Such a δ fits
+            the P and dP of the backward as that of ``exact_delta`` does, for one more tensor like O.
         block_q: queries per tile, which is also the size of a block of Q and dO. None: see :meth:`tile`.
         block_kv: keys per tile, which is also the size of a block of K and V. None: see :meth:`tile`.
 
@@ -98,6 +109,7 @@ class SageConfig:
     add_mean_k_term: bool = False
     s_levels: int = 1
     exact_delta: bool = False
+    compensate_o: bool = False
     block_q: int | None = None
     block_kv: int | None = None
 
@@ -184,6 +196,11 @@ class SageConfig:
             raise ValueError(
                 "unsigned_p=True is about P in an INT8 O or dV; add 'o' or 'dv' to int8_matmuls "
                 "or set unsigned_p=False"
+            )
+        if self.compensate_o and (self.is_int8("o") or self.exact_delta):
+            raise ValueError(
+                "compensate_o=True is about an O outside INT8 and δ = rowsum(dO∘O); take 'o' out of "
+                "int8_matmuls and set exact_delta=False, or set compensate_o=False"
             )
         if self.add_mean_k_term and not self.smooth_k:
             raise ValueError(

@@ -54,14 +54,22 @@ def locate(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tenso
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, documents: list[Document], **settings: Any
-) -> tuple[Tensor, Tensor]:
-    """out (B, H, N_q, D) and lse (B, H, N_q); ``settings`` as of :func:`sagebwd.algorithm.forward`."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out (B, H, N_q, D), lse (B, H, N_q) and the rest of out, as of :func:`sagebwd.algorithm.forward`.
+
+    So are the ``settings``.
+    """
     out = q.new_zeros(q.shape)
     lse = torch.full(q.shape[:-1], -torch.inf, device=q.device)
+    rest = torch.zeros_like(out) if settings["config"].compensate_o else None
     for document in documents:
         rows = document.queries
-        out[..., rows, :], lse[..., rows] = algorithm.forward(*document.take(q, k, v), **settings)
-    return out, lse
+        out[..., rows, :], lse[..., rows], of_document = algorithm.forward(
+            *document.take(q, k, v), **settings
+        )
+        if rest is not None:
+            rest[..., rows, :] = of_document
+    return out, lse, rest
 
 
 def backward(
@@ -71,6 +79,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    rest: Tensor | None,
     documents: list[Document],
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +88,12 @@ def backward(
     for document in documents:
         rows, columns = document
         dq[..., rows, :], dk[..., columns, :], dv[..., columns, :] = algorithm.backward(
-            cut(grad_out, rows), *document.take(q, k, v), cut(out, rows), lse[..., rows], **settings
+            cut(grad_out, rows),
+            *document.take(q, k, v),
+            cut(out, rows),
+            lse[..., rows],
+            None if rest is None else cut(rest, rows),
+            **settings,
         )
     return dq, dk, dv
 

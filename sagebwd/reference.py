@@ -77,12 +77,12 @@ def attention(
     packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
     settings = {"is_causal": is_causal, "scale": _resolve_scale(scale, q), "config": config}
     with torch.autocast(q.device.type, enabled=False):
-        out, lse = documents.forward(q, k, v, packed, **settings)
+        out, lse, rest = documents.forward(q, k, v, packed, **settings)
         if grad_out is None:
             return AttentionResult(out, lse)
         check_grad_out(grad_out, q)
-        inside = _p_dp_ds_delta(grad_out, q, k, v, out, lse, packed, **settings)
-        gradients = documents.backward(grad_out, q, k, v, out, lse, packed, **settings)
+        inside = _p_dp_ds_delta(grad_out, q, k, v, out, lse, rest, packed, **settings)
+        gradients = documents.backward(grad_out, q, k, v, out, lse, rest, packed, **settings)
         return AttentionResult(out, lse, *inside, *gradients)
 
 
@@ -118,7 +118,7 @@ def sage_attention(
 
 
 class _ReferenceAttention(torch.autograd.Function):
-    """Autograd over the reference; keeps q, k, v, out and lse for the backward."""
+    """Autograd over the reference; keeps its inputs, out, lse and the rest of out for the backward."""
 
     @staticmethod
     def forward(
@@ -133,8 +133,8 @@ class _ReferenceAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.settings = {"documents": packed, "is_causal": is_causal, "scale": scale, "config": config}
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = documents.forward(q, k, v, **ctx.settings)
-        ctx.save_for_backward(q, k, v, out, lse)
+            out, lse, rest = documents.forward(q, k, v, **ctx.settings)
+        ctx.save_for_backward(q, k, v, out, lse, rest)
         return out
 
     @staticmethod
@@ -161,6 +161,7 @@ def _p_dp_ds_delta(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    rest: Tensor | None,
     packed: list[Document],
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -174,6 +175,7 @@ def _p_dp_ds_delta(
             *document.take(q, k, v),
             documents.cut(out, rows),
             lse[..., rows],
+            None if rest is None else documents.cut(rest, rows),
             **settings,
         )
         delta[..., rows] = tiles.delta

@@ -398,6 +398,8 @@ def scheme_of(config: SageConfig, head_dim: int, dtype: torch.dtype) -> Scheme:
     block_q, block_kv = config.tile(head_dim)
     scores = _scores_of(config, head_dim, dtype)
     output = _contraction_of(replace(config, granularity="row"), dtype, "o", block_q, block_kv)
+    if config.compensate_o:
+        output = over_rounded_sums(to_dtype(dtype), to_dtype(dtype))
     dv, dk = (_contraction_of(config, dtype, matmul, block_kv, block_q) for matmul in ("dv", "dk"))
     if config.smooth_q:
         scores, dk = smooth_q_scores(scores, block_q), smooth_tokens(dk, block_q)
@@ -407,7 +409,7 @@ def scheme_of(config: SageConfig, head_dim: int, dtype: torch.dtype) -> Scheme:
         dv=dv,
         dq=_contraction_of(config, dtype, "dq", block_q, block_kv),
         dk=dk,
-        stored=to_dtype(dtype),
+        stored=exact if config.compensate_o else to_dtype(dtype),
         smooth_k=config.smooth_k,
         delta="exact" if config.exact_delta else "output",
     )

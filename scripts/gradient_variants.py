@@ -28,7 +28,6 @@ from scripts.attention_emulation import (
     exact,
     float8,
     int8,
-    over_rounded_sums,
     per_channel,
     product_of,
     rotated,
@@ -136,14 +135,18 @@ def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         "16-bit S": but("s"),
         "16-bit S, no K-smoothing": but("s", smooth_k=False),
         "16-bit O": but("o"),
+        "16-bit O, compensated": but("o", compensate_o=True),
         "16-bit O, dV": but("o", "dv"),
+        "16-bit O, dV, compensated": but("o", "dv", compensate_o=True),
         "16-bit dQ, dK": but("dq", "dk"),
         "16-bit S, O": but("s", "o"),
         "16-bit S, dQ, dK": but("s", "dq", "dk"),
         "16-bit S, O, token scales": but("s", "o", operand_scales="token"),
+        "16-bit S, O, compensated": but("s", "o", compensate_o=True),
         "16-bit S, O, dQ, dK": but("s", "o", "dq", "dk"),
         "accurate": Variant(scheme_of(SageConfig.accurate(), head_dim, dtype), DEFAULT_COST + 4),
         "all in 16 bit": but("s", "o", "dv", "dq", "dk"),
+        "all in 16 bit, compensated": but("s", "o", "dv", "dq", "dk", compensate_o=True),
         "all in 16 bit, no K-smoothing": but("s", "o", "dv", "dq", "dk", smooth_k=False),
     }
 
@@ -239,17 +242,7 @@ def combinations(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
     in_16_bit = {"s": scores_of(rounded, rounded), "o": product_of(rounded, rounded)}
     smooth_v = scheme_of(SageConfig(smooth_v=True), head_dim, dtype)
     token = scheme_of(SageConfig(smooth_v=True, operand_scales="token"), head_dim, dtype)
-    default, all_16_bit = (
-        scheme_of(config, head_dim, dtype) for config in (SageConfig(), SageConfig(int8_matmuls=()))
-    )
-    # δ as good as the exact one, of O in 16 bit: what rounding takes from O is kept for the backward.
-    unrounded = {"output": over_rounded_sums(rounded, rounded), "stored": exact}
     return {
-        "16-bit O, unrounded δ": Variant(replace(default, **unrounded), DEFAULT_COST + 1),
-        "16-bit S, O, unrounded δ": Variant(
-            replace(default, scores=in_16_bit["s"], **unrounded), DEFAULT_COST + 4
-        ),
-        "all in 16 bit, unrounded δ": Variant(replace(all_16_bit, **unrounded), DEFAULT_COST + 7),
         "V-smoothing, exact δ in dK": Variant(replace(smooth_v, delta="exact in dK")),
         "V-smoothing, token scales, exact δ in dK": Variant(replace(token, delta="exact in dK")),
         "free": Variant(free),

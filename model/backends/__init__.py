@@ -58,6 +58,7 @@ class AttentionSettings:
     int8_matmuls: list[str] | None = None
     add_mean_k_term: bool | None = None
     exact_delta: bool | None = None
+    compensate_o: bool | None = None
     s_levels: int | None = None
     block_q: int | None = None
     block_kv: int | None = None

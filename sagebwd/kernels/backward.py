@@ -254,6 +254,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     k_mean: Tensor,
+    rest: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     *,
@@ -261,7 +262,7 @@ def backward(
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, as q, k, v; ``out``, ``lse`` and ``k_mean`` come from the forward."""
+    """Return dq, dk, dv, as q, k, v; ``out``, ``lse``, ``k_mean`` and ``rest`` come from the forward."""
     token_scales = config.operand_scales == "token"
     int8 = {name: config.is_int8(name) for name in ("s_bwd", "dv", "dp", "dq", "dk")}
     q_operand, k_operand = quantize_q_and_k(
@@ -271,7 +272,7 @@ def backward(
     )  # fmt: skip
     v_operand = quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_OPERAND
     grad_operand, delta = quantize_grad(
-        grad_out, out, q_axis,
+        grad_out, out, q_axis, rest=rest if config.compensate_o else None,
         rows=int8["dp"], columns=int8["dv"], sums=config.is_unsigned("dv"), token_scales=token_scales,
     )  # fmt: skip
     # Tokens that belong to no document are not visited.

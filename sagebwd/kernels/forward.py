@@ -16,11 +16,11 @@ from sagebwd.kernels.tiles import launch_options
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
-    q, k, v, k_tokens, v_tokens, out, lse, q_segments, kv_segments,
+    q, k, v, k_tokens, v_tokens, out, rest, lse, q_segments, kv_segments,
     n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale,
     IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, O_INT8: tl.constexpr, SMOOTH_Q: tl.constexpr,
-    TOKEN_SCALES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, OWN: tl.constexpr,
-    D_PAD: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, COMPENSATE_O: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    OWN: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
     """OWN queries of one head against all keys they see."""
     PARTS: tl.constexpr = BLOCK_Q // OWN
@@ -49,6 +49,7 @@ def _forward_kernel(
     queries = first + tl.arange(0, OWN)
     acc = tl.zeros((OWN, D_PAD), tl.float32)
     l = tl.zeros((OWN,), tl.float32)
+    l_rounded = tl.zeros((OWN,), tl.float32)
     m = tl.full((OWN,), float("-inf"), tl.float32)
 
     # Tiles that every query of this program sees whole, then those that the mask or the end cuts.
@@ -105,12 +106,16 @@ def _forward_kernel(
                     )
                 else:
                     v_values = device.load_tokens(v_tokens, v_pointer, j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD)
-                    product = device.dot(p.to(v_values.dtype), v_values)
+                    p_rounded = p.to(v_values.dtype)
+                    if COMPENSATE_O:
+                        l_rounded = l_rounded * rescale + tl.sum(p_rounded.to(tl.float32), 1)
+                    product = device.dot(p_rounded, v_values)
                 acc = acc * rescale[:, None] + product
             m = m_new
 
     # A document without keys: l = 0 and acc = 0 give out = 0, as the mean of no values is 0.
-    result = acc / tl.where(l == 0, 1.0, l)[:, None]
+    divisor = l_rounded if COMPENSATE_O else l
+    result = acc / tl.where(divisor == 0, 1.0, divisor)[:, None]
     if v.mean is not None:
         v_mean = (kv_head * documents + document).to(tl.int64)
         result += tl.load(v.mean + v_mean * D_PAD + tl.arange(0, D_PAD))[None, :]
@@ -118,6 +123,10 @@ def _forward_kernel(
     tl.store(lse + rows, m + tl.log2(l), mask=queries < n_q)
     out_pointer = device.head_pointer(out, head, heads, q_start)
     device.store_tokens(out, out_pointer, first, n_q, d, result, OWN, D_PAD)
+    if COMPENSATE_O:
+        rest_pointer = device.head_pointer(rest, head, heads, q_start)
+        kept = result - result.to(out.data.dtype.element_ty).to(tl.float32)
+        device.store_tokens(rest, rest_pointer, first, n_q, d, kept, OWN, D_PAD)
 
 
 def forward(
@@ -130,10 +139,11 @@ def forward(
     is_causal: bool,
     scale: float,
     config: SageConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, as q; the logsumexp to base 2 of the logits with the smoothed K; and the mean of K.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, as q; the logsumexp to base 2 of the logits with the smoothed K; the mean of K; the rest.
 
-    (B · H, N_q) and (B · H_kv · documents, D_PAD) fp32, the latter without columns if K is not smoothed.
+    The second and third are (B · H, N_q) and (B · H_kv · documents, D_PAD) fp32, the latter without columns
+    if K is not smoothed; the last, what rounding took from out, is as out, or empty without ``compensate_o``.
     """
     token_scales = config.operand_scales == "token"
     if config.smooth_k:
@@ -145,20 +155,23 @@ def forward(
     q_operand, k_operand = quantize_q_and_k(q, k, k_mean, q_axis, kv_axis, config, forms, forms)
     v_operand = _quantize_v(v, kv_axis, config) if o_int8 else NO_OPERAND
     out = torch.empty_like(q)
+    rest = torch.empty_like(q) if config.compensate_o else q.new_empty(0)
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:  # tokens that belong to no document are not visited
         out.zero_()
+        rest.zero_()
         lse.fill_(float("-inf"))
     own, options = launch_options("forward", q, config)
     _forward_kernel[(q.shape[0] * q.shape[1] * q_axis.blocks * (q_axis.block // own),)](
-        q_operand, k_operand, v_operand, TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(out), lse,
-        q_axis.segments, kv_axis.segments, q_axis.n, kv_axis.n, q.shape[3], q.shape[1],
-        q.shape[1] // k.shape[1], q_axis.blocks, kv_axis.blocks, q_axis.documents, scale,
+        q_operand, k_operand, v_operand, TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(out),
+        TokenTensor.of(rest if config.compensate_o else out), lse, q_axis.segments, kv_axis.segments,
+        q_axis.n, kv_axis.n, q.shape[3], q.shape[1], q.shape[1] // k.shape[1],
+        q_axis.blocks, kv_axis.blocks, q_axis.documents, scale,
         IS_CAUSAL=is_causal, S_INT8=s_int8, O_INT8=o_int8, SMOOTH_Q=config.smooth_q,
-        TOKEN_SCALES=token_scales, BLOCK_Q=q_axis.block, BLOCK_KV=kv_axis.block, OWN=own,
-        D_PAD=padded_head_dim(q.shape[3]), **options,
+        TOKEN_SCALES=token_scales, COMPENSATE_O=config.compensate_o, BLOCK_Q=q_axis.block,
+        BLOCK_KV=kv_axis.block, OWN=own, D_PAD=padded_head_dim(q.shape[3]), **options,
     )  # fmt: skip
-    return out, lse, k_mean
+    return out, lse, k_mean, rest
 
 
 def _quantize_v(v: Tensor, axis: Axis, config: SageConfig) -> Operand:

@@ -1,7 +1,7 @@
 """The kernels as PyTorch operators: torch.compile, autograd and memory formats know them.
 
-``sagebwd::forward`` returns out, the logsumexp and the mean of K; its registered backward calls
-``sagebwd::backward``, which refuses to be differentiated again. Neither waits for the device.
+``sagebwd::forward`` returns out, the logsumexp, the mean of K and the rest of out; its registered backward
+calls ``sagebwd::backward``, which refuses to be differentiated again. Neither waits for the device.
 
 They are defined by parts of torch.library instead of ``custom_op``, and :func:`attend` takes a shorter way
 where nothing is traced. That saves a sixth of the host's time, which decides at short sequences.
@@ -49,10 +49,14 @@ def _forward(
     is_causal: bool,
     scale: float,
     config: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, as q; lse (B, H, N_q) fp32 to base 2, of the logits with the smoothed K; the mean of K.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what the backward needs, first of all out.
 
-    The mean over the tokens of each document is (B, H_kv, documents · D_PAD) fp32; empty without smoothing.
+    out: as q.
+    lse: (B, H, N_q) fp32 to base 2, of the logits with the smoothed K.
+    k_mean: over the tokens of each document, (B, H_kv, documents · D_PAD) fp32; empty without smoothing.
+    rest: what rounding took from out, as q; empty without ``compensate_o``.
+
     ``config`` comes from :func:`encode`, because operators take no objects.
     """
     check_backward_mode(q, k, v)  # for those who call the operator itself
@@ -60,8 +64,9 @@ def _forward(
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with on_device_of(q, settings):
         run = hopper.forward if hopper.is_used(q, settings) else forward
-        out, lse, k_mean = run(q, k, v, *axes, is_causal=is_causal, scale=scale, config=settings)
-    return out, lse.view(q.shape[:-1]), k_mean.view(*k.shape[:2], axes[1].documents * k_mean.shape[1])
+        out, lse, k_mean, rest = run(q, k, v, *axes, is_causal=is_causal, scale=scale, config=settings)
+    k_mean = k_mean.view(*k.shape[:2], axes[1].documents * k_mean.shape[1])
+    return out, lse.view(q.shape[:-1]), k_mean, rest
 
 
 def _fake_forward(
@@ -73,13 +78,15 @@ def _fake_forward(
     is_causal: bool,
     scale: float,
     config: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    settings = decode(config)
     boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
     documents = 1 if boundaries is None else boundaries.shape[0] - 1
-    numbers = documents * padded_head_dim(k.shape[-1]) if decode(config).smooth_k else 0
+    numbers = documents * padded_head_dim(k.shape[-1]) if settings.smooth_k else 0
     k_mean = k.new_empty((*k.shape[:2], numbers), dtype=torch.float32)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    return torch.empty_like(q), lse, k_mean
+    rest = torch.empty_like(q) if settings.compensate_o else q.new_empty(0)
+    return torch.empty_like(q), lse, k_mean, rest
 
 
 def _backward(
@@ -90,6 +97,7 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     k_mean: Tensor,
+    rest: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     is_causal: bool,
@@ -101,9 +109,8 @@ def _backward(
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with on_device_of(q, settings):
         run = hopper.backward if hopper.is_used(q, settings) else backward
-        return run(
-            grad_out, q, k, v, out, lse, k_mean, *axes, is_causal=is_causal, scale=scale, config=settings
-        )
+        saved = (q, k, v, out, lse, k_mean, rest)
+        return run(grad_out, *saved, *axes, is_causal=is_causal, scale=scale, config=settings)
 
 
 def _fake_backward(
@@ -121,7 +128,7 @@ def _axes(
     return Axis.of(q.shape[-2], block_q, cu_seqlens), Axis.of(k.shape[-2], block_kv, cu_seqlens_kv)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_seqlens, cu_seqlens_kv, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_kv)
     ctx.mark_non_differentiable(*output[1:])
@@ -160,9 +167,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         q, k, v, cu_seqlens, cu_seqlens_kv, *ctx.settings = inputs
-        out, lse, k_mean = torch.ops.sagebwd.forward.default(*inputs)
-        ctx.save_for_backward(q, k, v, out, lse, k_mean, cu_seqlens, cu_seqlens_kv)
-        return out
+        output = torch.ops.sagebwd.forward.default(*inputs)
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_kv)
+        return output[0]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -72,8 +72,8 @@ def _quantize_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _quantize_grad_kernel(
-    grad_out, out, operand, delta, segments, n, d, heads, blocks,
-    TOKEN_SCALES: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
+    grad_out, out, rest, operand, delta, segments, n, d, heads, blocks,
+    TOKEN_SCALES: tl.constexpr, HAS_REST: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
     """One block of one head of dO, and its δ (heads, N)."""
     program = tl.program_id(0)
@@ -89,6 +89,10 @@ def _quantize_grad_kernel(
     out_tile = device.load_tokens(
         out, device.head_pointer(out, head, heads, start), first, n, d, BLOCK, D_PAD
     ).to(tl.float32)
+    if HAS_REST:
+        out_tile += device.load_tokens(
+            rest, device.head_pointer(rest, head, heads, start), first, n, d, BLOCK, D_PAD
+        ).to(tl.float32)
     tokens = first + tl.arange(0, BLOCK)
     value = device.inf_to_nan(tl.sum(grad_tile * out_tile, 1))
     tl.store(delta + head.to(tl.int64) * total + start + tokens, value, mask=tokens < n)
@@ -200,18 +204,20 @@ def quantize_grad(
     out: Tensor,
     axis: Axis,
     *,
+    rest: Tensor | None = None,
     rows: bool,
     columns: bool,
     sums: bool = False,
     token_scales: bool,
 ) -> tuple[Operand, Tensor]:
-    """dO as products take it, and δ (B · H, N_q) fp32."""
+    """dO as products take it, and δ (B · H, N_q) fp32, from ``out`` and what rounding took from it."""
     operand = _allocate(grad_out, axis, rows, columns, False, sums, token_scales)
     delta = grad_out.new_empty((grad_out.shape[0] * grad_out.shape[1], axis.n), dtype=torch.float32)
     _quantize_grad_kernel[(operand_tiles(grad_out, axis),)](
-        TokenTensor.of(grad_out), TokenTensor.of(out), operand, delta, axis.segments, axis.n,
-        out.shape[3], out.shape[1], axis.blocks,
-        TOKEN_SCALES=token_scales, BLOCK=axis.block, D_PAD=padded_head_dim(out.shape[3]),
+        TokenTensor.of(grad_out), TokenTensor.of(out), TokenTensor.of(out if rest is None else rest),
+        operand, delta, axis.segments, axis.n, out.shape[3], out.shape[1], axis.blocks,
+        TOKEN_SCALES=token_scales, HAS_REST=rest is not None, BLOCK=axis.block,
+        D_PAD=padded_head_dim(out.shape[3]),
         num_warps=_warps(out, axis),
     )  # fmt: skip
     return operand, delta

@@ -14,6 +14,7 @@ SWITCHES = [
     {"smooth_q": True},
     {"add_mean_k_term": True},
     {"exact_delta": True},
+    {"compensate_o": True},
     {"granularity": "block"},
     {"operand_scales": "token"},
     {"smooth_q": True, "add_mean_k_term": True, "exact_delta": True},

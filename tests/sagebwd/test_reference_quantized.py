@@ -185,6 +185,24 @@ def test_exact_delta_makes_rows_of_ds_sum_to_zero(draw):
     assert largest_row_sum(SageConfig()) > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_compensation_gives_the_delta_of_the_backwards_own_p_and_dp(draw, dtype, is_causal):
+    """Up to the rounding of the rest, and that of P where it is not the same for all values."""
+    q, k, v, grad_out = draw(200, head_dim=64)
+    inputs = [x.to(dtype) for x in (q, k, 0.005 * v + 1, grad_out)]
+
+    def row_sums(**settings):
+        config = SageConfig(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), **settings)
+        ds = attention(*inputs, is_causal=is_causal, config=config).ds.double()
+        return (ds.sum(-1).norm() / ds.norm()).item()
+
+    plain, compensated, exact = (row_sums(**x) for x in ({}, {"compensate_o": True}, {"exact_delta": True}))
+    assert plain > 0.2
+    assert compensated < 0.005
+    assert exact < 0.001
+
+
 def test_two_levels_and_exact_delta_end_the_growth_with_the_logits(draw, errors):
     inputs = draw(512, head_dim=64, batch=1, sigma=8.0)
     assert max(errors(inputs, SageConfig(s_levels=2, exact_delta=True), is_causal=True)) < 0.015

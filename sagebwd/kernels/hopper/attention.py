@@ -2,7 +2,7 @@
 
 The same arithmetic as the portable kernels, for head sizes above 32 up to 128 and the default settings, of
 which ``smooth_k``, ``smooth_v``, ``unsigned_p`` and ``exact_delta`` (delta.cu) may be set either way; O and
-dV may take P in 16 bit: P_HALF in the sources.
+dV may take P in 16 bit (P_HALF in the sources), and such an O may be compensated (COMPENSATE_O).
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class _Forward(ctypes.Structure):
         ("queries", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
         ("out", TokenTensor),
+        ("rest", TokenTensor),
         ("lse", ctypes.c_void_p),
         ("axes", _Axes),
         ("scale", ctypes.c_float),
@@ -219,7 +220,7 @@ def forward(
     is_causal: bool,
     scale: float,
     config: SageConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.forward.forward`."""
     if config.smooth_k:
         k_mean = packets.token_mean(k, kv_axis)
@@ -234,18 +235,23 @@ def forward(
     else:
         keys = packets.key_value_packets(k, v, kv_axis, subtracted, v_mean)
     out = _Result(q, q_axis)
+    rest = _Result(q, q_axis) if config.compensate_o else None
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:
         lse.fill_(float("-inf"))
     group, taken = q.shape[1] // k.shape[1], q.new_zeros(1, dtype=torch.int32)
     axes = _axes("forward", q, q_axis, kv_axis, own_axis=q_axis, group=group, taken=taken.data_ptr())
     arguments = _Forward(
-        queries.data_ptr(), keys.data_ptr(), out.target, lse.data_ptr(), axes, scale,
+        queries.data_ptr(), keys.data_ptr(), out.target, (rest or out).target, lse.data_ptr(), axes, scale,
         kv_axis.documents, None if v_mean is None else v_mean.data_ptr(),
     )  # fmt: skip
-    defines = {"SMOOTH_V": config.smooth_v, "UNSIGNED_P": config.is_unsigned("o")}
+    defines = {
+        "SMOOTH_V": config.smooth_v,
+        "UNSIGNED_P": config.is_unsigned("o"),
+        "COMPENSATE_O": config.compensate_o,
+    }
     _launch("forward", q, is_causal, arguments, p_half=p_half, **defines)
-    return out.finish(), lse, k_mean
+    return out.finish(), lse, k_mean, q.new_empty(0) if rest is None else rest.finish()
 
 
 def backward(
@@ -256,6 +262,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     k_mean: Tensor,
+    rest: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     *,
@@ -266,7 +273,9 @@ def backward(
     """As :func:`sagebwd.kernels.backward.backward`."""
     k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
     p_half = not config.is_int8("dv")
-    q_rows, q_columns = packets.query_gradient_packets(q, grad_out, out, lse, q_axis, p_half=p_half)
+    q_rows, q_columns = packets.query_gradient_packets(
+        q, grad_out, out, lse, q_axis, rest=rest if config.compensate_o else None, p_half=p_half
+    )
     dq, dk, dv = _Result(q, q_axis), _Result(k, kv_axis), _Result(v, kv_axis)
     group, taken = q.shape[1] // k.shape[1], q.new_zeros(3, dtype=torch.int32)
     if config.exact_delta:  # in the place of that in q_rows

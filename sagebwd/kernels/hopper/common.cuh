@@ -213,6 +213,8 @@ constexpr int STAGING_BYTES = ROWS * STAGING_PITCH;
 
 // Stores 64 rows times factor[row], the warpgroup's first being token `first` of `document`, by way of `staging`,
 // which only this warpgroup uses. fp32 that overflowed becomes NaN: an infinite sum says that an input was not finite.
+// REST: stores what rounding to 16 bit takes away.
+template <bool REST = false>
 __device__ __forceinline__ void store_rows(const TokenTensor& x, const float* values, const float (&factor)[2],
                                            u8* staging, int warpgroup, int head, int heads, int first,
                                            const Document& document, int d) {
@@ -221,9 +223,10 @@ __device__ __forceinline__ void store_rows(const TokenTensor& x, const float* va
 #pragma unroll
     for (int i = 0; i < D / 4; ++i) {
         const int r = i % 2, row = thread / 32 * 16 + lane / 4 + 8 * r, channel = i / 2 * 8 + lane % 4 * 2;
-        const float a = values[2 * i] * factor[r], b = values[2 * i + 1] * factor[r];
-        *reinterpret_cast<u32*>(staging + row * STAGING_PITCH + channel * 2) =
-            pack_halves(infinite_to_nan(a), infinite_to_nan(b));
+        const float a = infinite_to_nan(values[2 * i] * factor[r]), b = infinite_to_nan(values[2 * i + 1] * factor[r]);
+        u32 pair = pack_halves(a, b);
+        if (REST) pair = pack_halves(a - to_float(pair & 0xffff), b - to_float(pair >> 16));
+        *reinterpret_cast<u32*>(staging + row * STAGING_PITCH + channel * 2) = pair;
     }
     warpgroup_sync(warpgroup);
     constexpr int PIECES = D / 8;  // of 16 bytes in a row

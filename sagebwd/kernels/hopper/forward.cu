@@ -9,6 +9,13 @@ constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int STAGES = D == 64 ? 6 : P_IS_HALF ? 3 : 4;
 constexpr int CHUNKS = D / 64;  // of 64 channels, in which O is multiplied
 
+#ifdef COMPENSATE_O  // O is divided by the sum of P as it was rounded to 16 bit, and what rounding takes from O is kept
+constexpr bool COMPENSATES = true;
+#else
+constexpr bool COMPENSATES = false;
+#endif
+static_assert(P_IS_HALF || !COMPENSATES);
+
 // A stage in shared memory: the packet of 128 keys. V is by columns in INT8 or, if P is in 16 bit, as it is.
 constexpr int PACKET_BYTES = P_IS_HALF ? K_ROWS_BYTES : KV_BYTES;
 constexpr int K_ROWS = 0;
@@ -30,7 +37,7 @@ struct Barriers {
 
 struct Arguments {
     const u8 *queries, *keys;
-    TokenTensor out;
+    TokenTensor out, rest;  // rest: written if COMPENSATE_O is defined
     float* lse;
     Axes axes;
     float scale;
@@ -68,6 +75,7 @@ __device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> ke
 // With P in INT8 the product of the last tile is not yet in o: o + product * factor is what it should be.
 struct State {
     float o[D / 2], l[2], m[2];
+    float l_rounded[4];  // sums of P as rounded, over all threads of a row: each twice for row lane / 4, then for + 8
     int product[CHUNKS][32];
     float factor[2];
 };
@@ -141,24 +149,47 @@ __device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile
     if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) state.o[i] *= rescale[i / 2 % 2];
+        if constexpr (COMPENSATES) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) state.l_rounded[i] *= rescale[i / 2];
+        }
     }
 }
 
 // P times the values of a tile: beside o in INT8, which has a scale, into it in 16 bit.
+// `ones`: of ones_tile.
 template <int WORDS>
-__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WORDS], u32 values) {
+__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WORDS], u32 values, u64 ones) {
     if constexpr (P_IS_HALF) {
         multiply_across<KEYS>(state.o, p, values);
+        if constexpr (COMPENSATES) {  // summed by the tensor cores, which have time
+            products_begin();
+#pragma unroll
+            for (int i = 0; i < KEYS / 16; ++i) multiply_step_16(state.l_rounded, p + 4 * i, ones);
+            products_commit();
+        }
     } else {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) multiply_columns<KEYS, P_UNSIGNED>(state.product[c], p, values + c * 64 * KEYS / 16);
     }
 }
 
+// A tile of 16 x 8 ones in shared memory, which all threads write; visible after the next __syncthreads.
+__device__ __forceinline__ u64 ones_tile() {
+    if constexpr (COMPENSATES) {
+        __shared__ __align__(128) u32 ones[64];
+        if (threadIdx.x < 64) ones[threadIdx.x] = pack_halves(1.0f, 1.0f);
+        shared_write_fence();
+        return descriptor_plain(shared_address(ones));
+    }
+    return 0;
+}
+
 // To be called behind the wait for the product.
 __device__ __forceinline__ void finish_product(State& state) {
     if constexpr (P_IS_HALF) {
         pin(state.o);
+        if constexpr (COMPENSATES) pin(state.l_rounded);
     } else {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) pin(state.product[c]);
@@ -175,7 +206,7 @@ __device__ __forceinline__ void mask(int (&s)[64], int keys, int query) {
 }
 
 __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& work, int tiles, int warpgroup, u8* shared,
-                                          Ring<STAGES>& keys, Ring<1>& queries, State& state) {
+                                          u64 ones, Ring<STAGES>& keys, Ring<1>& queries, State& state) {
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4, first = work.first + warpgroup * ROWS;
     const u32 base = descriptor_base(shared_address(shared));
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), ring = base + RING / 16;
@@ -183,7 +214,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
     const float q_scale = *reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE);
     int s[64];
     Ring<STAGES> before = keys;
-    if constexpr (P_IS_HALF) pin(state.o);  // zeros that came after the first product would make it wait
+    if constexpr (P_IS_HALF) finish_product(state);  // zeros that came after the first product would make it wait
     keys.wait_full();
     multiply_rows<KEYS>(s, q_rows, ring + (keys.index * STAGE_BYTES + K_ROWS) / 16);
     for (int tile = 0;; ++tile) {
@@ -217,7 +248,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
             probabilities<true>(p, s, factor, largest_so_far, sum, state);
         else
             probabilities<false>(p, s, factor, largest_so_far, sum, state);
-        multiply_values(state, p, ring + (keys.index * STAGE_BYTES + VALUES) / 16);
+        multiply_values(state, p, ring + (keys.index * STAGE_BYTES + VALUES) / 16, ones);
         // After the last tile S is made once more, for nothing: a branch between products makes each wait.
         multiply_rows<KEYS>(s, q_rows, ring + (next.index * STAGE_BYTES + K_ROWS) / 16);
 
@@ -258,6 +289,7 @@ __device__ __forceinline__ void add_mean(float (&o)[D / 2], const float (&invers
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Arguments a) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ Barriers barriers;
+    const u64 ones = ones_tile();
     if (threadIdx.x == 0) {
         ring_init(barriers.full, barriers.empty, CONSUMERS);
         ring_init(barriers.queries_full, barriers.queries_empty, CONSUMERS);
@@ -285,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
         state.m[0] = state.m[1] = -INFINITE;
         const int tiles = warpgroup < work.q_packets ? tiles_of(work, warpgroup) : 0;
         if (tiles > 0)
-            meet_keys(a, work, tiles, warpgroup, shared, keys, queries, state);
+            meet_keys(a, work, tiles, warpgroup, shared, ones, keys, queries, state);
         else
             queries.release();
         queries.advance();
@@ -301,7 +333,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
             float l = state.l[r];
             l += __shfl_xor_sync(0xffffffff, l, 1);
             l += __shfl_xor_sync(0xffffffff, l, 2);
-            inverse[r] = l == 0.0f ? 0.0f : 1.0f / l;  // without keys O is zero
+            const float divisor = COMPENSATES ? state.l_rounded[2 * r] : l;
+            inverse[r] = divisor == 0.0f ? 0.0f : 1.0f / divisor;  // without keys O is zero
             const int token = first + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
             if (thread % 4 == 0 && token < work.q.tokens)
                 a.lse[i64(work.head) * a.axes.n_q + work.q.start + token] = state.m[r] + log2f(l);
@@ -311,7 +344,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
         add_mean(state.o, inverse, a.v_mean + (i64(work.head / a.axes.group) * a.documents + work.document) * D);
         inverse[0] = inverse[1] = 1.0f;
 #endif
-        store_rows(a.out, state.o, inverse, shared + STAGING + warpgroup * STAGING_BYTES, warpgroup, work.head, a.axes.heads,
-                   first, work.q, a.axes.d);
+        u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
+        store_rows(a.out, state.o, inverse, staging, warpgroup, work.head, a.axes.heads, first, work.q, a.axes.d);
+        if constexpr (COMPENSATES)
+            store_rows<true>(a.rest, state.o, inverse, staging, warpgroup, work.head, a.axes.heads, first, work.q, a.axes.d);
     }
 }

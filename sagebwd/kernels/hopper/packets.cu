@@ -56,16 +56,6 @@ struct Tile {
     __device__ __forceinline__ static int channel() { return threadIdx.x % (D / 8) * 8; }
 };
 
-__device__ __forceinline__ float to_float(u16 bits) {
-#ifdef IS_BF16
-    return __uint_as_float(u32(bits) << 16);
-#else
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
-    return y;
-#endif
-}
-
 // Eight numbers of 16 bits from channel `channel` of a token on; zero outside.
 __device__ __forceinline__ uint4 load_piece(const Source& source, const Block& block, int heads, int token, int channel, int d) {
     uint4 piece = {0, 0, 0, 0};
@@ -359,9 +349,10 @@ extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) key_columns_kernel(c
 }
 
 // Backward: rows of Q, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packet of their
-// own, columns of Q and, if P is in INT8, of dO. delta = rowsum(dO * O), section 3 of the paper.
+// own, columns of Q and, if P is in INT8, of dO. delta = rowsum(dO * O), section 3 of the paper; O with what rounding took
+// from it, if COMPENSATE_O is defined.
 extern "C" __global__ void __launch_bounds__(THREADS<ROWS>)
-    query_gradient_kernel(Source q, Source grad, Source out, const float* lse, u8* rows, u8* columns, Axis axis) {
+    query_gradient_kernel(Source q, Source grad, Source out, Source rest, const float* lse, u8* rows, u8* columns, Axis axis) {
     __shared__ int slots[16];
     __shared__ __align__(16) u8 transposed[D * (ROWS + 4)];
     Block block;
@@ -383,6 +374,10 @@ extern "C" __global__ void __launch_bounds__(THREADS<ROWS>)
     }
     Pieces<ROWS> out_pieces;
     out_pieces.load(out, block, axis.heads, axis.d);
+#ifdef COMPENSATE_O
+    Pieces<ROWS> rest_pieces;
+    rest_pieces.load(rest, block, axis.heads, axis.d);
+#endif
     load(pieces, tile, grad, block, axis);
     pieces.store_halves(row_packet + Q_TILE);
     float* stats = reinterpret_cast<float*>(row_packet + 3 * Q_TILE);
@@ -390,6 +385,12 @@ extern "C" __global__ void __launch_bounds__(THREADS<ROWS>)
     for (int i = 0; i < PIECES; ++i) {
         float o[8], delta = 0.0f;
         unpack(o, out_pieces.raw[i]);
+#ifdef COMPENSATE_O
+        float kept[8];
+        unpack(kept, rest_pieces.raw[i]);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) o[e] += kept[e];
+#endif
 #pragma unroll
         for (int e = 0; e < 8; ++e) delta += tile.x[i][e] * o[e];
 #pragma unroll

@@ -118,7 +118,14 @@ def key_columns(packets: Tensor, k: Tensor, axis: Axis) -> Tensor:
 
 
 def query_gradient_packets(
-    q: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, axis: Axis, *, p_half: bool = False
+    q: Tensor,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    axis: Axis,
+    *,
+    rest: Tensor | None = None,
+    p_half: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Q and dO for the backward, as two packets (tiles, bytes) a block.
 
@@ -127,13 +134,16 @@ def query_gradient_packets(
 
     Args:
         lse: (B · H, N_q) or (B, H, N_q) fp32, contiguous.
+        rest: what rounding took from ``out``, which δ takes too.
         p_half: dV takes P in 16 bit, and dO as it is: no columns of dO, no scale.
     """
     d_pad = padded_head_dim(q.shape[3])
     rows = _allocate(q, axis, QUERIES * (3 * d_pad + 8) + TAIL)
     columns = _allocate(q, axis, QUERIES * (1 if p_half else 2) * d_pad)
-    arguments = (*(_Source.of(x) for x in (q, grad_out, out)), lse, rows, columns, _Axis.of(q, axis))
-    _launch("query_gradient", q, QUERIES, 2 * len(rows), *arguments, P_HALF=p_half)
+    sources = (_Source.of(x) for x in (q, grad_out, out, out if rest is None else rest))
+    arguments = (*sources, lse, rows, columns, _Axis.of(q, axis))
+    defines = {"P_HALF": p_half, "COMPENSATE_O": rest is not None}
+    _launch("query_gradient", q, QUERIES, 2 * len(rows), *arguments, **defines)
     return rows, columns
 
 

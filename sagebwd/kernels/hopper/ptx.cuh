@@ -64,6 +64,9 @@ __device__ __forceinline__ void give_registers_back() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// Makes what threads wrote to shared memory visible to the tensor cores.
+__device__ __forceinline__ void shared_write_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // --- Products of a warpgroup -------------------------------------------------------------------------------
 //
 // An operand in shared memory is a tile whose rows are contiguous along the contraction: 64 or 128 bytes each,
@@ -86,6 +89,12 @@ template <int CHUNK_BYTES>
 __device__ __forceinline__ u64 descriptor_across(u32 low) {
     constexpr u32 swizzle = 1, stride = 8 * 128 / 16;
     return u64(swizzle << 30 | stride) << 32 | u32(CHUNK_BYTES / 16) << 16 | (low & 0xffff);
+}
+
+// Of a tile of 8 rows of 32 bytes that is not swizzled: two blocks of 128 bytes, the left and the right halves of the rows.
+__device__ __forceinline__ u64 descriptor_plain(u32 address) {
+    constexpr u32 stride = 128 / 16;
+    return u64(stride) << 32 | stride << 16 | (address >> 4 & 0x3fff);
 }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -200,6 +209,16 @@ __device__ __forceinline__ void multiply_step_16(float (&sum)[64], const u32* a,
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// The same with 8 columns.
+__device__ __forceinline__ void multiply_step_16(float (&sum)[4], const u32* a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." HALF "." HALF
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, accumulate, 1, 1, 0;\n}\n"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
 // --- Numbers -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -222,6 +241,16 @@ __device__ __forceinline__ float nan_max(float a, float b) {
 
 // max(a, |b|), in one instruction.
 __device__ __forceinline__ float nan_max_abs(float a, float b) { return nan_max(a, fabsf(b)); }
+
+__device__ __forceinline__ float to_float(u16 bits) {
+#ifdef IS_BF16
+    return __uint_as_float(u32(bits) << 16);
+#else
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+    return y;
+#endif
+}
 
 // Two numbers of 16 bits, the first in the low half.
 __device__ __forceinline__ u32 pack_halves(float first, float second) {

@@ -153,6 +153,20 @@ def test_exact_delta_mends_gradients_where_values_are_alike(errors, kernels, sam
     assert max(exact[dq], exact[dk]) < 0.03
 
 
+def test_compensated_o_mends_them_too(errors, kernels, sample):
+    """16-bit O alone does not: rounding O to 16 bit is enough to spoil δ."""
+    q, k, v, grad_out = sample(100, head_dim=64, dtype=torch.float32)
+    inputs = [x.half() for x in (q, k, 0.005 * v + 1, grad_out)]
+    products = ("s_fwd", "s_bwd", "dv", "dq", "dk")
+    plain, compensated = (
+        errors(kernels, inputs, config=SageConfig(int8_matmuls=products, compensate_o=on), is_causal=False)
+        for on in (False, True)
+    )
+    dq, dk = NAMES.index("dq"), NAMES.index("dk")
+    assert min(plain[dq], plain[dk]) > 0.04
+    assert max(compensated[dq], compensated[dk]) < 0.03
+
+
 def test_q_smoothing_takes_a_mean_of_queries_away(errors, kernels, sample):
     q, k, v, grad_out = sample(100, head_dim=64, dtype=torch.float32)
     q = q + 3 * torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(1))

@@ -82,6 +82,7 @@ SETTINGS = {
     },
     "add_mean_k_term": {"add_mean_k_term": True},
     "exact_delta": {"exact_delta": True},
+    "compensate_o": {"compensate_o": True, "int8_matmuls": ("s_fwd", "s_bwd", "dv", "dq", "dk")},
     "token scales": {"operand_scales": "token"},
     "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
     "accurate": {"smooth_k": False, "operand_scales": "token", "int8_matmuls": ("dv", "dq", "dk")},

@@ -27,6 +27,7 @@ CONFIGS = {
     "unsigned_p": SageConfig(unsigned_p=True),
     "exact_delta": SageConfig(exact_delta=True),
     "no INT8": SageConfig(int8_matmuls=()),
+    "compensate_o": SageConfig(int8_matmuls=("dq",), compensate_o=True),
     "all INT8": SageConfig(int8_matmuls=MATMULS, block_q=64, block_kv=32),
 }
 #: (tokens of q, cu_seqlens, tokens of k, cu_seqlens_kv)

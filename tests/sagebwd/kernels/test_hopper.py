@@ -80,6 +80,7 @@ OTHER_SETTINGS = {
         (without_int8("o", "dv").int8_matmuls, True),
         (without_int8("o", "dv", "dq").int8_matmuls, False),
     ],
+    "compensate_o": [],  # needs an O in 16 bit, see below
     "add_mean_k_term": [(True, False)],
     "block_q": [(64, True), (32, False), (128, False)],
     "block_kv": [(128, True), (64, False), (32, False)],
@@ -100,7 +101,8 @@ def test_every_setting_is_known_or_left_to_the_portable_kernels():
                 assert hopper._supports(config, head_dim) == is_known, (name, value)
     for config in (SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()):
         assert not hopper._supports(config, 64)
-    for config in (SageConfig.consistent(), without_int8("dv", smooth_v=True)):
+    compensated = without_int8("o", compensate_o=True)
+    for config in (SageConfig.consistent(), without_int8("dv", smooth_v=True), compensated):
         assert hopper._supports(config, 64)
 
 
@@ -261,8 +263,8 @@ def test_only_the_means_that_are_asked_for_are_taken(launched, sample, smooth_k,
     config = SageConfig(smooth_k=smooth_k, smooth_v=smooth_v)
     axes = [Axis.of(9, n, None if boundaries is None else torch.tensor(boundaries)) for n in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": config}
-    out, lse, k_mean = hopper.forward(q, k, v, *axes, **options)
-    hopper.backward(grad_out, q, k, v, out, lse, k_mean, *axes, **options)
+    saved = hopper.forward(q, k, v, *axes, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     names = [name for name, _, _ in launched]
     asked = ["sum", "mean"] * (smooth_k + smooth_v)
     assert names[:-5] == [*asked, "query", "key_value", "forward"]
@@ -313,8 +315,24 @@ def test_products_in_16_bit_get_the_tensors_as_they_are(launched, sample, produc
         assert first[name][0]["P_HALF"] is half, name
     for name, half in (("forward", half_o), ("dk_dv", half_dv)):
         assert first[name][0]["UNSIGNED_P"] is (config.unsigned_p and not half), name
-    columns = first["query_gradient"][1][5]
+    columns = first["query_gradient"][1][6]
     assert columns.shape[1] == 64 * 64 * (1 if half_dv else 2)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_the_rest_of_out_goes_from_the_forward_to_delta(launched, sample, on):
+    q, k, v, grad_out = sample(9, head_dim=64)
+    axes = [Axis.of(9, block, None) for block in (64, 128)]
+    options = {"is_causal": True, "scale": 0.1, "config": without_int8("o", compensate_o=on)}
+    saved = hopper.forward(q, k, v, *axes, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    out, _, _, rest = saved
+    assert rest.shape == (out.shape if on else (0,))
+    first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
+    assert first["forward"][0]["COMPENSATE_O"] is on
+    assert first["forward"][1][0].rest.data == address(rest if on else out)
+    assert first["query_gradient"][0]["COMPENSATE_O"] is on
+    assert first["query_gradient"][1][3].tensor.data == address(rest if on else out)
 
 
 @pytest.mark.parametrize("exact_delta", [False, True])
@@ -329,7 +347,7 @@ def test_exact_delta_takes_the_place_of_the_other_before_it_is_read(launched, sa
         "key", "query_gradient", *delta, "dk_dv", "key_columns", "dq"
     ]  # fmt: skip
     first = {name: arguments for name, _, arguments in reversed(launched)}
-    rows = address(first["query_gradient"][4])
+    rows = address(first["query_gradient"][5])
     assert {first[name][0].q_rows for name in (*delta, "dk_dv", "dq")} == {rows}
     counters = [first[name][0].axes.taken for name in (*delta, "dk_dv", "dq")]
     assert len(set(counters)) == len(counters)
@@ -517,7 +535,7 @@ def test_logsumexp(on_gpu, only_hopper, poisoned_memory, device, is_packed, is_c
         torch.tensor(x, device=device) if is_packed else None for x in ([0, 70, 199], [5, 160, 160])
     ]
     config = ops.encode(DEFAULT_CONFIG)
-    _, lse, _ = torch.ops.sagebwd.forward(q, k, v, *boundaries, is_causal, 0.1, config)
+    _, lse, *_ = torch.ops.sagebwd.forward(q, k, v, *boundaries, is_causal, 0.1, config)
     names = ("cu_seqlens", "cu_seqlens_kv")
     packed = {name: x.cpu() for name, x in zip(names, boundaries, strict=True)} if is_packed else {}
     inputs = (x.cpu() for x in (q, k, v))
@@ -1117,7 +1135,7 @@ def test_all_tokens_equal(kernels, head_dim):
 # --- Unsigned P, exact δ, O and dV in 16 bit ----------------------------------------------------------------
 
 UNSIGNED_P, EXACT_DELTA = SageConfig(unsigned_p=True), SageConfig(exact_delta=True)
-HALVES = without_int8("o", "dv")
+HALVES, COMPENSATED = without_int8("o", "dv"), without_int8("o", "dv", compensate_o=True)
 SWITCHED = {
     "unsigned_p": UNSIGNED_P,
     "unsigned_p, smooth_v": SageConfig(unsigned_p=True, smooth_v=True),
@@ -1127,9 +1145,13 @@ SWITCHED = {
     "16-bit dV": without_int8("dv", smooth_v=True),
     "16-bit O, dV": HALVES,
     "16-bit O, dV, exact_delta": without_int8("o", "dv", exact_delta=True),
+    "compensate_o": without_int8("o", compensate_o=True),
+    "compensate_o, 16-bit dV": COMPENSATED,
 }
 one_switch = pytest.mark.parametrize(
-    "config", [UNSIGNED_P, EXACT_DELTA, HALVES], ids=["unsigned_p", "exact_delta", "16-bit O, dV"]
+    "config",
+    [UNSIGNED_P, EXACT_DELTA, HALVES, COMPENSATED],
+    ids=["unsigned_p", "exact_delta", "16-bit O, dV", "compensate_o"],
 )
 
 
@@ -1258,12 +1280,13 @@ def test_exact_delta_mends_gradients_where_values_are_alike(errors, kernels, sam
     """As the test of that name in test_against_float64.py."""
     q, k, v, grad_out = sample(1000, head_dim=head_dim, dtype=torch.float32)
     inputs = [x.half() for x in (q, k, 0.005 * v + 1, grad_out)]
-    plain, exact = (
+    plain, halves, exact, compensated = (
         errors(kernels, inputs, config=config, is_causal=is_causal)[1:3]
-        for config in (DEFAULT_CONFIG, EXACT_DELTA)
+        for config in (DEFAULT_CONFIG, HALVES, EXACT_DELTA, COMPENSATED)
     )
     assert min(plain) > 0.1
-    assert max(exact) < 0.03
+    assert min(halves) > 0.05
+    assert max(*exact, *compensated) < 0.03
 
 
 # --- The same bits, whatever else runs ---------------------------------------------------------------------

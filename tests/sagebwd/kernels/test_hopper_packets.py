@@ -178,7 +178,7 @@ def assert_key_packets(packets, columns, axis, k, v, mean, boundaries=None):
     assert_same(columns, columns_tile(values))
 
 
-def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=None, p_half=False):
+def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=None, rest=None, p_half=False):
     rows, columns = (packets_written(x, axis) for x in packets)
     q_values, *scales = quantized(tiles_of(q, 64, boundaries).float(), rows, 0)
     tiles = [columns_tile(q_values)]
@@ -193,8 +193,10 @@ def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=N
     minus_lse = torch.where(exists, -blocks_of(lse, 64, boundaries), -torch.inf)
     minus_delta = rows[:, MINUS_DELTA].contiguous().view(torch.float32)
     assert not minus_delta[~exists].any()
-    products = (tiles_of(x, 64, boundaries).double() for x in (grad, out))
-    products = torch.mul(*products)
+    out = tiles_of(out, 64, boundaries).double()
+    if rest is not None:
+        out += tiles_of(rest, 64, boundaries).double()
+    products = tiles_of(grad, 64, boundaries).double() * out
     # At most 128 sums of fp32, each rounded to 2⁻²⁴ of the sum of magnitudes.
     error = (minus_delta + products.sum(-1)).abs()
     assert (error <= 128 * 2.0**-24 * products.abs().sum(-1)).all()
@@ -253,11 +255,11 @@ def test_keys_and_values(gaussian, shape):
 
 @shapes
 def test_queries_and_gradients(gaussian, log_sums, shape):
-    q, grad, out = gaussian(*shape, count=3)
+    q, grad, out, rest = gaussian(*shape, count=4)
     lse, axis = log_sums(*q.shape[:3]), Axis.of(q.shape[2], 64, None)
-    for p_half in (False, True):
-        packets = query_gradient_packets(q, grad, out, lse, axis, p_half=p_half)
-        assert_query_gradient_packets(packets, axis, q, grad, out, lse, p_half=p_half)
+    for options in ({}, {"p_half": True}, {"rest": rest}, {"p_half": True, "rest": rest}):
+        packets = query_gradient_packets(q, grad, out, lse, axis, **options)
+        assert_query_gradient_packets(packets, axis, q, grad, out, lse, **options)
 
 
 @pytest.mark.parametrize(

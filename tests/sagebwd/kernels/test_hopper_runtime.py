@@ -472,9 +472,9 @@ def entries():
 
 #: Macros of the sources that know any; those together that can be.
 MACROS = {
-    "forward": ((), ("SMOOTH_V",), ("P_HALF",)),
+    "forward": ((), ("SMOOTH_V",), ("P_HALF",), ("P_HALF", "COMPENSATE_O")),
     "dk_dv": ((), ("P_HALF",)),
-    "packets": ((), ("P_HALF",)),
+    "packets": ((), ("P_HALF", "COMPENSATE_O")),
 }
 #: Every pair of settings occurs in the quick ones.
 QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}

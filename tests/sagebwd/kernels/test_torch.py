@@ -119,8 +119,9 @@ def every_other(x):
         (torch.clone, True, SageConfig.strictly_causal()),
         (token_major, False, SageConfig.paper()),
         (every_other, True, SageConfig(smooth_q=True)),
+        (token_major, True, SageConfig(int8_matmuls=("dq",), compensate_o=True)),
     ],
-    ids=["contiguous", "packed", "token_major", "every_other"],
+    ids=["contiguous", "packed", "token_major", "every_other", "compensate_o"],
 )
 def test_operators_keep_their_promises(sample, boundaries, lay, packed, config):
     """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
@@ -144,7 +145,7 @@ def test_results_lie_in_memory_as_the_inputs_do(sample, lay):
 
 def test_tokens_of_no_document_get_numbers_too(sample, boundaries, all_memory_is_nan):
     q, k, v, _ = sample()
-    out, lse, _ = forward_op(q, k, v, boundaries)
+    out, lse, *_ = forward_op(q, k, v, boundaries)
     assert (out[..., BOUNDARIES[-1] :, :] == 0).all()
     assert (lse[..., BOUNDARIES[-1] :] == -torch.inf).all()
     assert lse[..., : BOUNDARIES[-1]].isfinite().all()
@@ -289,7 +290,7 @@ def test_the_logsumexp_has_no_gradient(sample):
     """It is a number like any other in what follows; only the path through out is differentiated."""
     q, k, v, _ = sample(40)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse, _ = forward_op(*leaves)
+    out, lse, *_ = forward_op(*leaves)
     assert out.requires_grad
     assert not lse.requires_grad
     factor = lse.half()[..., None].expand_as(out)
