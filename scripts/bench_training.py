@@ -72,7 +72,7 @@ from scripts.table1 import positive_int
 from scripts.training_peers import BASELINES
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
-from trainer.loop import Trainer
+from trainer.loop import Trainer, make_deterministic
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 from trainer.throughput import flops_per_token, peak_memory_gib
@@ -88,6 +88,13 @@ ATTENTIONS = {
     "fpa-flash": ["attention=fpa", "attention.sdpa=flash"],
     "fpa": ["attention=fpa"],
     "sagebwd": ["attention=sagebwd"],
+    "sagebwd-16-bit-p": ["attention=sagebwd", "attention.int8_matmuls=[s_fwd,s_bwd,dq,dk]"],
+    "sagebwd-compensated": [
+        *("attention=sagebwd", "attention.int8_matmuls=[s_fwd,s_bwd,dq,dk]", "attention.compensate_o=true")
+    ],
+    "sagebwd-consistent": ["attention=sagebwd_consistent"],
+    "fpa-deterministic": ["attention=fpa", "hardware.deterministic=true"],
+    "sagebwd-deterministic": ["attention=sagebwd", "hardware.deterministic=true"],
 }
 #: Rows say how many times as fast they are as these.
 RIVALS = ("fpa-cudnn", "fpa-flash")
@@ -108,6 +115,8 @@ examples:
       python -m scripts.bench_training --attention fpa-cudnn sagebwd --baselines --contexts 4096 --loader
   four micro-batches per step, as tps=260k has, and no QK-norm, as in the baselines
       python -m scripts.bench_training --accumulation 4 --set model.qk_norm=false
+  what hardware.deterministic=true costs
+      python -m scripts.bench_training --attention fpa fpa-deterministic --baselines
   a look at the files without a GPU
       python -m scripts.bench_training --device cpu --model llama_debug --contexts 64 \\
           --tokens-per-micro-batch 256 --attention fpa sagebwd --steps 3 --warm-up 1
@@ -196,7 +205,8 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     several = {"nargs": "*", "metavar": "NAME"}
     add = parser.add_argument_group("contestants").add_argument
     ours = [*RIVALS, "sagebwd"]
-    add("--attention", **several, choices=ATTENTIONS, default=ours, help="ours (default: all but fpa)")
+    chosen = f"ours: {', '.join(ATTENTIONS)} (default: {', '.join(ours)})"
+    add("--attention", **several, choices=ATTENTIONS, default=ours, help=chosen)
     add("--baselines", **several, choices=BASELINES, default=[*BASELINES], help="others (default: all)")
     add("--set", **several | {"metavar": "KEY=VALUE"}, default=[], help="settings of train.py, for all")
     count = {"type": positive_int, "metavar": "N"}
@@ -289,6 +299,7 @@ def run_job(name: str) -> None:
 def measure(job: Job) -> dict[str, Any]:
     """The measured fields of the job's row."""
     settings = settings_of(job)
+    make_deterministic(settings.hardware.deterministic)
     with tempfile.TemporaryDirectory() as folder:
         bench = BenchTrainer(settings, Path(folder), BASELINES.get(job.contestant))
         try:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from model import backends
 from model.config import LlamaConfig, parameter_count
 from model.llama import Llama
 from scripts import bench_training as bench
@@ -199,6 +200,27 @@ def test_mfu_is_the_trainer_s(monkeypatch):
         measured = bench.measure(job)
     flops = flops_per_token(bench.settings_of(job).model, 32)
     assert measured["mfu"] == pytest.approx(measured["tokens_per_second"] * flops / 0.01e12)
+
+
+@pytest.mark.parametrize("contestant", ["fpa", "fpa-deterministic"])
+def test_determinism_is_settled_before_the_trainer_exists(contestant, monkeypatch):
+    """As train.py does it; cuBLAS reads its part when it starts."""
+    asked = []
+
+    def no_trainer(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(bench, "make_deterministic", asked.append)
+    monkeypatch.setattr(bench, "BenchTrainer", no_trainer)
+    with pytest.raises(InterruptedError):
+        bench.measure(job_of(contestant))
+    assert asked == [contestant == "fpa-deterministic"]
+
+
+@pytest.mark.parametrize("name", bench.ATTENTIONS)
+def test_every_attention_has_settings_that_go_together(name):
+    settings = bench.settings_of(job_of(name)).attention
+    backends.load(settings).check(settings)
 
 
 def fail_with(monkeypatch, failing):
