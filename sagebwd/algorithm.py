@@ -54,7 +54,8 @@ def forward(
             p = (s - m_new).exp_()
             rescale = (m - m_new).exp_()
             l = rescale * l + p.sum(-1, keepdim=True)
-            l_rounded = rescale * l_rounded + p.to(q.dtype).float().sum(-1, keepdim=True)
+            if config.compensate_o:
+                l_rounded = rescale * l_rounded + p.to(q.dtype).float().sum(-1, keepdim=True)
             # The scale of a row is exp(rowmax(S) − m) / 127, or 255 if P is unsigned: kernels have it from
             # the online softmax. (Not with a scale per token, which P takes first.) l sums P as it is.
             o = rescale * o + products.contract_tokens(p, v_blocks[j], "o", PER_ROW, scores.mask(i, j))

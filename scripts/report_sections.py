@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 from scripts import paper
+from scripts.benchmarking import number
 from scripts.report_parts import (
     AGREES,
     CANNOT_TELL,
@@ -268,15 +269,10 @@ def many_gpus(results: Results) -> Body:
     lines = [
         [
             "1" if row["devices"] == 1 else f"{row['devices']}, {row['parallel']}",
-            *(
-                "" if value is None else f"{value:{form}}"
-                for value, form in (
-                    (row["tokens_per_second"], ",.0f"),
-                    (row["efficiency"], ".1%"),
-                    (row["loss_difference"], ".4f"),
-                    (row["peak_memory_gib"], ".1f"),
-                )
-            ),
+            number(row["tokens_per_second"], ",.0f"),
+            number(row["efficiency"], ".1%"),
+            number(row["loss_difference"], ".4f"),
+            number(row["peak_memory_gib"], ".1f"),
         ]
         for row in data["rows"]
     ]

@@ -116,7 +116,8 @@ def gaps_to_full_precision(group: dict) -> str:
     where = f"With learning rate {group['lr']:g}"
     clear = [f"{name} ({gap})" for name, gap in known.items() if abs(gap.mean) > gap.half_width]
     if not clear:
-        return f"{where} no setting ends away from full precision by more than the noise: no gap to close."
+        widest = max(gap.half_width for gap in known.values())
+        return f"{where} no setting is seen to end away from full precision; the intervals are ±{widest:.4f}."
     return (
         f"{where} the interval leaves out zero for {', '.join(clear)}, of {len(known)} settings; one in "
         "twenty does by chance."

@@ -366,11 +366,12 @@ def mends(settings: Settings) -> str:
     The first three are what the paper finds (its figures 5, 4 and 1); the others are SageConfig's.
     """
     attention, is_sage = settings.attention, settings.attention.backend == "sagebwd"
+    has_fitting_delta = attention.exact_delta or attention.compensate_o
     open_to_it = [
         (not settings.model.qk_norm, "model.qk_norm=true, which bounds the logits"),
         (is_sage and attention.smooth_k is False, "attention.smooth_k=true"),
         (True, f"fewer tokens per step than {tokens_per_step(settings):,}"),
         (is_sage and attention.granularity == "block", "attention.granularity=row, while logits are small"),
-        (is_sage and not attention.exact_delta, "attention.exact_delta=true, where full precision errs, too"),
+        (is_sage and not has_fitting_delta, "attention.exact_delta=true, where full precision errs, too"),
     ]
     return "What may help, in a run of its own: " + "; ".join(text for applies, text in open_to_it if applies)

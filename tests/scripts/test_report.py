@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from scripts import report
+from scripts import report, report_training
 from scripts.experiments import ITEMS
 from scripts.report_parts import AGREES, CANNOT_TELL, DIFFERS
 from scripts.report_sections import table1_verdict
@@ -72,6 +72,19 @@ def test_several_gpus_stand_beside_one(tmp_path):
     text = report.generate(tmp_path)
     assert "| 2, ddp | 1,950 | 97.5% | 0.0123 | 55.7 |" in text
     assert "| 4, fsdp |  |  |  |  |" in text
+
+
+def test_a_gap_to_full_precision_is_said_with_its_interval_or_how_wide_that_is():
+    def group(mean, half_width):
+        full, sage = report_training.FULL_PRECISION, report_training.SAGE
+        gap = {"of": sage, "minus": full, "mean": mean, "half_width": half_width, "seeds": 2}
+        return {"lr": 0.001, "variants": [{"variant": full}, {"variant": sage}], "differences": [gap]}
+
+    text = report_training.gaps_to_full_precision(group(-0.03, 0.02))
+    assert "zero for SageBwd (-0.0300 ± 0.0200 (2 seeds)), of 1 settings" in text
+    text = report_training.gaps_to_full_precision(group(0.03, 0.04))
+    assert text.endswith("no setting is seen to end away from full precision; the intervals are ±0.0400.")
+    assert report_training.gaps_to_full_precision(group(0.03, None)) == ""
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"rows": []}', '{"settings": 3, "rows": 4}'])

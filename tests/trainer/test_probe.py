@@ -268,6 +268,15 @@ def test_alarm_fires_once_and_again_only_after_it_was_well(compose_settings):
         assert text in fired[2][0]
 
 
+@pytest.mark.parametrize("on", [False, True])
+def test_alarm_offers_no_second_cure_for_delta(compose_settings, on):
+    """SageConfig refuses both at once."""
+    products = "attention.int8_matmuls=[s_fwd,s_bwd,dv,dq,dk]"
+    settings = compose_settings("attention=sagebwd", products, f"attention.compensate_o={on}")
+    (message,) = Alarm(settings).warnings(1, measured(dk_l2=0.5), [5])
+    assert ("exact_delta" in message) is not on
+
+
 def test_alarm_knows_layers_apart_names_the_worst_tensor_and_can_be_off(compose_settings):
     settings = compose_settings("attention=fpa", "model.qk_norm=true")
     values = measured(dq_l2=0.4, dv_l2=math.nan) | {
