@@ -157,14 +157,15 @@ class SageConfig:
 
     @classmethod
     def consistent(cls) -> SageConfig:
-        """Six products in INT8 and a δ that fits the backward's P and dP: dQ and dK err by a percent or two.
+        """P in 16 bit, and a δ that fits the backward's P and dP: dQ and dK err by a percent or two.
 
         Where values have much in common, dP is nearly the same along a row, and dS = P ∘ (dP − δ) is a small
-        difference. A δ from the rounded O is then off by more than that, in 16-bit attention as well; one
-        from the same P and dP is not. Costs S and dP once more: 14 units of tensor-core time, the default 11,
-        16-bit attention 18 (``scripts/gradient_variants.py``). Of large logits it does not mend S.
+        difference. A δ from the rounded O is then off by more than that, in 16-bit attention as well; that of
+        a compensated O is not. O and dV, outside INT8, err less, too. 13 units of tensor-core time, the
+        default 11, 16-bit attention 18 (``scripts/gradient_variants.py``); but P needs no scales and no
+        rounding to INT8, which takes longer than its products. Of large logits it does not mend S.
         """
-        return cls(exact_delta=True, unsigned_p=True)
+        return cls(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), compensate_o=True)
 
     def tile(self, head_dim: int) -> tuple[int, int]:
         """(queries, keys) of a tile: what is set, and 64 × 128, or 64 × 64 for heads larger than 128."""

@@ -138,11 +138,6 @@ CONFIGS = {
     "accurate": ("sagebwd accurate", SageConfig.accurate(), BOUND_INT8),
     "consistent": ("sagebwd consistent", SageConfig.consistent(), BOUND_INT8),
     "unsigned-p": ("sagebwd unsigned P", SageConfig(unsigned_p=True), BOUND_INT8),
-    "compensated": (
-        "sagebwd compensated O",
-        SageConfig(int8_matmuls=("s_fwd", "s_bwd", "dv", "dq", "dk"), compensate_o=True),
-        BOUND_INT8,
-    ),
     "16-bit-p": ("sagebwd P in 16 bit", SageConfig(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk")), BOUND_INT8),
 }
 

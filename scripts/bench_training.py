@@ -89,9 +89,6 @@ ATTENTIONS = {
     "fpa": ["attention=fpa"],
     "sagebwd": ["attention=sagebwd"],
     "sagebwd-16-bit-p": ["attention=sagebwd", "attention.int8_matmuls=[s_fwd,s_bwd,dq,dk]"],
-    "sagebwd-compensated": [
-        *("attention=sagebwd", "attention.int8_matmuls=[s_fwd,s_bwd,dq,dk]", "attention.compensate_o=true")
-    ],
     "sagebwd-consistent": ["attention=sagebwd_consistent"],
     "fpa-deterministic": ["attention=fpa", "hardware.deterministic=true"],
     "sagebwd-deterministic": ["attention=sagebwd", "hardware.deterministic=true"],

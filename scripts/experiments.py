@@ -109,6 +109,11 @@ PRESETS = {
         "attention.block_q=128",
         "attention.block_kv=64",
     ),
+    "sagebwd-exact_delta": (
+        "attention=sagebwd",
+        "attention.exact_delta=true",
+        "attention.unsigned_p=true",
+    ),
     "sagebwd-consistent": ("attention=sagebwd_consistent",),
     "sagebwd-accurate": ("attention=sagebwd_accurate",),
 }

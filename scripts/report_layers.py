@@ -437,7 +437,7 @@ def of_granularity(measured: FormatErrors, granularity: str) -> dict[str, dict]:
 # --- Where the error of the gradients comes from ------------------------------------------------------------
 
 #: Variants that are always shown; beside them those that no other beats in cost and error.
-ALWAYS_SHOWN = ("paper", "default", "V-smoothing", "consistent", "accurate", "all in 16 bit")
+ALWAYS_SHOWN = ("paper", "default", "V-smoothing", "exact δ", "consistent", "accurate", "all in 16 bit")
 #: A variant on the front must err less than the cheaper one before it by this much to be shown.
 WORTH_SHOWING = 0.1
 

@@ -64,10 +64,7 @@ CASES = {
     "wide_64": Case(tokens=200, head_dim=56),
     "wide_128": Case(tokens=200, head_dim=120),
     "wide_packed": Case(tokens=200, head_dim=64, boundaries=(0, 33, 33, 165)),
-    "wide_exact_delta": Case(SageConfig(exact_delta=True), tokens=200, head_dim=120),
-    "wide_16_bit": Case(
-        SageConfig(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), compensate_o=True), tokens=200, head_dim=120
-    ),
+    "wide_consistent": Case(SageConfig.consistent(), tokens=200, head_dim=120),
     "wide_smooth_v": Case(SageConfig(smooth_v=True), tokens=200, head_dim=56, boundaries=(0, 33, 33, 165)),
 }
 

@@ -372,6 +372,6 @@ def mends(settings: Settings) -> str:
         (is_sage and attention.smooth_k is False, "attention.smooth_k=true"),
         (True, f"fewer tokens per step than {tokens_per_step(settings):,}"),
         (is_sage and attention.granularity == "block", "attention.granularity=row, while logits are small"),
-        (is_sage and not has_fitting_delta, "attention.exact_delta=true, where full precision errs, too"),
+        (is_sage and not has_fitting_delta, "attention=sagebwd_consistent, where full precision errs, too"),
     ]
     return "What may help, in a run of its own: " + "; ".join(text for applies, text in open_to_it if applies)

@@ -263,18 +263,18 @@ def test_alarm_fires_once_and_again_only_after_it_was_well(compose_settings):
         "model.qk_norm=true",
         "tokens per step than 262,144",
         "attention.granularity=row",
-        "exact_delta=true",
+        "sagebwd_consistent",
     ):
         assert text in fired[2][0]
 
 
 @pytest.mark.parametrize("on", [False, True])
 def test_alarm_offers_no_second_cure_for_delta(compose_settings, on):
-    """SageConfig refuses both at once."""
+    """One that has a fitting δ needs no other."""
     products = "attention.int8_matmuls=[s_fwd,s_bwd,dv,dq,dk]"
     settings = compose_settings("attention=sagebwd", products, f"attention.compensate_o={on}")
     (message,) = Alarm(settings).warnings(1, measured(dk_l2=0.5), [5])
-    assert ("exact_delta" in message) is not on
+    assert ("sagebwd_consistent" in message) is not on
 
 
 def test_alarm_knows_layers_apart_names_the_worst_tensor_and_can_be_off(compose_settings):

@@ -1,8 +1,8 @@
 """Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packets, then forward.cu or dk_dv.cu, dq.cu.
 
 The same arithmetic as the portable kernels, for head sizes above 32 up to 128 and the default settings, of
-which ``smooth_k``, ``smooth_v``, ``unsigned_p`` and ``exact_delta`` (delta.cu) may be set either way; O and
-dV may take P in 16 bit (P_HALF in the sources), and such an O may be compensated (COMPENSATE_O).
+which ``smooth_k``, ``smooth_v`` and ``unsigned_p`` may be set either way; O and dV may take P in 16 bit
+(P_HALF in the sources), and such an O may be compensated (COMPENSATE_O).
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def _supports(config: SageConfig, head_dim: int) -> bool:
         and config.granularity == "row"
         and not config.smooth_q
         and not config.add_mean_k_term
+        and not config.exact_delta
         and config.s_levels == 1
     )
 
@@ -85,15 +86,6 @@ class _Forward(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("documents", ctypes.c_int),
         ("v_mean", ctypes.c_void_p),
-    ]
-
-
-class _Delta(ctypes.Structure):
-    _fields_ = [
-        ("q_rows", ctypes.c_void_p),
-        ("k_rows", ctypes.c_void_p),
-        ("axes", _Axes),
-        ("scale", ctypes.c_float),
     ]
 
 
@@ -143,8 +135,6 @@ LAUNCHES = {
     ("forward", 64, True): Launch(3, 196_608),
     ("forward", 128, False): Launch(2, 188_416),
     ("forward", 128, True): Launch(2, 203_776),
-    ("delta", 64, False): Launch(3, 142_336),
-    ("delta", 128, False): Launch(3, 227_328),
     ("dk_dv", 64, False): Launch(3, 196_608),
     ("dk_dv", 64, True): Launch(3, 172_032),
     ("dk_dv", 128, False): Launch(2, 211_968),
@@ -158,7 +148,7 @@ def _launch(
     name: str,
     like: Tensor,
     is_causal: bool,
-    arguments: _Forward | _Delta | _Dq | _DkDv,
+    arguments: _Forward | _Dq | _DkDv,
     *,
     p_half: bool = False,
     **defines: bool,
@@ -277,10 +267,7 @@ def backward(
         q, grad_out, out, lse, q_axis, rest=rest if config.compensate_o else None, p_half=p_half
     )
     dq, dk, dv = _Result(q, q_axis), _Result(k, kv_axis), _Result(v, kv_axis)
-    group, taken = q.shape[1] // k.shape[1], q.new_zeros(3, dtype=torch.int32)
-    if config.exact_delta:  # in the place of that in q_rows
-        axes = _axes("delta", q, q_axis, kv_axis, own_axis=q_axis, group=group, taken=taken.data_ptr() + 8)
-        _launch("delta", q, is_causal, _Delta(q_rows.data_ptr(), k_rows.data_ptr(), axes, scale))
+    group, taken = q.shape[1] // k.shape[1], q.new_zeros(2, dtype=torch.int32)
     axes = _axes("dk_dv", k, q_axis, kv_axis, own_axis=kv_axis, group=group, taken=taken.data_ptr())
     arguments = _DkDv(
         q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), dk.target, dv.target,

@@ -7,6 +7,7 @@ namespace {
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups that compute; one more copies
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int STAGES = D == 64 ? 6 : P_IS_HALF ? 3 : 4;
+constexpr bool IS_SHORT = STAGES == 3;  // one stage is read, one was, one is filled: it is waited for as late as can be
 constexpr int CHUNKS = D / 64;  // of 64 channels, in which O is multiplied
 
 #ifdef COMPENSATE_O  // O is divided by the sum of P as it was rounded to 16 bit, and what rounding takes from O is kept
@@ -227,7 +228,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
         Ring<STAGES> next = keys;
         if (!is_last) {
             next.advance();
-            next.wait_full();
+            if (!IS_SHORT) next.wait_full();
         }
 
         float m_tile[2], rescale[2], share[2], sum[2];
@@ -235,6 +236,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
         products_wait<0>();
         pin(s);
         finish_product(state);
+        if (tile > 0) before.release();
         if (is_last) queries.release();  // so that the next are here in time; what S reads below does not matter
         if (is_cut) mask(s, work.keys - first_key, first + row - first_key);
         int largest[2] = {HIDDEN, HIDDEN};
@@ -248,6 +250,7 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
             probabilities<true>(p, s, factor, largest_so_far, sum, state);
         else
             probabilities<false>(p, s, factor, largest_so_far, sum, state);
+        if (IS_SHORT && !is_last) next.wait_full();
         multiply_values(state, p, ring + (keys.index * STAGE_BYTES + VALUES) / 16, ones);
         // After the last tile S is made once more, for nothing: a branch between products makes each wait.
         multiply_rows<KEYS>(s, q_rows, ring + (next.index * STAGE_BYTES + K_ROWS) / 16);
@@ -258,7 +261,6 @@ __device__ __forceinline__ void meet_keys(const Arguments& a, const Queries& wor
             state.factor[r] = share[r] * (scales.y * (1.0f / P_MAX));
             state.l[r] = state.l[r] * rescale[r] + (P_IS_HALF ? sum[r] : sum[r] * share[r]);
         }
-        if (tile > 0) before.release();
         before = keys;
         if (is_last) break;
         keys = next;

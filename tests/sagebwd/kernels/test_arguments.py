@@ -306,7 +306,6 @@ def test_sanitizer_watches_every_kernel():
         "_mean_kernel",
         "_quantize_grad_kernel",
         "_quantize_kernel",
-        "delta_kernel",
         "dk_dv_kernel",
         "dq_kernel",
         "forward_kernel",

@@ -69,7 +69,7 @@ OTHER_SETTINGS = {
     "smooth_q": [(True, False)],
     "smooth_v": [(True, True)],
     "unsigned_p": [(True, True)],
-    "exact_delta": [(True, True)],
+    "exact_delta": [(True, False)],
     "operand_scales": [("token", False)],
     "granularity": [("block", False)],
     "int8_matmuls": [
@@ -101,8 +101,11 @@ def test_every_setting_is_known_or_left_to_the_portable_kernels():
                 assert hopper._supports(config, head_dim) == is_known, (name, value)
     for config in (SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()):
         assert not hopper._supports(config, 64)
-    compensated = without_int8("o", compensate_o=True)
-    for config in (SageConfig.consistent(), without_int8("dv", smooth_v=True), compensated):
+    for config in (
+        SageConfig.consistent(),
+        without_int8("dv", smooth_v=True),
+        without_int8("o", compensate_o=True),
+    ):
         assert hopper._supports(config, 64)
 
 
@@ -185,8 +188,8 @@ def assert_same_fields(structure, name, text):
 
 @pytest.mark.parametrize(
     ("source", "structure"),
-    [("forward", hopper._Forward), ("delta", hopper._Delta), ("dk_dv", hopper._DkDv), ("dq", hopper._Dq)],
-    ids=["forward", "delta", "dk_dv", "dq"],
+    [("forward", hopper._Forward), ("dk_dv", hopper._DkDv), ("dq", hopper._Dq)],
+    ids=["forward", "dk_dv", "dq"],
 )
 def test_arguments_are_those_of_the_source(source, structure):
     """Names, order and types: the driver sees nothing but their size."""
@@ -335,22 +338,17 @@ def test_the_rest_of_out_goes_from_the_forward_to_delta(launched, sample, on):
     assert first["query_gradient"][1][3].tensor.data == address(rest if on else out)
 
 
-@pytest.mark.parametrize("exact_delta", [False, True])
-def test_exact_delta_takes_the_place_of_the_other_before_it_is_read(launched, sample, exact_delta):
+def test_kernels_of_the_backward_read_the_same_packets_and_count_items_apart(launched, sample):
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
-    options = {"is_causal": True, "scale": 0.1, "config": SageConfig(exact_delta=exact_delta)}
+    options = {"is_causal": True, "scale": 0.1, "config": DEFAULT_CONFIG}
     saved = hopper.forward(q, k, v, *axes, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    delta = ["delta"] if exact_delta else []
-    assert [name for name, _, _ in launched][-5 - len(delta) :] == [
-        "key", "query_gradient", *delta, "dk_dv", "key_columns", "dq"
-    ]  # fmt: skip
+    assert [name for name, _, _ in launched][-5:] == ["key", "query_gradient", "dk_dv", "key_columns", "dq"]
     first = {name: arguments for name, _, arguments in reversed(launched)}
-    rows = address(first["query_gradient"][5])
-    assert {first[name][0].q_rows for name in (*delta, "dk_dv", "dq")} == {rows}
-    counters = [first[name][0].axes.taken for name in (*delta, "dk_dv", "dq")]
-    assert len(set(counters)) == len(counters)
+    dk_dv, dq = first["dk_dv"][0], first["dq"][0]
+    assert dk_dv.q_rows == dq.q_rows == address(first["query_gradient"][5])
+    assert dk_dv.axes.taken != dq.axes.taken
 
 
 # --- On a Hopper GPU ---------------------------------------------------------------------------------------
@@ -1132,26 +1130,22 @@ def test_all_tokens_equal(kernels, head_dim):
         assert (found[name].abs() <= 5 * 2**-11 * other.abs() * head_dim**0.5).all(), name
 
 
-# --- Unsigned P, exact δ, O and dV in 16 bit ----------------------------------------------------------------
+# --- Unsigned P, O and dV in 16 bit --------------------------------------------------------------------------
 
-UNSIGNED_P, EXACT_DELTA = SageConfig(unsigned_p=True), SageConfig(exact_delta=True)
-HALVES, COMPENSATED = without_int8("o", "dv"), without_int8("o", "dv", compensate_o=True)
+UNSIGNED_P, HALVES, CONSISTENT = SageConfig(unsigned_p=True), without_int8("o", "dv"), SageConfig.consistent()
 SWITCHED = {
     "unsigned_p": UNSIGNED_P,
     "unsigned_p, smooth_v": SageConfig(unsigned_p=True, smooth_v=True),
-    "exact_delta": EXACT_DELTA,
-    "all three": SageConfig(unsigned_p=True, smooth_v=True, exact_delta=True),
     "16-bit O": without_int8("o", unsigned_p=True),
     "16-bit dV": without_int8("dv", smooth_v=True),
     "16-bit O, dV": HALVES,
-    "16-bit O, dV, exact_delta": without_int8("o", "dv", exact_delta=True),
     "compensate_o": without_int8("o", compensate_o=True),
-    "compensate_o, 16-bit dV": COMPENSATED,
+    "consistent": CONSISTENT,
 }
 one_switch = pytest.mark.parametrize(
     "config",
-    [UNSIGNED_P, EXACT_DELTA, HALVES, COMPENSATED],
-    ids=["unsigned_p", "exact_delta", "16-bit O, dV", "compensate_o"],
+    [UNSIGNED_P, HALVES, CONSISTENT],
+    ids=["unsigned_p", "16-bit O, dV", "consistent"],
 )
 
 
@@ -1276,17 +1270,17 @@ def test_all_tokens_equal_with_unsigned_p(kernels, n, head_dim):
 
 @causal_and_full
 @both_head_dims
-def test_exact_delta_mends_gradients_where_values_are_alike(errors, kernels, sample, is_causal, head_dim):
-    """As the test of that name in test_against_float64.py."""
+def test_compensation_mends_gradients_where_values_are_alike(errors, kernels, sample, is_causal, head_dim):
+    """dP is then nearly the same along a row, and dS a small difference of it and δ. 16-bit O is not enough."""
     q, k, v, grad_out = sample(1000, head_dim=head_dim, dtype=torch.float32)
-    inputs = [x.half() for x in (q, k, 0.005 * v + 1, grad_out)]
-    plain, halves, exact, compensated = (
+    inputs = [x.half() for x in (q, k, 0.002 * v + 1, grad_out)]
+    plain, halves, consistent = (
         errors(kernels, inputs, config=config, is_causal=is_causal)[1:3]
-        for config in (DEFAULT_CONFIG, HALVES, EXACT_DELTA, COMPENSATED)
+        for config in (DEFAULT_CONFIG, HALVES, CONSISTENT)
     )
-    assert min(plain) > 0.1
+    assert min(plain) > 0.3
     assert min(halves) > 0.05
-    assert max(*exact, *compensated) < 0.03
+    assert max(consistent) < 0.03
 
 
 # --- The same bits, whatever else runs ---------------------------------------------------------------------
