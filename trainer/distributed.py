@@ -118,9 +118,9 @@ def join(device: str) -> Ranks:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     if count > 1:
         # When a rank keeps the others waiting for too long NCCL ends them. Writing down first what they were
-        # doing, which nobody asked for, would take another minute; and to print the Python stack that it
-        # recorded it would wait for the interpreter, for ever if the main thread holds that while its queue of
-        # kernels is full.
+        # doing, which nobody asked for, would take another minute. And to print the Python stack that it
+        # recorded it would wait for the interpreter: for ever, if the main thread holds that while its
+        # queue of kernels is full.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         dist.init_process_group(

@@ -1130,7 +1130,7 @@ def test_all_tokens_equal(kernels, head_dim):
         assert (found[name].abs() <= 5 * 2**-11 * other.abs() * head_dim**0.5).all(), name
 
 
-# --- Unsigned P, O and dV in 16 bit --------------------------------------------------------------------------
+# --- Unsigned P, O and dV in 16 bit -------------------------------------------------------------------------
 
 UNSIGNED_P, HALVES, CONSISTENT = SageConfig(unsigned_p=True), without_int8("o", "dv"), SageConfig.consistent()
 SWITCHED = {
@@ -1271,7 +1271,7 @@ def test_all_tokens_equal_with_unsigned_p(kernels, n, head_dim):
 @causal_and_full
 @both_head_dims
 def test_compensation_mends_gradients_where_values_are_alike(errors, kernels, sample, is_causal, head_dim):
-    """dP is then nearly the same along a row, and dS a small difference of it and δ. 16-bit O is not enough."""
+    """dS is then a small difference of dP and δ, which even O in 16 bit spoils, unless it is compensated."""
     q, k, v, grad_out = sample(1000, head_dim=head_dim, dtype=torch.float32)
     inputs = [x.half() for x in (q, k, 0.002 * v + 1, grad_out)]
     plain, halves, consistent = (
