@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from scripts import report_layers, report_sections, report_training
+from scripts import report_gradients, report_layers, report_sections, report_training
 from scripts.report_parts import Body
 from scripts.results import Results
 
@@ -334,7 +334,7 @@ ITEMS = (
         "gradient_formats",
         "S3: dP in INT8, and INT8 against FP8 gradients",
         "gradient_formats.json",
-        report_layers.gradient_formats,
+        report_gradients.gradient_formats,
         traced("scripts.gradient_formats", "gradient_formats"),
         question="dP must stay in 16 bit, and INT8 beats FP8",
         stages=one_seed(MILESTONES),
@@ -370,7 +370,7 @@ ITEMS = (
         "gradient_error",
         "Beyond the paper: where the error of dS comes from",
         "gradient_error.json",
-        report_layers.gradient_error,
+        report_gradients.gradient_error,
         traced("scripts.gradient_error", "gradient_error"),
         stages=one_seed(MILESTONES),
         minutes={"full": 15, "scaled": 15, "debug": 1},

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scripts.results import Results
 
 AGREES, DIFFERS, CANNOT_TELL = "agrees", "does not agree", "cannot tell at this scale"
+#: A model that has seen fewer tokens than this is hardly trained: what is measured in it decides nothing.
+TRAINED = 1_000_000
+UNTRAINED = f"No model here has seen {TRAINED:,} tokens."
 
 
 class Verdict(NamedTuple):
@@ -33,6 +37,32 @@ class Section(NamedTuple):
     title: str
     needs: tuple[str, ...]
     write: Callable[[Results], Body]
+
+
+class Case(NamedTuple):
+    """Whether a claim holds for a model that has seen so many tokens (0: random numbers); the numbers."""
+
+    name: str
+    tokens: int
+    holds: bool
+    numbers: str
+
+
+def by_share(claim: str, cases: Sequence[Case], rule: str) -> Verdict:
+    """Agrees if the claim holds in all cases, and does not if in none; those where it fails are listed."""
+    trained = [case for case in cases if case.tokens >= TRAINED]
+    if not trained:
+        return Verdict(claim, CANNOT_TELL, f"{UNTRAINED} {rule}")
+    failing = [f"{case.name}: {case.numbers}" for case in trained if not case.holds]
+    count = len(trained) - len(failing)
+    answer = {len(trained): AGREES, 0: DIFFERS}.get(count, CANNOT_TELL)
+    why = f"{rule} That holds in {count} of {len(trained)} cases (all: agrees; none: does not)"
+    return Verdict(claim, answer, f"{why}; not in {'; '.join(failing)}." if failing else f"{why}.")
+
+
+def known(value: float | None) -> float:
+    """JSON has no NaN; it has null in its place."""
+    return math.nan if value is None else value
 
 
 def decimal(value: float) -> str:

@@ -2,7 +2,7 @@
 
 Words around numbers that are computed from the results, one function a section. A section of the paper
 returns verdicts with its text; each states its rule. To fill in the section of a new item, write a function
-here, in report_training.py or in report_layers.py, and name it in scripts/experiments.py.
+here or in report_training.py, report_layers.py or report_gradients.py, and name it in scripts/experiments.py.
 """
 
 from __future__ import annotations

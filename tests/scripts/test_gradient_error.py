@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sagebwd import SageConfig
-from scripts import gradient_error, report_layers
+from scripts import gradient_error, report_gradients
 from scripts.attention_emulation import Head, Result, emulate, scheme_of
 from scripts.gradient_error import Row, Source, front, gain, heads_of
 from scripts.gradient_variants import ROUNDINGS, STEPS, ladder, rounded_in, variants
@@ -119,7 +119,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert f"{means[1]:.4f}" in markdown.split("## dQ: error against cost")[1].split("##")[0]
     assert "| a run, step 1 " in markdown
     assert "written to" in capsys.readouterr().out
-    check_section(report_layers.gradient_error(Results(tmp_path / "new")).text, means, default[-1])
+    check_section(report_gradients.gradient_error(Results(tmp_path / "new")).text, means, default[-1])
 
 
 def check_section(text, means, gaussian):

@@ -9,7 +9,7 @@ import sagebwd.quantization
 import sagebwd.reference
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l1, relative_l2
-from scripts import gradient_formats, report_layers
+from scripts import gradient_formats, report_gradients
 from scripts.gradient_formats import (
     FORMATS,
     PER_COLUMN,
@@ -117,7 +117,7 @@ def test_from_a_trace_to_the_table(tmp_path, capsys):
     assert text in capsys.readouterr().out
     assert "a run, step 1 (2 layers)" in text
     assert f"FP8 gradients: l1 {PUBLISHED['FP8 gradients']['l1']:g}" in text
-    check_section(report_layers.gradient_formats(Results(tmp_path / "made")), rows)
+    check_section(report_gradients.gradient_formats(Results(tmp_path / "made")), rows)
 
 
 def check_section(body, rows):
