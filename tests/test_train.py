@@ -145,13 +145,11 @@ def test_a_failing_run_does_not_stop_the_others_and_the_exit_code_tells(command,
     assert len(list(tmp_path.glob("*/DONE"))) == 2
 
 
+#: One of each kind: found before Hydra, by Hydra, by the plan, in the data. More in tests/trainer.
 REFUSED = [
     (["optimiser.lr=1"], "optimizer.lr"),
-    (["lr=1"], "optimizer.lr"),
-    (["attention.smoth_q=true"], "attention.smooth_q"),
     (["optimizer.lr=fast"], "optimizer.lr"),
     (["tps=1m"], "2.1m"),
-    (["attention=fpa", "attention.smooth_q=true"], "attention=sagebwd"),
     (["hardware.micro_batch=3"], "hardware.micro_batch=2 or 4"),
     (["data=text", "data.path=no_such_book.txt"], "no_such_book.txt"),
 ]

@@ -40,6 +40,7 @@ def test_known_names_pass(arguments):
     [
         ("optimzer.lr=1", "did you mean optimizer.lr"),
         ("lr=1", "did you mean optimizer.lr?"),
+        ("attention.smoth_q=true", "did you mean attention.smooth_q"),
         ("qk_norm=true", "did you mean model.qk_norm?"),
         ("warp_drive=on", "python train.py --help lists all settings"),
     ],
