@@ -121,8 +121,8 @@ def join(device: str) -> Ranks:
         # doing, which nobody asked for, would take another minute. And to print the Python stack that it
         # recorded it would wait for the interpreter: for ever, if the main thread holds that while its
         # queue of kernels is full.
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        if os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0") == "0":
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             device_id=local if device == "cuda" else None,
