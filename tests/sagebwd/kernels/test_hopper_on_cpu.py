@@ -1,0 +1,103 @@
+"""The sources of the Hopper kernels on a CPU, with on_cpu/ptx.cuh in the place of Hopper's instructions.
+
+They must give what the reference does. On a Hopper GPU test_hopper.py and test_hopper_settings.py ask for more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sagebwd import SageConfig, reference
+from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.kernels.hopper import runtime
+from sagebwd.kernels.operands import Axis
+from sagebwd.metrics import relative_l2
+
+ON_CPU = Path(__file__).parent / "on_cpu"
+FLAGS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC", "-pthread"]
+DYNAMIC_SHARED = "extern __shared__ __align__(1024) u8 shared[];"  # of a size that the launch gives
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A folder with all that the kernels include."""
+    folder = tmp_path_factory.mktemp("sources")
+    for path in (*runtime.SOURCES.glob("*.cu*"), ON_CPU / "ptx.cuh"):  # the last in the place of another
+        text = path.read_text(encoding="utf-8")
+        (folder / path.name).write_text(text.replace(DYNAMIC_SHARED, "u8* shared = shared_memory;"))
+    return folder
+
+
+def build(folder, source, defines):
+    """The kernels of ``source``.cu, compiled: a library with run_NAME_kernel for each."""
+    names = re.findall(r"(\w+_kernel)\(", (folder / f"{source}.cu").read_text())
+    main = f'#include "{source}.cu"\nusing A = void**;\n' + "".join(
+        f'extern "C" void run_{name}(unsigned g, unsigned t, A a) {{ launch(g, t, a, {name}); }}\n'
+        for name in dict.fromkeys(names)
+    )
+    macros = [f"-D{key}={int(value)}" for key, value in defines.items() if value is not False]
+    library = folder / f"{abs(hash((source, *macros)))}.so"
+    if not library.exists():
+        command = ["g++", *FLAGS, *macros, f"-I{folder}", "-x", "c++", "-", "-o", str(library)]
+        subprocess.run(command, input=main, text=True, check=True)
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture
+def attend(sources, monkeypatch, poisoned_memory):
+    """Out, dq, dk and dv of the Hopper kernels, on CPU tensors."""
+
+    def kernel(source, name, shared_bytes, **defines):
+        run = getattr(build(sources, source, defines), f"run_{name}")
+
+        def launch(grid, threads, *arguments):
+            if grid:
+                frame = runtime._Signature(tuple(map(type, arguments))).pack(arguments)
+                run(grid, threads, ctypes.c_void_p(frame.address))
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(runtime, "kernel", kernel)
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
+
+    def attend(q, k, v, grad_out, *, is_causal, config, boundaries=None):
+        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
+        options = {"is_causal": is_causal, "scale": q.shape[3] ** -0.5, "config": config}
+        saved = hopper.forward(q, k, v, *axes, **options)
+        return saved[0], *hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("config", "head_dim", "is_causal", "documents"),
+    [
+        (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
+        (DEFAULT_CONFIG, 128, False, None),
+        (SageConfig.consistent(), 64, True, None),
+        (SageConfig.consistent(), 120, True, [200, 30]),
+        (SageConfig(smooth_v=True, unsigned_p=True), 64, False, None),
+    ],
+    ids=["default-64-packed", "default-128", "consistent-64", "consistent-120-packed", "smooth_v, unsigned_p-64"],
+)
+def test_they_compute_what_the_reference_does(attend, draw, config, head_dim, is_causal, documents):
+    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    tokens = 310 if documents is None else sum(documents)
+    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    found = attend(*inputs, is_causal=is_causal, config=config, boundaries=boundaries)
+    options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries, "enable_gqa": True}
+    wanted = reference.attention(*inputs, **options)
+    for name, x in zip(("out", "dq", "dk", "dv"), found, strict=True):
+        assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
