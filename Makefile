@@ -17,8 +17,9 @@ quickstart: $(VENV)/train.done
 	$(BIN)/python train.py -m experiment=quickstart attention=fpa,sagebwd runs_dir=runs/quickstart
 	$(BIN)/python -m scripts.compare runs/quickstart --out runs/quickstart/comparison.png
 
+# Three processes on two cores: tests that start train.py also wait for it.
 test: $(VENV)/dev.done lint
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check --quiet .

@@ -20,22 +20,28 @@ STACK, STACK_OF_VARIANTS = 512, 1024
 ATTENTION_KERNELS = {"_forward_kernel", "_dk_dv_kernel", "_dq_kernel"}
 
 
-DEFAULT = ("128/default/attention", "256/default/*")
 #: These need most memory, so they are compiled where there is least.
 LARGE = [f"128/{name}/attention" for name in ("smooth_q", "no_int8", "paper", "strictly_causal")]
+QUANTIZE = [f"128/{name}/quantize" for name in ("smooth_q", "unsigned_p", "strictly_causal")]
 
 #: Cases of compile_ahead.py, a process each; mostly at the head size that takes most. 89 and 120 have the
 #: memory of 86, and 89 its instructions. On Hopper many settings run kernels of their own; not these.
 CASES = {
     "Hopper": [
-        *(f"90/{case}" for case in (*DEFAULT, "32/default/*")),
-        *(f"90/128/{name}/attention" for name in ("paper", "strictly_causal")),
+        *(f"90/{size}/default/*" for size in (32, 256)),
+        *(f"90/128/{name}/attention" for name in ("default", "paper", "strictly_causal")),
     ],
-    "consumer Ampere": [f"86/{case}" for case in (*DEFAULT, *LARGE, "128/*/quantize")],
-    "Ampere and Ada": [f"80/{case}" for case in (*DEFAULT, "64/packed_gqa/attention")]
-    + ["89/128/default/attention"],
-    "Blackwell": [f"100/{case}" for case in (*DEFAULT, "64/full_float16/attention")]
-    + ["120/128/default/attention"],
+    "consumer Ampere": [
+        *(f"86/{case}" for case in ("128/default/attention", "256/default/*", *LARGE, *QUANTIZE))
+    ],
+    "Ampere and Ada": [
+        *("80/128/default/attention", "80/64/packed_gqa/attention", "80/256/default/attention"),
+        "89/128/default/attention",
+    ],
+    "Blackwell": [
+        *("100/128/default/attention", "100/64/full_float16/attention", "100/256/default/attention"),
+        "120/128/default/attention",
+    ],
 }
 
 
