@@ -163,7 +163,7 @@ class SageConfig:
         difference. A δ from the rounded O is then off by more than that, in 16-bit attention as well; that of
         a compensated O is not. O and dV, outside INT8, err less, too. 13 units of tensor-core time, the
         default 11, 16-bit attention 18 (``scripts/gradient_variants.py``); but P needs no scales and no
-        rounding to INT8, which takes longer than its products. Of large logits it does not mend S.
+        rounding to INT8, which on Hopper takes longer than that. Of large logits it does not mend S.
         """
         return cls(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), compensate_o=True)
 

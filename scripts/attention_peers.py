@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -138,7 +138,7 @@ CONFIGS = {
     "accurate": ("sagebwd accurate", SageConfig.accurate(), BOUND_INT8),
     "consistent": ("sagebwd consistent", SageConfig.consistent(), BOUND_INT8),
     "unsigned-p": ("sagebwd unsigned P", SageConfig(unsigned_p=True), BOUND_INT8),
-    "16-bit-p": ("sagebwd P in 16 bit", SageConfig(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk")), BOUND_INT8),
+    "16-bit-p": ("sagebwd P in 16 bit", replace(SageConfig.consistent(), compensate_o=False), BOUND_INT8),
 }
 
 #: By the name that --without takes.

@@ -88,7 +88,7 @@ ATTENTIONS = {
     "fpa-flash": ["attention=fpa", "attention.sdpa=flash"],
     "fpa": ["attention=fpa"],
     "sagebwd": ["attention=sagebwd"],
-    "sagebwd-16-bit-p": ["attention=sagebwd", "attention.int8_matmuls=[s_fwd,s_bwd,dq,dk]"],
+    "sagebwd-16-bit-p": ["attention=sagebwd_consistent", "attention.compensate_o=false"],
     "sagebwd-consistent": ["attention=sagebwd_consistent"],
     "fpa-deterministic": ["attention=fpa", "hardware.deterministic=true"],
     "sagebwd-deterministic": ["attention=sagebwd", "hardware.deterministic=true"],
