@@ -3,8 +3,12 @@
     python -m scripts.curves runs/35m-131k/* --out results/figure1a
 
 Reads run directories (config.yaml, metrics.jsonl, environment.jsonl) and writes OUT.json, with the loss
-curves thinned out, so that the runs themselves need not be kept, and OUT.png. Runs of one model and schedule
-make a group; within it, runs that differ in the seed alone make a variant.
+curves thinned out, so that the runs themselves need not be kept, and OUT.png. Such a JSON file may be given
+in the place of its runs, so that later ones are compared with them:
+
+    python -m scripts.curves results/figure1a.json runs/more/* --out results/figure1a
+
+Runs of one model and schedule make a group; within it, runs that differ in the seed alone make a variant.
 
     final loss   mean training loss of the last tenth of the steps
     diverged     a loss or gradient that is not finite, or at the end a final loss more than 0.3 above the
@@ -63,7 +67,7 @@ NORMAL = 1.96
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
-        runs = [read_run(path) for path in arguments.runs]
+        runs = [run for path in arguments.runs for run in read(path)]
         finished = [run for run in runs if run["finished"] or run["diverged"]]
         if not finished:
             raise ValueError(
@@ -83,7 +87,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories, or JSON files of this script")
     parser.add_argument("--out", type=Path, required=True, help="what the files' names begin with")
     parser.add_argument("--item", help="the experiment these runs belong to (scripts/experiments.py)")
     parser.add_argument("--scale", default="scaled", help="its scale (default %(default)s)")
@@ -91,6 +95,18 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 
 
 # --- Reading runs -------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The run of a directory, or those of an earlier comparison. Raises ValueError if it is neither."""
+    if path.suffix != ".json":
+        return [read_run(path)]
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["runs"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no comparison that this script wrote ({error}); give OUT.json of an earlier one"
+        ) from error
 
 
 def read_run(path: Path) -> dict[str, Any]:

@@ -183,6 +183,21 @@ def test_runs_become_groups_variants_and_files(make_run, tmp_path):
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["figure.json", "figure.png"]
 
 
+def test_runs_that_are_gone_are_compared_from_their_json(make_run, tmp_path):
+    losses = np.linspace(5, 3, 40)
+    paths = [
+        make_run(f"{name}{seed}", losses + gap + seed, *overrides, f"seed={seed}")
+        for name, gap, overrides in (("f", 0, ()), ("s", 0.1, SAGE))
+        for seed in (1, 2)
+    ]
+    curves.main([*map(str, paths), "--out", str(tmp_path / "whole")])
+    curves.main([*map(str, paths[:3]), "--out", str(tmp_path / "part")])
+    curves.main([str(tmp_path / "part.json"), str(paths[3]), "--out", str(tmp_path / "part")])
+    whole, part = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "part"))
+    assert part["groups"] == whole["groups"]
+    assert part["runs"] == whole["runs"]
+
+
 def test_a_diverged_seed_takes_its_variant_out_of_the_comparison(make_run):
     losses = np.linspace(5, 3, 40)
     paths = [make_run("a", losses), make_run("b", losses, *SAGE, done=False)]
@@ -217,6 +232,9 @@ def test_what_is_no_run_is_named(tmp_path, make_run):
     with pytest.raises(SystemExit, match=r"holds no environment.jsonl"):
         curves.main([str(unfinished), "--out", str(tmp_path / "x")])
     assert not (tmp_path / "x.json").exists()
+    write_text(tmp_path / "other.json", "{}")
+    with pytest.raises(SystemExit, match=r"other\.json is no comparison .*give OUT\.json of an earlier one"):
+        curves.main([str(tmp_path / "other.json"), "--out", str(tmp_path / "x")])
 
 
 def test_of_places_on_a_machine_only_names_are_kept():
