@@ -30,3 +30,13 @@ def datasets(tmp_path_factory):
 def command(datasets):
     """command("steps=3", …) -> the argument list of a debug run."""
     return functools.partial(debug_command, datasets)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session, items):
+    """A test whose fixture is missing is an error, also where it would be deselected: without a GPU."""
+    for item in items:
+        given = {"request", *(item.callspec.params if hasattr(item, "callspec") else ())}
+        for name in item.fixturenames:
+            if name not in given and not session._fixturemanager.getfixturedefs(name, item):
+                raise pytest.UsageError(f"{item.nodeid} asks for a fixture {name!r} that there is not")

@@ -118,10 +118,11 @@ def join(device: str) -> Ranks:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     if count > 1:
         # When a rank keeps the others waiting for too long NCCL ends them. Writing down first what they were
-        # doing, which nobody asked for, would take another minute. And to print the Python stack that it
-        # recorded it would wait for the interpreter: for ever, if the main thread holds that while its
-        # queue of kernels is full.
+        # doing, which nobody asked for, would take another minute: it waits four times the time set here.
+        # And to print the Python stack that it recorded it would wait for the interpreter: for ever, if the
+        # main thread holds that while its queue of kernels is full.
         if os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0") == "0":
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",

@@ -38,11 +38,12 @@ def without_int8(*products, **settings):
     return SageConfig(int8_matmuls=names, **settings)
 
 
-# Fixtures of test_hopper.py: its GPU, its kernels alone, its bounds.
+# Fixtures of test_hopper.py: its GPU, its kernels and no others, its bounds.
 device, only_hopper, attend = by_default.device, by_default.only_hopper, by_default.attend
 check, assert_same = by_default.check, by_default.assert_same
 assert_same_in_fp16 = by_default.assert_same_in_fp16
 errors, check_errors = by_default.errors, by_default.check_errors
+alone = by_default.alone
 
 # --- V-smoothing -------------------------------------------------------------------------------------------
 
