@@ -15,7 +15,8 @@ Runs of one model and schedule make a group; within it, runs that differ in the 
                  lowest mean of an earlier tenth
     difference   of two variants' final losses, with a 95% interval. The runs of a seed share initialisation
                  and order of the data, so a loss is taken as variant + seed + noise, by least squares over
-                 the group; the noise is what that leaves. One seed gives no interval.
+                 the group; the noise is what that leaves. One seed gives no interval, unless a run of it
+                 was repeated: then the noise is that between repetitions.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ def last_probe(records: list[dict]) -> dict[str, float]:
 def compare(runs: list[dict]) -> list[dict[str, Any]]:
     """The groups, each with its variants and the differences between all of them.
 
-    Raises ValueError if a group has one variant twice with the same seed.
+    Raises ValueError if one run is given twice.
     """
     groups: dict[str, list[dict]] = {}
     for run in runs:
@@ -251,63 +252,75 @@ def compare_group(group: dict[str, Any], runs: list[dict]) -> dict[str, Any]:
     variants: dict[str, list[dict]] = {}
     for run in runs:
         variants.setdefault(run["variant"], []).append(run)
-    for name, own in variants.items():
-        check_seeds(name, own)
+    for own in variants.values():
+        check_runs(own)
     # A variant of which one seed diverged has no mean to compare.
-    losses = {
-        name: {run["seed"]: run["final_loss"] for run in own}
+    cells = [
+        (name, run["seed"], run["final_loss"])
         for name, own in variants.items()
         if not any(run["diverged"] for run in own)
-    }
+        for run in own
+    ]
     return {
         **group,
         "variants": [summary(name, own) for name, own in variants.items()],
-        **differences(losses),
+        **differences(cells),
     }
 
 
-def check_seeds(variant: str, runs: list[dict]) -> None:
-    """Raise ValueError if two runs of a variant have one seed: which of them counts is not known here."""
-    seeds = [run["seed"] for run in runs]
-    for seed in seeds:
-        if seeds.count(seed) > 1:
-            names = " and ".join(run["name"] for run in runs if run["seed"] == seed)
+def check_runs(runs: list[dict]) -> None:
+    """Raise ValueError if two runs are one and the same: a repetition of a seed has a curve of its own."""
+    for one, other in itertools.combinations(runs, 2):
+        if one["seed"] == other["seed"] and one["curve"] == other["curve"]:
             raise ValueError(
-                f"{names} are all {variant} with seed {seed}, of the same model and schedule; leave all but "
-                "one out"
+                f"{one['name']} and {other['name']}, {one['variant']} with seed {one['seed']}, are the same "
+                "run twice; leave one out"
             )
 
 
 def summary(name: str, runs: list[dict]) -> dict[str, Any]:
-    """A variant over its seeds. spread: largest minus smallest final loss."""
+    """A variant over its seeds. spread: largest minus smallest final loss of all runs."""
     whole = [run["final_loss"] for run in runs if run["final_loss"] is not None]
-    held_out = [run["held_out_loss"] for run in runs if run["held_out_loss"] is not None]
     return {
         "variant": name,
         "attention": runs[0]["attention"],
         "qk_norm": runs[0]["qk_norm"],
-        "seeds": sorted(run["seed"] for run in runs),
+        "seeds": sorted({run["seed"] for run in runs}),
+        "runs": len(runs),
         "diverged": sum(bool(run["diverged"]) for run in runs),
-        "final_loss": mean_or_none(whole),
+        "final_loss": mean_over_seeds(runs, "final_loss"),
         "spread": max(whole) - min(whole) if len(whole) > 1 else None,
-        "held_out_loss": mean_or_none(held_out),
+        "held_out_loss": mean_over_seeds(runs, "held_out_loss"),
     }
+
+
+def mean_over_seeds(runs: list[dict], loss: str) -> float | None:
+    """A seed that was repeated counts once, with its mean."""
+    by_seed: dict[int, list[float]] = {}
+    for run in runs:
+        if run[loss] is not None:
+            by_seed.setdefault(run["seed"], []).append(run[loss])
+    return mean_or_none([float(np.mean(losses)) for losses in by_seed.values()])
 
 
 def mean_or_none(values: list[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def differences(losses: dict[str, dict[int, float]]) -> dict[str, Any]:
+def differences(cells: list[tuple[str, int, float]]) -> dict[str, Any]:
     """Differences of all pairs of variants that have a seed in common, and the noise.
 
-    losses: by variant, then by seed. Loss = variant + seed + noise is fitted by least squares, so that a run
-    that is missing costs a degree of freedom and not the comparison of the others.
+    cells: variant, seed and loss of each run. Loss = variant + seed + noise is fitted by least squares, so
+    that a run that is missing costs a degree of freedom and not the comparison of the others.
     """
-    variants, seeds = list(losses), sorted({seed for own in losses.values() for seed in own})
-    cells = [(variant, seed) for variant in variants for seed in losses[variant]]
-    design = np.array([[name in cell for name in (*variants, *seeds)] for cell in cells], dtype=float)
-    values = np.array([losses[variant][seed] for variant, seed in cells])
+    seeds_of: dict[str, set[int]] = {}
+    for variant, seed, _ in cells:
+        seeds_of.setdefault(variant, set()).add(seed)
+    variants, seeds = list(seeds_of), sorted({seed for _, seed, _ in cells})
+    design = np.array(
+        [[name in (variant, seed) for name in (*variants, *seeds)] for variant, seed, _ in cells], dtype=float
+    )
+    values = np.array([loss for *_, loss in cells])
     if not cells:
         return {"noise": None, "degrees_of_freedom": 0, "differences": []}
     covariance = np.linalg.pinv(design.T @ design)  # of the effects, in units of the noise's variance
@@ -324,7 +337,7 @@ def differences(losses: dict[str, dict[int, float]]) -> dict[str, Any]:
             "minus": variants[j],
             "mean": float(effects[i] - effects[j]),
             "half_width": None if noise is None else quantile(degrees) * noise * float(variance) ** 0.5,
-            "seeds": len(losses[variants[i]].keys() & losses[variants[j]].keys()),
+            "seeds": len(seeds_of[variants[i]] & seeds_of[variants[j]]),
         }
 
     pairs = [difference(i, j) for i, j in itertools.permutations(range(len(variants)), 2)]

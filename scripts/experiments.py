@@ -206,6 +206,17 @@ def on_gpu(*command: str, look: tuple[str, ...]) -> dict[str, tuple[tuple[str, .
     return {"full": (command,), "scaled": (command,), "debug": (look,)}
 
 
+def one_after_the_other(*commands: dict[str, tuple[tuple[str, ...], ...]]) -> dict:
+    return {scale: sum((own[scale] for own in commands), ()) for scale in SCALES}
+
+
+#: scripts.bench_attention for a look on a CPU.
+ATTENTION_LOOK = (
+    *("scripts.bench_attention", "--device", "cpu", "--lengths", "64", "--tokens", "64"),
+    *("--width", "128", "--repetitions", "2"),
+)
+
+
 def traced(module: str, name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
     """Traces of the item's runs, a few MB each, then the script that reads them, at every scale."""
     trace = ("scripts.layers", RUNS, "--traces", "--milestones", "--only-traces", "--trace-heads", "0", "1")
@@ -298,11 +309,15 @@ ITEMS = (
         "Figures 2 and 3: speed of the attention",
         "bench_attention.json",
         report_sections.figures2_3,
-        on_gpu(
-            *("scripts.bench_attention", "--graphs", "--out", "{results}/bench_attention"),
-            look=(
-                *("scripts.bench_attention", "--device", "cpu", "--lengths", "64", "--tokens", "64"),
-                *("--width", "128", "--repetitions", "2", "--out", "{results}/bench_attention"),
+        one_after_the_other(
+            on_gpu(
+                *("scripts.bench_attention", "--graphs", "--out", "{results}/bench_attention"),
+                look=(*ATTENTION_LOOK, "--out", "{results}/bench_attention"),
+            ),
+            on_gpu(
+                *("scripts.bench_attention", "--graphs", "--configs", "default", "16-bit-p", "consistent"),
+                *("--out", "{results}/bench_attention_presets"),
+                look=(*ATTENTION_LOOK, "--configs", "default", "--out", "{results}/bench_attention_presets"),
             ),
         ),
         question="SageBwd is faster than FlashAttention-2",

@@ -107,6 +107,8 @@ def figures2_3(results: Results) -> Body:
         + " Speeds in TFLOP/s, errors, other implementations: [`bench_attention.md`](bench_attention.md).",
         picture("bench_attention.png", "TFLOP/s of forward and backward"),
     ]
+    if results.has("bench_attention_presets.json"):
+        text.append(presets_speed(results.json("bench_attention_presets.json")))
     return Body("\n\n".join(filter(None, text)), [fastest_verdict(own), always_faster_verdict(own)])
 
 
@@ -134,6 +136,31 @@ def speed_ups(rows: list[dict], peer: str, mode: str) -> dict[tuple[int, str], d
             key = (shape["head_dim"], "causal" if shape["causal"] else "full")
             found.setdefault(key, {})[shape["tokens"]] = row["speedup"][peer]
     return found
+
+
+def presets_speed(data: dict[str, Any]) -> str:
+    """Settings of SageBwd beside the default, timed as CUDA graphs: without the host's part."""
+    times: dict[tuple, dict[str, dict[int, float]]] = {}
+    for row in data["rows"]:
+        shape, name = row["shape"], row["implementation"]
+        if row["mode"] == "both, graph" and row["status"] == "passed" and name.startswith("sagebwd"):
+            panel = times.setdefault((shape["causal"], shape["head_dim"]), {})
+            panel.setdefault(name, {})[shape["tokens"]] = row["median_ms"]
+    lengths = data["settings"]["lengths"]
+    lines = []
+    for (causal, head_dim), panel in times.items():
+        default = panel.pop("sagebwd", {})
+        for name, own in panel.items():
+            cells = [f"{default[n] / own[n]:.2f}" if n in default and n in own else "" for n in lengths]
+            lines.append([name, f"{'causal' if causal else 'full'}, D {head_dim}", *cells])
+    if not lines:
+        return ""
+    table = markdown(["", "", *(f"N {n}" for n in lengths)], sorted(lines), left=2)
+    return (
+        f"Other settings beside the default (`{data['command']}`): how many times as fast as it, forward and "
+        "backward, replayed as a CUDA graph ([`bench_attention_presets.md`](bench_attention_presets.md)):"
+        f"\n\n{table}"
+    )
 
 
 def paper_speed_ups(head_dim: int, mask: str) -> dict[int, float]:

@@ -15,10 +15,10 @@ MARGIN = paper.FIGURE_1_GAP / 2
 FULL_PRECISION, SAGE = "full precision", "SageBwd"
 RULES = (
     "Final loss: mean training loss of the last tenth. Differences with 95% intervals. A gap agrees if its "
-    f"interval lies above zero, and does not if it lies below {MARGIN:.3f}, half of the paper's gap; a "
-    f"match agrees if the interval lies within ±{MARGIN:.3f}, and does not if it lies outside. Diverged: a "
-    f"loss or gradient that is not finite, or a final loss more than {DIVERGED_BY:g} above the lowest mean "
-    "of an earlier tenth."
+    f"interval lies above zero, and does not if it lies below {MARGIN:.3f}, half of the paper's gap, in runs "
+    "as long as the paper's: shorter ones leave open whether it would come. A match agrees if the interval "
+    f"lies within ±{MARGIN:.3f}, and does not if it lies outside. Diverged: a loss or gradient that is not "
+    f"finite, or a final loss more than {DIVERGED_BY:g} above the lowest mean of an earlier tenth."
 )
 
 
@@ -140,9 +140,10 @@ def training_text(data: dict, name: str, printed: dict) -> str:
 def group_text(group: dict) -> str:
     noise = group["noise"]
     degrees = group["degrees_of_freedom"]
-    known = "No two variants have two seeds in common, so the noise between runs is not known."
+    known = "No two variants have two seeds in common and no run was repeated, so the noise is not known."
     if noise is not None:
-        known = f"Noise of a run: standard deviation {noise:.4f} ({degrees} degrees of freedom)."
+        freedom = f"{degrees} degree{'s' * (degrees > 1)} of freedom"
+        known = f"Noise of a run: standard deviation {noise:.4f} ({freedom})."
     return (
         f"**{size(group)}**, context {group['context']}, {group['tokens_per_step']:,} tokens per step, "
         f"{group['steps']:,} steps, learning rate {group['lr']:g}, {group['warmup_steps']:,} warm-up "
@@ -161,7 +162,7 @@ def variant_table(group: dict, printed: dict) -> str:
         rows.append(
             [
                 own["variant"],
-                str(len(own["seeds"])),
+                seeds_and_runs(own),
                 f"diverged ({own['diverged']})" if own["diverged"] else f"{own['final_loss']:.4f}",
                 "" if own["spread"] is None else f"{own['spread']:.4f}",
                 "" if own["held_out_loss"] is None else f"{own['held_out_loss']:.4f}",
@@ -171,6 +172,12 @@ def variant_table(group: dict, printed: dict) -> str:
         )
     header = ["attention", "seeds", "final loss", "spread", "held-out", f"minus {first}", "paper"]
     return markdown(header, rows)
+
+
+def seeds_and_runs(variant: dict) -> str:
+    """ "2", or where a seed was repeated "2 (3 runs)"."""
+    seeds, runs = len(variant["seeds"]), variant["runs"]
+    return f"{seeds}" if runs == seeds else f"{seeds} ({runs} runs)"
 
 
 def loss_or_diverges(loss: float | None) -> str:
@@ -200,14 +207,14 @@ def diverged_alone(group: dict, variant: str, other: str) -> bool:
 
 
 def gap_verdict(claim: str, data: dict, group: dict, of: str, minus: str) -> Verdict:
-    """The paper sees the loss of one variant above the other's."""
+    """The paper sees the loss of one variant above the other's; that a short run does not leaves it open."""
     found = difference(group, of, minus)
     if found is None or found.half_width is None:
         return without_interval(claim, data, group, of, minus)
     if found.mean - found.half_width > 0:
         return settled(claim, data, AGREES, f"Here {found}.")
     if found.mean + found.half_width < MARGIN:
-        return settled(claim, data, DIFFERS, f"Here {found}.")
+        return not_seen(claim, data, group, f"Here {found}")
     return Verdict(claim, CANNOT_TELL, f"Here {found}.")
 
 
@@ -235,11 +242,16 @@ def divergence_verdict(data: dict, group: dict, variant: str, where: str) -> Ver
         return settled(claim, data, AGREES, "It diverges here, too.")
     if not any(own["variant"] == variant for own in group["variants"]):
         return Verdict(claim, CANNOT_TELL, "It was not run.")
+    return not_seen(claim, data, group, "It does not")
+
+
+def not_seen(claim: str, data: dict, group: dict, why: str) -> Verdict:
+    """What the paper sees at the end of its run is not there; only a run as long settles that."""
     tokens = group["tokens_per_step"] * group["steps"]
-    why = f"It does not within {tokens / 1e6:,.3g}M tokens"
     if data["scale"] == "full":
         return Verdict(claim, DIFFERS, f"{why}.")
-    return Verdict(claim, CANNOT_TELL, f"{why}, which says nothing about a longer run.")
+    within = f"within {tokens / 1e6:,.3g}M tokens, which says nothing about a longer run"
+    return Verdict(claim, CANNOT_TELL, f"{why} {within}.")
 
 
 def without_interval(claim: str, data: dict, group: dict, of: str, minus: str) -> Verdict:

@@ -25,11 +25,16 @@ def test_quantiles_are_those_of_students_t():
         assert area == pytest.approx(0.475, abs=5e-5 if degrees <= len(STUDENT) else 1e-3)
 
 
+def cells(losses):
+    """What `differences` takes, of losses by variant and seed."""
+    return [(variant, seed, loss) for variant, own in losses.items() for seed, loss in own.items()]
+
+
 def test_two_variants_give_the_paired_t_interval():
     """Independent truth: mean and standard error of the seeds' own differences."""
     a, b = {1: 2.51, 2: 2.55, 3: 2.49}, {1: 2.60, 2: 2.61, 3: 2.62}
     gaps = [b[seed] - a[seed] for seed in a]
-    found = next(d for d in differences({"a": a, "b": b})["differences"] if d["of"] == "b")
+    found = next(d for d in differences(cells({"a": a, "b": b}))["differences"] if d["of"] == "b")
     assert found["mean"] == pytest.approx(mean(gaps))
     assert found["half_width"] == pytest.approx(4.303 * stdev(gaps) / math.sqrt(3), rel=1e-6)
 
@@ -42,22 +47,33 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
         offsets = generator.normal(size=2)
         noise = 0.1 * generator.normal(size=(4, 2))
         losses = {str(i): {s: i + offsets[s] + noise[i, s] for s in range(2)} for i in range(4)}
-        found = next(d for d in differences(losses)["differences"] if d["of"] == "3" and d["minus"] == "1")
+        found = next(
+            d for d in differences(cells(losses))["differences"] if d["of"] == "3" and d["minus"] == "1"
+        )
         hits += abs(found["mean"] - 2) < found["half_width"]
     assert hits / draws == pytest.approx(0.95, abs=0.03)
 
 
 def test_one_seed_gives_a_difference_without_an_interval():
-    found = differences({"a": {1: 2.0}, "b": {1: 2.5}})
+    found = differences(cells({"a": {1: 2.0}, "b": {1: 2.5}}))
     assert found["noise"] is None
     assert [(d["of"], d["half_width"]) for d in found["differences"]] == [("a", None), ("b", None)]
     assert [d["mean"] for d in found["differences"]] == pytest.approx([-0.5, 0.5])
 
 
+def test_repetitions_of_one_seed_give_the_interval_of_their_own_noise():
+    """Independent truth: the t interval of a mean of two against one, of the two's variance."""
+    found = differences([("a", 1, 2.0), ("a", 1, 2.1), ("b", 1, 2.5)])
+    gap = next(d for d in found["differences"] if d["of"] == "b")
+    assert (gap["mean"], gap["seeds"]) == (pytest.approx(0.45), 1)
+    assert found["noise"] == pytest.approx(stdev([2.0, 2.1]))
+    assert gap["half_width"] == pytest.approx(12.706 * stdev([2.0, 2.1]) * math.sqrt(1 + 1 / 2), rel=1e-6)
+
+
 def test_a_missing_run_costs_only_its_own_comparison():
     whole = {"a": {1: 2.51, 2: 2.55}, "b": {1: 2.60, 2: 2.61}, "c": {1: 2.70, 2: 2.75}}
     short = {**whole, "d": {1: 2.9}}
-    found, before = differences(short), differences(whole)
+    found, before = differences(cells(short)), differences(cells(whole))
     assert found["degrees_of_freedom"] == before["degrees_of_freedom"] == 2
     assert found["noise"] == pytest.approx(before["noise"])
     by_pair = {(d["of"], d["minus"]): d for d in found["differences"]}
@@ -71,11 +87,11 @@ def test_a_missing_run_costs_only_its_own_comparison():
 
 
 def test_variants_without_a_common_seed_are_not_compared():
-    found = differences({"a": {1: 2.0, 2: 9.0, 3: 2.0}, "b": {1: 2.5, 3: 2.5}})
+    found = differences(cells({"a": {1: 2.0, 2: 9.0, 3: 2.0}, "b": {1: 2.5, 3: 2.5}}))
     assert {d["seeds"] for d in found["differences"]} == {2}
     assert found["differences"][0]["mean"] == pytest.approx(-0.5)
-    assert differences({"a": {1: 2.0}, "b": {2: 2.0}})["differences"] == []
-    assert differences({})["differences"] == []
+    assert differences(cells({"a": {1: 2.0}, "b": {2: 2.0}}))["differences"] == []
+    assert differences([])["differences"] == []
 
 
 def records(losses, tokens_per_step=256):
@@ -216,10 +232,17 @@ def test_a_run_that_diverged_before_its_first_record_counts(make_run):
     assert (variant["diverged"], variant["final_loss"]) == (1, None)
 
 
-def test_one_variant_and_seed_twice_is_refused(make_run, tmp_path):
-    paths = [make_run(name, [5.0, 4.0]) for name in ("a", "b")]
-    with pytest.raises(SystemExit, match=r"a and b are all full precision with seed .*leave all but one out"):
-        curves.main([*map(str, paths), "--out", str(tmp_path / "x")])
+def test_a_repeated_seed_counts_once_in_the_mean(make_run):
+    paths = [make_run("a", [5.0, 4.0]), make_run("b", [5.0, 4.2]), make_run("c", [5.0, 5.1], "seed=2")]
+    variant = compare([read_run(path) for path in paths])[0]["variants"][0]
+    assert (variant["seeds"], variant["runs"]) == ([1, 2], 3)
+    assert variant["final_loss"] == pytest.approx((4.1 + 5.1) / 2)
+
+
+def test_one_run_twice_is_refused(make_run, tmp_path):
+    path = make_run("a", [5.0, 4.0])
+    with pytest.raises(SystemExit, match=r"a and a, full precision with seed 1, are the same run twice"):
+        curves.main([str(path), str(path), "--out", str(tmp_path / "x")])
 
 
 def test_what_is_no_run_is_named(tmp_path, make_run):

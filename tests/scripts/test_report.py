@@ -8,13 +8,13 @@ import pytest
 from scripts import report, report_training
 from scripts.experiments import ITEMS
 from scripts.report_parts import AGREES, CANNOT_TELL, DIFFERS
-from scripts.report_sections import table1_verdict
+from scripts.report_sections import presets_speed, table1_verdict
 from scripts.report_training import MARGIN, divergence_verdict, gap_verdict, match_verdict
 from scripts.results import DamagedResult
 from tests.cli import ROOT
 
 RESULTS = ROOT / "results"
-SCALED, DEBUG = {"scale": "scaled"}, {"scale": "debug"}
+FULL, SCALED, DEBUG = ({"scale": scale} for scale in ("full", "scaled", "debug"))
 
 
 @pytest.fixture
@@ -74,6 +74,19 @@ def test_several_gpus_stand_beside_one(tmp_path):
     assert "| 4, fsdp |  |  |  |  |" in text
 
 
+def test_settings_stand_beside_the_default_where_both_were_timed():
+    def row(name, tokens, ms, mode="both, graph"):
+        shape = {"causal": True, "head_dim": 64, "tokens": tokens}
+        return {"implementation": name, "shape": shape, "mode": mode, "status": "passed", "median_ms": ms}
+
+    data = {"command": "bench", "settings": {"lengths": [1024, 2048]}}
+    rows = [row("sagebwd", 1024, 3.0), row("sagebwd x", 1024, 2.0), row("cuDNN", 1024, 1.0)]
+    rows += [row("sagebwd x", 2048, 2.0), row("sagebwd x", 1024, 9.0, mode="both")]
+    table = presets_speed(data | {"rows": rows}).splitlines()[-1]
+    assert table == "| sagebwd x | causal, D 64 | 1.50 |  |"
+    assert presets_speed(data | {"rows": rows[:1]}) == ""
+
+
 def test_a_gap_to_full_precision_is_said_with_its_interval_or_how_wide_that_is():
     def group(mean, half_width):
         full, sage = report_training.FULL_PRECISION, report_training.SAGE
@@ -128,8 +141,9 @@ def test_check_fails_for_an_edited_report_and_writes_nothing(copied):
 )
 def test_a_difference_is_judged_by_its_interval(mean, half_width, gap, match):
     found = {"of": "a", "minus": "b", "mean": mean, "half_width": half_width, "seeds": 2 if half_width else 1}
-    group = {"variants": [], "differences": [found]}
-    assert gap_verdict("", SCALED, group, "a", "b").answer == gap
+    group = {"variants": [], "differences": [found], "tokens_per_step": 8, "steps": 2}
+    assert gap_verdict("", FULL, group, "a", "b").answer == gap
+    assert gap_verdict("", SCALED, group, "a", "b").answer == (CANNOT_TELL if gap == DIFFERS else gap)
     assert match_verdict("", SCALED, group, "a", "b").answer == match
     for verdict in (gap_verdict, match_verdict):
         assert verdict("", DEBUG, group, "a", "b").answer == CANNOT_TELL
@@ -152,14 +166,13 @@ def test_a_short_run_that_does_not_diverge_says_nothing():
         "steps": 2,
         "variants": [{"variant": "SageBwd, no QK-norm", "diverged": 0}],
     }
-    full = {"scale": "full"}
     assert divergence_verdict(SCALED, group, "SageBwd, no QK-norm", "").answer == CANNOT_TELL
-    assert divergence_verdict(full, group, "SageBwd, no QK-norm", "").answer == DIFFERS
+    assert divergence_verdict(FULL, group, "SageBwd, no QK-norm", "").answer == DIFFERS
     group["variants"][0]["diverged"] = 1
     assert divergence_verdict(SCALED, group, "SageBwd, no QK-norm", "").answer == AGREES
-    assert divergence_verdict(full, group, "SageBwd", "").answer == CANNOT_TELL
+    assert divergence_verdict(FULL, group, "SageBwd", "").answer == CANNOT_TELL
     group["variants"].append({"variant": "full precision, no QK-norm", "diverged": 1})
-    found = divergence_verdict(full, group, "SageBwd, no QK-norm", "")
+    found = divergence_verdict(FULL, group, "SageBwd, no QK-norm", "")
     assert (found.answer, "so does full precision" in found.why) == (CANNOT_TELL, True)
 
 
