@@ -406,12 +406,12 @@ def draw(groups: list[dict], runs: list[dict], path: Path) -> None:
 
 
 def draw_gap(axes: Any, run: dict, runs: list[dict], first: str, color: str, style: str) -> None:
-    """The run's loss minus that of the first variant's run of the same seed.
+    """The run's loss minus that of the first variant's first run of the same seed.
 
     Nothing for a run that ended before the other: the points of its thinned curve are means of other steps.
     """
     baseline = [other for other in runs if other["variant"] == first and other["seed"] == run["seed"]]
-    if not baseline or run["variant"] == first or run["curve"]["tokens"] != baseline[0]["curve"]["tokens"]:
+    if not baseline or run is baseline[0] or run["curve"]["tokens"] != baseline[0]["curve"]["tokens"]:
         return
     gaps = np.subtract(run["curve"]["loss"], baseline[0]["curve"]["loss"])
     axes.plot(run["curve"]["tokens"], gaps, style, color=color, linewidth=1.2)

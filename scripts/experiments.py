@@ -386,7 +386,10 @@ ITEMS = (
         "Beyond the paper: where the error of dS comes from",
         "gradient_error.json",
         report_gradients.gradient_error,
-        traced("scripts.gradient_error", "gradient_error"),
+        one_after_the_other(
+            traced("scripts.gradient_error", "gradient_error"),
+            everywhere("scripts.error_against_time", "--results", "{results}"),
+        ),
         stages=one_seed(MILESTONES),
         minutes={"full": 15, "scaled": 15, "debug": 1},
         of_weights=True,

@@ -134,6 +134,7 @@ def of_granularity(measured: FormatErrors, granularity: str) -> dict[str, dict]:
 
 # --- Where the error of the gradients comes from ------------------------------------------------------------
 
+TIME = "error_against_time.json"
 #: Variants that are always shown; beside them those that no other beats in cost and error.
 ALWAYS_SHOWN = ("paper", "default", "V-smoothing", "exact δ", "consistent", "accurate", "all in 16 bit")
 #: A variant on the front must err less than the cheaper one before it by this much to be shown.
@@ -185,10 +186,34 @@ def gradient_error(results: Results) -> Body:
         "one before. The cost leaves out all that is no product.",
         variants_table(found),
         picture("gradient_error.png", "Error of dQ and dK against cost"),
+        *(against_time(results.json(TIME)) if results.has(TIME) else ()),
         "All variants, and layer by layer: [`gradient_error.md`](gradient_error.md); what they are: "
         "[`scripts/gradient_variants.py`](../scripts/gradient_variants.py).",
     ]
     return Body("\n\n".join(text))
+
+
+def against_time(data: dict[str, Any]) -> list[str]:
+    """A line for each setting that was timed."""
+    lengths = sorted({int(tokens) for row in data["rows"] for tokens in row["time"]})
+    rows = [
+        [
+            row["setting"],
+            row["commit"][:7],
+            *(f"{row['time'][str(n)]:.2f}" if str(n) in row["time"] else "" for n in lengths),
+            *(decimal(row["relative_l2"][tensor]) for tensor in study.PARTS),
+        ]
+        for row in data["rows"]
+    ]
+    titles = [study.TITLES[tensor] for tensor in study.PARTS]
+    return [
+        "Against the time that kernels take: forward and backward, causal, head size "
+        f"{data['settings']['head_dim']}, as a multiple of the default's in the same run, and relative L2, "
+        f"geometric mean over these runs ([`{TIME}`]({TIME})). Of cuDNN and FlashAttention-2 the error is "
+        "that of SageBwd with all products in 16 bit.",
+        markdown(["", "commit", *(f"N {n}" for n in lengths), *titles], rows, left=2),
+        picture("error_against_time.png", "Error of dQ and dK against time"),
+    ]
 
 
 def parts_table(found: Study) -> str:
