@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from scripts import attention_tables as tables
 from scripts import bench_attention as bench
 from scripts.attention_peers import Implementation, Shape
-from scripts.bench_attention import Inputs, Row
+from scripts.attention_tables import Row
+from scripts.bench_attention import Inputs
 
 SIZES = ["--lengths", "40", "24", "--tokens", "80", "--width", "64", "--head-dims", "32"]
 SMALL = ["--device", "cpu", *SIZES, "--repetitions", "2"]
@@ -160,7 +162,7 @@ def test_a_wrong_result_gets_no_speed(build, reason):
         assert wrong.errors.keys() == good.errors.keys()
         assert wrong.median_ms is wrong.p10_ms is wrong.p90_ms is wrong.tflops is None
         assert good.status == "passed"
-    text = "\n".join(bench.detail_table([rows["wrong", "both"]]))
+    text = "\n".join(tables.detail_table([rows["wrong", "both"]]))
     assert "failed accuracy" in text
     assert f"{rows['wrong', 'both'].errors['dk'][1]:.4f}" in text
 
@@ -191,7 +193,7 @@ def test_who_refuses_a_shape_is_listed_and_the_others_are_measured():
         assert rows["unbuilt", mode].reason == "ValueError: no kernel for 24 tokens"
         assert rows["detached", mode].reason.startswith("RuntimeError: element 0 of tensors does not require")
         assert rows["good", mode].status == "passed"
-    lines = bench.not_measured({"FlexAttention": "left out by --without"}, list(rows.values()))
+    lines = tables.not_measured({"FlexAttention": "left out by --without"}, list(rows.values()))
     assert "- FlexAttention: left out by --without" in lines
     assert (
         "- unbuilt: refused: ValueError: no kernel for 24 tokens "
@@ -207,7 +209,7 @@ def test_forward_only_peers_have_a_forward():
         assert rows["inference", mode].status == "refused"
         assert rows["inference", mode].reason == "it has no backward"
         assert rows["inference", mode].tflops is None
-        bench.detail_table([rows["inference", mode]])
+        tables.detail_table([rows["inference", mode]])
 
 
 def test_too_little_memory_for_a_shape_is_a_reason(monkeypatch):
@@ -345,8 +347,8 @@ def test_files_hold_failures_and_no_nan(tmp_path):
         Row("cuDNN", SHAPE, "both", "refused", "RuntimeError: no"),
     ]
     result = bench.describe_results([], bench.parse_arguments(SMALL)) | {"absent": {}, "shapes": "1 of 1"}
-    bench.write_tables(tmp_path / "bench", result, rows, bench.to_markdown(result, rows))
-    bench.draw(rows, "both", tmp_path / "bench.png", "a GPU")
+    bench.write_tables(tmp_path / "bench", result, rows, tables.to_markdown(result, rows))
+    tables.draw(rows, "both", tmp_path / "bench.png", "a GPU")
 
     stored = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert stored[0]["errors"]["out"] == [None, None]
@@ -363,7 +365,7 @@ def test_the_overview_has_a_column_for_each_length():
         for mode in ("forward", "both")
         for n, tflops in ((1024, 123.4), (2048, 0.012))
     ]
-    assert bench.overview(rows) == [
+    assert tables.overview(rows) == [
         "| Forward + backward, causal, D 16 | N 1024 | N 2048 |",
         "| -------------------------------- | -----: | -----: |",
         "| sagebwd                          |    123 |  0.012 |",
@@ -383,7 +385,7 @@ def test_a_refused_shape_changes_no_colour():
         Row("FlexAttention", SHAPE, "both", tflops=1.0),
         Row("cuDNN", SHAPE, "both", tflops=1.0),
     ]
-    assert bench.names_with_speed(rows) == ["sagebwd", "cuDNN", "FlexAttention"]
+    assert tables.names_with_speed(rows) == ["sagebwd", "cuDNN", "FlexAttention"]
 
 
 @pytest.mark.parametrize(
@@ -418,7 +420,7 @@ def test_on_a_gpu_every_mode_and_baseline(tmp_path):
     bench.main([*shapes, "--graphs", "--without", "flex", "--out", str(out)])
     rows = json.loads(out.with_suffix(".json").read_text())["rows"]
     chosen = [row for row in rows if row["implementation"] in ("sagebwd", "FlashAttention-2")]
-    assert len(chosen) == 2 * len(bench.MODES) * 2 * 2 * 2
+    assert len(chosen) == 2 * len(tables.MODES) * 2 * 2 * 2
     for row in chosen:
         assert (row["status"], row["reason"]) == ("passed", None)
         assert row["median_ms"] > 0
