@@ -176,7 +176,8 @@ def draw_variants(rows: list[Row], path: Path) -> None:
             for variant in VARIANTS:
                 draw_line(axes, layers, variant, f"{name}_l2", variant)
             axes.set_title(title)
-        panels[0].set_ylabel(f"{run}\nrelative L2")
+        name = run.replace("/", "/\n")  # as long as a panel is high
+        panels[0].set_ylabel(f"{name}\nrelative L2", fontsize=8)
     finish(figure, grid, "Variants of SageBwd against exact attention", path)
     plt.close(figure)
 
