@@ -12,15 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NUMBERS = 4096  # that a program takes at a time: the backward needs 128 registers a thread then
-#: Of the backward: 4 on each multiprocessor of an H200, all at once. Each leaves a sum for the gain.
-PROGRAMS = 528
+ROWS = 64  # heads of tokens that a program takes at a time
+PROGRAMS = 1024  # of the backward; each leaves one sum of the gain's gradient
 
 
 def supports(x: Tensor) -> bool:
-    """Whether x (B, N, H, D) is on a GPU and its heads can be halved into powers of two, not too large."""
+    """Whether x (B, N, H, D) is on a GPU and its heads can be halved into powers of two."""
     d_head = x.shape[-1]
-    return x.is_cuda and 2 <= d_head <= NUMBERS and d_head & (d_head - 1) == 0
+    return x.is_cuda and d_head >= 2 and d_head & (d_head - 1) == 0
 
 
 @triton.jit
@@ -84,7 +83,7 @@ def _norm_rotate_gradients(
 ):
     channel = tl.arange(0, HALF)
     gain1, gain2 = tl.load(gain + channel), tl.load(gain + HALF + channel)
-    sum1, sum2 = tl.zeros([ROWS, HALF], tl.float32), tl.zeros([ROWS, HALF], tl.float32)
+    sum1, sum2 = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
     for begin in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         row = begin + tl.arange(0, ROWS)
         x1, x2 = _load_halves(x, row, rows, HALF)
@@ -93,15 +92,15 @@ def _norm_rotate_gradients(
         inverse = _inverse_rms(x1, x2, eps, HALF)
         x1, x2 = x1 * inverse, x2 * inverse  # normalised
         y1, y2 = g1 * c + g2 * s, g2 * c - g1 * s  # turned back
-        sum1 += y1 * x1
-        sum2 += y2 * x2
+        sum1 += tl.sum(y1 * x1, 0)
+        sum2 += tl.sum(y2 * x2, 0)
         y1, y2 = y1 * gain1, y2 * gain2
         # What changes the length of x is lost in the division by it.
         along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / (2 * HALF))[:, None]
         _store_halves(grad_x, row, rows, inverse * (y1 - x1 * along), inverse * (y2 - x2 * along), HALF)
     at = grad_gain + tl.program_id(0) * (2 * HALF) + channel
-    tl.store(at, tl.sum(sum1, 0))
-    tl.store(at + HALF, tl.sum(sum2, 0))
+    tl.store(at, sum1)
+    tl.store(at + HALF, sum2)
 
 
 @torch.library.custom_op("llama::norm_and_rotate", mutates_args=())
@@ -112,12 +111,13 @@ def norm_and_rotate(x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tenso
     """
     batch, length, heads, d_head = x.shape
     x = x.contiguous()
-    out, rows, at_a_time = torch.empty_like(x), batch * length * heads, NUMBERS // d_head
+    out, rows = torch.empty_like(x), batch * length * heads
+    grid = (triton.cdiv(rows, ROWS),)
     with torch.cuda.device_of(x):
-        _norm_rotate[(triton.cdiv(rows, at_a_time),)](
+        _norm_rotate[grid](
             *(x, gain, cos.contiguous(), sin.contiguous(), out, rows, length, heads, eps),
             HALF=d_head // 2,
-            ROWS=at_a_time,
+            ROWS=ROWS,
         )
     return out
 
@@ -129,15 +129,15 @@ def _gradients(
     """Gradients by x and by gain."""
     batch, length, heads, d_head = x.shape
     x, grad_out = x.contiguous(), grad_out.contiguous()
-    rows, at_a_time = batch * length * heads, NUMBERS // d_head
-    programs = min(PROGRAMS, triton.cdiv(rows, at_a_time))
+    rows = batch * length * heads
+    programs = min(PROGRAMS, triton.cdiv(rows, ROWS))
     grad_x, sums = torch.empty_like(x), torch.empty(programs, d_head, device=x.device)
     with torch.cuda.device_of(x):
         _norm_rotate_gradients[(programs,)](
             *(x, gain, cos.contiguous(), sin.contiguous(), grad_out, grad_x, sums),
             *(rows, length, heads, eps),
             HALF=d_head // 2,
-            ROWS=at_a_time,
+            ROWS=ROWS,
         )
     return grad_x, sums.sum(0)
 
