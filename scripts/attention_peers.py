@@ -138,6 +138,11 @@ CONFIGS = {
     "accurate": ("sagebwd accurate", SageConfig.accurate(), BOUND_INT8),
     "consistent": ("sagebwd consistent", SageConfig.consistent(), BOUND_INT8),
     "unsigned-p": ("sagebwd unsigned P", SageConfig(unsigned_p=True), BOUND_INT8),
+    "compensated": (
+        "sagebwd compensated O",
+        replace(SageConfig.consistent(), int8_matmuls=("s_fwd", "s_bwd", "dv", "dq", "dk")),
+        BOUND_INT8,
+    ),
     "16-bit-p": ("sagebwd P in 16 bit", replace(SageConfig.consistent(), compensate_o=False), BOUND_INT8),
 }
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from model.backends.fpa import TITLES
 from scripts.accuracy import TITLES as TENSOR_TITLES
 from scripts.attention_peers import Shape
-from scripts.benchmarking import align, number, save_figure
+from scripts.benchmarking import align, number, origin_of, save_figure
 from scripts.table1 import TENSORS
 
+DEFAULT = "sagebwd"  # what rows of the default settings are called
 #: Rows say how many times as fast they are as these.
 BASELINES = (TITLES["flash"], TITLES["cudnn"])
 PASSED, FAILED, REFUSED = "passed", "failed accuracy", "refused"
@@ -52,19 +53,32 @@ class Row:
     extra_memory: float | None = None  # of both, beyond inputs and results, in multiples of Q, K and V
 
 
+def relative_times(rows: list[dict], mode: str, head_dim: int, causal: bool) -> dict[str, dict[int, float]]:
+    """{implementation: {tokens: its time as a multiple of SageBwd's default}}, of rows as JSON has them."""
+    times: dict[str, dict[int, float]] = {}
+    for row in rows:
+        shape = row["shape"]
+        if (row["mode"], shape["head_dim"], shape["causal"]) == (mode, head_dim, causal) and row["median_ms"]:
+            times.setdefault(row["implementation"], {})[shape["tokens"]] = row["median_ms"]
+    default = times.get(DEFAULT, {})
+    found = {
+        name: {tokens: ms / default[tokens] for tokens, ms in own.items() if tokens in default}
+        for name, own in times.items()
+    }
+    return {name: own for name, own in found.items() if own}
+
+
 # --- Tables -------------------------------------------------------------------------------------------------
 
 
 def to_markdown(result: dict, rows: list[Row]) -> str:
     """Overview, what could not be measured, then a table for each mode, mask and head size."""
-    hardware, versions, settings = result["hardware"], result["versions"], result["settings"]
-    known = ", ".join(f"{name} {number}" for name, number in versions.items() if number is not None)
-    where = f"on {hardware['name']}, {result['date']}, commit {result['commit'] or 'unknown'}"
+    settings = result["settings"]
     what = f"{settings['dtype']}, B·N = {settings['tokens']} (more if N is), H·D = {settings['width']}"
     lines = [
         "# Speed of attention",
         "",
-        f"`{result['command']}` {where}. Driver {hardware['driver'] or 'none'}; {known}.",
+        origin_of(result),
         "",
         f"{what}; medians of {settings['repetitions']} repetitions; shapes measured: {result['shapes']}. "
         "“× …”: how many times as fast as that one. O, dQ, dK, dV: relative L2 against float64, inputs from "

@@ -27,7 +27,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from scripts.benchmarking import align, beside, choose_device, describe_run, number, save_figure, write_tables
+from scripts.benchmarking import (
+    align,
+    beside,
+    choose_device,
+    describe_run,
+    number,
+    origin_of,
+    save_figure,
+    write_tables,
+)
 from scripts.run_pool import Job, Stopped, run_all
 from scripts.table1 import positive_int
 from trainer.run_directory import RunDirectory, read_metrics
@@ -206,12 +215,10 @@ def compare(rows: list[Row]) -> None:
 
 
 def to_markdown(result: dict[str, Any], lines: list[str]) -> str:
-    versions = ", ".join(f"{name} {text}" for name, text in result["versions"].items() if text is not None)
     head = [
         "# Training on several GPUs",
         "",
-        f"`{result['command']}` on {result['hardware']['name']}, {result['date']}, commit "
-        f"{result['commit'] or 'unknown'}. {versions}. `{PROGRAM} --help` says what the columns are.",
+        f"{origin_of(result)} `{PROGRAM} --help` says what the columns are.",
         "",
     ]
     return "\n".join([*head, *lines, ""])

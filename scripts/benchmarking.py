@@ -129,6 +129,16 @@ def describe_run(
     }
 
 
+def origin_of(result: dict[str, Any]) -> str:
+    """What `describe_run` kept, as the line below a file's title."""
+    driver = result["hardware"]["driver"]
+    known = ", ".join(f"{name} {text}" for name, text in result["versions"].items() if text is not None)
+    return (
+        f"`{result['command']}` on {result['hardware']['name']}, {result['date']}, commit "
+        f"{result['commit'] or 'unknown'}. {f'Driver {driver}; ' if driver else ''}{known}."
+    )
+
+
 def describe_hardware(device: torch.device) -> dict:
     """Name, and of a GPU what speed depends on."""
     if device.type == "cpu":

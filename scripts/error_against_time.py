@@ -17,7 +17,6 @@ stands beside the settings; its error is that of SageBwd with all products in 16
 from __future__ import annotations
 
 import argparse
-import json
 from argparse import Namespace
 from pathlib import Path
 from statistics import geometric_mean
@@ -25,11 +24,12 @@ from typing import Any
 
 from data.files import write_json
 from scripts import gradient_error as study
+from scripts.attention_tables import DEFAULT, relative_times
 from scripts.benchmarking import describe_run
 from scripts.gradient_error import PARTS, TITLES, new_figure, save
+from scripts.results import DamagedResult, Results
 
 PROGRAM = "python -m scripts.error_against_time"
-DEFAULT = "sagebwd"
 GRAPH = "both, graph"
 
 #: What scripts.bench_attention calls it: what scripts.gradient_error does.
@@ -50,12 +50,13 @@ VARIANTS = {
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    folder = arguments.results
-    timed = [
-        json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("bench_attention*.json"))
-    ]
-    times = relative_times(timed, arguments.head_dim)
-    errors = errors_of(json.loads((folder / "gradient_error.json").read_text(encoding="utf-8")))
+    folder, results = arguments.results, Results(arguments.results)
+    try:
+        timed = [results.json(path.name) for path in sorted(folder.glob("bench_attention*.json"))]
+        errors = errors_of(results.json("gradient_error.json"))
+    except DamagedResult as error:
+        raise SystemExit(str(error)) from error
+    times = newest_times(timed, arguments.head_dim)
     rows = [
         {"setting": name, "variant": VARIANTS[name], "commit": times[name]["commit"]}
         | {"time": times[name]["time"], "relative_l2": errors[VARIANTS[name]]}
@@ -87,30 +88,16 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     return arguments
 
 
-def relative_times(files: list[dict], head_dim: int) -> dict[str, dict[str, Any]]:
+def newest_times(files: list[dict], head_dim: int) -> dict[str, dict[str, Any]]:
     """{implementation: {"commit": …, "time": {tokens: multiple of the default's}}}, the newest of each."""
     newest: dict[str, dict[str, Any]] = {}
     for data in sorted(files, key=lambda data: data["date"]):
         if data["hardware"]["name"] == "cpu":  # times of the reference
             continue
-        own = times_of(data["rows"], head_dim)
-        default = own.get(DEFAULT, {})
-        for name, ms in own.items():
-            time = {tokens: ms[tokens] / default[tokens] for tokens in ms if tokens in default}
-            if time:
-                newest[name] = {"commit": data["commit"], "time": time}
+        mode = GRAPH if any(row["mode"] == GRAPH for row in data["rows"]) else "both"
+        for name, time in relative_times(data["rows"], mode, head_dim, causal=True).items():
+            newest[name] = {"commit": data["commit"], "time": time}
     return newest
-
-
-def times_of(rows: list[dict], head_dim: int) -> dict[str, dict[int, float]]:
-    """{implementation: {tokens: ms}}."""
-    mode = GRAPH if any(row["mode"] == GRAPH for row in rows) else "both"
-    times: dict[str, dict[int, float]] = {}
-    for row in rows:
-        shape = row["shape"]
-        if (row["mode"], shape["causal"], shape["head_dim"]) == (mode, True, head_dim) and row["median_ms"]:
-            times.setdefault(row["implementation"], {})[shape["tokens"]] = row["median_ms"]
-    return times
 
 
 def errors_of(data: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -34,9 +34,7 @@ class Setup:
     name: str
     overrides: tuple[str, ...]
     tokens: int
-    tokens_per_second: (
-        int  # of one H200, for the cost; as runs have shown, the 35M's at few tokens per step estimated
-    )
+    tokens_per_second: int  # of one H200, as runs have shown; SMALL's is estimated
     seeds: tuple[int, ...] = (1,)
     milestone_every: int | None = None  # steps between the checkpoints that runs in MILESTONES_OF keep
 
@@ -211,6 +209,7 @@ def on_gpu(*command: str, look: tuple[str, ...]) -> dict[str, tuple[tuple[str, .
 
 
 def one_after_the_other(*commands: dict[str, tuple[tuple[str, ...], ...]]) -> dict:
+    """The commands of all these, at each scale in this order."""
     return {scale: sum((own[scale] for own in commands), ()) for scale in SCALES}
 
 
@@ -357,7 +356,7 @@ ITEMS = (
         traced("scripts.gradient_formats", "gradient_formats"),
         question="dP must stay in 16 bit, and INT8 beats FP8",
         stages=one_seed(MILESTONES),
-        minutes={"full": 10, "scaled": 8, "debug": 1},
+        minutes={"full": 10, "scaled": 4, "debug": 1},
         of_weights=True,
     ),
     Item(
@@ -395,7 +394,7 @@ ITEMS = (
             everywhere("scripts.error_against_time", "--results", "{results}"),
         ),
         stages=one_seed(MILESTONES),
-        minutes={"full": 15, "scaled": 15, "debug": 1},
+        minutes={"full": 15, "scaled": 5, "debug": 1},
         of_weights=True,
     ),
     Item(

@@ -36,7 +36,7 @@ from tqdm import tqdm
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
 from scripts import paper
 from scripts.attention_emulation import inverse
-from scripts.benchmarking import align, choose_device, describe_run, write_tables
+from scripts.benchmarking import align, choose_device, describe_run, origin_of, write_tables
 from scripts.table1 import positive_int
 from scripts.traces import Layer, Origin, find_traces, load_trace
 
@@ -273,12 +273,10 @@ def quantize(x: Tensor, form: Format, tile: tuple[int, int], shared: tuple[int, 
 
 
 def to_markdown(result: dict, rows: list[Row]) -> str:
-    known = ", ".join(f"{name} {text}" for name, text in result["versions"].items() if text is not None)
     lines = [
         "# INT8 and FP8 gradients",
         "",
-        f"`{result['command']}` on {result['hardware']['name']}, {result['date']}, commit "
-        f"{result['commit'] or 'unknown'}; {known}.",
+        origin_of(result),
         "",
         "Relative L1 / relative L2 / cosine similarity against float64, mean over layers. "
         f"`{PROGRAM} --help` says what is compared.",

@@ -51,10 +51,6 @@ from scripts.benchmarking import choose_device, describe_run
 from scripts.compare import distinct, find_runs
 from scripts.layers_tables import (
     MAIN_VARIANTS,
-    NORMALISATION,
-    PAPER_RMS,
-    PROGRAM,
-    VARIANTS,
     Row,
     most_error_prone,
     to_markdown,
@@ -77,6 +73,24 @@ from trainer.probe import (
 )
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
+
+PROGRAM = "python -m scripts.layers"
+
+VARIANTS = {
+    "default": SageConfig(),
+    "smooth-none": replace(SageConfig(), smooth_k=False),
+    "smooth-qk": replace(SageConfig(), smooth_q=True),
+    "paper": SageConfig.paper(),
+}
+
+PAPER_RMS = {f"{name}_rms": value for name, value in paper.RMS.items()}
+
+NORMALISATION = (
+    "dO, and with it dP and dS, is the gradient of each sequence's own mean loss (nats per token) towards O. "
+    "In step: divided by the sequences of a training step, over which its loss is the mean. The RMS is over "
+    "all N × N entries of all heads and sequences, those behind the causal mask being 0; times "
+    "sqrt(2N / (N + 1)) it is that of the others alone."
+)
 
 EXAMPLES = """
 examples:

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sagebwd import SageConfig
 from scripts import intermediates, paper
-from scripts.benchmarking import align, beside, save_figure, write_tables
+from scripts.benchmarking import align, beside, origin_of, save_figure, write_tables
 from trainer.plot import PROBED
 
-PROGRAM = "python -m scripts.layers"
-
-VARIANTS = {
-    "default": SageConfig(),
-    "smooth-none": replace(SageConfig(), smooth_k=False),
-    "smooth-qk": replace(SageConfig(), smooth_q=True),
-    "paper": SageConfig.paper(),
-}
-#: Those of Table 2, which have pictures of their own, too.
+#: The variants of Table 2, which have pictures of their own, too.
 MAIN_VARIANTS = ("paper", "default")
-
-PAPER_RMS = {f"{name}_rms": value for name, value in paper.RMS.items()}
-
-NORMALISATION = (
-    "dO, and with it dP and dS, is the gradient of each sequence's own mean loss (nats per token) towards O. "
-    "In step: divided by the sequences of a training step, over which its loss is the mean. The RMS is over "
-    "all N × N entries of all heads and sequences, those behind the causal mask being 0; times "
-    "sqrt(2N / (N + 1)) it is that of the others alone."
-)
 
 
 @dataclass(frozen=True)
@@ -63,15 +45,13 @@ def write(out: Path, result: dict, rows: list[Row]) -> None:
 
 
 def to_markdown(result: dict, rows: list[Row]) -> str:
-    known = ", ".join(f"{name} {text}" for name, text in result["versions"].items() if text is not None)
     lines = [
         "# Attention by layer",
         "",
-        f"`{result['command']}` on {result['hardware']['name']}, {result['date']}, commit "
-        f"{result['commit'] or 'unknown'}; {known}.",
+        origin_of(result),
         "",
-        f"Held-out sequences: {result['settings']['sequences']} of each run. `{PROGRAM} --help` says what "
-        "the variants are; the JSON has every layer.",
+        f"Held-out sequences: {result['settings']['sequences']} of each run. "
+        "`python -m scripts.layers --help` says what the variants are; the JSON has every layer.",
         "",
         "## SageBwd against exact attention",
         "",
@@ -81,7 +61,7 @@ def to_markdown(result: dict, rows: list[Row]) -> str:
         "",
         "## RMS of P, dP and dS",
         "",
-        f"Mean over layers; of the largest logit, the largest. {NORMALISATION}",
+        f"Mean over layers; of the largest logit, the largest. {result['normalisation']}",
         "",
         *rms_table(result, rows),
         "",
@@ -98,7 +78,7 @@ def error_table(rows: list[Row]) -> list[str]:
     """A line for each run and variant."""
     lines = []
     for run, layers in by_run(rows).items():
-        for variant in VARIANTS:
+        for variant in layers[0].errors:
             found = [row.errors[variant] for row in layers]
             cells = [pair(mean(found, f"{name}_cos"), mean(found, f"{name}_l2")) for name in PROBED]
             worst = most_error_prone(layers, variant)
@@ -119,10 +99,12 @@ def pair(cosine: float, l2: float) -> str:
 def rms_table(result: dict, rows: list[Row]) -> list[str]:
     """A line for the paper and one for each run."""
     header = ["", "N", "P", "dP", "dS", "dP in step", "dS in step", "largest logit"]
-    lines = [["paper", "4096", *(f"{value:.1e}" for value in PAPER_RMS.values()), "", "", ""]]
+    lines = [["paper", "4096", *(f"{value:.1e}" for value in result["paper_rms"].values()), "", "", ""]]
     for run, layers in by_run(rows).items():
         found = [row.statistics for row in layers]
-        means = [f"{mean(found, name):.1e}" for name in (*PAPER_RMS, "dp_rms_in_step", "ds_rms_in_step")]
+        means = [
+            f"{mean(found, name):.1e}" for name in (*result["paper_rms"], "dp_rms_in_step", "ds_rms_in_step")
+        ]
         largest = max(values["largest_logit"] for values in found)
         lines.append([run, f"{result['runs'][run]['context']}", *means, f"{largest:.1f}"])
     return align(header, lines)
@@ -173,7 +155,7 @@ def draw_variants(rows: list[Row], path: Path) -> None:
     )
     for (run, layers), panels in zip(runs.items(), grid, strict=True):
         for axes, (name, title) in zip(panels, PROBED.items(), strict=True):
-            for variant in VARIANTS:
+            for variant in layers[0].errors:
                 draw_line(axes, layers, variant, f"{name}_l2", variant)
             axes.set_title(title)
         name = run.replace("/", "/\n")  # as long as a panel is high

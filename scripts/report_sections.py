@@ -12,6 +12,7 @@ from statistics import mean
 from typing import Any
 
 from scripts import paper
+from scripts.attention_tables import DEFAULT, relative_times
 from scripts.benchmarking import number
 from scripts.report_parts import (
     AGREES,
@@ -140,19 +141,14 @@ def speed_ups(rows: list[dict], peer: str, mode: str) -> dict[tuple[int, str], d
 
 def presets_speed(data: dict[str, Any]) -> str:
     """Settings of SageBwd beside the default, timed as CUDA graphs: without the host's part."""
-    times: dict[tuple, dict[str, dict[int, float]]] = {}
-    for row in data["rows"]:
-        shape, name = row["shape"], row["implementation"]
-        if row["mode"] == "both, graph" and row["status"] == "passed" and name.startswith("sagebwd"):
-            panel = times.setdefault((shape["causal"], shape["head_dim"]), {})
-            panel.setdefault(name, {})[shape["tokens"]] = row["median_ms"]
-    lengths = data["settings"]["lengths"]
+    lengths, rows = data["settings"]["lengths"], data["rows"]
+    panels = dict.fromkeys((row["shape"]["causal"], row["shape"]["head_dim"]) for row in rows)
     lines = []
-    for (causal, head_dim), panel in times.items():
-        default = panel.pop("sagebwd", {})
-        for name, own in panel.items():
-            cells = [f"{default[n] / own[n]:.2f}" if n in default and n in own else "" for n in lengths]
-            lines.append([name, f"{'causal' if causal else 'full'}, D {head_dim}", *cells])
+    for causal, head_dim in panels:
+        for name, time in relative_times(rows, "both, graph", head_dim, causal).items():
+            if name.startswith(DEFAULT) and name != DEFAULT:
+                cells = [f"{1 / time[n]:.2f}" if n in time else "" for n in lengths]
+                lines.append([name, f"{'causal' if causal else 'full'}, D {head_dim}", *cells])
     if not lines:
         return ""
     table = markdown(["", "", *(f"N {n}" for n in lengths)], sorted(lines), left=2)

@@ -16,7 +16,8 @@ from model.config import LlamaConfig, parameter_count
 from model.llama import Llama
 from scripts import bench_training as bench
 from scripts import training_peers
-from scripts.bench_training import ATTENTION, PRODUCTS, REST, Row
+from scripts import training_tables as tables
+from scripts.training_tables import ATTENTION, PRODUCTS, REST, Row
 from trainer.throughput import flops_per_token
 
 SHAPE = ["--model", "llama_debug", "--contexts", "32", "--tokens-per-micro-batch", "64"]
@@ -51,9 +52,9 @@ def test_speed_and_mfu_by_hand():
 
 
 def test_shares_are_of_kernel_time_and_busy_of_the_step():
-    found = bench.shares(row_of("fpa", step_ms=10.0))
+    found = tables.shares(row_of("fpa", step_ms=10.0))
     assert found == {ATTENTION: 0.5, PRODUCTS: 0.375, REST: 0.125, "busy": 0.8}
-    assert set(bench.shares(Row("fpa", 32, 2, reason="broken")).values()) == {None}
+    assert set(tables.shares(Row("fpa", 32, 2, reason="broken")).values()) == {None}
 
 
 def test_ratios_are_to_the_rivals_of_the_same_context():
@@ -342,8 +343,8 @@ def test_files_hold_nothing_but_failures(tmp_path):
     rows = [Row("fpa", 32, 2, reason="broken"), replace(row_of("hf", context=64), loss=float("nan"))]
     arguments = bench.parse_arguments(SMALL)
     result = bench.describe_run(bench.PROGRAM, [], arguments, ()) | {"measured": "2 of 2"}
-    bench.write_tables(tmp_path / "bench", result, rows, bench.to_markdown(result, rows))
-    bench.draw(rows, tmp_path / "bench.png", "a GPU")
+    bench.write_tables(tmp_path / "bench", result, rows, tables.to_markdown(result, rows))
+    tables.draw(rows, tmp_path / "bench.png", "a GPU")
     stored = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert stored[1]["loss"] is None
     assert "- fpa, context 32: broken" in (tmp_path / "bench.md").read_text()

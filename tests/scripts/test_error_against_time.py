@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from scripts import error_against_time, report_gradients
+from scripts.attention_peers import CONFIGS, PEERS
+from scripts.gradient_variants import variants
 
 
 def bench(date, rows, device="NVIDIA H200"):
@@ -66,6 +69,19 @@ def test_the_newest_time_stands_beside_the_mean_error(tmp_path, write):
     assert (tmp_path / "error_against_time.png").exists()
     table = "\n".join(report_gradients.against_time(result))
     assert "| sagebwd consistent | commit  | 0.75 | .1000 | .2000 |" in table
+
+
+def test_names_are_those_of_the_scripts_that_measure():
+    timed = {title for title, _, _ in CONFIGS.values()} | {peer.name for peer in PEERS.values()}
+    assert timed >= error_against_time.VARIANTS.keys()
+    assert variants(64, torch.bfloat16).keys() >= set(error_against_time.VARIANTS.values())
+
+
+def test_a_damaged_result_is_named(tmp_path, write):
+    write("gradient_error.json", study({"default": (1, 4)}))
+    (tmp_path / "bench_attention.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"bench_attention\.json is damaged .*(run its command again)"):
+        error_against_time.main(["--results", str(tmp_path)])
 
 
 def test_nothing_timed_writes_nothing(tmp_path, write, capsys):

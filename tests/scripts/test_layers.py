@@ -12,8 +12,8 @@ import model.huggingface
 import sagebwd.reference
 from sagebwd.metrics import cosine_similarity, relative_l2, rms
 from scripts import layers, report_layers
-from scripts.layers import choose_heads
-from scripts.layers_tables import VARIANTS, Row, most_error_prone
+from scripts.layers import VARIANTS, choose_heads
+from scripts.layers_tables import Row, most_error_prone
 from scripts.report_parts import CANNOT_TELL
 from scripts.results import Results
 from scripts.traces import find_traces, load_trace
