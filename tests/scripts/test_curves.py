@@ -173,13 +173,24 @@ def make_run(tmp_path, compose_settings):
     return made
 
 
-def test_runs_become_groups_variants_and_files(make_run, tmp_path):
-    losses = np.linspace(5, 3, 40)
-    paths = [
-        make_run(f"{name}{seed}", losses + gap + seed, *overrides, f"seed={seed}")
-        for name, gap, overrides in (("f", 0, ()), ("s", 0.1, SAGE))
-        for seed in (1, 2)
-    ]
+@pytest.fixture
+def make_pairs(make_run):
+    """Losses of full precision, but for the seed's offset; runs of it, and of SageBwd 0.1 above, by seed."""
+
+    def made():
+        losses = np.linspace(5, 3, 40)
+        paths = [
+            make_run(f"{name}{seed}", losses + gap + seed, *overrides, f"seed={seed}")
+            for name, gap, overrides in (("f", 0, ()), ("s", 0.1, SAGE))
+            for seed in (1, 2)
+        ]
+        return losses, paths
+
+    return made
+
+
+def test_runs_become_groups_variants_and_files(make_run, make_pairs, tmp_path):
+    losses, paths = make_pairs()
     paths.append(make_run("large", losses, LARGE_TPS))
     paths.append(make_run("unfinished", losses, "seed=3", done=False))
     curves.main([*map(str, paths), "--out", str(tmp_path / "out" / "figure"), "--item", "figure1b"])
@@ -199,13 +210,8 @@ def test_runs_become_groups_variants_and_files(make_run, tmp_path):
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["figure.json", "figure.png"]
 
 
-def test_runs_that_are_gone_are_compared_from_their_json(make_run, tmp_path):
-    losses = np.linspace(5, 3, 40)
-    paths = [
-        make_run(f"{name}{seed}", losses + gap + seed, *overrides, f"seed={seed}")
-        for name, gap, overrides in (("f", 0, ()), ("s", 0.1, SAGE))
-        for seed in (1, 2)
-    ]
+def test_runs_that_are_gone_are_compared_from_their_json(make_pairs, tmp_path):
+    _, paths = make_pairs()
     curves.main([*map(str, paths), "--out", str(tmp_path / "whole")])
     curves.main([*map(str, paths[:3]), "--out", str(tmp_path / "part")])
     curves.main([str(tmp_path / "part.json"), str(paths[3]), "--out", str(tmp_path / "part")])
