@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from sagebwd import SageConfig
-from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS
+from sagebwd.config import DEFAULT_CONFIG
 from tests.sagebwd.kernels import test_against_reference as against_reference
 from tests.sagebwd.kernels import test_edge_values as edge_values
-from tests.sagebwd.kernels import test_hopper as by_default
-from tests.sagebwd.kernels.test_hopper import (
+from tests.sagebwd.kernels.hopper.cases import (
     BF16,
     FP16,
     GRADIENTS,
@@ -27,23 +26,11 @@ from tests.sagebwd.kernels.test_hopper import (
     every_poison,
     only_portable,
     poison_one,
+    without_int8,
 )
 
 SMOOTH_V = SageConfig(smooth_v=True)
 
-
-def without_int8(*products, **settings):
-    """The default, but for these products in 16 bit, and `settings`."""
-    names = tuple(name for name in PAPER_INT8_MATMULS if name not in products)
-    return SageConfig(int8_matmuls=names, **settings)
-
-
-# Fixtures of test_hopper.py: its GPU, its kernels and no others, its bounds.
-device, only_hopper, attend = by_default.device, by_default.only_hopper, by_default.attend
-check, assert_same = by_default.check, by_default.assert_same
-assert_same_in_fp16 = by_default.assert_same_in_fp16
-errors, check_errors = by_default.errors, by_default.check_errors
-alone = by_default.alone
 
 # --- V-smoothing -------------------------------------------------------------------------------------------
 

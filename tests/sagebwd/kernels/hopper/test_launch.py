@@ -16,7 +16,7 @@ from sagebwd.kernels import sage_attention
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import runtime
 from sagebwd.kernels.operands import Axis
-from tests.sagebwd.kernels.test_hopper_settings import without_int8
+from tests.sagebwd.kernels.hopper.cases import without_int8
 
 # --- When they are used ------------------------------------------------------------------------------------
 

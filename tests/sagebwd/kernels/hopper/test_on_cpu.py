@@ -1,6 +1,6 @@
 """The sources of the Hopper kernels on a CPU, with on_cpu/ptx.cuh in the place of Hopper's instructions.
 
-They must give what the reference does. With a GPU test_hopper.py and test_hopper_settings.py ask for more.
+They must give what the reference does. On a GPU the other files of this folder ask for more.
 """
 
 from __future__ import annotations
