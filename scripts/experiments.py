@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from scripts import report_gradients, report_layers, report_sections, report_training
+from scripts import report_gradients, report_layers, report_sections, report_speed, report_training
 from scripts.report_parts import Body
 from scripts.results import Results
 
@@ -311,7 +311,7 @@ ITEMS = (
         "figures2-3",
         "Figures 2 and 3: speed of the attention",
         "bench_attention.json",
-        report_sections.figures2_3,
+        report_speed.figures2_3,
         one_after_the_other(
             on_gpu(
                 *("scripts.bench_attention", "--graphs", "--out", "{results}/bench_attention"),
@@ -415,7 +415,7 @@ ITEMS = (
         "training_speed",
         "Speed of a training step",
         "bench_training.json",
-        report_sections.training_speed,
+        report_speed.training_speed,
         on_gpu(
             *("scripts.bench_training", "--out", "{results}/bench_training"),
             look=(
@@ -430,7 +430,7 @@ ITEMS = (
         "many_gpus",
         "Training on several GPUs",
         "bench_gpus.json",
-        report_sections.many_gpus,
+        report_speed.many_gpus,
         on_gpu(
             *("scripts.bench_gpus", "--out", "{results}/bench_gpus"),
             look=(

@@ -8,7 +8,8 @@ import pytest
 from scripts import report, report_training
 from scripts.experiments import ITEMS
 from scripts.report_parts import AGREES, CANNOT_TELL, DIFFERS
-from scripts.report_sections import presets_speed, table1_verdict
+from scripts.report_sections import table1_verdict
+from scripts.report_speed import presets_speed
 from scripts.report_training import MARGIN, divergence_verdict, gap_verdict, match_verdict
 from scripts.results import DamagedResult
 from tests.cli import ROOT
