@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import kernels
 from model.backends import AttentionFn
 from model.config import LlamaConfig, check
+from model.kernels import norm_and_rotate as kernels
 from model.loss import linear_cross_entropy
 
 

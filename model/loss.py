@@ -9,6 +9,8 @@ twice.
 import torch
 from torch import Tensor
 
+from model.kernels import cross_entropy as kernels
+
 CHUNK = 8192  # tokens; at 50,304 words their logits take 0.8 GB in bfloat16
 LEFT_OUT = -100  # a target that does not count
 
@@ -49,21 +51,34 @@ def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, chunk: int, needs_gradients: bool
 ) -> tuple[Tensor, ...]:
     """The loss, and if they are needed its gradients: by x in its dtype, by weight in float32."""
-    words = torch.arange(len(weight), device=x.device)
     share = 1.0 / (targets != LEFT_OUT).sum()  # of each token in the mean
     losses, grads_x = [], []
     grad_weight = torch.zeros_like(weight, dtype=torch.float32)
     for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
-        counts = target != LEFT_OUT
-        logits = (part @ weight.T).float()
-        logsumexp = logits.logsumexp(-1)
-        hit = logits.gather(-1, target.clamp(min=0)[:, None])[:, 0]
-        losses.append(torch.where(counts, logsumexp - hit, 0.0).sum())
-        if needs_gradients:
-            is_target = words == target[:, None]
-            grad = ((logits - logsumexp[:, None]).exp() - is_target.float()) * (counts * share)[:, None]
-            grad = grad.to(x.dtype)
-            grads_x.append(grad @ weight)
-            grad_weight += grad.T @ part  # summed over chunks in float32
+        logits = part @ weight.T
+        if not needs_gradients:
+            losses.append(_losses(logits.float(), target)[0].sum())
+            continue
+        loss, grad = _losses_and_gradient(logits, target, share)
+        losses.append(loss.sum())
+        grads_x.append(grad @ weight)
+        grad_weight += grad.T @ part  # summed over chunks in float32
     loss = torch.stack(losses).sum() * share
     return (loss, torch.cat(grads_x), grad_weight) if needs_gradients else (loss,)
+
+
+def _losses_and_gradient(logits: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses (T,), and `share` times their gradients by the logits (T, V), in their dtype."""
+    if kernels.supports(logits):
+        return kernels.cross_entropy(logits, targets, share, LEFT_OUT)
+    losses, logsumexp = _losses(logits.float(), targets)
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    grad = (logits.float() - logsumexp[:, None]).exp() - is_target.float()
+    return losses, (grad * ((targets != LEFT_OUT) * share)[:, None]).to(logits.dtype)
+
+
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses (T,), zero where a token is left out, and logsumexps (T,) of float32 logits (T, V)."""
+    logsumexp = logits.logsumexp(-1)
+    hit = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    return torch.where(targets != LEFT_OUT, logsumexp - hit, 0.0), logsumexp

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import kernels
 from model.backends import AttentionSettings, load
 from model.config import LlamaConfig
+from model.kernels import norm_and_rotate as kernels
 from model.llama import Llama, rotary_tables, rotate
 
 EPS = 1e-3
@@ -75,7 +75,7 @@ def test_it_is_a_well_behaved_operator():
     torch.library.opcheck(kernels.norm_and_rotate, arguments)
 
 
-@pytest.mark.parametrize(("d_head", "can"), [(64, True), (2, True), (96, False), (1, False)])
+@pytest.mark.parametrize(("d_head", "can"), [(64, True), (2, True), (96, False), (1, False), (4096, False)])
 def test_heads_it_cannot_halve_into_powers_of_two_are_left_to_pytorch(d_head, can):
     assert kernels.supports(torch.empty(1, 1, 1, d_head, device="meta")) is False  # no GPU
     if DEVICE == "cuda":
