@@ -54,9 +54,6 @@ def test_deterministic_it_continues_bit_for_bit(command, tmp_path, attention, co
     assert_same_weights(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated", "ignore:TensorFloat32 tensor cores"
-)
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "math"])
 def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
     settings = AttentionSettings(backend="fpa", sdpa=kernel)

@@ -16,10 +16,7 @@ from sagebwd.kernels import ops, sage_attention
 from tests.cli import ROOT
 
 pytestmark = pytest.mark.filterwarnings(
-    # torch.compile, of itself
-    "ignore:`torch.jit.script:DeprecationWarning",
-    "ignore:TensorFloat32 tensor cores:UserWarning",
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile, of itself
     # and what these tests ask of torch
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
     "ignore:There is a performance drop because we have not yet implemented the batching rule:UserWarning",
