@@ -220,6 +220,40 @@ ATTENTION_LOOK = (
 )
 
 
+def training_step(name: str, *options: str) -> tuple[str, ...]:
+    """scripts.bench_training with these options; its files' names begin with `name`."""
+    steps = ("--accumulation", "4", "--steps", "8", "--warm-up", "2", "--profile-steps", "2")
+    return "scripts.bench_training", *steps, *options, "--out", f"{{results}}/{name}"
+
+
+TRAINING_STEPS = (
+    training_step(
+        "bench_training",
+        *("--loader", "--attention", "fpa-cudnn", "sagebwd", "sagebwd-consistent", "sagebwd-16-bit-p"),
+        *("fpa-flash", "--baselines"),
+    ),
+    training_step(
+        "bench_training_peers",
+        *("--contexts", "4096", "--attention", "fpa-cudnn", "sagebwd", "--baselines", "hf-causal", "nanogpt"),
+    ),
+    training_step(
+        "bench_training_deterministic",
+        *("--contexts", "4096", "--attention", "fpa-cudnn", "fpa-deterministic", "sagebwd"),
+        *("sagebwd-deterministic", "--baselines"),
+    ),
+    training_step(
+        "bench_training_24gb",
+        *("--contexts", "4096", "--tokens-per-micro-batch", "8192"),
+        *("--attention", "fpa-cudnn", "sagebwd", "--baselines"),
+    ),
+)
+TRAINING_LOOK = (
+    *("scripts.bench_training", "--device", "cpu", "--model", "llama_debug", "--contexts", "64"),
+    *("--tokens-per-micro-batch", "256", "--attention", "fpa", "sagebwd", "--baselines"),
+    *("--steps", "3", "--warm-up", "1", "--out", "{results}/bench_training"),
+)
+
+
 def traced(module: str, name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
     """Traces of the item's runs, a few MB each, then the script that reads them, at every scale."""
     trace = ("scripts.layers", RUNS, "--traces", "--milestones", "--only-traces", "--trace-heads", "0", "1")
@@ -312,16 +346,10 @@ ITEMS = (
         "Figures 2 and 3: speed of the attention",
         "bench_attention.json",
         report_speed.figures2_3,
-        one_after_the_other(
-            on_gpu(
-                *("scripts.bench_attention", "--graphs", "--out", "{results}/bench_attention"),
-                look=(*ATTENTION_LOOK, "--out", "{results}/bench_attention"),
-            ),
-            on_gpu(
-                *("scripts.bench_attention", "--graphs", "--configs", "default", "16-bit-p", "consistent"),
-                *("--out", "{results}/bench_attention_presets"),
-                look=(*ATTENTION_LOOK, "--configs", "default", "--out", "{results}/bench_attention_presets"),
-            ),
+        on_gpu(
+            *("scripts.bench_attention", "--graphs", "--configs", "default", "16-bit-p", "consistent"),
+            *("--out", "{results}/bench_attention"),
+            look=(*ATTENTION_LOOK, "--out", "{results}/bench_attention"),
         ),
         question="SageBwd is faster than FlashAttention-2",
         also=("figure2", "figure3"),
@@ -416,15 +444,8 @@ ITEMS = (
         "Speed of a training step",
         "bench_training.json",
         report_speed.training_speed,
-        on_gpu(
-            *("scripts.bench_training", "--out", "{results}/bench_training"),
-            look=(
-                *("scripts.bench_training", "--device", "cpu", "--model", "llama_debug", "--contexts", "64"),
-                *("--tokens-per-micro-batch", "256", "--attention", "fpa", "sagebwd", "--baselines"),
-                *("--steps", "3", "--warm-up", "1", "--out", "{results}/bench_training"),
-            ),
-        ),
-        minutes={"full": 10, "scaled": 10, "debug": 1},
+        {"full": TRAINING_STEPS, "scaled": TRAINING_STEPS, "debug": (TRAINING_LOOK,)},
+        minutes={"full": 25, "scaled": 25, "debug": 1},
     ),
     Item(
         "many_gpus",

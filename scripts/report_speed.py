@@ -42,8 +42,7 @@ def figures2_3(results: Results) -> Body:
         + " Speeds in TFLOP/s, errors, other implementations: [`bench_attention.md`](bench_attention.md).",
         picture("bench_attention.png", "TFLOP/s of forward and backward"),
     ]
-    if results.has("bench_attention_presets.json"):
-        text.append(presets_speed(results.json("bench_attention_presets.json")))
+    text.append(presets_speed(data))
     return Body("\n\n".join(filter(None, text)), [fastest_verdict(own), always_faster_verdict(own)])
 
 
@@ -87,9 +86,8 @@ def presets_speed(data: dict[str, Any]) -> str:
         return ""
     table = markdown(["", "", *(f"N {n}" for n in lengths)], sorted(lines), left=2)
     return (
-        f"Other settings beside the default (`{data['command']}`): how many times as fast as it, forward and "
-        "backward, replayed as a CUDA graph ([`bench_attention_presets.md`](bench_attention_presets.md)):"
-        f"\n\n{table}"
+        "Other settings beside the default: how many times as fast as it, forward and backward, replayed as "
+        f"a CUDA graph:\n\n{table}"
     )
 
 
@@ -154,36 +152,66 @@ def extra_memory(rows: list[dict]) -> str | None:
 
 # --- Speed of a training step -------------------------------------------------------------------------------
 
-CONTESTANTS = {"sagebwd": "SageBwd", "fpa-cudnn": "cuDNN", "fpa-flash": "FlashAttention-2"}
+CONTESTANTS = {
+    "sagebwd": "SageBwd",
+    "sagebwd-consistent": "SageBwd, `consistent()`",
+    "sagebwd-16-bit-p": "SageBwd, P in 16 bit",
+    "sagebwd-deterministic": "SageBwd, `hardware.deterministic=true`",
+    "fpa-cudnn": "cuDNN",
+    "fpa-flash": "FlashAttention-2",
+    "fpa-deterministic": "full precision, `hardware.deterministic=true`",
+    "hf-causal": "transformers' Llama",
+    "nanogpt": "a GPT like nanoGPT's",
+}
+#: Further tables, each of one GPU: {a file's name: what it compares}.
+TRAINING_STEPS = {
+    "bench_training_peers": "Beside other models of the same size in the same trainer, compiled alike",
+    "bench_training_deterministic": "What it costs to repeat a run to the last bit",
+    "bench_training_24gb": "In small passes, as on a GPU of 24 GB",
+}
 
 
 def training_speed(results: Results) -> Body:
     data = results.json("bench_training.json")
     settings = data["settings"]
+    text = [
+        f"`{data['command']}` on {hardware(data)}: the trainer's own step of `model={settings['model']}`, "
+        f"{tokens_of(settings)}, bf16, compiled. Each column comes from one GPU. S3 reports an iteration of "
+        "Llama-1B as about 1.15 times as fast as with FlashAttention-2 from 8K tokens on.",
+        step_table(data),
+    ]
+    for name, what in TRAINING_STEPS.items():
+        if results.has(f"{name}.json"):
+            data = results.json(f"{name}.json")
+            text += [f"{what}, {tokens_of(data['settings'])}:", step_table(data)]
+    files = [name for name in ("bench_training", *TRAINING_STEPS) if results.has(f"{name}.json")]
+    links = ", ".join(f"[`{name}.md`]({name}.md)" for name in files)
+    return Body("\n\n".join([*text, f"Memory, kernels, spread: {links}."]))
+
+
+def tokens_of(settings: dict[str, Any]) -> str:
+    return f"{settings['tokens_per_micro_batch']:,} tokens a pass, {settings['accumulation']} passes a step"
+
+
+def step_table(data: dict[str, Any]) -> str:
+    """Contestants by contexts: tokens per second, MFU, and the share of attention in the time of kernels."""
     rows = {(row["contestant"], row["context"]): row for row in data["rows"] if row["tokens_per_second"]}
     contexts = sorted({context for _, context in rows})
-    header = ["attention"]
+    header = [""]
     for context in contexts:
-        header += [f"tokens/s, context {context}", "attention's share"]
+        header += [f"tokens/s, context {context}", "MFU", "attention's share"]
     lines = [
         [CONTESTANTS.get(name, name), *(cell for n in contexts for cell in step_cells(rows.get((name, n))))]
         for name in dict.fromkeys(name for name, _ in rows)
     ]
-    text = [
-        f"`{data['command']}` on {hardware(data)}: the trainer's own step of `model={settings['model']}`, "
-        f"{settings['tokens_per_micro_batch']:,} tokens, bf16, compiled "
-        "([`bench_training.md`](bench_training.md)). S3 reports an iteration of Llama-1B as about 1.15 "
-        "times as fast as with FlashAttention-2 from 8K tokens on.",
-        markdown(header, lines),
-    ]
-    return Body("\n\n".join(text))
+    return markdown(header, lines)
 
 
-def step_cells(row: dict | None) -> tuple[str, str]:
+def step_cells(row: dict | None) -> tuple[str, str, str]:
     if row is None:
-        return "", ""
+        return "", "", ""
     share = row["class_ms"]["attention"] / sum(row["class_ms"].values()) if row["class_ms"] else None
-    return f"{row['tokens_per_second']:,.0f}", "" if share is None else f"{share:.0%}"
+    return f"{row['tokens_per_second']:,.0f}", number(row["mfu"], ".1%"), number(share, ".0%")
 
 
 # --- Training on several GPUs -------------------------------------------------------------------------------
