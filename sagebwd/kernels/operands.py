@@ -26,6 +26,19 @@ class TokenTensor(NamedTuple):
         return cls(x, *x.stride())
 
 
+def stand_in(like: Tensor, heads: int, tokens: int) -> Tensor:
+    """A tensor (B, heads, tokens, D) of which only the shape and the dtype can be read."""
+    return like.new_empty(()).expand(like.shape[0], heads, tokens, like.shape[3])
+
+
+def empty_result(x: Tensor) -> Tensor:
+    """A tensor as x (B, H, N, D), not filled; for a :func:`stand_in` token by token, as projections lie."""
+    if x.stride(3) != 0:
+        return torch.empty_like(x)
+    batch, heads, tokens, channels = x.shape
+    return x.new_empty(batch, tokens, heads, channels).transpose(1, 2)
+
+
 class Operand(NamedTuple):
     """A tensor as matrix products take it, block by block; what no product asks for is None.
 
@@ -67,6 +80,11 @@ class Segments(NamedTuple):
     first_block: Tensor
 
 
+def block_count(n: int, block: int, documents: int) -> int:
+    """Blocks that ``n`` tokens need at most, if none lies across the boundary of two documents."""
+    return (n + documents * (block - 1)) // block
+
+
 class Axis(NamedTuple):
     """The tokens of q, or those of k and v, cut into blocks.
 
@@ -84,7 +102,7 @@ class Axis(NamedTuple):
     def of(cls, n: int, block: int, cu_seqlens: Tensor | None) -> Axis:
         """Cut ``n`` tokens into blocks, none across a boundary of ``cu_seqlens``. Does not synchronise."""
         if cu_seqlens is None:
-            return cls(n, block, -(-n // block), 1, None)
+            return cls(n, block, block_count(n, block, 1), 1, None)
         # Boundaries out of order or out of range must not become reads out of bounds.
         start = cu_seqlens.clamp(0, n).cummax(0).values.int()
         return cls._of_documents(n, block, torch.cat([start, start[-1:]]))
@@ -93,7 +111,7 @@ class Axis(NamedTuple):
     def _of_documents(cls, n: int, block: int, start: Tensor) -> Axis:
         """``start`` is that of :class:`Segments`."""
         documents = len(start) - 2
-        blocks = (n + documents * (block - 1)) // block
+        blocks = block_count(n, block, documents)
         per_document = (start.diff() + block - 1) // block
         first_block = torch.nn.functional.pad(per_document.cumsum(0), (1, 0))
         numbers = torch.arange(blocks, device=start.device)

@@ -1,7 +1,7 @@
 """The kernels as PyTorch operators: torch.compile, autograd and memory formats know them.
 
-``sagebwd::forward`` returns out, the logsumexp, the mean of K and the rest of out; its registered backward
-calls ``sagebwd::backward``, which refuses to be differentiated again. Neither waits for the device.
+``sagebwd::forward`` returns out and what the backward needs besides; its registered backward calls
+``sagebwd::backward``, which refuses to be differentiated again. Neither waits for the device.
 
 They are defined by parts of torch.library instead of ``custom_op``, and :func:`attend` takes a shorter way
 where nothing is traced. That saves a sixth of the host's time, which decides at short sequences.
@@ -23,7 +23,7 @@ from sagebwd.config import SageConfig
 from sagebwd.kernels.backward import backward
 from sagebwd.kernels.forward import forward
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.operands import Axis, padded_head_dim
+from sagebwd.kernels.operands import Axis, block_count, empty_result, padded_head_dim, stand_in
 from sagebwd.kernels.support import on_device_of
 
 FIELDS = tuple(field.name for field in fields(SageConfig))
@@ -49,13 +49,15 @@ def _forward(
     is_causal: bool,
     scale: float,
     config: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what the backward needs, first of all out.
 
     out: as q.
     lse: (B, H, N_q) fp32 to base 2, of the logits with the smoothed K.
     k_mean: over the tokens of each document, (B, H_kv, documents · D_PAD) fp32; empty without smoothing.
     rest: what rounding took from out, as q; empty without ``compensate_o``.
+    kept: what Hopper's kernels made of K and V, (blocks, bytes) uint8, and take again in place of both; empty
+        where they make something else in the backward, and for the portable kernels.
 
     ``config`` comes from :func:`encode`, because operators take no objects.
     """
@@ -63,10 +65,14 @@ def _forward(
     settings = decode(config)
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with on_device_of(q, settings):
-        run = hopper.forward if hopper.is_used(q, settings) else forward
-        out, lse, k_mean, rest = run(q, k, v, *axes, is_causal=is_causal, scale=scale, config=settings)
+        options = {"is_causal": is_causal, "scale": scale, "config": settings}
+        if hopper.is_used(q, settings):
+            out, lse, k_mean, rest, kept = hopper.forward(q, k, v, *axes, **options)
+        else:
+            out, lse, k_mean, rest = forward(q, k, v, *axes, **options)
+            kept = q.new_empty(0, dtype=torch.uint8)
     k_mean = k_mean.view(*k.shape[:2], axes[1].documents * k_mean.shape[1])
-    return out, lse.view(q.shape[:-1]), k_mean, rest
+    return out, lse.view(q.shape[:-1]), k_mean, rest, kept
 
 
 def _fake_forward(
@@ -78,7 +84,7 @@ def _fake_forward(
     is_causal: bool,
     scale: float,
     config: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     settings = decode(config)
     boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
     documents = 1 if boundaries is None else boundaries.shape[0] - 1
@@ -86,37 +92,59 @@ def _fake_forward(
     k_mean = k.new_empty((*k.shape[:2], numbers), dtype=torch.float32)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     rest = torch.empty_like(q) if settings.compensate_o else q.new_empty(0)
-    return torch.empty_like(q), lse, k_mean, rest
+    blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
+    kept = hopper.kept_shape(k, blocks, settings) if hopper.is_used(q, settings) else (0,)
+    return torch.empty_like(q), lse, k_mean, rest, q.new_empty(kept, dtype=torch.uint8)
 
 
 def _backward(
     grad_out: Tensor,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     out: Tensor,
     lse: Tensor,
     k_mean: Tensor,
     rest: Tensor,
+    kept: Tensor,
+    kv_heads: int,
+    kv_tokens: int,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     is_causal: bool,
     scale: float,
     config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, as q, k, v."""
+    """Return dq, dk, dv, as q, k, v; without k and v, which ``kept`` is there for, token by token."""
     settings = decode(config)
+    if k is None or v is None:
+        k = v = stand_in(q, kv_heads, kv_tokens)
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
+    saved = (q, k, v, out, lse, k_mean, rest)
+    options = {"is_causal": is_causal, "scale": scale, "config": settings}
     with on_device_of(q, settings):
-        run = hopper.backward if hopper.is_used(q, settings) else backward
-        saved = (q, k, v, out, lse, k_mean, rest)
-        return run(grad_out, *saved, *axes, is_causal=is_causal, scale=scale, config=settings)
+        if hopper.is_used(q, settings):
+            return hopper.backward(grad_out, *saved, kept, *axes, **options)
+        return backward(grad_out, *saved, *axes, **options)
 
 
 def _fake_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    k_mean: Tensor,
+    rest: Tensor,
+    kept: Tensor,
+    kv_heads: int,
+    kv_tokens: int,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if k is None or v is None:
+        k = v = stand_in(q, kv_heads, kv_tokens)
+    return torch.empty_like(q), empty_result(k), empty_result(v)
 
 
 def _axes(
@@ -128,9 +156,18 @@ def _axes(
     return Axis.of(q.shape[-2], block_q, cu_seqlens), Axis.of(k.shape[-2], block_kv, cu_seqlens_kv)
 
 
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """What the backward needs: not K and V where something made of them is kept, 3 bytes a number for 4."""
+    q, k, v, *boundaries = inputs[:5]
+    ctx.settings = inputs[5:]
+    ctx.kv_sizes = k.shape[1:3]
+    if output[4].numel():
+        k = v = None
+    ctx.save_for_backward(q, k, v, *output, *boundaries)
+
+
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, cu_seqlens, cu_seqlens_kv, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_kv)
+    _keep(ctx, inputs, output)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -138,7 +175,10 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * 8
-    gradients = torch.ops.sagebwd.backward.default(grad_out, *ctx.saved_tensors, *ctx.settings)
+    *saved, cu_seqlens, cu_seqlens_kv = ctx.saved_tensors
+    gradients = torch.ops.sagebwd.backward.default(
+        grad_out, *saved, *ctx.kv_sizes, cu_seqlens, cu_seqlens_kv, *ctx.settings
+    )
     return (*gradients, None, None, None, None, None)
 
 
@@ -166,9 +206,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        q, k, v, cu_seqlens, cu_seqlens_kv, *ctx.settings = inputs
         output = torch.ops.sagebwd.forward.default(*inputs)
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens, cu_seqlens_kv)
+        _keep(ctx, inputs, output)
         return output[0]
 
     @staticmethod

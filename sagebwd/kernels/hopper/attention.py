@@ -18,7 +18,7 @@ from torch import Tensor
 from sagebwd.config import PAPER_INT8_MATMULS, SageConfig
 from sagebwd.kernels.hopper import packets, runtime
 from sagebwd.kernels.hopper.runtime import Segments, TokenTensor
-from sagebwd.kernels.operands import Axis, padded_head_dim
+from sagebwd.kernels.operands import Axis, empty_result, padded_head_dim
 
 HEAD_DIMS = (64, 128)
 #: Products that the kernels compute in INT8 alone; O and dV they can have in 16 bit, too.
@@ -210,8 +210,11 @@ def forward(
     is_causal: bool,
     scale: float,
     config: SageConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.forward.forward`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`sagebwd.kernels.forward.forward`, and last the packets of K and V if the backward takes them.
+
+    Where O takes P in 16 bit both passes read the same packets; else the last is empty.
+    """
     if config.smooth_k:
         k_mean = packets.token_mean(k, kv_axis)
     else:
@@ -241,7 +244,13 @@ def forward(
         "COMPENSATE_O": config.compensate_o,
     }
     _launch("forward", q, is_causal, arguments, p_half=p_half, **defines)
-    return out.finish(), lse, k_mean, q.new_empty(0) if rest is None else rest.finish()
+    kept = keys if p_half else keys.new_empty(kept_shape(k, kv_axis.blocks, config))
+    return out.finish(), lse, k_mean, q.new_empty(0) if rest is None else rest.finish(), kept
+
+
+def kept_shape(k: Tensor, blocks: int, config: SageConfig) -> tuple[int, ...]:
+    """Of the packets of K and V that :func:`forward` leaves to :func:`backward`; blocks: those of a head."""
+    return (0,) if config.is_int8("o") else packets.key_packets_shape(k, blocks)
 
 
 def backward(
@@ -253,6 +262,7 @@ def backward(
     lse: Tensor,
     k_mean: Tensor,
     rest: Tensor,
+    kept: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     *,
@@ -260,8 +270,10 @@ def backward(
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.backward.backward`."""
-    k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
+    """As :func:`sagebwd.kernels.backward.backward`; where something is ``kept`` k and v may be stand-ins."""
+    k_rows = kept
+    if config.is_int8("o"):
+        k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
     p_half = not config.is_int8("dv")
     q_rows, q_columns = packets.query_gradient_packets(
         q, grad_out, out, lse, q_axis, rest=rest if config.compensate_o else None, p_half=p_half
@@ -284,14 +296,14 @@ def backward(
 
 
 class _Result:
-    """A tensor for kernels to fill, laid out as ``x``.
+    """A tensor for kernels to fill, laid out as ``x``, or token by token if x is a stand-in.
 
     Kernels write neighbouring channels next to each other; where x has another layout they fill a buffer.
     Tokens that belong to no document are not visited: zero.
     """
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
-        self._result = torch.empty_like(x)
+        self._result = empty_result(x)
         self._buffer = self._result if self._result.stride(-1) == 1 else x.new_empty(x.shape)
         if axis.segments is not None:
             self._buffer.zero_()

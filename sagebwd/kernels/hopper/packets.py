@@ -103,11 +103,16 @@ def key_packets(k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -> Tens
     Args:
         k_mean: as of :func:`key_value_packets`.
     """
-    packets = _allocate(k, axis, KEYS * 3 * padded_head_dim(k.shape[3]) + TAIL)
+    packets = k.new_empty(key_packets_shape(k, axis.blocks), dtype=torch.uint8)
     _launch(
         "key", k, KEYS, 2 * len(packets), _Source.of(k), _Source.of(v), k_mean, packets, _Axis.of(k, axis)
     )
     return packets
+
+
+def key_packets_shape(k: Tensor, blocks: int) -> tuple[int, int]:
+    """Of the result of :func:`key_packets`; blocks: those of a head."""
+    return k.shape[0] * k.shape[1] * blocks, KEYS * 3 * padded_head_dim(k.shape[3]) + TAIL
 
 
 def key_columns(packets: Tensor, k: Tensor, axis: Axis) -> Tensor:

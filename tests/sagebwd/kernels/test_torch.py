@@ -127,7 +127,9 @@ def test_operators_keep_their_promises(sample, boundaries, lay, packed, config):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings)
-    torch.library.opcheck(torch.ops.sagebwd.backward.default, (grad_out, q, k, v, *saved, *settings))
+    torch.library.opcheck(
+        torch.ops.sagebwd.backward.default, (grad_out, q, k, v, *saved, *k.shape[1:3], *settings)
+    )
 
 
 @pytest.mark.parametrize("lay", [torch.clone, token_major])

@@ -267,9 +267,10 @@ def test_products_in_16_bit_get_the_tensors_as_they_are(launched, sample, produc
     options = {"is_causal": True, "scale": 0.1, "config": config}
     saved = hopper.forward(q, k, v, *axes, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    names = [name for name, _, _ in launched]
     half_o, half_dv = "o" in products, "dv" in products
-    assert names[-8:-5] == ["query", "key" if half_o else "key_value", "forward"]
+    made = ["query", "key", "forward"] if half_o else ["query", "key_value", "forward", "key"]
+    backward = ["query_gradient", "dk_dv", "key_columns", "dq"]
+    assert [name for name, _, _ in launched][2:] == [*made, *backward]  # after the mean of K
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
     for name, half in (("forward", half_o), ("query_gradient", half_dv), ("dk_dv", half_dv)):
         assert first[name][0]["P_HALF"] is half, name
@@ -277,6 +278,8 @@ def test_products_in_16_bit_get_the_tensors_as_they_are(launched, sample, produc
         assert first[name][0]["UNSIGNED_P"] is (config.unsigned_p and not half), name
     columns = first["query_gradient"][1][6]
     assert columns.shape[1] == 64 * 64 * (1 if half_dv else 2)
+    assert saved[4].shape == hopper.kept_shape(k, axes[1].blocks, config)
+    assert first["dk_dv"][1][0].k_rows == address(saved[4] if half_o else first["key"][1][3])
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -286,7 +289,7 @@ def test_the_rest_of_out_goes_from_the_forward_to_delta(launched, sample, on):
     options = {"is_causal": True, "scale": 0.1, "config": without_int8("o", compensate_o=on)}
     saved = hopper.forward(q, k, v, *axes, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    out, _, _, rest = saved
+    out, _, _, rest, _ = saved
     assert rest.shape == (out.shape if on else (0,))
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
     assert first["forward"][0]["COMPENSATE_O"] is on

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sagebwd import SageConfig, reference
+from sagebwd import SageConfig, kernels, reference
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import runtime
@@ -106,3 +106,36 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
     wanted = reference.attention(*inputs, **options)
     for name, x in zip(("out", "dq", "dk", "dv"), found, strict=True):
         assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
+
+
+@pytest.mark.parametrize("documents", [None, [200, 110]], ids=["whole", "packed"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_packets_that_both_passes_read_take_the_place_of_k_and_v(
+    attend_on_cpu, draw, monkeypatch, backend, documents
+):
+    """Through autograd, also as compiled; the gradients are the same."""
+    config = SageConfig.consistent()
+    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    q, k, v, grad_out = (
+        x.transpose(1, 2).contiguous().transpose(1, 2)
+        for x in draw(310, batch=1, heads=2, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    )
+    wanted = attend_on_cpu(q, k, v, grad_out, is_causal=True, config=config, boundaries=boundaries)
+    monkeypatch.setattr(hopper, "is_used", lambda q, config: True)
+    kept = []
+
+    def attend(*inputs):
+        options = {"is_causal": True, "enable_gqa": True, "cu_seqlens": boundaries, "config": config}
+        return kernels.sage_attention(*inputs, **options)
+
+    torch.compiler.reset()
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = (torch.compile(attend, backend=backend, fullgraph=True) if backend else attend)(*leaves)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+    for name, x, expected in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        assert x.stride() == expected.stride(), name
+        assert torch.equal(x, expected), name
+    pointers = {x.data_ptr() for x in kept if x is not None}
+    assert q.data_ptr() in pointers
+    assert not {k.data_ptr(), v.data_ptr()} & pointers
