@@ -111,7 +111,7 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
 @pytest.mark.parametrize("documents", [None, [200, 110]], ids=["whole", "packed"])
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_packets_that_both_passes_read_take_the_place_of_k_and_v(
-    attend_on_cpu, draw, monkeypatch, backend, documents
+    attend_on_cpu, draw, monkeypatch, tmp_path, backend, documents
 ):
     """Through autograd, also as compiled; the gradients are the same."""
     config = SageConfig.consistent()
@@ -129,6 +129,7 @@ def test_packets_that_both_passes_read_take_the_place_of_k_and_v(
         return kernels.sage_attention(*inputs, **options)
 
     torch.compiler.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the user's knows operators as they were
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         out = (torch.compile(attend, backend=backend, fullgraph=True) if backend else attend)(*leaves)
