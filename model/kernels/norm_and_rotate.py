@@ -1,8 +1,7 @@
 """RMSNorm of every head and the rotary embedding in one pass over memory, forward and backward, in Triton.
 
-torch.compile makes more passes of the same written in PyTorch. On an NVIDIA H200 a block of the 325M model,
-forward and backward of 65,536 tokens, takes 2.00 ms outside its matrix products and attention this way and
-2.31 that way, of 14 in all.
+torch.compile makes more passes of the same written in PyTorch: on an NVIDIA H200 a block of the 325M model,
+forward and backward of 65,536 tokens, took 0.31 ms longer that way, of 14.
 
 Shapes: B sequences, N tokens, H heads, D channels per head, D a power of two.
 """

@@ -23,6 +23,7 @@ from sagebwd.config import SageConfig
 from sagebwd.kernels.backward import backward
 from sagebwd.kernels.forward import forward
 from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.kernels.hopper.packets import key_packets_shape
 from sagebwd.kernels.operands import Axis, block_count, empty_result, padded_head_dim, stand_in
 from sagebwd.kernels.support import on_device_of
 
@@ -49,6 +50,7 @@ def _forward(
     is_causal: bool,
     scale: float,
     config: str,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what the backward needs, first of all out.
 
@@ -56,8 +58,8 @@ def _forward(
     lse: (B, H, N_q) fp32 to base 2, of the logits with the smoothed K.
     k_mean: over the tokens of each document, (B, H_kv, documents · D_PAD) fp32; empty without smoothing.
     rest: what rounding took from out, as q; empty without ``compensate_o``.
-    kept: what Hopper's kernels made of K and V, (blocks, bytes) uint8, and take again in place of both; empty
-        where they make something else in the backward, and for the portable kernels.
+    kept: with ``keep``, what Hopper's kernels make of K and V for the backward, (blocks, bytes) uint8, which
+        then needs neither; else, and for the portable kernels, empty.
 
     ``config`` comes from :func:`encode`, because operators take no objects.
     """
@@ -67,7 +69,7 @@ def _forward(
     with on_device_of(q, settings):
         options = {"is_causal": is_causal, "scale": scale, "config": settings}
         if hopper.is_used(q, settings):
-            out, lse, k_mean, rest, kept = hopper.forward(q, k, v, *axes, **options)
+            out, lse, k_mean, rest, kept = hopper.forward(q, k, v, *axes, keep=keep, **options)
         else:
             out, lse, k_mean, rest = forward(q, k, v, *axes, **options)
             kept = q.new_empty(0, dtype=torch.uint8)
@@ -84,6 +86,7 @@ def _fake_forward(
     is_causal: bool,
     scale: float,
     config: str,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     settings = decode(config)
     boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
@@ -92,8 +95,10 @@ def _fake_forward(
     k_mean = k.new_empty((*k.shape[:2], numbers), dtype=torch.float32)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     rest = torch.empty_like(q) if settings.compensate_o else q.new_empty(0)
-    blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
-    kept = hopper.kept_shape(k, blocks, settings) if hopper.is_used(q, settings) else (0,)
+    kept: tuple[int, ...] = (0,)
+    if keep and hopper.is_used(q, settings):
+        blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
+        kept = key_packets_shape(k, blocks)
     return torch.empty_like(q), lse, k_mean, rest, q.new_empty(kept, dtype=torch.uint8)
 
 
@@ -159,7 +164,7 @@ def _axes(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """What the backward needs: not K and V where something made of them is kept, 3 bytes a number for 4."""
     q, k, v, *boundaries = inputs[:5]
-    ctx.settings = inputs[5:]
+    ctx.settings = inputs[5:8]
     ctx.kv_sizes = k.shape[1:3]
     if output[4].numel():
         k = v = None
@@ -174,12 +179,12 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 8
+        return (None,) * 9
     *saved, cu_seqlens, cu_seqlens_kv = ctx.saved_tensors
     gradients = torch.ops.sagebwd.backward.default(
         grad_out, *saved, *ctx.kv_sizes, cu_seqlens, cu_seqlens_kv, *ctx.settings
     )
-    return (*gradients, None, None, None, None, None)
+    return (*gradients, *(None,) * 6)
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -226,7 +231,8 @@ def attend(
     config: SageConfig,
 ) -> Tensor:
     """The attention output; differentiable."""
-    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, encode(config))
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, encode(config), keep)
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if is_traced or not torch.is_grad_enabled():
         return torch.ops.sagebwd.forward.default(*inputs)[0]

@@ -210,10 +210,11 @@ def forward(
     is_causal: bool,
     scale: float,
     config: SageConfig,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.forward.forward`, and last the packets of K and V if the backward takes them.
+    """As :func:`sagebwd.kernels.forward.forward`, and last, to ``keep``, the backward's packets of K and V.
 
-    Where O takes P in 16 bit both passes read the same packets; else the last is empty.
+    Without ``keep`` the last is empty, and the backward makes them.
     """
     if config.smooth_k:
         k_mean = packets.token_mean(k, kv_axis)
@@ -224,9 +225,9 @@ def forward(
     p_half = not config.is_int8("o")
     subtracted = k_mean if config.smooth_k else None
     if p_half:
-        keys = packets.key_packets(k, v, kv_axis, subtracted)
+        keys = kept = packets.key_packets(k, v, kv_axis, subtracted)
     else:
-        keys = packets.key_value_packets(k, v, kv_axis, subtracted, v_mean)
+        keys, kept = packets.key_value_packets(k, v, kv_axis, subtracted, v_mean, keep=keep)
     out = _Result(q, q_axis)
     rest = _Result(q, q_axis) if config.compensate_o else None
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
@@ -244,13 +245,8 @@ def forward(
         "COMPENSATE_O": config.compensate_o,
     }
     _launch("forward", q, is_causal, arguments, p_half=p_half, **defines)
-    kept = keys if p_half else keys.new_empty(kept_shape(k, kv_axis.blocks, config))
-    return out.finish(), lse, k_mean, q.new_empty(0) if rest is None else rest.finish(), kept
-
-
-def kept_shape(k: Tensor, blocks: int, config: SageConfig) -> tuple[int, ...]:
-    """Of the packets of K and V that :func:`forward` leaves to :func:`backward`; blocks: those of a head."""
-    return (0,) if config.is_int8("o") else packets.key_packets_shape(k, blocks)
+    rest = q.new_empty(0) if rest is None else rest.finish()
+    return out.finish(), lse, k_mean, rest, kept if keep else k.new_empty(0, dtype=torch.uint8)
 
 
 def backward(
@@ -272,7 +268,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.backward.backward`; where something is ``kept`` k and v may be stand-ins."""
     k_rows = kept
-    if config.is_int8("o"):
+    if not kept.numel():
         k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
     p_half = not config.is_int8("dv")
     q_rows, q_columns = packets.query_gradient_packets(

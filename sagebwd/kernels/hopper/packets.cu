@@ -264,9 +264,9 @@ __device__ __forceinline__ void load(Pieces<TOKENS>& pieces, Tile<TOKENS>& tile,
     pieces.unpack_to(tile);
 }
 
-// K less its mean, by rows in INT8; returns its scale.
-__device__ __forceinline__ float pack_k(u8* rows, const Source& k, const float* mean, const Block& block, const Axis& axis,
-                                        int (&slots)[16]) {
+// K less its mean, by rows in INT8, to `rows` and, if that is not null, to `copy`; returns its scale.
+__device__ __forceinline__ float pack_k(u8* rows, u8* copy, const Source& k, const float* mean, const Block& block,
+                                        const Axis& axis, int (&slots)[16]) {
     Pieces<KEYS> pieces;
     Tile<KEYS> tile;
     uint2 values[PIECES];
@@ -275,6 +275,7 @@ __device__ __forceinline__ float pack_k(u8* rows, const Source& k, const float* 
     const float scale = find_scale(tile, slots);
     quantize_tile(values, tile, scale);
     store_rows_int8<KEYS>(rows, values);
+    if (copy != nullptr) store_rows_int8<KEYS>(copy, values);
     return scale;
 }
 
@@ -297,20 +298,25 @@ extern "C" __global__ void __launch_bounds__(THREADS<ROWS>) query_kernel(Source 
 }
 
 // Forward: rows of K, columns of V; their scales. `k_mean`, `v_mean`: what is subtracted from them, or null.
+// `kept`: the packets of key_kernel, for the backward, if it is not null.
 extern "C" __global__ void __launch_bounds__(THREADS<KEYS>)
-    key_value_kernel(Source k, Source v, const float* k_mean, const float* v_mean, u8* packets, Axis axis) {
+    key_value_kernel(Source k, Source v, const float* k_mean, const float* v_mean, u8* packets, u8* kept, Axis axis) {
     __shared__ int slots[16];
     __shared__ __align__(16) u8 transposed[D * (KEYS + 4)];
     Block block;
     if (!find_block<KEYS, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* packet = packets + i64(block.index) * KV_BYTES;
+    u8* kept_packet = kept == nullptr ? nullptr : kept + i64(block.index) * K_ROWS_BYTES;
     if (block.part == 0) {
-        store_scale(packet + 2 * K_TILE, 0, pack_k(packet, k, k_mean, block, axis, slots), 2);
+        const float scale = pack_k(packet, kept_packet, k, k_mean, block, axis, slots);
+        store_scale(packet + 2 * K_TILE, 0, scale, 2);
+        if (kept != nullptr) store_scale(kept_packet + 3 * K_TILE, 0, scale, 1);
     } else {
         Pieces<KEYS> pieces;
         Tile<KEYS> tile;
         uint2 values[PIECES];
         load(pieces, tile, v, block, axis);
+        if (kept != nullptr) pieces.store_halves(kept_packet + K_TILE);
         subtract(tile, v_mean, block, axis);
         const float scale = find_scale(tile, slots);
         quantize_tile(values, tile, scale);
@@ -327,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<KEYS>)
     if (!find_block<KEYS, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* packet = packets + i64(block.index) * K_ROWS_BYTES;
     if (block.part == 0) {
-        store_scale(packet + 3 * K_TILE, 0, pack_k(packet, k, mean, block, axis, slots), 1);
+        store_scale(packet + 3 * K_TILE, 0, pack_k(packet, nullptr, k, mean, block, axis, slots), 1);
     } else {
         Pieces<KEYS> pieces;
         pieces.load(v, block, axis.heads, axis.d);

@@ -72,14 +72,17 @@ def query_packets(q: Tensor, axis: Axis) -> Tensor:
 
 
 def key_value_packets(
-    k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None, v_mean: Tensor | None
-) -> Tensor:
+    k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None, v_mean: Tensor | None, *, keep: bool
+) -> tuple[Tensor, Tensor | None]:
     """K and V for the forward: (tiles, bytes) of rows of K, columns of V; tail: their scales.
+
+    With ``keep`` also the packets of :func:`key_packets`, from the same read of K and V.
 
     Args:
         k_mean, v_mean: what is subtracted from K and from V, of :func:`token_mean`; None: nothing.
     """
     packets = _allocate(k, axis, KEYS * 2 * padded_head_dim(k.shape[3]) + TAIL)
+    kept = k.new_empty(key_packets_shape(k, axis.blocks), dtype=torch.uint8) if keep else None
     _launch(
         "key_value",
         k,
@@ -90,9 +93,10 @@ def key_value_packets(
         k_mean,
         v_mean,
         packets,
+        kept,
         _Axis.of(k, axis),
     )
-    return packets
+    return packets, kept
 
 
 def key_packets(k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from sagebwd import SageConfig
 from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS
 from sagebwd.kernels import sage_attention
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import runtime
+from sagebwd.kernels.hopper import packets, runtime
 from sagebwd.kernels.operands import Axis
 from tests.sagebwd.kernels.hopper.cases import without_int8
 
@@ -217,18 +217,19 @@ def address(x):
 @pytest.mark.parametrize("smooth_k", [True, False], ids=["smooth_k", "plain K"])
 @pytest.mark.parametrize("smooth_v", [True, False], ids=["smooth_v", "plain V"])
 @pytest.mark.parametrize("boundaries", [None, [0, 3, 3, 9]], ids=["whole", "packed"])
-def test_only_the_means_that_are_asked_for_are_taken(launched, sample, smooth_k, smooth_v, boundaries):
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "made again"])
+def test_only_the_means_that_are_asked_for_are_taken(launched, sample, smooth_k, smooth_v, boundaries, keep):
     """And each reaches the tensor that it is of; the forward gets V's, which the backward never sees."""
     q, k, v, grad_out = sample(9, heads=4, kv_heads=2, head_dim=64)
     config = SageConfig(smooth_k=smooth_k, smooth_v=smooth_v)
     axes = [Axis.of(9, n, None if boundaries is None else torch.tensor(boundaries)) for n in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, **options)
+    saved = hopper.forward(q, k, v, *axes, keep=keep, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     names = [name for name, _, _ in launched]
-    asked = ["sum", "mean"] * (smooth_k + smooth_v)
-    assert names[:-5] == [*asked, "query", "key_value", "forward"]
-    assert names[-5:] == ["key", "query_gradient", "dk_dv", "key_columns", "dq"]
+    forward = [*["sum", "mean"] * (smooth_k + smooth_v), "query", "key_value", "forward"]
+    backward = ["query_gradient", "dk_dv", "key_columns", "dq"]
+    assert names == [*forward, *([] if keep else ["key"]), *backward]
 
     sources = [arguments[0].tensor.data for name, _, arguments in launched if name == "sum"]
     results = [arguments[1] for name, _, arguments in launched if name == "mean"]
@@ -239,7 +240,13 @@ def test_only_the_means_that_are_asked_for_are_taken(launched, sample, smooth_k,
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
     of_k, of_v = (means.get(x.data_ptr()) for x in (k, v))
     assert [address(x) for x in first["key_value"][1][2:4]] == [address(of_k), address(of_v)]
-    assert address(first["key"][1][2]) == address(of_k)
+    kept = first["key_value"][1][5]
+    if keep:
+        assert kept is saved[4]
+    else:
+        assert kept is None
+        assert address(first["key"][1][2]) == address(of_k)
+    assert first["dk_dv"][1][0].k_rows == address(kept if keep else first["key"][1][3])
     defines, (arguments,) = first["forward"]
     assert defines["SMOOTH_V"] is smooth_v
     assert arguments.v_mean == address(of_v)
@@ -252,25 +259,27 @@ def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": SageConfig(unsigned_p=unsigned_p)}
-    saved = hopper.forward(q, k, v, *axes, **options)
+    saved = hopper.forward(q, k, v, *axes, keep=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
     assert macros == {"forward": unsigned_p, "dk_dv": unsigned_p}  # a macro that is False is not defined
 
 
 @pytest.mark.parametrize("products", [(), ("o",), ("dv",), ("o", "dv")], ids=str)
-def test_products_in_16_bit_get_the_tensors_as_they_are(launched, sample, products):
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "made again"])
+def test_products_in_16_bit_get_the_tensors_as_they_are(launched, sample, products, keep):
     """Unsigned is P in the products in INT8 alone."""
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     config = without_int8(*products, unsigned_p=len(products) < 2)
     options = {"is_causal": True, "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, **options)
+    saved = hopper.forward(q, k, v, *axes, keep=keep, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     half_o, half_dv = "o" in products, "dv" in products
-    made = ["query", "key", "forward"] if half_o else ["query", "key_value", "forward", "key"]
+    forward = ["sum", "mean", "query", "key" if half_o else "key_value", "forward"]
     backward = ["query_gradient", "dk_dv", "key_columns", "dq"]
-    assert [name for name, _, _ in launched][2:] == [*made, *backward]  # after the mean of K
+    names = [name for name, _, _ in launched]
+    assert names == [*forward, *([] if keep else ["key"]), *backward]
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
     for name, half in (("forward", half_o), ("query_gradient", half_dv), ("dk_dv", half_dv)):
         assert first[name][0]["P_HALF"] is half, name
@@ -278,8 +287,7 @@ def test_products_in_16_bit_get_the_tensors_as_they_are(launched, sample, produc
         assert first[name][0]["UNSIGNED_P"] is (config.unsigned_p and not half), name
     columns = first["query_gradient"][1][6]
     assert columns.shape[1] == 64 * 64 * (1 if half_dv else 2)
-    assert saved[4].shape == hopper.kept_shape(k, axes[1].blocks, config)
-    assert first["dk_dv"][1][0].k_rows == address(saved[4] if half_o else first["key"][1][3])
+    assert saved[4].shape == (packets.key_packets_shape(k, axes[1].blocks) if keep else (0,))
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -287,7 +295,7 @@ def test_the_rest_of_out_goes_from_the_forward_to_delta(launched, sample, on):
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": without_int8("o", compensate_o=on)}
-    saved = hopper.forward(q, k, v, *axes, **options)
+    saved = hopper.forward(q, k, v, *axes, keep=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     out, _, _, rest, _ = saved
     assert rest.shape == (out.shape if on else (0,))
@@ -302,9 +310,9 @@ def test_kernels_of_the_backward_read_the_same_packets_and_count_items_apart(lau
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": DEFAULT_CONFIG}
-    saved = hopper.forward(q, k, v, *axes, **options)
+    saved = hopper.forward(q, k, v, *axes, keep=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    assert [name for name, _, _ in launched][-5:] == ["key", "query_gradient", "dk_dv", "key_columns", "dq"]
+    assert [name for name, _, _ in launched][-4:] == ["query_gradient", "dk_dv", "key_columns", "dq"]
     first = {name: arguments for name, _, arguments in reversed(launched)}
     dk_dv, dq = first["dk_dv"][0], first["dq"][0]
     assert dk_dv.q_rows == dq.q_rows == address(first["query_gradient"][5])

@@ -78,10 +78,10 @@ def attend_on_cpu(sources, monkeypatch, poisoned_memory):
     monkeypatch.setattr(runtime, "kernel", kernel)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
 
-    def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries):
+    def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries, keep):
         axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
         options = {"is_causal": is_causal, "scale": q.shape[3] ** -0.5, "config": config}
-        saved = hopper.forward(q, k, v, *axes, **options)
+        saved = hopper.forward(q, k, v, *axes, keep=keep, **options)
         return saved[0], *hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
 
     return attend_on_cpu
@@ -101,7 +101,7 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     tokens = 310 if documents is None else sum(documents)
     inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
-    found = attend_on_cpu(*inputs, is_causal=is_causal, config=config, boundaries=boundaries)
+    found = attend_on_cpu(*inputs, is_causal=is_causal, config=config, boundaries=boundaries, keep=False)
     options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries, "enable_gqa": True}
     wanted = reference.attention(*inputs, **options)
     for name, x in zip(("out", "dq", "dk", "dv"), found, strict=True):
@@ -109,24 +109,30 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
 
 
 @pytest.mark.parametrize("documents", [None, [200, 110]], ids=["whole", "packed"])
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
-def test_packets_that_both_passes_read_take_the_place_of_k_and_v(
-    attend_on_cpu, draw, monkeypatch, tmp_path, backend, documents
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [
+        (None, SageConfig(smooth_v=True)),
+        ("aot_eager", DEFAULT_CONFIG),
+        ("inductor", SageConfig.consistent()),
+    ],
+)
+def test_packets_take_the_place_of_k_and_v_in_the_backward(
+    attend_on_cpu, draw, monkeypatch, tmp_path, backend, config, documents
 ):
     """Through autograd, also as compiled; the gradients are the same."""
-    config = SageConfig.consistent()
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     q, k, v, grad_out = (
         x.transpose(1, 2).contiguous().transpose(1, 2)
         for x in draw(310, batch=1, heads=2, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     )
-    wanted = attend_on_cpu(q, k, v, grad_out, is_causal=True, config=config, boundaries=boundaries)
+    options = {"is_causal": True, "config": config}
+    wanted = attend_on_cpu(q, k, v, grad_out, boundaries=boundaries, keep=False, **options)
     monkeypatch.setattr(hopper, "is_used", lambda q, config: True)
     kept = []
 
     def attend(*inputs):
-        options = {"is_causal": True, "enable_gqa": True, "cu_seqlens": boundaries, "config": config}
-        return kernels.sage_attention(*inputs, **options)
+        return kernels.sage_attention(*inputs, cu_seqlens=boundaries, **options)
 
     torch.compiler.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the user's knows operators as they were

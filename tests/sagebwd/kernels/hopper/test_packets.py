@@ -246,7 +246,9 @@ def test_keys_and_values(gaussian, shape):
     k_mean[:, : k.shape[3]] += k.float().mean((0, 2)).repeat(k.shape[0], 1)
     v_mean[:, : k.shape[3]] += v.float().mean((0, 2)).repeat(k.shape[0], 1)
     for means in product((None, k_mean), (None, v_mean)):
-        assert_key_value_packets(key_value_packets(k, v, axis, *means), axis, k, v, *means)
+        packets, kept = key_value_packets(k, v, axis, *means, keep=True)
+        assert_key_value_packets(packets, axis, k, v, *means)
+        assert torch.equal(kept, key_packets(k, v, axis, means[0]))
     for mean in (None, k_mean):
         packets = key_packets(k, v, axis, mean)
         columns = key_columns(packets, k, axis)
@@ -282,7 +284,7 @@ def test_strides_do_not_matter(gaussian, log_sums, view):
         packets = query_gradient_packets(a, b, c, lse, q_axis)
         assert_query_gradient_packets(packets, q_axis, *tensors, lse)
     for k, v in ((view(tensors[0]), tensors[1]), (tensors[0], view(tensors[1]))):
-        packets = key_value_packets(k, v, kv_axis, None, None)
+        packets, _ = key_value_packets(k, v, kv_axis, None, None, keep=False)
         assert_key_value_packets(packets, kv_axis, *tensors[:2], None, None)
         packets = key_packets(k, v, kv_axis, None)
         assert_key_packets(packets, key_columns(packets, tensors[0], kv_axis), kv_axis, *tensors[:2], None)
@@ -296,10 +298,10 @@ def test_blocks_of_a_pack_are_those_of_its_documents(gaussian, log_sums):
     mean, v_mean = (token_mean(x, kv_axis) for x in (a, b))
     assert_query_packets(query_packets(a, q_axis), q_axis, a, PACK)
     assert_query_gradient_packets(query_gradient_packets(a, b, c, lse, q_axis), q_axis, a, b, c, lse, PACK)
-    packets = key_value_packets(a, b, kv_axis, mean, v_mean)
+    packets, kept = key_value_packets(a, b, kv_axis, mean, v_mean, keep=True)
     assert_key_value_packets(packets, kv_axis, a, b, mean, v_mean, PACK)
-    packets = key_packets(a, b, kv_axis, mean)
-    assert_key_packets(packets, key_columns(packets, a, kv_axis), kv_axis, a, b, mean, PACK)
+    for packets in (kept, key_packets(a, b, kv_axis, mean)):
+        assert_key_packets(packets, key_columns(packets, a, kv_axis), kv_axis, a, b, mean, PACK)
 
 
 # --- Numbers ------------------------------------------------------------------------------------------------
@@ -331,7 +333,7 @@ def test_nan_and_inf_make_the_scale_of_their_block_nan(gaussian, log_sums, poiso
     lse, axes = log_sums(1, 1, 130), (Axis.of(130, 64, None), Axis.of(130, 128, None))
     cases = [  # what is made of which tensors, and which scales are then NaN
         (lambda q: query_packets(q, axes[0]), (a,), [0]),
-        (lambda k, v: key_value_packets(k, v, axes[1], None, None), (a, b), [0, 1]),
+        (lambda k, v: key_value_packets(k, v, axes[1], None, None, keep=False)[0], (a, b), [0, 1]),
         (lambda k, v: key_packets(k, v, axes[1], None), (a, b), [0, None]),
         *(
             (partial(gradient_rows, c, lse, axes[0], p_half), (a, b), [0, None if p_half else 1])
