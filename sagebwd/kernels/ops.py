@@ -107,13 +107,13 @@ def _backward(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
+    kv_heads: int,
+    kv_tokens: int,
     out: Tensor,
     lse: Tensor,
     k_mean: Tensor,
     rest: Tensor,
     kept: Tensor,
-    kv_heads: int,
-    kv_tokens: int,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     is_causal: bool,
@@ -138,11 +138,6 @@ def _fake_backward(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    k_mean: Tensor,
-    rest: Tensor,
-    kept: Tensor,
     kv_heads: int,
     kv_tokens: int,
     *_: Any,
@@ -164,9 +159,10 @@ def _axes(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """What the backward needs: not K and V where something made of them is kept, 3 bytes a number for 4."""
     q, k, v, *boundaries = inputs[:5]
-    ctx.settings = inputs[5:8]
+    *_, kept = output
+    ctx.settings = inputs[5:8]  # without ``keep``
     ctx.kv_sizes = k.shape[1:3]
-    if output[4].numel():
+    if kept.numel():
         k = v = None
     ctx.save_for_backward(q, k, v, *output, *boundaries)
 
@@ -180,10 +176,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * 9
-    *saved, cu_seqlens, cu_seqlens_kv = ctx.saved_tensors
-    gradients = torch.ops.sagebwd.backward.default(
-        grad_out, *saved, *ctx.kv_sizes, cu_seqlens, cu_seqlens_kv, *ctx.settings
-    )
+    q, k, v, *saved = ctx.saved_tensors
+    gradients = torch.ops.sagebwd.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *saved, *ctx.settings)
     return (*gradients, *(None,) * 6)
 
 

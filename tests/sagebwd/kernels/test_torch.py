@@ -73,7 +73,8 @@ def operator(q, k, v):
 
 
 def forward_op(q, k, v, cu_seqlens=None, is_causal=True, config=sagebwd.config.DEFAULT_CONFIG):
-    return torch.ops.sagebwd.forward(q, k, v, cu_seqlens, None, is_causal, SCALE, ops.encode(config))
+    scale = q.shape[-1] ** -0.5
+    return torch.ops.sagebwd.forward(q, k, v, cu_seqlens, None, is_causal, scale, ops.encode(config))
 
 
 def maybe_packed(boundaries, packed):
@@ -128,7 +129,7 @@ def test_operators_keep_their_promises(sample, boundaries, lay, packed, config):
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings)
     torch.library.opcheck(
-        torch.ops.sagebwd.backward.default, (grad_out, q, k, v, *saved, *k.shape[1:3], *settings)
+        torch.ops.sagebwd.backward.default, (grad_out, q, k, v, *k.shape[1:3], *saved, *settings)
     )
 
 

@@ -18,10 +18,14 @@ import torch
 
 from sagebwd import SageConfig, kernels, reference
 from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels import ops
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import runtime
 from sagebwd.kernels.operands import Axis
 from sagebwd.metrics import relative_l2
+from tests.sagebwd.kernels import test_torch as as_operators
+
+pytestmark = as_operators.pytestmark
 
 ON_CPU = Path(__file__).parent / "on_cpu"
 FLAGS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC"]
@@ -146,3 +150,30 @@ def test_packets_take_the_place_of_k_and_v_in_the_backward(
     pointers = {x.data_ptr() for x in kept if x is not None}
     assert q.data_ptr() in pointers
     assert not {k.data_ptr(), v.data_ptr()} & pointers
+
+
+@pytest.mark.parametrize("documents", [None, [20, 0, 20]], ids=["whole", "packed"])
+@pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.consistent()], ids=["default", "consistent"])
+def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config, documents):
+    """As in test_torch.py, with packets in the place of K and V."""
+    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)])
+    monkeypatch.setattr(hopper, "is_used", lambda q, config: True)
+    q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    settings = (boundaries, None, True, 0.125, ops.encode(config))
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, True))
+    saved = torch.ops.sagebwd.forward(q, k, v, *settings, True)
+    arguments = (grad_out, q, None, None, *k.shape[1:3], *saved, *settings)
+    torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
+
+
+@pytest.mark.parametrize("way", as_operators.WAYS)
+def test_gradients_are_the_same_in_every_way(attend_on_cpu, draw, monkeypatch, way):
+    """As in test_torch.py: checkpoints, vmap and the bare operator; some keep packets and some do not."""
+    monkeypatch.setattr(hopper, "is_used", lambda q, config: True)
+    q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    found, wanted = (
+        as_operators.gradients(function, q, k, v, grad_out)
+        for function in (as_operators.WAYS[way], as_operators.causal)
+    )
+    as_operators.assert_same(found, wanted)

@@ -137,16 +137,17 @@ def test_compiled_equals_eager(gradients, compiled, on_gpu, head_dim):
 
 @ignore_warnings_of_torch
 @pytest.mark.parametrize("lay", [torch.clone, as_operators.token_major, as_operators.every_other])
-def test_operators_keep_their_promises(only_hopper, on_gpu, lay):
+@pytest.mark.parametrize("keep", [False, True])
+def test_operators_keep_their_promises(only_hopper, on_gpu, lay, keep):
     """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
     q, k, v, grad_out = map(lay, on_gpu(140, heads=2, kv_heads=1, head_dim=64))
     options = (None, None, True, 0.125, ops.encode(DEFAULT_CONFIG))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *options))
-    saved = torch.ops.sagebwd.forward(q, k, v, *options)
-    torch.library.opcheck(
-        torch.ops.sagebwd.backward.default, (grad_out, q, k, v, *saved, *k.shape[1:3], *options)
-    )
+    torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *options, keep))
+    saved = torch.ops.sagebwd.forward(q, k, v, *options, keep)
+    of_keys = (None, None) if keep else (k, v)
+    arguments = (grad_out, q, *of_keys, *k.shape[1:3], *saved, *options)
+    torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
 
 
 @ignore_warnings_of_torch
