@@ -71,14 +71,16 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, share: Tensor) -> tupl
     """Losses (T,), and `share` times their gradients by the logits (T, V), in their dtype."""
     if kernels.supports(logits):
         return kernels.cross_entropy(logits, targets, share, LEFT_OUT)
-    losses, logsumexp = _losses(logits.float(), targets)
+    exact = logits.float()
+    losses, logsumexp = _losses(exact, targets)
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    grad = (logits.float() - logsumexp[:, None]).exp() - is_target.float()
+    grad = (exact - logsumexp[:, None]).exp() - is_target.float()
     return losses, (grad * ((targets != LEFT_OUT) * share)[:, None]).to(logits.dtype)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Losses (T,), zero where a token is left out, and logsumexps (T,) of float32 logits (T, V)."""
     logsumexp = logits.logsumexp(-1)
-    hit = logits.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return torch.where(targets != LEFT_OUT, logsumexp - hit, 0.0), logsumexp
+    counts = targets != LEFT_OUT
+    hit = logits.gather(-1, targets.where(counts, 0)[:, None])[:, 0]
+    return torch.where(counts, logsumexp - hit, 0.0), logsumexp

@@ -85,6 +85,14 @@ def test_compiled_it_is_one_graph_with_the_same_results():
         torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.parametrize("no_word", [-1, 50])
+def test_a_target_that_is_no_word_is_an_error(no_word):
+    x, weight, targets = inputs()
+    targets[5] = no_word
+    with pytest.raises(RuntimeError, match=f"index {no_word} is out of bounds"):
+        linear_cross_entropy(x, weight, targets)
+
+
 def test_targets_of_another_length_are_refused():
     x, weight, _ = inputs()
     with pytest.raises(ValueError, match="36 targets for 37 tokens"):
