@@ -38,5 +38,6 @@ def test_deterministic_reaches_pytorch_cublas_and_the_compiler(monkeypatch):
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert torch._inductor.config.deterministic
+        assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:
         make_deterministic(False)
