@@ -112,7 +112,7 @@ def test_only_what_is_asked_for_is_stored(gaussian, form):
     assert_quantized(operand, x, 32, False, [form])
 
 
-@pytest.mark.parametrize(
+every_layout = pytest.mark.parametrize(
     "view",
     [
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
@@ -123,6 +123,9 @@ def test_only_what_is_asked_for_is_stored(gaussian, form):
     ],
     ids=["(B, N, H, D)", "channels outside", "slice", "every third channel", "every other token"],
 )
+
+
+@every_layout
 def test_strides_do_not_matter(gaussian, view):
     x = gaussian(2, 2, 40, 24)
     strided = view(x)

@@ -20,6 +20,7 @@ from sagebwd.kernels.hopper.packets import (
 )
 from sagebwd.kernels.operands import Axis, padded_head_dim
 from sagebwd.quantization import quantize
+from tests.sagebwd.kernels.test_quantize import every_layout
 
 pytestmark = [
     pytest.mark.gpu,
@@ -264,16 +265,7 @@ def test_queries_and_gradients(gaussian, log_sums, shape):
         assert_query_gradient_packets(packets, axis, q, grad, out, lse, **options)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda x: x.mT.contiguous().mT,
-        lambda x: x.repeat(1, 1, 2, 3)[:, :, : x.shape[2], : x.shape[3]],
-        lambda x: x.repeat_interleave(3, -1)[..., ::3],
-    ],
-    ids=["(B, N, H, D)", "channels outside", "slice", "every third channel"],
-)
+@every_layout
 def test_strides_do_not_matter(gaussian, log_sums, view):
     """Each tensor has strides of its own."""
     tensors = gaussian(1, 2, 40, 48, FP16, count=3)
