@@ -27,15 +27,15 @@ ALWAYS_INT8 = frozenset(PAPER_INT8_MATMULS) - {"o", "dv"}
 
 def is_used(q: Tensor, config: SageConfig) -> bool:
     """Whether attention on ``q`` runs the kernels of this folder. Warns once if they should but cannot."""
-    if not q.is_cuda or not _supports(config, q.shape[-1]):
-        return False
-    return _runs_on(q.device.index)
+    # int: under a tracer the size may be a symbol, which no cache takes; a kernel is of one size anyway.
+    return _supports(config, int(q.shape[-1])) and _runs_on(q.device)
 
 
 @functools.cache
-def _runs_on(index: int) -> bool:
-    device = torch.device("cuda", index)
-    if torch.version.hip or torch.cuda.get_device_capability(device) != runtime.COMPUTE_CAPABILITY:
+def _runs_on(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    if torch.cuda.get_device_capability(device) != runtime.COMPUTE_CAPABILITY:
         return False
     reason = runtime.why_unavailable(device)
     if reason is not None:

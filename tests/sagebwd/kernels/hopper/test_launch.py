@@ -84,7 +84,7 @@ def gpu_of(monkeypatch):
         hopper._runs_on.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(runtime, "why_unavailable", lambda device: reason)
-        return SimpleNamespace(is_cuda=True, shape=(1, 1, 1, head_dim), device=torch.device("cuda", 0))
+        return SimpleNamespace(shape=(1, 1, 1, head_dim), device=torch.device("cuda", 0))
 
     yield gpu_of
     hopper._runs_on.cache_clear()

@@ -132,7 +132,7 @@ def test_packets_take_the_place_of_k_and_v_in_the_backward(
     )
     options = {"is_causal": True, "config": config}
     wanted = attend_on_cpu(q, k, v, grad_out, boundaries=boundaries, keep=False, **options)
-    monkeypatch.setattr(hopper, "is_used", lambda q, config: True)
+    monkeypatch.setattr(hopper, "_runs_on", lambda device: True)
     kept = []
 
     def attend(*inputs):
@@ -157,7 +157,7 @@ def test_packets_take_the_place_of_k_and_v_in_the_backward(
 def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config, documents):
     """As in test_torch.py, with packets in the place of K and V."""
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)])
-    monkeypatch.setattr(hopper, "is_used", lambda q, config: True)
+    monkeypatch.setattr(hopper, "_runs_on", lambda device: True)
     q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
     settings = (boundaries, None, True, 0.125, ops.encode(config))
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -170,7 +170,7 @@ def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config,
 @pytest.mark.parametrize("way", as_operators.WAYS)
 def test_gradients_are_the_same_in_every_way(attend_on_cpu, draw, monkeypatch, way):
     """As in test_torch.py: checkpoints, vmap and the bare operator; some keep packets and some do not."""
-    monkeypatch.setattr(hopper, "is_used", lambda q, config: True)
+    monkeypatch.setattr(hopper, "_runs_on", lambda device: True)
     q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
     found, wanted = (
         as_operators.gradients(function, q, k, v, grad_out)
