@@ -8,6 +8,7 @@ check for finite numbers, fused AdamW); they differ in the model alone:
     fpa-cudnn, fpa-flash   our Llama with PyTorch's attention, pinned to cuDNN or FlashAttention-2
     fpa                    the same, with the kernel that the trainer itself chooses on this GPU
     sagebwd                our Llama with SageBwd
+    …-deterministic, …-graphs    the same with hardware.deterministic=true, with hardware.cuda_graphs=true
     hf                     transformers' LlamaForCausalLM of the same shape, attn_implementation="sdpa".
                            Compiled with a torch before 2.14 it makes a mask, which keeps it from fast kernels
     hf-causal              the same without that mask
@@ -18,8 +19,8 @@ Only ours has QK-norm, where the model's settings have it on. Each trains in a f
 other; one that fails becomes a row with its reason. The data are random token ids, made on the GPU. A step
 lasts from the end of one optimizer step to the end of the next; the first one, which compiles, and --warm-up
 further ones come before those that count. MFU: the FLOPs of our model, for every contestant, over the GPU's
-dense bf16 peak. Peak memory: of the timed steps. Shares of GPU time: kernels of further steps, under
-torch.profiler, by their names (KERNEL_CLASSES in this file); on a CPU, PyTorch's operators.
+dense bf16 peak. Peak memory: of all steps, the first one too. Shares of GPU time: kernels of further steps,
+under torch.profiler, by their names (KERNEL_CLASSES in this file); on a CPU, PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ ATTENTIONS = {
     "sagebwd-consistent": ["attention=sagebwd_consistent"],
     "fpa-deterministic": ["attention=fpa", "hardware.deterministic=true"],
     "sagebwd-deterministic": ["attention=sagebwd", "hardware.deterministic=true"],
+    "fpa-graphs": ["attention=fpa", "hardware.cuda_graphs=true"],
+    "sagebwd-graphs": ["attention=sagebwd", "hardware.cuda_graphs=true"],
 }
 #: What a kernel does, by the first pattern that its name holds; REST if none. Case does not count.
 KERNEL_CLASSES = (
@@ -271,8 +274,6 @@ def measure(job: Job) -> dict[str, Any]:
         try:
             first_ms = bench.time_steps(1)[0]
             bench.time_steps(job.warm_up)
-            if bench.ranks.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
             times = bench.time_steps(job.steps)
             flops = flops_per_token(settings.model, job.context)
             row = {"first_step_s": first_ms / 1e3, "loss": bench.loss}

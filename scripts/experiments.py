@@ -244,7 +244,7 @@ TRAINING_STEPS = (
     training_step(
         "bench_training_24gb",
         *("--contexts", "4096", "--tokens-per-micro-batch", "8192"),
-        *("--attention", "fpa-cudnn", "sagebwd", "--baselines"),
+        *("--attention", "fpa-cudnn", "fpa-graphs", "sagebwd", "sagebwd-graphs", "--baselines"),
     ),
 )
 TRAINING_LOOK = (

@@ -160,6 +160,8 @@ CONTESTANTS = {
     "fpa-cudnn": "cuDNN",
     "fpa-flash": "FlashAttention-2",
     "fpa-deterministic": "full precision, `hardware.deterministic=true`",
+    "fpa-graphs": "full precision, `hardware.cuda_graphs=true`",
+    "sagebwd-graphs": "SageBwd, `hardware.cuda_graphs=true`",
     "hf-causal": "transformers' Llama",
     "nanogpt": "a GPT like nanoGPT's",
 }

@@ -54,6 +54,27 @@ def test_deterministic_it_continues_bit_for_bit(command, tmp_path, attention, co
     assert_same_weights(tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [("attention=fpa",), ("attention=sagebwd",), ("attention=sagebwd", "hardware.recompute=blocks")],
+    ids=["fpa", "sagebwd", "sagebwd, blocks computed again"],
+)
+def test_cuda_graphs_change_no_bit(command, tmp_path, overrides):
+    """Stopped and continued, too: the graphs of the second process begin with other weights."""
+    shape = ("model.d_head=64", "steps=20", "eval_every=7", "checkpoint_every=5")
+    shared = (*overrides, *shape, *ON_GPU, "hardware.deterministic=true", "hardware.compile=true")
+    plain, replayed = (
+        command(*shared, f"hardware.cuda_graphs={graphs}", f"run_dir={tmp_path / graphs}")
+        for graphs in ("false", "true")
+    )
+    run(plain)
+    code, output = kill_at_step(replayed, tmp_path / "true", 9)
+    assert code == -signal.SIGKILL, output
+    run(replayed)
+    assert losses(tmp_path / "true") == losses(tmp_path / "false")
+    assert_same_weights(tmp_path / "true", tmp_path / "false")
+
+
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "math"])
 def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
     settings = AttentionSettings(backend="fpa", sdpa=kernel)

@@ -177,7 +177,7 @@ class Trainer:
             self._not_finite(mean_loss, norm, rate)
         elif not self._leaves_out_spike(mean_loss, norm):
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        parallel.forget_gradients(self.optimizer, settings.hardware)
         return mean_loss, norm, rate
 
     def _probe(self, probe: Probe) -> None:

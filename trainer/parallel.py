@@ -59,7 +59,13 @@ def spread(llama: Llama, hardware: HardwareSettings, ranks: Ranks) -> tuple[nn.M
     # In one piece after DDP's wrapping, not before: only so does the compiler (its DDPOptimizer) divide the
     # graph at DDP's buckets, and gradients travel while the backward is still computing others. For fixed
     # shapes: torch 2.11 cannot divide a graph of changing ones.
-    whole = torch.compile(parallel, dynamic=False) if hardware.compile and not in_pieces else parallel
+    whole = parallel
+    if hardware.compile and not in_pieces:
+        mode = "reduce-overhead" if hardware.cuda_graphs else None
+        whole = torch.compile(parallel, dynamic=False, mode=mode)
+    if hardware.cuda_graphs:
+        for parameter in llama.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # see forget_gradients
     return parallel, whole
 
 
@@ -139,6 +145,15 @@ def gradients_exchanged(parallel: nn.Module, now: bool) -> Iterator[None]:
     alone = isinstance(parallel, DistributedDataParallel) and not now
     with parallel.no_sync() if alone else nullcontext():
         yield
+
+
+def forget_gradients(optimizer: torch.optim.Optimizer, hardware: HardwareSettings) -> None:
+    """After a step, so that the next one begins with none, or with zeros.
+
+    With none, the tensor that the next backward computes becomes the gradient itself, an addition less. That
+    of a CUDA graph lies where the graph writes again with the micro-batch after it: so here it is zeros.
+    """
+    optimizer.zero_grad(set_to_none=not hardware.cuda_graphs)
 
 
 def clip_gradients(model: nn.Module, largest: float) -> Tensor:

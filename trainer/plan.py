@@ -48,6 +48,7 @@ def make_plan(settings: Settings, ranks: int) -> Plan:
     for check in (_check_probe, _check_spike, _check_init_from):
         note(check, settings)
     note(_check_tokens_per_step, settings, ranks)
+    note(_check_cuda_graphs, settings, ranks)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise SettingsError(f"these settings cannot be trained:\n{listed}")
@@ -153,6 +154,16 @@ def _check_hardware(settings: Settings) -> None:
                 f"hardware.devices={hardware.devices}, but this machine has {available} GPU(s); "
                 f"use hardware.devices={available}"
             )
+
+
+def _check_cuda_graphs(settings: Settings, ranks: int) -> None:
+    hardware = settings.hardware
+    if hardware.cuda_graphs and not (hardware.device == "cuda" and hardware.compile and ranks == 1):
+        raise ValueError(
+            "hardware.cuda_graphs=true replays, on one GPU, what hardware.compile=true compiled. Here are "
+            f"hardware.device={hardware.device}, hardware.compile={str(hardware.compile).lower()} "
+            f"and {ranks} device(s); use hardware.cuda_graphs=false"
+        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

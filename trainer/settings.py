@@ -76,6 +76,7 @@ class HardwareSettings:
     micro_batch: int = MISSING  # sequences per device per forward-backward pass
     dtype: str = MISSING  # "bfloat16" (autocast over float32 master weights) or "float32"
     compile: bool = MISSING  # torch.compile the model
+    cuda_graphs: bool = False  # one GPU: replay what was compiled, for passes too short for the host
     deterministic: bool = False  # repeated or continued, a run gives the same bits; slower on a GPU
     parallel: str = "auto"  # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
     recompute: str = "none"  # "blocks": keep less of the forward for the backward, compute it again

@@ -24,15 +24,20 @@ class Counted(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
+def tokens():
+    """Two sequences: what is read, and what is to be said."""
+    drawn = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
 def step(hardware):
     """Loss, gradients, and how often attention and matrix products ran."""
     torch.manual_seed(0)
     llama = Llama(SMALL, F.scaled_dot_product_attention)
     wrapped, whole = parallel.spread(llama, hardware, ALONE)
     assert wrapped is whole is llama
-    tokens = torch.randint(64, (2, 33), generator=torch.Generator().manual_seed(1))
     with Counted() as ran:
-        loss = whole(tokens[:, :-1], tokens[:, 1:])
+        loss = whole(*tokens())
         loss.backward()
     attention = ran.counts[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
     return (
@@ -52,6 +57,25 @@ def test_recomputation_changes_no_bit_and_repeats_all_but_attention(compose_sett
     assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
     assert attention_again == attention == SMALL.n_layers
     assert products_again > products
+
+
+def test_with_cuda_graphs_gradients_stay_where_they_are(compose_settings):
+    """A graph writes to its own memory again, which a gradient must therefore not be."""
+    hardware = compose_settings("experiment=debug").hardware
+    _, wanted, *_ = step(hardware)
+    hardware.cuda_graphs = True
+    torch.manual_seed(0)
+    llama = Llama(SMALL, F.scaled_dot_product_attention)
+    parallel.spread(llama, hardware, ALONE)
+    gradients = [p.grad for p in llama.parameters()]
+    for times in (1, 2):
+        for _ in range(times):
+            llama(*tokens()).backward()
+        for parameter, gradient, expected in zip(llama.parameters(), gradients, wanted, strict=True):
+            assert parameter.grad is gradient
+            torch.testing.assert_close(gradient, times * expected)
+        parallel.forget_gradients(torch.optim.SGD(llama.parameters()), hardware)
+        assert not any(map(torch.any, gradients))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,10 @@ BAD = [
     (["total_tokens=1000"], ["total_tokens=1000", "262144"]),
     (["hardware.dtype=int8"], ["hardware.dtype=int8", "bfloat16"]),
     (["hardware.device=tpu"], ["hardware.device=tpu", "cuda"]),
+    (
+        ["hardware=cpu", "hardware.cuda_graphs=true"],
+        ["hardware.device=cpu", "1 device(s)", "cuda_graphs=false"],
+    ),
     (["hardware.deterministic=true", "attention.sdpa=cudnn"], ["sdpa=cudnn", "attention.sdpa=flash"]),
     (["hardware.parallel=zero"], ["hardware.parallel=zero", "auto", "ddp", "fsdp"]),
     (["hardware.recompute=all"], ["hardware.recompute=all", "none", "blocks"]),
