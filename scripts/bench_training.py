@@ -19,8 +19,9 @@ Only ours has QK-norm, where the model's settings have it on. Each trains in a f
 other; one that fails becomes a row with its reason. The data are random token ids, made on the GPU. A step
 lasts from the end of one optimizer step to the end of the next; the first one, which compiles, and --warm-up
 further ones come before those that count. MFU: the FLOPs of our model, for every contestant, over the GPU's
-dense bf16 peak. Peak memory: of all steps, the first one too. Shares of GPU time: kernels of further steps,
-under torch.profiler, by their names (KERNEL_CLASSES in this file); on a CPU, PyTorch's operators.
+dense bf16 peak. Peak memory: of the timed steps; with CUDA graphs, all that PyTorch holds. Shares of GPU
+time: kernels of further steps, under torch.profiler, by their names (KERNEL_CLASSES in this file); on a CPU,
+PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -274,11 +275,14 @@ def measure(job: Job) -> dict[str, Any]:
         try:
             first_ms = bench.time_steps(1)[0]
             bench.time_steps(job.warm_up)
+            if bench.ranks.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             times = bench.time_steps(job.steps)
             flops = flops_per_token(settings.model, job.context)
             row = {"first_step_s": first_ms / 1e3, "loss": bench.loss}
             row |= speed_of(times, bench.plan.tokens_per_step, flops, bench.peak)
-            row |= {"peak_memory_gib": peak_memory_gib(bench.ranks.device)}
+            graphs = settings.hardware.cuda_graphs
+            row |= {"peak_memory_gib": peak_memory_gib(bench.ranks.device, cuda_graphs=graphs)}
             row |= summarise(bench.profile(job.profile_steps))
             return row | (bench.measure_overheads(job.steps) if job.loader else {})
         finally:

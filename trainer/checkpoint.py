@@ -266,6 +266,8 @@ def _step(path: Path) -> int:
 
 
 def _state(model: nn.Module, optimizer) -> dict[str, Any]:
+    if not optimizer.state:
+        optimizer.zero_grad(set_to_none=True)  # or torch would leave the moments out: it takes it for an SGD
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments}
 

@@ -161,6 +161,7 @@ class Trainer:
             self.step, steps=plan.steps, warmup_steps=settings.tps.warmup_steps, settings=settings.optimizer
         )
         set_learning_rate(self.optimizer, rate)
+        parallel.expect_gradients(self.llama, settings.hardware)
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step, (inputs, targets) in enumerate(self.loader.micro_batches(self.step)):
             last = micro_step == plan.micro_steps - 1
@@ -254,7 +255,9 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "tokens_per_second": tokens_per_second,
                 "mfu": mfu,
-                "peak_memory_gib": peak_memory_gib(self.ranks.device),
+                "peak_memory_gib": peak_memory_gib(
+                    self.ranks.device, cuda_graphs=self.settings.hardware.cuda_graphs
+                ),
             }
         )
         self.telemetry.progress(loss, tokens_per_second, mfu)

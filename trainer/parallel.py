@@ -63,9 +63,6 @@ def spread(llama: Llama, hardware: HardwareSettings, ranks: Ranks) -> tuple[nn.M
     if hardware.compile and not in_pieces:
         mode = "reduce-overhead" if hardware.cuda_graphs else None
         whole = torch.compile(parallel, dynamic=False, mode=mode)
-    if hardware.cuda_graphs:
-        for parameter in llama.parameters():
-            parameter.grad = torch.zeros_like(parameter)  # see forget_gradients
     return parallel, whole
 
 
@@ -147,12 +144,19 @@ def gradients_exchanged(parallel: nn.Module, now: bool) -> Iterator[None]:
         yield
 
 
-def forget_gradients(optimizer: torch.optim.Optimizer, hardware: HardwareSettings) -> None:
-    """After a step, so that the next one begins with none, or with zeros.
+def expect_gradients(model: nn.Module, hardware: HardwareSettings) -> None:
+    """Before a step: zeros to add to where the first backward's own tensor must not become the gradient.
 
-    With none, the tensor that the next backward computes becomes the gradient itself, an addition less. That
-    of a CUDA graph lies where the graph writes again with the micro-batch after it: so here it is zeros.
+    That saves an addition, but the tensor of a CUDA graph lies where the graph writes again in the next pass.
     """
+    if hardware.cuda_graphs:
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def forget_gradients(optimizer: torch.optim.Optimizer, hardware: HardwareSettings) -> None:
+    """After a step. Where :func:`expect_gradients` made zeros, they are zeros again."""
     optimizer.zero_grad(set_to_none=not hardware.cuda_graphs)
 
 

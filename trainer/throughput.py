@@ -28,9 +28,15 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
 
-def peak_memory_gib(device: torch.device) -> float | None:
-    """Most memory PyTorch has held on this GPU so far, in GiB; None on a CPU."""
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+def peak_memory_gib(device: torch.device, *, cuda_graphs: bool = False) -> float | None:
+    """Most memory that tensors have taken on this GPU so far, in GiB; None on a CPU.
+
+    PyTorch does not count what lies in CUDA graphs. With them it is all that PyTorch took, to use it or not.
+    """
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_reserved if cuda_graphs else torch.cuda.max_memory_allocated
+    return peak(device) / 2**30
 
 
 def flops_per_token(config: LlamaConfig, context: int) -> float:

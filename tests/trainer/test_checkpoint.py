@@ -70,7 +70,8 @@ def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_restores_weights_moments_and_extras_exactly(tmp_path):
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_restores_weights_moments_and_extras_exactly(tmp_path, has_gradients):
     model, optimizer = make()
     for _ in range(3):
         train_step(model, optimizer)
@@ -79,6 +80,8 @@ def test_restores_weights_moments_and_extras_exactly(tmp_path):
     expected = state_of(model, optimizer)
 
     other, other_optimizer = make(seed=1)
+    if has_gradients:  # of a step that did not come to its end
+        other(torch.arange(11)).sum().backward()
     restored = checkpoints(tmp_path).load_newest(other, other_optimizer)
     assert (restored["step"], restored["wandb_id"]) == (3, "abc")
     assert other.head.weight is other.embedding.weight

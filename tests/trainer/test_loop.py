@@ -1,9 +1,12 @@
 import os
+import shutil
 
 import pytest
 import torch
 import torch._inductor.config
 
+from tests.cli import losses
+from trainer import parallel, plan
 from trainer.errors import TrainingError
 from trainer.loop import make_deterministic, mends_named
 
@@ -41,3 +44,26 @@ def test_deterministic_reaches_pytorch_cublas_and_the_compiler(monkeypatch):
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:
         make_deterministic(False)
+
+
+def test_gradients_in_memory_of_a_cuda_graph_are_not_lost(train_here, tmp_path, monkeypatch):
+    """Stopped and continued, too. Without a GPU: each pass writes its gradients where the one before did."""
+
+    def spread(llama, hardware, ranks):
+        for parameter in llama.parameters():
+            written = torch.empty_like(parameter)
+            parameter.register_hook(lambda x, written=written: written.copy_(x).view_as(written))
+        return llama, llama
+
+    options = ("hardware.micro_batch=2",)
+    whole = train_here(tmp_path / "whole", *options)
+    monkeypatch.setattr(plan, "_check_cuda_graphs", lambda *_: None)
+    monkeypatch.setattr(parallel, "spread", spread)
+    options = (tmp_path / "run", *options, "hardware.cuda_graphs=true")
+    last = train_here(*options).checkpoints.folder / "step_00000008"
+    shutil.rmtree(last)
+    continued = train_here(*options)
+    assert last.exists()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    for found, wanted in zip(continued.llama.parameters(), whole.llama.parameters(), strict=True):
+        assert torch.equal(found, wanted)

@@ -66,9 +66,10 @@ def test_with_cuda_graphs_gradients_stay_where_they_are(compose_settings):
     hardware.cuda_graphs = True
     torch.manual_seed(0)
     llama = Llama(SMALL, F.scaled_dot_product_attention)
-    parallel.spread(llama, hardware, ALONE)
+    parallel.expect_gradients(llama, hardware)
     gradients = [p.grad for p in llama.parameters()]
     for times in (1, 2):
+        parallel.expect_gradients(llama, hardware)
         for _ in range(times):
             llama(*tokens()).backward()
         for parameter, gradient, expected in zip(llama.parameters(), gradients, wanted, strict=True):
