@@ -267,7 +267,8 @@ def _step(path: Path) -> int:
 
 def _state(model: nn.Module, optimizer) -> dict[str, Any]:
     if not optimizer.state:
-        optimizer.zero_grad(set_to_none=True)  # or torch would leave the moments out: it takes it for an SGD
+        # Torch makes the moments for us only where there are no gradients; else it leaves them out, silently.
+        optimizer.zero_grad(set_to_none=True)
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments}
 
