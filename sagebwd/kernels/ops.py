@@ -120,9 +120,17 @@ def _backward(
     scale: float,
     config: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, as q, k, v; without k and v, which ``kept`` is there for, token by token."""
+    """Return dq, dk, dv, as q, k, v; without k and v, which ``kept`` is there for, token by token.
+
+    Raises ValueError if there are neither k and v nor ``kept``.
+    """
     settings = decode(config)
     if k is None or v is None:
+        if not kept.numel():
+            raise ValueError(
+                "sagebwd::backward got neither k and v nor anything kept of them; hand over k and v, "
+                "as sagebwd::forward keeps something only with keep=True and Hopper's kernels"
+            )
         k = v = stand_in(q, kv_heads, kv_tokens)
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     saved = (q, k, v, out, lse, k_mean, rest)

@@ -133,6 +133,15 @@ def test_operators_keep_their_promises(sample, boundaries, lay, packed, config):
     )
 
 
+def test_the_backward_refuses_to_do_without_k_and_v_where_nothing_was_kept(sample):
+    q, k, v, grad_out = sample(40)
+    saved = forward_op(q, k, v)
+    settings = (None, None, True, SCALE, ops.encode(SageConfig()))
+    for k_or_none, v_or_none in ((None, None), (k, None), (None, v)):
+        with pytest.raises(ValueError, match="hand over k and v"):
+            torch.ops.sagebwd.backward(grad_out, q, k_or_none, v_or_none, *k.shape[1:3], *saved, *settings)
+
+
 @pytest.mark.parametrize("lay", [torch.clone, token_major])
 def test_results_lie_in_memory_as_the_inputs_do(sample, lay):
     *inputs, grad_out = map(lay, sample(40))
