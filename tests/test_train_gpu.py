@@ -40,18 +40,23 @@ def test_stopped_and_continued(command, tmp_path):
     assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), rel=5e-3)
 
 
+def assert_same_though_killed(command, overrides, folder):
+    """A run with these overrides, killed and continued, gives the bits of the one in `folder`/whole."""
+    killed = command(*overrides, f"run_dir={folder / 'killed'}")
+    code, output = kill_at_step(killed, folder / "killed", 9)
+    assert code == -signal.SIGKILL, output
+    run(killed)
+    assert losses(folder / "killed") == losses(folder / "whole")
+    assert_same_weights(folder / "killed", folder / "whole")
+
+
 @pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
 @pytest.mark.parametrize("compiled", ["false", "true"])
 def test_deterministic_it_continues_bit_for_bit(command, tmp_path, attention, compiled):
     overrides = (f"attention={attention}", "model.d_head=64", "steps=40", "checkpoint_every=7")
     hardware = (*ON_GPU, "hardware.deterministic=true", f"hardware.compile={compiled}")
-    whole, stopped = (command(*overrides, *hardware, f"run_dir={tmp_path / name}") for name in ("a", "b"))
-    run(whole)
-    code, output = kill_at_step(stopped, tmp_path / "b", 9)
-    assert code == -signal.SIGKILL, output
-    run(stopped)
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
-    assert_same_weights(tmp_path / "a", tmp_path / "b")
+    run(command(*overrides, *hardware, f"run_dir={tmp_path / 'whole'}"))
+    assert_same_though_killed(command, (*overrides, *hardware), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +68,8 @@ def test_cuda_graphs_change_no_bit(command, tmp_path, overrides):
     """Stopped and continued, too: the graphs of the second process begin with other weights."""
     shape = ("model.d_head=64", "steps=20", "eval_every=7", "checkpoint_every=5")
     shared = (*overrides, *shape, *ON_GPU, "hardware.deterministic=true", "hardware.compile=true")
-    plain, replayed = (
-        command(*shared, f"hardware.cuda_graphs={graphs}", f"run_dir={tmp_path / graphs}")
-        for graphs in ("false", "true")
-    )
-    run(plain)
-    code, output = kill_at_step(replayed, tmp_path / "true", 9)
-    assert code == -signal.SIGKILL, output
-    run(replayed)
-    assert losses(tmp_path / "true") == losses(tmp_path / "false")
-    assert_same_weights(tmp_path / "true", tmp_path / "false")
+    run(command(*shared, f"run_dir={tmp_path / 'whole'}"))
+    assert_same_though_killed(command, (*shared, "hardware.cuda_graphs=true"), tmp_path)
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "math"])
