@@ -38,7 +38,7 @@ $(VENV)/%.done: pyproject.toml constraints.txt
 # `make test` compiles them with the pinned Triton. This one lies beside it and is found first.
 oldest: $(VENV)/dev.done
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/oldest triton==3.6.0
-	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m tests.sagebwd.kernels.compile_ahead "90/*/*/*" "86/128/*/*"
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m tests.sagebwd.kernels.triton.compile_ahead "90/*/*/*" "86/128/*/*"
 
 # The two pins that everything else is resolved around.
 constraints:

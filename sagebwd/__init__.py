@@ -1,7 +1,7 @@
 """Trainable INT8 attention: SageBwd (arXiv 2603.02170)."""
 
+from sagebwd.attention import sage_attention
 from sagebwd.config import SageConfig
-from sagebwd.functional import sage_attention
 
 __version__ = "0.1.0"
 

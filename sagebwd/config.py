@@ -56,7 +56,7 @@ class SageConfig:
     - the scale of a block of Q, K, V or dO that earlier tokens share with them (``operand_scales="block"``);
     - the scale of a whole tile of P and dS in the backward (``granularity="block"``).
 
-    ``scripts/causal_leak.py`` measures them.
+    ``scripts/paper/causal_leak.py`` measures them.
 
     Attributes:
         smooth_k: subtract the mean over all tokens, μ_K, from K before it is quantized. The softmax does
@@ -144,7 +144,7 @@ class SageConfig:
         As with :meth:`strictly_causal`, finite later tokens change no output or gradient of a query, and dQ
         is worse where the channels of K have a strong mean. Runs the portable kernels and costs 15
         units of tensor-core time where the default costs 11 and 16-bit attention 18
-        (``scripts/gradient_variants.py``).
+        (``scripts/paper/gradient_variants.py``).
         """
         return cls(
             smooth_k=False,
@@ -162,7 +162,7 @@ class SageConfig:
         Where values have much in common, dP is nearly the same along a row, and dS = P ∘ (dP − δ) is a small
         difference. A δ from the rounded O is then off by more than that, in 16-bit attention as well; that of
         a compensated O is not. O and dV, outside INT8, err less, too. 13 units of tensor-core time, the
-        default 11, 16-bit attention 18 (``scripts/gradient_variants.py``); but P needs no scales and no
+        default 11, 16-bit attention 18 (``scripts/paper/gradient_variants.py``); but P needs no scales and no
         rounding to INT8, which on Hopper takes longer than that. Of large logits it does not mend S.
         """
         return cls(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), compensate_o=True)

@@ -23,10 +23,21 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from scripts import report
-from scripts.experiments import ITEMS, RESULTS, RUNS, SCALES, TRACES, Item, Run, find, in_words, total_cost
-from scripts.results import DamagedResult
-from scripts.run_pool import Job, Stopped, run_all, run_here, slots
+from scripts.paper import report
+from scripts.paper.experiments import (
+    ITEMS,
+    RESULTS,
+    RUNS,
+    SCALES,
+    TRACES,
+    Item,
+    Run,
+    find,
+    in_words,
+    total_cost,
+)
+from scripts.paper.results import DamagedResult
+from scripts.paper.run_pool import Job, Stopped, run_all, run_here, slots
 from trainer.run_directory import MAY_CHANGE, RunDirectory, read_metrics
 
 #: Overrides that choose the text; runs that bring their own do without them.

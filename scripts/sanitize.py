@@ -123,8 +123,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def kernel_names() -> list[str]:
     """Every kernel of the library; the sanitizer leaves alone what torch launches."""
-    from sagebwd.kernels import backward, forward, quantize
     from sagebwd.kernels.hopper.runtime import SOURCES
+    from sagebwd.kernels.triton import backward, forward, quantize
 
     names = [name for module in (forward, backward, quantize) for name in vars(module)]
     for source in SOURCES.glob("*.cu"):

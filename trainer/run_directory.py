@@ -58,7 +58,7 @@ class RunDirectory:
         self.loss_plot = path / "loss.png"
         self.probe_plot = path / "probe.png"
         self.weights = path / "weights"
-        self.traces = path / "traces"  # of its attention: python -m scripts.layers --traces
+        self.traces = path / "traces"  # of its attention: python -m scripts.paper.layers --traces
         self._done = path / "DONE"
         self._diverged = path / "DIVERGED"
 

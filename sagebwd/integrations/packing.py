@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sagebwd.functional import sage_attention
+from sagebwd.attention import sage_attention
 
 
 @dataclass(frozen=True)

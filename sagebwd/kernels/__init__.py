@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sagebwd.arguments import cast_to_autocast_dtype, check_arguments, check_documents
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.dispatch import check_supported
 from sagebwd.kernels import ops
-from sagebwd.kernels.support import check_supported
+from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents
 
 
 def sage_attention(

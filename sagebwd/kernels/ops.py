@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sagebwd.arguments import check_backward_mode
 from sagebwd.config import SageConfig
-from sagebwd.kernels.backward import backward
-from sagebwd.kernels.forward import forward
+from sagebwd.dispatch import on_device_of
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper.packets import key_packets_shape
-from sagebwd.kernels.operands import Axis, block_count, empty_result, padded_head_dim, stand_in
-from sagebwd.kernels.support import on_device_of
+from sagebwd.kernels.layout import Axis, block_count, empty_result, padded_head_dim, stand_in
+from sagebwd.kernels.triton.backward import backward
+from sagebwd.kernels.triton.forward import forward
+from sagebwd.validation import check_backward_mode
 
 FIELDS = tuple(field.name for field in fields(SageConfig))
 

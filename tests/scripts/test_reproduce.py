@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import experiments, reproduce
-from scripts.experiments import ITEMS, SCALES, Item, find, runs_of
-from scripts.report_sections import table1
-from scripts.report_training import figure1b
+from scripts import reproduce
+from scripts.paper import experiments
+from scripts.paper.experiments import ITEMS, SCALES, Item, find, runs_of
+from scripts.paper.report_sections import table1
+from scripts.paper.report_training import figure1b
 from tests.cli import ROOT
 from trainer.plan import make_plan
 from trainer.run_directory import RunDirectory
@@ -246,7 +247,7 @@ def test_traces_are_written_and_then_read(here, tmp_path, datasets, monkeypatch,
     reproduce.main([*command, "--dry-run"])
     trace, read = capsys.readouterr().out.splitlines()[-2:]
     assert "--traces --milestones --only-traces --trace-heads 0 1" in trace
-    assert f"scripts.gradient_formats {traces} " in read
+    assert f"scripts.paper.gradient_formats {traces} " in read
 
 
 def test_what_is_not_part_of_the_checkout_is_said_before_training(here, tmp_path, monkeypatch, capsys):

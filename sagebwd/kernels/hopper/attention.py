@@ -18,7 +18,7 @@ from torch import Tensor
 from sagebwd.config import PAPER_INT8_MATMULS, SageConfig
 from sagebwd.kernels.hopper import packets, runtime
 from sagebwd.kernels.hopper.runtime import Segments, TokenTensor
-from sagebwd.kernels.operands import Axis, empty_result, padded_head_dim
+from sagebwd.kernels.layout import Axis, empty_result, padded_head_dim
 
 HEAD_DIMS = (64, 128)
 #: Products that the kernels compute in INT8 alone; O and dV they can have in 16 bit, too.
@@ -212,7 +212,7 @@ def forward(
     config: SageConfig,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.forward.forward`, and last, to ``keep``, the backward's packets of K and V.
+    """As :func:`sagebwd.kernels.triton.forward.forward`; last, with ``keep``, the backward's packets of K, V.
 
     Without ``keep`` the last is empty, and the backward makes them.
     """
@@ -266,7 +266,7 @@ def backward(
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.backward.backward`; where something is ``kept`` k and v may be stand-ins."""
+    """As :func:`sagebwd.kernels.triton.backward.backward`; with ``kept``, k and v may be stand-ins."""
     k_rows = kept
     if not kept.numel():
         k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)

@@ -189,7 +189,7 @@ struct TokenTensor {
     i64 stride_b, stride_h, stride_n, stride_d;
 };
 
-// Packed documents along one axis of tokens, see sagebwd/kernels/operands.py; null without packing.
+// Packed documents along one axis of tokens, see sagebwd/kernels/layout.py; null without packing.
 struct Segments {
     const int *document, *start, *first_block;
 };

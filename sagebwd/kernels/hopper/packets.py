@@ -1,7 +1,7 @@
 """Q, K, V and dO as the kernels of this folder read them: packets, each one contiguous copy to shared memory.
 
 A packet holds all that one block of tokens of one head brings to a kernel: tiles, then numbers per token,
-then a tail of four fp32, scales and zeros. Blocks are numbered as :class:`sagebwd.kernels.operands.Operand`
+then a tail of four fp32, scales and zeros. Blocks are numbered as :class:`sagebwd.kernels.layout.Operand`
 says; tokens past the end of a document and channels past the head size are zero. Tiles:
 
     rows      (tokens, D) INT8, for products that contract channels
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sagebwd.kernels.hopper import runtime
 from sagebwd.kernels.hopper.runtime import Segments, TokenTensor
-from sagebwd.kernels.operands import Axis, padded_head_dim
+from sagebwd.kernels.layout import Axis, padded_head_dim
 
 #: Tokens of a packet.
 QUERIES, KEYS = 64, 128

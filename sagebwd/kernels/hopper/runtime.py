@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.kernels import operands
+from sagebwd.kernels import layout as operands
 
 SOURCES = Path(__file__).parent
 #: wgmma and setmaxnreg exist on this one architecture, neither before nor after.

@@ -11,10 +11,10 @@ import torch
 from sagebwd import SageConfig
 from sagebwd.config import PAPER_INT8_MATMULS
 from sagebwd.kernels import ops
-from sagebwd.kernels.backward import backward as portable_backward
-from sagebwd.kernels.forward import forward as portable_forward
 from sagebwd.kernels.hopper import attention as hopper
-from tests.sagebwd.kernels import test_edge_values as edge_values
+from sagebwd.kernels.triton.backward import backward as portable_backward
+from sagebwd.kernels.triton.forward import forward as portable_forward
+from tests.sagebwd.kernels.triton import test_edge_values as edge_values
 
 NAMES = ("out", "dq", "dk", "dv")
 GRADIENTS = NAMES[1:]

@@ -12,11 +12,11 @@ import torch
 from sagebwd.kernels import ops
 from sagebwd.kernels.hopper import runtime
 from sagebwd.metrics import relative_l2
-from tests.sagebwd.kernels import test_against_float64 as against_float64
-from tests.sagebwd.kernels import test_against_reference as against_reference
-from tests.sagebwd.kernels import test_documents as documents
 from tests.sagebwd.kernels import test_torch as as_operators
 from tests.sagebwd.kernels.hopper.cases import FP16, NAMES
+from tests.sagebwd.kernels.triton import test_against_float64 as against_float64
+from tests.sagebwd.kernels.triton import test_against_reference as against_reference
+from tests.sagebwd.kernels.triton import test_documents as documents
 
 # As close to the reference, or to float64, as is asked of the portable kernels; and what else is the same.
 assert_same_in_fp16 = against_reference.assert_same

@@ -20,9 +20,6 @@ from sagebwd import SageConfig, reference
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels import ops
 from sagebwd.metrics import relative_l2
-from tests.sagebwd.kernels import test_against_float64 as against_float64
-from tests.sagebwd.kernels import test_against_reference as against_reference
-from tests.sagebwd.kernels import test_documents as documents
 from tests.sagebwd.kernels import test_torch as as_operators
 from tests.sagebwd.kernels.hopper.cases import (
     BF16,
@@ -36,6 +33,9 @@ from tests.sagebwd.kernels.hopper.cases import (
     causal_and_full,
     only_portable,
 )
+from tests.sagebwd.kernels.triton import test_against_float64 as against_float64
+from tests.sagebwd.kernels.triton import test_against_reference as against_reference
+from tests.sagebwd.kernels.triton import test_documents as documents
 
 # --- Against the reference ---------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sagebwd.metrics import relative_l2
-from tests.sagebwd.kernels import test_edge_values as edge_values
 from tests.sagebwd.kernels.hopper.cases import (
     BF16,
     FP16,
@@ -20,6 +19,7 @@ from tests.sagebwd.kernels.hopper.cases import (
     every_poison,
     poison_one,
 )
+from tests.sagebwd.kernels.triton import test_edge_values as edge_values
 
 # --- NaN and Inf -------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS
 from sagebwd.kernels import sage_attention
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import packets, runtime
-from sagebwd.kernels.operands import Axis
+from sagebwd.kernels.layout import Axis
 from tests.sagebwd.kernels.hopper.cases import without_int8
 
 # --- When they are used ------------------------------------------------------------------------------------

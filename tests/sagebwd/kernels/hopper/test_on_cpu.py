@@ -21,7 +21,7 @@ from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels import ops
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import runtime
-from sagebwd.kernels.operands import Axis
+from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels import test_torch as as_operators
 

@@ -18,9 +18,9 @@ from sagebwd.kernels.hopper.packets import (
     query_packets,
     token_mean,
 )
-from sagebwd.kernels.operands import Axis, padded_head_dim
-from sagebwd.quantization import quantize
-from tests.sagebwd.kernels.test_quantize import every_layout
+from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.reference.quantization import quantize
+from tests.sagebwd.kernels.triton.test_quantize import every_layout
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ import pytest
 import torch
 import triton
 
-from sagebwd.kernels import operands
+from sagebwd.kernels import layout as operands
 from sagebwd.kernels.hopper import runtime
 from sagebwd.kernels.hopper.runtime import Driver, Kernel, Segments, TokenTensor
 from tests.cli import ROOT

@@ -9,8 +9,6 @@ import torch
 
 from sagebwd import SageConfig
 from sagebwd.config import DEFAULT_CONFIG
-from tests.sagebwd.kernels import test_against_reference as against_reference
-from tests.sagebwd.kernels import test_edge_values as edge_values
 from tests.sagebwd.kernels.hopper.cases import (
     BF16,
     FP16,
@@ -28,6 +26,8 @@ from tests.sagebwd.kernels.hopper.cases import (
     poison_one,
     without_int8,
 )
+from tests.sagebwd.kernels.triton import test_against_reference as against_reference
+from tests.sagebwd.kernels.triton import test_edge_values as edge_values
 
 SMOOTH_V = SageConfig(smooth_v=True)
 

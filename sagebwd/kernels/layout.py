@@ -1,0 +1,130 @@
+"""What kernels take: tensors with their strides, quantized operands, and where packed documents lie."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Sizes that vary from batch to batch: kernels are not compiled anew for how they divide.
+SIZES = ("n", "n_q", "n_kv", "blocks", "q_blocks", "kv_blocks", "documents")
+
+
+class TokenTensor(NamedTuple):
+    """A tensor (B, H, N, D) with any strides, in elements."""
+
+    data: Tensor
+    stride_b: int
+    stride_h: int
+    stride_n: int
+    stride_d: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> TokenTensor:
+        """The tensor and its strides as kernels take them."""
+        return cls(x, *x.stride())
+
+
+def stand_in(like: Tensor, heads: int, tokens: int) -> Tensor:
+    """A tensor (B, heads, tokens, D) of which only the shape and the dtype can be read."""
+    return like.new_empty(()).expand(like.shape[0], heads, tokens, like.shape[3])
+
+
+def empty_result(x: Tensor) -> Tensor:
+    """A tensor as x (B, H, N, D), not filled; for a :func:`stand_in` token by token, as projections lie."""
+    if x.stride(3) != 0:
+        return torch.empty_like(x)
+    batch, heads, tokens, channels = x.shape
+    return x.new_empty(batch, tokens, heads, channels).transpose(1, 2)
+
+
+class Operand(NamedTuple):
+    """A tensor as matrix products take it, block by block; what no product asks for is None.
+
+    Blocks are numbered over all heads: ``head * blocks + block``. Rows past the end of a sequence and
+    channels past the head size are zero.
+
+    rows: (heads · blocks, BLOCK, D_PAD) INT8, for products that contract channels.
+    columns: (heads · blocks, D_PAD, BLOCK) INT8, the same numbers, for products that contract tokens, in
+        the order of :func:`sagebwd.kernels.triton.device.position`.
+    rounded: (heads · blocks, BLOCK, D_PAD) 16 bit, for products that are not INT8.
+    scale: (heads · blocks,) fp32; (heads · blocks · BLOCK,) with scales per token.
+    mean: fp32, what was subtracted: (heads · documents, D_PAD) for K and V, (heads · blocks, D_PAD) for Q.
+    sums: (heads · blocks, D_PAD) int32, of ``columns`` over the tokens of each block, for products whose
+        other operand is unsigned; see :func:`sagebwd.kernels.triton.device.dot_columns`.
+    """
+
+    rows: Tensor | None
+    columns: Tensor | None
+    rounded: Tensor | None
+    scale: Tensor | None
+    mean: Tensor | None
+    sums: Tensor | None
+
+
+#: For a product that takes its tensors as they are.
+NO_OPERAND = Operand(None, None, None, None, None, None)
+
+
+class Segments(NamedTuple):
+    """Where packed documents lie along one axis of tokens, all int32, on the device.
+
+    document: (blocks,), the document that each block belongs to; blocks left over belong to an empty one.
+    start: (documents + 2,), first token of each document.
+    first_block: (documents + 2,), first block of each document.
+    """
+
+    document: Tensor
+    start: Tensor
+    first_block: Tensor
+
+
+def block_count(n: int, block: int, documents: int) -> int:
+    """Blocks that ``n`` tokens need at most, if none lies across the boundary of two documents."""
+    return (n + documents * (block - 1)) // block
+
+
+class Axis(NamedTuple):
+    """The tokens of q, or those of k and v, cut into blocks.
+
+    n: tokens; block: tokens per block; blocks: blocks per head, an upper bound when documents are packed;
+    documents: their number, 1 without packing; segments: None without packing.
+    """
+
+    n: int
+    block: int
+    blocks: int
+    documents: int
+    segments: Segments | None
+
+    @classmethod
+    def of(cls, n: int, block: int, cu_seqlens: Tensor | None) -> Axis:
+        """Cut ``n`` tokens into blocks, none across a boundary of ``cu_seqlens``. Does not synchronise."""
+        if cu_seqlens is None:
+            return cls(n, block, block_count(n, block, 1), 1, None)
+        # Boundaries out of order or out of range must not become reads out of bounds.
+        start = cu_seqlens.clamp(0, n).cummax(0).values.int()
+        return cls._of_documents(n, block, torch.cat([start, start[-1:]]))
+
+    @classmethod
+    def _of_documents(cls, n: int, block: int, start: Tensor) -> Axis:
+        """``start`` is that of :class:`Segments`."""
+        documents = len(start) - 2
+        blocks = block_count(n, block, documents)
+        per_document = (start.diff() + block - 1) // block
+        first_block = torch.nn.functional.pad(per_document.cumsum(0), (1, 0))
+        numbers = torch.arange(blocks, device=start.device)
+        document = torch.searchsorted(first_block[1:-1].contiguous(), numbers, right=True)
+        return cls(n, block, blocks, documents, Segments(document.int(), start, first_block.int()))
+
+    def with_block(self, block: int) -> Axis:
+        """The same tokens and documents in blocks of another size."""
+        if self.segments is None:
+            return Axis.of(self.n, block, None)
+        return self._of_documents(self.n, block, self.segments.start)
+
+
+def padded_head_dim(d: int) -> int:
+    """Channels that a tile has room for: a power of two, and no less than INT8 tensor cores contract."""
+    return max(32, 1 << (d - 1).bit_length())

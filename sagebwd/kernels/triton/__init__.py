@@ -1,0 +1,1 @@
+"""SageBwd as Triton kernels, for every NVIDIA GPU since Ampere."""

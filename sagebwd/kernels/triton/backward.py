@@ -1,0 +1,319 @@
+"""Algorithm 2 of SageBwd (arXiv 2603.02170) in two kernels: one owns keys (dK, dV), one owns queries (dQ).
+
+Each gradient has one owner that sums in a fixed order: no atomics, and two runs give the same bits. The price
+is that S and dP are computed in both kernels; what it saves is the transposition of dS, which costs more.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.config import SageConfig
+from sagebwd.kernels.layout import NO_OPERAND, SIZES, Axis, TokenTensor, padded_head_dim
+from sagebwd.kernels.triton import device
+from sagebwd.kernels.triton.launch import launch_options
+from sagebwd.kernels.triton.quantize import quantize, quantize_grad, quantize_q_and_k
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _dk_dv_kernel(
+    q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dk, dv, q_segments, kv_segments,
+    n_q, n_kv, d, kv_heads, group, q_blocks, kv_blocks, documents, scale,
+    IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, DV_INT8: tl.constexpr, DP_INT8: tl.constexpr,
+    DK_INT8: tl.constexpr, SMOOTH_Q: tl.constexpr, WHOLE_TILE: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, OWN: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """OWN keys of one key head against all queries that see them, for all query heads of its group.
+
+    Tiles are transposed, (keys, queries): a scale per key is then one per row.
+    """
+    PARTS: tl.constexpr = BLOCK_KV // OWN
+    program = tl.program_id(0)
+    kv_head = program // (kv_blocks * PARTS)
+    part = program % (kv_blocks * PARTS)
+    kv_tile, row = kv_head * kv_blocks + part // PARTS, part % PARTS * OWN
+    total = n_q
+    document, kv_start, n_kv, _, block = device.find_document(kv_segments, n_kv, part // PARTS)
+    q_start, n_q, first_q_block = device.extent(q_segments, n_q, document)
+    first = block * BLOCK_KV + row
+    if first >= n_kv:
+        return
+    scale_log2 = scale * device.LOG2_E
+    k_pointer = device.head_pointer(k_tokens, kv_head, kv_heads, kv_start)
+    v_pointer = device.head_pointer(v_tokens, kv_head, kv_heads, kv_start)
+
+    k_values = device.load_rows(k, kv_tile, row, S_INT8, OWN, BLOCK_KV, D_PAD)
+    if S_INT8:
+        k_scale = device.load_scale(k, kv_tile, row, OWN, BLOCK_KV, TOKEN_SCALES)
+    if DP_INT8:
+        v_values = device.load_rows(v, kv_tile, row, True, OWN, BLOCK_KV, D_PAD)
+        v_scale = device.load_scale(v, kv_tile, row, OWN, BLOCK_KV, TOKEN_SCALES)
+    else:
+        v_values = device.load_tokens(v_tokens, v_pointer, first, n_kv, d, OWN, D_PAD)
+    keys = first + tl.arange(0, OWN)
+    dk_acc = tl.zeros((OWN, D_PAD), tl.float32)
+    dv_acc = tl.zeros((OWN, D_PAD), tl.float32)
+
+    # Blocks of queries that the mask cuts come first. Where keys end within this tile, every block is cut.
+    # Queries past the end need no mask: their lse is +inf, so their P is zero.
+    end = tl.cdiv(n_q, BLOCK_Q)
+    seeing, whole = 0, 0
+    if IS_CAUSAL:
+        seeing = tl.minimum(first // BLOCK_Q, end)
+        whole = tl.minimum(tl.cdiv(first + OWN - 1, BLOCK_Q), end)
+    whole = tl.where(first + OWN > n_kv, end, whole)
+    for h in range(group):
+        head = kv_head * group + h
+        q_tile = head * q_blocks + first_q_block
+        row_offset = head.to(tl.int64) * total + q_start
+        grad_pointer = device.head_pointer(grad_tokens, head, kv_heads * group, q_start)
+        for cut in tl.static_range(1, -1, -1):
+            for i in range(seeing if cut else whole, whole if cut else end):
+                queries = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
+                q_values = device.load_rows(q, q_tile + i, 0, S_INT8, BLOCK_Q, BLOCK_Q, D_PAD)
+                if S_INT8 or DK_INT8:
+                    q_scale = device.load_scale(q, q_tile + i, 0, BLOCK_Q, BLOCK_Q, TOKEN_SCALES)
+                if S_INT8:
+                    factor = device.outer(k_scale, q_scale * scale_log2, TOKEN_SCALES)
+                else:
+                    factor = scale_log2
+                s = device.logits(k_values, tl.trans(q_values), factor)
+                if SMOOTH_Q:
+                    bias = device.mean_logits(
+                        q, q_tile + i, k, kv_head * documents + document, k_tokens, k_pointer,
+                        first, n_kv, d, OWN, D_PAD
+                    )  # fmt: skip
+                    s += (bias * scale_log2)[:, None]
+                row_lse = tl.load(lse + row_offset + queries, mask=queries < n_q, other=float("inf"))
+                p = tl.exp2(s - row_lse[None, :])
+                if cut:
+                    visible = (keys < n_kv)[:, None]
+                    if IS_CAUSAL:
+                        visible = visible & (keys[:, None] <= queries[None, :])
+                    p = tl.where(visible, p, 0.0)
+
+                if not (DV_INT8 and DP_INT8):
+                    grad_values = device.load_tokens(
+                        grad_tokens, grad_pointer, i * BLOCK_Q, n_q, d, BLOCK_Q, D_PAD
+                    )
+                if DV_INT8 or DP_INT8:
+                    grad_scale = device.load_scale(grad, q_tile + i, 0, BLOCK_Q, BLOCK_Q, TOKEN_SCALES)
+                if DV_INT8:
+                    columns = device.load_columns(grad, q_tile + i, True, BLOCK_Q, D_PAD)
+                    sums = device.load_sums(grad, q_tile + i, D_PAD) if grad.sums is not None else None
+                    dv_acc += device.contract_tokens(
+                        p, columns, sums, grad_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                    )
+                else:
+                    dv_acc += device.dot(p.to(grad_values.dtype), grad_values)
+
+                if DP_INT8:
+                    grad_rows = device.load_rows(grad, q_tile + i, 0, True, BLOCK_Q, BLOCK_Q, D_PAD)
+                    dp_factor = device.outer(v_scale, grad_scale, TOKEN_SCALES)
+                    dp = device.logits(v_values, tl.trans(grad_rows), dp_factor)
+                else:
+                    dp = device.dot(v_values, tl.trans(grad_values))
+                row_delta = tl.load(delta + row_offset + queries, mask=queries < n_q, other=0.0)
+                ds = p * (dp - row_delta[None, :])
+                if cut and TOKEN_SCALES:
+                    ds = tl.where(visible, ds, 0.0)
+
+                q_columns = device.load_columns(q, q_tile + i, DK_INT8, BLOCK_Q, D_PAD)
+                if DK_INT8:
+                    dk_acc += device.contract_tokens(
+                        ds, q_columns, None, q_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                    )
+                else:
+                    dk_acc += device.dot(ds.to(q_columns.dtype), q_columns)
+                if SMOOTH_Q:
+                    q_mean = tl.load(q.mean + (q_tile + i).to(tl.int64) * D_PAD + tl.arange(0, D_PAD))
+                    dk_acc += tl.sum(ds, 1)[:, None] * q_mean[None, :]
+
+    dk_pointer = device.head_pointer(dk, kv_head, kv_heads, kv_start)
+    dv_pointer = device.head_pointer(dv, kv_head, kv_heads, kv_start)
+    device.store_tokens(dk, dk_pointer, first, n_kv, d, dk_acc * scale, OWN, D_PAD)
+    device.store_tokens(dv, dv_pointer, first, n_kv, d, dv_acc, OWN, D_PAD)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _dq_kernel(
+    q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dq, q_segments, kv_segments,
+    n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale,
+    IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, DP_INT8: tl.constexpr, DQ_INT8: tl.constexpr,
+    SMOOTH_Q: tl.constexpr, ADD_MEAN_K_TERM: tl.constexpr, ONLY_DELTA: tl.constexpr, WHOLE_TILE: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, OWN: tl.constexpr,
+    D_PAD: tl.constexpr,
+):  # fmt: skip
+    """OWN queries of one head against all keys they see. ONLY_DELTA: not dQ, but δ = rowsum(P∘dP)."""
+    PARTS: tl.constexpr = BLOCK_Q // OWN
+    program = tl.program_id(0)
+    head = program // (q_blocks * PARTS)
+    # Under the causal mask the last queries have most to do: begin with them.
+    part = q_blocks * PARTS - 1 - program % (q_blocks * PARTS)
+    q_tile, row = head * q_blocks + part // PARTS, part % PARTS * OWN
+    total = n_q
+    document, q_start, n_q, _, block = device.find_document(q_segments, n_q, part // PARTS)
+    kv_start, n_kv, first_kv_block = device.extent(kv_segments, n_kv, document)
+    first = block * BLOCK_Q + row
+    if first >= n_q:
+        return
+    kv_head = head // group
+    kv_tile = kv_head * kv_blocks + first_kv_block
+    k_mean = (kv_head * documents + document).to(tl.int64)
+    scale_log2 = scale * device.LOG2_E
+    k_pointer = device.head_pointer(k_tokens, kv_head, heads // group, kv_start)
+    v_pointer = device.head_pointer(v_tokens, kv_head, heads // group, kv_start)
+
+    q_values = device.load_rows(q, q_tile, row, S_INT8, OWN, BLOCK_Q, D_PAD)
+    if S_INT8:
+        q_scale = device.load_scale(q, q_tile, row, OWN, BLOCK_Q, TOKEN_SCALES) * scale_log2
+    if DP_INT8:
+        grad_values = device.load_rows(grad, q_tile, row, True, OWN, BLOCK_Q, D_PAD)
+        grad_scale = device.load_scale(grad, q_tile, row, OWN, BLOCK_Q, TOKEN_SCALES)
+    else:
+        grad_pointer = device.head_pointer(grad_tokens, head, heads, q_start)
+        grad_values = device.load_tokens(grad_tokens, grad_pointer, first, n_q, d, OWN, D_PAD)
+    queries = first + tl.arange(0, OWN)
+    rows = head.to(tl.int64) * total + q_start + queries
+    row_lse = tl.load(lse + rows, mask=queries < n_q, other=float("inf"))
+    if ONLY_DELTA:
+        row_delta = tl.zeros((OWN,), tl.float32)
+    else:
+        row_delta = tl.load(delta + rows, mask=queries < n_q, other=0.0)
+    acc = tl.zeros((OWN, D_PAD), tl.float32)
+    row_sum = tl.zeros((OWN,), tl.float32)  # of dS, which with δ = 0 is P∘dP
+
+    seen = n_kv
+    whole = n_kv // BLOCK_KV
+    if IS_CAUSAL:
+        seen = tl.minimum(n_kv, first + OWN)
+        whole = tl.minimum(whole, (first + 1) // BLOCK_KV)
+    for cut in tl.static_range(2):
+        for j in range(whole if cut else 0, tl.cdiv(seen, BLOCK_KV) if cut else whole):
+            k_values = device.load_rows(k, kv_tile + j, 0, S_INT8, BLOCK_KV, BLOCK_KV, D_PAD)
+            if S_INT8:
+                k_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
+                factor = device.outer(q_scale, k_scale, TOKEN_SCALES)
+            else:
+                factor = scale_log2
+            s = device.logits(q_values, tl.trans(k_values), factor)
+            if SMOOTH_Q:
+                bias = device.mean_logits(
+                    q, q_tile, k, k_mean, k_tokens, k_pointer, j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD
+                )
+                s += (bias * scale_log2)[None, :]
+            p = tl.exp2(s - row_lse[:, None])
+            if cut:
+                keys = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
+                visible = (keys < n_kv)[None, :]
+                if IS_CAUSAL:
+                    visible = visible & (keys[None, :] <= queries[:, None])
+                p = tl.where(visible, p, 0.0)
+
+            if DP_INT8:
+                v_values = device.load_rows(v, kv_tile + j, 0, True, BLOCK_KV, BLOCK_KV, D_PAD)
+                v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
+                dp_factor = device.outer(grad_scale, v_scale, TOKEN_SCALES)
+                dp = device.logits(grad_values, tl.trans(v_values), dp_factor)
+            else:
+                v_values = device.load_tokens(v_tokens, v_pointer, j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD)
+                dp = device.dot(grad_values, tl.trans(v_values))
+            ds = p * (dp - row_delta[:, None])
+            if cut and TOKEN_SCALES:
+                ds = tl.where(visible, ds, 0.0)
+
+            if ADD_MEAN_K_TERM or ONLY_DELTA:
+                row_sum += tl.sum(ds, 1)
+            if not ONLY_DELTA:
+                k_columns = device.load_columns(k, kv_tile + j, DQ_INT8, BLOCK_KV, D_PAD)
+                if DQ_INT8:
+                    column_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
+                    acc += device.contract_tokens(
+                        ds, k_columns, None, column_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                    )
+                else:
+                    acc += device.dot(ds.to(k_columns.dtype), k_columns)
+
+    if ONLY_DELTA:
+        tl.store(delta + rows, device.inf_to_nan(row_sum), mask=queries < n_q)
+        return
+    if ADD_MEAN_K_TERM:
+        acc += row_sum[:, None] * tl.load(k.mean + k_mean * D_PAD + tl.arange(0, D_PAD))[None, :]
+    dq_pointer = device.head_pointer(dq, head, heads, q_start)
+    device.store_tokens(dq, dq_pointer, first, n_q, d, acc * scale, OWN, D_PAD)
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k_mean: Tensor,
+    rest: Tensor,
+    q_axis: Axis,
+    kv_axis: Axis,
+    *,
+    is_causal: bool,
+    scale: float,
+    config: SageConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, as q, k, v; ``out``, ``lse``, ``k_mean`` and ``rest`` come from the forward."""
+    token_scales = config.operand_scales == "token"
+    int8 = {name: config.is_int8(name) for name in ("s_bwd", "dv", "dp", "dq", "dk")}
+    q_operand, k_operand = quantize_q_and_k(
+        q, k, k_mean, q_axis, kv_axis, config,
+        {"rows": int8["s_bwd"], "columns": int8["dk"], "rounded": not (int8["s_bwd"] and int8["dk"])},
+        {"rows": int8["s_bwd"], "columns": int8["dq"], "rounded": not (int8["s_bwd"] and int8["dq"])},
+    )  # fmt: skip
+    v_operand = quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_OPERAND
+    grad_operand, delta = quantize_grad(
+        grad_out, out, q_axis, rest=rest if config.compensate_o else None,
+        rows=int8["dp"], columns=int8["dv"], sums=config.is_unsigned("dv"), token_scales=token_scales,
+    )  # fmt: skip
+    # Tokens that belong to no document are not visited.
+    empty = torch.empty_like if q_axis.segments is None else torch.zeros_like
+    dq, dk, dv = empty(q), empty(k), empty(v)
+    tensors = (
+        q_operand, k_operand, v_operand, grad_operand,
+        TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(grad_out), lse, delta,
+    )  # fmt: skip
+    group, heads = q.shape[1] // k.shape[1], q.shape[0] * q.shape[1]
+    sizes = (q_axis.n, kv_axis.n, q.shape[3])
+    blocks = (q_axis.blocks, kv_axis.blocks, kv_axis.documents, scale)
+    shared = {
+        "IS_CAUSAL": is_causal,
+        "S_INT8": int8["s_bwd"],
+        "DP_INT8": int8["dp"],
+        "SMOOTH_Q": config.smooth_q,
+        "WHOLE_TILE": config.granularity == "block",
+        "TOKEN_SCALES": token_scales,
+        "BLOCK_Q": q_axis.block,
+        "BLOCK_KV": kv_axis.block,
+        "D_PAD": padded_head_dim(q.shape[3]),
+    }
+
+    own, options = launch_options("dq", q, config)
+
+    def pass_over_keys(*, only_delta: bool) -> None:
+        _dq_kernel[(heads * q_axis.blocks * (q_axis.block // own),)](
+            *tensors, TokenTensor.of(dq), q_axis.segments, kv_axis.segments,
+            *sizes, q.shape[1], group, *blocks,
+            DQ_INT8=int8["dq"], ADD_MEAN_K_TERM=config.add_mean_k_term, ONLY_DELTA=only_delta, OWN=own,
+            **shared, **options,
+        )  # fmt: skip
+
+    if config.exact_delta:
+        pass_over_keys(only_delta=True)
+    own_keys, key_options = launch_options("dk_dv", q, config)
+    _dk_dv_kernel[(k.shape[0] * k.shape[1] * kv_axis.blocks * (kv_axis.block // own_keys),)](
+        *tensors, TokenTensor.of(dk), TokenTensor.of(dv), q_axis.segments, kv_axis.segments,
+        *sizes, k.shape[1], group, *blocks,
+        DV_INT8=int8["dv"], DK_INT8=int8["dk"], OWN=own_keys, **shared, **key_options,
+    )  # fmt: skip
+    pass_over_keys(only_delta=False)
+    return dq, dk, dv

@@ -1,0 +1,182 @@
+"""Algorithm 1 of SageBwd (arXiv 2603.02170): out and the logsumexp, a tile of queries per program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sagebwd.config import SageConfig
+from sagebwd.kernels.layout import NO_OPERAND, SIZES, Axis, Operand, TokenTensor, padded_head_dim
+from sagebwd.kernels.triton import device
+from sagebwd.kernels.triton.launch import launch_options
+from sagebwd.kernels.triton.quantize import quantize, quantize_q_and_k, token_mean
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _forward_kernel(
+    q, k, v, k_tokens, v_tokens, out, rest, lse, q_segments, kv_segments,
+    n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale,
+    IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, O_INT8: tl.constexpr, SMOOTH_Q: tl.constexpr,
+    TOKEN_SCALES: tl.constexpr, COMPENSATE_O: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    OWN: tl.constexpr, D_PAD: tl.constexpr,
+):  # fmt: skip
+    """OWN queries of one head against all keys they see."""
+    PARTS: tl.constexpr = BLOCK_Q // OWN
+    UNSIGNED_P: tl.constexpr = v.sums is not None
+    P_MAX: tl.constexpr = device.UINT8_MAX if UNSIGNED_P else device.INT8_MAX
+    program = tl.program_id(0)
+    head = program // (q_blocks * PARTS)
+    # Under the causal mask the last queries have most to do: begin with them.
+    part = q_blocks * PARTS - 1 - program % (q_blocks * PARTS)
+    q_tile, row = head * q_blocks + part // PARTS, part % PARTS * OWN
+    total = n_q
+    document, q_start, n_q, _, block = device.find_document(q_segments, n_q, part // PARTS)
+    kv_start, n_kv, first_kv_block = device.extent(kv_segments, n_kv, document)
+    first = block * BLOCK_Q + row
+    if first >= n_q:
+        return
+    kv_head = head // group
+    kv_tile = kv_head * kv_blocks + first_kv_block
+    v_pointer = device.head_pointer(v_tokens, kv_head, heads // group, kv_start)
+    k_pointer = device.head_pointer(k_tokens, kv_head, heads // group, kv_start)
+    scale *= device.LOG2_E
+
+    q_values = device.load_rows(q, q_tile, row, S_INT8, OWN, BLOCK_Q, D_PAD)
+    if S_INT8:
+        q_scale = device.load_scale(q, q_tile, row, OWN, BLOCK_Q, TOKEN_SCALES) * scale
+    queries = first + tl.arange(0, OWN)
+    acc = tl.zeros((OWN, D_PAD), tl.float32)
+    l = tl.zeros((OWN,), tl.float32)
+    l_rounded = tl.zeros((OWN,), tl.float32)
+    m = tl.full((OWN,), float("-inf"), tl.float32)
+
+    # Tiles that every query of this program sees whole, then those that the mask or the end cuts.
+    seen = n_kv
+    whole = n_kv // BLOCK_KV
+    if IS_CAUSAL:
+        seen = tl.minimum(n_kv, first + OWN)
+        whole = tl.minimum(whole, (first + 1) // BLOCK_KV)
+    for cut in tl.static_range(2):
+        for j in range(whole if cut else 0, tl.cdiv(seen, BLOCK_KV) if cut else whole):
+            k_values = device.load_rows(k, kv_tile + j, 0, S_INT8, BLOCK_KV, BLOCK_KV, D_PAD)
+            if S_INT8:
+                k_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
+                factor = device.outer(q_scale, k_scale, TOKEN_SCALES)
+            else:
+                factor = scale
+            s = device.logits(q_values, tl.trans(k_values), factor)
+            if SMOOTH_Q:
+                bias = device.mean_logits(
+                    q, q_tile, k, kv_head * documents + document, k_tokens, k_pointer,
+                    j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD
+                )  # fmt: skip
+                s += (bias * scale)[None, :]
+            if cut:
+                keys = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
+                visible = (keys < n_kv)[None, :]
+                if IS_CAUSAL:
+                    visible = visible & (keys[None, :] <= queries[:, None])
+                s = tl.where(visible, s, float("-inf"))
+
+            m_tile = tl.max(s, 1)
+            m_new = tl.maximum(m, m_tile)
+            rescale = tl.exp2(m - m_new)
+            if O_INT8 and not TOKEN_SCALES:
+                # P̃ scaled by the maximum of its row in this tile, which the softmax needs anyway.
+                share = tl.exp2(m_tile - m_new)
+                m_tile = tl.where(m_tile == float("-inf"), 0.0, m_tile)
+                p = tl.exp2(s - m_tile[:, None])
+                v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
+                v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, False)
+                v_sums = device.load_sums(v, kv_tile + j, D_PAD) if UNSIGNED_P else None
+                l = l * rescale + tl.sum(p, 1) * share
+                product = device.dot_columns(device.round_to_int8(p * P_MAX, UNSIGNED_P), v_values, v_sums)
+                acc = acc * rescale[:, None] + product * (share * (v_scale / P_MAX))[:, None]
+            else:
+                p = tl.exp2(s - m_new[:, None])
+                l = l * rescale + tl.sum(p, 1)
+                if O_INT8:
+                    v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
+                    v_sums = device.load_sums(v, kv_tile + j, D_PAD) if UNSIGNED_P else None
+                    v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, True)
+                    product = device.contract_tokens(
+                        p, v_values, v_sums, v_scale, visible if cut else None, False, True
+                    )
+                else:
+                    v_values = device.load_tokens(v_tokens, v_pointer, j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD)
+                    p_rounded = p.to(v_values.dtype)
+                    if COMPENSATE_O:
+                        l_rounded = l_rounded * rescale + tl.sum(p_rounded.to(tl.float32), 1)
+                    product = device.dot(p_rounded, v_values)
+                acc = acc * rescale[:, None] + product
+            m = m_new
+
+    # A document without keys: l = 0 and acc = 0 give out = 0, as the mean of no values is 0.
+    divisor = l_rounded if COMPENSATE_O else l
+    result = acc / tl.where(divisor == 0, 1.0, divisor)[:, None]
+    if v.mean is not None:
+        v_mean = (kv_head * documents + document).to(tl.int64)
+        result += tl.load(v.mean + v_mean * D_PAD + tl.arange(0, D_PAD))[None, :]
+    rows = head.to(tl.int64) * total + q_start + queries
+    tl.store(lse + rows, m + tl.log2(l), mask=queries < n_q)
+    out_pointer = device.head_pointer(out, head, heads, q_start)
+    device.store_tokens(out, out_pointer, first, n_q, d, result, OWN, D_PAD)
+    if COMPENSATE_O:
+        rest_pointer = device.head_pointer(rest, head, heads, q_start)
+        kept = result - result.to(out.data.dtype.element_ty).to(tl.float32)
+        device.store_tokens(rest, rest_pointer, first, n_q, d, kept, OWN, D_PAD)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_axis: Axis,
+    kv_axis: Axis,
+    *,
+    is_causal: bool,
+    scale: float,
+    config: SageConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return out, as q; the logsumexp to base 2 of the logits with the smoothed K; the mean of K; the rest.
+
+    The second and third are (B · H, N_q) and (B · H_kv · documents, D_PAD) fp32, the latter without columns
+    if K is not smoothed; the last, what rounding took from out, is as out, or empty without ``compensate_o``.
+    """
+    token_scales = config.operand_scales == "token"
+    if config.smooth_k:
+        k_mean = token_mean(k, kv_axis)
+    else:
+        k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
+    s_int8, o_int8 = config.is_int8("s_fwd"), config.is_int8("o")
+    forms = {"rows": s_int8, "rounded": not s_int8}
+    q_operand, k_operand = quantize_q_and_k(q, k, k_mean, q_axis, kv_axis, config, forms, forms)
+    v_operand = _quantize_v(v, kv_axis, config) if o_int8 else NO_OPERAND
+    out = torch.empty_like(q)
+    rest = torch.empty_like(q) if config.compensate_o else q.new_empty(0)
+    lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
+    if q_axis.segments is not None:  # tokens that belong to no document are not visited
+        out.zero_()
+        rest.zero_()
+        lse.fill_(float("-inf"))
+    own, options = launch_options("forward", q, config)
+    _forward_kernel[(q.shape[0] * q.shape[1] * q_axis.blocks * (q_axis.block // own),)](
+        q_operand, k_operand, v_operand, TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(out),
+        TokenTensor.of(rest if config.compensate_o else out), lse, q_axis.segments, kv_axis.segments,
+        q_axis.n, kv_axis.n, q.shape[3], q.shape[1], q.shape[1] // k.shape[1],
+        q_axis.blocks, kv_axis.blocks, q_axis.documents, scale,
+        IS_CAUSAL=is_causal, S_INT8=s_int8, O_INT8=o_int8, SMOOTH_Q=config.smooth_q,
+        TOKEN_SCALES=token_scales, COMPENSATE_O=config.compensate_o, BLOCK_Q=q_axis.block,
+        BLOCK_KV=kv_axis.block, OWN=own, D_PAD=padded_head_dim(q.shape[3]), **options,
+    )  # fmt: skip
+    return out, lse, k_mean, rest
+
+
+def _quantize_v(v: Tensor, axis: Axis, config: SageConfig) -> Operand:
+    """V for an INT8 O, less its mean if ``config`` smooths it, with its sums if P is unsigned."""
+    mean = token_mean(v, axis) if config.smooth_v else None
+    subtract, token_scales = "given" if config.smooth_v else "", config.operand_scales == "token"
+    sums = config.is_unsigned("o")
+    return quantize(v, axis, columns=True, sums=sums, subtract=subtract, mean=mean, token_scales=token_scales)

@@ -1,0 +1,68 @@
+"""How the attention kernels are launched: tokens that a program owns, warps and pipeline stages.
+
+A table, not a search, so that two machines never differ by chance. The blocks that share a scale come from
+the config; what stands here changes no number.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, SageConfig
+from sagebwd.kernels.layout import padded_head_dim
+
+
+class Launch(NamedTuple):
+    """own: tokens that one program owns, at most a block of them."""
+
+    own: int
+    warps: int
+    stages: int
+
+
+#: By kernel and padded head size. Measured on an H200; elsewhere what registers and shared memory hold.
+HOPPER = {
+    "forward": {32: Launch(64, 4, 3), 64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(64, 8, 2)},
+    "dk_dv": {32: Launch(64, 4, 3), 64: Launch(64, 4, 3), 128: Launch(64, 4, 2), 256: Launch(32, 8, 2)},
+    "dq": {32: Launch(64, 4, 3), 64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(32, 8, 2)},
+}
+PORTABLE = {
+    "forward": {32: Launch(64, 4, 2), 64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 2)},
+    "dk_dv": {32: Launch(64, 4, 2), 64: Launch(64, 4, 2), 128: Launch(64, 8, 2), 256: Launch(32, 8, 1)},
+    "dq": {32: Launch(64, 4, 2), 64: Launch(64, 4, 2), 128: Launch(64, 8, 2), 256: Launch(32, 8, 2)},
+}
+
+
+def launch_options(kernel: str, q: Tensor, config: SageConfig) -> tuple[int, dict[str, int]]:
+    """The tokens that a program of ``kernel`` owns, and Triton's options.
+
+    Args:
+        kernel: ``"forward"`` or ``"dq"``, which own queries, or ``"dk_dv"``, which owns keys.
+    """
+    block_q, block_kv = config.tile(q.shape[-1])
+    own_block, other_block = (block_kv, block_q) if kernel == "dk_dv" else (block_q, block_kv)
+    table = HOPPER if compute_capability(q) == 90 else PORTABLE
+    own, warps, stages = table[kernel][padded_head_dim(q.shape[-1])]
+    if config.granularity == "block" and own < own_block and kernel != "forward":
+        own, warps, stages = own_block, 8, 1  # a scale belongs to the whole tile
+    # A pipeline holds several tiles in shared memory. Tiles larger than the default's, 16-bit operands and
+    # what Q-smoothing loads leave no room for that.
+    default_block = DEFAULT_CONFIG.tile(q.shape[-1])[0 if kernel == "dk_dv" else 1]
+    default_bytes = config.int8_matmuls == PAPER_INT8_MATMULS and not config.smooth_q
+    fits = default_bytes and other_block <= default_block
+    return min(own, own_block), {"num_warps": warps, "num_stages": stages if fits else 1}
+
+
+def compute_capability(x: Tensor) -> int:
+    """90 for Hopper, and so on; 0 in the interpreter."""
+    return _compute_capability(x.device.index) if x.is_cuda else 0
+
+
+@functools.cache
+def _compute_capability(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

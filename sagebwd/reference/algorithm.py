@@ -1,0 +1,222 @@
+"""Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) in plain PyTorch, with the errata of the print corrected.
+
+Formulas and order of the loops are the paper's. Products are INT8 or of the dtype of the inputs, as
+:class:`~sagebwd.config.SageConfig` says; softmax, sums and accumulators are fp32. An Inf counts as NaN in
+every operand, sum and δ, so that an Inf of the inputs never ends as a plausible number; a finite gradient
+that is too large for fp16 becomes Inf, as everywhere. Memory grows linearly with the sequence.
+
+Shapes: q, out, grad_out and dq are (B, H, N_q, D); k, v, dk and dv (B, H_kv, N_kv, D) with H_kv dividing H;
+lse and delta (B, H, N_q).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sagebwd.config import SageConfig
+from sagebwd.reference.quantization import (
+    OPERAND_AXES,
+    PER_BLOCK,
+    PER_ROW,
+    Operand,
+    infinite_to_nan,
+    product,
+    quantize,
+    round_to,
+)
+from sagebwd.reference.scores import ScoreTiles, subtract_token_mean
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, config: SageConfig
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Algorithm 1: return out in the dtype of q, lse in fp32, and the rest of out.
+
+    lse is the logsumexp of S with the smoothed K; that of the plain logits is lse + scale · q·μ_K. The rest,
+    as out, is what ``compensate_o`` keeps of it for the backward; None otherwise.
+    """
+    k, v = _one_head_per_query_head(q, k, v)
+    scores = ScoreTiles(q, k, "s_fwd", is_causal=is_causal, scale=scale, config=config)
+    products = Products(q.dtype, config)
+    v_smooth, v_mean = subtract_token_mean(v.float()) if config.smooth_v else (v, 0.0)
+    v_blocks = products.token_blocks(v_smooth, "o", scores.block_kv)
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+
+    for i, q_block in enumerate(scores.q_blocks):
+        o = torch.zeros_like(q_block)
+        l, l_rounded = torch.zeros_like(o[..., :1]), torch.zeros_like(o[..., :1])
+        m = torch.full_like(l, -torch.inf)
+        for j in scores.visible_columns(i):
+            s = scores.tile(i, j)
+            m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+            p = (s - m_new).exp_()
+            rescale = (m - m_new).exp_()
+            l = rescale * l + p.sum(-1, keepdim=True)
+            if config.compensate_o:
+                l_rounded = rescale * l_rounded + p.to(q.dtype).float().sum(-1, keepdim=True)
+            # The scale of a row is exp(rowmax(S) − m) / 127, or 255 if P is unsigned: kernels have it from
+            # the online softmax. (Not with a scale per token, which P takes first.) l sums P as it is.
+            o = rescale * o + products.contract_tokens(p, v_blocks[j], "o", PER_ROW, scores.mask(i, j))
+            m = m_new
+        out[..., scores.rows(i), :] = o / (l_rounded if config.compensate_o else l) + v_mean
+        lse[..., scores.rows(i)] = (m + l.log()).squeeze(-1)
+    out = infinite_to_nan(out)
+    rounded = out.to(q.dtype)
+    return rounded, lse, (out - rounded).to(q.dtype) if config.compensate_o else None
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+    config: SageConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2: return dq, dk, dv in the dtype of the inputs; out, lse, rest come from :func:`forward`."""
+    settings = {"is_causal": is_causal, "scale": scale, "config": config}
+    tiles = SoftmaxGradientTiles(grad_out, q, k, v, out, lse, rest, **settings)
+    scores = tiles.scores
+    products = Products(q.dtype, config)
+    do_blocks = products.token_blocks(grad_out, "dv", scores.block_q)
+    k_blocks = [products.tokens(block, "dq") for block in scores.k_blocks]
+    q_blocks = [products.tokens(block, "dk") for block in scores.q_blocks]
+    shared = PER_ROW if config.granularity == "row" else PER_BLOCK
+
+    dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dk, dv = q.new_zeros((2, *q.shape[:2], *k.shape[2:]), dtype=torch.float32)
+    for j in range(len(k_blocks)):
+        columns = scores.columns(j)
+        for i in scores.visible_rows(j):
+            rows, mask = scores.rows(i), scores.mask(i, j)
+            p, _, ds = tiles.tile(i, j)
+            dv[..., columns, :] += products.contract_tokens(p.mT, do_blocks[i], "dv", shared, mask.mT)
+            dq[..., rows, :] += products.contract_tokens(ds, k_blocks[j], "dq", shared, mask)
+            dk[..., columns, :] += products.contract_tokens(ds.mT, q_blocks[i], "dk", shared, mask.mT)
+            if config.add_mean_k_term:
+                dq[..., rows, :] += ds.sum(-1, keepdim=True) * scores.k_mean
+            if config.smooth_q:
+                dk[..., columns, :] += ds.sum(-2).unsqueeze(-1) * scores.q_means[i]
+
+    dq, dk = dq.mul_(scale), dk.mul_(scale)
+    return infinite_to_nan(dq).to(q.dtype), _sum_over_group(dk, k), _sum_over_group(dv, v)
+
+
+class SoftmaxGradientTiles:
+    """The tiles of P, dP and dS = P ∘ (dP − δ) in the backward, before they are quantized for a product.
+
+    Attributes:
+        scores: the tiles of S of the backward.
+        delta: δ (B, H, N_q), fp32.
+    """
+
+    def __init__(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rest: Tensor | None,
+        *,
+        is_causal: bool,
+        scale: float,
+        config: SageConfig,
+    ) -> None:
+        k, v = _one_head_per_query_head(q, k, v)
+        self.scores = ScoreTiles(q, k, "s_bwd", is_causal=is_causal, scale=scale, config=config)
+        self._lse = lse
+        products = Products(q.dtype, config)
+        self._do_blocks = products.token_blocks(grad_out, "dp", self.scores.block_q)
+        self._v_blocks = products.token_blocks(v, "dp", self.scores.block_kv)
+        whole_out = out.float() if rest is None else out.float() + rest.float()
+        delta = self._exact_delta() if config.exact_delta else (grad_out.float() * whole_out).sum(-1)
+        self.delta = infinite_to_nan(delta)
+
+    def tile(self, i: int, j: int) -> tuple[Tensor, Tensor, Tensor]:
+        """P, dP and dS (B, H, rows, columns) of tile (i, j), fp32."""
+        p, dp = self._p_and_dp(i, j)
+        return p, dp, self._hide(p * (dp - self.delta[..., self.scores.rows(i), None]), i, j)
+
+    def _p_and_dp(self, i: int, j: int) -> tuple[Tensor, Tensor]:
+        p = (self.scores.tile(i, j) - self._lse[..., self.scores.rows(i), None]).exp_()
+        dp = product(self._do_blocks[i], self._v_blocks[j].mT)
+        return self._hide(p, i, j), self._hide(dp, i, j)
+
+    def _hide(self, x: Tensor, i: int, j: int) -> Tensor:
+        """With a scale per token: zero where the mask hides a key, whose NaN would come through otherwise.
+
+        With a scale per block a NaN poisons its whole tile in any case.
+        """
+        if self.scores.config.operand_scales == "block":
+            return x
+        return torch.where(self.scores.mask(i, j), x, 0.0)
+
+    def _exact_delta(self) -> Tensor:
+        """rowsum(P ∘ dP), which makes the rows of dS sum to zero whatever the errors of P and dP."""
+        delta = torch.zeros_like(self._lse)
+        for i in range(len(self.scores.q_blocks)):
+            for j in self.scores.visible_columns(i):
+                p, dp = self._p_and_dp(i, j)
+                delta[..., self.scores.rows(i)] += (p * dp).sum(-1)
+        return delta
+
+
+class Products:
+    """How the matrix products of one attention take their operands: INT8, or rounded to ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype, config: SageConfig) -> None:
+        self.dtype, self.config = dtype, config
+
+    def operand(self, x: Tensor, matmul: str, shared: tuple[int, ...], *, unsigned: bool = False) -> Operand:
+        """``x`` as ``matmul`` takes it; in INT8, ``unsigned`` or not, with scales shared along ``shared``."""
+        if not self.config.is_int8(matmul):
+            return round_to(x, self.dtype)
+        return quantize(x, shared, unsigned=unsigned)
+
+    def tokens(self, block: Tensor, matmul: str) -> Operand:
+        """A block (..., tokens, D) of Q, K, V or dO as ``matmul`` takes it."""
+        return self.operand(block, matmul, OPERAND_AXES[self.config.operand_scales])
+
+    def token_blocks(self, x: Tensor, matmul: str, size: int) -> list[Operand]:
+        """:meth:`tokens` of each block of ``size`` tokens of x (..., N, D)."""
+        return [self.tokens(block, matmul) for block in x.float().split(size, -2)]
+
+    def contract_tokens(
+        self, weights: Tensor, tokens: Operand, matmul: str, shared: tuple[int, ...], mask: Tensor
+    ) -> Tensor:
+        """``weights @ tokens``, (..., M, D): one of O = PV, dV = PᵀdO, dQ = dS·K and dK = dSᵀQ.
+
+        A scale per token runs along the contracted axis, which no INT8 product can do; so the weights take
+        it, before they are quantized.
+
+        Args:
+            weights: (..., M, tokens) fp32.
+            tokens: (..., tokens, D), of :meth:`tokens`.
+            matmul: which of the products it is.
+            shared: the axes of ``weights`` along which one INT8 scale is shared.
+            mask: False where a weight is hidden. It stays zero, whatever the scale of its token.
+        """
+        if self.config.operand_scales == "token" and self.config.is_int8(matmul):
+            weights = torch.where(mask, weights * tokens.scale.mT, 0.0)
+            tokens = Operand(tokens.values, torch.ones_like(tokens.scale[..., :1, :]))
+        unsigned = self.config.is_unsigned(matmul)
+        return product(self.operand(weights, matmul, shared, unsigned=unsigned), tokens)
+
+
+def _one_head_per_query_head(q: Tensor, *keys_and_values: Tensor) -> tuple[Tensor, ...]:
+    """Repeat each (B, H_kv, N_kv, D) tensor to the H heads of q; consecutive query heads share one."""
+    return tuple(x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in keys_and_values)
+
+
+def _sum_over_group(grad: Tensor, like: Tensor) -> Tensor:
+    """Add the gradients of the query heads that share a key head, and round to the dtype of ``like``."""
+    return infinite_to_nan(grad.unflatten(1, (like.shape[1], -1)).sum(2)).to(like.dtype)

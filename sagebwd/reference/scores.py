@@ -1,0 +1,111 @@
+"""S = scale · QKᵀ tile by tile: smoothing, quantization and the causal mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sagebwd.config import SageConfig
+from sagebwd.reference.quantization import (
+    OPERAND_AXES,
+    Operand,
+    product,
+    quantize,
+    quantize_two_levels,
+    round_to,
+)
+
+
+def subtract_token_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x − μ and its mean over the tokens μ (..., 1, D)."""
+    mean = x.mean(-2, keepdim=True)
+    return x - mean, mean
+
+
+class ScoreTiles:
+    """The tiles of S as one pass computes them, and the blocks of Q and K that they are made of.
+
+    Tile (i, j) holds queries ``rows(i)`` and keys ``columns(j)``; the last tile of an axis may be short.
+    The softmax scale multiplies the finished product in fp32, not Q: the quantizer would cancel it.
+
+    Attributes:
+        block_q, block_kv: queries and keys of a whole tile.
+        q_blocks, k_blocks: fp32 blocks (B, H, block, D), smoothed as the settings ask.
+        q_means: the mean (B, H, 1, D) of each block of Q, empty without Q-smoothing.
+        k_mean: the mean (B, H, 1, D) of K, zero without K-smoothing.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, matmul: str, *, is_causal: bool, scale: float, config: SageConfig
+    ) -> None:
+        """Smooth and quantize Q and K.
+
+        Args:
+            q, k: (B, H, N_q, D) and (B, H, N_kv, D) of the dtype that products outside INT8 round to.
+            matmul: ``"s_fwd"`` or ``"s_bwd"``.
+        """
+        self.n_q, self.n_kv = q.shape[-2], k.shape[-2]
+        self.is_causal, self.scale, self.config = is_causal, scale, config
+        self.block_q, self.block_kv = config.tile(q.shape[-1])
+
+        k_smooth, self.k_mean = k.float(), torch.zeros_like(k[..., :1, :], dtype=torch.float32)
+        if config.smooth_k:
+            k_smooth, self.k_mean = subtract_token_mean(k_smooth)
+        self.k_blocks = k_smooth.split(self.block_kv, -2)
+
+        self.q_blocks, self.q_means = q.float().split(self.block_q, -2), ()
+        if config.smooth_q:
+            self.q_blocks, self.q_means = zip(*map(subtract_token_mean, self.q_blocks), strict=True)
+
+        self._q_levels = [self._levels(block, matmul, q.dtype) for block in self.q_blocks]
+        self._k_levels = [self._levels(block, matmul, k.dtype) for block in self.k_blocks]
+
+    def _levels(self, block: Tensor, matmul: str, dtype: torch.dtype) -> tuple[Operand, ...]:
+        if not self.config.is_int8(matmul):
+            return (round_to(block, dtype),)
+        shared = OPERAND_AXES[self.config.operand_scales]
+        return quantize_two_levels(block, shared) if self.config.s_levels == 2 else (quantize(block, shared),)
+
+    def rows(self, i: int) -> slice:
+        """The queries of tile row i."""
+        return slice(i * self.block_q, min((i + 1) * self.block_q, self.n_q))
+
+    def columns(self, j: int) -> slice:
+        """The keys of tile column j."""
+        return slice(j * self.block_kv, min((j + 1) * self.block_kv, self.n_kv))
+
+    def is_visible(self, i: int, j: int) -> bool:
+        """Whether any query of tile (i, j) sees any of its keys."""
+        return not self.is_causal or self.columns(j).start < self.rows(i).stop
+
+    def visible_columns(self, i: int) -> list[int]:
+        """The tile columns that tile row i attends to."""
+        return [j for j in range(len(self.k_blocks)) if self.is_visible(i, j)]
+
+    def visible_rows(self, j: int) -> list[int]:
+        """The tile rows that attend to tile column j."""
+        return [i for i in range(len(self.q_blocks)) if self.is_visible(i, j)]
+
+    def tile(self, i: int, j: int) -> Tensor:
+        """S (B, H, rows, columns) of tile (i, j) in fp32, −inf where the causal mask hides a key."""
+        q_high, *q_low = self._q_levels[i]
+        k_high, *k_low = self._k_levels[j]
+        s = product(q_high, k_high.mT)
+        for q_rest, k_rest in zip(q_low, k_low, strict=True):
+            # low · low is left out: it would halve an error that is a hundredth of what one level leaves.
+            s = s + product(q_high, k_rest.mT) + product(q_rest, k_high.mT)
+        if self.q_means:
+            s = s + self.q_means[i] @ self.k_blocks[j].mT
+        return torch.where(self.mask(i, j), s * self.scale, -torch.inf)
+
+    def mask(self, i: int, j: int) -> Tensor:
+        """True where a query of tile (i, j) sees a key: (rows, columns), or (1, 1) where all see all.
+
+        Queries and keys are counted from the top left, as torch's ``is_causal`` does.
+        """
+        rows, columns = self.rows(i), self.columns(j)
+        if not self.is_causal or columns.stop - 1 <= rows.start:
+            return torch.ones(1, 1, dtype=torch.bool, device=self.k_mean.device)
+        query = torch.arange(rows.start, rows.stop, device=self.k_mean.device).unsqueeze(-1)
+        key = torch.arange(columns.start, columns.stop, device=self.k_mean.device)
+        return key <= query

@@ -1,0 +1,189 @@
+"""Attentions that scripts.bench.attention measures: ours, and what one would use instead."""
+
+from __future__ import annotations
+
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from model.backends.fpa import KERNELS, TITLES
+from sagebwd import SageConfig, sage_attention
+
+#: Largest relative L2 against float64, on standard Gaussian inputs, that counts as the same function.
+BOUND_16_BIT, BOUND_INT8, BOUND_PAPER = 0.02, 0.06, 0.12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Self-attention of ``batch`` sequences of ``tokens`` tokens."""
+
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    causal: bool
+
+    @property
+    def mask(self) -> str:
+        return "causal" if self.causal else "full"
+
+    @property
+    def flops(self) -> float:
+        """Of the forward by the usual count, whatever an implementation repeats or skips."""
+        return 4 * self.batch * self.heads * self.tokens**2 * self.head_dim * (0.5 if self.causal else 1)
+
+    def __str__(self) -> str:
+        return f"{self.mask}, D {self.head_dim}, N {self.tokens}"
+
+
+#: q, k, v, each (B, H, N, D) → out, the same.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Build = Callable[[Shape], Attend]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An attention to measure: ``build`` makes it ready for a shape."""
+
+    name: str
+    build: Build
+    bound: float = BOUND_16_BIT  # largest relative L2 of any result
+    has_backward: bool = True
+
+
+def build_sagebwd(config: SageConfig, shape: Shape) -> Attend:
+    return partial(sage_attention, is_causal=shape.causal, config=config)
+
+
+def load_sdpa(kernel: str) -> Build:
+    """PyTorch's operator with this kernel, or an error where the kernel cannot run."""
+
+    def build(shape: Shape) -> Attend:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(KERNELS[kernel]):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
+
+        return attend
+
+    return build
+
+
+def load_flex() -> Build:
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def build(shape: Shape) -> Attend:
+        # Without a reset, PyTorch stops compiling after a few shapes and runs the N × N definition instead.
+        torch._dynamo.reset()
+        # A compiled backward that may overwrite what the forward saved could run only once on a kept graph.
+        torch._functorch.config.donated_buffer = False
+        mask = None
+        if shape.causal:
+            mask = create_block_mask(is_visible, None, None, shape.tokens, shape.tokens, device="cuda")
+        return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+    return build
+
+
+def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """FlexAttention's form of the causal mask."""
+    return query >= key
+
+
+def load_flash_package(module: str) -> Build:
+    attend = import_module(module).flash_attn_func
+    return lambda shape: token_major(partial(attend, causal=shape.causal))
+
+
+def token_major(attend: Callable[..., Any]) -> Attend:
+    """``attend`` takes and returns (B, N, H, D); some versions return the logsumexp, too."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
+
+
+def load_sageattention() -> Build:
+    from sageattention import sageattn
+
+    return lambda shape: partial(sageattn, tensor_layout="HND", is_causal=shape.causal)
+
+
+class Peer(NamedTuple):
+    """An implementation that is not ours. ``load`` raises where it is not installed."""
+
+    name: str
+    load: Callable[[], Build]
+    bound: float = BOUND_16_BIT
+    has_backward: bool = True
+    device: str = "cuda"  # the kind that it is measured on
+
+
+#: By the name that --configs takes: what rows are called, the settings, and the largest relative L2.
+CONFIGS = {
+    "default": ("sagebwd", SageConfig(), BOUND_INT8),
+    "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
+    "strictly-causal": ("sagebwd strictly causal", SageConfig.strictly_causal(), BOUND_INT8),
+    "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),
+    "accurate": ("sagebwd accurate", SageConfig.accurate(), BOUND_INT8),
+    "consistent": ("sagebwd consistent", SageConfig.consistent(), BOUND_INT8),
+    "unsigned-p": ("sagebwd unsigned P", SageConfig(unsigned_p=True), BOUND_INT8),
+    "compensated": (
+        "sagebwd compensated O",
+        replace(SageConfig.consistent(), int8_matmuls=("s_fwd", "s_bwd", "dv", "dq", "dk")),
+        BOUND_INT8,
+    ),
+    "16-bit-p": ("sagebwd P in 16 bit", replace(SageConfig.consistent(), compensate_o=False), BOUND_INT8),
+}
+
+#: By the name that --without takes.
+PEERS = {
+    "flash": Peer(TITLES["flash"], partial(load_sdpa, "flash")),
+    "cudnn": Peer(TITLES["cudnn"], partial(load_sdpa, "cudnn")),
+    "flex": Peer("FlexAttention", load_flex),
+    "flash_attn": Peer("flash_attn package", partial(load_flash_package, "flash_attn")),
+    "flash_attn_3": Peer("FlashAttention-3", partial(load_flash_package, "flash_attn_interface")),
+    "sageattention": Peer("SageAttention", load_sageattention, BOUND_INT8, has_backward=False),
+    "math": Peer("SDPA math", partial(load_sdpa, "math"), device="cpu"),
+}
+
+
+def find_implementations(arguments: Namespace) -> tuple[list[Implementation], dict[str, str]]:
+    """Ours and all peers that can be had here, and by name why the others cannot."""
+    found = [
+        Implementation(name, partial(build_sagebwd, config), bound)
+        for name, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs))
+    ]
+    absent = {}
+    for option, peer in PEERS.items():
+        if option in arguments.without:
+            absent[peer.name] = "left out by --without"
+        elif not arguments.device.startswith(peer.device):
+            absent[peer.name] = f"is measured with --device {peer.device} only"
+        else:
+            try:
+                found.append(Implementation(peer.name, peer.load(), peer.bound, peer.has_backward))
+            except Exception as error:  # a package built for another PyTorch can fail in any way
+                absent[peer.name] = explain(error)
+    return found, absent
+
+
+def explain(error: Exception, caught: Sequence[warnings.WarningMessage] = ()) -> str:
+    """One line: the error, and where PyTorch says why only in warnings, those of ``caught`` that tell."""
+    text = (str(error).strip() or "no message").splitlines()[0]
+    if "No available kernel" in text:
+        told = (str(warning.message).split(" (Triggered internally")[0].strip() for warning in caught)
+        # Each kernel gets a headline, and those that were not asked for a line that says so.
+        hints = [line for line in told if not line.endswith("because:") and "runtime disabled" not in line]
+        text = " ".join([text, *dict.fromkeys(hints)])
+    return f"{type(error).__name__}: {text}"[:300]

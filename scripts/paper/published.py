@@ -1,0 +1,64 @@
+"""The numbers that the papers print, to be set beside what is measured here.
+
+SageBwd is arXiv 2603.02170, SageAttention3 ("S3") arXiv 2505.11594. Table 1 is in scripts/paper/table1.py.
+"""
+
+#: Figure 1: final training loss after 78.64 billion tokens; None: the run diverges. By tokens per step, then
+#: by (attention, QK-norm). The 260K runs end alike with and without QK-norm; one number is printed for both.
+FIGURE_1 = {
+    2097152: {("fpa", True): 2.586, ("sagebwd", True): 2.640, ("sagebwd", False): None},
+    262144: {("fpa", True): 2.563, ("sagebwd", True): 2.561},
+}
+
+#: What the larger number of tokens per step costs SageBwd in the paper: the difference that must be resolved.
+FIGURE_1_GAP = FIGURE_1[2097152]["sagebwd", True] - FIGURE_1[2097152]["fpa", True]
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+
+#: Figures 2 and 3, forward and backward on an RTX 4090: TOPS at LENGTHS, by (head size, mask).
+FIGURES_2_3 = {
+    (128, "full"): {
+        "FlashAttention-2": (114, 136, 146, 150, 153, 155),
+        "FlashAttention-2, Triton": (89, 98, 102, 104, 105, 105),
+        "sagebwd": (112, 175, 195, 201, 221, 231),
+    },
+    (128, "causal"): {
+        "FlashAttention-2": (81, 109, 130, 142, 148, 151),
+        "FlashAttention-2, Triton": (68, 85, 95, 100, 103, 104),
+        "sagebwd": (110, 128, 190, 206, 214, 224),
+    },
+    (64, "full"): {
+        "FlashAttention-2": (113, 133, 146, 151, 155, 157),
+        "FlashAttention-2, Triton": (131, 148, 158, 166, 169, 170),
+        "sagebwd": (174, 185, 243, 260, 265, 263),
+    },
+    (64, "causal"): {
+        "FlashAttention-2": (76, 103, 127, 143, 152, 155),
+        "FlashAttention-2, Triton": (86, 110, 136, 149, 157, 160),
+        "sagebwd": (114, 116, 190, 248, 255, 263),
+    },
+}
+
+#: "Up to": over the faster of the two FlashAttention-2, 64 channels, causal, 8K tokens.
+BEST_SPEED_UP = 1.67
+
+#: Table 2: (cosine similarity, relative L2) in layer 11 of the QK-norm run at 2.1M tokens per step.
+TABLE_2 = {
+    "delta": (0.9973, 0.0736),
+    "p": (0.9917, 0.1293),
+    "dp": (1.0, 0.0),
+    "ds": (0.9789, 0.2045),
+    "o": (0.9969, 0.0793),
+    "dq": (0.9664, 0.2579),
+    "dk": (0.9537, 0.3074),
+    "dv": (0.9985, 0.0540),
+}
+
+#: §4.2: RMS in the QK-norm run at 2.1M tokens per step, 4096 tokens.
+RMS = {"p": 5e-3, "dp": 5e-5, "ds": 1e-7}
+
+#: S3, Table 1c: (cosine similarity, relative L1) of dQ by the precision of dP = dO·Vᵀ.
+S3_DP = {"int8": (0.9747, 0.171), "fp16": (0.9977, 0.039)}
+
+#: S3: relative L1 of dQ over the layers of CogVideoX-2B, by the format of the gradients.
+S3_FORMATS = {"int8": 0.029, "fp8": 0.070}

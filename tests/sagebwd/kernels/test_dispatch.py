@@ -1,0 +1,326 @@
+"""Every refusal of the kernels names what is wrong and the way out; and what importing costs."""
+
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from sagebwd import SageConfig, reference
+from sagebwd import dispatch as support
+from sagebwd.kernels import sage_attention
+from scripts import sanitize
+from tests.cli import ROOT
+
+#: The way out that the kernels name, and what it says.
+REFERENCE = "call sagebwd.reference.sage_attention, which takes the same arguments and runs, slowly, anywhere"
+
+
+@pytest.fixture
+def tensor(device):
+    """Return zeros, fp16, on the device; 2 sequences, 4 heads, 40 tokens, 32 channels."""
+
+    def tensor(batch=2, heads=4, tokens=40, head_dim=32, dtype=torch.float16):
+        return torch.zeros(batch, heads, tokens, head_dim, dtype=dtype, device=device)
+
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"attn_mask": torch.ones(40, 40)},
+            "attn_mask is not supported; use is_causal=True for a causal mask",
+        ),
+        ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported; use dropout_p=0.0"),
+        ({"scale": -0.5}, "scale is -0.5; pass one that is not negative and change the sign of q"),
+        ({"scale": float("inf")}, "scale is inf; pass a finite number, or None for 1/√(head size)"),
+        ({"config": {"smooth_k": True}}, "config is a dict; pass a sagebwd.SageConfig"),
+        (
+            {"cu_seqlens_kv": [0, 40]},
+            "cu_seqlens_kv is given without cu_seqlens; pass cu_seqlens, or neither",
+        ),
+    ],
+)
+def test_refuses_settings(tensor, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sage_attention(tensor(), tensor(), tensor(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"block_q": 16}, ValueError, "block_q is 16; use one of 32, 64, 128, or"),
+        ({"block_kv": 16}, ValueError, "block_kv is 16; use one of 32, 64, 128, or"),
+        ({"block_q": 48}, ValueError, "block_q is 48; use one of 32, 64, 128, or"),
+        ({"block_kv": 256}, ValueError, "block_kv is 256; use one of 32, 64, 128, or"),
+        ({"s_levels": 2}, NotImplementedError, "s_levels=2 has no kernel; use s_levels=1, or"),
+    ],
+)
+def test_refuses_configs_that_the_reference_takes(tensor, config, error, message):
+    config = SageConfig(**config)
+    q = tensor()
+    with pytest.raises(error) as caught:
+        sage_attention(q, q, q, config=config)
+    assert str(caught.value) == f"{message} {REFERENCE}"
+    assert reference.sage_attention(q, q, q, config=config).shape == q.shape
+
+
+@pytest.mark.parametrize("head_dim", [4, 20, 100, 257, 264])
+def test_refuses_head_sizes(tensor, head_dim):
+    q = tensor(1, 1, head_dim=head_dim)
+    with pytest.raises(
+        ValueError, match=f"the head size is {head_dim}; use a multiple of 8 up to 256, or call"
+    ):
+        sage_attention(q, q, q)
+    assert reference.sage_attention(q, q, q).shape == q.shape
+
+
+def test_refuses_fp32(tensor):
+    q = tensor(dtype=torch.float32)
+    with pytest.raises(ValueError, match="q, k, v are float32; cast them to bfloat16 or float16, or call"):
+        sage_attention(q, q, q)
+    assert reference.sage_attention(q, q, q).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (lambda x: (x().double(), x(), x()), "q is float64; cast it to float16, bfloat16 or float32"),
+        (lambda x: (x(), x().int(), x()), "k is int32; cast it to float16, bfloat16 or float32"),
+        (
+            lambda x: (x(), x(), x().bfloat16()),
+            "q, k, v are float16, float16, bfloat16; cast them to one dtype",
+        ),
+        (lambda x: (x(), x(), x().to("meta")), "meta; move them to one device"),
+        (lambda x: (x(), x(), None), "v is a NoneType; pass a torch.Tensor"),
+        (lambda x: (x()[0], x()[0], x()[0]), "each must be (batch, heads, tokens, head size)"),
+        (lambda x: (x(), x(tokens=41), x()), "k and v must have the same shape"),
+        (lambda x: (x(), x(1), x(1)), "batch and head size must be the same for all"),
+        (lambda x: (x(head_dim=40), x(), x()), "batch and head size must be the same for all"),
+        (lambda x: (x(tokens=0), x(), x()), "no size may be zero"),
+        (lambda x: (x(), x(heads=2), x(heads=2)), "q has 4 heads and k 2; pass enable_gqa=True"),
+    ],
+)
+def test_refuses_tensors(tensor, inputs, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sage_attention(*inputs(tensor))
+
+
+def test_refuses_heads_that_do_not_divide(tensor):
+    with pytest.raises(ValueError, match="q has 4 heads, not a multiple of the 3 of k; change either number"):
+        sage_attention(tensor(), tensor(heads=3), tensor(heads=3), enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "message"),
+    [
+        ([0, 40], "cu_seqlens is a list; pass a torch.Tensor"),
+        (torch.tensor([0.0, 40.0]), "cu_seqlens is float32; cast it to int32 or int64"),
+        (torch.tensor([0, 1], dtype=torch.bool), "cu_seqlens is bool; cast it to int32 or int64"),
+        (torch.tensor([40]), "cu_seqlens has shape (1,); pass (documents + 1,)"),
+        (torch.tensor([[0, 40]]), "cu_seqlens has shape (1, 2); pass (documents + 1,)"),
+        (torch.tensor([0, 40], device="meta"), "cu_seqlens is on meta and q on"),
+    ],
+)
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_kv"])
+def test_refuses_boundaries(tensor, device, name, cu_seqlens, message):
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type == "cpu":
+        cu_seqlens = cu_seqlens.to(device)
+    settings = {"cu_seqlens": torch.tensor([0, 40], device=device), name: cu_seqlens}
+    with pytest.raises(ValueError, match=re.escape(message.replace("cu_seqlens", name))):
+        sage_attention(tensor(1), tensor(1), tensor(1), **settings)
+
+
+def test_refuses_boundaries_that_do_not_fit_the_tensors(tensor, device):
+    cu_seqlens = torch.tensor([0, 40], device=device)
+    with pytest.raises(ValueError, match="q has batch size 2; lay all documents end to end in a batch of 1"):
+        sage_attention(tensor(), tensor(), tensor(), cu_seqlens=cu_seqlens)
+    longer = tensor(1, tokens=50)
+    with pytest.raises(ValueError, match="q has 40 tokens and k 50; pass cu_seqlens_kv"):
+        sage_attention(tensor(1), longer, longer, cu_seqlens=cu_seqlens)
+    with pytest.raises(
+        ValueError, match="cu_seqlens has 2 entries and cu_seqlens_kv 3; give both one for each"
+    ):
+        sage_attention(
+            tensor(1),
+            longer,
+            longer,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_kv=torch.tensor([0, 9, 50]).to(device),
+        )
+
+
+@pytest.mark.parametrize(("head_dim", "block"), [(8, 32), (8, 128), (256, 32)])
+def test_takes_the_sizes_at_the_limits(tensor, head_dim, block):
+    q = tensor(1, 1, head_dim=head_dim)
+    config = SageConfig(block_q=block, block_kv=block)
+    assert sage_attention(q, q, q, scale=0.0, config=config).count_nonzero() == 0
+
+
+# What a GPU lacks
+
+
+@pytest.mark.parametrize(("capability", "hip"), [(75, None), (90, "6.4")])
+def test_refuses_gpus_without_kernels(monkeypatch, capability, hip):
+    monkeypatch.setattr(support, "compute_capability", lambda q: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    q = SimpleNamespace(is_cuda=True, device="cuda:0")
+    message = "Some GPU has no kernels: they need an NVIDIA GPU of the Ampere generation or later; "
+    with (
+        pytest.raises(NotImplementedError, match=re.escape(message + REFERENCE)),
+        support.on_device_of(q, SageConfig()),
+    ):
+        pass
+
+
+def test_tiles_that_do_not_fit_name_the_way_out(tensor):
+    q = tensor()
+    message = "tiles of 64 x 128 (block_q x block_kv) do not fit this GPU with head size 32 and this config ("
+    with (
+        pytest.raises(ValueError, match=re.escape(message)) as caught,
+        support.on_device_of(q, SageConfig()),
+    ):
+        raise OutOfResources(200_000, 101_376, "shared memory")
+    assert str(caught.value).endswith(f"; set smaller ones, or {REFERENCE}")
+
+
+# Without the interpreter and without a GPU
+
+
+def run_python(code):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cpu_tensors_need_the_interpreter():
+    printed = run_python(
+        "import torch, sagebwd, sagebwd.kernels\n"
+        "q = torch.ones(1, 1, 40, 32, dtype=torch.float16)\n"
+        "print(sagebwd.sage_attention(q, q, q).sum().item())\n"
+        "try:\n"
+        "    sagebwd.kernels.sage_attention(q, q, q)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    total, message = printed.splitlines()
+    assert float(total) == pytest.approx(40 * 32, rel=1e-2)
+    assert message == f"the tensors are on the CPU; move them to a GPU, or {REFERENCE}"
+
+
+def test_the_library_works_without_triton():
+    """Triton exists only where there are GPUs it knows."""
+    printed = run_python(
+        "import sys\n"
+        "sys.modules['triton'] = None  # to import it is an error now\n"
+        "import sagebwd, torch\n"
+        "q = torch.ones(1, 1, 40, 32)\n"
+        "print(sagebwd.sage_attention(q, q, q).sum().item())\n"
+    )
+    assert float(printed) == pytest.approx(40 * 32, rel=1e-2)
+
+
+def test_importing_the_library_imports_neither_kernels_nor_triton():
+    """Apart from what torch imports for torch.compiler.disable."""
+    printed = run_python(
+        "import sys, torch._dynamo\n"
+        "before = set(sys.modules)\n"
+        "import sagebwd\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    assert "sagebwd.attention" in printed
+    assert "triton" not in printed
+    assert "kernels" not in printed
+
+
+# scripts/sanitize.py, which needs a GPU to do more
+
+
+def test_sanitizer_runs_every_tool_on_every_case_by_default():
+    arguments = sanitize.parse_arguments([])
+    assert arguments.tools == ["memcheck", "racecheck"]
+    assert arguments.cases == [*sanitize.CASES]
+    assert arguments.case is None
+    arguments = sanitize.parse_arguments(["--tools", "memcheck", "--cases", "packed", "smooth_q"])
+    assert (arguments.tools, arguments.cases) == (["memcheck"], ["packed", "smooth_q"])
+    assert sanitize.parse_arguments(["--case", "forward"]).case == "forward"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tools", "initcheck"], "argument --tools: invalid choice: 'initcheck'"),
+        (["--cases"], "argument --cases: expected at least one argument"),
+        (["--case", "backwards"], "argument --case: invalid choice: 'backwards'"),
+    ],
+)
+def test_sanitizer_refuses_bad_options(options, message, capsys):
+    with pytest.raises(SystemExit):
+        sanitize.parse_arguments(options)
+    assert message in capsys.readouterr().err
+
+
+def test_sanitizer_needs_a_gpu_and_its_tool(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="torch sees no GPU; run this where there is one"):
+        sanitize.main([])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match="compute-sanitizer is not on PATH; it comes with the CUDA toolkit"):
+        sanitize.main([])
+
+
+@pytest.mark.parametrize(
+    ("tool", "output", "errors"),
+    [
+        ("memcheck", "========= COMPUTE-SANITIZER\nbackward finished\n========= ERROR SUMMARY: 0 errors", 0),
+        ("memcheck", "backward finished\n========= ERROR SUMMARY: 1 error", 1),
+        (
+            "racecheck",
+            "backward finished\n========= RACECHECK SUMMARY: 7 hazards displayed (5 errors, 2 warnings)",
+            5,
+        ),
+        ("racecheck", "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", None),
+        ("memcheck", "backward finished", None),
+        ("memcheck", "", None),
+    ],
+)
+def test_sanitizer_counts_errors_and_notices_what_did_not_finish(tool, output, errors):
+    assert sanitize.count_errors(tool, "backward", output) == errors
+
+
+def test_sanitizer_watches_every_kernel():
+    assert sanitize.kernel_names() == [
+        "_block_sum_kernel",
+        "_dk_dv_kernel",
+        "_dq_kernel",
+        "_forward_kernel",
+        "_mean_kernel",
+        "_quantize_grad_kernel",
+        "_quantize_kernel",
+        "dk_dv_kernel",
+        "dq_kernel",
+        "forward_kernel",
+        "key_columns_kernel",
+        "key_kernel",
+        "key_value_kernel",
+        "mean_kernel",
+        "query_gradient_kernel",
+        "query_kernel",
+        "sum_kernel",
+    ]
+
+
+@pytest.mark.parametrize("case", sanitize.CASES)
+def test_cases_of_the_sanitizer_run(case, device, monkeypatch):
+    monkeypatch.setattr(sanitize, "DEVICE", device)
+    sanitize.run_case(sanitize.CASES[case])

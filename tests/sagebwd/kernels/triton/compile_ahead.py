@@ -1,0 +1,205 @@
+"""Compile the kernels for GPUs that are not there, and print what each takes, a JSON object a line.
+
+    python -m tests.sagebwd.kernels.triton.compile_ahead                   the whole grid, 20 minutes of one
+    core
+    python -m tests.sagebwd.kernels.triton.compile_ahead "90/*/default/*" "*/128/paper/attention"
+
+A case is capability/head size/variant/kernels, and may be a shell pattern. The kernels go through their own
+launchers, with a driver that only names a GPU and launches nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when the kernels are imported
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from sagebwd import SageConfig
+from sagebwd.kernels.layout import Axis
+from sagebwd.kernels.triton import launch as tiles
+from sagebwd.kernels.triton.backward import backward
+from sagebwd.kernels.triton.forward import forward
+
+#: Bytes of shared memory that one program may take, by compute capability.
+SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
+HEAD_DIMS = (32, 64, 96, 128, 256)
+ATTENTION_KERNELS = ("_forward_kernel", "_dk_dv_kernel", "_dq_kernel")
+KERNELS = ("attention", "quantize")
+TOKENS = 256
+
+
+class Case(NamedTuple):
+    """Which kernels are compiled, and for what."""
+
+    capability: int
+    head_dim: int
+    variant: str
+    kernels: str
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+
+class Variant(NamedTuple):
+    """One way to call attention."""
+
+    config: SageConfig = SageConfig()
+    is_causal: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    kv_heads: int = 4
+    packed: bool = False
+
+
+VARIANTS = {
+    "default": Variant(),
+    "paper": Variant(SageConfig.paper()),
+    "strictly_causal": Variant(SageConfig.strictly_causal()),
+    "packed_gqa": Variant(packed=True, kv_heads=2),
+    "full_float16": Variant(is_causal=False, dtype=torch.float16),
+    "smooth_q": Variant(SageConfig(smooth_q=True)),
+    "unsigned_p": Variant(SageConfig(unsigned_p=True)),
+    "exact_delta": Variant(SageConfig(exact_delta=True)),
+    "no_int8": Variant(SageConfig(int8_matmuls=(), compensate_o=True)),
+}
+
+
+class AbsentGPU:
+    """What Triton asks of a driver before it launches a kernel."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compile what the arguments choose and print the records."""
+    for case in parse_arguments(argv).cases:
+        for record in compile_case(case):
+            print(json.dumps({**case._asdict(), **record}), flush=True)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sagebwd.kernels.triton.compile_ahead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "patterns",
+        nargs="*",
+        default=["*"],
+        metavar="CASE",
+        help=f"capability: {', '.join(map(str, SHARED_MEMORY))}; "
+        f"head size: {', '.join(map(str, HEAD_DIMS))}; variant: {', '.join(VARIANTS)}; "
+        f"kernels: {', '.join(KERNELS)} (default: all)",
+    )
+    arguments = parser.parse_args(argv)
+    for pattern in arguments.patterns:
+        if not any(fnmatchcase(str(case), pattern) for case in grid()):
+            parser.error(f"no case is called {pattern!r}; --help lists the names")
+    arguments.cases = [case for case in grid() if any(fnmatchcase(str(case), p) for p in arguments.patterns)]
+    return arguments
+
+
+def grid() -> Iterator[Case]:
+    """Every case."""
+    return (Case(*names) for names in product(SHARED_MEMORY, HEAD_DIMS, VARIANTS, KERNELS))
+
+
+def compile_case(case: Case) -> list[dict[str, Any]]:
+    """One record for each kernel; of one that does not compile, its "error"."""
+    records: dict[str, dict[str, Any]] = {}
+    original, compute_capability = JITFunction.run, tiles.compute_capability
+
+    def compile_only(self: JITFunction, *args: Any, **options: Any) -> None:
+        name = self.fn.__name__
+        if (name in ATTENTION_KERNELS) != (case.kernels == "attention"):
+            return
+        try:
+            compiled = original(self, *args, **{**options, "warmup": True})
+        except Exception as error:
+            records[f"{name} {error}"] = {"kernel": name, "error": f"{type(error).__name__}: {error}"}
+        else:
+            records.setdefault(compiled.hash, {"kernel": name, **describe(compiled)})
+
+    triton.runtime.driver.set_active(AbsentGPU(case.capability))
+    JITFunction.run, tiles.compute_capability = compile_only, lambda _: case.capability
+    try:
+        run(case.head_dim, VARIANTS[case.variant])
+    finally:
+        JITFunction.run, tiles.compute_capability = original, compute_capability
+    return list(records.values())
+
+
+def run(head_dim: int, variant: Variant) -> None:
+    """A forward and backward pass through the launchers, on tensors that nothing reads."""
+    q = torch.empty(2, TOKENS, 4, head_dim, dtype=variant.dtype).transpose(1, 2)
+    k = torch.empty(2, TOKENS, variant.kv_heads, head_dim, dtype=variant.dtype).transpose(1, 2)
+    if variant.packed:
+        q, k = q[:1], k[:1]
+    cu_seqlens = torch.tensor([0, 100, TOKENS], dtype=torch.int32) if variant.packed else None
+    axes = [Axis.of(TOKENS, block, cu_seqlens) for block in variant.config.tile(head_dim)]
+    settings = {"is_causal": variant.is_causal, "scale": head_dim**-0.5, "config": variant.config}
+    saved = forward(q, k, k, *axes, **settings)
+    backward(q, q, k, k, *saved, *axes, **settings)
+
+
+def describe(compiled: Any) -> dict[str, Any]:
+    """What a compiled kernel takes of a GPU, and which tensor-core instructions it has."""
+    ptx = compiled.asm["ptx"]
+    return {
+        **registers_and_stack(compiled.asm["cubin"]),
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+        "instructions": tensor_core_instructions(ptx),
+        "atomics": len(re.findall(r"^\s*(?:@\S+ )?(?:atom|red)\.", ptx, re.MULTILINE)),
+    }
+
+
+def registers_and_stack(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack, which is where spills go, of one thread."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    return {"registers": int(registers), "stack": int(stack)}
+
+
+def tensor_core_instructions(ptx: str) -> dict[str, int]:
+    """How many of each, such as {"wgmma s8": 12, "mma.sync bf16": 8}."""
+    # wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 and mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+    found = re.findall(r"(wgmma|mma\.sync)\S*\.(s8|f16|bf16)\.\2\b", ptx)
+    # tcgen05.mma.cta_group::1.kind::f16; that kind is for bf16 too.
+    found += re.findall(r"(tcgen05)\.mma\S*kind::(f16|i8)\b", ptx)
+    return dict(Counter(" ".join(pair) for pair in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The quantizer's promises, on any values; and the exactness of INT8 products."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from sagebwd.reference.quantization import (
+    LONGEST_EXACT_CONTRACTION,
+    PER_BLOCK,
+    PER_COLUMN,
+    PER_ROW,
+    Operand,
+    product,
+    quantize,
+    quantize_two_levels,
+    round_to,
+)
+
+TINY = torch.finfo(torch.float32).tiny
+
+matrices = hnp.arrays(
+    np.float32,
+    hnp.array_shapes(min_dims=2, max_dims=3, max_side=7),
+    elements=st.floats(-(2.0**100), 2.0**100, width=32),
+).map(torch.from_numpy)
+shared_axes = st.sampled_from([PER_BLOCK, PER_ROW, PER_COLUMN])
+
+
+@given(matrices, shared_axes)
+def test_values_are_int8_and_the_error_is_at_most_half_a_step(x, shared):
+    values, scale = quantize(x, shared)
+    assert torch.equal(values, values.round())
+    assert values.abs().max() <= 127
+    assert scale.shape[-2:] == tuple(1 if axis in shared else x.shape[axis] for axis in (-2, -1))
+    error = (values.double() * scale.double() - x.double()).abs()
+    half_a_step = torch.where(scale > 0, scale.double() * (0.5 + 1e-4), 127 * TINY)
+    assert (error <= half_a_step).all()
+
+
+@given(matrices, shared_axes)
+def test_the_largest_entry_becomes_127(x, shared):
+    values, scale = quantize(x, shared)
+    largest = values.abs().amax(shared, keepdim=True)
+    assert torch.equal(largest, torch.where(scale > 0, 127.0, 0.0))
+
+
+@given(matrices, shared_axes)
+def test_two_levels_leave_at_most_half_of_the_low_step(x, shared):
+    high, low = quantize_two_levels(x, shared)
+    assert torch.equal(high.scale, quantize(x, shared).scale)
+    assert low.values.abs().max() <= 127
+    assert torch.equal(low.values, low.values.round())
+    rest = x.double() - sum(part.values.double() * part.scale.double() for part in (high, low))
+    step = high.scale.double() / 254
+    # fp32 rounds the remainder of the high half once more: 127 · 2⁻²³ of a high step.
+    bound = step / 2 + high.scale.double() * 127 * 2**-23
+    assert (rest.abs() <= torch.where(high.scale > 127 * TINY, bound, 254 * TINY)).all()
+
+
+@given(matrices.map(torch.abs), shared_axes)
+def test_unsigned_values_take_all_of_8_bits_in_steps_half_as_wide(x, shared):
+    values, scale = quantize(x, shared, unsigned=True)
+    assert torch.equal(values, values.round())
+    assert (values >= 0).all()
+    assert torch.equal(values.amax(shared, keepdim=True), torch.where(scale > 0, 255.0, 0.0))
+    error = (values.double() * scale.double() - x.double()).abs()
+    assert (error <= torch.where(scale > 0, scale.double() * (0.5 + 1e-4), 255 * TINY)).all()
+
+
+def test_ties_round_to_even():
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
+    assert quantize(x).values.tolist() == [[127, 0, 2, 2, 0, -2]]
+    x = torch.tensor([[255.0, 0.5, 1.5, 127.5, 128.5, 254.5]])
+    assert quantize(x, unsigned=True).values.tolist() == [[255, 0, 2, 128, 128, 254]]
+
+
+def test_granularity_is_where_its_name_says():
+    x = torch.tensor([[1.0, 2.0], [3.0, 8.0]])
+    assert torch.allclose(quantize(x, PER_BLOCK).scale * 127, torch.tensor([[8.0]]))
+    assert torch.allclose(quantize(x, PER_ROW).scale * 127, torch.tensor([[2.0], [8.0]]))
+    assert torch.allclose(quantize(x, PER_COLUMN).scale * 127, torch.tensor([[3.0, 8.0]]))
+
+
+LEVELS = [quantize, partial(quantize, unsigned=True), lambda x: quantize_two_levels(x)[1]]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_zeros_stay_zeros(level):
+    values, scale = level(torch.zeros(3, 4))
+    assert not values.any()
+    assert not scale.any()
+
+
+@pytest.mark.parametrize(("largest", "unsigned"), [(1e-44, False), (126 * TINY, False), (254 * TINY, True)])
+def test_a_scale_that_would_be_subnormal_gives_zeros(largest, unsigned):
+    values, scale = quantize(torch.full((2, 2), largest), unsigned=unsigned)
+    assert not values.any()
+    assert not scale.any()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("level", LEVELS)
+def test_nan_and_inf_poison_every_product_of_their_block(poison, level):
+    x = torch.ones(2, 3, 4)
+    x[1, 2, 3] = poison
+    operand = level(x)
+    assert operand.values.isfinite().all()
+    assert operand.scale.isnan().flatten().tolist() == [False, True]
+    result = product(operand, quantize(torch.zeros(4, 5)))
+    assert result[1].isnan().all()
+    assert not result[0].any()
+
+
+@pytest.mark.parametrize("length", [256, LONGEST_EXACT_CONTRACTION, 3001])
+@pytest.mark.parametrize(("smallest", "largest"), [(-127, 127), (0, 255)], ids=["signed", "unsigned"])
+def test_int8_products_are_exact(length, smallest, largest):
+    generator = torch.Generator().manual_seed(length)
+    a = torch.randint(smallest, largest + 1, (3, length), generator=generator)
+    b = torch.randint(-127, 128, (length, 5), generator=generator)
+    a[0], b[:, 0] = largest, 127  # the largest sum there is
+    one = torch.ones(1, 1)
+    found = product(Operand(a.float(), one), Operand(b.float(), one))
+    assert torch.equal(found, (a @ b).float())
+
+
+def test_scales_multiply_rows_and_columns():
+    a = torch.tensor([[127.0, 64.0], [12.7, 6.4]])
+    b = torch.tensor([[1.0, 0.0], [0.0, 10.0]])
+    found = product(quantize(a, PER_ROW), quantize(b, PER_COLUMN))
+    assert torch.allclose(found, a @ b)
+
+
+def test_a_scale_along_the_contracted_axis_is_refused():
+    x = torch.ones(3, 3)
+    with pytest.raises(ValueError, match="vary along the contracted axis"):
+        product(quantize(x, PER_COLUMN), quantize(x))
+    with pytest.raises(ValueError, match="vary along the contracted axis"):
+        product(quantize(x), quantize(x, PER_ROW))
+
+
+def test_products_outside_int8_round_to_the_dtype():
+    x = torch.tensor([[1.0 + 2**-9]])
+    assert round_to(x, torch.float32).values.item() == 1 + 2**-9
+    assert round_to(x, torch.bfloat16).values.item() == 1.0
+    assert round_to(x, torch.bfloat16).values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("x", [torch.inf, -torch.inf, torch.nan, 1e5])
+def test_what_is_infinite_outside_int8_becomes_nan(x):
+    """1e5 overflows fp16. As Inf it could end as a plausible number, such as exp(−Inf)."""
+    assert round_to(torch.tensor([[x]]), torch.float16).values.isnan().all()
+    assert round_to(torch.tensor([[6.5e4]]), torch.float16).values.item() == 64992

@@ -1,0 +1,232 @@
+"""From a run that was trained here to its layers' errors, RMS, Table 2 and traces."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import model.huggingface
+import sagebwd.reference
+from sagebwd.metrics import cosine_similarity, relative_l2, rms
+from scripts.paper import layers, report_layers
+from scripts.paper.layers import VARIANTS, choose_heads
+from scripts.paper.layers_tables import Row, most_error_prone
+from scripts.paper.report_parts import CANNOT_TELL
+from scripts.paper.results import Results
+from scripts.paper.traces import find_traces, load_trace
+from tests.exact import draw, float64_attention
+from trainer.probe import Captured
+from trainer.run_directory import RunDirectory
+
+
+def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
+    shape = ("model.n_heads=4", "model.n_kv_heads=2", "context=37", "hardware.micro_batch=2")
+    trainer = train_here(
+        tmp_path / "run", "steps=3", *shape, "tps.tokens_per_step=148", "tps.divide_by=1",
+        "hardware.dtype=bfloat16", "eval_every=99", "sample_tokens=0", "probe.every=0",
+        "checkpoint_every=2", "milestone_every=2", "keep_checkpoints=1",
+    )  # fmt: skip
+    out, traces = tmp_path / "out" / "layers", tmp_path / "traces"
+    layers.main(
+        [str(tmp_path / "run"), "--out", str(out), "--sequences", "2", "--traces", str(traces),
+         "--trace-layers", "0", "1", "--device", "cpu"]
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    result = json.loads((tmp_path / "out" / "layers.json").read_text())
+
+    origin, traced = load_trace(traces / "run" / "step_00000003.safetensors")
+    assert (origin.run, origin.step, origin.tokens, origin.tokens_per_step) == ("run", 3, 444, 148)
+    assert (origin.attention, origin.qk_norm, origin.heads) == ("fpa", True, None)
+    check_held_out_text(trainer, tmp_path / "run", traced[0].v)
+    assert [(row["run"], row["layer"]) for row in result["rows"]] == [("run", 0), ("run", 1)]
+    for row in result["rows"]:
+        check_row(row, traced[row["layer"]], sequences_per_step=4)
+
+    worst = max(result["rows"], key=lambda row: row["errors"]["paper"]["dq_l2"])
+    table = result["table2"]["run"]
+    assert table["layer"] == worst["layer"]
+    for name in ("o", "dq", "dk", "dv"):
+        found = [worst["errors"]["paper"][f"{name}_{kind}"] for kind in ("cos", "l2")]
+        assert table["paper"][name] == pytest.approx(found, rel=1e-3)
+    text = (tmp_path / "out" / "layers.md").read_text()
+    assert text in printed
+    for part in (
+        "0.9664 / 0.2579",
+        f"run, layer {worst['layer']}",
+        "1.0e-07",
+        "each sequence's own mean loss",
+    ):
+        assert part in text
+    pictures = sorted(file.name for file in (tmp_path / "out").glob("*.png"))
+    assert pictures == ["layers_default.png", "layers_paper.png", "layers_variants.png"]
+    assert result["runs"]["run"]["sequences_per_step"] == 4
+    check_section(report_layers.layers(Results(tmp_path / "out")), result)
+    check_weights_of_a_step(tmp_path / "run")
+    check_traces_of_milestones(tmp_path / "run", traced, capsys)
+    check_refusals(tmp_path)
+
+
+def check_section(body, result):
+    """The report's: means over both layers and the worst, Table 2, RMS; it decides nothing."""
+    errors = [row["errors"]["paper"]["dk_l2"] for row in result["rows"]]
+    mean, worst = (f"{value:.4f}".lstrip("0") for value in (sum(errors) / 2, max(errors)))
+    line = next(line for line in body.text.splitlines() if line.startswith("|  |  | L2 |"))
+    assert line.split("|")[6].strip() == f"{mean} ({worst})"
+    table = result["table2"]["run"]
+    pair = " / ".join(f"{value:.4f}".lstrip("0") for value in table["paper"]["ds"])
+    assert f"| dS | .9789 / .2045 | {pair} |" in body.text
+    logit = max(row["statistics"]["largest_logit"] for row in result["rows"])
+    assert f"| {logit:.1f} |" in body.text
+    assert {verdict.answer for verdict in body.verdicts} == {CANNOT_TELL}
+
+
+def check_traces_of_milestones(path, at_the_end, capsys):
+    """At the kept checkpoint and at the end, in the run's folder, two heads of each layer; nothing else."""
+    layers.main([str(path), "--traces", "--milestones", "--only-traces", "--trace-heads", "0", "3",
+                 "--sequences", "2", "--device", "cpu"])  # fmt: skip
+    assert capsys.readouterr().out == ""
+    found = [load_trace(file) for file in find_traces([path / "traces"])]
+    assert [(origin.name, origin.tokens) for origin, _ in found] == [
+        ("run, step 2", 296),
+        ("run, step 3", 444),
+    ]
+    (_, before), (_, last) = found
+    assert torch.equal(last[1].q, at_the_end[1].q[:, [0, 3]])
+    assert torch.equal(last[1].k, at_the_end[1].k)  # heads 0 and 3 are served by key heads 0 and 1
+    assert not torch.equal(before[1].q, last[1].q)
+
+
+def check_held_out_text(trainer, run, v):
+    """The values of the first layer are those of the first two held-out sequences."""
+    llama = model.huggingface.load(run / "weights", scaled_dot_product_attention)
+    tokens = torch.from_numpy(trainer.corpus.val.window(0, 74).astype("int64")).view(2, 37)
+    block = llama.layers[0]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        values = block.self_attn.v_proj(block.input_layernorm(llama.embed(tokens)))
+    assert torch.equal(v, values.view(2, 37, 2, -1).transpose(1, 2))
+
+
+def check_weights_of_a_step(path):
+    """The last checkpoint has the finished weights."""
+    last, end = (layers.open_run("run", RunDirectory(path), step) for step in (3, None))
+    assert last.origin == end.origin
+    left, right = (layers.load_model(run, scaled_dot_product_attention) for run in (last, end))
+    assert all(torch.equal(x, y) for x, y in zip(left.parameters(), right.parameters(), strict=True))
+
+
+def check_row(row, layer, sequences_per_step):
+    """What was measured of a layer, from its trace, which is exact in bfloat16."""
+    o, dq, dk, dv, p, dp, ds, s = float64_attention(*layer)
+    for variant, config in VARIANTS.items():
+        sage = sagebwd.reference.attention(*layer, is_causal=True, enable_gqa=True, config=config)
+        for name, exact in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv)):
+            actual, found = getattr(sage, "out" if name == "o" else name), row["errors"][variant]
+            assert found[f"{name}_cos"] == pytest.approx(cosine_similarity(actual, exact), abs=1e-5)
+            assert found[f"{name}_l2"] == pytest.approx(relative_l2(actual, exact), rel=1e-3)
+    expected = {
+        "p_rms": rms(p), "dp_rms": rms(dp), "ds_rms": rms(ds),
+        "dp_rms_in_step": rms(dp) / sequences_per_step, "ds_rms_in_step": rms(ds) / sequences_per_step,
+        "largest_logit": s.abs().max().item(),
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert row["statistics"][name] == pytest.approx(value, rel=1e-4), name
+    dq_errors = {errors["dq_l2"] for errors in row["errors"].values()}
+    assert len(dq_errors) == len(VARIANTS) == 4  # all different
+
+
+def check_refusals(folder):
+    """Before anything is measured, with what is wrong and the way out."""
+    run = str(folder / "run")
+    for arguments, message in (
+        (
+            [run, "--sequences", "9999999"],
+            r"run has \d+ sequences of 37 tokens; use --sequences \d+ or fewer",
+        ),
+        ([run, "--traces", "t", "--trace-layers", "2"], "--trace-layers 2: run has 0 to 1"),
+        ([run, "--traces", "t", "--trace-heads", "0", "-1"], "--trace-heads -1: run has 0 to 3"),
+        ([run, run], "several runs are called run"),
+        ([run, "--step", "1"], "no checkpoint of step 1; there: 2, 3"),
+        ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            layers.main([*arguments, "--device", "cpu", "--out", str(folder / "refused")])
+    for damaged, arguments, message in (
+        (
+            "checkpoints/step_00000002/.metadata",
+            ["--step", "2"],
+            r"^run: .*step_00000002 is damaged \(.metad",
+        ),
+        ("weights/model.safetensors", ["--traces"], r"^run: .*model\.safetensors is damaged"),
+        ("checkpoints/step_00000003/seal.json", [], "step_00000003 is damaged .*; delete that folder"),
+    ):
+        file = folder / "run" / damaged
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-9])
+        with pytest.raises(SystemExit, match=message) as stop:
+            layers.main([run, *arguments, "--device", "cpu", "--out", str(folder / "refused")])
+        assert "\n" not in stop.value.code
+        file.write_bytes(whole)
+    config = folder / "run" / "config.yaml"
+    config.write_text(config.read_text() + "unheard_of: 1\n")
+    with pytest.raises(SystemExit, match=r"not of this version of the code: .*unheard_of"):
+        layers.main([run, "--device", "cpu"])
+    (folder / "run" / "DONE").unlink()
+    config.write_text(config.read_text().replace("unheard_of: 1\n", ""))
+    with pytest.raises(SystemExit, match=r"no finished weights; leave it out, train it to its end .*--step"):
+        layers.main([run, "--device", "cpu"])
+    assert not list(folder.glob("refused*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trace-heads", "0"], "--trace-heads is about what --traces writes; give that as well"),
+        (["--only-traces"], "--only-traces is about what --traces writes; give that as well"),
+        (
+            ["--traces", "--milestones", "--step", "3"],
+            "--milestones follows a run to its end; leave --step out",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        layers.main(["runs/NAME", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_runs_are_named_from_where_their_folders_part():
+    def names(*paths):
+        return layers.names_of([Path("/runs") / path for path in paths])
+
+    assert names("a") == ["a"]
+    assert names("large/a-seed1", "large/b-seed1") == ["a-seed1", "b-seed1"]
+    assert names("large/a-seed1", "small/a-seed1") == ["large/a-seed1", "small/a-seed1"]
+    assert names("steps-3+tps-1", "steps-3+tps-2") == ["tps-1", "tps-2"]
+
+
+def test_heads_that_are_chosen_attend_as_before():
+    q, k, v, grad_out = (x.bfloat16() for x in draw(heads=6, kv_heads=2))
+    heads = [4, 0, 3]
+    layer = choose_heads(Captured(q, k, v, q, {}, grad_out), heads)
+    all_heads = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    some = scaled_dot_product_attention(layer.q, layer.k, layer.v, is_causal=True)
+    torch.testing.assert_close(some, all_heads[:, heads])
+    assert torch.equal(layer.grad_out, grad_out[:, heads])
+
+
+def test_a_layer_that_is_not_a_number_is_the_worst():
+    rows = [
+        Row("run", layer, {"paper": {"dq_l2": error}}, {})
+        for layer, error in enumerate((0.1, 0.3, float("nan"), 0.2))
+    ]
+    assert most_error_prone(rows, "paper").layer == 2
+    assert most_error_prone(rows[:2], "paper").layer == 1
+
+
+def test_help_says_how(capsys):
+    with pytest.raises(SystemExit):
+        layers.main(["--help"])
+    assert re.search(r"--traces --trace-layers 0 11", capsys.readouterr().out)

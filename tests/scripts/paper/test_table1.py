@@ -1,0 +1,121 @@
+"""Table 1 of the paper: the script's numbers, pinned, and its command line."""
+
+import json
+
+import pytest
+import torch
+
+from scripts.paper import table1
+
+#: Relative L2 of O, dQ, dK, dV that the script measures at its default settings, by σ.
+MEASURED = {
+    "block": {
+        1: (0.0169, 0.0477, 0.0473, 0.0554),
+        3: (0.0389, 0.0775, 0.0772, 0.0397),
+        5: (0.0634, 0.1965, 0.1937, 0.0642),
+        8: (0.1004, 0.4697, 0.4541, 0.1014),
+        10: (0.1203, 0.6680, 0.6493, 0.1219),
+    },
+    "row": {
+        1: (0.0169, 0.0184, 0.0210, 0.0204),
+        3: (0.0389, 0.0765, 0.0762, 0.0393),
+        5: (0.0634, 0.1963, 0.1935, 0.0642),
+        8: (0.1004, 0.4696, 0.4540, 0.1013),
+        10: (0.1203, 0.6679, 0.6492, 0.1219),
+    },
+    "default": {
+        1: (0.0179, 0.0202, 0.0190, 0.0182),
+        3: (0.0392, 0.0786, 0.0782, 0.0391),
+        5: (0.0622, 0.1968, 0.1971, 0.0626),
+        8: (0.0968, 0.4608, 0.4527, 0.0977),
+        10: (0.1143, 0.6471, 0.6387, 0.1155),
+    },
+}
+
+
+@pytest.fixture(scope="module", params=table1.PAPER)
+def measured(request):
+    """σ, and {variant: {tensor: (cosine similarity, relative L2)}} at the default settings."""
+    return request.param, table1.measure(request.param, table1.parse_arguments([]))
+
+
+def test_numbers_are_those_on_record(measured):
+    sigma, errors = measured
+    for variant, record in MEASURED.items():
+        found = [relative_l2 for _, relative_l2 in errors[variant].values()]
+        assert found == pytest.approx(record[sigma], rel=0.01), variant
+
+
+def test_row_scales_reproduce_the_paper(measured):
+    """Relative L2 within 7%, cosine within .0005 or 2%; the paper's seeds and shapes are unknown.
+
+    The exception is dV at σ = 1: .0204 against .0159, which the script's docstring explains.
+    """
+    sigma, errors = measured
+    for tensor, (cosine, relative_l2) in zip(table1.TENSORS, table1.PAPER[sigma], strict=True):
+        found_cosine, found_l2 = errors["row"][tensor]
+        assert found_cosine == pytest.approx(cosine, rel=0.02 if sigma > 5 else 0.0015)
+        if (sigma, tensor) != (1, "dv"):
+            assert found_l2 == pytest.approx(relative_l2, rel=0.07), tensor
+
+
+def test_the_exact_attention_of_the_script(draw, exact):
+    inputs = draw(33)
+    for is_causal in (False, True):
+        wanted = exact(*inputs, is_causal=is_causal)
+        found = table1.exact_attention(*inputs, is_causal)
+        for name, x in zip(table1.TENSORS, found, strict=True):
+            torch.testing.assert_close(x, wanted[name])
+
+
+def test_command_line(tmp_path, capsys):
+    out = tmp_path / "new" / "table1.json"
+    sizes = ["--tokens", "40", "--head-dim", "16", "--heads", "2", "--batch", "2"]
+    table1.main([*sizes, "--no-causal", "--seed", "3", "--dtype", "bfloat16", "--out", str(out)])
+
+    report = json.loads(out.read_text())
+    assert report["settings"] == {
+        "tokens": 40,
+        "head_dim": 16,
+        "batch": 2,
+        "heads": 2,
+        "causal": False,
+        "dtype": "bfloat16",
+        "seed": 3,
+        "device": "cpu",
+    }
+    tiles = {name: (config["block_q"], config["block_kv"]) for name, config in report["variants"].items()}
+    assert tiles == {"block": (128, 64), "row": (128, 64), "default": (64, 128)}
+    assert report["versions"]["torch"] == torch.__version__
+    assert [(row["sigma"], row["variant"]) for row in report["rows"]] == [
+        (sigma, variant) for sigma in (1, 3, 5, 8, 10) for variant in ("paper", "block", "row", "default")
+    ]
+    assert all(0 < row[name][1] < 2 for row in report["rows"] for name in table1.TENSORS)
+    assert report["command"].startswith("python -m scripts.paper.table1 --tokens 40")
+    assert sorted(path.name for path in out.parent.iterdir()) == ["table1.json", "table1.png"]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+    printed = capsys.readouterr().out
+    assert "0.9999/0.0160" in printed
+    assert printed.count("default") == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "'0' is not a positive whole number"),
+        (["--heads", "many"], "'many' is not a positive whole number"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_refuses_bad_options(options, message, capsys):
+    with pytest.raises(SystemExit):
+        table1.parse_arguments(options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to use")
+def test_refuses_a_missing_gpu(capsys):
+    with pytest.raises(SystemExit):
+        table1.parse_arguments(["--device", "cuda"])
+    assert "torch sees no GPU; use --device cpu" in capsys.readouterr().err
