@@ -63,8 +63,9 @@ from scripts.bench.attention_tables import (
     to_markdown,
 )
 from scripts.bench.measuring import beside, describe_run, mark, milliseconds, synchronize, write_tables
-from scripts.paper.accuracy import TITLES as TENSOR_TITLES
-from scripts.paper.table1 import TENSORS, compare, positive_int, settings_of
+from scripts.paper.arguments import positive_int
+from scripts.paper.attention_errors import TENSORS, compare, settings_of
+from scripts.paper.attention_errors import TITLES as TENSOR_TITLES
 
 PROGRAM = "python -m scripts.bench.attention"
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from model.backends.fpa import TITLES
 from scripts.bench.attention_peers import Shape
 from scripts.bench.measuring import align, number, origin_of, save_figure
-from scripts.paper.accuracy import TITLES as TENSOR_TITLES
-from scripts.paper.table1 import TENSORS
+from scripts.paper.attention_errors import TENSORS
+from scripts.paper.attention_errors import TITLES as TENSOR_TITLES
 
 DEFAULT = "sagebwd"  # what rows of the default settings are called
 #: Rows say how many times as fast they are as these.

@@ -37,8 +37,8 @@ from scripts.bench.measuring import (
     save_figure,
     write_tables,
 )
+from scripts.paper.arguments import positive_int
 from scripts.paper.run_pool import Job, Stopped, run_all
-from scripts.paper.table1 import positive_int
 from trainer.run_directory import RunDirectory, read_metrics
 
 PROGRAM = "python -m scripts.bench.gpus"

@@ -69,7 +69,7 @@ from scripts.bench.measuring import (
 )
 from scripts.bench.training_peers import BASELINES
 from scripts.bench.training_tables import ATTENTION, PRODUCTS, REST, RIVALS, Row, draw, tables, to_markdown
-from scripts.paper.table1 import positive_int
+from scripts.paper.arguments import positive_int
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer, make_deterministic

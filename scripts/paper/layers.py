@@ -3,12 +3,12 @@
     python -m scripts.paper.layers runs/NAME [runs/NAME …]
 
 Each run's finished weights, or with --step those of a checkpoint, go through one forward and backward with
-full-precision attention, on held-out sequences of the run's own data and context. That gives q, k, v and dO
+full-precision attention, on validation sequences of the run's own data and context. That gives q, k, v and dO
 of every layer, and from these
 
     Figures 5, 6   O, dQ, dK and dV of every layer under variants of SageBwd, against exact attention
     §4.2           RMS of the exact P, dP and dS, and the largest logit
-    Table 2        the tensors in the middle, at the layer whose dQ errs most under the paper's algorithm
+    Table 2        the tensors in the middle, at the layer whose dQ has the largest error under paper()
 
 The variants are
 
@@ -21,9 +21,9 @@ dO, and with it dP and dS, is the gradient of each sequence's own mean loss, in 
 step the loss is the mean over all sequences of the step, so dO is smaller by their number there. The paper
 does not say which of the two its RMS is of; both are reported.
 
-With --traces, q, k, v and dO of some layers are kept for scripts.paper.gradient_error and
-scripts.paper.gradient_formats;
-with --milestones also those of the run's earlier checkpoints, to see the errors as training goes on.
+With --traces, q, k, v and dO of some layers are written for scripts.paper.gradient_error and
+scripts.paper.gradient_formats; with --milestones also those of the run's earlier checkpoints, to see the
+errors as training goes on.
 """
 
 from __future__ import annotations
@@ -47,18 +47,14 @@ from data.loader import count_sequences, stack_sequences
 from model.backends import AttentionFn, AttentionSettings, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
-from scripts.bench.measuring import choose_device, describe_run
+from scripts.bench.measuring import beside, choose_device, describe_run
 from scripts.compare import distinct, find_runs
-from scripts.paper import intermediates
+from scripts.paper import drawing, intermediates
 from scripts.paper import published as paper
-from scripts.paper.layers_tables import (
-    MAIN_VARIANTS,
-    Row,
-    most_error_prone,
-    to_markdown,
-    write,
-)
-from scripts.paper.table1 import positive_int
+from scripts.paper.arguments import OUT, positive_int
+from scripts.paper.layers_pictures import draw_layers, draw_smoothing
+from scripts.paper.layers_tables import MAIN_VARIANTS, Row, most_error_prone, to_markdown
+from scripts.paper.result_files import write_result
 from scripts.paper.traces import Layer, Origin, save_trace, trace_file
 from scripts.runs import milestones, open_data, read_settings
 from trainer.checkpoint import checkpoint_of, load_weights
@@ -103,12 +99,11 @@ examples:
   these alone, at the end and at every checkpoint that milestone_every kept
       python -m scripts.paper.layers runs/NAME --traces --milestones --only-traces --trace-heads 0 1
 
-written after every run, with --out results/layers:
-  results/layers.json           every layer's numbers, Table 2, settings, hardware, versions
-  results/layers.md             means over layers, RMS and Table 2 beside the paper's
-  results/layers_paper.png      errors by layer under the paper's algorithm, a line for each run
-  results/layers_default.png    the same under SageConfig's default
-  results/layers_variants.png   errors by layer of each run, a line for each variant
+written after every run:
+  OUT.json.gz        every layer's numbers, Table 2, settings, hardware, versions
+  OUT.md             means over layers, RMS and Table 2, with the paper's numbers
+  OUT.png            errors by layer under the paper's algorithm and the default
+  OUT_smoothing.png  errors without smoothing, with K, and with Q and K smoothed
 """
 
 
@@ -160,7 +155,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     )
     parser.add_argument("runs", nargs="+", help="directories of finished runs, or folders that hold some")
     parser.add_argument(
-        "--sequences", type=positive_int, default=1, help="held-out sequences, all in one pass (default 1)"
+        "--sequences", type=positive_int, default=1, help="validation sequences, all in one pass (default 1)"
     )
     parser.add_argument("--step", type=positive_int, help="the checkpoint of this step (default: the end)")
     parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
@@ -178,7 +173,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     )
     parser.add_argument("--trace-heads", type=int, nargs="+", help="query heads (default: all)")
     parser.add_argument(
-        "--out", default="results/layers", help="beginning of the files (default %(default)s)"
+        "--out", default=str(OUT / "layers"), help="beginning of the files' names (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
     arguments.device = choose_device(arguments.device, parser)
@@ -248,12 +243,12 @@ def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
 
 
 def check(run: Run, arguments: Namespace) -> None:
-    """Raise ValueError if the run has too few held-out sequences, layers or heads for the arguments."""
-    held_out = count_sequences(run.corpus.val, run.settings.context)
-    if held_out < arguments.sequences:
+    """Raise ValueError if the run has too few validation sequences, layers or heads for the arguments."""
+    sequences = count_sequences(run.corpus.val, run.settings.context)
+    if sequences < arguments.sequences:
         raise ValueError(
-            f"--sequences {arguments.sequences}: the held-out text of {run.name} has {held_out} sequences of "
-            f"{run.settings.context} tokens; use --sequences {held_out} or fewer"
+            f"--sequences {arguments.sequences}: the validation text of {run.name} has {sequences} sequences "
+            f"of {run.settings.context} tokens; use --sequences {sequences} or fewer"
         )
     shape = run.settings.model
     for name, asked, there in (
@@ -299,7 +294,14 @@ def measure_all(runs: list[Run], result: dict[str, Any], arguments: Namespace) -
             rows += measure_run(run, result, arguments, progress)
             write(Path(arguments.out), result, rows)
     print(to_markdown(result, rows))
-    print(f"written to {arguments.out}.json, .md and _*.png")
+    print(f"written to {arguments.out}.json.gz, .md and .png")
+
+
+def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
+    """OUT.json.gz, OUT.md and the pictures."""
+    write_result(out, result, rows, to_markdown(result, rows))
+    drawing.save(draw_layers(result["runs"], rows), beside(out, ".png"))
+    drawing.save(draw_smoothing(rows), beside(out, "_smoothing.png"))
 
 
 def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
@@ -322,7 +324,7 @@ def sage(config: SageConfig, run: Run, arguments: Namespace) -> Backend:
 
 
 def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[int, Captured]:
-    """q, k, v, O and dO of some layers, on the first held-out sequences, with full-precision attention.
+    """q, k, v, O and dO of some layers, on the first validation sequences, with full-precision attention.
 
     Raises UnusableWeights.
     """
