@@ -61,11 +61,14 @@ def costs_of(rows: Sequence[Row]) -> dict[str, float]:
 
 def points_of(rows: Sequence[Row], source: Source, tensor: str) -> dict[str, tuple[float, float]]:
     """(cost, error) of every variant but means over draws, which no training step has."""
-    own = chosen(rows, source=source.name, kind="variant")
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.source == source.name and row.kind == "variant" and "mean of" not in row.name:
+            by_name.setdefault(row.name, []).append(row)
     return {
-        name: (cost, mean_error(chosen(own, name=name), tensor))
-        for name, cost in costs_of(own).items()
-        if "mean of" not in name
+        name: (own[0].cost, mean_error(own, tensor))
+        for name, own in by_name.items()
+        if own[0].cost is not None
     }
 
 

@@ -129,11 +129,13 @@ class Study:
             study.Row(**row | {"relative_l2": all_known(row["relative_l2"])}) for row in data["rows"]
         ]
         self.last = [source for source in self.sources if source.is_last]
+        self._by_name: dict[tuple[str, str, str], list[study.Row]] = {}
+        for row in self.rows:
+            self._by_name.setdefault((row.source, row.kind, row.name), []).append(row)
 
     def error(self, source: study.Source, kind: str, name: str, tensor: str) -> float:
         """Relative L2, mean over layers and heads."""
-        rows = study.chosen(self.rows, source=source.name, kind=kind, name=name)
-        return study.mean_error(rows, tensor)
+        return study.mean_error(self._by_name[source.name, kind, name], tensor)
 
     def parts(self, source: study.Source, tensor: str) -> dict[str, float]:
         """The error that each part of the default leaves alone."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scripts.paper import published as paper
 from scripts.paper.report.markdown import decimal, known, span
+from scripts.paper.run_summary import DIVERGED_BY
 
 if TYPE_CHECKING:
     from scripts.paper.report.layers import Layers
@@ -68,7 +69,8 @@ CLAIMS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "divergence": (
             "without QK-norm SageBwd diverges at 2.1M tokens per step",
-            "SageBwd diverges and full precision does not: agrees; no divergence in a run as long as the "
+            "SageBwd alone diverges (loss or gradient not finite, or a final loss more than "
+            f"{DIVERGED_BY:g} above the lowest earlier tenth): agrees; no divergence in a run as long as the "
             "paper's: does not",
         ),
     },

@@ -10,7 +10,7 @@ from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention
 from scripts.paper import attention_emulation as emulation
 from scripts.paper.attention_emulation import EXACT, Head, emulate, scheme_of
-from scripts.paper.table1 import exact_attention
+from scripts.paper.attention_errors import exact_attention
 
 CONFIGS = [
     SageConfig.paper(),
