@@ -38,8 +38,8 @@ from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
 from scripts.bench.measuring import align, choose_device, describe_run, origin_of
 from scripts.paper import published as paper
 from scripts.paper.arguments import OUT, positive_int
-from scripts.paper.attention_emulation import inverse
 from scripts.paper.result_files import write_result
+from scripts.paper.roundings import inverse
 from scripts.paper.traces import Layer, Origin, find_traces, load_trace
 
 PROGRAM = "python -m scripts.paper.gradient_formats"

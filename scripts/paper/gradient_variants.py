@@ -19,22 +19,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from sagebwd.config import SageConfig
-from scripts.paper.attention_emulation import (
-    Product,
+from scripts.paper.attention_emulation import Scheme, scheme_of
+from scripts.paper.products import Product, product_of, scores_but_hard_tiles, scores_of, smooth_values
+from scripts.paper.roundings import (
     Rounding,
-    Scheme,
     but_channels,
     but_hard_tiles,
     exact,
     float8,
     int8,
     per_channel,
-    product_of,
     rotated,
-    scheme_of,
-    scores_but_hard_tiles,
-    scores_of,
-    smooth_values,
     stochastic_int8,
     to_dtype,
     uint8,

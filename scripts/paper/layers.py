@@ -29,11 +29,10 @@ errors as training goes on.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +41,20 @@ import torch
 from tqdm import tqdm
 
 import model.huggingface
-from data.corpus import Corpus
-from data.loader import count_sequences, stack_sequences
+from data.loader import stack_sequences
 from model.backends import AttentionFn, AttentionSettings, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
 from scripts.bench.measuring import beside, choose_device, describe_run
-from scripts.compare import distinct, find_runs
 from scripts.paper import drawing, intermediates
 from scripts.paper import published as paper
 from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.layers_pictures import draw_layers, draw_smoothing
+from scripts.paper.layers_runs import Run, UnusableWeights, milestones_of, open_runs
 from scripts.paper.layers_tables import MAIN_VARIANTS, Row, most_error_prone, to_markdown
 from scripts.paper.result_files import write_result
-from scripts.paper.traces import Layer, Origin, save_trace, trace_file
-from scripts.runs import milestones, open_data, read_settings
-from trainer.checkpoint import checkpoint_of, load_weights
-from trainer.plan import tokens_per_step
+from scripts.paper.traces import Layer, save_trace, trace_file
+from trainer.checkpoint import load_weights
 from trainer.probe import (
     Captured,
     capture,
@@ -69,8 +65,6 @@ from trainer.probe import (
     fpa_backend,
     sage_backend,
 )
-from trainer.run_directory import RunDirectory, read_metrics
-from trainer.settings import Settings
 
 PROGRAM = "python -m scripts.paper.layers"
 
@@ -105,29 +99,6 @@ written after every run:
   OUT.png            errors by layer under the paper's algorithm and the default
   OUT_smoothing.png  errors without smoothing, with K, and with Q and K smoothed
 """
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run, and which of its weights: those of origin.step.
-
-    checkpoint: the step whose checkpoint has them; None: they are the finished ones.
-    """
-
-    name: str
-    directory: RunDirectory
-    settings: Settings
-    corpus: Corpus
-    origin: Origin
-    checkpoint: int | None
-
-    @property
-    def sequences_per_step(self) -> int:
-        return tokens_per_step(self.settings) // self.settings.context
-
-
-class UnusableWeights(Exception):
-    """The weights of a run are damaged, or not those of its model; the message says which and why."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -184,80 +155,6 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     if arguments.milestones and arguments.step is not None:
         parser.error("--milestones follows a run to its end; leave --step out")
     return arguments
-
-
-# --- Runs ---------------------------------------------------------------------------------------------------
-
-
-def open_runs(arguments: Namespace) -> list[Run]:
-    """All runs, checked before any is measured.
-
-    Raises ValueError or FileNotFoundError for a run that is unfinished, or lacks its data or what is asked.
-    """
-    paths = find_runs([Path(path) for path in arguments.runs])
-    if not paths:
-        raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
-    names = names_of([path.resolve() for path in paths])
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"several runs are called {', '.join(twice)}; name each once")
-    runs = [
-        open_run(name, RunDirectory(path), arguments.step) for name, path in zip(names, paths, strict=True)
-    ]
-    for run in runs:
-        check(run, arguments)
-    return runs
-
-
-def names_of(paths: list[Path]) -> list[str]:
-    """The runs' folders, from where their paths part, without the overrides that all share."""
-    shared = os.path.commonpath([path.parent for path in paths])
-    return distinct([path.relative_to(shared).as_posix() for path in paths])
-
-
-def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
-    """The run at its end, or at the checkpoint of a step.
-
-    Raises ValueError or FileNotFoundError if it is unfinished then, or its data not what it was.
-    """
-    settings = read_settings(directory)
-    if step is None:
-        if not (directory.is_finished and directory.weights.is_dir()):
-            raise ValueError(
-                f"{directory.path} has no finished weights; leave it out, train it to its end (the command "
-                "that started it continues it), or choose a checkpoint with --step"
-            )
-        reached = read_metrics(directory.metrics)[-1]["step"]
-    else:
-        checkpoint_of(directory.checkpoints, step)
-        reached = step
-    origin = Origin(
-        run=name,
-        step=reached,
-        tokens=reached * tokens_per_step(settings),
-        tokens_per_step=tokens_per_step(settings),
-        qk_norm=settings.model.qk_norm,
-        attention=settings.attention.backend,
-    )
-    return Run(name, directory, settings, open_data(directory, settings), origin, checkpoint=step)
-
-
-def check(run: Run, arguments: Namespace) -> None:
-    """Raise ValueError if the run has too few validation sequences, layers or heads for the arguments."""
-    sequences = count_sequences(run.corpus.val, run.settings.context)
-    if sequences < arguments.sequences:
-        raise ValueError(
-            f"--sequences {arguments.sequences}: the validation text of {run.name} has {sequences} sequences "
-            f"of {run.settings.context} tokens; use --sequences {sequences} or fewer"
-        )
-    shape = run.settings.model
-    for name, asked, there in (
-        ("--trace-layers", arguments.trace_layers, shape.n_layers),
-        ("--trace-heads", arguments.trace_heads, shape.n_heads),
-    ):
-        foreign = [number for number in asked or () if not 0 <= number < there]
-        if foreign:
-            raise ValueError(f"{name} {foreign[0]}: {run.name} has 0 to {there - 1}; choose among these")
 
 
 def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> dict[str, Any]:
@@ -391,19 +288,6 @@ def trace_all(runs: list[Run], arguments: Namespace) -> None:
         for run in progress:
             progress.set_description(f"trace of {run.origin.name}")
             write_trace(run, arguments)
-
-
-def milestones_of(run: Run) -> list[Run]:
-    """The run at each of its milestones before its end."""
-    return [
-        replace(run, checkpoint=step, origin=at_step(run.origin, step))
-        for step in milestones(run.directory, run.settings)
-        if step < run.origin.step
-    ]
-
-
-def at_step(origin: Origin, step: int) -> Origin:
-    return replace(origin, step=step, tokens=step * origin.tokens_per_step)
 
 
 def write_trace(run: Run, arguments: Namespace) -> None:

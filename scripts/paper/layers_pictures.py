@@ -50,7 +50,7 @@ def draw_layers(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Row]) -> A
     for axes in panels[-1]:
         axes.set_xlabel("layer")
     drawing.legend_below(figure, list(shown.values()), list(shown))
-    figure.suptitle("Error of SageBwd by layer of trained models", fontsize=11)
+    figure.suptitle("Error of SageBwd by layer of trained models; bands: range over runs", fontsize=11)
     return figure
 
 

@@ -13,7 +13,7 @@ from trainer.style import Style
 NO_QK_NORM = ", no QK-norm"
 
 
-def draw(groups: list[dict], runs: list[dict], title: str = "") -> Any:
+def draw(groups: list[dict], runs: list[dict], title: str = "Training loss") -> Any:
     """Loss over tokens, and below it the distance from the group's first variant at the same seed.
 
     A line is the mean over seeds, a band the range; the key below tells the variants.
@@ -41,7 +41,7 @@ def draw(groups: list[dict], runs: list[dict], title: str = "") -> Any:
         for axes in (losses, gaps):
             axes.grid(alpha=0.3)
     drawing.legend_below(figure, list(shown.values()), list(shown))
-    figure.suptitle(title or "Training loss, and the difference to the first variant", fontsize=11)
+    figure.suptitle(f"{title}. Line: mean over seeds, band: range", fontsize=11)
     return figure
 
 
@@ -106,8 +106,8 @@ def zoom(axes: Any, runs: list[dict]) -> None:
 
 
 def group_name(group: dict[str, Any]) -> str:
-    """ "34.7M parameters, 131,072 tokens per step, 382 steps, lr 0.001"."""
+    """ "34.7M parameters, 131,072 tokens per step, 382 steps, lr 0.001", in two lines."""
     size = f"{group['parameters'] / 1e6:.3g}M parameters"
     start = ", from trained weights" if group["init_from"] else ""
-    schedule = f"{group['tokens_per_step']:,} tokens per step, {group['steps']:,} steps, lr {group['lr']:g}"
-    return f"{size}, {schedule}{start}"
+    schedule = f"{group['tokens_per_step']:,} tokens per step"
+    return f"{size}, {schedule},\n{group['steps']:,} steps, lr {group['lr']:g}{start}"

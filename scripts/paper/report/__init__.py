@@ -13,10 +13,11 @@ from pathlib import Path
 from data.files import write_text
 from scripts.paper.experiments import ITEMS, Item
 from scripts.paper.report import copied_runs, errors, gradients, layers, speed, template, training
+from scripts.paper.report.claims import CLAIMS
 from scripts.paper.report.copied_runs import FURTHER
 from scripts.paper.report.markdown import table
 from scripts.paper.report.section import Section
-from scripts.paper.report.verdicts import CLAIMS, NOT_RUN, Verdict
+from scripts.paper.report.verdicts import NOT_RUN, Verdict
 from scripts.paper.result_files import FIX, DamagedResult, Results
 
 __all__ = ["SECTIONS", "copied_runs", "generate", "write"]

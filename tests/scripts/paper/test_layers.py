@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import model.huggingface
 import sagebwd.reference
 from sagebwd.metrics import cosine_similarity, relative_l2, rms
-from scripts.paper import layers
+from scripts.paper import layers, layers_runs
 from scripts.paper.layers import VARIANTS, choose_heads
 from scripts.paper.layers_tables import Row, most_error_prone
 from scripts.paper.report import layers as layers_section
@@ -112,7 +112,7 @@ def check_held_out_text(trainer, run, v):
 
 def check_weights_of_a_step(path):
     """The last checkpoint has the finished weights."""
-    last, end = (layers.open_run("run", RunDirectory(path), step) for step in (3, None))
+    last, end = (layers_runs.open_run("run", RunDirectory(path), step) for step in (3, None))
     assert last.origin == end.origin
     left, right = (layers.load_model(run, scaled_dot_product_attention) for run in (last, end))
     assert all(torch.equal(x, y) for x, y in zip(left.parameters(), right.parameters(), strict=True))
@@ -200,7 +200,7 @@ def test_options_that_do_not_go_together_are_refused(options, message, capsys):
 
 def test_runs_are_named_from_where_their_folders_part():
     def names(*paths):
-        return layers.names_of([Path("/runs") / path for path in paths])
+        return layers_runs.names_of([Path("/runs") / path for path in paths])
 
     assert names("a") == ["a"]
     assert names("large/a-seed1", "large/b-seed1") == ["a-seed1", "b-seed1"]

@@ -45,9 +45,15 @@ def test_two_forms_of_one_file_are_refused(tmp_path):
         stored(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize(
-    "content", [b"no gzip", gzip.compress(b"{}")[:-6], gzip.compress(b"{"), gzip.compress(b"[]")]
-)
+DAMAGED = {
+    "not gzip": b"no gzip",
+    "cut short": gzip.compress(b"{}", mtime=0)[:-6],
+    "not JSON": gzip.compress(b"{", mtime=0),
+    "a list": gzip.compress(b"[]", mtime=0),
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_damaged_files_are_named(tmp_path, content):
     (tmp_path / "a.json.gz").write_bytes(content)
     with pytest.raises(DamagedResult, match=r"a\.json\.gz (is damaged|holds a list)"):

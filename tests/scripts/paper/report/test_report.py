@@ -12,13 +12,13 @@ from scripts.paper.attention_errors import TITLES
 from scripts.paper.experiments import ITEMS
 from scripts.paper.report import template
 from scripts.paper.report.__main__ import main
+from scripts.paper.report.claims import CLAIMS
 from scripts.paper.report.speed import presets_speed
 from scripts.paper.report.template import UnknownField
 from scripts.paper.report.training import FULL_PRECISION, SAGE, clear_gaps
 from scripts.paper.report.verdicts import (
     AGREES,
     CANNOT_TELL,
-    CLAIMS,
     DIFFERS,
     MARGIN,
     Verdict,
