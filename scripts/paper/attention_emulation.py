@@ -134,7 +134,7 @@ def scheme_of(config: SageConfig, head_dim: int, dtype: torch.dtype) -> Scheme:
     """What `sagebwd.reference.attention` computes under `config` with inputs of `dtype`.
 
     Raises:
-        ValueError: a switch that there is no emulation of.
+        ValueError: a switch without an emulation.
     """
     if config.add_mean_k_term or config.is_int8("dp") or config.is_int8("s_fwd") != config.is_int8("s_bwd"):
         raise ValueError(

@@ -28,7 +28,7 @@ from typing import Any
 
 from scripts.bench.measuring import beside, describe_run
 from scripts.paper import drawing
-from scripts.paper.loss_pictures import draw
+from scripts.paper.loss_pictures import TITLES, draw
 from scripts.paper.loss_statistics import compare
 from scripts.paper.result_files import write_compressed_json
 from scripts.paper.run_summary import read
@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(str(error)) from None
     result = {**describe(argv, arguments, finished), "runs": runs, "groups": groups}
     written = write_compressed_json(beside(arguments.out, ".json"), result)
-    drawing.save(draw(groups, finished), beside(arguments.out, ".png"))
+    title = TITLES.get(arguments.item, "Training loss")
+    drawing.save(draw(groups, finished, title), beside(arguments.out, ".png"))
     print(f"{len(finished)} of {len(runs)} runs compared, written to {written} and {arguments.out}.png")
 
 

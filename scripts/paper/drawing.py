@@ -13,7 +13,7 @@ from trainer.style import ATTENTION, Style
 DPI = 110
 COLORS = 256  # of a picture's palette
 
-#: What is no preset, in its order in a picture: told apart by colour and marker.
+#: Anything but presets, in its order in a picture: told apart by colour and marker.
 OTHERS = (
     Style("#56B4E9", (0, (1, 1)), "X", "+++"),
     Style("#888888", (0, (4, 2)), "*", "ooo"),

@@ -134,11 +134,11 @@ def find_heads(arguments: Namespace) -> tuple[list[Source], Heads]:
             raise ValueError(f"{path} is another trace of {origin.name}; leave one out")
         sources.append(Source(origin.name, origin.run, origin.tokens, origin.qk_norm, origin.tokens_per_step))
         for number in arguments.layers or layers:
-            kept = origin.heads or range(layers[number].q.shape[1])
+            numbers = origin.heads or range(layers[number].q.shape[1])
             cut = heads_of(layers[number], arguments.tokens)
             heads += [
                 (sources[-1], number, head, tensors)
-                for head, tensors in list(zip(kept, cut, strict=True))[: arguments.heads]
+                for head, tensors in list(zip(numbers, cut, strict=True))[: arguments.heads]
             ]
     for sigma in arguments.sigmas:
         sources.append(Source(f"Gaussian, σ {sigma:g}", "Gaussian", None, None))
@@ -163,7 +163,7 @@ def heads_of(layer: Layer, tokens: int | None) -> Iterator[Head]:
 
 
 def gaussian(sigma: float, arguments: Namespace) -> Head:
-    """Q and K of standard deviation `sigma`, V and dO of 1, in numbers that bf16 has."""
+    """Q and K of standard deviation `sigma`, V and dO of 1, in values that bf16 has."""
     generator = torch.Generator().manual_seed(arguments.seed)
     shape = (arguments.tokens or 1024, arguments.head_dim)
     draws = (std * torch.randn(shape, generator=generator) for std in (sigma, sigma, 1.0, 1.0))

@@ -164,7 +164,7 @@ class Input(NamedTuple):
 def read_inputs(arguments: Namespace) -> Iterator[Input]:
     """Every layer of the traces, or Gaussians.
 
-    Raises ValueError for a file that is no trace, FileNotFoundError for one that is not there.
+    Raises ValueError for a file that is not a trace, FileNotFoundError for one that is not there.
     """
     for path in arguments.traces:
         origin, layers = load_trace(Path(path), arguments.device)
@@ -271,6 +271,14 @@ def quantize(x: Tensor, form: Format, tile: tuple[int, int], shared: tuple[int, 
     scale = tiles.abs().amax(shared, keepdim=True) / form.largest
     rounded = form.round(tiles * inverse(scale)) * scale
     return rounded.flatten(2, 3).flatten(0, 1)[:rows, :columns]
+
+
+def rows_of(result: dict) -> list[Row]:
+    """The rows of a JSON file of this command."""
+    return [
+        Row(**row | {"scheme": Scheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})})
+        for row in result["rows"]
+    ]
 
 
 # --- Tables -------------------------------------------------------------------------------------------------

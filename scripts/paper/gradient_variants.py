@@ -7,7 +7,7 @@ one. There are seven products, ten in all, because both kernels of the backward 
     dK/dV kernel   S, dP, dV, dK       1 + 2 + 1 + 1
     dQ kernel      S, dP, dQ           1 + 2 + 1
 
-which makes 11 for the paper's six products in INT8, and 18 for all in 16 bit. What is no product
+which makes 11 for the paper's six products in INT8, and 18 for all in 16 bit. What is not a product
 (exponentials, maxima, rounding) is not counted, although Hopper's kernels spend most of their time on it.
 """
 

@@ -107,8 +107,8 @@ def table2_section(result: dict) -> list[str]:
         "## Table 2",
         "",
         "The reference in plain PyTorch against exact attention, cosine similarity / relative L2. Published: "
-        "layer 11 of the paper's run with QK-norm at 2.1M tokens per step. Of runs here: the layer whose dQ "
-        "errs most under the paper's algorithm.",
+        "layer 11 of the paper's run with QK-norm at 2.1M tokens per step. Of runs here: the layer with the "
+        "largest error of dQ under the paper's algorithm.",
         "",
     ]
     for run, table in result["table2"].items():

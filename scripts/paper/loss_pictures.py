@@ -12,6 +12,15 @@ from trainer.style import Style
 
 NO_QK_NORM = ", no QK-norm"
 
+#: By experiment.
+TITLES = {
+    "figure1a": "Figure 1a: training loss at many tokens per step",
+    "figure1b": "Figure 1b: training loss at few tokens per step",
+    "figure4": "Figure 4: training loss and smoothing",
+    "finetune": "Fine-tuning: training loss",
+    "presets": "Presets: training loss",
+}
+
 
 def draw(groups: list[dict], runs: list[dict], title: str = "Training loss") -> Any:
     """Loss over tokens, and below it the distance from the group's first variant at the same seed.

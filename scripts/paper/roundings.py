@@ -41,7 +41,7 @@ def int8(rows: int | None, columns: int | None, *, levels: int = 1) -> Rounding:
 
 
 def uint8(rows: int | None, columns: int | None) -> Rounding:
-    """As `int8` for numbers that are never negative, such as P: 255 steps in the place of 127.
+    """As `int8` for values that are never negative, such as P: 255 steps instead of 127.
 
     Tensor cores take unsigned operands, or (integer − 128) where 128 times the other's sum is added.
     """
@@ -65,7 +65,7 @@ def stochastic_int8(rows: int | None, columns: int | None) -> Rounding:
 
 
 def float8(rows: int | None, columns: int | None) -> Rounding:
-    """As `int8`, with 8-bit floating point (e4m3) in the place of integers."""
+    """As `int8`, with 8-bit floating point (e4m3) instead of integers."""
     largest = torch.finfo(torch.float8_e4m3fn).max
 
     def rounding(x: Tensor) -> Tensor:
@@ -138,9 +138,9 @@ def but_channels(rounding: Rounding, share: float) -> Rounding:
 
     def rounded(x: Tensor) -> Tensor:
         largest = x.abs().amax(0).topk(math.ceil(share * x.shape[-1])).indices
-        kept = torch.zeros_like(x)
-        kept[:, largest] = x[:, largest]
-        return kept + rounding(x - kept)
+        outliers = torch.zeros_like(x)
+        outliers[:, largest] = x[:, largest]
+        return outliers + rounding(x - outliers)
 
     return rounded
 

@@ -84,14 +84,14 @@ def divergence(directory: RunDirectory, records: list[dict]) -> str | None:
 
 
 def without_places(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings without where things lay on the machine of the run: of files the names remain."""
-    kept = {name: value for name, value in config.items() if name not in ("run_dir", "runs_dir")}
+    """The settings without the folders of the machine that the run was on; of files the names remain."""
+    settings = {name: value for name, value in config.items() if name not in ("run_dir", "runs_dir")}
     data = {name: value for name, value in config["data"].items() if name != "root"}
     for name in ("path", "val_path"):
         data[name] = data.get(name) and Path(data[name]).name
-    if kept.get("init_from"):
-        kept["init_from"] = Path(kept["init_from"]).parent.name  # the run that it starts from
-    return kept | {"data": data}
+    if settings.get("init_from"):
+        settings["init_from"] = Path(settings["init_from"]).parent.name  # the run that it starts from
+    return settings | {"data": data}
 
 
 def group_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -124,10 +124,10 @@ def thin(tokens: np.ndarray, values: np.ndarray) -> dict[str, list[float]]:
 def last_probe(records: list[dict]) -> dict[str, float]:
     """The last measurement of SageBwd's error in this run's layers: relative L2, RMS, largest logit."""
     measured = [record for record in records if "probe/seconds" in record]
-    kept = (("step", "step"), *((key, key.removeprefix("probe/")) for key in (measured or [{}])[-1]))
-    chosen = (measured or [{}])[-1]
-    return {
-        short: chosen[key]
-        for key, short in kept
-        if key in chosen and (key == "step" or key.startswith("probe/layer"))
+    if not measured:
+        return {}
+    last = measured[-1]
+    layers = {
+        key.removeprefix("probe/"): value for key, value in last.items() if key.startswith("probe/layer")
     }
+    return {"step": last["step"], **layers}

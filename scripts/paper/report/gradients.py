@@ -52,10 +52,10 @@ def format_errors(data: dict[str, Any]) -> FormatErrors:
     if not data["rows"]:
         raise ValueError("no rows")
     last = {origin["run"]: name for name, origin in sorted(data["sources"].items(), key=by_step)}
-    kept = set(last.values()) or {row["trace"] for row in data["rows"]}
+    wanted = set(last.values()) or {row["trace"] for row in data["rows"]}
     by_scheme: dict[tuple[str, str, str, int], list[dict]] = {}
     for row in data["rows"]:
-        if row["trace"] in kept:
+        if row["trace"] in wanted:
             scheme = row["scheme"]
             key = row["trace"], scheme["granularity"], scheme["format"], scheme["dp_bits"]
             by_scheme.setdefault(key, []).append(row["errors"]["dq"])

@@ -77,7 +77,7 @@ def section(name: str, data: dict, verdicts: list[Verdict], printed: dict | None
     if unfinished:
         tables["Not finished, left out"] = table(["run"], [[name] for name in unfinished])
     fields = {"differences": difference_table(SHOWN.get(name, ()), data["groups"])}
-    return Section(f"{data['scale']} scale, {data['hardware']}", tables, verdicts, fields)
+    return Section(f"scale: {data['scale']}, {data['hardware']}", tables, verdicts, fields)
 
 
 def clear_gaps(groups: list[dict]) -> str:

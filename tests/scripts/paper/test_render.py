@@ -5,7 +5,7 @@ import shutil
 import pytest
 from PIL import Image
 
-from scripts.paper import drawing, redraw
+from scripts.paper import drawing, render
 from scripts.paper.loss_pictures import gaps_of, variant_styles
 from scripts.paper.result_files import Results
 from tests.cli import ROOT
@@ -15,15 +15,21 @@ RESULTS = ROOT / "results"
 
 def test_every_picture_but_those_of_benchmarks_can_be_drawn_again():
     there = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
-    assert {name for name in there if not name.startswith("bench_")} == redraw.pictures(
+    assert {name for name in there if not name.startswith("bench_")} == render.pictures(
         Results(RESULTS)
     ).keys()
+
+
+@pytest.mark.parametrize("name", ["accuracy", "layers", "gradient_error", "gradient_formats"])
+def test_the_committed_tables_are_those_of_the_committed_numbers(name, tmp_path):
+    render.files(Results(RESULTS))[f"{name}.md"](tmp_path / "made.md")
+    assert (tmp_path / "made.md").read_text() == (RESULTS / f"{name}.md").read_text()
 
 
 def test_pictures_are_small_and_whole(tmp_path):
     for name in ("table1.json", "error_against_time.json", "finetune.json.gz", "layers.json.gz"):
         shutil.copy(RESULTS / name, tmp_path)
-    redraw.main([str(tmp_path)])
+    render.main([str(tmp_path)])
     pictures = sorted(path.name for path in tmp_path.glob("*.png"))
     expected = ["error_against_time", "finetune", "layers", "layers_smoothing", "table1"]
     assert pictures == [f"{name}.png" for name in expected]
@@ -37,11 +43,11 @@ def test_pictures_are_small_and_whole(tmp_path):
 
 def test_one_picture_alone_and_one_that_is_not_there(tmp_path, capsys):
     shutil.copy(RESULTS / "table1.json", tmp_path)
-    redraw.main([str(tmp_path), "table1.png"])
+    render.main([str(tmp_path), "table1.png"])
     assert (tmp_path / "table1.png").exists()
     with pytest.raises(SystemExit):
-        redraw.main([str(tmp_path), "layers.png"])
-    assert "layers.png cannot be drawn from" in capsys.readouterr().err
+        render.main([str(tmp_path), "layers.png"])
+    assert "layers.png cannot be made from" in capsys.readouterr().err
 
 
 def test_no_two_settings_of_a_picture_look_alike():

@@ -1,9 +1,10 @@
-"""Draw the pictures of a folder of results again, from its JSON files and copied runs.
+"""Make the pictures and tables of a folder of results again, from its JSON files and copied runs.
 
-    python -m scripts.paper.redraw results              # all of them
-    python -m scripts.paper.redraw results table1.png   # some
+    python -m scripts.paper.render results                         # all of them
+    python -m scripts.paper.render results table1.png layers.md    # some
 
-Numbers stay as they are. The pictures of scripts.bench are not among them: its commands draw those.
+The JSON files stay as they are. Pictures and tables of scripts.bench are left to its commands, the report to
+scripts.paper.report.
 """
 
 from __future__ import annotations
@@ -14,34 +15,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scripts.paper import drawing, error_against_time, table1
+from data.files import write_text
+from scripts.paper import accuracy, drawing, error_against_time, gradient_formats, table1
 from scripts.paper.gradient_error_pictures import draw_costs, draw_progress
 from scripts.paper.gradient_error_rows import Row as ErrorRow
 from scripts.paper.gradient_error_rows import Source, runs_with_progress
+from scripts.paper.gradient_error_tables import to_markdown as error_markdown
 from scripts.paper.layers_pictures import draw_layers, draw_smoothing
 from scripts.paper.layers_tables import Row as LayerRow
+from scripts.paper.layers_tables import to_markdown as layers_markdown
+from scripts.paper.loss_pictures import TITLES
 from scripts.paper.loss_pictures import draw as draw_losses
 from scripts.paper.report.markdown import known
 from scripts.paper.result_files import DamagedResult, Results
 from trainer.plot import plot_losses
-
-#: Comparisons of scripts.paper.curves: what their pictures are called.
-LOSSES = {
-    "figure1a": "Figure 1a: training loss at many tokens per step",
-    "figure1b": "Figure 1b: training loss at few tokens per step",
-    "figure4": "Figure 4: training loss and smoothing",
-    "finetune": "Fine-tuning: training loss",
-    "presets": "Presets: training loss",
-}
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     results = Results(arguments.folder)
     try:
-        for name, draw in pictures(results).items():
-            if not arguments.pictures or name in arguments.pictures:
-                draw(arguments.folder / name)
+        for name, make in files(results).items():
+            if not arguments.files or name in arguments.files:
+                make(arguments.folder / name)
                 print(arguments.folder / name)
     except (DamagedResult, FileNotFoundError) as error:
         raise SystemExit(str(error)) from error
@@ -49,21 +45,39 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.paper.redraw",
+        prog="python -m scripts.paper.render",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="folder of results")
-    parser.add_argument("pictures", nargs="*", help="names of pictures (default: all)")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="pictures and tables to make (default: all)")
     arguments = parser.parse_args(argv)
-    there = pictures(Results(arguments.folder))
-    if absent := [name for name in arguments.pictures if name not in there]:
-        parser.error(f"{absent[0]} cannot be drawn from {arguments.folder}; choose among {', '.join(there)}")
+    there = files(Results(arguments.folder))
+    if absent := [name for name in arguments.files if name not in there]:
+        parser.error(f"{absent[0]} cannot be made from {arguments.folder}; choose among {', '.join(there)}")
     return arguments
 
 
+def files(results: Results) -> dict[str, Callable[[Path], None]]:
+    """What makes each picture and table whose numbers are in the folder."""
+    return pictures(results) | tables(results)
+
+
+def tables(results: Results) -> dict[str, Callable[[Path], None]]:
+    made: dict[str, Callable[[Path], None]] = {}
+
+    def add(name: str, markdown: Callable[[dict[str, Any]], str]) -> None:
+        if results.has(f"{name}.json"):
+            made[f"{name}.md"] = lambda path: write_text(path, markdown(results.json(f"{name}.json")))
+
+    add("accuracy", accuracy.to_markdown)
+    add("layers", lambda data: layers_markdown(data, layer_rows(data)))
+    add("gradient_error", lambda data: error_markdown(*study(data)))
+    add("gradient_formats", lambda data: gradient_formats.to_markdown(data, gradient_formats.rows_of(data)))
+    return made
+
+
 def pictures(results: Results) -> dict[str, Callable[[Path], None]]:
-    """What draws each picture whose numbers are in the folder."""
     drawn: dict[str, Callable[[Path], None]] = {}
 
     def add(picture: str, source: str, figure: Callable[[dict[str, Any]], Any]) -> None:
@@ -71,7 +85,7 @@ def pictures(results: Results) -> dict[str, Callable[[Path], None]]:
             drawn[picture] = lambda path: drawing.save(figure(results.json(source)), path)
 
     add("table1.png", "table1.json", lambda data: table1.draw(data["rows"]))
-    for name, title in LOSSES.items():
+    for name, title in TITLES.items():
         add(f"{name}.png", f"{name}.json", lambda data, title=title: losses(data, title))
     add("layers.png", "layers.json", lambda data: draw_layers(data["runs"], layer_rows(data)))
     add("layers_smoothing.png", "layers.json", lambda data: draw_smoothing(layer_rows(data)))
