@@ -6,14 +6,13 @@ from functools import partial
 import torch
 
 import sagebwd
-import sagebwd.reference
 from model.backends import AttentionSettings, Backend, refuse_foreign
 from sagebwd import SageConfig
 
 CONFIG_FIELDS = {field.name for field in fields(SageConfig)}
 IMPLEMENTATIONS = {
     "auto": sagebwd.sage_attention,
-    "reference": sagebwd.reference.sage_attention,
+    "reference": partial(sagebwd.sage_attention, kernels="reference"),
 }
 
 

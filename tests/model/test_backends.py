@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
-import sagebwd.reference
+import sagebwd
 from model import backends
 from model.backends import AttentionSettings, fpa
 from model.backends.sagebwd import sage_config
@@ -226,10 +226,9 @@ def test_sagebwd_runs_the_library_with_the_config():
     q, k, v = torch.randn(3, 1, 4, 21, 16)
     settings = sagebwd_settings(implementation="reference", int8_matmuls=["s_fwd"], block_q=16)
     backend = build(settings)
-    expected = sagebwd.reference.sage_attention(
-        q, k, v, is_causal=True, config=SageConfig(int8_matmuls=("s_fwd",), block_q=16)
-    )
+    config = SageConfig(int8_matmuls=("s_fwd",), block_q=16)
+    expected = sagebwd.sage_attention(q, k, v, is_causal=True, config=config)
     assert torch.equal(backend.attend(q, k, v, **CALL), expected)
-    assert not torch.equal(expected, sagebwd.reference.sage_attention(q, k, v, is_causal=True))
+    assert not torch.equal(expected, sagebwd.sage_attention(q, k, v, is_causal=True))
     assert "implementation reference" in backend.description
     assert "block_q=16" in backend.description

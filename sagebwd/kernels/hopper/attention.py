@@ -9,57 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sagebwd.config import PAPER_INT8_MATMULS, SageConfig
+from sagebwd.config import SageConfig
 from sagebwd.kernels.hopper import packets, runtime
 from sagebwd.kernels.hopper.runtime import Segments, TokenTensor
 from sagebwd.kernels.layout import Axis, empty_result, padded_head_dim
-
-HEAD_DIMS = (64, 128)
-#: Products that the kernels compute in INT8 alone; O and dV they can have in 16 bit, too.
-ALWAYS_INT8 = frozenset(PAPER_INT8_MATMULS) - {"o", "dv"}
-
-
-def is_used(q: Tensor, config: SageConfig) -> bool:
-    """Whether attention on ``q`` runs the kernels of this folder. Warns once if they should but cannot."""
-    # int: under a tracer the size may be a symbol, which no cache takes; a kernel is of one size anyway.
-    return _supports(config, int(q.shape[-1])) and _runs_on(q.device)
-
-
-@functools.cache
-def _runs_on(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    if torch.cuda.get_device_capability(device) != runtime.COMPUTE_CAPABILITY:
-        return False
-    reason = runtime.why_unavailable(device)
-    if reason is not None:
-        warnings.warn(
-            f"sage_attention runs its portable kernels, slower than those for this GPU: {reason}",
-            stacklevel=2,
-        )
-    return reason is None
-
-
-@functools.lru_cache
-def _supports(config: SageConfig, head_dim: int) -> bool:
-    return (
-        padded_head_dim(head_dim) in HEAD_DIMS
-        and config.tile(head_dim) == (packets.QUERIES, packets.KEYS)
-        and ALWAYS_INT8 <= frozenset(config.int8_matmuls) <= frozenset(PAPER_INT8_MATMULS)
-        and config.operand_scales == "block"
-        and config.granularity == "row"
-        and not config.smooth_q
-        and not config.add_mean_k_term
-        and not config.exact_delta
-        and config.s_levels == 1
-    )
-
 
 # --- What kernels take: struct Arguments of each source ---------------------------------------------------
 

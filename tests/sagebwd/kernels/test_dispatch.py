@@ -1,23 +1,26 @@
-"""Every refusal of the kernels names what is wrong and the way out; and what importing costs."""
+"""Every error of the Triton kernels names what is wrong and the fix; and what importing costs."""
 
 import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sagebwd import SageConfig, reference
-from sagebwd import dispatch as support
-from sagebwd.kernels import sage_attention
+from sagebwd import SageConfig
+from sagebwd import sage_attention as public
+from sagebwd.kernels.triton.attention import explained_shortage
 from scripts import sanitize
 from tests.cli import ROOT
 
-#: The way out that the kernels name, and what it says.
-REFERENCE = "call sagebwd.reference.sage_attention, which takes the same arguments and runs, slowly, anywhere"
+#: The fix that always works.
+REFERENCE = 'pass kernels="reference", which runs, slowly, anywhere'
+
+
+def sage_attention(*inputs, **settings):
+    return public(*inputs, **{"kernels": "triton", **settings})
 
 
 @pytest.fixture
@@ -60,6 +63,16 @@ def test_refuses_settings(tensor, settings, message):
         ({"block_q": 48}, ValueError, "block_q is 48; use one of 32, 64, 128, or"),
         ({"block_kv": 256}, ValueError, "block_kv is 256; use one of 32, 64, 128, or"),
         ({"s_levels": 2}, NotImplementedError, "s_levels=2 has no kernel; use s_levels=1, or"),
+        (
+            {"exact_delta": True},
+            NotImplementedError,
+            "exact_delta=True has no kernel; use compensate_o=True, or",
+        ),
+        (
+            {"add_mean_k_term": True},
+            NotImplementedError,
+            "add_mean_k_term=True has no kernel; use add_mean_k_term=False, or",
+        ),
     ],
 )
 def test_refuses_configs_that_the_reference_takes(tensor, config, error, message):
@@ -68,24 +81,24 @@ def test_refuses_configs_that_the_reference_takes(tensor, config, error, message
     with pytest.raises(error) as caught:
         sage_attention(q, q, q, config=config)
     assert str(caught.value) == f"{message} {REFERENCE}"
-    assert reference.sage_attention(q, q, q, config=config).shape == q.shape
+    assert public(q, q, q, config=config, kernels="reference").shape == q.shape
 
 
 @pytest.mark.parametrize("head_dim", [4, 20, 100, 257, 264])
 def test_refuses_head_sizes(tensor, head_dim):
     q = tensor(1, 1, head_dim=head_dim)
     with pytest.raises(
-        ValueError, match=f"the head size is {head_dim}; use a multiple of 8 up to 256, or call"
+        ValueError, match=f"the head size is {head_dim}; use a multiple of 8 up to 256, or pass"
     ):
         sage_attention(q, q, q)
-    assert reference.sage_attention(q, q, q).shape == q.shape
+    assert public(q, q, q, kernels="reference").shape == q.shape
 
 
 def test_refuses_fp32(tensor):
     q = tensor(dtype=torch.float32)
-    with pytest.raises(ValueError, match="q, k, v are float32; cast them to bfloat16 or float16, or call"):
+    with pytest.raises(ValueError, match="q, k, v are float32; cast them to bfloat16 or float16, or pass"):
         sage_attention(q, q, q)
-    assert reference.sage_attention(q, q, q).dtype == torch.float32
+    assert public(q, q, q, kernels="reference").dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -163,29 +176,12 @@ def test_takes_the_sizes_at_the_limits(tensor, head_dim, block):
     assert sage_attention(q, q, q, scale=0.0, config=config).count_nonzero() == 0
 
 
-# What a GPU lacks
-
-
-@pytest.mark.parametrize(("capability", "hip"), [(75, None), (90, "6.4")])
-def test_refuses_gpus_without_kernels(monkeypatch, capability, hip):
-    monkeypatch.setattr(support, "compute_capability", lambda q: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    q = SimpleNamespace(is_cuda=True, device="cuda:0")
-    message = "Some GPU has no kernels: they need an NVIDIA GPU of the Ampere generation or later; "
-    with (
-        pytest.raises(NotImplementedError, match=re.escape(message + REFERENCE)),
-        support.on_device_of(q, SageConfig()),
-    ):
-        pass
-
-
-def test_tiles_that_do_not_fit_name_the_way_out(tensor):
+def test_tiles_that_do_not_fit_name_the_fix(tensor):
     q = tensor()
     message = "tiles of 64 x 128 (block_q x block_kv) do not fit this GPU with head size 32 and this config ("
     with (
         pytest.raises(ValueError, match=re.escape(message)) as caught,
-        support.on_device_of(q, SageConfig()),
+        explained_shortage(q, SageConfig()),
     ):
         raise OutOfResources(200_000, 101_376, "shared memory")
     assert str(caught.value).endswith(f"; set smaller ones, or {REFERENCE}")
@@ -204,11 +200,11 @@ def run_python(code):
 
 def test_cpu_tensors_need_the_interpreter():
     printed = run_python(
-        "import torch, sagebwd, sagebwd.kernels\n"
+        "import torch, sagebwd\n"
         "q = torch.ones(1, 1, 40, 32, dtype=torch.float16)\n"
         "print(sagebwd.sage_attention(q, q, q).sum().item())\n"
         "try:\n"
-        "    sagebwd.kernels.sage_attention(q, q, q)\n"
+        "    sagebwd.sage_attention(q, q, q, kernels='triton')\n"
         "except ValueError as error:\n"
         "    print(error)\n"
     )
@@ -229,17 +225,30 @@ def test_the_library_works_without_triton():
     assert float(printed) == pytest.approx(40 * 32, rel=1e-2)
 
 
-def test_importing_the_library_imports_neither_kernels_nor_triton():
-    """Apart from what torch imports for torch.compiler.disable."""
+def test_importing_the_library_registers_the_operators_and_imports_no_kernels():
     printed = run_python(
-        "import sys, torch._dynamo\n"
+        "import sys, torch\n"
         "before = set(sys.modules)\n"
         "import sagebwd\n"
-        "print(sorted(set(sys.modules) - before))"
+        "print(sorted(set(sys.modules) - before))\n"
+        "assert torch.ops.sagebwd.forward and torch.ops.sagebwd.backward\n"
+        "print(torch.cuda.is_initialized())"
     )
-    assert "sagebwd.attention" in printed
-    assert "triton" not in printed
-    assert "kernels" not in printed
+    modules, is_initialized = printed.splitlines()
+    assert "sagebwd.attention" in modules
+    for name in ("triton", "hopper", "torch", "cuda"):
+        assert name not in modules
+    assert is_initialized == "False"
+
+
+def test_the_reference_needs_neither_triton_nor_dynamo():
+    printed = run_python(
+        "import sys, torch, sagebwd\n"
+        "q = torch.ones(1, 1, 40, 32, requires_grad=True)\n"
+        "sagebwd.sage_attention(q, q, q).sum().backward()\n"
+        "print([name for name in ('triton', 'torch._dynamo', 'cuda.core') if name in sys.modules])"
+    )
+    assert printed.strip() == "[]"
 
 
 # scripts/sanitize.py, which needs a GPU to do more

@@ -8,12 +8,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from sagebwd import SageConfig
+from sagebwd import SageConfig, dispatch
 from sagebwd.config import PAPER_INT8_MATMULS
-from sagebwd.kernels import ops
-from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.triton.backward import backward as portable_backward
-from sagebwd.kernels.triton.forward import forward as portable_forward
 from tests.sagebwd.kernels.triton import test_edge_values as edge_values
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -72,9 +68,7 @@ def without_int8(*products, **settings):
 def only_portable():
     """The portable kernels on a GPU that has others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "is_used", lambda q, config: False)
-        patch.setattr(ops, "forward", portable_forward)
-        patch.setattr(ops, "backward", portable_backward)
+        patch.setattr(dispatch, "choose", lambda q, scale, config, kernels=None: kernels or "triton")
         yield
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sagebwd.kernels import ops
+from sagebwd import dispatch
 from sagebwd.kernels.hopper import runtime
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels import test_torch as as_operators
@@ -33,13 +33,22 @@ def device(request):
 
 @pytest.fixture
 def only_hopper(device, monkeypatch):
-    """The portable kernels fail, so that no test passes because they were chosen in silence."""
+    """Another choice of kernels fails, so that no test passes because it was made in silence."""
+    choose = dispatch.choose
 
-    def fail(*_, **__):
-        raise AssertionError("the portable kernels were chosen")
+    def choose_hopper(q, scale, config, kernels=None):
+        chosen = choose(q, scale, config, kernels)
+        assert chosen == kernels or chosen == "hopper"
+        return chosen
 
-    monkeypatch.setattr(ops, "forward", fail)
-    monkeypatch.setattr(ops, "backward", fail)
+    monkeypatch.setattr(dispatch, "choose", choose_hopper)
+    monkeypatch.setattr(as_operators, "KERNELS", "hopper")
+
+
+@pytest.fixture
+def kernel_set():
+    """What the GPU itself runs."""
+    return
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from sagebwd import SageConfig, reference
-from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels import ops
+from sagebwd.config import DEFAULT_CONFIG, encode
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels import test_torch as as_operators
 from tests.sagebwd.kernels.hopper.cases import (
@@ -140,8 +139,9 @@ def test_logsumexp(on_gpu, only_hopper, poisoned_memory, device, is_packed, is_c
     boundaries = [
         torch.tensor(x, device=device) if is_packed else None for x in ([0, 70, 199], [5, 160, 160])
     ]
-    config = ops.encode(DEFAULT_CONFIG)
-    _, lse, *_ = torch.ops.sagebwd.forward(q, k, v, *boundaries, is_causal, 0.1, config)
+    _, lse, *_ = torch.ops.sagebwd.forward(
+        q, k, v, *boundaries, is_causal, 0.1, encode(DEFAULT_CONFIG), "hopper"
+    )
     names = ("cu_seqlens", "cu_seqlens_kv")
     packed = {name: x.cpu() for name, x in zip(names, boundaries, strict=True)} if is_packed else {}
     inputs = (x.cpu() for x in (q, k, v))

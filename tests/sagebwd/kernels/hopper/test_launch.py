@@ -1,119 +1,20 @@
-"""When the Hopper kernels are used, and what is launched with which arguments; none of it needs a GPU."""
+"""What is launched, with which arguments; none of it needs a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sagebwd import SageConfig
-from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS
-from sagebwd.kernels import sage_attention
+from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import packets, runtime
 from sagebwd.kernels.layout import Axis
 from tests.sagebwd.kernels.hopper.cases import without_int8
-
-# --- When they are used ------------------------------------------------------------------------------------
-
-#: For every setting other values than the default, and whether the Hopper kernels know them.
-OTHER_SETTINGS = {
-    "smooth_k": [(False, True)],
-    "smooth_q": [(True, False)],
-    "smooth_v": [(True, True)],
-    "unsigned_p": [(True, True)],
-    "exact_delta": [(True, False)],
-    "operand_scales": [("token", False)],
-    "granularity": [("block", False)],
-    "int8_matmuls": [
-        (PAPER_INT8_MATMULS[::-1], True),  # the order says nothing
-        ((*PAPER_INT8_MATMULS, "dp"), False),
-        ((), False),
-        *((without_int8(name).int8_matmuls, name in ("o", "dv")) for name in PAPER_INT8_MATMULS),
-        (without_int8("o", "dv").int8_matmuls, True),
-        (without_int8("o", "dv", "dq").int8_matmuls, False),
-    ],
-    "compensate_o": [],  # needs an O in 16 bit, see below
-    "add_mean_k_term": [(True, False)],
-    "block_q": [(64, True), (32, False), (128, False)],
-    "block_kv": [(128, True), (64, False), (32, False)],
-}
-#: ``check_supported`` refuses these before any kernel is chosen.
-REFUSED_SETTINGS = {"s_levels": 2}
-
-
-def test_every_setting_is_known_or_left_to_the_portable_kernels():
-    """A setting that is added to SageConfig must be added here, and looked at in ``_supports``."""
-    assert {*OTHER_SETTINGS, *REFUSED_SETTINGS} == {field.name for field in fields(SageConfig)}
-    for head_dim in range(8, 257, 8):
-        assert hopper._supports(DEFAULT_CONFIG, head_dim) == (40 <= head_dim <= 128), head_dim
-    for name, cases in OTHER_SETTINGS.items():
-        for value, is_known in cases:
-            for head_dim in (64, 128):
-                config = replace(DEFAULT_CONFIG, **{name: value})
-                assert hopper._supports(config, head_dim) == is_known, (name, value)
-    for config in (SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()):
-        assert not hopper._supports(config, 64)
-    for config in (
-        SageConfig.consistent(),
-        without_int8("dv", smooth_v=True),
-        without_int8("o", compensate_o=True),
-    ):
-        assert hopper._supports(config, 64)
-
-
-@pytest.mark.parametrize("name", REFUSED_SETTINGS)
-def test_settings_without_kernels_are_refused(sample, name):
-    config = replace(DEFAULT_CONFIG, **{name: REFUSED_SETTINGS[name]})
-    q, k, v, _ = sample(3, head_dim=64)
-    if torch.cuda.is_available():
-        q, k, v = (x.cuda() for x in (q, k, v))
-    with pytest.raises(NotImplementedError, match="has no kernel"):
-        sage_attention(q, k, v, config=config)
-
-
-@pytest.fixture
-def gpu_of(monkeypatch):
-    """gpu_of(capability, reason) -> a tensor on such a GPU, where the runtime is unavailable for a reason."""
-
-    def gpu_of(capability=(9, 0), reason=None, head_dim=64):
-        hopper._runs_on.cache_clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(runtime, "why_unavailable", lambda device: reason)
-        return SimpleNamespace(shape=(1, 1, 1, head_dim), device=torch.device("cuda", 0))
-
-    yield gpu_of
-    hopper._runs_on.cache_clear()
-
-
-def test_used_on_hopper_alone(gpu_of):
-    """Nothing is said on other GPUs, though the runtime has a reason there: warnings are errors here."""
-    assert hopper.is_used(gpu_of(), DEFAULT_CONFIG)
-    assert hopper.is_used(gpu_of(head_dim=128), DEFAULT_CONFIG)
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        assert not hopper.is_used(gpu_of(capability, "another GPU"), DEFAULT_CONFIG)
-    assert not hopper.is_used(torch.empty(1, 1, 1, 64), DEFAULT_CONFIG)
-
-
-def test_other_settings_and_head_sizes_are_not_used_on_hopper(gpu_of):
-    for reason in (None, "no compiler"):
-        for head_dim in (8, 32, 136, 256):
-            assert not hopper.is_used(gpu_of(reason=reason, head_dim=head_dim), DEFAULT_CONFIG)
-        assert not hopper.is_used(gpu_of(reason=reason), SageConfig.paper())
-
-
-def test_a_hopper_gpu_without_the_runtime_is_said_once(gpu_of):
-    q = gpu_of(reason="no compiler")
-    with pytest.warns(UserWarning, match="portable kernels, slower than those for this GPU: no compiler"):
-        assert not hopper.is_used(q, DEFAULT_CONFIG)
-    assert not hopper.is_used(q, DEFAULT_CONFIG)  # a second warning would be an error
-    with pytest.warns(UserWarning, match="old driver"):
-        assert not hopper.is_used(gpu_of(reason="old driver"), DEFAULT_CONFIG)
-
 
 # --- Python and CUDA agree ---------------------------------------------------------------------------------
 

@@ -16,9 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sagebwd import SageConfig, kernels, reference
-from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels import ops
+from sagebwd import SageConfig, dispatch, reference, sage_attention
+from sagebwd.config import DEFAULT_CONFIG, encode
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import runtime
 from sagebwd.kernels.layout import Axis
@@ -132,11 +131,11 @@ def test_packets_take_the_place_of_k_and_v_in_the_backward(
     )
     options = {"is_causal": True, "config": config}
     wanted = attend_on_cpu(q, k, v, grad_out, boundaries=boundaries, keep=False, **options)
-    monkeypatch.setattr(hopper, "_runs_on", lambda device: True)
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
     kept = []
 
     def attend(*inputs):
-        return kernels.sage_attention(*inputs, cu_seqlens=boundaries, **options)
+        return sage_attention(*inputs, cu_seqlens=boundaries, **options)
 
     torch.compiler.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the user's knows operators as they were
@@ -157,9 +156,9 @@ def test_packets_take_the_place_of_k_and_v_in_the_backward(
 def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config, documents):
     """As in test_torch.py, with packets in the place of K and V."""
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)])
-    monkeypatch.setattr(hopper, "_runs_on", lambda device: True)
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
     q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
-    settings = (boundaries, None, True, 0.125, ops.encode(config))
+    settings = (boundaries, None, True, 0.125, encode(config), "hopper")
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, True))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, True)
@@ -170,7 +169,8 @@ def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config,
 @pytest.mark.parametrize("way", as_operators.WAYS)
 def test_gradients_are_the_same_in_every_way(attend_on_cpu, draw, monkeypatch, way):
     """As in test_torch.py: checkpoints, vmap and the bare operator; some keep packets and some do not."""
-    monkeypatch.setattr(hopper, "_runs_on", lambda device: True)
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
+    monkeypatch.setattr(as_operators, "KERNELS", "hopper")
     q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
     found, wanted = (
         as_operators.gradients(function, q, k, v, grad_out)

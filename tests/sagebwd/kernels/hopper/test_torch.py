@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels import ops, sage_attention
+from sagebwd import sage_attention
+from sagebwd.config import DEFAULT_CONFIG, encode
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels import test_torch as as_operators
 from tests.sagebwd.kernels.hopper.cases import (
@@ -141,7 +141,7 @@ def test_compiled_equals_eager(gradients, compiled, on_gpu, head_dim):
 def test_operators_keep_their_promises(only_hopper, on_gpu, lay, keep):
     """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
     q, k, v, grad_out = map(lay, on_gpu(140, heads=2, kv_heads=1, head_dim=64))
-    options = (None, None, True, 0.125, ops.encode(DEFAULT_CONFIG))
+    options = (None, None, True, 0.125, encode(DEFAULT_CONFIG), "hopper")
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *options, keep))
     saved = torch.ops.sagebwd.forward(q, k, v, *options, keep)
