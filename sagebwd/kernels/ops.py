@@ -20,8 +20,8 @@ from torch import Tensor
 
 from sagebwd.config import SageConfig
 from sagebwd.dispatch import on_device_of
+from sagebwd.kernels.cuda.packing import packed_kv_shape
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper.packets import key_packets_shape
 from sagebwd.kernels.layout import Axis, block_count, empty_result, padded_head_dim, stand_in
 from sagebwd.kernels.triton.backward import backward
 from sagebwd.kernels.triton.forward import forward
@@ -69,7 +69,9 @@ def _forward(
     with on_device_of(q, settings):
         options = {"is_causal": is_causal, "scale": scale, "config": settings}
         if hopper.is_used(q, settings):
-            out, lse, k_mean, rest, kept = hopper.forward(q, k, v, *axes, keep=keep, **options)
+            out, lse, k_mean, rest, kept = hopper.forward(
+                q, k, v, *axes, pack_kv_for_backward=keep, **options
+            )
         else:
             out, lse, k_mean, rest = forward(q, k, v, *axes, **options)
             kept = q.new_empty(0, dtype=torch.uint8)
@@ -98,7 +100,7 @@ def _fake_forward(
     kept: tuple[int, ...] = (0,)
     if keep and hopper.is_used(q, settings):
         blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
-        kept = key_packets_shape(k, blocks)
+        kept = packed_kv_shape(k, blocks)
     return torch.empty_like(q), lse, k_mean, rest, q.new_empty(kept, dtype=torch.uint8)
 
 

@@ -22,7 +22,7 @@ from tests.sagebwd.kernels.hopper.cases import (
     constant,
     every_input,
     every_poison,
-    only_portable,
+    only_triton,
     poison_one,
     without_int8,
 )
@@ -52,7 +52,7 @@ def with_means(inputs, size=2.0):
 @causal_and_full
 @both_head_dims
 def test_lengths_with_smooth_v(check, sample, n_q, n_kv, is_causal, head_dim):
-    """Around blocks of 64 queries, items of 128 and 192, and tiles of 128 keys; two heads to a key head."""
+    """Around blocks of 64 queries, work tiles of 128 and 192, blocks of 128 keys; two heads to a key head."""
     inputs = with_means(sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim))
     check(inputs, is_causal=is_causal, config=SMOOTH_V)
 
@@ -210,17 +210,15 @@ def test_unsigned_p_takes_o_and_dv_closer_to_float64(check_errors, sample, is_ca
 
 @causal_and_full
 @both_head_dims
-def test_portable_kernels_with_unsigned_p(
-    kernels, attend_reference, assert_same, sample, is_causal, head_dim
-):
+def test_triton_kernels_with_unsigned_p(kernels, attend_reference, assert_same, sample, is_causal, head_dim):
     """They reach the same integers by another way: P less 128, and 128 times sums of the other operand."""
     options = {"is_causal": is_causal, "config": UNSIGNED_P}
     for n_q, n_kv in ((65, 65), (129, 1000), (257, 65)):
         inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
-        with only_portable():
-            portable = kernels(*inputs, **options)
-        assert_same(portable, attend_reference(*inputs, **options))
-        assert_same(kernels(*inputs, **options), portable)
+        with only_triton():
+            by_triton = kernels(*inputs, **options)
+        assert_same(by_triton, attend_reference(*inputs, **options))
+        assert_same(kernels(*inputs, **options), by_triton)
 
 
 @pytest.mark.parametrize("pack", ["around tiles", "tokens of no document", "keys or queries missing"])
