@@ -264,7 +264,7 @@ __device__ __forceinline__ void load(Pieces<TOKENS>& pieces, Tile<TOKENS>& tile,
     pieces.unpack_to(tile);
 }
 
-// K less its mean, by rows in INT8, to `rows` and, if that is not null, to `copy`; returns its scale.
+// Writes K minus its mean, by rows in INT8, to `rows` and, if it is not null, to `copy`; returns the scale.
 __device__ __forceinline__ float pack_k(u8* rows, u8* copy, const Source& k, const float* mean, const Block& block,
                                         const Axis& axis, int (&slots)[16]) {
     Pieces<BLOCK_KV> pieces;

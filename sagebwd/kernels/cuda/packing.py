@@ -163,7 +163,6 @@ class Packer:
             f"{name}_kernel",
             0,
             HEAD_DIM=head_dim,
-            IS_CAUSAL=0,
             IS_BF16=like.dtype == torch.bfloat16,
             **defines,
         )

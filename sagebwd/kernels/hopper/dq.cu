@@ -52,7 +52,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, Ring<STAGES> k
         queries.wait_empty();
         work_tiles[queries.parity] = work_tile;
         barrier_expect_bytes(queries.full, CONSUMERS * PACKED_Q_ROWS_BYTES);
-        for (int w = 0; w < CONSUMERS; ++w) {  // past the end the last block again: a branch here would slow every work tile
+        for (int w = 0; w < CONSUMERS; ++w) {  // past the end copy the last block again: a branch costs more
             const i64 block = work.q_block + min(w, work.q_blocks - 1);
             bulk_copy(shared + w * QUERY_BYTES, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES,
                       queries.full);

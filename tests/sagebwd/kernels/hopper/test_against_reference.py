@@ -3,7 +3,7 @@ do. Other settings are in test_settings.py; what needs no GPU in test_launch.py 
 
 What other files already ask of these kernels, because they use such head sizes and the default settings, is
 not repeated here: Gaussian and hard values in the folder above in test_against_float64.py; in test_gpu.py a
-thousand runs, also beside another stream, 2³¹ elements and 65536 tokens.
+thousand runs, also next to another stream, 2³¹ elements and 65536 tokens.
 """
 
 from __future__ import annotations

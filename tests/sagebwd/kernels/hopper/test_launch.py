@@ -39,7 +39,7 @@ OTHER_SETTINGS = {
         (without_int8("o", "dv").int8_matmuls, True),
         (without_int8("o", "dv", "dq").int8_matmuls, False),
     ],
-    "compensate_o": [],  # needs an O in 16 bit, see below
+    "compensate_o": [],  # needs a 16-bit O, see below
     "add_mean_k_term": [(True, False)],
     "block_q": [(64, True), (32, False), (128, False)],
     "block_kv": [(128, True), (64, False), (32, False)],

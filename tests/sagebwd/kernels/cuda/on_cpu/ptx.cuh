@@ -161,7 +161,7 @@ inline void run_threads(unsigned grid, unsigned threads, const Kernel& kernel) {
     pthread_barrier_init(&all_threads, nullptr, threads);
     for (unsigned i = 0; i < threads / 32; ++i) pthread_barrier_init(&warps[i], nullptr, 32);
     for (unsigned i = 0; i < threads / 128; ++i) pthread_barrier_init(&warpgroups[i], nullptr, 128);
-    std::memset(shared_memory, 0x7f, sizeof shared_memory);  // large, and NaN in 16 bit
+    std::memset(shared_memory, 0x7f, sizeof shared_memory);  // large, and NaN in 16 bits
     std::vector<Thread> jobs(threads);
     std::vector<pthread_t> running(threads);
     for (unsigned i = 0; i < threads; ++i) {
