@@ -341,9 +341,9 @@ def gpu_of(index: int) -> GPU:
     is_amd = torch.version.hip is not None
     reason = None
     if capability == HOPPER and not is_amd:
-        from sagebwd.kernels.hopper import runtime
+        from sagebwd.kernels.cuda import runtime
 
-        reason = runtime.why_unavailable(torch.device("cuda", index))
+        reason = runtime.why_unavailable(torch.device("cuda", index), HOPPER)
     return GPU(torch.cuda.get_device_name(index), capability, is_amd, reason)
 
 

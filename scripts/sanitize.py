@@ -122,11 +122,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def kernel_names() -> list[str]:
     """Every kernel of the library; the sanitizer leaves alone what torch launches."""
-    from sagebwd.kernels.hopper.runtime import SOURCES
+    from sagebwd.kernels.hopper.attention import SOURCES
     from sagebwd.kernels.triton import backward, forward, quantize
 
     names = [name for module in (forward, backward, quantize) for name in vars(module)]
-    for source in SOURCES.glob("*.cu"):
+    for source in (path for folder in SOURCES.folders for path in folder.glob("*.cu")):
         names += re.findall(r"(\w+_kernel)\(", source.read_text())
     return sorted({name for name in names if name.endswith("_kernel")})
 

@@ -57,7 +57,7 @@ def _forward(
     q_axis, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with torch.cuda.device_of(q):  # which may not be the current one
         out, lse, k_mean, *others = _kernel_set(kernels).forward(
-            q, k, v, q_axis, kv_axis, **_packing(kernels, pack_kv_for_backward), **options
+            q, k, v, q_axis, kv_axis, pack_kv_for_backward=pack_kv_for_backward, **options
         )
     k_mean = k_mean.view(*k.shape[:2], kv_axis.documents * k_mean.shape[1])
     return ForwardResult(out, lse.view(q.shape[:-1]), k_mean, *others)
@@ -157,15 +157,10 @@ def _kernel_set(kernels: str) -> ModuleType:
     return importlib.import_module(f"sagebwd.kernels.{kernels}.attention")
 
 
-def _packing(kernels: str, pack_kv_for_backward: bool) -> dict[str, bool]:
-    name = "keep" if kernels == "hopper" else "pack_kv_for_backward"
-    return {name: pack_kv_for_backward}
-
-
 def _packed_kv_shape(k: Tensor, blocks: int) -> tuple[int, int]:
-    from sagebwd.kernels.hopper.packets import key_packets_shape
+    from sagebwd.kernels.cuda.packing import packed_kv_shape
 
-    return key_packets_shape(k, blocks)
+    return packed_kv_shape(k, blocks)
 
 
 def _axes(

@@ -319,13 +319,13 @@ def test_sanitizer_watches_every_kernel():
         "dk_dv_kernel",
         "dq_kernel",
         "forward_kernel",
-        "key_columns_kernel",
-        "key_kernel",
-        "key_value_kernel",
-        "mean_kernel",
-        "query_gradient_kernel",
-        "query_kernel",
-        "sum_kernel",
+        "pack_k_columns_kernel",
+        "pack_kv_int8_kernel",
+        "pack_kv_kernel",
+        "pack_q_and_grad_kernel",
+        "pack_q_kernel",
+        "token_mean_kernel",
+        "token_sum_kernel",
     ]
 
 
