@@ -7,7 +7,7 @@ else that is installed: FlashAttention-2 and cuDNN (PyTorch's scaled_dot_product
 and the packages flash_attn (2 and 3) and sageattention (forward only). An implementation that is missing, or
 refuses a shape, is listed with its reason.
 
-The default takes about 15 minutes of one H200; compiling FlexAttention is the largest part.
+With --graphs and three settings of SageBwd this takes about 15 minutes of one H200.
 
 Modes:
   both         forward with autograd, then backward
@@ -60,7 +60,7 @@ EXAMPLES = """
 examples:
   everything
       python -m scripts.bench.attention --graphs
-  the paper's model: head size 64, causal, context 4096 (a minute)
+  the paper's model: head size 64, causal, context 4096
       python -m scripts.bench.attention --head-dims 64 --masks causal --lengths 4096
   presets of SageBwd compared, without the slow compilation of FlexAttention
       python -m scripts.bench.attention --configs default consistent paper --without flex

@@ -32,8 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from tqdm import tqdm
 
+import trainer.settings
 from scripts.bench.looks import finish, new_figure
 from scripts.bench.measuring import (
     add_output_options,
@@ -51,6 +54,7 @@ from scripts.bench.measuring import (
     write_markdown,
     write_tables,
 )
+from scripts.bench.training_step import CONFIGS
 from scripts.paper.run_pool import Job, Stopped, run_all
 from trainer.run_directory import RunDirectory, read_metrics
 
@@ -289,10 +293,13 @@ def draw(rows: list[Row], path: Path, result: dict[str, Any]) -> None:
         axes.plot(*points(curve), line, color="black", markersize=6, label=parallel if own else None)
         offset = (-8, 8) if parallel == "ddp" else (10, -14)  # above the line and below it
         for row in own:
-            options = {"xytext": offset, "textcoords": "offset points", "fontsize": 8}
-            side = {"ha": "right" if parallel == "ddp" else "center"}
             axes.annotate(
-                number(row.efficiency, ".0%"), (row.devices, row.tokens_per_second), **options, **side
+                number(row.efficiency, ".0%"),
+                (row.devices, row.tokens_per_second),
+                offset,
+                textcoords="offset points",
+                fontsize=8,
+                ha="right" if parallel == "ddp" else "center",
             )
     axes.set(xlabel="GPUs" if result["settings"]["device"] == "cuda" else "processes", ylabel="tokens/s")
     axes.set(ylim=(0, None), xticks=counts)
@@ -300,9 +307,20 @@ def draw(rows: list[Row], path: Path, result: dict[str, Any]) -> None:
     axes.margins(x=0.08)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
-    overrides = [text for text in result["settings"]["overrides"] if not text.startswith("data")]
-    what = f"train.py {' '.join(overrides) or 'with default settings'}; in %: scaling efficiency"
+    what = f"{trained(result['settings']['overrides'])}; in %: scaling efficiency"
     finish(figure, f"Training on 1 to {max(counts, default=1)} {result['hardware']['name']}", what, path)
+
+
+def trained(overrides: list[str]) -> str:
+    """Model, context and tokens per step that these overrides of train.py give, as far as they are valid."""
+    trainer.settings.register()
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config = compose("train", overrides=overrides, return_hydra_config=True)
+    except HydraException:
+        return "train.py " + " ".join(overrides)
+    model, tokens = config.hydra.runtime.choices["model"], config.tps.tokens_per_step
+    return f"{model}, context {config.context:,}, {tokens:,} tokens per step"
 
 
 def points(rows: list[Row]) -> tuple[list[int], list[float]]:

@@ -21,7 +21,7 @@ for finite gradients, fused AdamW). Only the model or the attention differs:
 Only our Llama has QK-norm, if the model's settings turn it on. Each is measured in a process of its own; a
 failure becomes a row with its reason. The data are random token ids made on the GPU.
 
-The default takes about 25 minutes of one H200, a third of it compiling.
+The four tables of `scripts.reproduce training_speed` take about 25 minutes of one H200.
 
 Columns:
   step         from the end of one optimizer step to the end of the next; median after --warm-up steps
