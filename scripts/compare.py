@@ -15,6 +15,7 @@ after the overrides that not all runs share. Takes seconds and no GPU.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -38,7 +39,7 @@ Records = list[dict[str, Any]]  # of a metrics.jsonl
 def main(argv: list[str] | None = None) -> None:
     """Print the table and draw the picture."""
     arguments = parse_arguments(argv)
-    paths = find_runs(arguments.runs)
+    paths = [*{path.resolve(): path for path in find_runs(arguments.runs)}.values()]
     runs = dict(zip(labels_of(paths), map(read, paths), strict=True))
     print(table(runs))
     out = arguments.out or default_out(paths)
@@ -66,13 +67,9 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run directories among `paths` and directly below them, each once."""
-    found: dict[Path, Path] = {}
-    for path in paths:
-        for folder in (path, *sorted(path.glob("*/"))):
-            if RunDirectory(folder).metrics.exists():
-                found.setdefault(folder.resolve(), folder)
-    return [*found.values()]
+    """The run directories among `paths` and directly below them."""
+    folders = [folder for path in paths for folder in (path, *sorted(path.glob("*/")))]
+    return [folder for folder in folders if RunDirectory(folder).metrics.exists()]
 
 
 def read(path: Path) -> Records:
@@ -94,12 +91,10 @@ def default_out(paths: Sequence[Path]) -> Path:
 
 
 def labels_of(paths: Sequence[Path]) -> list[str]:
-    """A name for each run: its folder's, with that folder's parent if names repeat, or else its path."""
-    names = ([path.name for path in paths], [f"{path.parent.name}/{path.name}" for path in paths])
-    for labels in map(distinct, names):
-        if len(set(labels)) == len(labels):
-            return labels
-    return [str(path) for path in paths]
+    """A name for each run: its path below the folder that all share, without the overrides that all share."""
+    paths = [path.resolve() for path in paths]
+    shared = os.path.commonpath([path.parent for path in paths])
+    return distinct([path.relative_to(shared).as_posix() for path in paths])
 
 
 def distinct(names: list[str]) -> list[str]:

@@ -79,11 +79,12 @@ def test_the_seed_is_found_in_a_label(label, group):
     assert compare.without_seed(label) == group
 
 
-def test_runs_are_found_in_folders_and_each_once(tmp_path):
+def test_runs_are_found_in_folders_and_shown_once(tmp_path, capsys):
     a, b = run(tmp_path / "runs" / "a", 3.0), run(tmp_path / "runs" / "b", 3.0)
     (tmp_path / "runs" / "no_run").mkdir()
     assert compare.find_runs([tmp_path / "runs"]) == [a, b]
-    assert compare.find_runs([b, tmp_path / "runs"]) == [b, a]
+    compare.main([str(b), str(tmp_path / "runs")])
+    assert [*cells(capsys.readouterr().out.split("\n\n")[0])] == ["run", "b", "a"]
 
 
 def test_labels_are_what_differs_and_never_the_same_twice():
