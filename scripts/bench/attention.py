@@ -31,11 +31,13 @@ import argparse
 import itertools
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from sagebwd import SageConfig
 from scripts.bench.attention_peers import CONFIGS, PEERS, Shape, find_implementations
 from scripts.bench.attention_tables import Row, draw, not_measured, overview, rows_of, to_markdown
 from scripts.bench.attention_timing import measure_shape
@@ -51,7 +53,6 @@ from scripts.bench.measuring import (
     write_markdown,
     write_tables,
 )
-from scripts.paper.table1 import settings_of
 
 PROGRAM = "python -m scripts.bench.attention"
 PICTURES = {"both": ".png", "forward": "_forward.png"}
@@ -189,10 +190,15 @@ def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, 
         "median of the baseline / this median; extra_memory: bytes / bytes of Q, K and V",
         **describe_run(PROGRAM, argv, arguments, ("flash-attn", "sageattention")),
         "configs": {
-            title: {f"D {head_dim}": settings_of(config, head_dim) for head_dim in arguments.head_dims}
+            title: {f"D {head_dim}": with_tile(config, head_dim) for head_dim in arguments.head_dims}
             for title, config, _ in (CONFIGS[name] for name in arguments.configs)
         },
     }
+
+
+def with_tile(config: SageConfig, head_dim: int) -> dict[str, Any]:
+    """Every setting, with the tile that this head size gets."""
+    return asdict(config) | dict(zip(("block_q", "block_kv"), config.tile(head_dim), strict=True))
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sagebwd.metrics import cosine_similarity, relative_l2
 from scripts.bench.attention_peers import Attend, Implementation, Shape, explain
-from scripts.bench.attention_tables import BASELINES, FAILED, MODES, PASSED, REFUSED, Row
+from scripts.bench.attention_tables import BASELINES, FAILED, MODES, PASSED, REFUSED, TENSORS, Row
 from scripts.bench.measuring import mark, milliseconds, synchronize
-from scripts.paper.accuracy import TITLES as TENSOR_TITLES
-from scripts.paper.table1 import TENSORS, compare
 
 #: Float64 attention is computed for as many queries at a time as keep a tile of S within this.
 EXACT_BYTES = 256 << 20
@@ -157,13 +156,14 @@ def measure_errors(
 ) -> dict[str, tuple[float, float]]:
     """{tensor: (cosine similarity, relative L2)} of the sampled heads."""
     found = run_both(attend, inputs) if implementation.has_backward else [run_forward(attend, inputs)]
-    return {name: compare(sample(x), exact[name]) for name, x in zip(TENSORS, found, strict=False)}
+    pairs = {name: (sample(x), exact[name]) for name, x in zip(TENSORS, found, strict=False)}
+    return {name: (cosine_similarity(*pair), relative_l2(*pair)) for name, pair in pairs.items()}
 
 
 def find_excess(errors: dict[str, tuple[float, float]], bound: float) -> str | None:
     """A message about the tensors whose relative L2 is above ``bound`` or NaN; None if there are none."""
     excess = [
-        f"{TENSOR_TITLES[name]} has relative L2 error {error:.3g}"
+        f"{TENSORS[name]} has relative L2 error {error:.3g}"
         for name, (_, error) in errors.items()
         if not error <= bound
     ]
