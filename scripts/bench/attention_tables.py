@@ -220,10 +220,10 @@ def draw(rows: list[Row], mode: str, path: Path, result: dict) -> None:
 
 
 def names_with_speed(rows: list[Row]) -> list[str]:
-    """Implementations that were timed at any shape, SageBwd's settings first."""
-    timed = {row.implementation for row in rows if row.tflops is not None}
-    names = [name for name in dict.fromkeys(row.implementation for row in rows) if name in timed]
-    return sorted(names, key=lambda name: not name.startswith(DEFAULT))
+    """Implementations that were timed at any shape, in the order of IMPLEMENTATIONS, unknown ones last."""
+    order = [*IMPLEMENTATIONS]
+    timed = dict.fromkeys(row.implementation for row in rows if row.tflops is not None)
+    return sorted(timed, key=lambda name: order.index(name) if name in order else len(order))
 
 
 def draw_panel(axes: Any, rows: list[Row], names: list[str]) -> None:
