@@ -30,7 +30,7 @@ def preset(title: str, name: str) -> Look:
 
 def variant(title: str, hatch: str) -> Look:
     """A setting of SageBwd that is not a preset."""
-    return Look(f"SageBwd ({title})", CYCLE[len(PRESETS)].color, hatch)
+    return Look(f"SageBwd, {title}", CYCLE[len(PRESETS)].color, hatch)
 
 
 CUDNN = Look("cuDNN", PRESETS["fpa"].color, "")
@@ -40,10 +40,10 @@ SAGEBWD = preset("SageBwd", "sagebwd")
 #: Rows of scripts.bench.attention.
 IMPLEMENTATIONS = {
     "sagebwd": SAGEBWD,
-    "sagebwd paper": preset("SageBwd (paper)", "sagebwd_paper"),
-    "sagebwd consistent": preset("SageBwd (consistent)", "sagebwd_consistent"),
-    "sagebwd accurate": preset("SageBwd (accurate)", "sagebwd_accurate"),
-    "sagebwd strictly causal": preset("SageBwd (strictly causal)", "sagebwd_strictly_causal"),
+    "sagebwd paper": preset("SageBwd, paper", "sagebwd_paper"),
+    "sagebwd consistent": preset("SageBwd, consistent", "sagebwd_consistent"),
+    "sagebwd accurate": preset("SageBwd, accurate", "sagebwd_accurate"),
+    "sagebwd strictly causal": preset("SageBwd, strictly causal", "sagebwd_strictly_causal"),
     "sagebwd P in 16 bit": variant("16-bit P", "+++"),
     "sagebwd smooth V": variant("smoothed V", "|||"),
     "sagebwd unsigned P": variant("unsigned P", "---"),
@@ -54,7 +54,7 @@ IMPLEMENTATIONS = {
     "FlashAttention-3": Look("FlashAttention-3", "#585858", "xxx"),
     "flash_attn package": Look("flash_attn package", "#9a9a9a", "|||"),
     "SageAttention": Look("SageAttention (INT8, forward only)", "#e6e6e6", "ooo"),
-    "SDPA math": Look("PyTorch (math)", "#b0b0b0", "---"),
+    "SDPA math": Look("PyTorch, math", "#b0b0b0", "---"),
 }
 
 #: Rows of scripts.bench.training.
@@ -62,15 +62,15 @@ CONTESTANTS = {
     "fpa-cudnn": CUDNN,
     "fpa-flash": FLASH,
     "fpa": CUDNN._replace(title="full precision"),
-    "fpa-deterministic": CUDNN._replace(title="full precision (deterministic)", hatch="|||"),
-    "fpa-graphs": CUDNN._replace(title="full precision (CUDA graphs)", hatch="---"),
+    "fpa-deterministic": CUDNN._replace(title="full precision, deterministic", hatch="|||"),
+    "fpa-graphs": CUDNN._replace(title="full precision, CUDA graphs", hatch="---"),
     "sagebwd": SAGEBWD,
-    "sagebwd-deterministic": SAGEBWD._replace(title="SageBwd (deterministic)", hatch="|||"),
-    "sagebwd-graphs": SAGEBWD._replace(title="SageBwd (CUDA graphs)", hatch="---"),
+    "sagebwd-deterministic": SAGEBWD._replace(title="SageBwd, deterministic", hatch="|||"),
+    "sagebwd-graphs": SAGEBWD._replace(title="SageBwd, CUDA graphs", hatch="---"),
     "sagebwd-16-bit-p": IMPLEMENTATIONS["sagebwd P in 16 bit"],
     "sagebwd-consistent": IMPLEMENTATIONS["sagebwd consistent"],
     "hf": Look("transformers Llama", "#9a9a9a", "xxx"),
-    "hf-causal": Look("transformers Llama (no mask)", "#b8b8b8", "..."),
+    "hf-causal": Look("transformers Llama, no mask", "#b8b8b8", "..."),
     "nanogpt": Look("nanoGPT-style GPT", "#d8d8d8", "ooo"),
 }
 
@@ -99,8 +99,8 @@ def ink(color: str) -> str:
 
 
 def two_lines(title: str) -> str:
-    """A title below a bar: what is in brackets goes to a second line."""
-    return title.replace(" (", "\n(")
+    """A title below a bar, broken at its comma."""
+    return title.replace(", ", ",\n")
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
