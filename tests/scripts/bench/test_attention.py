@@ -317,7 +317,7 @@ def test_json_says_how_to_measure_it_again(run):
     assert {"date", "commit"} <= report.keys()
 
 
-def test_markdown_has_speed_beside_accuracy(run):
+def test_markdown_has_speed_and_accuracy(run):
     _, report, text = run
     row = next(row for row in report["rows"] if row["mode"] == "both" and row["shape"]["tokens"] == 24)
     line = next(
