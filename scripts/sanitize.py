@@ -1,13 +1,16 @@
-"""Run the kernels on small inputs under NVIDIA's compute-sanitizer, and count what it finds.
+"""Run the kernels on small inputs under NVIDIA's compute-sanitizer and count the errors it reports.
 
-    python -m scripts.sanitize --help
+    python -m scripts.sanitize
+    python -m scripts.sanitize --tools memcheck --cases wide_64 wide_packed
 
-memcheck finds reads and writes out of bounds, racecheck races in shared memory. Each tool runs each case in a
-process of its own, with torch's memory cache switched off: every tensor then ends where its allocation does.
-The exit code is 1 if anything was found, or if a case did not come to its end.
+memcheck finds out-of-bounds reads and writes, racecheck finds races in shared memory. Needs a GPU, and
+compute-sanitizer (of the CUDA toolkit) on PATH.
 
-racecheck may report threads that write the same sum, rounded in two ways, to one place; that is how Triton
-reduces (triton-lang/triton#7264). Any other report is a bug.
+Each tool runs each case in a process of its own. PyTorch's caching allocator is off, so that each tensor ends
+where its allocation ends. The exit code is 1 if there were errors, or if a case did not finish.
+
+racecheck may report threads that write the same sum, rounded differently, to one address: Triton reduces like
+that (triton-lang/triton#7264). Any other report is a bug.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ DEVICE = "cuda"
 
 
 class Case(NamedTuple):
-    """One sequence of one head, whose sizes fill no tile."""
+    """One head of one sequence, with sizes that are not multiples of a tile."""
 
     config: SageConfig = SageConfig()
     tokens: int = 70
@@ -58,7 +61,7 @@ CASES = {
     "token_scales": Case(SageConfig.strictly_causal()),
     "block_granularity": Case(SageConfig.paper()),
     "sixteen_bit": Case(SageConfig(int8_matmuls=())),
-    # On Hopper these run kernels of their own.
+    # On Hopper these run the CUDA kernels.
     "wide_forward": Case(tokens=200, head_dim=56, backward=False),
     "wide_64": Case(tokens=200, head_dim=56),
     "wide_128": Case(tokens=200, head_dim=120),
@@ -69,7 +72,7 @@ CASES = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the case that is named, or the sanitizer on those that are chosen."""
+    """Run the sanitizer on the chosen cases; with --case, run that case in this process."""
     arguments = parse_arguments(argv)
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU; run this where there is one")
@@ -100,28 +103,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--tools",
-        nargs="+",
-        choices=TOOLS,
-        default=[*TOOLS],
-        metavar="TOOL",
-        help=f"{', '.join(TOOLS)} (default: all)",
-    )
-    add(
-        "--cases",
-        nargs="+",
-        choices=CASES,
-        default=[*CASES],
-        metavar="CASE",
-        help=f"{', '.join(CASES)} (default: all)",
-    )
+    for option, known in (("--tools", TOOLS), ("--cases", CASES)):
+        text = f"{', '.join(known)} (default: all)"
+        metavar = option[2:-1].upper()
+        add(option, nargs="+", choices=known, default=[*known], metavar=metavar, help=text)
     add("--case", choices=CASES, metavar="CASE", help="run this one in this process, without a sanitizer")
     return parser.parse_args(argv)
 
 
 def kernel_names() -> list[str]:
-    """Every kernel of the library; the sanitizer leaves alone what torch launches."""
+    """The kernels of this library; the sanitizer skips all others."""
     from sagebwd.kernels.hopper.attention import SOURCES
     from sagebwd.kernels.triton import backward, forward, quantize
 
@@ -132,7 +123,7 @@ def kernel_names() -> list[str]:
 
 
 def sanitize(tool: str, case: str, names: list[str]) -> str:
-    """All that the sanitizer and the case print."""
+    """The output of the sanitizer and the case."""
     command = [
         *(SANITIZER, "--tool", tool, *TOOLS[tool][1]),
         *("--target-processes", "application-only"),  # not the compiler that Triton starts
@@ -156,7 +147,7 @@ def sanitize(tool: str, case: str, names: list[str]) -> str:
 
 
 def count_errors(tool: str, case: str, output: str) -> int | None:
-    """The number of errors that the sanitizer reports; None if the case or the report has no end."""
+    """The number of errors in the report; None if the case or the report is cut off."""
     reports = re.findall(TOOLS[tool][0], output)
     if not reports or end_of(case) not in output.splitlines():
         return None
@@ -164,7 +155,7 @@ def count_errors(tool: str, case: str, output: str) -> int | None:
 
 
 def end_of(case: str) -> str:
-    """What a case prints when it has finished."""
+    """The line that a case prints when it has finished."""
     return f"{case} finished"
 
 
