@@ -6,6 +6,8 @@ import ast
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+import torch
+
 #: The seven matrix products of a forward and backward pass, in the order in which they run.
 #: ``s_fwd`` and ``s_bwd`` are S = QKᵀ, which the backward recomputes; ``o`` is O = PV, ``dv`` dV = PᵀdO,
 #: ``dp`` dP = dOVᵀ, ``dq`` dQ = dS·K and ``dk`` dK = dSᵀQ.
@@ -269,8 +271,16 @@ FIELDS = tuple(field.name for field in fields(SageConfig))
 
 
 def encode(config: SageConfig) -> str:
-    """``config`` as text: operators take no objects. Written so that torch.compile can trace it."""
+    """``config`` as text, because operators take no objects. :func:`decode` reads it."""
+    # To write the text takes a third of a short call; but torch.compile traces no cache.
+    return _encode(config) if torch.compiler.is_compiling() else _encode_once(config)
+
+
+def _encode(config: SageConfig) -> str:
     return "{" + ", ".join([f"'{name}': {getattr(config, name)!r}" for name in FIELDS]) + "}"
+
+
+_encode_once = lru_cache(_encode)
 
 
 @lru_cache

@@ -69,6 +69,7 @@ class Call(NamedTuple):
 
     device: the type of the device, such as "cuda".
     gpu: None unless the device is a GPU.
+    has_triton: whether Triton is installed.
     is_interpreted: whether CPU tensors can run the Triton kernels, in Triton's interpreter.
     """
 
@@ -77,6 +78,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     config: SageConfig
+    has_triton: bool = True
     is_interpreted: bool = False
 
 
@@ -169,6 +171,7 @@ def triton_rules(call: Call) -> Iterator[Rule]:
             gpu.capability >= AMPERE and not gpu.is_amd,
             f"{gpu.name} has no kernels: they need an NVIDIA GPU of the Ampere generation or later",
         )
+    yield Rule(call.has_triton, "Triton is not installed", "install triton")
     yield from _rules_of_all_kernels(call)
     for name, size in zip(("block_q", "block_kv"), config.tile(call.head_dim), strict=True):
         sizes = ", ".join(map(str, TRITON_BLOCKS))
@@ -242,7 +245,7 @@ def explain(
     dtype = q.dtype
     if is_autocast(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-    return explain_call(Call(q.device.type, _gpu(q.device), dtype, q.shape[-1], config))
+    return explain_call(_call(q.device, dtype, q.shape[-1], config))
 
 
 def explain_call(call: Call) -> Explanation:
@@ -303,15 +306,16 @@ def _choose_once(
     if device.type not in ("cpu", "cuda"):
         message = f"sagebwd has no kernels for {device.type.upper()} tensors; {USE_REFERENCE}"
         return "", "NotImplementedError", message
-    interpreted = kernels == "triton" and device.type == "cpu" and _is_interpreted()
-    call = Call(device.type, _gpu(device), dtype, head_dim, decode(config), interpreted)
+    call = _call(device, dtype, head_dim, decode(config))
+    if kernels == "triton" and device.type == "cpu":
+        call = call._replace(is_interpreted=_is_interpreted())
     not_hopper = [] if kernels == "triton" else obstacles("hopper", call)
     if kernels == "hopper" and not_hopper:
         message = f'kernels="hopper" cannot run: {describe(not_hopper)}; or pass kernels=None'
         return "", not_hopper[0].error.__name__, message
     if kernels != "triton" and not not_hopper:
         return "hopper", "", ""
-    for rule in [*obstacles("triton", call), *_no_triton()]:
+    for rule in obstacles("triton", call):
         message = f"{rule}, or {USE_REFERENCE}" if rule.fix else f"{rule}; {USE_REFERENCE}"
         return "", rule.error.__name__, message
     if not_hopper and all(rule.warns for rule in not_hopper):
@@ -328,8 +332,9 @@ def _warn_once(message: str) -> None:
 # --- Which machine this is ---------------------------------------------------------------------------------
 
 
-def _gpu(device: torch.device) -> GPU | None:
-    return gpu_of(device.index or 0) if device.type == "cuda" else None
+def _call(device: torch.device, dtype: torch.dtype, head_dim: int, config: SageConfig) -> Call:
+    gpu = gpu_of(device.index or 0) if device.type == "cuda" else None
+    return Call(device.type, gpu, dtype, head_dim, config, _has_triton())
 
 
 @functools.cache
@@ -348,21 +353,15 @@ def gpu_of(index: int) -> GPU:
 
 
 def _is_interpreted() -> bool:
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return False
     from sagebwd.kernels.triton.device import IS_INTERPRETED
 
     return IS_INTERPRETED
 
 
-@functools.cache
-def _no_triton() -> list[Rule]:
-    """The rule that Triton is installed, if it is broken."""
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        return [Rule(False, f"Triton cannot be imported ({error})", "install triton")]
-    return []
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 # --- The table ---------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
             f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True to share k and v in groups"
         )
     if heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change either number")
+        raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change one of them")
 
 
 def _check_boundaries(name: str, boundaries: Any, q: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Settings: what the presets are, and that every wrong one is refused with its mend."""
+"""Settings: what the presets are, and that every wrong one is refused with the fix."""
 
 from dataclasses import FrozenInstanceError, replace
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
@@ -33,8 +30,10 @@ def forward(
         ValueError: the tiles of ``config`` are too large for this GPU.
     """
     options = {"is_causal": is_causal, "scale": scale, "config": config}
-    with explained_shortage(q, config):
+    try:
         results = _forward.forward(q, k, v, q_axis, kv_axis, **options)
+    except OutOfResources as error:
+        raise too_large(q, config, error) from error
     return ForwardResult(*results, q.new_empty(0, dtype=torch.uint8))
 
 
@@ -58,18 +57,16 @@ def backward(
     """Algorithm 2: dq, dk, dv, as q, k, v, from a :class:`ForwardResult`. Raises as :func:`forward`."""
     saved = (out, lse, k_mean, out_residual)
     options = {"is_causal": is_causal, "scale": scale, "config": config}
-    with explained_shortage(q, config):
-        return _backward.backward(grad_out, q, k, v, *saved, q_axis, kv_axis, **options)
-
-
-@contextmanager
-def explained_shortage(q: Tensor, config: SageConfig) -> Iterator[None]:
-    """Raise ValueError, with the fix, where a kernel needs more shared memory or registers than there are."""
     try:
-        yield
+        return _backward.backward(grad_out, q, k, v, *saved, q_axis, kv_axis, **options)
     except OutOfResources as error:
-        tile = " x ".join(map(str, config.tile(q.shape[-1])))
-        raise ValueError(
-            f"tiles of {tile} (block_q x block_kv) do not fit this GPU with head size {q.shape[-1]} and this "
-            f'config ({error}); set smaller ones, or pass kernels="reference", which runs, slowly, anywhere'
-        ) from error
+        raise too_large(q, config, error) from error
+
+
+def too_large(q: Tensor, config: SageConfig, error: OutOfResources) -> ValueError:
+    """The error, with the fix, for a kernel that needs more shared memory or registers than there are."""
+    tile = " x ".join(map(str, config.tile(q.shape[-1])))
+    return ValueError(
+        f"tiles of {tile} (block_q x block_kv) do not fit this GPU with head size {q.shape[-1]} and this "
+        f'config ({error}); set smaller ones, or pass kernels="reference", which runs, slowly, anywhere'
+    )

@@ -136,7 +136,7 @@ def test_nothing_comes_from_outside_a_document(kernels, sample, poison):
 # Reading their values would wait for the GPU, so they are clamped to the sequence and to the boundary before.
 
 
-def clamped(boundaries, n):
+def mended(boundaries, n):
     largest, result = 0, []
     for boundary in boundaries:
         largest = max(largest, min(max(boundary, 0), n))
@@ -160,7 +160,7 @@ def test_boundaries_out_of_order_or_range_read_nothing_out_of_bounds(kernels, sa
     inputs = [x[..., 64:-64, :] for x in surrounded]
     found, wanted = (
         kernels(*inputs, cu_seqlens=torch.tensor(x), is_causal=True)
-        for x in (boundaries, clamped(boundaries, 70))
+        for x in (boundaries, mended(boundaries, 70))
     )
     assert_bit_equal(found, wanted)
     assert all(found[name].isfinite().all() for name in NAMES)
@@ -175,7 +175,7 @@ def test_an_axis_holds_every_document_whatever_the_boundaries(n, block, boundari
     axis = Axis.of(n, block, torch.tensor(boundaries))
     segments = axis.segments
     assert axis.documents == len(boundaries) - 1
-    starts = clamped(boundaries, n)
+    starts = mended(boundaries, n)
     assert segments.start.tolist() == [*starts, starts[-1]]  # and an empty document at the end
     blocks = [-(-(stop - start) // block) for start, stop in pairwise(starts)]
     assert segments.document.dtype == segments.start.dtype == segments.first_block.dtype == torch.int32
