@@ -11,7 +11,7 @@ from pathlib import Path
 from sagebwd import dispatch
 
 PAGE = Path(__file__).parent / "attention.md"
-BEGIN, END = "<!-- kernels table: begin -->\n", "<!-- kernels table: end -->\n"
+BEGIN, END = "<!-- kernels table: begin -->\n\n", "\n<!-- kernels table: end -->\n"
 HEAD = (
     "| preset | head sizes (multiples of 8) | Hopper GPU | other NVIDIA GPU since Ampere | CPU |\n"
     "| --- | --- | --- | --- | --- |\n"
