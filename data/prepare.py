@@ -65,7 +65,7 @@ def is_prepared(made: Recipe) -> bool:
 
 def _prepare(made: Recipe, settings: DataSettings) -> None:
     remove_unfinished(made.folder)
-    tokenizers.load(made.tokenizer)  # fails here, once and early, when its vocabulary can not be had
+    tokenizers.load(made.tokenizer, warn=True)  # fails here, once and early, without its vocabulary
     tasks = [
         workers.Task(made.folder, index, unit, made.tokenizer, made.source.held_out, made.fingerprint)
         for index, unit in enumerate(made.source.units)

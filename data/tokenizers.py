@@ -2,6 +2,7 @@
 
 import base64
 import importlib.util
+import logging
 import os
 import tempfile
 from abc import ABC, abstractmethod
@@ -13,6 +14,8 @@ import pyarrow as pa
 import tiktoken
 
 from data.settings import vocabulary_size
+
+log = logging.getLogger(__name__)
 
 IDS = np.dtype("<u2")  # token ids on disk and in memory: 16 bits, little-endian
 
@@ -51,16 +54,28 @@ class Tokenizer(ABC):
         """The text of some ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
 
 
-def load(name: str) -> Tokenizer:
+def load(name: str, *, warn: bool = False) -> Tokenizer:
     """The tokenizer of that name: "gpt2" or "bytes".
 
-    Raises ValueError for other names, OSError when GPT-2's vocabulary is neither cached nor downloadable.
+    GPT-2's is gigatoken if it is installed and works, else tiktoken, which gives the same ids. warn: log a
+    line if gigatoken is installed but does not work. Raises ValueError for other names, OSError if GPT-2's
+    vocabulary is neither cached nor downloadable.
     """
     vocabulary_size(name)
     if name == "bytes":
         return Bytes()
     encoding = _gpt2_encoding()
-    return Gigatoken(encoding) if importlib.util.find_spec("gigatoken") else Tiktoken(encoding)
+    if importlib.util.find_spec("gigatoken") is None:
+        return Tiktoken(encoding)
+    try:
+        return Gigatoken(encoding)
+    except ImportError as error:
+        if warn:
+            log.warning(
+                "gigatoken is installed, but cannot be used (%s); tokenizing with tiktoken, which is 10 to 20
+                " "times slower. pip install gigatoken awkward", error,
+            )
+        return Tiktoken(encoding)
 
 
 class Bytes(Tokenizer):
@@ -115,7 +130,7 @@ class Gigatoken(Tiktoken):
 
     def __init__(self, encoding: tiktoken.Encoding):
         super().__init__(encoding)
-        import awkward  # comes with gigatoken, which is optional
+        import awkward  # optional, as gigatoken is, which may be installed without it
         import gigatoken
 
         self._awkward = awkward

@@ -32,14 +32,21 @@ class LlamaConfig:
         """Number of key and value heads, with the default filled in."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
+    @property
+    def is_gqa(self) -> bool:
+        """Whether there are fewer key heads than query heads (grouped-query attention)."""
+        return self.kv_heads != self.n_heads
+
 
 def check(config: LlamaConfig) -> None:
-    """Raise ValueError that names every wrong setting and its mend, unless a model can be built."""
-    problems = _nonpositive(config)
-    if not problems:
-        problems = _inconsistent(config)
-    if problems:
-        raise ValueError("; ".join(problems))
+    """Raise ValueError that names every wrong setting and its fix, unless a model can be built."""
+    if found := problems(config):
+        raise ValueError("; ".join(found))
+
+
+def problems(config: LlamaConfig) -> list[str]:
+    """Every reason why no model can be built, each with its fix."""
+    return _nonpositive(config) or _inconsistent(config)
 
 
 def _nonpositive(config: LlamaConfig) -> list[str]:

@@ -49,8 +49,8 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`.
 
     The newest `keep` stay, and for ever those whose step is a multiple of `milestone_every`. With
-    `background`, `save` returns as soon as the state is copied; every rank then calls `poll` after each step,
-    and `wait` before it counts on the checkpoint. All ranks make all calls, in the same order.
+    `background`, `save` returns as soon as the state is copied; every rank then calls `poll` in each step,
+    and `wait` before it relies on the checkpoint. All ranks make all calls, in the same order.
     """
 
     def __init__(
@@ -97,17 +97,19 @@ class Checkpoints:
         if self.background and optimizer.state:
             self._copy(_state(model, optimizer))
 
-    def poll(self) -> None:
-        """Raise the TrainingError of a write that failed in the background, on all ranks at the same step."""
+    def status(self) -> tuple[bool, bool]:
+        """Of this rank's background write: whether it is running, and whether it has failed."""
         if self._writing is None:
-            return
-        written, running, failed = 0, 1, 2
-        state = written
-        if not self._writing.done():
-            state = running
-        elif self._writing.exception():
-            state = failed
-        if self.ranks.any(state) != running:  # `any` gives the largest: one failure ends it for all
+            return False, False
+        done = self._writing.done()
+        return not done, done and self._writing.exception() is not None
+
+    def poll(self, *, writing: bool, failed: bool) -> None:
+        """Raise the TrainingError of a write that failed in the background, on all ranks at the same step.
+
+        `writing` and `failed`: whether `status` said so on any rank, since the last `save`.
+        """
+        if failed or not writing:
             self.wait()
 
     def wait(self) -> None:

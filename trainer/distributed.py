@@ -64,8 +64,10 @@ class Ranks:
         dist.broadcast_object_list(box)
         return cast(T, box[0])
 
-    def any(self, value: int) -> int:
-        """The largest value of all ranks: not zero if any is not."""
+    def largest(self, value: int) -> int:
+        """The largest value of all ranks."""
+        if self.count == 1:
+            return value  # without a tensor: reading it would wait for the GPU
         return int(self.maximum(torch.tensor(value, device=self.device)))
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
@@ -87,7 +89,7 @@ class Ranks:
             _set_pg_timeout(timedelta(seconds=seconds))
 
     @contextmanager
-    def losses_named(self) -> Iterator[None]:
+    def reporting_lost_ranks(self) -> Iterator[None]:
         """Turn a failed exchange with the other ranks into LostRanks."""
         try:
             yield
