@@ -72,8 +72,9 @@ def load(name: str, *, warn: bool = False) -> Tokenizer:
     except ImportError as error:
         if warn:
             log.warning(
-                "gigatoken is installed, but cannot be used (%s); tokenizing with tiktoken, which is 10 to 20
-                " "times slower. pip install gigatoken awkward", error,
+                "gigatoken is installed, but cannot be used (%s); tokenizing with tiktoken, which is 10 to "
+                "20 times slower. Fix: pip install gigatoken awkward",
+                error,
             )
         return Tiktoken(encoding)
 

@@ -130,7 +130,7 @@ def fail_on_rank_1() -> None:
     with distributed.joined("cpu") as ranks:
         if ranks.rank == 1:
             raise KeyError("no such thing")
-        with ranks.losses_named():
+        with ranks.reporting_lost_ranks():
             ranks.barrier()
 
 
@@ -147,7 +147,7 @@ def hang_on_rank_1() -> None:
         ranks.answer_within(1)
         if ranks.rank == 1:
             time.sleep(600)
-        with ranks.losses_named():
+        with ranks.reporting_lost_ranks():
             ranks.barrier()
 
 
@@ -174,10 +174,10 @@ def test_a_rank_that_does_not_notice_a_death_ends_too():
 def save_when_asked(started: Path) -> None:
     with distributed.joined("cpu") as ranks, StopRequest() as stop:
         (started / str(ranks.rank)).touch()
-        while not ranks.any(stop.signal or 0):
+        while not ranks.largest(stop.signal or 0):
             time.sleep(0.01)
         (started / f"{ranks.rank}_saved").touch()
-        raise Interrupted("saved", ranks.any(stop.signal or 0))
+        raise Interrupted("saved", ranks.largest(stop.signal or 0))
 
 
 def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
@@ -207,6 +207,6 @@ def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
 
 def test_lost_ranks_are_told_from_mistakes():
     alone = distributed.Ranks(0, 1, device=None)
-    with pytest.raises(RuntimeError, match="shapes"), alone.losses_named():
+    with pytest.raises(RuntimeError, match="shapes"), alone.reporting_lost_ranks():
         raise RuntimeError("shapes do not match")
     assert issubclass(LostRanks, TrainingError)

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.backends import AttentionSettings, fpa
+from model import backends
+from model.backends import fpa
 from model.config import LlamaConfig
 from model.llama import Llama
 from tests.cli import assert_same_weights, kill_at_step, losses, metrics, run
@@ -74,8 +75,13 @@ def test_cuda_graphs_change_no_bit(command, tmp_path, overrides):
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "math"])
 def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
-    settings = AttentionSettings(backend="fpa", sdpa=kernel)
-    backend = fpa.build(settings, device=torch.device("cuda"), dtype=torch.bfloat16, d_head=32, is_gqa=False)
+    backend = backends.build(
+        {"backend": "fpa", "sdpa": kernel},
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        d_head=32,
+        is_gqa=False,
+    )
     config = LlamaConfig(
         vocab_size=64, d_model=64, n_layers=2, n_heads=2, d_head=32, d_ffn=96, max_context=128
     )

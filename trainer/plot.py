@@ -1,7 +1,6 @@
 """Loss curves, and the probe's, as pictures."""
 
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ def _plot_page(groups: Mapping[str, list[Records]], styles: Mapping[str, Style],
             first, *others = groups
             _draw_differences(panels[1, 0], {name: groups[name] for name in others}, groups[first], styles)
             panels[1, 0].axhline(0, color=styles[first].color, linewidth=1)
-            panels[1, 0].set_title(f"Training loss minus that of {_shorten(first)}")
+            panels[1, 0].set_title(f"Training loss minus that of {_shorten(first, 50)}")
             panels[1, 0].set_ylabel("difference (nats)")
         _label_tokens(panels[-1, 0])
         figure.legend(loc="outside lower center", ncols=1 if max(map(len, groups)) > 30 else 3)
@@ -234,11 +233,10 @@ def _label_tokens(axes: Any) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _shorten(label: str) -> str:
-    """A label that fits into the width of a picture."""
-    return (
-        textwrap.shorten(label, 90, placeholder="…") if " " in label else label[:89] + "…" * (len(label) > 89)
-    )
+def _shorten(label: str, length: int = 90) -> str:
+    """A label that fits into a picture, without its middle if it is too long."""
+    half = (length - 1) // 2
+    return label if len(label) <= length else f"{label[:half]}…{label[-half:]}"
 
 
 def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """How every picture looks: one meaning per colour, readable for colour-blind readers and in black and white.
 
-The colours are those of Okabe and Ito (2008). Lines differ in colour and marker, and in dashes but for the
-first two, which differ most in lightness; bars differ in colour and hatch.
+The colours are those of Okabe and Ito (2008). Styles also differ in marker, and in dashes and hatch except
+for the first two, which differ most in lightness.
 """
 
 from collections.abc import Iterator

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.backends import AttentionSettings, load
+from model import backends
 from model.config import LlamaConfig
 from model.kernels import norm_and_rotate as kernels
 from model.llama import Llama, rotary_tables, rotate
@@ -88,12 +88,13 @@ def test_a_model_computes_the_same_with_and_without(compiled, monkeypatch):
     config = LlamaConfig(
         vocab_size=64, d_model=64, n_layers=2, n_heads=2, d_head=32, d_ffn=96, max_context=130
     )
-    settings = AttentionSettings(backend="fpa", sdpa="math")
-    attend = (
-        load(settings)
-        .build(settings, device=torch.device("cuda"), dtype=torch.float32, d_head=32, is_gqa=False)
-        .attend
-    )
+    attend = backends.build(
+        {"backend": "fpa", "sdpa": "math"},
+        device=torch.device("cuda"),
+        dtype=torch.float32,
+        d_head=32,
+        is_gqa=False,
+    ).attend
     torch.manual_seed(0)
     llama = Llama(config, attend).cuda()
     tokens = torch.randint(64, (2, 130), device="cuda")
