@@ -32,7 +32,7 @@ class Tokenizer(ABC):
 
     name: str
     vocab_size: int
-    end_of_text: int  # no text contains it, not even text that spells its name
+    end_of_text: int  # never the id of any text, not even of text that spells its name
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -42,7 +42,8 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
         """The ids of many texts, none of them null, without end-of-text.
 
-        Returns the ids, text after text, and where each begins, from 0, and the last ends, (len + 1,).
+        Returns all ids, concatenated, and the offset at which each text begins and the last one ends, (len +
+        1,).
         """
 
     def encode_documents(self, texts: pa.LargeStringArray) -> Tokenized:
@@ -104,7 +105,7 @@ class Tiktoken(Tokenizer):
     def __init__(self, encoding: tiktoken.Encoding):
         if encoding.n_vocab > 65536:
             raise ValueError(
-                f"tokenizer {encoding.name} has {encoding.n_vocab} ids; they are kept in 16 bits, so 65536 "
+                f"tokenizer {encoding.name} has {encoding.n_vocab} ids; they are stored in 16 bits, so 65536 "
                 "is the limit"
             )
         self.encoding = encoding
@@ -116,7 +117,7 @@ class Tiktoken(Tokenizer):
         return self.encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
-        # As encode_ordinary: special tokens in the text are ordinary text. But without making Python lists.
+        # As encode_ordinary (special tokens in the text are ordinary text), but without Python lists.
         documents = [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts.to_pylist()]
         ends = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         ids = np.concatenate(documents) if documents else np.zeros(0, np.uint32)
@@ -127,7 +128,7 @@ class Tiktoken(Tokenizer):
 
 
 class Gigatoken(Tiktoken):
-    """The same ids by gigatoken, ten to twenty times as fast. Decoding stays with tiktoken."""
+    """The same ids by gigatoken, 10 to 20 times as fast. tiktoken decodes."""
 
     def __init__(self, encoding: tiktoken.Encoding):
         super().__init__(encoding)
@@ -156,7 +157,7 @@ class Gigatoken(Tiktoken):
 
 
 def utf8(texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of all texts, uint8, and where each begins, from 0, and the last ends, int64 (len + 1,)."""
+    """The bytes of all texts, uint8, and the offsets of their starts and the last end, int64 (len + 1,)."""
     if len(texts) == 0:
         return np.zeros(0, np.uint8), np.zeros(1, np.int64)
     _, offsets_buffer, data_buffer = texts.buffers()
@@ -166,7 +167,7 @@ def utf8(texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def end_documents(ids: np.ndarray, offsets: np.ndarray, end_of_text: int) -> Tokenized:
-    """Put an end-of-text behind every document; document i is ids[offsets[i] : offsets[i + 1]]."""
+    """Insert an end-of-text after every document; document i is ids[offsets[i] : offsets[i + 1]]."""
     documents = len(offsets) - 1
     ended = np.empty(offsets[-1] + documents, IDS)
     ends = offsets[1:] + np.arange(documents)

@@ -1,4 +1,4 @@
-"""Tokens per second, and what share of the hardware's peak they use (MFU)."""
+"""Tokens per second, and the share of the hardware's peak they use (MFU)."""
 
 import re
 import time

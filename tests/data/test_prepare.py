@@ -71,7 +71,7 @@ def test_every_document_is_in_one_split_in_order(settings):
     assert manifest.vocab_size == 257
 
 
-def test_held_out_files_of_their_own(settings, tmp_path):
+def test_validation_files_of_their_own(settings, tmp_path):
     path = tmp_path / "val.jsonl"
     path.write_text('{"text": "held out"}\n')
     folder = prepare(dataclasses.replace(settings, val_path=str(path)))

@@ -1,4 +1,4 @@
-"""Settings that can not work are named, with the mend, before anything is read or downloaded."""
+"""Settings that cannot work are named, with the fix, before anything is read or downloaded."""
 
 import re
 import time
@@ -42,7 +42,7 @@ def test_what_can_not_work_is_named(changed, message):
         check(settings)
 
 
-def test_held_out_files_are_looked_for_too(tmp_path):
+def test_validation_files_are_looked_for_too(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(ValueError, match=r"data.val_path=nothing.txt: no such file"):
         check(DataSettings(source="text", path=str(tmp_path / "a.txt"), val_path="nothing.txt"))

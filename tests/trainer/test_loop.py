@@ -1,12 +1,15 @@
 import os
 import shutil
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch._inductor.config
 
 from tests.cli import losses
-from trainer import parallel, plan
+from trainer import loop, parallel, plan
 from trainer.errors import TrainingError
 from trainer.loop import make_deterministic, with_user_facing_errors
 
@@ -69,3 +72,28 @@ def test_gradients_in_memory_of_a_cuda_graph_are_not_lost(train_here, tmp_path, 
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     for found, wanted in zip(continued.llama.parameters(), whole.llama.parameters(), strict=True):
         assert torch.equal(found, wanted)
+
+
+WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+def test_a_step_waits_for_the_device_once(train_here, tmp_path, monkeypatch):
+    """Reading a tensor's value waits until the GPU has computed it; counted where the trainer does it."""
+    waits = Counter()
+
+    def counted(name, original):
+        def call(self, *arguments, **settings):
+            caller = sys._getframe(1).f_code
+            if Path(caller.co_filename).parent == Path(loop.__file__).parent:
+                waits[caller.co_name] += 1
+            return original(self, *arguments, **settings)
+
+        return call
+
+    for name in WAITS:
+        monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    overrides = ("steps=6", "checkpoint_every=2", "eval_every=6", "sample_tokens=0", "probe.every=0")
+    train_here(tmp_path / "run", *overrides, "checkpoint_background=true")
+    assert waits.pop("_exchange") == 6
+    assert waits.pop("validation_loss") == 1
+    assert not waits

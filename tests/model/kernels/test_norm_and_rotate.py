@@ -40,7 +40,7 @@ def by_kernel(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, grad_out: Tenso
 )
 @pytest.mark.parametrize("shape", [(2, 37, 3, 16), (1, 1, 1, 2), (3, 50, 5, 64)])
 def test_it_is_its_formula_with_gradients(device, shape, monkeypatch):
-    monkeypatch.setattr(kernels, "PROGRAMS", 3)  # fewer than there are blocks of rows
+    monkeypatch.setattr(kernels, "BACKWARD_BLOCKS", 3)  # fewer than there are blocks of rows
     given = inputs(shape, torch.float32)
     for found, expected in zip(by_kernel(*given), exact(*given), strict=True):
         torch.testing.assert_close(found.double(), expected, atol=3e-5, rtol=1e-5)
