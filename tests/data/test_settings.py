@@ -32,11 +32,11 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"
         ({"source": "jsonl"}, "data=jsonl needs data.path=FILE"),
         ({"source": "text", "path": "/nowhere/book.txt"}, "data.path=/nowhere/book.txt: no such file"),
         ({"source": "parquet", "path": "/nowhere/*.parquet"}, "data.path=/nowhere/*.parquet: no such file"),
-        ({"source": "stdlib", "path": "x"}, "data.path=x has no meaning for data.source=stdlib"),
+        ({"source": "stdlib", "path": "x"}, "data.path=x has no effect with data.source=stdlib"),
         ({"revision": None}, "data.source=openwebtext needs data.revision=COMMIT"),
     ],
 )
-def test_what_can_not_work_is_named(changed, message):
+def test_what_cannot_work_is_named(changed, message):
     settings = DataSettings(**{"revision": "abc"} | changed)
     with pytest.raises(ValueError, match=re.escape(message)):
         check(settings)

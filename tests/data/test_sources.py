@@ -288,7 +288,7 @@ def test_openwebtext_without_network_names_the_unit_and_says_to_rerun(monkeypatc
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     monkeypatch.setattr(openwebtext, "RETRY_SECONDS", (0, 0))
-    message = r"file 2 of 80 could not be read .*no route to host.* run the same command again .*continues"
+    message = r"file 2 of 80 could not be read .*no route to host.* run the same command again to continue"
     with pytest.raises(OSError, match=message):
         documents(openwebtext_units()[1:2])
 
@@ -313,5 +313,5 @@ def test_empty_input_is_refused(tmp_path, source):
     path.touch()
     if source == "parquet":
         write_parquet(path, [], pa.string())
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} holds no text"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} has no text"):
         load(source, path)
