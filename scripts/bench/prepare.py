@@ -126,7 +126,7 @@ def prepare(settings: DataSettings, processes: int) -> Cost:
     made = recipe(settings)
     made.folder.mkdir()
     tasks = [
-        workers.Task(made.folder, index, unit, made.tokenizer, made.source.held_out, made.fingerprint)
+        workers.Task(made.folder, index, unit, made.tokenizer, made.source.val_fraction, made.fingerprint)
         for index, unit in enumerate(made.source.units)
     ]
     workers.run(tasks, processes, report)

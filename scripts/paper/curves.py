@@ -25,7 +25,7 @@ import argparse
 import itertools
 import json
 from argparse import Namespace
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -188,15 +188,16 @@ def variant_of(config: dict[str, Any]) -> str:
     attention = dict(config["attention"])
     if preset := preset_of(attention):
         return ", ".join([f"SageBwd, {preset}", *([] if config["model"]["qk_norm"] else ["no QK-norm"])])
-    backend, smooth_k, smooth_q = (attention.pop(name) for name in ("backend", "smooth_k", "smooth_q"))
+    backend, smooth_k, smooth_q = (attention.pop(name, None) for name in ("backend", "smooth_k", "smooth_q"))
     parts = [{"fpa": "full precision", "sagebwd": "SageBwd"}.get(backend, backend)]
     if not config["model"]["qk_norm"]:
         parts.append("no QK-norm")
     if backend == "sagebwd" and not (smooth_k and not smooth_q):
         smoothed = [name for name, on in (("Q", smooth_q), ("K", smooth_k)) if on]
         parts.append(f"{'+'.join(smoothed) or 'no'} smoothing")
+    defaults = json.loads(json.dumps(asdict(SageConfig())))  # config.yaml has every setting, and lists
     for name, value in attention.items():
-        if value is not None and name not in ("implementation", "sdpa"):
+        if value not in (None, defaults.get(name)) and name not in ("implementation", "sdpa"):
             parts.append(f"{name}={json.dumps(value).strip(chr(34))}")
     return ", ".join(parts)
 
