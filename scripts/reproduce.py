@@ -5,11 +5,13 @@
     python -m scripts.reproduce figure1a --gpus 0,1 --per-gpu 2 -- data=parquet 'data.path=corpus/*.parquet'
     python -m scripts.reproduce --all --scale full
 
-An item trains the runs it needs, measures, and writes results/<item>.json and a picture; then the report,
-results/README.md, is renewed. Runs are `train.py` command lines, each with a directory below --runs-dir,
-where items that share a run find it: one that was interrupted is continued, one that is finished is not run
-again. Stop it at any time (Ctrl-C, SIGTERM): running runs save, and the same command continues. A run that
-fails is shown with the end of its log and does not stop the others; the exit code is then 1.
+An item trains the runs it needs, measures, and writes ITEM.json (or ITEM.json.gz), a picture, and the report,
+README.md, to runs/reproduce/results. The committed numbers in results/ change only with --write-results.
+
+Runs are `train.py` command lines, each with a directory below --runs-dir, where items that share a run find
+it: an interrupted run is continued, a finished one is not run again. Stop it at any time (Ctrl-C, SIGTERM):
+running runs save, and the same command continues. When a run fails, the end of its log is shown and the
+others go on; the exit code is then 1.
 
 Everything after -- goes to every train.py: the text, most of all, or hardware settings.
 """
@@ -24,19 +26,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from scripts.paper import report
-from scripts.paper.experiments import (
-    ITEMS,
-    RESULTS,
-    RUNS,
-    SCALES,
-    TRACES,
-    Item,
-    Run,
-    find,
-    in_words,
-    total_cost,
-)
-from scripts.paper.results import DamagedResult
+from scripts.paper.experiment_runs import SCALES, Run
+from scripts.paper.experiments import ITEMS, RESULTS, RUNS, TRACES, Item, find, in_words, total_cost
+from scripts.paper.report.template import UnknownField
+from scripts.paper.result_files import DamagedResult
 from scripts.paper.run_pool import Job, Stopped, run_all, run_here, slots
 from trainer.run_directory import MAY_CHANGE, RunDirectory, read_metrics
 
@@ -51,16 +44,20 @@ TEXT = (
     "data.name=",
 )
 
+ELSEWHERE = f"; --write-results replaces the committed ones in {RESULTS}/"
+
 EXAMPLES = """
 examples:
   what there is, and what it costs
       python -m scripts.reproduce --list
   Table 1: on a CPU, in under a minute
       python -m scripts.reproduce table1
-  see all training items work, in minutes on a CPU; nothing is written to results/
+  see all training items work, in minutes on a CPU
       python -m scripts.reproduce figure1a figure4 finetune --scale debug
   everything at the scale of this checkout's results, on two GPUs, two runs at a time on each
       python -m scripts.reproduce --all --gpus 0,1 --per-gpu 2 -- data=parquet 'data.path=corpus/*.parquet'
+  measure Table 1 again and replace the committed numbers
+      python -m scripts.reproduce table1 --write-results
   the commands alone
       python -m scripts.reproduce figure1a --dry-run
 """
@@ -72,6 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         print(listing())
         return
     failed = []
+    print(f"results go to {arguments.results}/{'' if arguments.write_results else ELSEWHERE}", flush=True)
     for item in arguments.items:
         if arguments.all and marker(arguments, item).exists():
             print(f"{item.name}: done before; python -m scripts.reproduce {item.name} runs it again")
@@ -124,16 +122,29 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--results",
         type=Path,
-        help="for JSON, pictures and the report (default: results; with --scale debug below --runs-dir)",
+        help="folder for JSON, pictures and the report (default: RUNS_DIR/results, or RUNS_DIR/debug-results "
+        "with --scale debug)",
+    )
+    parser.add_argument(
+        "--write-results",
+        action="store_true",
+        help=f"replace the committed numbers, pictures and report in {RESULTS}/",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and end")
     arguments = parser.parse_args(argv)
     arguments.overrides = overrides
     arguments.gpus = [gpu for gpu in arguments.gpus.split(",") if gpu]
-    if arguments.results is None:
-        arguments.results = arguments.runs_dir / "debug-results" if arguments.scale == "debug" else RESULTS
     check(arguments, parser)
+    arguments.results = results_folder(arguments)
     return arguments
+
+
+def results_folder(arguments: argparse.Namespace) -> Path:
+    """Where JSON, pictures and the report go: into results/ only on request."""
+    if arguments.write_results:
+        return RESULTS
+    name = "debug-results" if arguments.scale == "debug" else "results"
+    return arguments.results or arguments.runs_dir / name
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -148,9 +159,15 @@ def check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         parser.error(f"--per-gpu {arguments.per_gpu}: at least one run at a time")
     for text in arguments.overrides:
         if "=" not in text:
-            parser.error(f"{text!r} after -- is no override of train.py; write name=value")
+            parser.error(f"{text!r} after -- is not an override of train.py; write name=value")
         if text.startswith(("run_dir=", "runs_dir=", "init_from=", "seed=", "rerun_finished=")):
             parser.error(f"{text} after --: each run has its own; to train one again, delete its folder")
+    if arguments.write_results and arguments.scale == "debug":
+        parser.error("--write-results: the debug scale measures nothing; use --scale scaled or full")
+    if arguments.write_results and arguments.results:
+        parser.error(f"--write-results writes to {RESULTS}/; leave out --results {arguments.results}")
+    if arguments.results and arguments.results.resolve() == RESULTS.resolve():
+        parser.error(f"--results {arguments.results}: use --write-results to replace the committed numbers")
     if arguments.list:
         return
     if not Path("train.py").exists():
@@ -310,7 +327,8 @@ def measure(command: Sequence[str], runs: Sequence[Path], arguments: argparse.Na
 
 def marker(arguments: argparse.Namespace, item: Item) -> Path:
     """The file that says that --all need not run this item again."""
-    return arguments.runs_dir / "done" / f"{arguments.scale}-{item.name}"
+    where = "-committed" if arguments.write_results else ""
+    return arguments.runs_dir / "done" / f"{arguments.scale}-{item.name}{where}"
 
 
 def mark_done(arguments: argparse.Namespace, item: Item) -> None:
@@ -323,7 +341,7 @@ def renew_report(folder: Path) -> None:
     """Write the report, unless a file it needs is damaged: that must not end a long command."""
     try:
         print(f"report: {report.write(folder)}")
-    except (DamagedResult, FileNotFoundError) as error:
+    except (DamagedResult, UnknownField, FileNotFoundError) as error:
         print(f"the report could not be renewed: {error}", file=sys.stderr)
 
 

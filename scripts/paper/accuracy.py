@@ -27,7 +27,9 @@ from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
 from scripts.bench.measuring import choose_device
-from scripts.paper.table1 import PAPER, TENSORS, TITLES, VARIANTS, measure, positive_int, settings_of
+from scripts.paper import published as paper
+from scripts.paper.arguments import OUT, positive_int
+from scripts.paper.attention_errors import TENSORS, TITLES, VARIANTS, measure, settings_of
 
 #: Named sets of products in INT8; an S in the backward is that of the forward.
 INT8_SETS = {
@@ -42,9 +44,9 @@ INT8_SETS = {
     "all seven": MATMULS,
 }
 
-#: SageAttention3 (arXiv 2505.11594), Table 1c: cosine similarity of dQ with dP in INT8 and in FP16, on real
-#: tensors, so the size of the step is comparable, the numbers are not.
-PAPER_DQ_COSINE = {"all seven": 0.9747, "the paper's six": 0.9977}
+#: SageAttention3, Table 1c: cosine similarity of dQ with dP in INT8 and in 16 bit. It is of real tensors, so
+#: the difference of the two compares with ours, the values do not.
+PAPER_DQ_COSINE = {"all seven": paper.S3_DP["int8"][0], "the paper's six": paper.S3_DP["fp16"][0]}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
             "triton": version("triton") if on_gpu else None,
             "python": sys.version.split()[0],
         },
-        "paper": PAPER,
+        "paper": paper.TABLE_1,
         "shapes": measure_shapes(arguments),
         "int8": measure_int8(arguments),
     }
@@ -84,11 +86,16 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     )
     parser.add_argument("--head-dims", type=positive_int, nargs="+", default=[64, 128], help="head sizes")
     parser.add_argument("--heads", type=positive_int, default=8, help="heads (default 8)")
-    parser.add_argument("--sigmas", type=float, nargs="+", default=list(PAPER), help="σ of Q and K")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=list(paper.TABLE_1), help="σ of Q and K")
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16", help="default float16")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default 0)")
     parser.add_argument("--device", default="cpu", help="cpu: the reference; cuda: the kernels (default cpu)")
-    parser.add_argument("--out", type=Path, default=Path("results/accuracy.json"), help="JSON file to write")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=OUT / "accuracy.json",
+        help="JSON file to write, with tables next to it (default %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     arguments.device = choose_device(arguments.device, parser)
     return arguments
@@ -120,13 +127,13 @@ def measure_int8(arguments: Namespace) -> list[dict]:
 
 
 def case(arguments: Namespace, tokens: int, head_dim: int, causal: bool) -> Namespace:
-    """The arguments of :func:`scripts.paper.table1.measure` for one shape."""
+    """The arguments of :func:`scripts.paper.attention_errors.measure` for one shape."""
     common = {name: getattr(arguments, name) for name in ("heads", "dtype", "seed", "device")}
     return Namespace(batch=1, tokens=tokens, head_dim=head_dim, causal=causal, **common)
 
 
 def to_markdown(result: dict) -> str:
-    """Both parts as tables of relative L2, the paper's numbers beside ours."""
+    """Both parts as tables of relative L2, with the paper's numbers."""
     origin = f"{result['implementation']} on {result['hardware']}, torch {result['versions']['torch']}"
     settings = result["settings"]
     origin += f", {settings['dtype']}, {settings['heads']} heads, seed {settings['seed']}"
@@ -146,9 +153,10 @@ def shape_table(result: dict) -> list[str]:
     header = ["σ", "variant", "D", "mask", "N", *TITLES.values()]
     lines = ["| " + " | ".join(header) + " |", "| ---: | --- | ---: | --- | ---: " + "| ---: " * 4 + "|"]
     for sigma in dict.fromkeys(row["sigma"] for row in result["shapes"]):
-        if sigma in PAPER:
+        if sigma in paper.TABLE_1:
             lines.append(
-                f"| {sigma:g} | paper | | | |" + "".join(f" {error:.4f} |" for _, error in PAPER[sigma])
+                f"| {sigma:g} | paper | | | |"
+                + "".join(f" {error:.4f} |" for _, error in paper.TABLE_1[sigma])
             )
         for row in (row for row in result["shapes"] if row["sigma"] == sigma):
             mask = "causal" if row["causal"] else "full"

@@ -24,7 +24,8 @@ from data.files import write_json
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
 from scripts.bench.measuring import describe_run
-from scripts.paper.table1 import exact_attention, positive_int, settings_of
+from scripts.paper.arguments import OUT, positive_int
+from scripts.paper.attention_errors import exact_attention, settings_of
 
 PROGRAM = "python -m scripts.paper.causal_leak"
 
@@ -81,8 +82,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("results/causal_leak.json"),
-        help="JSON file to write (default results/causal_leak.json)",
+        default=OUT / "causal_leak.json",
+        help="JSON file to write (default %(default)s)",
     )
     parser.set_defaults(device="cpu")  # of the reference
     arguments = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
     python -m scripts.paper.error_against_time
 
-Brings together what other scripts measured, in one folder of results:
+Brings together what other commands measured, from one folder of results:
 
     time     of bench_attention*.json: forward and backward, causal, as a multiple of the default's in the
              same run and shape, replayed as a CUDA graph if it was; of a setting that several files have,
@@ -10,8 +10,8 @@ Brings together what other scripts measured, in one folder of results:
     error    of gradient_error.json: relative L2 of dQ and dK of the algorithm, at the last step of each
              trained model, mean over layers and heads, geometric mean over models
 
-Writes error_against_time.json and .png there. 16-bit attention, whose time is that of PyTorch's kernels,
-stands beside the settings; its error is that of SageBwd with all products in 16 bit.
+Writes OUT.json and OUT.png. 16-bit attention is included with the time of PyTorch's kernels; its error is
+that of SageBwd with all products in 16 bit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import Any
 
 from data.files import write_json
 from scripts.bench.attention_tables import DEFAULT, relative_times
-from scripts.bench.measuring import describe_run
-from scripts.paper import gradient_error as study
-from scripts.paper.gradient_error import PARTS, TITLES, new_figure, save
-from scripts.paper.results import DamagedResult, Results
+from scripts.bench.measuring import beside, describe_run
+from scripts.paper import drawing
+from scripts.paper import gradient_error_rows as study
+from scripts.paper.arguments import OUT
+from scripts.paper.gradient_error_rows import PARTS, TITLES
+from scripts.paper.result_files import DamagedResult, Results
 
 PROGRAM = "python -m scripts.paper.error_against_time"
 GRAPH = "both, graph"
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     folder, results = arguments.results, Results(arguments.results)
     try:
-        timed = [results.json(path.name) for path in sorted(folder.glob("bench_attention*.json"))]
+        timed = [results.json(name) for name in names_of_benchmarks(folder)]
         errors = errors_of(results.json("gradient_error.json"))
     except DamagedResult as error:
         raise SystemExit(str(error)) from error
@@ -69,21 +71,37 @@ def main(argv: list[str] | None = None) -> None:
     shown = Namespace(results=str(folder), head_dim=arguments.head_dim, device="cpu")
     values = "time: multiple of the default's, by tokens; relative_l2: geometric mean over models"
     result = {"values": values, **describe_run(PROGRAM, argv, shown, ()), "rows": rows}
-    write_json(folder / "error_against_time.json", result)
-    save(draw(rows, arguments.head_dim), folder / "error_against_time.png")
-    print(f"{len(rows)} settings, written to {folder}/error_against_time.json and .png")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(beside(arguments.out, ".json"), result)
+    drawing.save(draw(rows, arguments.head_dim), beside(arguments.out, ".png"))
+    print(f"{len(rows)} settings, written to {arguments.out}.json and .png")
+
+
+def names_of_benchmarks(folder: Path) -> list[str]:
+    """bench_attention*.json, plain or compressed, by their plain names."""
+    found = [*folder.glob("bench_attention*.json"), *folder.glob("bench_attention*.json.gz")]
+    return sorted({path.name.removesuffix(".gz") for path in found})
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, default=Path("results"), help="folder (default %(default)s)")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="folder to read (default %(default)s)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=OUT / "error_against_time",
+        help="beginning of the files' names (default %(default)s)",
+    )
     parser.add_argument("--head-dim", type=int, default=64, help="of the times (default %(default)s)")
     arguments = parser.parse_args(argv)
-    if not (arguments.results / "gradient_error.json").exists():
+    if not Results(arguments.results).has("gradient_error.json"):
         parser.error(
-            f"{arguments.results} has no gradient_error.json; python -m scripts.paper.gradient_error makes it"
+            f"{arguments.results} has no gradient_error.json; python -m scripts.paper.gradient_error --out "
+            f"{arguments.results}/gradient_error makes it"
         )
     return arguments
 
@@ -116,19 +134,27 @@ def errors_of(data: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def draw(rows: list[dict], head_dim: int) -> Any:
-    """dQ and dK beside each other: a point for each setting, at the length that most were timed at."""
+    """A panel each for dQ and dK: a point for each setting, at the length that most were timed at."""
     counts = [tokens for row in rows for tokens in row["time"]]
     tokens = max(sorted(set(counts)), key=counts.count)
-    figure, panels = new_figure(1, len(PARTS), width=5.5, height=4)
+    figure, panels = drawing.grid(1, len(PARTS), width=4.6, height=3.8, sharey=True)
+    looks = drawing.styles([row["setting"] for row in rows])
     for axes, tensor in zip(panels[0], PARTS, strict=True):
         for row in rows:
             if tokens in row["time"]:
-                axes.plot(row["time"][tokens], row["relative_l2"][tensor], "o", label=row["setting"])
-        axes.set_yscale("log")
-        axes.set_xlabel(f"time, default = 1; causal, D {head_dim}, N {tokens}")
-        axes.set_ylabel(f"relative L2 of {TITLES[tensor]}")
+                look = looks[row["setting"]]
+                point = row["time"][tokens], row["relative_l2"][tensor]
+                axes.plot(*point, look.marker, color=look.color, label=row["setting"], markersize=8)
+        drawing.log_axis(axes.yaxis)
+        axes.set_xlabel("time, default = 1")
+        axes.set_title(f"Error of {TITLES[tensor]}")
         axes.grid(alpha=0.3, which="both")
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    panels[0][0].set_ylabel("relative L2, mean over runs")
+    drawing.legend_below(figure, *panels[0][0].get_legend_handles_labels())
+    figure.suptitle(
+        f"Error of the gradients against time, forward and backward, causal, D {head_dim}, N {tokens}",
+        fontsize=11,
+    )
     return figure
 
 

@@ -35,10 +35,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
-from scripts.bench.measuring import align, choose_device, describe_run, origin_of, write_tables
+from scripts.bench.measuring import align, choose_device, describe_run, origin_of
 from scripts.paper import published as paper
-from scripts.paper.attention_emulation import inverse
-from scripts.paper.table1 import positive_int
+from scripts.paper.arguments import OUT, positive_int
+from scripts.paper.result_files import write_result
+from scripts.paper.roundings import inverse
 from scripts.paper.traces import Layer, Origin, find_traces, load_trace
 
 PROGRAM = "python -m scripts.paper.gradient_formats"
@@ -113,9 +114,9 @@ def main(argv: list[str] | None = None) -> None:
     for trace, layer, tensors, _ in tqdm(inputs, desc="layers", disable=None):
         rows += measure(trace, layer, tensors, arguments)
     text = to_markdown(result, rows)
-    write_tables(Path(arguments.out), result, rows, text)
+    write_result(Path(arguments.out), result, rows, text)
     print(text)
-    print(f"written to {arguments.out}.json and .md")
+    print(f"written to {arguments.out}.json.gz and .md")
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
@@ -142,7 +143,9 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     gaussians.add_argument("--seed", type=int, default=0, help="(default 0)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is)")
     parser.add_argument(
-        "--out", default="results/gradient_formats", help="start of the files' names (default %(default)s)"
+        "--out",
+        default=str(OUT / "gradient_formats"),
+        help="beginning of the files' names (default %(default)s)",
     )
     arguments = parser.parse_args(argv)
     arguments.device = choose_device(arguments.device, parser)
@@ -161,7 +164,7 @@ class Input(NamedTuple):
 def read_inputs(arguments: Namespace) -> Iterator[Input]:
     """Every layer of the traces, or Gaussians.
 
-    Raises ValueError for a file that is no trace, FileNotFoundError for one that is not there.
+    Raises ValueError for a file that is not a trace, FileNotFoundError for one that is not there.
     """
     for path in arguments.traces:
         origin, layers = load_trace(Path(path), arguments.device)
@@ -268,6 +271,14 @@ def quantize(x: Tensor, form: Format, tile: tuple[int, int], shared: tuple[int, 
     scale = tiles.abs().amax(shared, keepdim=True) / form.largest
     rounded = form.round(tiles * inverse(scale)) * scale
     return rounded.flatten(2, 3).flatten(0, 1)[:rows, :columns]
+
+
+def rows_of(result: dict) -> list[Row]:
+    """The rows of a JSON file of this command."""
+    return [
+        Row(**row | {"scheme": Scheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})})
+        for row in result["rows"]
+    ]
 
 
 # --- Tables -------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ one. There are seven products, ten in all, because both kernels of the backward 
     dK/dV kernel   S, dP, dV, dK       1 + 2 + 1 + 1
     dQ kernel      S, dP, dQ           1 + 2 + 1
 
-which makes 11 for the paper's six products in INT8, and 18 for all in 16 bit. What is no product
+which makes 11 for the paper's six products in INT8, and 18 for all in 16 bit. What is not a product
 (exponentials, maxima, rounding) is not counted, although Hopper's kernels spend most of their time on it.
 """
 
@@ -19,22 +19,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from sagebwd.config import SageConfig
-from scripts.paper.attention_emulation import (
-    Product,
+from scripts.paper.attention_emulation import Scheme, scheme_of
+from scripts.paper.products import Product, product_of, scores_but_hard_tiles, scores_of, smooth_values
+from scripts.paper.roundings import (
     Rounding,
-    Scheme,
     but_channels,
     but_hard_tiles,
     exact,
     float8,
     int8,
     per_channel,
-    product_of,
     rotated,
-    scheme_of,
-    scores_but_hard_tiles,
-    scores_of,
-    smooth_values,
     stochastic_int8,
     to_dtype,
     uint8,

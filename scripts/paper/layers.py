@@ -3,12 +3,12 @@
     python -m scripts.paper.layers runs/NAME [runs/NAME …]
 
 Each run's finished weights, or with --step those of a checkpoint, go through one forward and backward with
-full-precision attention, on held-out sequences of the run's own data and context. That gives q, k, v and dO
+full-precision attention, on validation sequences of the run's own data and context. That gives q, k, v and dO
 of every layer, and from these
 
     Figures 5, 6   O, dQ, dK and dV of every layer under variants of SageBwd, against exact attention
     §4.2           RMS of the exact P, dP and dS, and the largest logit
-    Table 2        the tensors in the middle, at the layer whose dQ errs most under the paper's algorithm
+    Table 2        the tensors in the middle, at the layer whose dQ has the largest error under paper()
 
 The variants are
 
@@ -21,19 +21,18 @@ dO, and with it dP and dS, is the gradient of each sequence's own mean loss, in 
 step the loss is the mean over all sequences of the step, so dO is smaller by their number there. The paper
 does not say which of the two its RMS is of; both are reported.
 
-With --traces, q, k, v and dO of some layers are kept for scripts.paper.gradient_error and
-scripts.paper.gradient_formats;
-with --milestones also those of the run's earlier checkpoints, to see the errors as training goes on.
+With --traces, q, k, v and dO of some layers are written for scripts.paper.gradient_error and
+scripts.paper.gradient_formats; with --milestones also those of the run's earlier checkpoints, to see the
+errors as training goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +41,21 @@ import torch
 from tqdm import tqdm
 
 import model.huggingface
-from data.corpus import Corpus
-from data.loader import count_sequences, stack_sequences
+from data.loader import stack_sequences
 from model import backends
 from model.backends import FULL_PRECISION, AttentionFn, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
-from scripts.bench.measuring import choose_device, describe_run
-from scripts.compare import distinct, find_runs
-from scripts.paper import intermediates
+from scripts.bench.measuring import beside, choose_device, describe_run
+from scripts.paper import drawing, intermediates
 from scripts.paper import published as paper
-from scripts.paper.layers_tables import (
-    MAIN_VARIANTS,
-    Row,
-    most_error_prone,
-    to_markdown,
-    write,
-)
-from scripts.paper.table1 import positive_int
-from scripts.paper.traces import Layer, Origin, save_trace, trace_file
-from scripts.runs import milestones, open_data, read_settings
-from trainer.checkpoint import checkpoint_of, load_weights
-from trainer.plan import tokens_per_step
+from scripts.paper.arguments import OUT, positive_int
+from scripts.paper.layers_pictures import draw_layers, draw_smoothing
+from scripts.paper.layers_runs import Run, UnusableWeights, milestones_of, open_runs
+from scripts.paper.layers_tables import MAIN_VARIANTS, Row, most_error_prone, to_markdown
+from scripts.paper.result_files import write_result
+from scripts.paper.traces import Layer, save_trace, trace_file
+from trainer.checkpoint import load_weights
 from trainer.probe import (
     Captured,
     capture,
@@ -72,8 +64,6 @@ from trainer.probe import (
     exact_layer,
     explanations,
 )
-from trainer.run_directory import RunDirectory, read_metrics
-from trainer.settings import Settings
 
 PROGRAM = "python -m scripts.paper.layers"
 
@@ -102,36 +92,12 @@ examples:
   these alone, at the end and at every checkpoint that milestone_every kept
       python -m scripts.paper.layers runs/NAME --traces --milestones --only-traces --trace-heads 0 1
 
-written after every run, with --out results/layers:
-  results/layers.json           every layer's numbers, Table 2, settings, hardware, versions
-  results/layers.md             means over layers, RMS and Table 2 beside the paper's
-  results/layers_paper.png      errors by layer under the paper's algorithm, a line for each run
-  results/layers_default.png    the same under SageConfig's default
-  results/layers_variants.png   errors by layer of each run, a line for each variant
+written after every run:
+  OUT.json.gz        every layer's numbers, Table 2, settings, hardware, versions
+  OUT.md             means over layers, RMS and Table 2, with the paper's numbers
+  OUT.png            errors by layer under the paper's algorithm and the default
+  OUT_smoothing.png  errors without smoothing, with K, and with Q and K smoothed
 """
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run, and which of its weights: those of origin.step.
-
-    checkpoint: the step whose checkpoint has them; None: they are the finished ones.
-    """
-
-    name: str
-    directory: RunDirectory
-    settings: Settings
-    corpus: Corpus
-    origin: Origin
-    checkpoint: int | None
-
-    @property
-    def sequences_per_step(self) -> int:
-        return tokens_per_step(self.settings) // self.settings.context
-
-
-class UnusableWeights(Exception):
-    """The weights of a run are damaged, or not those of its model; the message says which and why."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -159,7 +125,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     )
     parser.add_argument("runs", nargs="+", help="directories of finished runs, or folders that hold some")
     parser.add_argument(
-        "--sequences", type=positive_int, default=1, help="held-out sequences, all in one pass (default 1)"
+        "--sequences", type=positive_int, default=1, help="validation sequences, all in one pass (default 1)"
     )
     parser.add_argument("--step", type=positive_int, help="the checkpoint of this step (default: the end)")
     parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
@@ -177,7 +143,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     )
     parser.add_argument("--trace-heads", type=int, nargs="+", help="query heads (default: all)")
     parser.add_argument(
-        "--out", default="results/layers", help="beginning of the files (default %(default)s)"
+        "--out", default=str(OUT / "layers"), help="beginning of the files' names (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
     arguments.device = choose_device(arguments.device, parser)
@@ -188,80 +154,6 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     if arguments.milestones and arguments.step is not None:
         parser.error("--milestones follows a run to its end; leave --step out")
     return arguments
-
-
-# --- Runs ---------------------------------------------------------------------------------------------------
-
-
-def open_runs(arguments: Namespace) -> list[Run]:
-    """All runs, checked before any is measured.
-
-    Raises ValueError or FileNotFoundError for a run that is unfinished, or lacks its data or what is asked.
-    """
-    paths = find_runs([Path(path) for path in arguments.runs])
-    if not paths:
-        raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
-    names = names_of([path.resolve() for path in paths])
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"several runs are called {', '.join(twice)}; name each once")
-    runs = [
-        open_run(name, RunDirectory(path), arguments.step) for name, path in zip(names, paths, strict=True)
-    ]
-    for run in runs:
-        check(run, arguments)
-    return runs
-
-
-def names_of(paths: list[Path]) -> list[str]:
-    """The runs' folders, from where their paths part, without the overrides that all share."""
-    shared = os.path.commonpath([path.parent for path in paths])
-    return distinct([path.relative_to(shared).as_posix() for path in paths])
-
-
-def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
-    """The run at its end, or at the checkpoint of a step.
-
-    Raises ValueError or FileNotFoundError if it is unfinished then, or its data not what it was.
-    """
-    settings = read_settings(directory)
-    if step is None:
-        if not (directory.is_finished and directory.weights.is_dir()):
-            raise ValueError(
-                f"{directory.path} has no finished weights; leave it out, train it to its end (the command "
-                "that started it continues it), or choose a checkpoint with --step"
-            )
-        reached = read_metrics(directory.metrics)[-1]["step"]
-    else:
-        checkpoint_of(directory.checkpoints, step)
-        reached = step
-    origin = Origin(
-        run=name,
-        step=reached,
-        tokens=reached * tokens_per_step(settings),
-        tokens_per_step=tokens_per_step(settings),
-        qk_norm=settings.model.qk_norm,
-        attention=settings.attention["backend"],
-    )
-    return Run(name, directory, settings, open_data(directory, settings), origin, checkpoint=step)
-
-
-def check(run: Run, arguments: Namespace) -> None:
-    """Raise ValueError if the run has too few held-out sequences, layers or heads for the arguments."""
-    held_out = count_sequences(run.corpus.val, run.settings.context)
-    if held_out < arguments.sequences:
-        raise ValueError(
-            f"--sequences {arguments.sequences}: the held-out text of {run.name} has {held_out} sequences of "
-            f"{run.settings.context} tokens; use --sequences {held_out} or fewer"
-        )
-    shape = run.settings.model
-    for name, asked, there in (
-        ("--trace-layers", arguments.trace_layers, shape.n_layers),
-        ("--trace-heads", arguments.trace_heads, shape.n_heads),
-    ):
-        foreign = [number for number in asked or () if not 0 <= number < there]
-        if foreign:
-            raise ValueError(f"{name} {foreign[0]}: {run.name} has 0 to {there - 1}; choose among these")
 
 
 def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> dict[str, Any]:
@@ -298,7 +190,14 @@ def measure_all(runs: list[Run], result: dict[str, Any], arguments: Namespace) -
             rows += measure_run(run, result, arguments, progress)
             write(Path(arguments.out), result, rows)
     print(to_markdown(result, rows))
-    print(f"written to {arguments.out}.json, .md and _*.png")
+    print(f"written to {arguments.out}.json.gz, .md and .png")
+
+
+def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
+    """OUT.json.gz, OUT.md and the pictures."""
+    write_result(out, result, rows, to_markdown(result, rows))
+    drawing.save(draw_layers(result["runs"], rows), beside(out, ".png"))
+    drawing.save(draw_smoothing(rows), beside(out, "_smoothing.png"))
 
 
 def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
@@ -329,7 +228,7 @@ def heads_of(run: Run, arguments: Namespace) -> dict[str, Any]:
 
 
 def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[int, Captured]:
-    """q, k, v, O and dO of some layers, on the first held-out sequences, with full-precision attention.
+    """q, k, v, O and dO of some layers, on the first validation sequences, with full-precision attention.
 
     Raises UnusableWeights.
     """
@@ -396,19 +295,6 @@ def trace_all(runs: list[Run], arguments: Namespace) -> None:
         for run in progress:
             progress.set_description(f"trace of {run.origin.name}")
             write_trace(run, arguments)
-
-
-def milestones_of(run: Run) -> list[Run]:
-    """The run at each of its milestones before its end."""
-    return [
-        replace(run, checkpoint=step, origin=at_step(run.origin, step))
-        for step in milestones(run.directory, run.settings)
-        if step < run.origin.step
-    ]
-
-
-def at_step(origin: Origin, step: int) -> Origin:
-    return replace(origin, step=step, tokens=step * origin.tokens_per_step)
 
 
 def write_trace(run: Run, arguments: Namespace) -> None:

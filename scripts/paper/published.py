@@ -1,7 +1,16 @@
-"""The numbers that the papers print, to be set beside what is measured here.
+"""The numbers that the papers print, to compare with what is measured here.
 
-SageBwd is arXiv 2603.02170, SageAttention3 ("S3") arXiv 2505.11594. Table 1 is in scripts/paper/table1.py.
+SageBwd is arXiv 2603.02170, SageAttention3 ("S3") arXiv 2505.11594.
 """
+
+#: Table 1 of SageBwd: {σ: (cosine similarity, relative L2) of O, dQ, dK, dV}.
+TABLE_1 = {
+    1: ((0.9999, 0.0160), (0.9998, 0.0184), (0.9998, 0.0220), (0.9999, 0.0159)),
+    3: ((0.9992, 0.0389), (0.9971, 0.0758), (0.9970, 0.0777), (0.9992, 0.0387)),
+    5: ((0.9982, 0.0603), (0.9798, 0.2014), (0.9799, 0.2007), (0.9982, 0.0605)),
+    8: ((0.9953, 0.0972), (0.8900, 0.4666), (0.8886, 0.4699), (0.9953, 0.0973)),
+    10: ((0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)),
+}
 
 #: Figure 1: final training loss after 78.64 billion tokens; None: the run diverges. By tokens per step, then
 #: by (attention, QK-norm). The 260K runs end alike with and without QK-norm; one number is printed for both.
@@ -38,6 +47,18 @@ FIGURES_2_3 = {
         "sagebwd": (114, 116, 190, 248, 255, 263),
     },
 }
+
+
+def speed_ups(head_dim: int, mask: str) -> dict[int, float]:
+    """By length: SageBwd over the faster of the paper's two FlashAttention-2, in CUDA and in Triton."""
+    printed = FIGURES_2_3[head_dim, mask]
+    fastest = map(max, printed["FlashAttention-2"], printed["FlashAttention-2, Triton"])
+    pairs = zip(LENGTHS, printed["sagebwd"], fastest, strict=True)
+    return {tokens: ours / theirs for tokens, ours, theirs in pairs}
+
+
+#: Speed-ups of all cases of Figures 2 and 3.
+SPEED_UPS = [value for panel in FIGURES_2_3 for value in speed_ups(*panel).values()]
 
 #: "Up to": over the faster of the two FlashAttention-2, 64 channels, causal, 8K tokens.
 BEST_SPEED_UP = 1.67

@@ -1,4 +1,4 @@
-"""Traces: q, k, v and dO of a trained model's attention, kept in safetensors files to be studied."""
+"""Traces: q, k, v and dO of a trained model's attention, in safetensors files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scripts.bench.measuring import replace_file
 
-MEND = "python -m scripts.paper.layers RUN --traces writes them"
+FIX = "python -m scripts.paper.layers RUN --traces writes them"
 
 
 class Layer(NamedTuple):
@@ -57,7 +57,7 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files or not files[0].exists():
             what = "holds no trace" if path.is_dir() else "is not there"
-            raise ValueError(f"{path} {what}; {MEND}")
+            raise ValueError(f"{path} {what}; {FIX}")
         found += files
     return found
 
@@ -74,7 +74,7 @@ def save_trace(path: Path, origin: Origin, layers: Mapping[int, Layer]) -> None:
 
 
 def load_trace(path: Path, device: str | torch.device = "cpu") -> tuple[Origin, dict[int, Layer]]:
-    """What `save_trace` wrote. Raises ValueError if the file is no trace, or not whole."""
+    """What `save_trace` wrote. Raises ValueError if the file is not a trace, or not whole."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             origin = Origin(**json.loads(file.metadata()["origin"]))
@@ -84,5 +84,5 @@ def load_trace(path: Path, device: str | torch.device = "cpu") -> tuple[Origin, 
                 for number in numbers
             }
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{path} is no trace, or is damaged; {MEND}") from error
+        raise ValueError(f"{path} is not a trace, or is damaged; {FIX}") from error
     return origin, layers

@@ -10,25 +10,25 @@ import pytest
 import torch
 
 from scripts import reproduce
-from scripts.paper import experiments
-from scripts.paper.experiments import ITEMS, SCALES, Item, find, runs_of
-from scripts.paper.report_sections import table1
-from scripts.paper.report_training import figure1b
+from scripts.paper import experiment_runs, experiments
+from scripts.paper.experiment_runs import SCALES, runs_of
+from scripts.paper.experiments import ITEMS, Item, find
+from scripts.paper.result_files import read_json
 from tests.cli import ROOT
 from trainer.plan import make_plan
 from trainer.run_directory import RunDirectory
 
 SETUPS = (
-    experiments.FULL_LARGE,
-    experiments.FULL_SMALL,
-    experiments.LARGE,
-    experiments.BEGINNING,
-    experiments.STEEP,
-    experiments.SMALL,
-    experiments.SHORT,
-    experiments.DEBUG_LARGE,
-    experiments.DEBUG_SMALL,
-    experiments.FINE_TUNE_FULL,
+    experiment_runs.FULL_LARGE,
+    experiment_runs.FULL_SMALL,
+    experiment_runs.LARGE,
+    experiment_runs.BEGINNING,
+    experiment_runs.STEEP,
+    experiment_runs.SMALL,
+    experiment_runs.SHORT,
+    experiment_runs.DEBUG_LARGE,
+    experiment_runs.DEBUG_SMALL,
+    experiment_runs.FINE_TUNE_FULL,
 )
 
 
@@ -50,7 +50,7 @@ def test_every_setup_is_a_run_of_the_tokens_it_says(compose_settings, monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     plans = {}
     for setup in SETUPS:
-        kept = experiments.milestones(setup, "sagebwd", setup.seeds[0])
+        kept = experiment_runs.milestones(setup, "sagebwd", setup.seeds[0])
         settings, plan = plan_of(compose_settings, *setup.overrides, *kept, "init_from=x")
         assert plan.steps * plan.tokens_per_step == setup.tokens, setup.name
         plans[setup.name] = settings, plan
@@ -84,7 +84,7 @@ def test_only_the_runs_that_are_traced_keep_milestones():
         runs = {run for item in ITEMS for run in item.runs(scale)}
         assert {run for run in runs if "milestone_every" in str(run.overrides)} == traced
         assert {"no_qk_norm" in run.name for run in traced} == {True, False}
-    for setup in (experiments.FULL_LARGE, experiments.LARGE, experiments.SHORT):
+    for setup in (experiment_runs.FULL_LARGE, experiment_runs.LARGE, experiment_runs.SHORT):
         tokens_per_step = {"325m-2.1m": 2**21, "35m-131k": 2**17, "325m-260k-short": 2**18}[setup.name]
         assert setup.tokens / tokens_per_step / setup.milestone_every > 2
 
@@ -113,7 +113,14 @@ def test_fine_tuning_follows_its_base_and_brings_its_own_text():
         (["figure9"], "there is no item 'figure9'; choose among table1, figure1a"),
         (["table1", "--all"], "name what to reproduce, or --all"),
         (["table1", "--per-gpu", "0"], "--per-gpu 0: at least one run"),
-        (["table1", "--", "fast"], "'fast' after -- is no override of train.py"),
+        (["table1", "--", "fast"], "'fast' after -- is not an override of train.py"),
+        (
+            ["table1", "--write-results", "--scale", "debug"],
+            "--write-results: the debug scale measures nothing",
+        ),
+        (["table1", "--write-results", "--results", "x"], "leave out --results x"),
+        (["table1", "--results", "results"], "--results results: use --write-results to replace"),
+        (["table1", "--results", "./runs/../results"], "use --write-results to replace"),
         (["table1", "--", "run_dir=x"], "run_dir=x after --: each run has its own"),
     ],
 )
@@ -135,6 +142,54 @@ def test_list_shows_every_item_with_its_cost(capsys):
 
 def test_further_names_lead_to_their_item():
     assert find("table2") is find("rms") is find("figure5") is find("layers")
+
+
+# --- Where results go ---------------------------------------------------------------------------------------
+
+
+def test_the_committed_results_are_touched_on_request_alone():
+    assert arguments("table1").results == Path("runs/reproduce/results")
+    assert arguments("table1", "--runs-dir", "r").results == Path("r/results")
+    assert arguments("table1", "--scale", "debug").results == Path("runs/reproduce/debug-results")
+    assert arguments("table1", "--results", "elsewhere").results == Path("elsewhere")
+    assert arguments("table1", "--write-results").results == Path("results")
+
+
+def test_it_says_where_results_go(capsys):
+    reproduce.main(["table1", "--dry-run"])
+    first, *_, command = capsys.readouterr().out.splitlines()
+    assert first == (
+        "results go to runs/reproduce/results/; --write-results replaces the committed ones in results/"
+    )
+    assert command.endswith("scripts.paper.table1 --out runs/reproduce/results/table1.json")
+    reproduce.main(["table1", "--dry-run", "--write-results"])
+    first, *_, command = capsys.readouterr().out.splitlines()
+    assert (first, command.split()[-1]) == ("results go to results/", "results/table1.json")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "accuracy",
+        "causal_leak",
+        "error_against_time",
+        "gradient_error",
+        "gradient_formats",
+        "layers",
+        "table1",
+    ],
+)
+def test_no_command_writes_to_results_by_default(module, monkeypatch):
+    required = {"gradient_error": ["--sigmas", "1"], "layers": ["runs/NAME"]}.get(module, [])
+    found = import_module(f"scripts.paper.{module}").parse_arguments(required)
+    assert Path(found.out).is_relative_to("runs/paper")
+
+
+def test_what_was_done_elsewhere_is_not_done_in_results():
+    item = find("table1")
+    assert reproduce.marker(arguments("table1"), item) != reproduce.marker(
+        arguments("table1", "--write-results"), item
+    )
 
 
 # --- From one end to the other ------------------------------------------------------------------------------
@@ -174,23 +229,26 @@ def here(monkeypatch, train_here):
 def test_table1(here, tmp_path, monkeypatch, capfd):
     command = find("table1").commands["scaled"][0]
     small = ("--tokens", "40", "--head-dim", "16", "--heads", "2")
-    only(monkeypatch, Item("table1", "T", "table1.json", table1, {"scaled": ((*command, *small),)}))
+    only(monkeypatch, Item("table1", "T", "table1.json", {"scaled": ((*command, *small),)}))
     paths = ["--results", str(tmp_path / "results"), "--runs-dir", str(tmp_path / "runs")]
     reproduce.main(["table1", *paths])
     assert sorted(file.name for file in (tmp_path / "results").iterdir()) == [
         "README.md",
         "table1.json",
         "table1.png",
+        "tables",
     ]
-    assert "N 40, D 16, 2 heads" in (tmp_path / "results" / "README.md").read_text()
+    assert "N 40, D 16, 2 heads" in (tmp_path / "results" / "tables" / "table1.md").read_text()
     reproduce.main(["--all", *paths])
     assert "table1: done before" in capfd.readouterr().out
 
 
 def test_a_training_item_resumes_and_reports(here, tmp_path, datasets, monkeypatch, capfd):
-    runs = runs_of(experiments.DEBUG_SMALL, {"fpa": ("attention=fpa",), "sagebwd": ("attention=sagebwd",)})
+    runs = runs_of(
+        experiment_runs.DEBUG_SMALL, {"fpa": ("attention=fpa",), "sagebwd": ("attention=sagebwd",)}
+    )
     stages = {"debug": (runs,)}
-    item = Item("figure1b", "F", "figure1b.json", figure1b, experiments.curves("figure1b"), stages=stages)
+    item = Item("figure1b", "F", "figure1b.json", experiments.curves("figure1b"), stages=stages)
     only(monkeypatch, item)
     command = [
         "figure1b",
@@ -205,7 +263,7 @@ def test_a_training_item_resumes_and_reports(here, tmp_path, datasets, monkeypat
     reproduce.main(command)
     assert here == ["debug-256/fpa-seed1", "debug-256/sagebwd-seed1"]
     results = tmp_path / "debug-results"
-    groups = json.loads((results / "figure1b.json").read_text())["groups"]
+    groups = read_json(results / "figure1b.json")["groups"]
     assert [variant["variant"] for variant in groups[0]["variants"]] == ["full precision", "SageBwd"]
     assert (results / "figure1b.png").exists()
     assert "cannot tell at this scale" in (results / "README.md").read_text()
@@ -213,7 +271,7 @@ def test_a_training_item_resumes_and_reports(here, tmp_path, datasets, monkeypat
     shutil.rmtree(results)
     reproduce.main(command)
     assert here[2:] == []  # both are finished
-    assert (results / "figure1b.json").exists()
+    assert (results / "figure1b.json.gz").exists()
     with pytest.raises(SystemExit, match="failed: figure1b"):
         reproduce.main([*command, "optimizer.lr=1"])
     assert "finished, but with other settings: optimizer.lr=1 on one side only" in capfd.readouterr().err
@@ -222,7 +280,7 @@ def test_a_training_item_resumes_and_reports(here, tmp_path, datasets, monkeypat
 def test_traces_are_written_and_then_read(here, tmp_path, datasets, monkeypatch, capsys):
     """Of two runs the one that has diverged leaves no weights, and is left out."""
     variants = {"sagebwd": ("attention=sagebwd",), "diverged": ("attention=sagebwd", "optimizer.lr=9")}
-    runs = runs_of(experiments.DEBUG_LARGE, variants)
+    runs = runs_of(experiment_runs.DEBUG_LARGE, variants)
     only(monkeypatch, replace(find("gradient_formats"), stages={"debug": (runs,)}))
     command = ["gradient_formats", "--scale", "debug", "--runs-dir", str(tmp_path)]
     given = ["--", f"data.root={datasets}", "steps=3", "checkpoint_every=2", "milestone_every=2"]
@@ -239,9 +297,12 @@ def test_traces_are_written_and_then_read(here, tmp_path, datasets, monkeypatch,
         "step_00000002.safetensors",
         "step_00000003.safetensors",
     ]
-    result = json.loads((tmp_path / "debug-results" / "gradient_formats.json").read_text())
+    result = read_json(tmp_path / "debug-results" / "gradient_formats.json")
     assert list(result["sources"]) == ["sagebwd-seed1, step 2", "sagebwd-seed1, step 3"]
-    assert "| sagebwd-seed1, step 3 | block |" in (tmp_path / "debug-results" / "README.md").read_text()
+    assert (
+        "| sagebwd-seed1, step 3 | block |"
+        in (tmp_path / "debug-results" / "tables" / "gradient_formats.md").read_text()
+    )
     assert "diverged-seed1 is left out, it has no finished weights" in capsys.readouterr().err
 
     reproduce.main([*command, "--dry-run"])
@@ -251,8 +312,8 @@ def test_traces_are_written_and_then_read(here, tmp_path, datasets, monkeypatch,
 
 
 def test_what_is_not_part_of_the_checkout_is_said_before_training(here, tmp_path, monkeypatch, capsys):
-    stages = {"debug": (runs_of(experiments.DEBUG_SMALL, {"fpa": ("attention=fpa",)}),)}
-    only(monkeypatch, Item("x", "X", "x.json", table1, {"debug": (("scripts.not_there",),)}, stages=stages))
+    stages = {"debug": (runs_of(experiment_runs.DEBUG_SMALL, {"fpa": ("attention=fpa",)}),)}
+    only(monkeypatch, Item("x", "X", "x.json", {"debug": (("scripts.not_there",),)}, stages=stages))
     with pytest.raises(SystemExit, match="failed: x"):
         reproduce.main(["x", "--scale", "debug", "--runs-dir", str(tmp_path), "--results", str(tmp_path)])
     assert "scripts.not_there is not part of this checkout yet" in capsys.readouterr().err

@@ -8,9 +8,9 @@ import torch
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention
-from scripts.paper import attention_emulation as emulation
-from scripts.paper.attention_emulation import EXACT, Head, emulate, scheme_of
-from scripts.paper.table1 import exact_attention
+from scripts.paper import products, roundings
+from scripts.paper.attention_emulation import DELTAS, EXACT, Head, emulate, scheme_of
+from scripts.paper.attention_errors import exact_attention
 
 CONFIGS = [
     SageConfig.paper(),
@@ -49,7 +49,7 @@ def test_agrees_with_the_reference(config):
 
 def test_without_rounding_it_is_attention():
     tensors = draw()
-    for delta in emulation.DELTAS:
+    for delta in DELTAS:
         found = emulate(head_of(tensors), replace(EXACT, delta=delta))
         for x, wanted in zip(found, exact_attention(*tensors, is_causal=True), strict=True):
             assert relative_l2(x, wanted[0, 0]) < 2e-6
@@ -59,19 +59,19 @@ def test_roundings_group_by_group():
     """Odd sizes: groups at the end are short, and each has its own scale."""
     x = torch.randn(70, 50, generator=torch.Generator().manual_seed(0))
     x[64:, :] *= 100
-    found = emulation.int8(64, 32)(x)
+    found = roundings.int8(64, 32)(x)
     for rows in (slice(0, 64), slice(64, 70)):
         for columns in (slice(0, 32), slice(32, 50)):
             scale = x[rows, columns].abs().max() / 127
             wanted = (x[rows, columns] / scale).round() * scale
             torch.testing.assert_close(found[rows, columns], wanted)
-    assert torch.equal(emulation.int8(None, None)(torch.zeros(3, 5)), torch.zeros(3, 5))
+    assert torch.equal(roundings.int8(None, None)(torch.zeros(3, 5)), torch.zeros(3, 5))
 
 
 def test_stochastic_rounding_is_right_on_average():
     torch.manual_seed(0)
     x = torch.rand(20, 30) - 0.5
-    rounding = emulation.stochastic_int8(1, None)
+    rounding = roundings.stochastic_int8(1, None)
     step = x.abs().amax(-1, keepdim=True) / 127
     draws = torch.stack([rounding(x) for _ in range(1000)])
     assert ((draws - x).abs() <= step * 1.001).all()
@@ -81,36 +81,36 @@ def test_stochastic_rounding_is_right_on_average():
 
 def test_unsigned_steps_are_half_as_wide():
     p = torch.rand(64, 64)
-    signed, unsigned = ((f(1, 32)(p) - p).square().mean().sqrt() for f in (emulation.int8, emulation.uint8))
+    signed, unsigned = ((f(1, 32)(p) - p).square().mean().sqrt() for f in (roundings.int8, roundings.uint8))
     assert unsigned / signed == pytest.approx(127 / 255, rel=0.1)
-    assert not emulation.uint8(1, 32)(torch.zeros(4, 40)).any()
+    assert not roundings.uint8(1, 32)(torch.zeros(4, 40)).any()
 
 
-@pytest.mark.parametrize("wrap", [emulation.rotated, emulation.per_channel])
+@pytest.mark.parametrize("wrap", [roundings.rotated, roundings.per_channel])
 def test_a_change_of_basis_alone_changes_nothing(wrap):
     for channels in (24, 64):
         x = torch.randn(40, channels)
-        torch.testing.assert_close(wrap(emulation.exact)(x), x)
+        torch.testing.assert_close(wrap(roundings.exact)(x), x)
 
 
 def test_a_rotation_spreads_an_outlier_and_a_scale_per_channel_isolates_it():
     x = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
     x[:, 5] *= 50
-    plain = emulation.int8(128, None)
+    plain = roundings.int8(128, None)
     rest = [channel for channel in range(64) if channel != 5]
 
     def error(rounding):
         return relative_l2(rounding(x)[:, rest], x[:, rest])
 
-    assert error(emulation.per_channel(plain)) < 0.1 * error(plain)
-    assert error(emulation.rotated(plain)) < 0.6 * error(plain)
-    assert error(emulation.but_channels(plain, 1 / 64)) < 0.1 * error(plain)
+    assert error(roundings.per_channel(plain)) < 0.1 * error(plain)
+    assert error(roundings.rotated(plain)) < 0.6 * error(plain)
+    assert error(roundings.but_channels(plain, 1 / 64)) < 0.1 * error(plain)
 
 
 def test_the_largest_tiles_stay_exact():
     x = torch.ones(8, 8).tril() / 3
     x[4:, :4] *= 10
-    found = emulation.but_hard_tiles(torch.zeros_like, 4, 4, 1 / 3)(x)  # of three tiles that are not empty
+    found = roundings.but_hard_tiles(torch.zeros_like, 4, 4, 1 / 3)(x)  # of three tiles that are not empty
     assert torch.equal(found[4:, :4], x[4:, :4])
     assert not found[:4].any()
     assert not found[4:, 4:].any()
@@ -122,7 +122,7 @@ def test_delta():
     wrong = replace(EXACT, stored=lambda out: 0.8 * out)
     wanted = [x[0, 0] for x in exact_attention(*tensors, is_causal=True)]
     errors = {}
-    for delta in emulation.DELTAS:
+    for delta in DELTAS:
         found = emulate(head_of(tensors), replace(wrong, delta=delta))
         errors[delta] = [relative_l2(x, y) for x, y in zip(found, wanted, strict=True)]
     assert min(errors["output"][1:3]) > 0.02
@@ -136,8 +136,8 @@ def test_sums_of_rounded_p_leave_constant_values_as_they_are():
     p = torch.rand(40, 60, generator=torch.Generator().manual_seed(0)).softmax(-1)
     v = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
     constant = torch.linspace(-3, 3, 8)
-    bf16, exact = emulation.to_dtype(torch.bfloat16), emulation.exact
-    plain, mended = (make(bf16, exact) for make in (emulation.product_of, emulation.over_rounded_sums))
+    bf16, exact = roundings.to_dtype(torch.bfloat16), roundings.exact
+    plain, mended = (make(bf16, exact) for make in (products.product_of, products.over_rounded_sums))
     wanted = constant.expand(40, 8)
     torch.testing.assert_close(mended(p, constant.expand(60, 8)), wanted, rtol=1e-6, atol=1e-6)
     assert relative_l2(plain(p, constant.expand(60, 8)), wanted) > 1e-4
@@ -162,8 +162,8 @@ def test_compensation_mends_delta_where_values_are_alike():
 def test_smooth_values_are_exact_for_constant_values():
     p = torch.rand(30, 30).softmax(-1)
     v = torch.randn(1, 8).expand(30, 8)
-    output = emulation.product_of(nothing, emulation.exact)
-    torch.testing.assert_close(emulation.smooth_values(output)(p, v), v)
+    output = products.product_of(nothing, roundings.exact)
+    torch.testing.assert_close(products.smooth_values(output)(p, v), v)
 
 
 def nothing(x: torch.Tensor) -> torch.Tensor:

@@ -10,17 +10,13 @@ import torch
 from omegaconf import OmegaConf
 
 from data.files import write_text
-from scripts.paper import curves, experiments
-from scripts.paper.curves import (
-    STUDENT,
-    compare,
-    differences,
-    divergence,
-    quantile,
-    read_run,
-    thin,
-    variant_of,
-)
+from scripts.paper import curves
+from scripts.paper import experiment_runs as experiments
+from scripts.paper.loss_statistics import STUDENT, compare, differences, quantile
+from scripts.paper.result_files import read_json
+from scripts.paper.run_summary import POINTS, divergence, read, read_run, thin, without_places
+from scripts.paper.variants import variant_of
+from tests.cli import ROOT
 from trainer.run_directory import RunDirectory
 
 
@@ -128,7 +124,7 @@ def test_a_run_under_way_has_not_diverged_because_its_loss_stands_high(tmp_path)
 def test_curves_keep_their_mean_and_their_end_when_thinned():
     tokens, losses = np.arange(1, 1001) * 512, np.linspace(5, 3, 1000)
     thinned = thin(tokens, losses)
-    assert len(thinned["loss"]) == curves.POINTS
+    assert len(thinned["loss"]) == POINTS
     assert thinned["tokens"][-1] == 512_000
     assert mean(thinned["loss"]) == pytest.approx(4, abs=1e-4)
     assert thin(tokens[:3], losses[:3])["tokens"] == [512, 1024, 1536]
@@ -142,7 +138,7 @@ NAMES = {
     "sagebwd-no_qk_norm": "SageBwd, no QK-norm",
     "sagebwd-no_smoothing": "SageBwd, no smoothing",
     "sagebwd-smooth_qk": "SageBwd, Q+K smoothing",
-    "sagebwd-paper": "SageBwd, granularity=block, block_q=128, block_kv=64",
+    "sagebwd-paper": "SageBwd, paper",
     "sagebwd-accurate": "SageBwd, accurate",
     "sagebwd-consistent": "SageBwd, consistent",
 }
@@ -204,7 +200,7 @@ def test_runs_become_groups_variants_and_files(make_run, make_pairs, tmp_path):
     paths.append(make_run("unfinished", losses, "seed=3", done=False))
     curves.main([*map(str, paths), "--out", str(tmp_path / "out" / "figure"), "--item", "figure1b"])
 
-    result = json.loads((tmp_path / "out" / "figure.json").read_text())
+    result = read_json(tmp_path / "out" / "figure.json")
     small, large = result["groups"]
     assert (small["tokens_per_step"], large["tokens_per_step"]) == (256, 2048)
     first, second = small["variants"]
@@ -216,17 +212,38 @@ def test_runs_become_groups_variants_and_files(make_run, make_pairs, tmp_path):
     assert gap["mean"] == pytest.approx(0.1)
     assert gap["half_width"] == pytest.approx(0, abs=1e-9)  # the seeds' offset is no noise
     assert [run["finished"] for run in result["runs"]] == [True] * 5 + [False]
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["figure.json", "figure.png"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "figure.json.gz",
+        "figure.png",
+    ]
 
 
 def test_runs_that_are_gone_are_compared_from_their_json(make_pairs, tmp_path):
     _, paths = make_pairs()
     curves.main([*map(str, paths), "--out", str(tmp_path / "whole")])
     curves.main([*map(str, paths[:3]), "--out", str(tmp_path / "part")])
-    curves.main([str(tmp_path / "part.json"), str(paths[3]), "--out", str(tmp_path / "part")])
-    whole, part = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "part"))
+    curves.main([str(tmp_path / "part.json.gz"), str(paths[3]), "--out", str(tmp_path / "part")])
+    whole, part = (read_json(tmp_path / f"{name}.json") for name in ("whole", "part"))
     assert part["groups"] == whole["groups"]
     assert part["runs"] == whole["runs"]
+
+
+def test_names_in_older_files_are_renewed():
+    """presets.json.gz spells out the settings of paper(); merged with new runs, both are one variant."""
+    runs = read(ROOT / "results" / "presets.json.gz")
+    assert {run["variant"] for run in runs} >= {"full precision", "SageBwd", "SageBwd, paper"}
+    assert not any("granularity" in run["variant"] for run in runs)
+
+
+@pytest.mark.parametrize("name", ["figure1a", "figure1b", "figure4", "finetune"])
+def test_the_committed_comparisons_come_out_the_same_again(name):
+    """From their own runs, as when further runs are merged."""
+    stored = read_json(ROOT / "results" / f"{name}.json")
+    finished = [run for run in read(ROOT / "results" / f"{name}.json") if run["finished"] or run["diverged"]]
+    for found, wanted in zip(compare(finished), stored["groups"], strict=True):
+        assert found["variants"] == wanted["variants"]
+        for one, other in zip(found["differences"], wanted["differences"], strict=True):
+            assert one == pytest.approx(other, abs=1e-9)
 
 
 def test_a_diverged_seed_takes_its_variant_out_of_the_comparison(make_run):
@@ -261,7 +278,7 @@ def test_one_run_twice_is_refused(make_run, tmp_path):
 
 
 def test_what_is_no_run_is_named(tmp_path, make_run):
-    with pytest.raises(SystemExit, match=r"holds no config.yaml, so it is no run directory"):
+    with pytest.raises(SystemExit, match=r"holds no config.yaml, so it is not a run directory"):
         curves.main([str(tmp_path), "--out", str(tmp_path / "x")])
     unfinished = make_run("u", [5.0, 4.0], done=False)
     with pytest.raises(SystemExit, match="none of the 1 runs is finished"):
@@ -269,9 +286,9 @@ def test_what_is_no_run_is_named(tmp_path, make_run):
     (unfinished / "environment.jsonl").unlink()
     with pytest.raises(SystemExit, match=r"holds no environment.jsonl"):
         curves.main([str(unfinished), "--out", str(tmp_path / "x")])
-    assert not (tmp_path / "x.json").exists()
+    assert not list(tmp_path.glob("x.*"))
     write_text(tmp_path / "other.json", "{}")
-    with pytest.raises(SystemExit, match=r"other\.json is no comparison .*give OUT\.json of an earlier one"):
+    with pytest.raises(SystemExit, match=r"other\.json is not a comparison .*give an OUT\.json\.gz"):
         curves.main([str(tmp_path / "other.json"), "--out", str(tmp_path / "x")])
 
 
@@ -289,6 +306,6 @@ def test_of_places_on_a_machine_only_names_are_kept():
         "init_from": "/disk/base/weights",
         "data": data,
     }
-    kept = curves.without_places(config)
+    kept = without_places(config)
     assert kept["data"] == {"source": "parquet", "path": "train-*.parquet", "val_path": None}
     assert {name: value for name, value in kept.items() if name != "data"} == {"seed": 1, "init_from": "base"}

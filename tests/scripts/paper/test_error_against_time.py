@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from scripts.bench.attention_peers import CONFIGS, PEERS
-from scripts.paper import error_against_time, report_gradients
+from scripts.paper import error_against_time
 from scripts.paper.gradient_variants import variants
+from scripts.paper.report import gradients
 
 
 def bench(date, rows, device="NVIDIA H200"):
@@ -57,7 +58,8 @@ def test_the_newest_time_stands_beside_the_mean_error(tmp_path, write):
     write("bench_attention_more.json", bench("2026-01", old))
     write("bench_attention_cpu.json", bench("2026-03", old, device="cpu"))
     write("gradient_error.json", study({"default": (1, 4), "consistent": (0.1, 0.1), "unsigned P": (1, 1)}))
-    error_against_time.main(["--results", str(tmp_path)])
+    out = ["--out", str(tmp_path / "error_against_time")]
+    error_against_time.main(["--results", str(tmp_path), *out])
 
     result = json.loads((tmp_path / "error_against_time.json").read_text())
     rows = {row["setting"]: row for row in result["rows"]}
@@ -67,7 +69,7 @@ def test_the_newest_time_stands_beside_the_mean_error(tmp_path, write):
     assert rows["sagebwd unsigned P"]["time"] == {"64": 2.5}  # the default has no time at 128
     assert rows["sagebwd"]["relative_l2"] == pytest.approx({"dq": 2, "dk": 4})  # geometric
     assert (tmp_path / "error_against_time.png").exists()
-    table = "\n".join(report_gradients.against_time(result))
+    table = gradients.against_time(result)
     assert "| sagebwd consistent | commit  | 0.75 | .1000 | .2000 |" in table
 
 
@@ -87,7 +89,8 @@ def test_a_damaged_result_is_named(tmp_path, write):
 def test_nothing_timed_writes_nothing(tmp_path, write, capsys):
     write("gradient_error.json", study({"default": (1, 4)}))
     write("bench_attention.json", bench("2026-03", [("sagebwd", "both", 64, 2.0)], device="cpu"))
-    error_against_time.main(["--results", str(tmp_path)])
+    out = tmp_path / "error_against_time"
+    error_against_time.main(["--results", str(tmp_path), "--out", str(out)])
     assert "was both timed on a GPU and studied" in capsys.readouterr().out
     assert not (tmp_path / "error_against_time.json").exists()
 
@@ -96,6 +99,5 @@ def test_a_folder_without_a_study_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         error_against_time.main(["--results", str(tmp_path)])
     assert (
-        "has no gradient_error.json; python -m scripts.paper.gradient_error makes it"
-        in capsys.readouterr().err
+        "has no gradient_error.json; python -m scripts.paper.gradient_error --out" in capsys.readouterr().err
     )

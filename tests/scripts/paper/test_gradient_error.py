@@ -1,6 +1,5 @@
 """The study of gradient errors: its steps, its measures, its files, its refusals."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -8,11 +7,14 @@ import pytest
 import torch
 
 from sagebwd import SageConfig
-from scripts.paper import gradient_error, report_gradients
+from scripts.paper import gradient_error
 from scripts.paper.attention_emulation import Head, Result, emulate, scheme_of
-from scripts.paper.gradient_error import Row, Source, front, gain, heads_of
+from scripts.paper.gradient_error import gain, heads_of
+from scripts.paper.gradient_error_rows import Row, Source, front, mean_error
+from scripts.paper.gradient_error_tables import BIAS_OF
 from scripts.paper.gradient_variants import ROUNDINGS, STEPS, ladder, rounded_in, variants
-from scripts.paper.results import Results
+from scripts.paper.report import gradients
+from scripts.paper.result_files import Results, read_json
 from scripts.paper.traces import Layer, Origin, save_trace
 
 
@@ -93,7 +95,7 @@ def test_query_heads_come_with_their_key_head():
 
 def test_command_line(tmp_path, monkeypatch, capsys):
     """Two steps of one run and a Gaussian, with few variants; everything is written and adds up."""
-    few = {name: variants(16, torch.bfloat16)[name] for name in ("paper", *gradient_error.BIAS_OF)}
+    few = {name: variants(16, torch.bfloat16)[name] for name in ("paper", *BIAS_OF)}
     few["stochastic dS, mean of 8"] = replace(few["stochastic dS, mean of 8"], draws=2)
     monkeypatch.setattr(gradient_error, "variants", lambda *_: few)
     for step in (1, 20):
@@ -103,9 +105,10 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     options = ["--sigmas", "3", "--layers", "5", "--heads", "2", "--tokens", "33", "--head-dim", "16"]
     gradient_error.main([*traces, *options, "--out", str(tmp_path / "new" / "gradient_error")])
 
-    names = {f"gradient_error{ending}" for ending in (".json", ".md", ".png", "_progress.png")}
+    endings = (".json.gz", ".md", ".png", "_progress_dq.png", "_progress_dk.png")
+    names = {f"gradient_error{ending}" for ending in endings}
     assert {path.name for path in (tmp_path / "new").iterdir()} == names
-    report = json.loads((tmp_path / "new" / "gradient_error.json").read_text(encoding="utf-8"))
+    report = read_json(tmp_path / "new" / "gradient_error.json")
     assert report["settings"]["traces"] == traces
     assert report["sources"]["a run, step 20"]["tokens"] == 20 * 512
     assert [source["is_last"] for source in report["sources"].values()] == [False, True, True]
@@ -119,11 +122,12 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert f"{means[1]:.4f}" in markdown.split("## dQ: error against cost")[1].split("##")[0]
     assert "| a run, step 1 " in markdown
     assert "written to" in capsys.readouterr().out
-    check_section(report_gradients.gradient_error(Results(tmp_path / "new")).text, means, default[-1])
+    section = gradients.gradient_error(Results(tmp_path / "new"))
+    check_section("\n".join(section.tables.values()), means, default[-1])
 
 
 def check_section(text, means, gaussian):
-    """The report's: the default at each step, the variants at the last, and the pictures."""
+    """The report's: the default at each step, the variants at the last."""
     first, last = (f"{mean:.4f}".lstrip("0") for mean in means)
     assert f"| a run | 512 | {first} |" in text
     assert f"| a run | 10,240 | {last} |" in text
@@ -134,8 +138,7 @@ def check_section(text, means, gaussian):
     assert cells["a run, step 20"]["default"].startswith(f"{last} / .")
     gaussian_dq = f"{gaussian['relative_l2']['dq']:.4f}".lstrip("0")
     assert cells[gaussian["source"]]["default"].startswith(f"{gaussian_dq} / .")
-    assert re.search(r"part of dQ's error at the last step is \*\*.*a run \(\.\d+ of \.\d+\)", text)
-    assert "](gradient_error_progress.png)" in text
+    assert re.search(r"\| dQ \| .* \| \d of 2 \| .*a run \(\.\d+ of \.\d+\)", text)
 
 
 @pytest.mark.parametrize(
@@ -177,5 +180,5 @@ def test_one_tensor_of_zeros_does_not_stop_the_tables():
     errors = gradient_error.compare(zeros, zeros)
     assert errors["relative_l2"] == dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     row = Row("s", 0, 0, "variant", "default", 11, **errors)
-    assert gradient_error.mean_error([row], "dq") == 0
+    assert mean_error([row], "dq") == 0
     assert Source("s", "s", None, None).tokens is None

@@ -1,7 +1,5 @@
 """The emulated backward against float64, the library's reference, and every number that FP8 has."""
 
-import json
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ import sagebwd.reference
 import sagebwd.reference.quantization
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l1, relative_l2
-from scripts.paper import gradient_formats, report_gradients
+from scripts.paper import gradient_formats
 from scripts.paper.gradient_formats import (
     FORMATS,
     PER_COLUMN,
@@ -20,8 +18,9 @@ from scripts.paper.gradient_formats import (
     layer_gradients,
     quantize,
 )
-from scripts.paper.report_parts import CANNOT_TELL
-from scripts.paper.results import Results
+from scripts.paper.report import gradients
+from scripts.paper.report.verdicts import CANNOT_TELL
+from scripts.paper.result_files import Results, read_json
 from scripts.paper.traces import Layer, Origin, save_trace
 from tests.exact import draw, float64_attention
 
@@ -103,7 +102,7 @@ def test_from_a_trace_to_the_table(tmp_path, capsys):
     gradient_formats.main(
         [str(tmp_path / "trace.safetensors"), "--granularity", "row", "--tile", "32", "16", "--out", str(out)]
     )
-    rows = json.loads((tmp_path / "made" / "gradient_formats.json").read_text())["rows"]
+    rows = read_json(tmp_path / "made" / "gradient_formats.json")["rows"]
     expected = [("a run, step 1", n) for n in (3, 7) for _ in range(6)]
     assert [(row["trace"], row["layer"]) for row in rows] == expected
     exact = float64_attention(*layer)
@@ -117,21 +116,22 @@ def test_from_a_trace_to_the_table(tmp_path, capsys):
     assert text in capsys.readouterr().out
     assert "a run, step 1 (2 layers)" in text
     assert f"FP8 gradients: l1 {PUBLISHED['FP8 gradients']['l1']:g}" in text
-    check_section(report_gradients.gradient_formats(Results(tmp_path / "made")), rows)
+    check_section(gradients.gradient_formats(Results(tmp_path / "made")), rows)
 
 
-def check_section(body, rows):
+def check_section(section, rows):
     """The report's: means over the two layers; a hardly trained model decides nothing."""
     l1 = {scheme: [] for scheme in (("int8", 16), ("e4m3", 16), ("int8", 8))}
     for row in rows:
         scheme = row["scheme"]["format"], row["scheme"]["dp_bits"]
         if scheme in l1:
             l1[scheme].append(row["errors"]["dq"]["l1"])
+    formats_table, dp_table = section.tables.values()
     int8, e4m3, int8_dp = (f"{sum(values) / 2:.4f}".lstrip("0") for values in l1.values())
-    assert f"| a run, step 1 | row | {int8} | {e4m3} | " in body.text
-    assert f"| a run, step 1 | row | {int8} | " in body.text.split("Table 1c:")[1]
-    assert f" | {int8_dp} | " in body.text.split("Table 1c:")[1]
-    assert [verdict.answer for verdict in body.verdicts] == [CANNOT_TELL] * 2
+    assert f"| a run, step 1 | row | {int8} | {e4m3} | " in formats_table
+    assert f"| a run, step 1 | row | {int8} | " in dp_table
+    assert f" | {int8_dp} | " in dp_table
+    assert [verdict.answer for verdict in section.verdicts] == [CANNOT_TELL] * 2
 
 
 def test_gaussians_without_a_trace(tmp_path, capsys):
@@ -139,10 +139,10 @@ def test_gaussians_without_a_trace(tmp_path, capsys):
         ["--sigmas", "1", "--tokens", "256", "--heads", "2", "--head-dim", "32", "--out", str(tmp_path / "g")]
     )
     assert "Gaussian, σ = 1 (1 layer)" in capsys.readouterr().out
-    rows = json.loads((tmp_path / "g.json").read_text())["rows"]
+    rows = read_json(tmp_path / "g.json")["rows"]
     errors = {tuple(row["scheme"].values())[:3]: row["errors"] for row in rows}
     assert len(errors) == 12
-    # FP8 spends bits on range that a Gaussian does not need; fewer bits of mantissa err more.
+    # FP8 spends bits on range that a Gaussian does not need; fewer bits of mantissa give larger errors.
     for dp_bits in (16, 8):
         int8, e4m3, e5m2 = (errors[name, dp_bits, "row"]["dq"]["l1"] for name in FORMATS)
         assert 2 * int8 < e4m3 < e5m2 / 1.5
@@ -153,7 +153,7 @@ def test_gaussians_without_a_trace(tmp_path, capsys):
 
 def test_what_is_no_trace_is_refused(tmp_path):
     (tmp_path / "text").write_text("no tensors")
-    for name, message in (("text", "is no trace, or is damaged"), ("missing", "missing is not there")):
+    for name, message in (("text", "is not a trace, or is damaged"), ("missing", "missing is not there")):
         with pytest.raises(SystemExit, match=message):
             gradient_formats.main([str(tmp_path / name), "--out", str(tmp_path / "out")])
     assert not list(tmp_path.glob("out*"))

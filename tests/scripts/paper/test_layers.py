@@ -1,6 +1,5 @@
 """From a run that was trained here to its layers' errors, RMS, Table 2 and traces."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,11 +10,12 @@ from torch.nn.functional import scaled_dot_product_attention
 import model.huggingface
 import sagebwd.reference
 from sagebwd.metrics import cosine_similarity, relative_l2, rms
-from scripts.paper import layers, report_layers
+from scripts.paper import layers, layers_runs
 from scripts.paper.layers import VARIANTS, choose_heads
 from scripts.paper.layers_tables import Row, most_error_prone
-from scripts.paper.report_parts import CANNOT_TELL
-from scripts.paper.results import Results
+from scripts.paper.report import layers as layers_section
+from scripts.paper.report.verdicts import CANNOT_TELL
+from scripts.paper.result_files import Results, read_json
 from scripts.paper.traces import find_traces, load_trace
 from tests.exact import draw, float64_attention
 from trainer.probe import Captured
@@ -35,7 +35,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
          "--trace-layers", "0", "1", "--device", "cpu"]
     )  # fmt: skip
     printed = capsys.readouterr().out
-    result = json.loads((tmp_path / "out" / "layers.json").read_text())
+    result = read_json(tmp_path / "out" / "layers.json")
 
     origin, traced = load_trace(traces / "run" / "step_00000003.safetensors")
     assert (origin.run, origin.step, origin.tokens, origin.tokens_per_step) == ("run", 3, 444, 148)
@@ -61,26 +61,27 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     ):
         assert part in text
     pictures = sorted(file.name for file in (tmp_path / "out").glob("*.png"))
-    assert pictures == ["layers_default.png", "layers_paper.png", "layers_variants.png"]
+    assert pictures == ["layers.png", "layers_smoothing.png"]
     assert result["runs"]["run"]["sequences_per_step"] == 4
-    check_section(report_layers.layers(Results(tmp_path / "out")), result)
+    check_section(layers_section.layers(Results(tmp_path / "out")), result)
     check_weights_of_a_step(tmp_path / "run")
     check_traces_of_milestones(tmp_path / "run", traced, capsys)
     check_refusals(tmp_path)
 
 
-def check_section(body, result):
+def check_section(section, result):
     """The report's: means over both layers and the worst, Table 2, RMS; it decides nothing."""
+    text = "\n".join(section.tables.values())
     errors = [row["errors"]["paper"]["dk_l2"] for row in result["rows"]]
     mean, worst = (f"{value:.4f}".lstrip("0") for value in (sum(errors) / 2, max(errors)))
-    line = next(line for line in body.text.splitlines() if line.startswith("|  |  | L2 |"))
+    line = next(line for line in text.splitlines() if line.startswith("|  |  | L2 |"))
     assert line.split("|")[6].strip() == f"{mean} ({worst})"
     table = result["table2"]["run"]
     pair = " / ".join(f"{value:.4f}".lstrip("0") for value in table["paper"]["ds"])
-    assert f"| dS | .9789 / .2045 | {pair} |" in body.text
+    assert f"| dS | .9789 / .2045 | {pair} |" in text
     logit = max(row["statistics"]["largest_logit"] for row in result["rows"])
-    assert f"| {logit:.1f} |" in body.text
-    assert {verdict.answer for verdict in body.verdicts} == {CANNOT_TELL}
+    assert f"| {logit:.1f} |" in text
+    assert {verdict.answer for verdict in section.verdicts} == {CANNOT_TELL}
 
 
 def check_traces_of_milestones(path, at_the_end, capsys):
@@ -111,7 +112,7 @@ def check_held_out_text(trainer, run, v):
 
 def check_weights_of_a_step(path):
     """The last checkpoint has the finished weights."""
-    last, end = (layers.open_run("run", RunDirectory(path), step) for step in (3, None))
+    last, end = (layers_runs.open_run("run", RunDirectory(path), step) for step in (3, None))
     assert last.origin == end.origin
     left, right = (layers.load_model(run, scaled_dot_product_attention) for run in (last, end))
     assert all(torch.equal(x, y) for x, y in zip(left.parameters(), right.parameters(), strict=True))
@@ -199,7 +200,7 @@ def test_options_that_do_not_go_together_are_refused(options, message, capsys):
 
 def test_runs_are_named_from_where_their_folders_part():
     def names(*paths):
-        return layers.names_of([Path("/runs") / path for path in paths])
+        return layers_runs.names_of([Path("/runs") / path for path in paths])
 
     assert names("a") == ["a"]
     assert names("large/a-seed1", "large/b-seed1") == ["a-seed1", "b-seed1"]

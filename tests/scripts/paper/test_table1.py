@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from scripts.paper import table1
+from scripts.paper.attention_errors import TENSORS, exact_attention, measure
+from scripts.paper.published import TABLE_1
 
 #: Relative L2 of O, dQ, dK, dV that the script measures at its default settings, by σ.
 MEASURED = {
@@ -33,10 +35,10 @@ MEASURED = {
 }
 
 
-@pytest.fixture(scope="module", params=table1.PAPER)
+@pytest.fixture(scope="module", params=TABLE_1)
 def measured(request):
     """σ, and {variant: {tensor: (cosine similarity, relative L2)}} at the default settings."""
-    return request.param, table1.measure(request.param, table1.parse_arguments([]))
+    return request.param, measure(request.param, table1.parse_arguments([]))
 
 
 def test_numbers_are_those_on_record(measured):
@@ -52,19 +54,19 @@ def test_row_scales_reproduce_the_paper(measured):
     The exception is dV at σ = 1: .0204 against .0159, which the script's docstring explains.
     """
     sigma, errors = measured
-    for tensor, (cosine, relative_l2) in zip(table1.TENSORS, table1.PAPER[sigma], strict=True):
+    for tensor, (cosine, relative_l2) in zip(TENSORS, TABLE_1[sigma], strict=True):
         found_cosine, found_l2 = errors["row"][tensor]
         assert found_cosine == pytest.approx(cosine, rel=0.02 if sigma > 5 else 0.0015)
         if (sigma, tensor) != (1, "dv"):
             assert found_l2 == pytest.approx(relative_l2, rel=0.07), tensor
 
 
-def test_the_exact_attention_of_the_script(draw, exact):
+def test_exact_attention(draw, exact):
     inputs = draw(33)
     for is_causal in (False, True):
         wanted = exact(*inputs, is_causal=is_causal)
-        found = table1.exact_attention(*inputs, is_causal)
-        for name, x in zip(table1.TENSORS, found, strict=True):
+        found = exact_attention(*inputs, is_causal)
+        for name, x in zip(TENSORS, found, strict=True):
             torch.testing.assert_close(x, wanted[name])
 
 
@@ -90,7 +92,7 @@ def test_command_line(tmp_path, capsys):
     assert [(row["sigma"], row["variant"]) for row in report["rows"]] == [
         (sigma, variant) for sigma in (1, 3, 5, 8, 10) for variant in ("paper", "block", "row", "default")
     ]
-    assert all(0 < row[name][1] < 2 for row in report["rows"] for name in table1.TENSORS)
+    assert all(0 < row[name][1] < 2 for row in report["rows"] for name in TENSORS)
     assert report["command"].startswith("python -m scripts.paper.table1 --tokens 40")
     assert sorted(path.name for path in out.parent.iterdir()) == ["table1.json", "table1.png"]
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -35,7 +35,7 @@ def test_other_files_are_refused(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors", metadata={"format": "pt"})
     (tmp_path / "text.safetensors").write_text("no tensors")
     for name in ("weights", "text"):
-        with pytest.raises(ValueError, match=r"is no trace, or is damaged; .*--traces"):
+        with pytest.raises(ValueError, match=r"is not a trace, or is damaged; .*--traces"):
             load_trace(tmp_path / f"{name}.safetensors")
 
 
@@ -43,7 +43,7 @@ def test_a_trace_that_was_cut_short_is_refused(tmp_path):
     path = tmp_path / "trace.safetensors"
     save_trace(path, ORIGIN, {2: layer(1)})
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"trace\.safetensors is no trace, or is damaged; .*--traces"):
+    with pytest.raises(ValueError, match=r"trace\.safetensors is not a trace, or is damaged; .*--traces"):
         load_trace(path)
 
 

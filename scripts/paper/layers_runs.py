@@ -1,0 +1,125 @@
+"""The training runs whose layers are measured: found, opened and checked before any work."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data.corpus import Corpus
+from data.loader import count_sequences
+from scripts.compare import distinct, find_runs
+from scripts.paper.traces import Origin
+from scripts.runs import milestones, open_data, read_settings
+from trainer.checkpoint import checkpoint_of
+from trainer.plan import tokens_per_step
+from trainer.run_directory import RunDirectory, read_metrics
+from trainer.settings import Settings
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, and which of its weights: those of origin.step.
+
+    checkpoint: the step whose checkpoint has them; None: they are the finished ones.
+    """
+
+    name: str
+    directory: RunDirectory
+    settings: Settings
+    corpus: Corpus
+    origin: Origin
+    checkpoint: int | None
+
+    @property
+    def sequences_per_step(self) -> int:
+        return tokens_per_step(self.settings) // self.settings.context
+
+
+class UnusableWeights(Exception):
+    """The weights of a run are damaged, or not those of its model; the message says which and why."""
+
+
+def open_runs(arguments: Namespace) -> list[Run]:
+    """All runs, checked before any is measured.
+
+    Raises ValueError or FileNotFoundError for a run that is unfinished, or lacks its data or what is asked.
+    """
+    paths = find_runs([Path(path) for path in arguments.runs])
+    if not paths:
+        raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
+    names = names_of([path.resolve() for path in paths])
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"several runs are called {', '.join(twice)}; name each once")
+    runs = [
+        open_run(name, RunDirectory(path), arguments.step) for name, path in zip(names, paths, strict=True)
+    ]
+    for run in runs:
+        check(run, arguments)
+    return runs
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    """The runs' folders, from where their paths part, without the overrides that all share."""
+    shared = os.path.commonpath([path.parent for path in paths])
+    return distinct([path.relative_to(shared).as_posix() for path in paths])
+
+
+def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
+    """The run at its end, or at the checkpoint of a step.
+
+    Raises ValueError or FileNotFoundError if it is unfinished then, or its data not what it was.
+    """
+    settings = read_settings(directory)
+    if step is None:
+        if not (directory.is_finished and directory.weights.is_dir()):
+            raise ValueError(
+                f"{directory.path} has no finished weights; leave it out, train it to its end (the command "
+                "that started it continues it), or choose a checkpoint with --step"
+            )
+        reached = read_metrics(directory.metrics)[-1]["step"]
+    else:
+        checkpoint_of(directory.checkpoints, step)
+        reached = step
+    origin = Origin(
+        run=name,
+        step=reached,
+        tokens=reached * tokens_per_step(settings),
+        tokens_per_step=tokens_per_step(settings),
+        qk_norm=settings.model.qk_norm,
+        attention=settings.attention["backend"],
+    )
+    return Run(name, directory, settings, open_data(directory, settings), origin, checkpoint=step)
+
+
+def check(run: Run, arguments: Namespace) -> None:
+    """Raise ValueError if the run has too few validation sequences, layers or heads for the arguments."""
+    sequences = count_sequences(run.corpus.val, run.settings.context)
+    if sequences < arguments.sequences:
+        raise ValueError(
+            f"--sequences {arguments.sequences}: the validation text of {run.name} has {sequences} sequences "
+            f"of {run.settings.context} tokens; use --sequences {sequences} or fewer"
+        )
+    shape = run.settings.model
+    for name, asked, there in (
+        ("--trace-layers", arguments.trace_layers, shape.n_layers),
+        ("--trace-heads", arguments.trace_heads, shape.n_heads),
+    ):
+        foreign = [number for number in asked or () if not 0 <= number < there]
+        if foreign:
+            raise ValueError(f"{name} {foreign[0]}: {run.name} has 0 to {there - 1}; choose among these")
+
+
+def milestones_of(run: Run) -> list[Run]:
+    """The run at each of its milestones before its end."""
+    return [
+        replace(run, checkpoint=step, origin=at_step(run.origin, step))
+        for step in milestones(run.directory, run.settings)
+        if step < run.origin.step
+    ]
+
+
+def at_step(origin: Origin, step: int) -> Origin:
+    return replace(origin, step=step, tokens=step * origin.tokens_per_step)
