@@ -326,7 +326,12 @@ def draw_layers(axes: Any, rows: list[Row]) -> None:
     for tokens in PAPER_TOKENS:
         axes.axhline(tokens, color="black", linestyle=":", linewidth=1)
         axes.annotate(
-            f"{tokens:,}", (0.99, tokens), xycoords=("axes fraction", "data"), fontsize=8, ha="right"
+            f"{tokens:,}",
+            (0.99, tokens),
+            xycoords=("axes fraction", "data"),
+            fontsize=8,
+            ha="right",
+            va="bottom",
         )
     axes.set_yscale("log")
     axes.set_ylim(top=1e10)

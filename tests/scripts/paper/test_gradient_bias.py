@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import model.huggingface
+from data.loader import BatchLoader
 from model.llama import Llama
 from sagebwd import SageConfig, sage_attention
 from scripts.paper import gradient_bias
@@ -173,10 +175,36 @@ def test_settings_are_those_asked_for():
     assert set(STYLES) <= {CONTROL, *SETTINGS}
 
 
+class Tokens:
+    """Ten sequences of eight tokens; token i is i."""
+
+    name = "ten"
+
+    def __len__(self):
+        return 81
+
+    def window(self, first, count):
+        return np.arange(first, first + count)
+
+
+@pytest.mark.parametrize(("last_step", "unseen"), [(0, True), (2, True), (4, False), (7, False)])
+def test_batches_are_disjoint_and_behind_the_end_of_the_run(compose_settings, last_step, unseen):
+    settings = compose_settings("experiment=debug", "context=8", "tps.tokens_per_step=16", "tps.divide_by=1")
+    run = SimpleNamespace(name="run", settings=settings, corpus=SimpleNamespace(train=Tokens()))
+    batches, found_unseen = gradient_bias.draw_batches(run, last_step, 3, 16)
+    loader = BatchLoader(Tokens(), context=8, sequences_per_step=2, micro_batch=1, seed=settings.seed)
+    before = {index for step in range(last_step) for index in loader.sequence_indices(step)}
+    chosen = [int(index) // 8 for inputs, _ in batches for index in inputs[:, 0]]
+    assert [len(inputs) for inputs, _ in batches] == [2, 2, 2]
+    assert len(set(chosen)) == 6
+    assert chosen[:2] == loader.sequence_indices(last_step).tolist()
+    assert found_unseen == unseen == before.isdisjoint(chosen)
+
+
 SHAPE = ("model.n_heads=4", "model.n_kv_heads=2", "context=37", "hardware.micro_batch=2")
 
 
-def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
+def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys, monkeypatch):
     trainer = train_here(
         tmp_path / "run", "steps=3", *SHAPE, "tps.tokens_per_step=148", "tps.divide_by=1",
         "eval_every=99", "sample_tokens=0", "probe.every=0", "checkpoint_every=2", "milestone_every=2",
@@ -189,7 +217,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
          "--out", str(out)]
     )  # fmt: skip
     result = json.loads((tmp_path / "out" / "bias.json").read_text())
-    assert [place["step"] for place in result["checkpoints"]] == [2, 3]
+    assert [place["step"] for place in result["checkpoints"]] == [3, 2]
     assert {place["adam"] for place in result["checkpoints"]} == {"v of the checkpoint"}
     assert result["runs"]["run"]["batches_unseen"]
     assert result["left_out"] == {}
@@ -211,7 +239,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     assert abs(last[0].bias[0]) < 1e-4 < last[1].bias[0]
     own = [item for item in result["gradients"] if (item["step"], item["layer"]) == (3, None)]
     assert {item["group"] for item in own} == set(GROUP_TITLES)
-    differences = result["checkpoints"][-1]["loss_differences"]
+    differences = result["checkpoints"][0]["loss_differences"]
     assert abs(differences[CONTROL][0]) < 1e-5 < abs(differences["paper"][0])
 
     text = (tmp_path / "out" / "bias.md").read_text()
@@ -219,6 +247,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     assert "Trained with fpa with QK-norm on 444 tokens, 148 a step" in text
     assert (tmp_path / "out" / "bias.png").stat().st_size > 10_000
     check_without_checkpoint(tmp_path, rows)
+    check_a_setting_that_fails(tmp_path, monkeypatch)
     check_joining(tmp_path)
     check_refusals(tmp_path, capsys)
 
@@ -298,6 +327,26 @@ def check_without_checkpoint(folder, rows):
             assert row.along == pytest.approx(other.along, rel=0.01, abs=1e-3)
     adam = [row for row in result["rows"] if row["view"] == "adam" and row["group"] == "mlp"]
     assert adam[0]["bias"] != before["adam", "mlp", adam[0]["layer"]].bias
+
+
+def check_a_setting_that_fails(folder, monkeypatch):
+    """It is left out, the others are measured, and the tables say so; here at another step, too."""
+    working = gradient_bias.try_attention
+
+    def try_attention(attend, **options):
+        if getattr(attend, "keywords", None) == {"config": SETTINGS["default"]}:
+            raise RuntimeError("no such kernel")
+        working(attend, **options)
+
+    monkeypatch.setattr(gradient_bias, "try_attention", try_attention)
+    gradient_bias.main(
+        [str(folder / "run"), "--steps", "2", "--settings", "default", "only_o", "--batches", "3",
+         "--tokens-per-batch", "37", "--device", "cpu", "--out", str(folder / "out" / "partly")]
+    )  # fmt: skip
+    result = json.loads((folder / "out" / "partly.json").read_text())
+    assert {(row["step"], row["setting"]) for row in result["rows"]} == {(2, "only_o"), (3, "only_o")}
+    left_out = "Left out of run: `default`: RuntimeError: no such kernel"
+    assert left_out in (folder / "out" / "partly.md").read_text()
 
 
 def check_joining(folder):
