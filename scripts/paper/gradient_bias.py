@@ -46,11 +46,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
-import model.backends.fpa
 from data.loader import BatchLoader, stack_sequences
-from model.backends import AttentionFn, AttentionSettings, Backend
+from model.backends import AttentionFn
 from model.llama import Llama
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
@@ -101,9 +102,14 @@ SETTINGS = {
     "all_int8": replace(SageConfig(), int8_matmuls=MATMULS),  # dP, too
 }
 
-#: FlashAttention-2 is what every setting is compared with, cuDNN the control; a CPU has other kernels.
-TRUTH_KERNEL = {"cuda": "flash", "cpu": None}
-CONTROL_KERNEL = {"cuda": "cudnn", "cpu": "math"}
+#: What every setting is compared with, and the control; of a GPU and of a CPU.
+TRUTH_KERNEL = {"cuda": SDPBackend.FLASH_ATTENTION, "cpu": SDPBackend.FLASH_ATTENTION}
+CONTROL_KERNEL = {"cuda": SDPBackend.CUDNN_ATTENTION, "cpu": SDPBackend.MATH}
+TITLES = {
+    SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.MATH: "plain PyTorch",
+}
 
 RAW, ADAM = "raw", "adam"
 VIEWS = (RAW, ADAM)
@@ -429,26 +435,23 @@ def draw_batches(run: Run, last_step: int, count: int, tokens_per_batch: int) ->
     return [stack_sequences(run.corpus.train, batch, context) for batch in chosen], loader.epoch_of(step) <= 1
 
 
-def full_precision(run: Run, device: torch.device, kernel: str | None) -> Backend:
-    """Raises ValueError if this device has no such kernel."""
-    shape = run.settings.model
-    return model.backends.fpa.build(
-        AttentionSettings(backend="fpa", sdpa=kernel),
-        device=device,
-        dtype=dtype_of(run),
-        d_head=shape.d_head,
-        is_gqa=shape.kv_heads != shape.n_heads,
-    )
+def full_precision(kernel: SDPBackend) -> AttentionFn:
+    """scaled_dot_product_attention by one kernel; RuntimeError where that cannot run."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    return attend
 
 
-def attentions(run: Run, chosen: Sequence[str], device: torch.device) -> dict[str, AttentionFn]:
-    """The control and the chosen settings. Raises ValueError if this device has not the control's kernel."""
-    found: dict[str, AttentionFn] = {
-        name: partial(sage_attention, config=SETTINGS[name]) for name in chosen if name != CONTROL
+def attentions(chosen: Sequence[str], device: torch.device) -> dict[str, AttentionFn]:
+    """The control and the chosen settings."""
+    control = full_precision(CONTROL_KERNEL[device.type])
+    return {
+        name: control if name == CONTROL else partial(sage_attention, config=SETTINGS[name])
+        for name in chosen
     }
-    if CONTROL in chosen:
-        found = {CONTROL: full_precision(run, device, CONTROL_KERNEL[device.type]).attend, **found}
-    return found
 
 
 def try_attention(
@@ -504,7 +507,7 @@ def measure_all(runs: list[list[Run]], result: dict[str, Any], arguments: Namesp
 def working_attentions(run: Run, result: dict[str, Any], arguments: Namespace) -> dict[str, AttentionFn]:
     """Those that run on this device; what the others say goes to the result and to the terminal."""
     shape, working = run.settings.model, {}
-    for name, attend in attentions(run, arguments.settings, torch.device(arguments.device)).items():
+    for name, attend in attentions(arguments.settings, torch.device(arguments.device)).items():
         began = time.perf_counter()
         try:
             try_attention(
@@ -537,9 +540,9 @@ def measure_checkpoint(
 ) -> list[Row]:
     """A row for each setting, view, group and layer; adds the gradient's own and the losses to the result."""
     device, dtype = torch.device(arguments.device), dtype_of(run)
-    truth = full_precision(run, device, TRUTH_KERNEL[device.type])
+    kernel = TRUTH_KERNEL[device.type]
     micro_batch = sequences_of_pass(run, arguments)
-    llama = load_model(run, truth.attend)
+    llama = load_model(run, full_precision(kernel))
     v_hat = second_moments(run, llama)
     llama = llama.to(device)
     with precision_of_training(dtype):
@@ -553,7 +556,7 @@ def measure_checkpoint(
         result["checkpoints"].append(
             place
             | {"adam": "mean square of g over batches" if v_hat is None else "v of the checkpoint"}
-            | {"truth": truth.description, "loss": float(np.mean(losses)), "loss_differences": {}}
+            | {"truth": TITLES[kernel], "loss": float(np.mean(losses)), "loss_differences": {}}
         )
         rows, d = [], empty_gradients(llama, len(batches))
         for setting, attend in found.items():
@@ -720,7 +723,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[Run]]
         "critical_tokens": "tokens per step at which |b|² is the minibatch's variance; null: without end",
         "tokens_per_batch": arguments.tokens_per_batch,
         "configs": {name: asdict(SETTINGS[name]) for name in arguments.settings if name != CONTROL},
-        "control": f"scaled_dot_product_attention, {CONTROL_KERNEL[torch.device(arguments.device).type]}",
+        "control": TITLES[CONTROL_KERNEL[torch.device(arguments.device).type]],
         "runs": {end.name: describe_trained(end) for *_, end in runs},
         "left_out": {},
         "checkpoints": [],
@@ -740,7 +743,9 @@ def describe_trained(run: Run) -> dict[str, Any]:
         "warmup_steps": settings.tps.warmup_steps,
         "optimizer": asdict(settings.optimizer),
         "model": asdict(settings.model),
-        "attention_settings": asdict(settings.attention),
+        "attention_settings": dict(settings.attention)
+        if isinstance(settings.attention, Mapping)
+        else asdict(settings.attention),
     }
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from data.files import write_text
 from scripts.bench.measuring import align, beside, finite, number, origin_of, save_figure
-from scripts.paper.layers_tables import pyplot
 from trainer.style import ATTENTION, CYCLE, Style
 
 CONTROL = "control"  # full precision with another kernel
@@ -279,6 +278,15 @@ def draw(rows: list[Row], path: Path) -> None:
     figure.suptitle("What INT8 attention does to raw gradients; bars: 95% intervals", fontsize=11)
     save_figure(figure, path)
     plt.close(figure)
+
+
+def pyplot() -> Any:
+    import matplotlib  # slow to import; only needed when there is something to draw
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
 
 
 def legend(panels: Sequence[Any]) -> tuple[list[Any], list[str]]:
