@@ -1,6 +1,6 @@
 """Bias or noise: what INT8 attention does to the gradients of a training step.
 
-    python -m scripts.paper.gradient_bias runs/NAME [runs/NAME …] --milestones --out results/gradient_bias
+    python -m scripts.paper.gradient_bias runs/NAME [runs/NAME …] --milestones --out runs/paper/gradient_bias
 
 At each checkpoint of a run, the gradient of every weight is taken on n batches of the run's training text:
 with FlashAttention-2 (g_i), with cuDNN as the control, and with each setting of SageBwd (g'_i). With
@@ -57,19 +57,11 @@ from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
 from scripts.bench.measuring import choose_device, describe_run, finite
 from scripts.compare import find_runs
-from scripts.paper.curves import quantile
+from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.gradient_bias_tables import CONTROL, Row, write
-from scripts.paper.layers import (
-    Run,
-    UnusableWeights,
-    at_step,
-    dtype_of,
-    load_model,
-    milestones_of,
-    names_of,
-    open_run,
-)
-from scripts.paper.table1 import positive_int
+from scripts.paper.layers import dtype_of, load_model
+from scripts.paper.layers_runs import Run, UnusableWeights, at_step, milestones_of, names_of, open_run
+from scripts.paper.loss_statistics import quantile
 from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, steps_in
 from trainer.optimizer import adamw
 from trainer.plan import tokens_per_step
@@ -122,16 +114,16 @@ DIGITS = 4  # significant ones, in the JSON
 EXAMPLES = """
 examples:
   the end of a run and its milestones, on a GPU
-      python -m scripts.paper.gradient_bias runs/NAME --milestones --out results/gradient_bias
+      python -m scripts.paper.gradient_bias runs/NAME --milestones --out runs/paper/gradient_bias
   325M parameters: gradients of 32 batches take 2 x 41 GB, so fewer sequences in a pass
       python -m scripts.paper.gradient_bias runs/NAME --micro-batch 4
   what two processes measured, as one result
-      python -m scripts.paper.gradient_bias --join first.json second.json --out results/gradient_bias
+      python -m scripts.paper.gradient_bias --join first.json second.json --out runs/paper/gradient_bias
 
-written after every checkpoint, with --out results/gradient_bias:
-  results/gradient_bias.json    every number: setting, group of weights, layer; settings, hardware, versions
-  results/gradient_bias.md      tables
-  results/gradient_bias.png     bias by setting, critical tokens by layer, bias along training
+written after every checkpoint, with --out runs/paper/gradient_bias:
+  runs/paper/gradient_bias.json    every number, by setting, group of weights, layer; hardware, versions
+  runs/paper/gradient_bias.md      tables
+  runs/paper/gradient_bias.png     bias by setting, critical tokens by layer, bias along training
 """
 
 
@@ -678,7 +670,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
     parser.add_argument("--join", nargs="+", metavar="JSON", help="put earlier results together")
     parser.add_argument(
-        "--out", default="results/gradient_bias", help="beginning of the files (default %(default)s)"
+        "--out", default=str(OUT / "gradient_bias"), help="beginning of the files (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
     if bool(arguments.join) == bool(arguments.runs):
