@@ -55,7 +55,9 @@ class Layers:
 
 
 def smooths_k_alone(attention: dict[str, Any]) -> bool:
-    return attention["smooth_k"] is not False and not attention["smooth_q"] and not attention["smooth_v"]
+    """Whether these settings, which full precision has none of, smooth K and nothing else."""
+    others = attention.get("smooth_q") or attention.get("smooth_v")
+    return attention.get("smooth_k") is not False and not others
 
 
 def layers(results: Results) -> Section:
