@@ -121,7 +121,7 @@ def test_refuses_tensors(tensor, inputs, message):
 
 
 def test_refuses_heads_that_do_not_divide(tensor):
-    with pytest.raises(ValueError, match="q has 4 heads, not a multiple of the 3 of k; change either number"):
+    with pytest.raises(ValueError, match="q has 4 heads, not a multiple of the 3 of k; change one of them"):
         sage_attention(tensor(), tensor(heads=3), tensor(heads=3), enable_gqa=True)
 
 
