@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help quickstart test lint format oldest constraints clean
+.PHONY: help quickstart test docs docs-source lint format oldest constraints clean
 
 help:
 	@echo "make quickstart  train a small model twice (full precision, SageBwd) and compare the losses"
 	@echo "make test        lint and test on the CPU"
+	@echo "make docs        build the documentation as a site in site/, with an API reference"
 	@echo "make format      let ruff tidy the code"
 	@echo "make oldest      compile the kernels with the oldest Triton that is supported"
-	@echo "make constraints renew constraints.txt from pyproject.toml"
+	@echo "make constraints renew constraints.txt from pyproject.toml (needs uv: pip install uv)"
 	@echo "make clean       remove .venv and caches (never runs/ or tokens/)"
 
 quickstart: $(VENV)/train.done
@@ -20,6 +21,17 @@ quickstart: $(VENV)/train.done
 # Three processes on two cores: tests that start train.py also wait for it.
 test: $(VENV)/dev.done lint
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+
+docs: $(VENV)/docs.done docs-source
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "open site/docs/index.html, or for the search: $(BIN)/python -m http.server --directory site"
+
+# The pages as they lie in the repository, and what they link to, so that one set of links serves everywhere.
+docs-source:
+	rm -rf .docs-source
+	mkdir -p .docs-source/scripts/paper
+	cp -r README.md CONTRIBUTING.md LICENSE CITATION.cff docs results .docs-source
+	cp scripts/paper/*.py .docs-source/scripts/paper
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check --quiet .
@@ -50,4 +62,4 @@ constraints:
 	rm .pins.txt .constraints.txt
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .docs-source site *.egg-info

@@ -36,7 +36,7 @@ def main(config: DictConfig) -> None:
 def run(run_settings: Settings) -> None:
     """Check the settings, then train: in this process, or in one process per device.
 
-    Raises TrainingError for what the user can mend, and Interrupted when asked to stop.
+    Raises TrainingError for what the user can fix, and Interrupted when asked to stop.
     """
     torchrun = distributed.under_torchrun()
     if torchrun and _in_sweep():
@@ -50,7 +50,7 @@ def run(run_settings: Settings) -> None:
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
     elif torchrun or (processes == 1 and not _in_sweep()):
         train(run_settings)
-    else:  # the runs of a sweep get processes of their own, so that none can disturb the next
+    else:  # the runs of a sweep get processes of their own, so that none can affect the next
         distributed.start(train, run_settings, processes=processes)
 
 

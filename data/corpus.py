@@ -49,13 +49,11 @@ def _prepared(settings: DataSettings) -> Path:
     made = recipe(settings)
     manifest = Manifest.read(made.folder)
     if manifest is not None and manifest.fingerprint == made.fingerprint:
-        return (
-            made.folder
-        )  # a shard that was damaged since is for the user to see, not to be mended in silence
+        return made.folder  # a damaged shard raises when it is opened; it is not replaced in silence
     if made.source.input_bytes > settings.prepare_on_first_use_mb * 1e6:
         raise ValueError(
-            f"{made.folder} is not prepared yet, and {made.source.input_bytes / 1e6:,.0f} MB of input take "
-            f"a while. Prepare it once, on any machine that shares this folder:\n    {command(settings)}"
+            f"{made.folder} is not prepared yet, and its input of {made.source.input_bytes / 1e6:,.0f} MB "
+            f"takes a while. Prepare it once, on any machine with this folder:\n    {command(settings)}"
         )
     return prepare(settings)
 

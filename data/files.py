@@ -1,4 +1,4 @@
-"""Finding input files, telling whether they are the same as before, and writing files whole or not at all."""
+"""Finding input files, detecting whether they changed, and writing files atomically."""
 
 import glob
 import hashlib
@@ -12,7 +12,7 @@ SAMPLE = 1 << 20  # bytes read from each end of a file that is too large to hash
 
 
 def matching(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files a path setting means, sorted: one file, a folder's files of these suffixes, or a glob's.
+    """The files that a path setting names, sorted: a file, a folder's files with these suffixes, or a glob.
 
     Raises ValueError when there are none.
     """
@@ -33,10 +33,10 @@ def matching(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def identity(files: list[Path]) -> list[dict]:
-    """What tells these files from others, a JSON object each. Where they lie does not count.
+    """A JSON object per file that identifies its content, wherever the file is.
 
-    Small inputs are told apart by all of their content, so that copying or touching them changes nothing.
-    Beyond FULL_HASH_LIMIT it is size, modification time and the content of both ends.
+    Small inputs are identified by all of their content, so that copying or touching them changes nothing.
+    Beyond FULL_HASH_LIMIT it is the size, the modification time and the content of both ends.
     """
     whole = sum(file.stat().st_size for file in files) <= FULL_HASH_LIMIT
     return [_file_identity(file, whole) for file in files]
@@ -69,7 +69,7 @@ def sha256(file: Path) -> str:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write so that `file` is always either absent, the old one or the new one, whole."""
+    """Write atomically: `file` is always absent, the complete old one or the complete new one."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     with temporary.open("w", encoding="utf-8") as handle:
         handle.write(text)
@@ -79,7 +79,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def write_json(file: Path, content: object) -> None:
-    """Write JSON, whole or not at all."""
+    """Write JSON atomically."""
     write_text(file, json.dumps(content, indent=1) + "\n")
 
 

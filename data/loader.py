@@ -1,7 +1,7 @@
 """Which sequences make up a step. A pure function of (seed, step): resuming is exact and costs nothing.
 
 The token array is cut into sequences of `context` tokens. Every epoch visits each of them once, in an order
-of its own. The step's sequences, and how they fall into micro-batches, are the same for any number of ranks.
+of its own. The sequences of a step, and their order, are the same for any number of ranks.
 """
 
 import functools
@@ -37,7 +37,7 @@ class BatchLoader:
         """`sequences_per_step` counts all ranks together; `micro_batch` is sequences per rank and pass.
 
         `pin_memory` gives page-locked tensors, which copy to a GPU asynchronously.
-        Raises ValueError when the sequences can not be shared out evenly, or the data is shorter than one.
+        Raises ValueError if the sequences cannot be divided evenly, or the data is shorter than one sequence.
         """
         if min(context, sequences_per_step, micro_batch, ranks) < 1 or not 0 <= rank < ranks:
             raise ValueError(
@@ -62,7 +62,7 @@ class BatchLoader:
         self._ahead: tuple[tuple[int, int], Future] | None = None  # (step, micro-step) and its batch
 
     def epoch_of(self, step: int) -> float:
-        """How often the data has been gone through when `step` begins."""
+        """Epochs done when `step` begins."""
         return step * self.sequences_per_step / self.sequences
 
     def sequence_indices(self, step: int) -> np.ndarray:
@@ -78,8 +78,8 @@ class BatchLoader:
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's (inputs, targets) of a step, int64 on the CPU, each (micro_batch, context).
 
-        Row i of micro-step m is row (m · ranks + rank) · micro_batch + i of the step. While one is used a
-        thread makes the next, the last time the first of the next step.
+        Row i of micro-step m is row (m · ranks + rank) · micro_batch + i of the step. A thread prepares the
+        next batch meanwhile; after the last one, the first of the next step.
         """
         micro_steps = self.sequences_per_step // (self.micro_batch * self.ranks)
         for micro_step in range(micro_steps):
@@ -108,22 +108,22 @@ class BatchLoader:
 
 
 def _use_this_gpu() -> Callable[[], None]:
-    """For a thread that pins memory: it would do so by way of the first GPU, and take memory there."""
+    """For a thread that pins memory: by default it would use the first GPU, and allocate memory there."""
     return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def evaluation_batches(
     tokens: TokenShards, *, context: int, sequences: int, micro_batch: int, rank: int = 0, ranks: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first `sequences` sequences of held-out text, or all there are, in order; shapes as micro_batches.
+    """The first `sequences` sequences of the validation text, or all of them; shapes as micro_batches.
 
-    Batch j belongs to rank j mod ranks; the last one may be smaller, so weigh by tokens.
+    Batch j belongs to rank j mod ranks; the last one may be smaller, so weight by tokens.
     Raises ValueError when the text is shorter than one sequence.
     """
     available = count_sequences(tokens, context)
     if available < sequences:
         _warn_once(
-            f"{tokens.name} holds {available} sequences of {context} tokens: evaluating on these instead of "
+            f"{tokens.name} holds {available} sequences of {context} tokens: validating on these instead of "
             f"{sequences}"
         )
     used = min(available, sequences)
@@ -132,7 +132,7 @@ def evaluation_batches(
 
 
 def count_sequences(tokens: TokenShards, context: int) -> int:
-    """How many sequences of `context` tokens, each with a token behind it to predict, the data holds.
+    """Number of sequences of `context` tokens in the data, each followed by one more token to predict.
 
     Raises ValueError when there is none.
     """
@@ -140,7 +140,7 @@ def count_sequences(tokens: TokenShards, context: int) -> int:
     if count < 1:
         raise ValueError(
             f"{tokens.name} has {len(tokens)} tokens, too few for one sequence of context={context} and the "
-            f"token behind it; use context={max(len(tokens) - 1, 1)} or less, or more text (for held-out "
+            f"token after it; use context={max(len(tokens) - 1, 1)} or less, or more text (for validation "
             "text: a greater data.val_fraction)"
         )
     return count

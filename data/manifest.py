@@ -1,4 +1,4 @@
-"""What a prepared dataset is made from (the recipe) and consists of (the manifest, kept with it)."""
+"""What a prepared dataset is made from (the recipe) and consists of (the manifest, stored with it)."""
 
 import hashlib
 import json
@@ -12,17 +12,17 @@ from data.settings import DataSettings, vocabulary_size
 from data.shards import SPLITS, Shard
 from data.sources import Source
 
-FORMAT = 1  # raise it whenever the same text would become other shards
+FORMAT = 1  # raise it whenever the same text would give different shards
 FILE = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the bytes of a prepared dataset, and the folder they go to."""
+    """Everything that determines the bytes of a prepared dataset, and its folder."""
 
     source: Source
     tokenizer: str
-    description: dict  # JSON; two recipes that describe alike make the same bytes
+    description: dict  # JSON; recipes with equal descriptions give the same bytes
     folder: Path
 
     @property
@@ -32,14 +32,14 @@ class Recipe:
 
 
 def recipe(settings: DataSettings) -> Recipe:
-    """The recipe that the settings amount to. Raises ValueError for input that is missing or unreadable."""
+    """The recipe of these settings. Raises ValueError for input that is missing or unreadable."""
     source = sources.load(settings)
     description = {
         "format": FORMAT,
         "source": settings.source,
         "identity": source.identity,
         "tokenizer": settings.tokenizer,
-        "held_out": source.held_out,
+        "held_out": source.val_fraction,
         "units": len(source.units),
     }
     made = Recipe(source, settings.tokenizer, description, Path(settings.root))
@@ -58,7 +58,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> "Manifest | None":
-        """The manifest of a folder, or None when its preparation has not finished."""
+        """The manifest of a folder, or None if its preparation has not finished."""
         content = read_json(folder / FILE)
         if content is None:
             return None
@@ -98,7 +98,7 @@ class Manifest:
         return sum(shard.documents for shard in self.shards[split])
 
     def intact_in(self, folder: Path) -> bool:
-        """Whether every shard is there in its full size."""
+        """Whether every shard exists with its full size."""
         return all(shard.intact_in(folder) for shards in self.shards.values() for shard in shards)
 
 

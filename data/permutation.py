@@ -1,8 +1,8 @@
-"""A pseudo-random order of n things that is computed where it is needed, never stored.
+"""A pseudo-random order of n elements that is computed on demand, never stored.
 
-A Feistel network is a bijection whatever its round function is; on the smallest square power of two that
-holds n values it permutes too many, and following the cycle of an index until it falls below n again ("cycle
-walking") makes it a permutation of exactly n.
+A Feistel network is a bijection for any round function. Its domain here is the smallest power of four that
+holds n values. Applying it again until the result is below n ("cycle walking") makes it a permutation of
+exactly n.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Tokenize a source into shards, once: `python -m data.prepare data=openwebtext`.
 
-Several processes take one unit each. A unit that is finished stays finished: after an interruption of any
-kind the same command does only the rest, and the result is the same bytes as without one, for any number of
-processes.
+Several processes take one unit each. Finished units are kept: after an interruption of any kind the same
+command does only the remaining ones. The result is the same bytes with and without interruption, for any
+number of processes.
 """
 
 import fcntl
@@ -33,15 +33,15 @@ class PrepareSettings:
     """The command line of `python -m data.prepare`."""
 
     data: DataSettings = field(default_factory=DataSettings)
-    verify: bool = False  # when all is prepared, read every shard and compare its checksum
+    verify: bool = False  # afterwards, read every shard and compare its checksum
 
 
 def prepare(settings: DataSettings) -> Path:
-    """Make sure that the dataset of these settings is on disk, whole; return its folder.
+    """Make sure that the complete dataset of these settings is on disk; return its folder.
 
-    Returns at once when it is. When another process is preparing the same folder, waits for it. Raises
-    ValueError for text that can not be used and OSError for failures of disk, network or memory, naming the
-    mend; then what is finished is kept.
+    Returns at once if it is. If another process is preparing the same folder, waits for it. Raises ValueError
+    for text that cannot be used and OSError for failures of disk, network or memory, each naming the fix.
+    Finished units are kept.
     """
     check(settings)
     made = recipe(settings)
@@ -49,14 +49,14 @@ def prepare(settings: DataSettings) -> Path:
         return made.folder
     made.folder.mkdir(parents=True, exist_ok=True)
     with _locked(made.folder):
-        if not is_prepared(made):  # it may have become so while we waited
+        if not is_prepared(made):  # another process may have prepared it meanwhile
             _refuse_other_recipe(made)
             _prepare(made, settings)
     return made.folder
 
 
 def is_prepared(made: Recipe) -> bool:
-    """Whether the folder holds what the recipe makes, going by the shards' sizes, not their content."""
+    """Whether the folder holds the dataset of the recipe, judged by the sizes of its shards."""
     manifest = Manifest.read(made.folder)
     return (
         manifest is not None and manifest.fingerprint == made.fingerprint and manifest.intact_in(made.folder)
@@ -65,9 +65,9 @@ def is_prepared(made: Recipe) -> bool:
 
 def _prepare(made: Recipe, settings: DataSettings) -> None:
     remove_unfinished(made.folder)
-    tokenizers.load(made.tokenizer)  # fails here, once and early, when its vocabulary can not be had
+    tokenizers.load(made.tokenizer, warn=True)  # fails here, once and early, without its vocabulary
     tasks = [
-        workers.Task(made.folder, index, unit, made.tokenizer, made.source.held_out, made.fingerprint)
+        workers.Task(made.folder, index, unit, made.tokenizer, made.source.val_fraction, made.fingerprint)
         for index, unit in enumerate(made.source.units)
         if not _finished(made, index)
     ]
@@ -79,7 +79,7 @@ def _prepare(made: Recipe, settings: DataSettings) -> None:
     _check_totals(manifest, settings)
     manifest.write(made.folder)
     log.info(
-        "%s: %s tokens to train on in %s documents, %s held out in %s; %.0f s",
+        "%s: %s training tokens in %s documents, %s validation tokens in %s; %.0f s",
         made.folder,
         *(f"{count(split):,}" for split in SPLITS for count in (manifest.tokens, manifest.documents)),
         time.perf_counter() - start,
@@ -87,7 +87,7 @@ def _prepare(made: Recipe, settings: DataSettings) -> None:
 
 
 def _useful_processes(tasks: list[workers.Task]) -> int:
-    """One per core that this process may use, but none for less text than it takes to start it."""
+    """One per core that this process may use, but none for so little text that starting it takes longer."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 1 + sum(task.unit.text_bytes for task in tasks) // BYTES_WORTH_A_PROCESS)
 
@@ -108,20 +108,20 @@ def _check_totals(manifest: Manifest, settings: DataSettings) -> None:
     found = sum(map(manifest.documents, SPLITS))
     if settings.documents is not None and found != settings.documents:
         raise ValueError(
-            f"{settings.source} turned out to hold {found:,} documents instead of "
+            f"{settings.source} has {found:,} documents instead of "
             f"data.documents={settings.documents:,}: part of it is missing or it has changed. Delete the "
-            "prepared folder and prepare it again, or set data.documents=null to take it as it is"
+            "prepared folder and prepare it again, or set data.documents=null to accept any number"
         )
     for split in SPLITS:
         if manifest.tokens(split) == 0:
             raise ValueError(
                 f"no text is left for the {split} split: the source holds only {found} document(s). Give "
-                "more text, or held-out text of its own in data.val_path"
+                "more text, or separate validation text in data.val_path"
             )
 
 
 def _refuse_other_recipe(made: Recipe) -> None:
-    """Do not overwrite a dataset that was made from something else under the same data.name."""
+    """Raise ValueError rather than overwrite a dataset of another recipe under the same data.name."""
     manifest = Manifest.read(made.folder)
     if manifest is None or manifest.fingerprint == made.fingerprint:
         return
@@ -134,7 +134,7 @@ def _refuse_other_recipe(made: Recipe) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system takes back from a process that dies."""
+    """Hold the folder's lock, which the operating system releases if the process dies."""
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,7 +146,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _progress(tasks: list[workers.Task]) -> Iterator[workers.Report]:
-    """A progress bar over the bytes of text, with documents and tokens counted beside it."""
+    """A progress bar over the bytes of text, with the number of documents and tokens."""
     total = sum(task.unit.text_bytes for task in tasks)
     interval = 0.5 if sys.stderr.isatty() else 30  # seconds; every refresh is a line of its own in a log file
     documents = tokens = 0
@@ -190,7 +190,7 @@ def main() -> None:
             sys.exit(f"data.prepare: {error}")
         except KeyboardInterrupt:
             sys.exit(
-                "data.prepare: interrupted; what is finished is kept, run the same command again to continue"
+                "data.prepare: interrupted; finished units are kept, run the same command again to continue"
             )
 
     command()

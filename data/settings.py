@@ -1,5 +1,6 @@
 """The settings of the data, and the checks that need no data."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +21,15 @@ class DataSettings:
 
     source: str = "openwebtext"  # one of SOURCES
     path: str | None = None  # parquet, jsonl, text: a file, a folder or a glob
-    val_path: str | None = None  # held-out text in files of its own; null: a part of `path` is held out
+    val_path: str | None = None  # validation text in files of its own; null: split from `path`
     column: str = "text"  # parquet column or JSON key that holds the text
     tokenizer: str = "gpt2"  # one of VOCABULARY_SIZES
-    val_fraction: float = 0.0005  # held-out part of the text; small texts hold out more, see data/split.py
+    val_fraction: float = 0.0005  # validation part of the text; more of a small text, see data/split.py
 
     repository: str = "Skylion007/openwebtext"  # openwebtext: dataset on the Hugging Face Hub
     config: str = "plain_text"
-    revision: str | None = None  # commit of that dataset, so that its text can not change
-    documents: int | None = None  # how many documents the source must turn out to hold; null: any number
+    revision: str | None = None  # commit of that dataset, so that its text cannot change
+    documents: int | None = None  # number of documents the source must have; null: any number
 
     root: str = "tokens"  # prepared datasets live in <root>/<name>
     name: str | None = None  # null: made from the source, its contents and the tokenizer
@@ -37,38 +38,48 @@ class DataSettings:
 
 
 def check(settings: DataSettings) -> None:
-    """Raise ValueError, naming the mend, for settings that can not work. Fast, and never uses the network."""
-    if settings.source not in SOURCES:
-        raise ValueError(f"data.source={settings.source} is unknown; choose one of {', '.join(SOURCES)}")
-    vocabulary_size(settings.tokenizer)
+    """Raise ValueError with all problems of the settings, each with its fix."""
+    if found := list(problems(settings)):
+        raise ValueError("; ".join(found))
+
+
+def problems(settings: DataSettings) -> Iterator[str]:
+    """Why settings cannot work, each with its fix. Fast, and never uses the network."""
+    if settings.tokenizer not in VOCABULARY_SIZES:
+        yield _unknown_tokenizer(settings.tokenizer)
     if not 0 < settings.val_fraction < 1:
-        raise ValueError(
+        yield (
             f"data.val_fraction={settings.val_fraction} must lie between 0 and 1; 0.0005 is usual for large "
             "data"
         )
     if settings.processes is not None and settings.processes < 1:
-        raise ValueError(f"data.processes={settings.processes} must be at least 1; null uses every core")
+        yield f"data.processes={settings.processes} must be at least 1; null uses every core"
     if settings.prepare_on_first_use_mb < 0:
-        raise ValueError(
+        yield (
             f"data.prepare_on_first_use_mb={settings.prepare_on_first_use_mb} must not be negative; 0 turns "
             "it off"
         )
     if settings.name is not None and (Path(settings.name).name != settings.name or settings.name == ".."):
-        raise ValueError(
-            f"data.name={settings.name!r} must be a plain folder name; data.root says where it lies"
-        )
-    if settings.source in FILE_SUFFIXES:
-        _check_files(settings)
+        yield f"data.name={settings.name!r} must be a plain folder name; data.root is the folder it is in"
+    if settings.source not in SOURCES:
+        yield f"data.source={settings.source} is unknown; choose one of {', '.join(SOURCES)}"
+    elif settings.source in FILE_SUFFIXES:
+        yield from _problems_of_files(settings)
     else:
-        _check_without_files(settings)
+        yield from _problems_without_files(settings)
+
+
+def _unknown_tokenizer(name: str) -> str:
+    return f"data.tokenizer={name} is unknown; choose one of {', '.join(VOCABULARY_SIZES)}"
 
 
 def vocabulary_size(tokenizer: str) -> int:
-    """Number of token ids of a tokenizer, end-of-text included; known without loading it."""
+    """Number of token ids of a tokenizer, end-of-text included, without loading it.
+
+    Raises ValueError if there is no tokenizer of that name.
+    """
     if tokenizer not in VOCABULARY_SIZES:
-        raise ValueError(
-            f"data.tokenizer={tokenizer} is unknown; choose one of {', '.join(VOCABULARY_SIZES)}"
-        )
+        raise ValueError(_unknown_tokenizer(tokenizer))
     return VOCABULARY_SIZES[tokenizer]
 
 
@@ -80,12 +91,11 @@ def named_folder(settings: DataSettings) -> Path | None:
     return folder if (folder / "manifest.json").is_file() else None
 
 
-def _check_files(settings: DataSettings) -> None:
+def _problems_of_files(settings: DataSettings) -> Iterator[str]:
     source = settings.source
     if settings.path is None:
-        raise ValueError(
-            f"data={source} needs data.path=FILE (or a folder, or a quoted glob such as 'DIR/*')"
-        )
+        yield f"data={source} needs data.path=FILE (or a folder, or a quoted glob such as 'DIR/*')"
+        return
     if named_folder(settings):
         return
     for key, pattern in (("path", settings.path), ("val_path", settings.val_path)):
@@ -94,23 +104,25 @@ def _check_files(settings: DataSettings) -> None:
         try:
             files = matching(pattern, FILE_SUFFIXES[source])
         except ValueError as error:
-            raise ValueError(f"data.{key}={pattern}: {error}") from None
+            yield f"data.{key}={pattern}: {error}"
+            continue
         if source == "parquet":
-            from data.sources.parquet import (
-                check_column,
-            )  # here: it imports pyarrow, which others need not wait for
+            from data.sources.parquet import check_column  # imports pyarrow, which is slow
 
-            check_column(files[0], settings.column)
+            try:
+                check_column(files[0], settings.column)
+            except ValueError as error:
+                yield str(error)
 
 
-def _check_without_files(settings: DataSettings) -> None:
+def _problems_without_files(settings: DataSettings) -> Iterator[str]:
     for key, value in (("path", settings.path), ("val_path", settings.val_path)):
         if value is not None:
-            raise ValueError(
-                f"data.{key}={value} has no meaning for data.source={settings.source}; leave it out, or use "
+            yield (
+                f"data.{key}={value} has no effect with data.source={settings.source}; leave it out, or use "
                 f"data={', data='.join(FILE_SUFFIXES)}"
             )
     if settings.source == "openwebtext" and not settings.revision:
-        raise ValueError(
-            "data.source=openwebtext needs data.revision=COMMIT, so that the text can not change between runs"
+        yield (
+            "data.source=openwebtext needs data.revision=COMMIT, so that the text cannot change between runs"
         )

@@ -1,4 +1,4 @@
-"""Shards: files of token ids. A unit becomes one per split, and a record that says they are whole."""
+"""Shards: files of token ids. A unit gives one shard per split, and a record that says they are complete."""
 
 import hashlib
 import os
@@ -10,18 +10,18 @@ import numpy as np
 
 from data.files import read_json, write_json
 from data.sources import Unit
-from data.split import held_out
+from data.split import in_validation
 from data.tokenizers import IDS, Tokenized, Tokenizer
 
 SPLITS = ("train", "val")
 
-# Called with the documents, tokens and bytes of text that were just done.
+# Called with the number of documents, tokens and bytes of text just processed.
 Report = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What is known of a shard without reading it."""
+    """A shard's entry in the manifest."""
 
     name: str
     tokens: int
@@ -29,14 +29,14 @@ class Shard:
     sha256: str
 
     def intact_in(self, folder: Path) -> bool:
-        """Whether the file is there in its full size."""
+        """Whether the file exists with its full size."""
         file = folder / self.name
         return file.is_file() and file.stat().st_size == self.tokens * IDS.itemsize
 
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What a unit became; its existence on disk means that its shards are complete."""
+    """The shards of a unit; its existence on disk means that they are complete."""
 
     fingerprint: str  # of the recipe it was made by
     shards: dict[str, Shard | None]  # by split; None where the unit has no token for it
@@ -78,8 +78,8 @@ class ShardWriter:
         self._documents += documents
 
     def finish(self) -> Shard | None:
-        """Put the shard in place and describe it; None, and no file, when nothing was written."""
-        os.fsync(self._handle.fileno())  # or a power cut could leave the name without the content
+        """Put the shard in place and describe it; None, and no file, if nothing was written."""
+        os.fsync(self._handle.fileno())  # or a power failure could leave the name without the content
         self._handle.close()
         if self._tokens == 0:
             self.temporary.unlink()
@@ -102,9 +102,10 @@ def write_unit(
     fingerprint: str,
     report: Report,
 ) -> None:
-    """Tokenize a unit into its shards, then leave the record that they are complete.
+    """Tokenize a unit into its shards, then write the record that they are complete.
 
-    Raises ValueError for unusable text and OSError for a failing or full disk; then nothing counts as done.
+    Raises ValueError for unusable text and OSError for a failing or full disk; then the unit counts as not
+    done.
     """
     writers: dict[str, ShardWriter] = {}
     try:
@@ -114,13 +115,13 @@ def write_unit(
         for batch in unit.batches():
             done = tokenizer.encode_documents(batch.texts)
             ended = len(done.lengths)
-            if batch.continues:  # the document is not over: take its end-of-text back
+            if batch.continues:  # the document goes on: remove its end-of-text
                 done = Tokenized(done.ids[:-1], np.append(done.lengths[:-1], done.lengths[-1] - 1))
                 ended -= 1
             if unit.split is not None:
                 writers[unit.split].write(done.ids, ended)
             else:
-                _write_split(writers, done, held_out(index, first, ended, fraction))
+                _write_split(writers, done, in_validation(index, first, ended, fraction))
             first += ended
             report(ended, len(done.ids), batch.texts.nbytes)
         shards = {split: writer.finish() for split, writer in writers.items()}
@@ -133,13 +134,13 @@ def write_unit(
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Clear away what an interrupted preparation left half written."""
+    """Delete incomplete files of an interrupted preparation."""
     for file in folder.glob("*.tmp"):
         file.unlink(missing_ok=True)
 
 
 def _write_split(writers: dict[str, ShardWriter], done: Tokenized, to_val: np.ndarray) -> None:
-    """Write each document to its split, neighbours of the same split at once."""
+    """Write each document to its split, consecutive documents of the same split at once."""
     changes = np.flatnonzero(np.diff(to_val)) + 1
     token_ends = np.cumsum(done.lengths)
     begin = token = 0
@@ -159,6 +160,6 @@ def _disk_error(folder: Path, error: OSError) -> OSError:
     if error.filename is None and error.errno is None:
         return error  # a message of our own, from the source
     return OSError(
-        f"{error.filename or folder}: {error.strerror or error}. Finished shards are kept: mend the cause "
+        f"{error.filename or folder}: {error.strerror or error}. Finished shards are kept: fix the cause "
         "(free space, or choose another data.root) and run the same command again"
     )

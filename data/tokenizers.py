@@ -2,6 +2,7 @@
 
 import base64
 import importlib.util
+import logging
 import os
 import tempfile
 from abc import ABC, abstractmethod
@@ -13,6 +14,8 @@ import pyarrow as pa
 import tiktoken
 
 from data.settings import vocabulary_size
+
+log = logging.getLogger(__name__)
 
 IDS = np.dtype("<u2")  # token ids on disk and in memory: 16 bits, little-endian
 
@@ -29,7 +32,7 @@ class Tokenizer(ABC):
 
     name: str
     vocab_size: int
-    end_of_text: int  # no text contains it, not even text that spells its name
+    end_of_text: int  # never the id of any text, not even of text that spells its name
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -39,7 +42,8 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
         """The ids of many texts, none of them null, without end-of-text.
 
-        Returns the ids, text after text, and where each begins, from 0, and the last ends, (len + 1,).
+        Returns all ids, concatenated, and the offset at which each text begins and the last one ends, (len +
+        1,).
         """
 
     def encode_documents(self, texts: pa.LargeStringArray) -> Tokenized:
@@ -51,16 +55,29 @@ class Tokenizer(ABC):
         """The text of some ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
 
 
-def load(name: str) -> Tokenizer:
+def load(name: str, *, warn: bool = False) -> Tokenizer:
     """The tokenizer of that name: "gpt2" or "bytes".
 
-    Raises ValueError for other names, OSError when GPT-2's vocabulary is neither cached nor downloadable.
+    GPT-2's is gigatoken if it is installed and works, else tiktoken, which gives the same ids. warn: log a
+    line if gigatoken is installed but does not work. Raises ValueError for other names, OSError if GPT-2's
+    vocabulary is neither cached nor downloadable.
     """
     vocabulary_size(name)
     if name == "bytes":
         return Bytes()
     encoding = _gpt2_encoding()
-    return Gigatoken(encoding) if importlib.util.find_spec("gigatoken") else Tiktoken(encoding)
+    if importlib.util.find_spec("gigatoken") is None:
+        return Tiktoken(encoding)
+    try:
+        return Gigatoken(encoding)
+    except ImportError as error:
+        if warn:
+            log.warning(
+                "gigatoken is installed, but cannot be used (%s); tokenizing with tiktoken, which is 10 to "
+                "20 times slower. Fix: pip install gigatoken awkward",
+                error,
+            )
+        return Tiktoken(encoding)
 
 
 class Bytes(Tokenizer):
@@ -88,7 +105,7 @@ class Tiktoken(Tokenizer):
     def __init__(self, encoding: tiktoken.Encoding):
         if encoding.n_vocab > 65536:
             raise ValueError(
-                f"tokenizer {encoding.name} has {encoding.n_vocab} ids; they are kept in 16 bits, so 65536 "
+                f"tokenizer {encoding.name} has {encoding.n_vocab} ids; they are stored in 16 bits, so 65536 "
                 "is the limit"
             )
         self.encoding = encoding
@@ -100,7 +117,7 @@ class Tiktoken(Tokenizer):
         return self.encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
-        # As encode_ordinary: special tokens in the text are ordinary text. But without making Python lists.
+        # As encode_ordinary (special tokens in the text are ordinary text), but without Python lists.
         documents = [self.encoding.encode_to_numpy(text, disallowed_special=()) for text in texts.to_pylist()]
         ends = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         ids = np.concatenate(documents) if documents else np.zeros(0, np.uint32)
@@ -111,11 +128,11 @@ class Tiktoken(Tokenizer):
 
 
 class Gigatoken(Tiktoken):
-    """The same ids by gigatoken, ten to twenty times as fast. Decoding stays with tiktoken."""
+    """The same ids by gigatoken, 10 to 20 times as fast. tiktoken decodes."""
 
     def __init__(self, encoding: tiktoken.Encoding):
         super().__init__(encoding)
-        import awkward  # comes with gigatoken, which is optional
+        import awkward  # optional, as gigatoken is, which may be installed without it
         import gigatoken
 
         self._awkward = awkward
@@ -140,7 +157,7 @@ class Gigatoken(Tiktoken):
 
 
 def utf8(texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of all texts, uint8, and where each begins, from 0, and the last ends, int64 (len + 1,)."""
+    """The bytes of all texts, uint8, and the offsets of their starts and the last end, int64 (len + 1,)."""
     if len(texts) == 0:
         return np.zeros(0, np.uint8), np.zeros(1, np.int64)
     _, offsets_buffer, data_buffer = texts.buffers()
@@ -150,7 +167,7 @@ def utf8(texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def end_documents(ids: np.ndarray, offsets: np.ndarray, end_of_text: int) -> Tokenized:
-    """Put an end-of-text behind every document; document i is ids[offsets[i] : offsets[i + 1]]."""
+    """Insert an end-of-text after every document; document i is ids[offsets[i] : offsets[i + 1]]."""
     documents = len(offsets) - 1
     ended = np.empty(offsets[-1] + documents, IDS)
     ends = offsets[1:] + np.arange(documents)

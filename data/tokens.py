@@ -11,7 +11,7 @@ from data.tokenizers import IDS
 
 
 class TokenShards:
-    """Read-only token ids of a split; only the parts that are looked at are read from disk."""
+    """Read-only token ids of a split; only what is accessed is read from disk."""
 
     def __init__(self, arrays: list[np.ndarray], name: str = "tokens"):
         """`arrays` are one-dimensional, in order; `name` appears in error messages."""
@@ -24,8 +24,8 @@ class TokenShards:
         """Open a split ("train" or "val") of a prepared dataset.
 
         verify="size" compares each shard's size with the manifest, verify="full" its checksum too (some 2
-        GB/s). Raises FileNotFoundError when the dataset is not prepared, ValueError when a shard is not what
-        it was.
+        GB/s). Raises FileNotFoundError if the dataset is not prepared, ValueError if a shard is
+        missing or has changed.
         """
         if split not in SPLITS or verify not in ("size", "full"):
             raise ValueError(f"split={split!r}, verify={verify!r}: use train or val, and size or full")
@@ -63,14 +63,14 @@ class TokenShards:
 
 def _check(folder: Path, shard: Shard, *, full: bool) -> None:
     file = folder / shard.name
-    mend = "delete it and run the same data.prepare command again, which makes only this shard anew"
+    fix = "delete it and run the same data.prepare command again, which rebuilds only this shard"
     if not file.is_file():
         raise ValueError(
-            f"{file} is missing; run the same data.prepare command again, which makes only this shard anew"
+            f"{file} is missing; run the same data.prepare command again, which rebuilds only this shard"
         )
     if not shard.intact_in(folder):
         raise ValueError(
-            f"{file} has {file.stat().st_size} bytes instead of {shard.tokens * IDS.itemsize}; {mend}"
+            f"{file} has {file.stat().st_size} bytes instead of {shard.tokens * IDS.itemsize}; {fix}"
         )
     if full and sha256(file) != shard.sha256:
-        raise ValueError(f"{file} is not what was written: its checksum differs; {mend}")
+        raise ValueError(f"{file} has changed since it was written: its checksum differs; {fix}")

@@ -1,4 +1,4 @@
-"""Runs write_unit in several processes, and keeps count of what they do."""
+"""Runs write_unit in several processes, and reports their progress."""
 
 import functools
 import multiprocessing
@@ -63,8 +63,8 @@ def _run_in_processes(tasks: list[Task], processes: int, report: Report) -> None
                     future.result()
         except BrokenProcessPool as error:
             raise OSError(
-                "a tokenizing process was killed, most likely for want of memory. What is finished is kept: "
-                f"run the same command again with fewer processes, data.processes={max(1, processes // 2)}"
+                "a tokenizing process was killed, most likely because memory ran out. Finished units are "
+                f"kept: run the same command again with data.processes={max(1, processes // 2)}"
             ) from error
         finally:
             stop.set()
@@ -72,19 +72,19 @@ def _run_in_processes(tasks: list[Task], processes: int, report: Report) -> None
 
 
 class _Stopped(Exception):
-    """The work was called off."""
+    """The main process ended the work."""
 
 
 def _start(reports, stop) -> None:
     """Set up a worker process."""
     global _reports, _stop
     _reports, _stop = reports, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; only the parent handles it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """Do not outlive a parent that was killed; it could tell us no more."""
+    """End when the parent is killed, which can no longer ask this process to stop."""
     multiprocessing.parent_process().join()
     os._exit(1)
 

@@ -10,7 +10,7 @@ class LlamaConfig:
 
     Published (SageBwd, arXiv 2603.02170): "325M Llama", "hidden dimension 3072", norm eps 1e-6, context 4096,
     runs with and without QK-norm. Everything else is a choice; width 1024, 20 layers, FFN 3072, 16 heads of
-    64 and tied embeddings is the one shape known to fit all that is published (324.2M parameters).
+    64 and tied embeddings is the one shape known to fit everything that is published (324.2M parameters).
     """
 
     vocab_size: int = 50304  # choice: GPT-2's 50257 tokens (published) padded to a multiple of 128 for speed
@@ -32,14 +32,21 @@ class LlamaConfig:
         """Number of key and value heads, with the default filled in."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
+    @property
+    def is_gqa(self) -> bool:
+        """Whether there are fewer key heads than query heads (grouped-query attention)."""
+        return self.kv_heads != self.n_heads
+
 
 def check(config: LlamaConfig) -> None:
-    """Raise ValueError that names every wrong setting and its mend, unless a model can be built."""
-    problems = _nonpositive(config)
-    if not problems:
-        problems = _inconsistent(config)
-    if problems:
-        raise ValueError("; ".join(problems))
+    """Raise ValueError that names every wrong setting and its fix, unless a model can be built."""
+    if found := problems(config):
+        raise ValueError("; ".join(found))
+
+
+def problems(config: LlamaConfig) -> list[str]:
+    """Every reason why no model can be built, each with its fix."""
+    return _nonpositive(config) or _inconsistent(config)
 
 
 def _nonpositive(config: LlamaConfig) -> list[str]:
@@ -65,7 +72,7 @@ def _inconsistent(config: LlamaConfig) -> list[str]:
         )
     if config.d_head % 2:
         problems.append(
-            f"model.d_head={config.d_head} is odd, but rotary embedding turns pairs of channels; "
+            f"model.d_head={config.d_head} is odd, but rotary embedding rotates pairs of channels; "
             f"use model.d_head={_alternatives([config.d_head - 1, config.d_head + 1], config.d_head)}"
         )
     if config.d_model % config.n_heads:
@@ -73,7 +80,7 @@ def _inconsistent(config: LlamaConfig) -> list[str]:
         multiples = [below, below + config.n_heads]
         problems.append(
             f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}, which the "
-            f"Hugging Face layout demands; use model.d_model={_alternatives(multiples, config.d_model)}"
+            f"Hugging Face layout requires; use model.d_model={_alternatives(multiples, config.d_model)}"
         )
     return problems
 
@@ -89,13 +96,14 @@ def _alternatives(valid: list[int], wrong: int) -> str:
     return " or ".join(map(str, below + above))
 
 
-#: Fields that may differ between weights and the model they are read into: the length of the table of rotary
-#: positions, which is computed, and how weights begin.
+#: Fields that may differ between weights and the model they are read into: the length of the rotary table,
+#: which is computed, and the initialization. (n_kv_heads is compared as kv_heads, with its default filled
+#: in.)
 NOT_IN_WEIGHTS = ("max_context", "init_std", "n_kv_heads")
 
 
 def differences(stored: LlamaConfig, wanted: LlamaConfig) -> list[tuple[str, object, object]]:
-    """(name, stored value, wanted value) of the fields that keep `stored` weights out of a `wanted` model."""
+    """(name, stored value, wanted value) of the fields by which `stored` weights do not fit the model."""
     names = [field.name for field in fields(LlamaConfig) if field.name not in NOT_IN_WEIGHTS]
     values = [(name, getattr(stored, name), getattr(wanted, name)) for name in names]
     values.append(("n_kv_heads", stored.kv_heads, wanted.kv_heads))

@@ -24,8 +24,8 @@ WEIGHTS_FILE = "model.safetensors"
 SHARDS_FILE = "model.safetensors.index.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Fields of config.json that change the computation, with the only value this model computes. A field that is
-# missing has that value: it is transformers' default for both architectures.
+# Fields of config.json that change the computation, each with the only value that this model supports. A
+# missing field has that value, which is transformers' default for both architectures.
 FIXED_FIELDS: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -45,9 +45,9 @@ def save(
 ) -> None:
     """Write the model so that transformers' `from_pretrained(folder)` reads it.
 
-    Floating-point weights are converted to `dtype` if one is given. weights: a state dict to write instead of
-    the model's own, whose tensors may be spread over several devices. Each file replaces an older one in one
-    step; config.json comes last, so a folder that has it has the weights too.
+    Weights are converted to `dtype` if one is given. weights: a state dict to write instead of the model's
+    own, whose tensors may be sharded over several devices. Each file is replaced atomically, config.json
+    last: a folder with a config.json has the weights, too.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _to_hf_name(name: str) -> str:
 
 
 def _from_hf_name(hf_name: str, tied: bool) -> str | None:
-    """The name here of a Hugging Face weight; None for what the model does not keep."""
+    """This model's name of a Hugging Face weight; None for one that the model does not store."""
     if hf_name.endswith("rotary_emb.inv_freq") or (tied and hf_name == "lm_head.weight"):
         return None  # computed from the config; the embedding once more
     return hf_name.removeprefix("model.")
@@ -120,7 +120,7 @@ def _to_hf_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
-        # The tokenizer decides; Llama's own defaults would be wrong with any other.
+        # These depend on the tokenizer; Llama's defaults would be wrong.
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
@@ -153,7 +153,7 @@ def _from_hf_config(fields: dict[str, Any]) -> LlamaConfig:
 
 
 def _unsupported(fields: dict[str, Any]) -> list[str]:
-    """What in a config.json makes the model compute something that `Llama` does not."""
+    """The fields of a config.json that ask for something that `Llama` does not compute."""
     problems = []
     if fields.get("model_type") not in ARCHITECTURES:
         problems.append(f"model_type={fields.get('model_type')}, supported are {', '.join(ARCHITECTURES)}")
@@ -203,7 +203,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name, then move it into place: readers see the old or the whole new."""
+    """Write a file atomically: readers see the old or the complete new one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

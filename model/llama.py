@@ -1,10 +1,10 @@
-"""Llama, with the attention computation handed in from outside.
+"""Llama, with the attention computation as an argument.
 
-Shapes: B sequences, N tokens, H query heads, G key and value heads (G divides H), D channels per head,
-C = d_model, V = vocab_size. Parameters are float32; mixed precision comes from torch.autocast, under which
-matrix products and attention run in bfloat16, the residual stream is kept in it, and the norms, the rotary
-embedding and the loss compute in float32. (Do not call model.bfloat16(): it would round the rotary tables as
-well.)
+Shapes: B sequences, N tokens, H query heads, G key and value heads (G divides H), D channels per head, C =
+d_model, V = vocab_size. Parameters are float32; mixed precision comes from torch.autocast, under which matrix
+products and attention run in bfloat16, the residual stream is stored in it, and the norms, the rotary
+embedding and the loss compute in float32. (Do not call model.bfloat16(): it would also round the rotary
+tables.)
 
 Modules are named as in the Hugging Face checkpoints, so weights move there and back without renaming.
 """
@@ -56,12 +56,12 @@ def rotary_tables(positions: int, d_head: int, theta: float) -> tuple[Tensor, Te
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the channel pairs (i, i + D/2) of x (B, N, H, D) by the tables' angles.
+    """Rotate the channel pairs (i, i + D/2) of x (B, N, H, D) by the tables' angles.
 
     The result has the wider of the two dtypes, so float32 tables make it float32 for a bfloat16 x.
     """
     pairs = x.unflatten(-1, (2, -1))
-    # The halves change places; to concatenate them would make torch.compile write them to memory, in float32.
+    # flip swaps the halves. Concatenating them would make torch.compile write them to memory, in float32.
     return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * torch.stack((-sin, sin), dim=-2)).flatten(-2)
 
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, attention: AttentionFn):
         super().__init__()
         self.d_head = config.d_head
-        self.enable_gqa = config.kv_heads != config.n_heads
+        self.enable_gqa = config.is_gqa
         self.attend = attention
         self.q_proj = nn.Linear(config.d_model, config.n_heads * config.d_head, bias=False)
         self.k_proj = nn.Linear(config.d_model, config.kv_heads * config.d_head, bias=False)
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         """x (B, N, C) → (B, N, C)."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         q, k = norm_and_rotate(q, self.q_norm, cos, sin), norm_and_rotate(k, self.k_norm, cos, sin)
-        # (B, N, H, D) in memory, handed over as (B, H, N, D) views: no copy here, none in SDPA's kernels.
+        # (B, N, H, D) in memory, passed as (B, H, N, D) views: no copy here, none in the kernels of SDPA.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = self.attend(q, k, v, is_causal=True, enable_gqa=self.enable_gqa)
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -134,7 +134,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """A decoder-only language model; `attention` computes softmax(QKᵀ/√D)V in every layer.
 
-    Raises ValueError when the config describes no possible model (see model.config.check).
+    Raises ValueError if the config is not a possible model (see model.config.check).
     """
 
     def __init__(self, config: LlamaConfig, attention: AttentionFn):
@@ -170,7 +170,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits, or the loss if there are targets.
 
-        tokens: (B, N) int64. targets: (B, N) int64, the token that follows each; -100 leaves one out.
+        tokens: (B, N) int64. targets: (B, N) int64, the token that follows each; -100 is ignored.
         Returns logits (B, N, V), or the mean cross-entropy over all targets in nats, a float32 scalar.
         Raises ValueError for more tokens than max_context, or targets of another shape than tokens.
         """
@@ -192,7 +192,7 @@ class Llama(nn.Module):
         return self.output(x, targets)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(B, N) → (B, N, C), which begins the residual stream and settles its dtype."""
+        """(B, N) → (B, N, C), the start of the residual stream, in its dtype."""
         x = self.embed_tokens(tokens)
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x

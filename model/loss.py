@@ -1,8 +1,8 @@
-"""The loss of the output head, without ever holding all logits.
+"""The loss of the output head, without storing all logits.
 
 At the paper's shape the logits of a micro-batch, 65,536 tokens × 50,304 words, take 13 GB in float32, and
-their gradient as much again. Here they exist for a chunk of tokens at a time, and while they do, their
-gradient is taken and multiplied on: the backward finds the gradients of the inputs ready. No product is done
+their gradient takes as much again. Here they exist for a chunk of tokens at a time. The forward also computes
+the gradients of the inputs from each chunk, so the backward only scales them. No matrix product is computed
 twice.
 """
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from model.kernels import cross_entropy as kernels
 
 CHUNK = 8192  # tokens; at 50,304 words their logits take 0.8 GB in bfloat16
-LEFT_OUT = -100  # a target that does not count
+IGNORE_INDEX = -100  # a target that is ignored, as in torch.nn.functional.cross_entropy
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK) -> Tensor:
     """Mean cross-entropy in nats, a float32 scalar, of the logits x · weightᵀ.
 
-    x: (T, C); weight: (V, C); targets: (T,) int64, where LEFT_OUT leaves a token out. Under autocast the
-    product is of its dtype; all that follows is float32.
+    x: (T, C); weight: (V, C); targets: (T,) int64, where IGNORE_INDEX ignores a token. Under autocast the
+    matrix product has its dtype; everything after it is float32.
     Raises ValueError for targets of another length than x.
     """
     if targets.shape != x.shape[:1]:
@@ -50,8 +50,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, chunk: int, needs_gradients: bool
 ) -> tuple[Tensor, ...]:
-    """The loss, and if they are needed its gradients: by x in its dtype, by weight in float32."""
-    share = 1.0 / (targets != LEFT_OUT).sum()  # of each token in the mean
+    """The loss and, if needed, its gradients: of x in the dtype of x, of weight in float32."""
+    share = 1.0 / (targets != IGNORE_INDEX).sum()  # weight of each token in the mean
     losses, grads_x = [], []
     grad_weight = torch.zeros_like(weight, dtype=torch.float32)
     for part, target in zip(x.split(chunk), targets.split(chunk), strict=True):
@@ -68,19 +68,19 @@ def _loss_and_gradients(
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses (T,), and `share` times their gradients by the logits (T, V), in their dtype."""
+    """Losses (T,), and `share` times the gradient of the logits (T, V), in their dtype."""
     if kernels.supports(logits):
-        return kernels.cross_entropy(logits, targets, share, LEFT_OUT)
+        return kernels.cross_entropy(logits, targets, share, IGNORE_INDEX)
     exact = logits.float()
     losses, logsumexp = _losses(exact, targets)
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     grad = (exact - logsumexp[:, None]).exp() - is_target.float()
-    return losses, (grad * ((targets != LEFT_OUT) * share)[:, None]).to(logits.dtype)
+    return losses, (grad * ((targets != IGNORE_INDEX) * share)[:, None]).to(logits.dtype)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses (T,), zero where a token is left out, and logsumexps (T,) of float32 logits (T, V)."""
+    """Losses (T,), zero for an ignored token, and logsumexps (T,) of float32 logits (T, V)."""
     logsumexp = logits.logsumexp(-1)
-    counts = targets != LEFT_OUT
+    counts = targets != IGNORE_INDEX
     hit = logits.gather(-1, targets.where(counts, 0)[:, None])[:, 0]
     return torch.where(counts, logsumexp - hit, 0.0), logsumexp

@@ -1,8 +1,9 @@
-"""Trainable INT8 attention: SageBwd (arXiv 2603.02170)."""
+"""Trainable INT8 attention: SageBwd (arXiv 2603.02170). Importing it registers ``torch.ops.sagebwd``."""
 
 from sagebwd.attention import sage_attention
 from sagebwd.config import SageConfig
+from sagebwd.dispatch import Explanation, explain
 
 __version__ = "0.1.0"
 
-__all__ = ["SageConfig", "__version__", "sage_attention"]
+__all__ = ["Explanation", "SageConfig", "__version__", "explain", "sage_attention"]

@@ -1,8 +1,12 @@
-"""What may be switched in SageBwd (arXiv 2603.02170), in one frozen dataclass."""
+"""The settings of SageBwd (arXiv 2603.02170): one frozen dataclass, and its presets by name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ast
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import torch
 
 #: The seven matrix products of a forward and backward pass, in the order in which they run.
 #: ``s_fwd`` and ``s_bwd`` are S = QKᵀ, which the backward recomputes; ``o`` is O = PV, ``dv`` dV = PᵀdO,
@@ -36,19 +40,19 @@ TILE, TILE_OF_LARGE_HEADS = (64, 128), (64, 64)
 
 @dataclass(frozen=True)
 class SageConfig:
-    """Settings of one SageBwd attention.
+    """Settings of one SageBwd attention: what is quantized, and how. :data:`PRESETS` names the presets.
 
     The default is the most accurate setting that should cost a kernel no speed. It differs from
     :meth:`paper` in two things:
 
     - ``granularity="row"``: one scale per output row needs no reduction over the whole tile, so it is no
-      slower than one scale per tile, and it halves the error of dQ, dK and dV while logits are small.
-    - 64 × 128 tiles in place of 128 × 64. The error of dK and dV grows with ``block_q``, that of O and dQ
+      slower than one scale per tile. It halves the error of dQ, dK and dV while logits are small.
+    - 64 × 128 tiles instead of 128 × 64. The error of dK and dV grows with ``block_q``, that of O and dQ
       more slowly with ``block_kv``; and 64 × 128 was the fastest forward tile measured on Hopper. Heads
       of more than 128 channels take 64 × 64, because their rows fill a GPU's shared memory sooner.
 
-    Under ``is_causal`` an output depends slightly on tokens that the mask hides from it, in every setting but
-    :meth:`strictly_causal`. Later tokens have a part in
+    Under ``is_causal`` an output depends slightly on tokens that the mask hides from it, in every preset but
+    :meth:`strictly_causal`. Later tokens contribute to
 
     - μ_K, the mean of all keys (``smooth_k``), which shifts what every key rounds to;
     - μ_Q, the mean of a block of queries (``smooth_q``);
@@ -56,7 +60,10 @@ class SageConfig:
     - the scale of a block of Q, K, V or dO that earlier tokens share with them (``operand_scales="block"``);
     - the scale of a whole tile of P and dS in the backward (``granularity="block"``).
 
-    ``scripts/paper/causal_leak.py`` measures them.
+    ``scripts/paper/causal_leak.py`` measures these effects.
+
+    ``add_mean_k_term``, ``exact_delta`` and ``s_levels=2`` exist in the reference only: on a GPU they raise.
+    :func:`sagebwd.explain` tells which kernels run a setting.
 
     Attributes:
         smooth_k: subtract the mean over all tokens, μ_K, from K before it is quantized. The softmax does
@@ -64,19 +71,18 @@ class SageConfig:
         smooth_q: subtract from each block of Q its own token mean, μ_Q. Adds the row μ_Q·Kᵀ to S and the
             term (dSᵀ1)·μ_Qᵀ to dK.
         smooth_v: subtract the mean over all tokens, μ_V, from V before it is quantized for O, and add it to
-            O, which is the same because rows of P sum to 1. What rounding loses is then a part of V − μ_V,
-            not of V, which mends δ, and so dQ and dK, where values have the same in common along a whole
-            sequence. Costs one more read of V.
-        unsigned_p: round P̃ in O and P in dV, which are never negative, to unsigned INT8, 0 … 255 with scale
-            max / 255, in place of −127 … 127 with max / 127, which leaves half of the numbers unused: steps
-            half as wide. A product outside INT8 stays as it is. Costs nothing where tensor cores multiply
-            unsigned by signed (Hopper's own kernels); the portable kernels subtract 128 from P and add 128
-            times the sums of the other operand, which are made where it is quantized: one number per channel
-            of each block to load, and to begin the product with.
+            O. O does not change, because rows of P sum to 1, but its rounding error is then relative to
+            V − μ_V instead of V. That improves δ, and so dQ and dK, where all values of a sequence have a
+            common part. Costs one more read of V.
+        unsigned_p: round P̃ in O and P in dV, which are never negative, to unsigned INT8: 0 … 255 with scale
+            max / 255, instead of −127 … 127 with max / 127. Steps are half as wide. A product outside INT8
+            does not change. Free where tensor cores multiply unsigned by signed (the Hopper kernels). The
+            Triton kernels subtract 128 from P and add 128 times the column sums of the other operand, one
+            more value per channel of each block to load.
         operand_scales: scales of Q, K, V and dO. ``"block"``, as in the paper: one per block of tokens.
-            ``"token"``: one per token. Where a product contracts tokens (O, dV, dQ, dK) that scale runs along
-            the contracted axis, so P or dS takes it, in fp32, before it is quantized itself; and what the
-            mask hides is zero before that, so that not even a NaN comes through.
+            ``"token"``: one per token. In a product that contracts tokens (O, dV, dQ, dK) this scale runs
+            along the contracted axis, so P or dS is multiplied by it, in fp32, before it is quantized.
+            Masked elements are zeroed before that, so not even a NaN behind the mask passes.
         granularity: scales of P and dS in the backward. ``"block"``, as in the paper: one per tile.
             ``"row"``: one per output row of the product, within each tile; that is per key for P in dV and
             for dS in dK, per query for dS in dQ. The scale never runs along the contracted axis, so each
@@ -84,14 +90,16 @@ class SageConfig:
         int8_matmuls: which of :data:`MATMULS` run in INT8; the others round their operands to the dtype of
             the inputs and accumulate in fp32. Stored in the order of :data:`MATMULS`.
         add_mean_k_term: add rowsum(dS)·μ_K to dQ, as SageAttention3 (arXiv 2505.11594) does. In exact
-            arithmetic rowsum(dS) = 0; with a quantized O it is an error, which the term multiplies by μ_K.
-        s_levels: 1, S from one INT8 product; 2, S from INT8 high and low halves of Q and K, which takes
-            three INT8 products and leaves almost no error in S.
-        exact_delta: δ = rowsum(P∘dP), consistent with the P and dP of the backward, in place of
-            δ = rowsum(dO∘O). Costs S and dP once more.
+            arithmetic rowsum(dS) = 0. With a quantized O it is an error, which the term multiplies by μ_K.
+            Reference only.
+        s_levels: 1: S from one INT8 product. 2: S from INT8 high and low halves of Q and K, which takes
+            three INT8 products and leaves almost no error in S (reference only).
+        exact_delta: δ = rowsum(P∘dP), consistent with the P and dP of the backward, instead of
+            δ = rowsum(dO∘O). Computes S and dP once more. Reference only.
         compensate_o: divide O, which must be outside INT8, by the sum of P̃ as the product takes it, rounded,
-            and keep for δ = rowsum(dO∘O) what rounding O to the dtype of the inputs takes away. Such a δ fits
-            the P and dP of the backward as that of ``exact_delta`` does, for one more tensor like O.
+            and save the residual of O, which is its error of rounding to the dtype of the inputs, for
+            δ = rowsum(dO∘O). Such a δ is as consistent with the P and dP of the backward as that of
+            ``exact_delta``, for one more tensor of the size of O.
         block_q: queries per tile, which is also the size of a block of Q and dO. None: see :meth:`tile`.
         block_kv: keys per tile, which is also the size of a block of K and V. None: see :meth:`tile`.
 
@@ -127,23 +135,24 @@ class SageConfig:
         """Under ``is_causal``, out and dq of a token depend, bit for bit, on it and earlier tokens only.
 
         Not even a NaN or Inf of a later token shows, as long as O and dQ are INT8 products: outside INT8 it
-        reaches the queries of its tile as 0 · NaN. Without a strong mean in the channels of K this is more
-        accurate than the default. With one it is less, most of all in dQ, because K is not smoothed.
+        reaches the queries of its tile as 0 · NaN. This preset is more accurate than the default unless the
+        channels of K have a strong mean. With a strong mean it is less accurate, most of all in dQ, because
+        K is not smoothed.
         """
         return cls(smooth_k=False, operand_scales="token", granularity="row")
 
     @classmethod
     def accurate(cls) -> SageConfig:
-        """Small errors of dQ and dK with large logits, too, and dV, dQ and dK in INT8: S and O take 16 bit.
+        """Small errors of dQ and dK with large logits, too: S and O in 16 bit; dV, dQ and dK in INT8.
 
-        Most of the default's error in dQ and dK is inherited: from S, through P, where logits are large, and
-        from O, through δ, elsewhere. In 16 bit both are exact but for a rounding, and S needs no smoothing.
-        What is left is the rounding of dS, which 64 keys per scale in place of 128 lessen. (Where values have
-        much in common, that rounding of O is enough to spoil δ: see :meth:`consistent`.)
+        Most of the default's error in dQ and dK comes from S, through P, where logits are large, and from O,
+        through δ, elsewhere. 16-bit S and O leave only their rounding, and S needs no smoothing. The
+        remaining error is the rounding of dS, which 64 keys per scale instead of 128 reduce. (When the rows
+        of V are similar, the rounding of a 16-bit O is enough to spoil δ: see :meth:`consistent`.)
 
         As with :meth:`strictly_causal`, finite later tokens change no output or gradient of a query, and dQ
-        is worse where the channels of K have a strong mean. Runs the portable kernels and costs 15
-        units of tensor-core time where the default costs 11 and 16-bit attention 18
+        is worse where the channels of K have a strong mean. Runs the Triton kernels and costs 15 units of
+        tensor-core time, compared with 11 for the default and 18 for 16-bit attention
         (``scripts/paper/gradient_variants.py``).
         """
         return cls(
@@ -157,13 +166,16 @@ class SageConfig:
 
     @classmethod
     def consistent(cls) -> SageConfig:
-        """P in 16 bit, and a δ that fits the backward's P and dP: dQ and dK err by a percent or two.
+        """16-bit P, and a δ consistent with the backward's P and dP: relative L2 errors of 1–2% in dQ and dK.
 
-        Where values have much in common, dP is nearly the same along a row, and dS = P ∘ (dP − δ) is a small
-        difference. A δ from the rounded O is then off by more than that, in 16-bit attention as well; that of
-        a compensated O is not. O and dV, outside INT8, err less, too. 13 units of tensor-core time, the
-        default 11, 16-bit attention 18 (``scripts/paper/gradient_variants.py``); but P needs no scales and no
-        rounding to INT8, which on Hopper takes longer than that. Of large logits it does not mend S.
+        When the rows of V are similar, dP is almost constant along a row and dS = P ∘ (dP − δ) is a small
+        difference of large terms. Any error in δ, which comes from rounding O, then dominates dQ, in 16-bit
+        attention as well; compensating O removes it. O and dV, outside INT8, are more accurate, too. Does
+        not reduce the error of S, which dominates when logits are large.
+
+        13 units of tensor-core time, compared with 11 for the default and 18 for 16-bit attention
+        (``scripts/paper/gradient_variants.py``). P needs neither scales nor rounding to INT8, which on Hopper
+        saves more time than the 16-bit products cost.
         """
         return cls(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), compensate_o=True)
 
@@ -190,22 +202,20 @@ class SageConfig:
         self._check_tile()
         self._check_levels()
         if self.smooth_v and not self.is_int8("o"):
-            raise ValueError(
-                "smooth_v=True is about an INT8 O; add 'o' to int8_matmuls or set smooth_v=False"
-            )
+            raise ValueError("smooth_v=True needs an INT8 O; add 'o' to int8_matmuls or set smooth_v=False")
         if self.unsigned_p and not any(map(self.is_int8, P_MATMULS)):
             raise ValueError(
-                "unsigned_p=True is about P in an INT8 O or dV; add 'o' or 'dv' to int8_matmuls "
+                "unsigned_p=True needs an INT8 O or dV; add 'o' or 'dv' to int8_matmuls "
                 "or set unsigned_p=False"
             )
         if self.compensate_o and (self.is_int8("o") or self.exact_delta):
             raise ValueError(
-                "compensate_o=True is about an O outside INT8 and δ = rowsum(dO∘O); take 'o' out of "
+                "compensate_o=True needs an O outside INT8 and δ = rowsum(dO∘O); remove 'o' from "
                 "int8_matmuls and set exact_delta=False, or set compensate_o=False"
             )
         if self.add_mean_k_term and not self.smooth_k:
             raise ValueError(
-                "add_mean_k_term=True needs the mean that smooth_k=False does not take; "
+                "add_mean_k_term=True needs the mean of K, which smooth_k=False does not compute; "
                 "set smooth_k=True or add_mean_k_term=False"
             )
 
@@ -242,8 +252,38 @@ class SageConfig:
             raise ValueError(f"s_levels is {self.s_levels!r}; set it to 1 or 2")
         if self.s_levels == 2 and not (self.is_int8("s_fwd") and self.is_int8("s_bwd")):
             raise ValueError(
-                "s_levels=2 is about an INT8 S; add 's_fwd' and 's_bwd' to int8_matmuls or set s_levels=1"
+                "s_levels=2 needs an INT8 S; add 's_fwd' and 's_bwd' to int8_matmuls or set s_levels=1"
             )
 
 
 DEFAULT_CONFIG = SageConfig()
+
+#: Every preset by its name: what ``attention=sagebwd_<name>`` trains with, and the rows of tables.
+PRESETS: dict[str, SageConfig] = {
+    "default": DEFAULT_CONFIG,
+    "paper": SageConfig.paper(),
+    "consistent": SageConfig.consistent(),
+    "accurate": SageConfig.accurate(),
+    "strictly_causal": SageConfig.strictly_causal(),
+}
+
+FIELDS = tuple(field.name for field in fields(SageConfig))
+
+
+def encode(config: SageConfig) -> str:
+    """``config`` as text, because operators take no objects. :func:`decode` reads it."""
+    # To write the text takes a third of a short call; but torch.compile traces no cache.
+    return _encode(config) if torch.compiler.is_compiling() else _encode_once(config)
+
+
+def _encode(config: SageConfig) -> str:
+    return "{" + ", ".join([f"'{name}': {getattr(config, name)!r}" for name in FIELDS]) + "}"
+
+
+_encode_once = lru_cache(_encode)
+
+
+@lru_cache
+def decode(text: str) -> SageConfig:
+    """The settings that :func:`encode` wrote."""
+    return SageConfig(**ast.literal_eval(text))

@@ -1,71 +1,411 @@
-"""What the kernels cannot do, said before they are launched."""
+"""Which kernels run an attention, and why faster ones do not. Nothing else in the library decides that.
+
+Three kernel sets, fastest first:
+
+    hopper      CUDA, wgmma: NVIDIA GPUs of compute capability 9.0
+    triton      NVIDIA GPUs since Ampere
+    reference   plain PyTorch: any device, slow; what CPU tensors run
+
+For each set a function lists what it needs as rules (:class:`Rule`), which read as plain sentences. The same
+rules choose the kernels of a call, explain the choice (:func:`explain`), and make the table in the docs
+(:func:`table`), which needs no GPU.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import operator
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
-from sagebwd.config import SageConfig
-from sagebwd.kernels.triton.device import IS_INTERPRETED
-from sagebwd.kernels.triton.launch import compute_capability
+from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, PRESETS, SageConfig, decode
+from sagebwd.validation import is_autocast
 
-REFERENCE = "call sagebwd.reference.sage_attention, which takes the same arguments and runs, slowly, anywhere"
+#: Fastest first.
+KERNEL_SETS = ("hopper", "triton", "reference")
+
+#: Compute capabilities.
+HOPPER, AMPERE = (9, 0), (8, 0)
+#: Head sizes that the kernels on a GPU take are multiples of 8, up to this one.
 LARGEST_HEAD_DIM = 256
-OLDEST_COMPUTE_CAPABILITY = 80
-#: INT8 tensor cores contract 32 tokens and more; tiles are powers of two.
-BLOCK_SIZES = (32, 64, 128)
+#: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
+TRITON_BLOCKS = (32, 64, 128)
+#: Hopper: the only tile, and the head sizes for which a block of K and V is a whole number of copies.
+HOPPER_TILE = (64, 128)
+HOPPER_HEAD_DIMS = range(33, 129)
+#: Hopper: products that may run in 16 bit; all others of the paper's INT8 products are INT8.
+HOPPER_16_BIT_MATMULS = ("o", "dv")
+
+USE_REFERENCE = 'pass kernels="reference", which runs, slowly, anywhere'
 
 
-@contextmanager
-def on_device_of(q: Tensor, config: SageConfig) -> Iterator[None]:
-    """Launch on the GPU of q, which may not be the current one.
+# --- What the choice depends on ----------------------------------------------------------------------------
+
+
+class GPU(NamedTuple):
+    """A GPU, present or hypothetical.
+
+    name: as the driver gives it.
+    capability: the compute capability, (9, 0) for Hopper.
+    is_amd: whether torch was built for ROCm.
+    no_cuda_kernels: why CUDA kernels cannot be compiled or launched on it, None if they can.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    is_amd: bool = False
+    no_cuda_kernels: str | None = None
+
+
+class Call(NamedTuple):
+    """What decides which kernels run: device, dtype of q, head size and settings.
+
+    device: the type of the device, such as "cuda".
+    gpu: None unless the device is a GPU.
+    has_triton: whether Triton is installed.
+    is_interpreted: whether CPU tensors can run the Triton kernels, in Triton's interpreter.
+    """
+
+    device: str
+    gpu: GPU | None
+    dtype: torch.dtype
+    head_dim: int
+    config: SageConfig
+    has_triton: bool = True
+    is_interpreted: bool = False
+
+
+class Rule(NamedTuple):
+    """Something that a kernel set needs.
+
+    holds: whether the call meets it.
+    reason: what is wrong if it does not hold.
+    fix: how the caller can make it hold; "" if nothing can be done.
+    error: what is raised if the kernel set was asked for.
+    warns: whether to warn a caller who could change it to get the fastest kernels of a GPU.
+    """
+
+    holds: bool
+    reason: str
+    fix: str = ""
+    error: type[Exception] = NotImplementedError
+    warns: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.fix}" if self.fix else self.reason
+
+
+# --- What each kernel set needs ----------------------------------------------------------------------------
+
+
+def obstacles(kernels: str, call: Call) -> list[Rule]:
+    """The rules of a kernel set that ``call`` breaks; none if the set can run it."""
+    rules = {"hopper": hopper_rules, "triton": triton_rules, "reference": reference_rules}[kernels]
+    return [rule for rule in rules(call) if not rule.holds]
+
+
+def describe(broken: list[Rule]) -> str:
+    """Broken rules as one line of text: what is wrong (how to fix it); …"""
+    return "; ".join(f"{rule.reason} ({rule.fix})" if rule.fix else rule.reason for rule in broken)
+
+
+def hopper_rules(call: Call) -> Iterator[Rule]:
+    """What the CUDA kernels for Hopper need, in the order in which it is checked."""
+    config, gpu = call.config, call.gpu
+    yield _on_a_gpu(gpu is not None, call)
+    if gpu is None:
+        return
+    have, need = (".".join(map(str, capability)) for capability in (gpu.capability, HOPPER))
+    yield Rule(not gpu.is_amd, f"{gpu.name} is an AMD GPU, which runs no CUDA kernels")
+    yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
+    if gpu.is_amd or gpu.capability != HOPPER:
+        return  # what else is in the way does not matter
+    yield from _rules_of_all_kernels(call)
+    yield Rule(
+        config.block_q in (None, HOPPER_TILE[0]) and config.block_kv in (None, HOPPER_TILE[1]),
+        f"block_q is {config.block_q} and block_kv {config.block_kv}",
+        "set both to None",
+        warns=True,
+    )
+    yield Rule(
+        config.granularity == "row",
+        f"granularity is {config.granularity!r}",
+        "set granularity='row'",
+        warns=True,
+    )
+    yield Rule(
+        config.operand_scales == "block",
+        f"operand_scales is {config.operand_scales!r}",
+        "set operand_scales='block'",
+        warns=True,
+    )
+    yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False", warns=True)
+    missing = [x for x in PAPER_INT8_MATMULS if not config.is_int8(x) and x not in HOPPER_16_BIT_MATMULS]
+    yield Rule(
+        not missing,
+        f"{', '.join(missing)} not in INT8",
+        "add them to int8_matmuls",
+        warns=True,
+    )
+    yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
+    yield Rule(
+        call.head_dim in HOPPER_HEAD_DIMS,
+        f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
+    )
+    yield Rule(gpu.no_cuda_kernels is None, str(gpu.no_cuda_kernels), warns=True)
+
+
+def triton_rules(call: Call) -> Iterator[Rule]:
+    """What the Triton kernels need, in the order in which it is checked."""
+    config, gpu = call.config, call.gpu
+    yield _on_a_gpu(gpu is not None or call.is_interpreted, call)
+    if gpu is not None:
+        yield Rule(
+            gpu.capability >= AMPERE and not gpu.is_amd,
+            f"{gpu.name} has no kernels: they need an NVIDIA GPU of the Ampere generation or later",
+        )
+    yield Rule(call.has_triton, "Triton is not installed", "install triton")
+    yield from _rules_of_all_kernels(call)
+    for name, size in zip(("block_q", "block_kv"), config.tile(call.head_dim), strict=True):
+        sizes = ", ".join(map(str, TRITON_BLOCKS))
+        yield Rule(size in TRITON_BLOCKS, f"{name} is {size}", f"use one of {sizes}", ValueError)
+
+
+def reference_rules(call: Call) -> Iterator[Rule]:
+    """The reference runs everything."""
+    return iter(())
+
+
+def _on_a_gpu(holds: bool, call: Call) -> Rule:
+    return Rule(holds, f"the tensors are on the {call.device.upper()}", "move them to a GPU", ValueError)
+
+
+def _rules_of_all_kernels(call: Call) -> Iterator[Rule]:
+    config = call.config
+    dtype = str(call.dtype).removeprefix("torch.")
+    yield Rule(
+        call.dtype in (torch.float16, torch.bfloat16),
+        f"q, k, v are {dtype}",
+        "cast them to bfloat16 or float16",
+        ValueError,
+    )
+    yield Rule(
+        call.head_dim % 8 == 0 and call.head_dim <= LARGEST_HEAD_DIM,
+        f"the head size is {call.head_dim}",
+        f"use a multiple of 8 up to {LARGEST_HEAD_DIM}",
+        ValueError,
+    )
+    for name, value in (("exact_delta", False), ("add_mean_k_term", False), ("s_levels", 1)):
+        found = getattr(config, name)
+        instead = "compensate_o=True" if name == "exact_delta" else f"{name}={value}"
+        yield Rule(found == value, f"{name}={found} has no kernel", f"use {instead}")
+
+
+# --- The choice --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernels run an attention, and why faster ones do not.
+
+    Attributes:
+        kernels: "hopper", "triton" or "reference"; "none" if the call raises an error.
+        reasons: by kernel set, why it is not used: each that is faster than ``kernels``.
+    """
+
+    kernels: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"kernels: {self.kernels}"]
+        return "\n".join(lines + [f"not {name}: {reason}" for name, reason in self.reasons.items()])
+
+
+def explain(
+    q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, config: SageConfig = DEFAULT_CONFIG
+) -> Explanation:
+    """Tell which kernels ``sage_attention(q, k, v, config=config)`` runs, and why not faster ones.
+
+    >>> print(sagebwd.explain(q, config=SageConfig.paper()))  # on an H200
+    kernels: triton
+    not hopper: block_q is 128 and block_kv 64 (set both to None); granularity is 'block' (set …
+
+    Args:
+        q: the queries (B, H, N, D). Only device, dtype and head size matter, under autocast its dtype.
+        k, v: not looked at, as they share these with q; they are here so that a call's arguments fit.
+        config: the settings.
+    """
+    dtype = q.dtype
+    if is_autocast(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+    return explain_call(_call(q.device, dtype, q.shape[-1], config))
+
+
+def explain_call(call: Call) -> Explanation:
+    """:func:`explain` for a call that need not exist: a hypothetical GPU is a :class:`GPU`."""
+    reasons: dict[str, str] = {}
+    for name in ("hopper", "triton"):
+        broken = obstacles(name, call)
+        if not broken:
+            return Explanation(name, reasons)
+        reasons[name] = describe(broken)
+    return Explanation("reference" if call.device == "cpu" else "none", reasons)
+
+
+def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> str:
+    """The kernel set that runs attention on ``q``: ``kernels``, or the fastest that can.
+
+    A CPU tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
+    :func:`sagebwd.config.encode`: a call looks at the settings once. Warns, once for each reason, where
+    settings keep a Hopper GPU from its own kernels.
 
     Raises:
-        NotImplementedError: a GPU without what the kernels need.
-        ValueError: the tiles of ``config`` are too large for this GPU.
+        ValueError: dtype, head size, scale or tile; the message says what to change.
+        NotImplementedError: a setting, a GPU or a device without kernels.
     """
-    if q.is_cuda and (torch.version.hip or compute_capability(q) < OLDEST_COMPUTE_CAPABILITY):
-        raise NotImplementedError(
-            f"{torch.cuda.get_device_name(q.device)} has no kernels: they need an NVIDIA GPU of the Ampere "
-            f"generation or later; {REFERENCE}"
-        )
-    try:
-        with torch.cuda.device_of(q):
-            yield
-    except OutOfResources as error:
-        tile = " x ".join(map(str, config.tile(q.shape[-1])))
-        raise ValueError(
-            f"tiles of {tile} (block_q x block_kv) do not fit this GPU with head size {q.shape[-1]} and this "
-            f"config ({error}); set smaller ones, or {REFERENCE}"
-        ) from error
-
-
-def check_supported(q: Tensor, scale: float | None, config: SageConfig) -> None:
-    """Raise unless the kernels can run this.
-
-    Raises:
-        ValueError: dtype, head size, scale or block size; the message says what to change.
-        NotImplementedError: a setting that only the reference has.
-    """
-    if q.device.type == "cpu" and not IS_INTERPRETED:
-        raise ValueError(f"the tensors are on the CPU; move them to a GPU, or {REFERENCE}")
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        dtype = str(q.dtype).removeprefix("torch.")
-        raise ValueError(f"q, k, v are {dtype}; cast them to bfloat16 or float16, or {REFERENCE}")
-    if q.shape[-1] % 8 or q.shape[-1] > LARGEST_HEAD_DIM:
-        raise ValueError(
-            f"the head size is {q.shape[-1]}; use a multiple of 8 up to {LARGEST_HEAD_DIM}, or {REFERENCE}"
-        )
-    if scale is not None and scale < 0:
+    # index, because under a tracer the size may be a symbol; the kernels are compiled for one size anyway.
+    head_dim = operator.index(q.shape[-1])
+    chosen, error, message = _choose(q.device, q.dtype, head_dim, config, kernels)
+    if error == "ValueError":
+        raise ValueError(message)
+    if error:
+        raise NotImplementedError(message)
+    if scale < 0 and chosen != "reference":
         raise ValueError(f"scale is {scale}; pass one that is not negative and change the sign of q")
-    for name, size in zip(("block_q", "block_kv"), config.tile(q.shape[-1]), strict=True):
-        if size not in BLOCK_SIZES:
-            raise ValueError(
-                f"{name} is {size}; use one of {', '.join(map(str, BLOCK_SIZES))}, or {REFERENCE}"
-            )
-    if config.s_levels != 1:
-        raise NotImplementedError(f"s_levels={config.s_levels} has no kernel; use s_levels=1, or {REFERENCE}")
+    return chosen
+
+
+def _choose(
+    device: torch.device, dtype: torch.dtype, head_dim: int, config: str, kernels: str | None
+) -> tuple[str, str, str]:
+    return _choose_once(device, dtype, head_dim, config, kernels)
+
+
+# As torch.compiler.assume_constant_result does, which imports torch._dynamo: 3 s that most users do not need.
+# A tracer then runs the function, which asks the driver, instead of tracing it.
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache
+def _choose_once(
+    device: torch.device, dtype: torch.dtype, head_dim: int, config: str, kernels: str | None
+) -> tuple[str, str, str]:
+    """(kernel set, "", ""), or ("", name of the error, its message). A result is remembered, an error too."""
+    if kernels not in (None, *KERNEL_SETS):
+        names = ", ".join(map(repr, KERNEL_SETS))
+        return "", "ValueError", f"kernels is {kernels!r}; use one of {names}, or None for the fastest"
+    if kernels == "reference" or (kernels is None and device.type == "cpu"):
+        return "reference", "", ""
+    if device.type not in ("cpu", "cuda"):
+        message = f"sagebwd has no kernels for {device.type.upper()} tensors; {USE_REFERENCE}"
+        return "", "NotImplementedError", message
+    call = _call(device, dtype, head_dim, decode(config))
+    if kernels == "triton" and device.type == "cpu":
+        call = call._replace(is_interpreted=_is_interpreted())
+    not_hopper = [] if kernels == "triton" else obstacles("hopper", call)
+    if kernels == "hopper" and not_hopper:
+        message = f'kernels="hopper" cannot run: {describe(not_hopper)}; or pass kernels=None'
+        return "", not_hopper[0].error.__name__, message
+    if kernels != "triton" and not not_hopper:
+        return "hopper", "", ""
+    for rule in obstacles("triton", call):
+        message = f"{rule}, or {USE_REFERENCE}" if rule.fix else f"{rule}; {USE_REFERENCE}"
+        return "", rule.error.__name__, message
+    if not_hopper and all(rule.warns for rule in not_hopper):
+        reason = describe(not_hopper)
+        _warn_once(f"sage_attention runs the Triton kernels, slower than those for this GPU: {reason}")
+    return "triton", "", ""
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=6)
+
+
+# --- Which machine this is ---------------------------------------------------------------------------------
+
+
+def _call(device: torch.device, dtype: torch.dtype, head_dim: int, config: SageConfig) -> Call:
+    gpu = gpu_of(device.index or 0) if device.type == "cuda" else None
+    return Call(device.type, gpu, dtype, head_dim, config, _has_triton())
+
+
+@functools.cache
+def gpu_of(index: int) -> GPU:
+    """The GPU with this index. Where there is none, for fake tensors: one that runs the Triton kernels."""
+    if not torch.cuda.is_available():
+        return GPU("a GPU that is not there", AMPERE)
+    capability = torch.cuda.get_device_capability(index)
+    is_amd = torch.version.hip is not None
+    reason = None
+    if capability == HOPPER and not is_amd:
+        from sagebwd.kernels.cuda import runtime
+
+        reason = runtime.why_unavailable(torch.device("cuda", index), HOPPER)
+    return GPU(torch.cuda.get_device_name(index), capability, is_amd, reason)
+
+
+def _is_interpreted() -> bool:
+    if not _has_triton():
+        return False
+    from sagebwd.kernels.triton.device import IS_INTERPRETED
+
+    return IS_INTERPRETED
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+# --- The table ---------------------------------------------------------------------------------------------
+
+EXAMPLES = {
+    "hopper": GPU("a Hopper GPU", HOPPER),
+    "nvidia": GPU("another NVIDIA GPU since Ampere", AMPERE),
+}
+
+
+class Row(NamedTuple):
+    """Which kernels run a preset, for bf16 tensors.
+
+    preset: a name of :data:`sagebwd.config.PRESETS`.
+    head_dims: the smallest and the largest head size of this row; sizes are multiples of 8.
+    hopper, nvidia, cpu: the kernel set on a Hopper GPU, on any other NVIDIA GPU since Ampere, on a CPU.
+    why_not_hopper: why a Hopper GPU does not run its own kernels; "" if it does.
+    """
+
+    preset: str
+    head_dims: tuple[int, int]
+    hopper: str
+    nvidia: str
+    cpu: str
+    why_not_hopper: str
+
+
+def table() -> list[Row]:
+    """Preset × head size × GPU → kernel set, by the rules above. Needs no GPU."""
+    rows = []
+    for preset, config in PRESETS.items():
+        sizes = groupby(
+            range(8, LARGEST_HEAD_DIM + 1, 8), lambda size, config=config: _cells(config, size)[:3]
+        )
+        for cells, group in sizes:
+            head_dims = [*group]
+            reason = _cells(config, min(head_dims, key=lambda size: abs(size - 64)))[3]  # a common size
+            rows.append(Row(preset, (head_dims[0], head_dims[-1]), *cells, reason))
+    return rows
+
+
+def _cells(config: SageConfig, head_dim: int) -> tuple[str, str, str, str]:
+    hopper, nvidia = (
+        explain_call(Call("cuda", gpu, torch.bfloat16, head_dim, config)) for gpu in EXAMPLES.values()
+    )
+    cpu = explain_call(Call("cpu", None, torch.bfloat16, head_dim, config))
+    return hopper.kernels, nvidia.kernels, cpu.kernels, hopper.reasons.get("hopper", "")

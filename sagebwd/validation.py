@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention, shared by every backend. Each message says what to change."""
+"""Checks of the arguments of attention, shared by all kernel sets. Each message says what to change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_arguments(
 def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
     """Raise ValueError unless the boundaries can cut q and k into documents.
 
-    Looks at shapes and dtypes, never at the numbers: to read them would wait for the GPU.
+    Looks at shapes and dtypes, never at the values: reading them would wait for the GPU.
     """
     if cu_seqlens is None:
         if cu_seqlens_kv is not None:
@@ -64,7 +64,7 @@ def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_
 
 
 def check_backward_mode(*tensors: Tensor) -> None:
-    """torch would drop the tangents of operators that it knows no forward-mode derivative of."""
+    """Raise NotImplementedError for dual tensors: torch would silently drop their tangents."""
     if forward_ad._current_level < 0:
         return
     if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
@@ -85,9 +85,14 @@ def check_grad_out(grad_out: Tensor, q: Tensor) -> None:
 def cast_to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast to its dtype as ``scaled_dot_product_attention`` does; gradients flow back."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not is_autocast(device_type):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(device_type)) for x in tensors)
+
+
+def is_autocast(device_type: str) -> bool:
+    """Whether autocast is on for a type of device; the meta device has none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def _check_supported(attn_mask: Any, dropout_p: float) -> None:
@@ -108,7 +113,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
     # Under autocast a mix of dtypes is cast to one, so the mix is checked only outside.
-    autocast = torch.is_autocast_enabled(q.device.type)
+    autocast = is_autocast(q.device.type)
     if len({q.device, k.device, v.device}) > 1:
         raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -135,7 +140,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
             f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True to share k and v in groups"
         )
     if heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change either number")
+        raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change one of them")
 
 
 def _check_boundaries(name: str, boundaries: Any, q: Tensor) -> None:

@@ -1,47 +1,100 @@
-"""Compare finished or running runs: a table of their losses, and a picture of their curves.
+"""Compare runs, finished or still training: a table of losses and speed, and a picture of the loss curves.
 
-python -m scripts.compare runs/attention-fpa runs/attention-sagebwd --out comparison.png
+    python -m scripts.compare runs/attention-fpa runs/attention-sagebwd
+    python -m scripts.compare runs/quickstart --out quickstart.png
+
+Give run directories, or folders that hold some. Columns of the table:
+
+  training loss     mean over the last tenth of the logged steps, in nats per token
+  validation loss   of the last evaluation, in nats per token
+  tokens/s          median
+
+Runs that differ only in `seed=N` stand together, followed by their mean ± standard deviation. A run is named
+after the overrides that not all runs share. Takes seconds and no GPU.
 """
 
-import argparse
+from __future__ import annotations
+
+import os
+import re
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from scripts.bench.measuring import align, number
 from trainer.plot import plot_losses, series
 from trainer.run_directory import RunDirectory, read_metrics
 
+#: Nothing is written below this folder unless --out says so.
+RESULTS = Path(__file__).parents[1] / "results"
+SEED = re.compile(r"(^|[+-])seed[-=]?\d+(?=\+|$)")
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+Records = list[dict[str, Any]]  # of a metrics.jsonl
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table and draw the picture."""
+    arguments = parse_arguments(argv)
+    paths = [*{path.resolve(): path for path in find_runs(arguments.runs)}.values()]
+    runs = dict(zip(labels_of(paths), map(read, paths), strict=True))
+    print(table(runs))
+    out = arguments.out or default_out(paths)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written = plot_losses(runs, out) or [out]
+    print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+def parse_arguments(argv: list[str] | None) -> Namespace:
+    """The arguments. Ends with a message, and exit code 2, if a path holds no run."""
+    parser = ArgumentParser(
+        prog="python -m scripts.compare", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, or folders that hold some")
-    parser.add_argument(
-        "--out", type=Path, default=Path("comparison.png"), help="the picture (default: %(default)s)"
-    )
-    arguments = parser.parse_args()
-    paths = find_runs(arguments.runs)
-    if not paths:
-        parser.error(f"no metrics.jsonl under {', '.join(map(str, arguments.runs))}; train something first")
-    labels = distinct([path.name for path in paths])
-    runs = {
-        label: read_metrics(RunDirectory(path).metrics) for label, path in zip(labels, paths, strict=True)
-    }
-    print(table(runs))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    plot_losses(runs, arguments.out)
-    print(f"\ncurves: {arguments.out}")
+    where = "the picture (default: comparison.png next to the runs; runs/comparison.png if they lie apart)"
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help=where)
+    arguments = parser.parse_args(argv)
+    for path in arguments.runs:
+        if not find_runs([path]):
+            parser.error(
+                f"{path} holds no run: there is no metrics.jsonl in it or one folder below it; give the "
+                "directory of a run, for instance runs/NAME"
+            )
+    return arguments
 
 
-def find_runs(paths: list[Path]) -> list[Path]:
+def find_runs(paths: Sequence[Path]) -> list[Path]:
     """The run directories among `paths` and directly below them."""
-    found = []
-    for path in paths:
-        candidates = [path, *sorted(path.glob("*/"))]
-        found += [folder for folder in candidates if RunDirectory(folder).metrics.exists()]
-    return found
+    folders = [folder for path in paths for folder in (path, *sorted(path.glob("*/")))]
+    return [folder for folder in folders if RunDirectory(folder).metrics.exists()]
+
+
+def read(path: Path) -> Records:
+    """The records of a run. Ends with a message if they are damaged."""
+    metrics = RunDirectory(path).metrics
+    try:
+        return read_metrics(metrics)
+    except ValueError as error:
+        sys.exit(f"{metrics} is damaged ({error}); leave this run out, or repair the file")
+
+
+def default_out(paths: Sequence[Path]) -> Path:
+    """comparison.png next to the runs; in runs/ if they have no common folder, or it belongs to results/."""
+    folders = {path.resolve().parent for path in paths}
+    folder = paths[0].parent
+    if len(folders) > 1 or folder.resolve().is_relative_to(RESULTS):
+        folder = Path("runs")
+    return folder / "comparison.png"
+
+
+def labels_of(paths: Sequence[Path]) -> list[str]:
+    """A name for each run: its path below the folder that all share, without the overrides that all share."""
+    paths = [path.resolve() for path in paths]
+    shared = os.path.commonpath([path.parent for path in paths])
+    return distinct([path.relative_to(shared).as_posix() for path in paths])
 
 
 def distinct(names: list[str]) -> list[str]:
@@ -51,30 +104,62 @@ def distinct(names: list[str]) -> list[str]:
     return ["+".join(part for part in name if part not in shared) or "+".join(name) for name in parts]
 
 
-def table(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Losses of each run, as Markdown: the last held-out one, and the mean of the last tenth in training."""
-    rows = [("run", "steps", "tokens", "training loss", "held-out loss", "tokens/s")]
-    for name, records in runs.items():
-        tokens, losses = series(records, "loss")
-        held_out = series(records, "val_loss")[1]
-        speed = series(records, "tokens_per_second")[1]
-        tail = losses[-max(len(losses) // 10, 1) :]
-        cells = (
-            f"{records[-1]['step']}" if records else "0",
-            f"{tokens[-1]:,.0f}" if len(tokens) else "0",
-            f"{tail.mean():.4f}" if len(tail) else "",
-            f"{held_out[-1]:.4f}" if len(held_out) else "",
-            f"{np.median(speed):,.0f}" if len(speed) else "",
-        )
-        rows.append((name, *cells))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])))
-    return "\n".join(
-        f"| {row[0]:{widths[0]}} | "
-        + " | ".join(f"{c:>{w}}" for c, w in zip(row[1:], widths[1:], strict=True))
-        + " |"
-        for row in rows
+def without_seed(label: str) -> str:
+    """What runs share that differ only in the seed."""
+    return SEED.sub("", label).lstrip("+")
+
+
+class Summary(NamedTuple):
+    """What the table says about a run; None where metrics.jsonl says nothing."""
+
+    steps: int
+    tokens: float
+    training_loss: float | None
+    validation_loss: float | None
+    tokens_per_second: float | None
+
+
+def summarize(records: Records) -> Summary:
+    tokens, losses = series(records, "loss")
+    validation = series(records, "val_loss")[1]
+    speed = series(records, "tokens_per_second")[1]
+    tail = losses[-max(len(losses) // 10, 1) :]
+    return Summary(
+        records[-1]["step"] if records else 0,
+        tokens[-1] if len(tokens) else 0,
+        tail.mean() if len(tail) else None,
+        validation[-1] if len(validation) else None,
+        np.median(speed) if len(speed) else None,
     )
+
+
+def table(runs: dict[str, Records]) -> str:
+    """A row for each run and one for each group of seeds, as Markdown."""
+    groups: dict[str, list[str]] = {}
+    for label in runs:
+        groups.setdefault(without_seed(label), []).append(label)
+    rows = []
+    for group, labels in groups.items():
+        summaries = [summarize(runs[label]) for label in labels]
+        for label, run in zip(labels, summaries, strict=True):
+            losses = [number(loss, ".4f") for loss in (run.training_loss, run.validation_loss)]
+            counts = [str(run.steps), f"{run.tokens:,.0f}"]
+            rows.append([label, *counts, *losses, number(run.tokens_per_second, ",.0f")])
+        if len(labels) > 1:
+            losses = [
+                mean_and_deviation([getattr(run, name) for run in summaries])
+                for name in ("training_loss", "validation_loss")
+            ]
+            name = f"{group}: " if group else ""
+            rows.append([f"{name}mean ± std of {len(labels)} seeds", "", "", *losses, ""])
+    return "\n".join(align(["run", "steps", "tokens", "training loss", "validation loss", "tokens/s"], rows))
+
+
+def mean_and_deviation(values: list[float | None]) -> str:
+    """Mean ± sample standard deviation; empty if a run has no value."""
+    if None in values:
+        return ""
+    return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs on disk: their settings, and the text they were trained on."""
+"""Read runs on disk: their settings and the text they were trained on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.settings import Settings
 
 
 def read_settings(directory: RunDirectory) -> Settings:
-    """What config.yaml says. Raises ValueError if there is none, or it has settings that are unknown here."""
+    """The settings in config.yaml. Raises ValueError if there is none, or it has unknown settings."""
     if not directory.config.exists():
         raise ValueError(
             f"{directory.path} has no config.yaml; give the directory of a run, for instance runs/NAME"
@@ -25,12 +25,12 @@ def read_settings(directory: RunDirectory) -> Settings:
     except OmegaConfBaseException as error:
         raise ValueError(
             f"{directory.config} is not of this version of the code: {str(error).splitlines()[0]}; use the "
-            "commit that environment.jsonl beside it names"
+            "commit that environment.jsonl in the same folder names"
         ) from error
 
 
 def open_data(directory: RunDirectory, settings: Settings) -> Corpus:
-    """The run's own text. Raises ValueError or FileNotFoundError if it is not what it was, or not there."""
+    """The text of the run. Raises ValueError if it is other text, FileNotFoundError if it is missing."""
     corpus = open_corpus(settings.data)
     trained_on = fingerprint(directory)
     if trained_on not in (None, corpus.manifest.fingerprint):
@@ -42,13 +42,13 @@ def open_data(directory: RunDirectory, settings: Settings) -> Corpus:
 
 
 def milestones(directory: RunDirectory, settings: Settings) -> list[int]:
-    """The steps whose checkpoints milestone_every has kept, as far as they are there."""
+    """The steps of the checkpoints that exist because of milestone_every."""
     every = settings.milestone_every
     return [step for step in steps_in(directory.checkpoints) if every and step % every == 0]
 
 
 def fingerprint(directory: RunDirectory) -> str | None:
-    """Of the data that the run's newest checkpoint was trained on; None if there is no checkpoint.
+    """The fingerprint of the data of the newest checkpoint; None if there is no checkpoint.
 
     Raises ValueError if that checkpoint is damaged.
     """
@@ -59,6 +59,6 @@ def fingerprint(directory: RunDirectory) -> str | None:
         return json.loads(seals[-1].read_text())["data"]
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"checkpoint {seals[-1].parent} is damaged ({SEAL} cannot be read); delete that folder, the ones "
-            "before it do"
+            f"checkpoint {seals[-1].parent} is damaged ({SEAL} cannot be read); delete that folder, and the "
+            "checkpoint before it is used"
         ) from error

@@ -1,13 +1,16 @@
-"""Run the kernels on small inputs under NVIDIA's compute-sanitizer, and count what it finds.
+"""Run the kernels on small inputs under NVIDIA's compute-sanitizer and count the errors it reports.
 
-    python -m scripts.sanitize --help
+    python -m scripts.sanitize
+    python -m scripts.sanitize --tools memcheck --cases wide_64 wide_packed
 
-memcheck finds reads and writes out of bounds, racecheck races in shared memory. Each tool runs each case in a
-process of its own, with torch's memory cache switched off: every tensor then ends where its allocation does.
-The exit code is 1 if anything was found, or if a case did not come to its end.
+memcheck finds out-of-bounds reads and writes, racecheck finds races in shared memory. Needs a GPU, and
+compute-sanitizer (of the CUDA toolkit) on PATH.
 
-racecheck may report threads that write the same sum, rounded in two ways, to one place; that is how Triton
-reduces (triton-lang/triton#7264). Any other report is a bug.
+Each tool runs each case in a process of its own. PyTorch's caching allocator is off, so that each tensor ends
+where its allocation ends. The exit code is 1 if there were errors, or if a case did not finish.
+
+racecheck may report threads that write the same sum, rounded differently, to one address: Triton reduces like
+that (triton-lang/triton#7264). Any other report is a bug.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from sagebwd import SageConfig
+from sagebwd import SageConfig, sage_attention
 
 ROOT = Path(__file__).parents[1]
 SANITIZER = "compute-sanitizer"
@@ -39,7 +42,7 @@ DEVICE = "cuda"
 
 
 class Case(NamedTuple):
-    """One sequence of one head, whose sizes fill no tile."""
+    """One head of one sequence, with sizes that are not multiples of a tile."""
 
     config: SageConfig = SageConfig()
     tokens: int = 70
@@ -55,11 +58,10 @@ CASES = {
     "packed": Case(boundaries=(0, 33, 33, 65)),
     "smooth_q": Case(SageConfig(smooth_q=True)),
     "unsigned_p": Case(SageConfig(unsigned_p=True)),
-    "exact_delta": Case(SageConfig(exact_delta=True)),
     "token_scales": Case(SageConfig.strictly_causal()),
     "block_granularity": Case(SageConfig.paper()),
     "sixteen_bit": Case(SageConfig(int8_matmuls=())),
-    # On Hopper these run kernels of their own.
+    # On Hopper these run the CUDA kernels.
     "wide_forward": Case(tokens=200, head_dim=56, backward=False),
     "wide_64": Case(tokens=200, head_dim=56),
     "wide_128": Case(tokens=200, head_dim=120),
@@ -70,7 +72,7 @@ CASES = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the case that is named, or the sanitizer on those that are chosen."""
+    """Run the sanitizer on the chosen cases; with --case, run that case in this process."""
     arguments = parse_arguments(argv)
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU; run this where there is one")
@@ -101,39 +103,27 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--tools",
-        nargs="+",
-        choices=TOOLS,
-        default=[*TOOLS],
-        metavar="TOOL",
-        help=f"{', '.join(TOOLS)} (default: all)",
-    )
-    add(
-        "--cases",
-        nargs="+",
-        choices=CASES,
-        default=[*CASES],
-        metavar="CASE",
-        help=f"{', '.join(CASES)} (default: all)",
-    )
+    for option, known in (("--tools", TOOLS), ("--cases", CASES)):
+        text = f"{', '.join(known)} (default: all)"
+        metavar = option[2:-1].upper()
+        add(option, nargs="+", choices=known, default=[*known], metavar=metavar, help=text)
     add("--case", choices=CASES, metavar="CASE", help="run this one in this process, without a sanitizer")
     return parser.parse_args(argv)
 
 
 def kernel_names() -> list[str]:
-    """Every kernel of the library; the sanitizer leaves alone what torch launches."""
-    from sagebwd.kernels.hopper.runtime import SOURCES
+    """The kernels of this library; the sanitizer skips all others."""
+    from sagebwd.kernels.hopper.attention import SOURCES
     from sagebwd.kernels.triton import backward, forward, quantize
 
     names = [name for module in (forward, backward, quantize) for name in vars(module)]
-    for source in SOURCES.glob("*.cu"):
+    for source in (path for folder in SOURCES.folders for path in folder.glob("*.cu")):
         names += re.findall(r"(\w+_kernel)\(", source.read_text())
     return sorted({name for name in names if name.endswith("_kernel")})
 
 
 def sanitize(tool: str, case: str, names: list[str]) -> str:
-    """All that the sanitizer and the case print."""
+    """The output of the sanitizer and the case."""
     command = [
         *(SANITIZER, "--tool", tool, *TOOLS[tool][1]),
         *("--target-processes", "application-only"),  # not the compiler that Triton starts
@@ -157,7 +147,7 @@ def sanitize(tool: str, case: str, names: list[str]) -> str:
 
 
 def count_errors(tool: str, case: str, output: str) -> int | None:
-    """The number of errors that the sanitizer reports; None if the case or the report has no end."""
+    """The number of errors in the report; None if the case or the report is cut off."""
     reports = re.findall(TOOLS[tool][0], output)
     if not reports or end_of(case) not in output.splitlines():
         return None
@@ -165,18 +155,19 @@ def count_errors(tool: str, case: str, output: str) -> int | None:
 
 
 def end_of(case: str) -> str:
-    """What a case prints when it has finished."""
+    """The line that a case prints when it has finished."""
     return f"{case} finished"
 
 
 def run_case(case: Case) -> None:
     """Forward and backward, causal; the sanitizer watches."""
-    from sagebwd.kernels import sage_attention
-
+    kernels = "triton" if DEVICE == "cpu" else None  # on a CPU in Triton's interpreter
     q, k, v, grad_out = inputs(case)
     cu_seqlens = None if case.boundaries is None else torch.tensor(case.boundaries, device=DEVICE)
     with torch.set_grad_enabled(case.backward):
-        out = sage_attention(q, k, v, is_causal=True, cu_seqlens=cu_seqlens, config=case.config)
+        out = sage_attention(
+            q, k, v, is_causal=True, cu_seqlens=cu_seqlens, config=case.config, kernels=kernels
+        )
     results = [out, *torch.autograd.grad(out, (q, k, v), grad_out)] if case.backward else [out]
     if not all(x.isfinite().all() for x in results):
         sys.exit("a result is not finite")

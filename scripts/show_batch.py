@@ -1,19 +1,19 @@
-"""Read what a run trained on: the text of a step's sequences, and what is odd about them.
+"""Show the text that a run trained on at a step, and mark unusual sequences.
 
     python -m scripts.show_batch runs/NAME --step 1200                     step 1200 of metrics.jsonl
     python -m scripts.show_batch runs/NAME --step 1200 --sequence 17 40    only these two, in full
     python -m scripts.show_batch runs/NAME --spikes                        the steps listed in spikes.jsonl
 
-Run it from the checkout, on a machine that has the run's data. For every sequence of the step:
+Run it from the checkout, on a machine that has the run's data. Needs no GPU. Columns of the table:
 
-    index       which sequence of the data it is, counted from 0 (as in the log and in spikes.jsonl)
-    epoch       how often the data had been gone through before
-    top token   the share of the most frequent token, and that token
-    distinct    how many different tokens there are
-    run         the longest run of one token
-    documents   how many documents the sequence has parts of
+  index       index of the sequence in the data, from 0, as in the log and in spikes.jsonl
+  epoch       number of complete passes over the data before this one
+  top token   the most frequent token, and its share of the sequence
+  distinct    number of distinct tokens
+  run         longest run of one token
+  documents   number of documents that the sequence has parts of
 
-A * marks a sequence unlike the others of its step: a top token twice as frequent as is typical (the median),
+A * marks sequences that are unusual for their step, compared with the median: a top token twice as frequent,
 half as many distinct tokens, or a run four times as long.
 """
 
@@ -83,14 +83,14 @@ class Run:
 
     @classmethod
     def open(cls, path: Path) -> "Run":
-        """Raises ValueError or FileNotFoundError if this is no run, or its data is not what it was."""
+        """Raises ValueError or FileNotFoundError if this is not a run, or its data has changed."""
         directory = RunDirectory(path)
         settings = read_settings(directory)
         corpus = open_data(directory, settings)
         return cls(directory, corpus, make_loader(settings, corpus))
 
     def sequences(self, step: int) -> list["Sequence"]:
-        """Those of the step that is number `step` from 1, in the order of training."""
+        """The sequences of a step, which counts from 1, in the order of training."""
         first_sample = (step - 1) * self.loader.sequences_per_step
         return [
             Sequence(
@@ -104,7 +104,7 @@ class Run:
 
 
 def make_loader(settings: Settings, corpus: Corpus) -> BatchLoader:
-    """The loader of the run as one process sees it: the order is the same for any number of them."""
+    """The loader of the run for one process; the order does not depend on the number of processes."""
     return BatchLoader(
         corpus.train,
         context=settings.context,
@@ -115,11 +115,11 @@ def make_loader(settings: Settings, corpus: Corpus) -> BatchLoader:
 
 
 def spike_steps(directory: RunDirectory) -> list[int]:
-    """The steps of spikes.jsonl, after printing why each is there."""
+    """The steps of spikes.jsonl; prints why each is listed."""
     spikes = read_metrics(directory.spikes) if directory.spikes.exists() else []
     if not spikes:
         raise ValueError(
-            f"{directory.spikes} lists no spikes: no step stood out. Look at any with --step N, or train "
+            f"{directory.spikes} lists no spikes: no step stood out. Show any step with --step N, or train "
             "with a lower spike.threshold"
         )
     for spike in spikes:
@@ -137,7 +137,7 @@ def describe(spike: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One training sequence. `tokens`: its inputs, (context,)."""
+    """One training sequence. tokens: its inputs, (context,)."""
 
     index: int
     epoch: int
@@ -156,23 +156,23 @@ class Sequence:
 
     @property
     def longest_run(self) -> int:
-        """The most times that one token stands there in a row."""
+        """Length of the longest run of one token."""
         changes = np.flatnonzero(np.diff(self.tokens)) + 1
         return int(np.diff(changes, prepend=0, append=len(self.tokens)).max())
 
     @property
     def boundaries(self) -> list[int]:
-        """Where documents end, as positions in the sequence."""
+        """Positions of the end-of-text tokens."""
         return np.flatnonzero(self.tokens == self.end_of_text).tolist()
 
     @property
     def documents(self) -> int:
-        """How many documents the sequence has parts of; an end at its very end begins no other."""
+        """How many documents the sequence has parts of; an end of text as last token begins no other."""
         return 1 + sum(position < len(self.tokens) - 1 for position in self.boundaries)
 
 
 def odd(sequences: list[Sequence]) -> set[int]:
-    """Indices of the sequences that are unlike the others, as this script's description says."""
+    """Indices of the unusual sequences, by the rule in the docstring of this module."""
     share, distinct, run = (
         statistics.median(values)
         for values in zip(*((s.top_token[1], s.distinct, s.longest_run) for s in sequences), strict=True)
@@ -185,7 +185,10 @@ def odd(sequences: list[Sequence]) -> set[int]:
 
 
 def show(run: Run, step: int, indices: list[int] | None, characters: int) -> None:
-    """Print the table of a step's sequences, then their texts. Raises ValueError if the step has no such."""
+    """Print the table of a step's sequences, then their texts.
+
+    Raises ValueError if the step did not train on one of `indices`.
+    """
     if step < 1:
         raise ValueError(f"--step {step}: steps are counted from 1, as in metrics.jsonl")
     sequences = run.sequences(step)

@@ -1,7 +1,8 @@
 #!/bin/bash
-# One run on several nodes of a SLURM cluster, requeued when its time is up until it is finished:
+# One run on several nodes of a SLURM cluster. When its time is up it saves and is requeued, until finished:
 #   sbatch --partition=NAME --nodes=2 --gpus-per-node=8 scripts/slurm.sh attention=sagebwd run_dir=runs/NAME
-# Start it in the repository, on a file system that all nodes share. hardware.devices is torchrun's to say.
+# Start it in the repository, on a file system that all nodes share. Do not set hardware.devices: torchrun
+# starts one process for each GPU of the job.
 #SBATCH --job-name=sagebwd
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -15,7 +16,7 @@ set -u
 
 python=${PYTHON:-.venv/bin/python}
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that torchrun gives the ranks to save
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that the ranks have to save
 
 srun --kill-on-bad-exit=0 "$python" -m torch.distributed.run \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-8}" \
@@ -24,7 +25,7 @@ srun --kill-on-bad-exit=0 "$python" -m torch.distributed.run \
     train.py "$@" &
 run=$!
 
-# SLURM asks this script alone; srun passes the signal on to the nodes, where the ranks save and stop.
+# SLURM signals only this script; srun passes the signal on to the nodes, where the ranks save and stop.
 asked=
 trap 'asked=yes; kill -USR1 $run' USR1
 trap 'kill -TERM $run' TERM

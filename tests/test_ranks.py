@@ -1,5 +1,6 @@
 """Runs of several ranks: they compute what one does, and end together, with the reason, when one fails."""
 
+import functools
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -19,7 +21,7 @@ from tests.cli import ROOT, assert_same_run, metrics, wait_for_step
 from trainer import distributed, settings
 from trainer.errors import Interrupted, LostRanks, TrainingError
 from trainer.interrupt import StopRequest
-from trainer.loop import train
+from trainer.loop import Trainer, train
 from trainer.settings import Settings
 
 
@@ -130,7 +132,7 @@ def fail_on_rank_1() -> None:
     with distributed.joined("cpu") as ranks:
         if ranks.rank == 1:
             raise KeyError("no such thing")
-        with ranks.losses_named():
+        with ranks.reporting_lost_ranks():
             ranks.barrier()
 
 
@@ -147,7 +149,7 @@ def hang_on_rank_1() -> None:
         ranks.answer_within(1)
         if ranks.rank == 1:
             time.sleep(600)
-        with ranks.losses_named():
+        with ranks.reporting_lost_ranks():
             ranks.barrier()
 
 
@@ -174,10 +176,10 @@ def test_a_rank_that_does_not_notice_a_death_ends_too():
 def save_when_asked(started: Path) -> None:
     with distributed.joined("cpu") as ranks, StopRequest() as stop:
         (started / str(ranks.rank)).touch()
-        while not ranks.any(stop.signal or 0):
+        while not ranks.largest(stop.signal or 0):
             time.sleep(0.01)
         (started / f"{ranks.rank}_saved").touch()
-        raise Interrupted("saved", ranks.any(stop.signal or 0))
+        raise Interrupted("saved", ranks.largest(stop.signal or 0))
 
 
 def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
@@ -205,8 +207,68 @@ def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
     assert saved_before == [["0_saved", "1_saved"]]
 
 
+def count_collectives(file: Path) -> None:
+    """Write a line for every collective that Python asks for, and for every step."""
+
+    def counted(function, name):
+        @functools.wraps(function)
+        def call(*arguments, **settings):
+            with open(file, "a") as log:
+                log.write(f"{name}\n")
+            return function(*arguments, **settings)
+
+        return call
+
+    for name in ("all_reduce", "broadcast", "broadcast_object_list", "all_gather", "barrier"):
+        setattr(dist, name, counted(getattr(dist, name), name))
+    Trainer._train_step = counted(Trainer._train_step, "step")
+
+
+@pytest.mark.parametrize("checkpoint_every", [100, 2])
+def test_ranks_exchange_one_tensor_a_step_besides_the_gradients(datasets, tmp_path, checkpoint_every):
+    settings = warm.debug_settings(
+        datasets,
+        f"run_dir={tmp_path / 'run'}",
+        f"checkpoint_every={checkpoint_every}",
+        *("hardware.micro_batch=2", "steps=12", "eval_every=100", "sample_tokens=0", "probe.every=0"),
+    )
+    warm.two_ranks(settings, [functools.partial(count_collectives, tmp_path / "calls")], [])
+    after = (tmp_path / "calls").read_text().split("step\n")[1:]
+    assert len(after) == 12
+    # From one step to the next; what checkpoints exchange in the background has a group of its own.
+    for calls in map(str.split, after[1:-1]):
+        assert calls.count("all_reduce") == 1, calls
+        assert checkpoint_every == 2 or calls == ["all_reduce"]
+
+
+def stop_at_step(step: int) -> None:
+    """Ask this rank alone to stop while it computes a step."""
+    original = Trainer._train_step
+
+    def train_step(trainer):
+        result = original(trainer)
+        if trainer.step == step - 1:  # the exchange of this step is over
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return result
+
+    Trainer._train_step = train_step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_asked_to_stop_stops_all_a_step_later(datasets, tmp_path, rank):
+    settings = warm.debug_settings(
+        datasets, f"run_dir={tmp_path / 'run'}", "hardware.micro_batch=2", "steps=12", "checkpoint_every=100"
+    )
+    faults = [[], []]
+    faults[rank] = [functools.partial(stop_at_step, 5)]
+    codes = (128 + signal.SIGUSR1,) * 2
+    output = warm.two_ranks(settings, *faults, codes=codes)
+    assert "stopped at step 6 of 12 and saved" in output
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000006"]
+
+
 def test_lost_ranks_are_told_from_mistakes():
     alone = distributed.Ranks(0, 1, device=None)
-    with pytest.raises(RuntimeError, match="shapes"), alone.losses_named():
+    with pytest.raises(RuntimeError, match="shapes"), alone.reporting_lost_ranks():
         raise RuntimeError("shapes do not match")
     assert issubclass(LostRanks, TrainingError)

@@ -1,15 +1,24 @@
 """train.py on a CUDA GPU: `python -m pytest -m gpu`."""
 
 import signal
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from model.backends import AttentionSettings, fpa
+from model import backends
+from model.backends import fpa
 from model.config import LlamaConfig
 from model.llama import Llama
 from tests.cli import assert_same_weights, kill_at_step, losses, metrics, run
+from tests.trainer.conftest import compose_settings
+from trainer.distributed import Ranks
+from trainer.interrupt import StopRequest
+from trainer.loop import Trainer
+from trainer.run_directory import RunDirectory
+
+__all__ = ["compose_settings"]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -74,8 +83,13 @@ def test_cuda_graphs_change_no_bit(command, tmp_path, overrides):
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "math"])
 def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
-    settings = AttentionSettings(backend="fpa", sdpa=kernel)
-    backend = fpa.build(settings, device=torch.device("cuda"), dtype=torch.bfloat16, d_head=32, is_gqa=False)
+    backend = backends.build(
+        {"backend": "fpa", "sdpa": kernel},
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        d_head=32,
+        is_gqa=False,
+    )
     config = LlamaConfig(
         vocab_size=64, d_model=64, n_layers=2, n_heads=2, d_head=32, d_ffn=96, max_context=128
     )
@@ -92,3 +106,27 @@ def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
     assert all(
         parameter.grad is not None and parameter.grad.isfinite().all() for parameter in llama.parameters()
     )
+
+
+def test_a_step_waits_for_the_gpu_once(compose_settings, datasets, tmp_path):
+    settings = compose_settings("experiment=debug", *ON_GPU, f"data.root={datasets}", "steps=20")
+    directory = RunDirectory(tmp_path / "run")
+    with directory.locked(), StopRequest() as stop:
+        directory.open(settings)
+        trainer = Trainer(settings, directory, Ranks(0, 1, torch.device("cuda", 0)), stop)
+        for _ in range(3):  # the first steps allocate and compile
+            trainer._train_step()
+            trainer.step += 1
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                trainer._train_step()
+                trainer.checkpoints.poll(writing=False, failed=False)
+                trainer._stop_if_asked()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            trainer.telemetry.close()
+            trainer.checkpoints.close()
+    waits = [str(one.message) for one in waits if "synchronizing CUDA operation" in str(one.message)]
+    assert len(waits) == 1, waits

@@ -1,14 +1,14 @@
-"""Checkpoints that are whole or absent.
+"""Checkpoints that are complete or absent.
 
-A checkpoint is a folder `step_<n>`: written under a temporary name, sealed with the size and checksum of
-every file in it, and renamed. Reading verifies the seal; a folder that fails is passed over for the one
-before. The state itself is stored by torch.distributed.checkpoint, which lets a run continue on another
-number of devices.
+A checkpoint is a folder `step_<n>`. It is written under a temporary name, sealed (seal.json has the size and
+checksum of every file in it), and renamed. Reading verifies the seal; if that fails the previous checkpoint
+is used. The state itself is stored by torch.distributed.checkpoint, so a run can resume on another number of
+devices.
 
-In the background, training pauses only while the state is copied to the memory of the CPU. A thread then
-writes, seals, renames and drops old checkpoints. On several ranks every rank has such a thread and writes its
-part; they talk through a process group of their own, because the order of collectives within one group must
-be the same on all ranks and training goes on in the other.
+In the background mode, training pauses only while the state is copied to CPU memory. A thread then writes,
+seals, renames and deletes old checkpoints. With several ranks each has such a thread and writes its part. The
+threads use a process group of their own, because the order of collectives within a group must be the same on
+all ranks, and training goes on in the other group.
 """
 
 import errno
@@ -48,9 +48,9 @@ NO_PROCESS_GROUP = "torch.distributed is disabled, unavailable or uninitialized"
 class Checkpoints:
     """The checkpoints of one run, in `folder`.
 
-    The newest `keep` stay, and for ever those whose step is a multiple of `milestone_every`. With
-    `background`, `save` returns as soon as the state is copied; every rank then calls `poll` after each step,
-    and `wait` before it counts on the checkpoint. All ranks make all calls, in the same order.
+    The newest `keep` are kept; those whose step is a multiple of `milestone_every` permanently. With
+    `background`, `save` returns as soon as the state is copied; every rank then calls `poll` in each step,
+    and `wait` before it relies on the checkpoint. All ranks make all calls, in the same order.
     """
 
     def __init__(
@@ -69,15 +69,14 @@ class Checkpoints:
         self._stager = StateDictStager(pin_memory=ranks.device.type == "cuda")
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use, initargs=(ranks.device,))
         self._writing: Future[None] | None = None  # one at a time; on all ranks or on none
-        # Training on one device needs no process group. (Not silenced around the calls: that is not safe
-        # in a thread.)
+        # Training on one device needs no process group. (Silencing around the calls is not thread-safe.)
         warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
 
     def save(self, step: int, model: nn.Module, optimizer, extra: dict[str, Any]) -> None:
-        """Store everything the run needs to continue after `step` steps.
+        """Store everything the run needs to resume after `step` steps.
 
-        Waits for the write before this one. Raises TrainingError if that failed, or, without `background`,
-        if this one cannot be written (a full disk, say); older checkpoints are untouched.
+        Waits for the previous write. Raises TrainingError if that failed, or, without `background`, if this
+        one cannot be written (on a full disk, for example). Older checkpoints are untouched.
         """
         began = time.perf_counter()
         self.wait()
@@ -88,49 +87,53 @@ class Checkpoints:
         else:
             self._write(state, sealed)
         paused = time.perf_counter() - began
-        before = f", {waited:.2f} s of it until the one before was written" if waited > 0.1 else ""
+        before = f", {waited:.2f} s of it for the previous write" if waited > 0.1 else ""
         log.info("step %d: training paused %.2f s for a checkpoint%s", step, paused, before)
 
     def reserve(self, model: nn.Module, optimizer) -> None:
-        """Take the CPU memory that copies go to, which lasts seconds, once. Call it after a first step."""
-        # If that step was left out the optimizer is empty, and torch would count a step to look at its state.
+        """Allocate the CPU memory for copies once, which takes seconds. Call it after a first step."""
+        # If that step was skipped the optimizer is empty, and reading its state would make torch count a
+        # step.
         if self.background and optimizer.state:
             self._copy(_state(model, optimizer))
 
-    def poll(self) -> None:
-        """Raise the TrainingError of a write that failed in the background, on all ranks at the same step."""
+    def status(self) -> tuple[bool, bool]:
+        """Of this rank's background write: whether it is running, and whether it has failed."""
         if self._writing is None:
-            return
-        written, running, failed = 0, 1, 2
-        state = written
-        if not self._writing.done():
-            state = running
-        elif self._writing.exception():
-            state = failed
-        if self.ranks.any(state) != running:  # `any` gives the largest: one failure ends it for all
+            return False, False
+        done = self._writing.done()
+        return not done, done and self._writing.exception() is not None
+
+    def poll(self, *, writing: bool, failed: bool) -> None:
+        """Raise the TrainingError of a write that failed in the background, on all ranks at the same step.
+
+        `writing` and `failed`: whether `status` said so on any rank, since the last `save`.
+        """
+        if failed or not writing:
             self.wait()
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises TrainingError if what was could not be."""
+        """Wait for the background write. Raises TrainingError if it failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
     def close(self) -> None:
-        """Let a write under way end. Any failure of it is only logged: another error is ending the run."""
+        """Complete a write in progress. Its failure is only logged: another error is ending the run."""
         try:
             self.wait()
         except Exception as error:
-            log.error("the last checkpoint is not whole: %s", error)
+            log.error("the last checkpoint is incomplete: %s", error)
         self._thread.shutdown()
         self._stager.close()
 
     def load_newest(self, model: nn.Module, optimizer) -> dict[str, Any] | None:
-        """Restore the newest checkpoint that verifies; what was saved beside it, or None if there is none.
+        """Restore the newest intact checkpoint. Returns the `extra` saved with it, or None if there is none.
 
-        Raises TrainingError when there are checkpoints but none is whole: the user decides to start over.
+        Raises TrainingError if there are checkpoints but none is intact: starting over is the user's
+        decision.
         """
-        sealed = self.ranks.from_main(self._newest_whole)
+        sealed = self.ranks.from_main(self._newest_intact)
         if sealed is None:
             return None
         state = _state(model, optimizer)
@@ -141,7 +144,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ writing, on the thread or not
 
     def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state in the memory of the CPU, as it is now."""
+        """A copy of the current state in CPU memory."""
         on_gpu = self.ranks.device.type == "cuda"
         copied = self._stager.stage(state, non_blocking=on_gpu)
         if on_gpu:
@@ -205,13 +208,13 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ what is there
 
-    def _newest_whole(self) -> dict[str, Any] | None:
+    def _newest_intact(self) -> dict[str, Any] | None:
         paths = sorted(self.folder.glob("step_*"), reverse=True)
         for path in paths:
             try:
                 return _verify(path)
             except (OSError, ValueError) as error:
-                log.warning("checkpoint %s is damaged (%s); trying the one before it", path, error)
+                log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
         if paths:
             raise TrainingError(
                 f"every checkpoint in {self.folder} is damaged. Restore one from a copy, or delete that "
@@ -225,7 +228,7 @@ class Checkpoints:
 
 
 def load_weights(folder: Path, step: int, model: nn.Module) -> None:
-    """Read the weights of one checkpoint of `folder`, and nothing else, into a model on one device.
+    """Read only the weights of one checkpoint of `folder` into a model on one device.
 
     Raises ValueError if there is none of that step, or it is damaged.
     """
@@ -244,7 +247,7 @@ def load_weights(folder: Path, step: int, model: nn.Module) -> None:
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
-    """The checkpoint of one step. Raises ValueError, naming those that are there, if there is none."""
+    """The checkpoint of one step. Raises ValueError, naming the steps that exist, if there is none."""
     path = _path(folder, step)
     if not path.is_dir():
         there = ", ".join(map(str, steps_in(folder))) or "none"
@@ -267,20 +270,20 @@ def _step(path: Path) -> int:
 
 def _state(model: nn.Module, optimizer) -> dict[str, Any]:
     if not optimizer.state:
-        # Torch makes the moments for us only where there are no gradients; else it leaves them out, silently.
+        # torch initializes the moments only if there are no gradients; otherwise it silently omits them.
         optimizer.zero_grad(set_to_none=True)
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments}
 
 
 def _use(device: torch.device) -> None:
-    """Make `device` the thread's own, or it would wake the first GPU in every rank."""
+    """Make `device` the thread's current one; otherwise every rank would allocate memory on the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's words, dug out of torch's wrapping."""
+    """The operating system's message, out of torch's wrapper."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -307,7 +310,7 @@ def _verify(folder: Path) -> dict[str, Any]:
 
 
 def _fingerprint(path: Path) -> str:
-    """Size and CRC-32: guards against truncation and decay, not against an adversary."""
+    """Size and CRC-32: detects truncation and corruption, not tampering."""
     checksum = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

@@ -1,4 +1,4 @@
-"""Processes of a run: who am I, start several, combine their numbers."""
+"""The processes of a run: start them, know which one this is, combine their values."""
 
 import logging
 import os
@@ -20,29 +20,29 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.errors import Interrupted, LostRanks, SettingsError, TrainingError
-from trainer.interrupt import PassedOn
+from trainer.interrupt import ForwardedStop
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Until the first step is done ranks may wait long for each other: one prepares the data, and compiling takes
-# each its own time. A rank that dies meanwhile is noticed all the same, by the process that started it.
+# Until the first step is done ranks may wait long for each other: one prepares the data, and compile times
+# differ. The process that started the ranks notices if one dies meanwhile.
 STARTUP_TIMEOUT_S = 4 * 3600.0
 
-# A rank that lost the others waits so long before it says so: the one that died is then the first failure
-# that the starting process sees, and the one it reports.
-LET_THE_CAUSE_BE_SEEN_S = 3.0
+# A rank that lost the others reports it after this delay, so that the starting process sees the rank that
+# died first and reports that failure.
+REPORT_DELAY_S = 3.0
 
-# A rank that lost its neighbour ends so much later, if it has not noticed by itself: NCCL waits for ever.
-NOTICE_WITHIN_S = 10.0
+# A rank whose neighbour died ends after this delay if it has not noticed by itself: NCCL waits forever.
+EXIT_DELAY_S = 10.0
 
 CONTINUES = "The same command continues from the newest checkpoint"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all of the run's."""
+    """This process among those of the run."""
 
     rank: int
     count: int
@@ -57,15 +57,17 @@ class Ranks:
             dist.barrier()
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """What `make()` gives on the main rank, on every rank."""
+        """Call `make()` on the main rank; return its result on every rank."""
         if self.count == 1:
             return make()
         box = [make() if self.is_main else None]
         dist.broadcast_object_list(box)
         return cast(T, box[0])
 
-    def any(self, value: int) -> int:
-        """The largest value of all ranks: not zero if any is not."""
+    def largest(self, value: int) -> int:
+        """The largest value of all ranks."""
+        if self.count == 1:
+            return value  # without a tensor: reading it would wait for the GPU
         return int(self.maximum(torch.tensor(value, device=self.device)))
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
@@ -82,23 +84,23 @@ class Ranks:
         return values
 
     def answer_within(self, seconds: float) -> None:
-        """From now on a rank that keeps the others waiting for longer ends the run."""
+        """From now on the run ends if a rank keeps the others waiting for longer."""
         if self.count > 1:
             _set_pg_timeout(timedelta(seconds=seconds))
 
     @contextmanager
-    def losses_named(self) -> Iterator[None]:
-        """Turn a failed exchange with the other ranks into LostRanks."""
+    def reporting_lost_ranks(self) -> Iterator[None]:
+        """Turn a failed collective into LostRanks."""
         try:
             yield
         except RuntimeError as error:
             if not (isinstance(error, dist.DistError) or "gloo/" in str(error)):
                 raise
-            time.sleep(LET_THE_CAUSE_BE_SEEN_S)
+            time.sleep(REPORT_DELAY_S)
             raise LostRanks(
                 f"rank {self.rank} lost the other ranks: {str(error).splitlines()[0]}\n"
-                "One of them died, and is named here or above with the reason, or it kept the others waiting "
-                f"for longer than hardware.timeout_s. {CONTINUES}"
+                "Either one of them died, which is reported here or above with the reason, or it kept the "
+                f"others waiting for longer than hardware.timeout_s. {CONTINUES}"
             ) from error
 
 
@@ -117,10 +119,10 @@ def join(device: str) -> Ranks:
         if count > 1:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     if count > 1:
-        # When a rank keeps the others waiting for too long NCCL ends them. Writing down first what they were
-        # doing, which nobody asked for, would take another minute: it waits four times the time set here.
-        # And to print the Python stack that it recorded it would wait for the interpreter: for ever, if the
-        # main thread holds that while its queue of kernels is full.
+        # If a rank keeps the others waiting for too long NCCL ends them. By default it first dumps what they
+        # were doing, which takes another minute (four times the time set here). Printing the Python stack in
+        # that dump needs the interpreter lock, and deadlocks if the main thread holds it while its kernel
+        # queue is full.
         if os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0") == "0":
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
@@ -136,10 +138,10 @@ def join(device: str) -> Ranks:
 def joined(device: str) -> Iterator[Ranks]:
     """`join`, and leave the process group together at the end.
 
-    After a failure leaving might wait for ranks that are gone: the process is to end, which leaves as well.
+    Not after a failure, because leaving might wait for ranks that are gone. The process ends then.
     """
     ranks = join(device)
-    neighbours = _Neighbours(ranks) if ranks.count > 1 else None
+    neighbours = _NeighbourWatch(ranks) if ranks.count > 1 else None
     try:
         yield ranks
     except Interrupted:  # raised by all ranks at the same step
@@ -147,57 +149,57 @@ def joined(device: str) -> Iterator[Ranks]:
         raise
     except BaseException:
         if neighbours:
-            neighbours.let_go()
+            neighbours.stop_watching()
         raise
     _leave(neighbours)
 
 
-def _leave(neighbours: "_Neighbours | None") -> None:
+def _leave(neighbours: "_NeighbourWatch | None") -> None:
     if neighbours:
         neighbours.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-class _Neighbours:
-    """Ends this process when the rank after it dies, whatever its own main thread waits for.
+class _NeighbourWatch:
+    """Ends this process if the next rank dies, whatever its own main thread waits for.
 
-    A thread receives from that rank, over TCP, what it only sends when it leaves. When the rank dies instead,
+    A thread waits, over TCP, for a message that the next rank sends only when it leaves. If that rank dies,
     the connection breaks. Without this a rank on a GPU would wait for the dead one until it is killed.
     """
 
     def __init__(self, ranks: Ranks):
         self.next, self.previous = (ranks.rank + 1) % ranks.count, (ranks.rank - 1) % ranks.count
-        self.ending = False  # of this rank's own accord
+        self.ending = False  # with an error of its own
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self.thread = threading.Thread(target=self._watch, name="neighbours", daemon=True)
         self.thread.start()
 
     def leave(self) -> None:
-        """Say good-bye, and wait for the neighbour's."""
+        """Tell the previous rank that this one leaves, and wait until the next one does."""
         dist.send(torch.zeros(1), self.previous, group=self.group)
         self.thread.join()
 
-    def let_go(self) -> None:
-        """This rank is ending with an error of its own, and may take its time."""
+    def stop_watching(self) -> None:
+        """This rank is ending with an error of its own, which may take long."""
         self.ending = True
 
     def _watch(self) -> None:
         try:
             dist.recv(torch.zeros(1), self.next, group=self.group)
         except RuntimeError:
-            time.sleep(NOTICE_WITHIN_S)
+            time.sleep(EXIT_DELAY_S)
             if self.ending:
                 return
-            log.error("rank %d died, and this one cannot go on without it. %s", self.next, CONTINUES)
+            log.error("rank %d died, and this one cannot continue without it. %s", self.next, CONTINUES)
             os._exit(1)
 
 
 def start(work: Callable[..., None], *arguments: object, processes: int) -> None:
     """Run `work(*arguments)` in `processes` fresh processes of this machine and wait for all.
 
-    When one fails the others are stopped, those that do not react within 30 s by SIGKILL. Raises
-    TrainingError with the first failure's message, and Interrupted when the processes were asked to stop.
+    If one fails the others are stopped, those that do not react within 30 s by SIGKILL. Raises TrainingError
+    with the first failure's message, and Interrupted if the processes were asked to stop.
     """
     launch = LaunchConfig(
         min_nodes=1,
@@ -208,12 +210,12 @@ def start(work: Callable[..., None], *arguments: object, processes: int) -> None
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        # The launcher would kill the processes 30 s after a signal it handles, saved or not; PassedOn lets
-        # them finish. Not handling SIGHUP either lets nohup have its way.
+        # The launcher would kill the processes 30 s after a signal it handles, saved or not; ForwardedStop
+        # lets them finish. SIGHUP is not handled either, so that nohup works.
         signals_to_handle="SIGQUIT",
     )
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message is raised below
-    with PassedOn() as stop:
+    with ForwardedStop() as stop:
         try:
             stopped = next(filter(None, elastic_launch(launch, _worker)(work, *arguments).values()), None)
         except SignalException as quit:
@@ -224,15 +226,15 @@ def start(work: Callable[..., None], *arguments: object, processes: int) -> None
                 raise Interrupted(f"stopped before its first step. {CONTINUES}", stop.signal) from None
             raise TrainingError(_message(rank, failure)) from None
     if stopped and stop.signal:
-        stop.hand_on()
+        stop.call_previous_handler()
         raise Interrupted(stopped.message, stop.signal)
     if stopped:
         raise stopped
 
 
-@record  # keeps the error of a process for the one that started it
+@record  # passes the error of this process to the one that started it
 def _worker(work: Callable[..., None], *arguments: object) -> Interrupted | None:
-    """Being asked to stop is a result, not a failure upon which the launcher would kill the other ranks."""
+    """Being asked to stop is a result here: on a failure the launcher would kill the other ranks."""
     try:
         work(*arguments)
     except Interrupted as stop:
@@ -241,7 +243,7 @@ def _worker(work: Callable[..., None], *arguments: object) -> Interrupted | None
 
 
 def _message(rank: int, failure: ProcessFailure) -> str:
-    """What the process said: of an error meant for the user its message, of any other its traceback too."""
+    """The error of the process: its message if it is meant for the user, otherwise with the traceback."""
     if not isinstance(failure.message, dict):
         return f"rank {rank} {_death(failure)}. {CONTINUES}"
     name, _, text = failure.message["message"].partition(": ")
@@ -251,12 +253,12 @@ def _message(rank: int, failure: ProcessFailure) -> str:
 
 
 def _death(failure: ProcessFailure) -> str:
-    """How a process ended that could say nothing itself."""
+    """How a process ended that left no error."""
     if failure.exitcode > 0:
         return f"(process {failure.pid}) ended with exit code {failure.exitcode}"
     hints = {
-        "SIGKILL": ": the kernel does that when memory runs out (dmesg tells), a cluster to end a job",
-        "SIGABRT": ": NCCL does that when another rank keeps it waiting for longer than hardware.timeout_s",
+        "SIGKILL": ": the kernel does that when memory runs out (see dmesg), a cluster to end a job",
+        "SIGABRT": ": NCCL does that if another rank keeps it waiting for longer than hardware.timeout_s",
     }
     name = failure.signal_name()
     return f"(process {failure.pid}) was ended by {name}{hints.get(name, '')}"

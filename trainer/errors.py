@@ -1,11 +1,11 @@
-"""Errors a user can mend: shown as a message, without a traceback."""
+"""Errors that a user can fix: shown as a message, without a traceback."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class TrainingError(Exception):
-    """Something the user can mend; the message names what was wrong, the value, and the way out."""
+    """Something the user can fix; the message names what is wrong, its value and the fix."""
 
 
 class SettingsError(TrainingError):
@@ -13,7 +13,7 @@ class SettingsError(TrainingError):
 
 
 class LostRanks(TrainingError):
-    """Other ranks of the run died or do not answer; what became of them is theirs to tell."""
+    """Other ranks of the run died or do not answer; they or their launcher report why."""
 
 
 class Interrupted(Exception):

@@ -1,4 +1,4 @@
-"""Loss on held-out text, and a sample of what the model writes."""
+"""Loss on the validation text."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from trainer.distributed import Ranks
 
 
 @torch.no_grad()
-def held_out_loss(
+def validation_loss(
     model: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     *,
@@ -22,13 +22,13 @@ def held_out_loss(
 ) -> float:
     """Mean cross-entropy per token, in nats, over the batches of all ranks.
 
-    `batches` are this rank's (inputs, targets), each (b, context) with b ≤ micro_batch. Whole ones go through
-    the compiled model; it would be compiled anew for the few others. in_step: every rank calls the model
-    equally often, as a sharded model demands, though some have a batch less.
+    `batches` are this rank's (inputs, targets), each (b, context) with b ≤ micro_batch. Only full batches use
+    the compiled model, which would be compiled again for any other size. in_step: every rank calls the model
+    equally often, as a sharded model requires, although some ranks have a batch less.
     """
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # summed loss, tokens
     batches = list(batches)
-    idle_rounds = ranks.any(len(batches)) - len(batches) if in_step else 0
+    idle_rounds = ranks.largest(len(batches)) - len(batches) if in_step else 0
     for inputs, targets in batches:
         with autocast(), nullcontext() if len(inputs) == micro_batch else parallel.uncompiled():
             loss = model(inputs.to(ranks.device), targets.to(ranks.device))

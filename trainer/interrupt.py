@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop; it finishes its step, saves, and stops."""
+"""Signals that ask a run to stop: it finishes its step, saves, and stops."""
 
 import multiprocessing
 import os
@@ -9,11 +9,10 @@ from trainer.errors import Interrupted
 
 
 class StopRequest:
-    """Remembers the first signal that asks to stop while it is entered.
+    """Within this context, remembers the first signal that asks to stop.
 
-    A second SIGINT stops at once, except that a checkpoint that is being written is written to its end.
-
-    SIGUSR1 and SIGUSR2 are what clusters send some time before they end a job.
+    A second SIGINT stops at once, but a checkpoint that is being written is completed. Clusters send SIGUSR1
+    or SIGUSR2 some time before they end a job.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -35,8 +34,8 @@ class StopRequest:
         self.signal = self.signal or number
 
 
-class PassedOn(StopRequest):
-    """In the process that started the ranks: they are the ones to be asked."""
+class ForwardedStop(StopRequest):
+    """In the process that started the ranks: forwards the signal to them."""
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
@@ -44,11 +43,11 @@ class PassedOn(StopRequest):
         if not ranks:
             raise Interrupted("stopped before the run began; the same command starts it", number)
         for process in ranks:
-            # A Ctrl-C reaches the ranks by itself, and twice would tell them to stop at once.
+            # Ctrl-C also reaches the ranks directly, and a second SIGINT would stop them at once.
             os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
 
-    def hand_on(self) -> None:
-        """Once the ranks have saved, let who handled the signal before have it: submitit requeues then."""
+    def call_previous_handler(self) -> None:
+        """After the ranks have saved: run the handler installed before, in which submitit requeues a job."""
         previous = self._previous[self.signal]
         if callable(previous) and previous is not signal.default_int_handler:
             previous(self.signal, None)

@@ -17,6 +17,7 @@ import model.huggingface
 from data.corpus import Corpus, open_corpus
 from data.loader import BatchLoader, count_sequences, evaluation_batches, stack_sequences
 from model import backends
+from model.backends import Backend
 from model.config import parameter_count
 from model.generate import generate
 from model.llama import Llama
@@ -24,7 +25,7 @@ from trainer import distributed, parallel
 from trainer.checkpoint import Checkpoints
 from trainer.distributed import Ranks
 from trainer.errors import Interrupted, TrainingError, user_facing
-from trainer.evaluate import held_out_loss
+from trainer.evaluate import validation_loss
 from trainer.interrupt import StopRequest
 from trainer.optimizer import adamw, learning_rate, set_learning_rate
 from trainer.plan import make_plan
@@ -40,9 +41,9 @@ log = logging.getLogger(__name__)
 
 
 def train(settings: Settings) -> None:
-    """Train one run to its end, on this process's device; continue it if its directory holds a checkpoint.
+    """Train one run to its end on this process's device; resume it if its directory holds a checkpoint.
 
-    Raises TrainingError for what the user can mend, LostRanks if another rank is gone, and Interrupted, with
+    Raises TrainingError for what the user can fix, LostRanks if another rank is gone, and Interrupted, with
     the state saved, on a signal of StopRequest.
     """
     make_deterministic(settings.hardware.deterministic)
@@ -53,24 +54,24 @@ def train(settings: Settings) -> None:
                 directory.open(settings)
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
-            with mends_named(settings), ranks.losses_named():
+            with with_user_facing_errors(settings), ranks.reporting_lost_ranks():
                 Trainer(settings, directory, ranks, stop).run()
 
 
 def make_deterministic(deterministic: bool) -> None:
-    """Whether PyTorch may use kernels that add in an order of chance. Before anything runs on the GPU."""
+    """Choose whether PyTorch may use nondeterministic kernels. Call it before anything runs on the GPU."""
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when cuBLAS starts; 8 buffers of 4096 KiB
     torch.use_deterministic_algorithms(deterministic)
-    # PyTorch would fill all new memory, which shows reads of what nobody wrote, for 4% of a step's time.
+    # PyTorch would fill all new memory, to expose reads of uninitialized values. That costs 4% of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    # The compiler must not choose among kernels that round differently by which was faster this time.
+    # The compiler must not choose by timing among kernels that round differently.
     torch._inductor.config.deterministic = deterministic
 
 
 @contextmanager
-def mends_named(settings: Settings) -> Iterator[None]:
-    """Turn a full disk and an exhausted GPU into TrainingErrors that say what to do."""
+def with_user_facing_errors(settings: Settings) -> Iterator[None]:
+    """Turn a full disk and an out-of-memory GPU into TrainingErrors that name the fix."""
     try:
         with user_facing(OSError):
             yield
@@ -84,16 +85,19 @@ def mends_named(settings: Settings) -> Iterator[None]:
 
 
 class Trainer:
-    """One run on one rank. `step` counts the optimizer steps that are done."""
+    """One run on one rank. `step` is the number of optimizer steps done."""
 
     def __init__(self, settings: Settings, directory: RunDirectory, ranks: Ranks, stop: StopRequest):
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
         self.plan = make_plan(settings, ranks.count)
         self.corpus = self._open_corpus()
         self.loader = self._make_loader()
+        self.backend = self._build_backend()
         self.llama = self._build_model()
-        self._read_first_weights()
-        self.wrapped, self.compiled = parallel.spread(self.llama, settings.hardware, ranks)
+        self._load_init_from()
+        self.wrapped, self.compiled = parallel.place(
+            self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
+        )
         self.optimizer = adamw(self.llama, settings.optimizer)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
@@ -106,8 +110,9 @@ class Trainer:
         self.step: int = restored.get("step", 0)
         self.saved_step = self.step
         self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
-        self.probe = build_probe(settings, self.llama, device=ranks.device, dtype=self._dtype())
-        self.alarm = Alarm(settings)
+        self.probe = build_probe(settings, self.llama, self.backend, device=ranks.device, dtype=self._dtype())
+        self.alarm = Alarm(settings, self.probe)
+        self.stop_asked = False  # on any rank, as of the last step
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.telemetry = self._start_telemetry(restored.get("wandb_id")) if ranks.is_main else None
@@ -124,7 +129,7 @@ class Trainer:
                 loss, grad_norm, rate = self._train_step()
                 self.step += 1
                 steps_timed += 1
-                if first_step:  # of this process: nothing is left to be prepared or compiled
+                if first_step:  # of this process: everything is prepared and compiled now
                     with self._off_the_clock():
                         self.checkpoints.reserve(self.llama, self.optimizer)
                     self.ranks.answer_within(settings.hardware.timeout_s)
@@ -144,7 +149,6 @@ class Trainer:
                 if self.step % settings.checkpoint_every == 0 or last:
                     with self._off_the_clock():
                         self._save()
-                self.checkpoints.poll()
                 self._stop_if_asked()
             self.checkpoints.wait()
             self._finish()
@@ -155,7 +159,10 @@ class Trainer:
                 self.telemetry.close()
 
     def _train_step(self) -> tuple[float, float, float]:
-        """One optimizer step: mean loss over its tokens, gradient norm before clipping, learning rate."""
+        """One optimizer step: mean loss over its tokens, gradient norm before clipping, learning rate.
+
+        The GPU is waited for once, and several ranks exchange one tensor in addition to the gradients.
+        """
         settings, plan = self.settings, self.plan
         rate = learning_rate(
             self.step, steps=plan.steps, warmup_steps=settings.tps.warmup_steps, settings=settings.optimizer
@@ -173,13 +180,30 @@ class Trainer:
                 micro_loss.backward()
             loss += micro_loss.detach()
         grad_norm = parallel.clip_gradients(self.llama, settings.optimizer.grad_clip)
-        mean_loss, norm = torch.stack([self.ranks.mean(loss), grad_norm]).tolist()  # the step's one wait
+        mean_loss, norm, *flags = self._exchange(loss, grad_norm, *self._flags())
+        self._act_on(*flags)
         if not (math.isfinite(mean_loss) and math.isfinite(norm)):
             self._not_finite(mean_loss, norm, rate)
-        elif not self._leaves_out_spike(mean_loss, norm):
+        elif not self._skips_spike(mean_loss, norm):
             self.optimizer.step()
         parallel.forget_gradients(self.optimizer, settings.hardware)
         return mean_loss, norm, rate
+
+    def _flags(self) -> tuple[bool, bool, bool]:
+        """What this rank has to tell the others: asked to stop; writing a checkpoint; failed to write one."""
+        return self.stop.signal is not None, *self.checkpoints.status()
+
+    def _exchange(self, loss: Tensor, grad_norm: Tensor, *flags: bool) -> list[float]:
+        """[mean loss over ranks, grad_norm (equal on all ranks), mean of each flag over ranks]."""
+        # Filled on the device: copying the flags from the host would wait for the GPU once more.
+        values = torch.stack([loss, *(torch.full_like(loss, float(flag)) for flag in flags)])
+        mean_loss, *means = self.ranks.mean(values)
+        return torch.stack([mean_loss, grad_norm, *means]).tolist()  # the step's only wait
+
+    def _act_on(self, stop: float, writing: float, failed: float) -> None:
+        """Note what any rank said; all ranks come to the same conclusion."""
+        self.stop_asked = stop > 0
+        self.checkpoints.poll(writing=writing > 0, failed=failed > 0)
 
     def _probe(self, probe: Probe) -> None:
         """Measure the attention with the current weights, on the first sequences of the step just done."""
@@ -191,10 +215,10 @@ class Trainer:
             self.telemetry.record({"step": self.step, "tokens": self._tokens(), **values})
             for warning in self.alarm.warnings(self.step, values, probe.layers):
                 log.warning(warning)
-                self.telemetry.alert("INT8 attention is losing its gradients", warning)
+                self.telemetry.alert("attention gradients are inaccurate", warning)
 
     def _evaluate(self) -> None:
-        """Loss on the first `eval_sequences` sequences of the held-out text, and a sample."""
+        """Loss on the first `eval_sequences` validation sequences, and a sample."""
         settings, ranks = self.settings, self.ranks
         batches = evaluation_batches(
             self.corpus.val,
@@ -205,7 +229,7 @@ class Trainer:
             ranks=ranks.count,
         )
         sharded = parallel.is_sharded(settings.model, settings.hardware, ranks.count)
-        val_loss = held_out_loss(
+        val_loss = validation_loss(
             self.compiled,
             batches,
             micro_batch=settings.hardware.micro_batch,
@@ -213,14 +237,14 @@ class Trainer:
             autocast=self._autocast,
             in_step=sharded,
         )
-        # The ranks of a sharded model need each other for every word.
+        # All ranks of a sharded model take part in generating each token.
         sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
         if self.telemetry:
             self.telemetry.record(
                 {"step": self.step, "tokens": self._tokens(), "val_loss": val_loss, "sample": sample}
             )
             log.info(
-                "step %d: held-out loss %.4f%s", self.step, val_loss, f"\n  | {sample!r}" if sample else ""
+                "step %d: validation loss %.4f%s", self.step, val_loss, f"\n  | {sample!r}" if sample else ""
             )
 
     def _sample(self) -> str:
@@ -263,18 +287,19 @@ class Trainer:
         self.telemetry.progress(loss, tokens_per_second, mfu)
 
     def _finish(self) -> None:
-        """Export the weights, draw the loss, and mark the run finished."""
+        """Export the weights, draw the pictures, and mark the run finished."""
         weights = parallel.whole_weights(self.llama)
         if not self.ranks.is_main:
             return
         model.huggingface.save(self.llama, self.directory.weights, weights=weights)
         records = read_metrics(self.directory.metrics)
         plot_losses({self.directory.path.name: records}, self.directory.loss_plot)
-        plot_probe(records, self.directory.probe_plot)
+        title = self.probe.backend.title if self.probe else "attention"
+        plot_probe(records, self.directory.probe_plot, alarm=self.settings.probe.alarm, title=title)
         self.directory.finish()
         log.info("finished: %s (loss.png, metrics.jsonl, weights/)", self.directory.path)
 
-    # ------------------------------------------------------------------ stopping and going on
+    # ------------------------------------------------------------------ stopping and resuming
 
     def _save(self) -> None:
         wandb_id = self.ranks.from_main(lambda: self.telemetry.wandb_id if self.telemetry else None)
@@ -292,7 +317,7 @@ class Trainer:
         if step and restored["data"] != self.corpus.manifest.fingerprint:
             raise TrainingError(
                 f"{self.directory.path} was trained on other text or with another tokenizer than these data "
-                "settings give; point them to the text it began with, or give this run its own run_dir=…"
+                "settings give; set them to the text of the run, or give this run its own run_dir=…"
             )
         if self.ranks.is_main:
             self.directory.truncate_metrics(step)
@@ -301,9 +326,14 @@ class Trainer:
         return restored
 
     def _stop_if_asked(self) -> None:
-        """Save and raise Interrupted if any rank was asked to stop."""
-        signal = self.ranks.any(self.stop.signal or 0)
-        if signal and self.step < self.plan.steps:
+        """Save and raise Interrupted if any rank was asked to stop.
+
+        One rank stops at the end of the step. Several agree on it in their next exchange, a step later at
+        most.
+        """
+        asked = self.stop_asked if self.ranks.count > 1 else self.stop.signal is not None
+        if asked and self.step < self.plan.steps:
+            signal = self.ranks.largest(self.stop.signal or 0)
             if self.saved_step != self.step:
                 self._save()
             self.checkpoints.wait()
@@ -313,7 +343,7 @@ class Trainer:
             )
 
     def _not_finite(self, loss: float, grad_norm: float, rate: float) -> None:
-        """Say what is known of a step whose loss or gradient is not finite; stop unless told to skip it."""
+        """Report a step whose loss or gradient is not finite. Raises TrainingError unless it is skipped."""
         bad = parallel.not_finite_gradients(self.llama, self.ranks)
         sequences = self.loader.sequence_indices(self.step)
         diagnosis = (
@@ -328,15 +358,14 @@ class Trainer:
         if self.ranks.is_main:
             self.directory.note_divergence(self.step + 1)
         raise TrainingError(
-            f"{diagnosis}\nThe weights are as they were before this step. What may help: a lower "
-            "optimizer.lr, a longer tps.warmup_steps, model.qk_norm=true; skip_nonfinite=true drops such "
-            "steps and goes on"
+            f"{diagnosis}\nThe weights are those from before this step. Try a lower optimizer.lr, a longer "
+            "tps.warmup_steps or model.qk_norm=true; skip_nonfinite=true skips such steps and continues"
         )
 
-    def _leaves_out_spike(self, loss: float, grad_norm: float) -> bool:
-        """Tell of a step that stands out; whether its optimizer step is left out.
+    def _skips_spike(self, loss: float, grad_norm: float) -> bool:
+        """Report a step with an outlier loss or gradient norm; return whether its optimizer step is skipped.
 
-        Every rank comes to the same answer: both values are what all ranks reduced together.
+        All ranks return the same, because both values are equal on all ranks.
         """
         spike, skip = self.spikes.judge(loss, grad_norm), self.settings.spike.skip
         if spike and self.ranks.is_main:
@@ -370,24 +399,27 @@ class Trainer:
                 pin_memory=ranks.device.type == "cuda",
             )
 
+    def _build_backend(self) -> Backend:
+        shape = self.settings.model
+        with user_facing(ValueError):
+            return backends.build(
+                self.settings.attention,
+                device=self.ranks.device,
+                dtype=self._dtype(),
+                d_head=shape.d_head,
+                is_gqa=shape.is_gqa,
+            )
+
     def _build_model(self) -> Llama:
         settings, device = self.settings, self.ranks.device
-        with user_facing(ValueError):
-            backend = backends.load(settings.attention).build(
-                settings.attention,
-                device=device,
-                dtype=self._dtype(),
-                d_head=settings.model.d_head,
-                is_gqa=settings.model.kv_heads != settings.model.n_heads,
-            )
         if self._dtype() is torch.bfloat16:  # what autocast leaves in float32 may use TF32
             torch.set_float32_matmul_precision("high")
         torch.manual_seed(settings.seed)
-        llama = Llama(settings.model, backend.attend)
+        llama = Llama(settings.model, self.backend.attend)
         log.info(
             "model: %s parameters; attention: %s; %s steps of %s tokens on %d × %s",
             f"{parameter_count(settings.model):,}",
-            backend.description,
+            self.backend.description,
             f"{self.plan.steps:,}",
             f"{self.plan.tokens_per_step:,}",
             self.ranks.count,
@@ -395,8 +427,8 @@ class Trainer:
         )
         return llama
 
-    def _read_first_weights(self) -> None:
-        """Start from the trained weights of init_from, if it is set; those of a checkpoint replace them."""
+    def _load_init_from(self) -> None:
+        """Start from the trained weights of init_from, if it is set. A checkpoint's weights replace them."""
         if self.settings.init_from is None:
             return
         with user_facing(ValueError, OSError):
@@ -407,7 +439,10 @@ class Trainer:
         wandb_run = start_wandb(
             self.settings.logger,
             folder=self.directory.path,
-            config=dataclasses.asdict(self.settings),
+            config={
+                **dataclasses.asdict(self.settings),
+                "attention": backends.resolve(self.settings.attention),
+            },
             run_id=wandb_id,
         )
         return Telemetry(

@@ -9,7 +9,7 @@ from trainer.settings import OptimizerSettings
 
 
 def adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Fused AdamW that decays matrices only: gains of norms are scales, not weights to shrink."""
+    """Fused AdamW. Weight decay applies to matrices only, not to the gains of norms."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -23,9 +23,9 @@ def adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
 def learning_rate(step: int, *, steps: int, warmup_steps: int, settings: OptimizerSettings) -> float:
     """Learning rate of optimizer step `step` (0-based) of `steps`.
 
-    Rises linearly over `warmup_steps`, reaching the peak with the last of them, then falls, as a half cosine
-    or along a line, to min_lr_ratio · peak at the last step. (Cosine and warm-up are the paper's, the floor
-    is a choice. SageAttention3 fine-tunes along a line.)
+    Rises linearly to the peak over `warmup_steps`, then falls, as a half cosine or linearly, to min_lr_ratio
+    · peak at the last step. (Cosine and warm-up are the paper's, the floor is a choice. SageAttention3
+    fine-tunes with linear decay.)
     """
     if step < warmup_steps:
         return settings.lr * (step + 1) / warmup_steps

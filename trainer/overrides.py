@@ -1,36 +1,56 @@
-"""Command-line overrides: unknown names are met with the nearest known ones."""
+"""Command-line overrides: unknown settings and options are answered with the nearest known ones."""
 
 import difflib
 import sys
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException
 
+from model import backends
 from trainer.settings import Settings
 
 
 def check_or_exit(arguments: list[str], configs: Path) -> None:
-    """End the program with a message if an argument `key=value` names no setting and no config group.
+    """End the program with a message if an argument `name=value` has an unknown setting, group or option.
 
-    Hydra refuses such keys too, but advises to append them with a `+`, which the typed settings refuse next.
+    Hydra refuses these too. But its advice is to append an unknown setting with `+`, which the typed settings
+    refuse next, and an unknown option prints its search path.
     """
     try:
         parsed = OverridesParser.create().parse_overrides(
             [a for a in arguments if "=" in a and not a.startswith("-")]
         )
     except HydraException:
-        return  # not even an override; Hydra explains its grammar
-    known = setting_names(Settings) | {path.name for path in configs.iterdir() if path.is_dir()}
+        return  # not an override; Hydra explains its grammar
+    groups = {folder.name: _options(folder) for folder in configs.iterdir() if folder.is_dir()}
+    known = known_settings() | groups.keys()
+    elsewhere = any(override.key_or_group == "hydra.searchpath" for override in parsed)  # options of the user
     for override in parsed:
         key = override.key_or_group
-        if key in known or key.split(".")[0].split("/")[0] == "hydra":
+        if key.split(".")[0].split("/")[0] == "hydra":
             continue
-        near = difflib.get_close_matches(key, known, n=3) or _same_ending(key, known)
-        hint = f"did you mean {' or '.join(near)}?" if near else "python train.py --help lists all settings"
-        sys.exit(f"{override.input_line}: there is no setting {key!r}; {hint}")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3) or _same_ending(key, known)
+            hint = (
+                f"did you mean {' or '.join(near)}?" if near else "python train.py --help lists all settings"
+            )
+            sys.exit(f"{override.input_line}: there is no setting {key!r}; {hint}")
+        for option in _chosen_options(override) if key in groups and not elsewhere else ():
+            if option not in groups[key]:
+                sys.exit(f"{override.input_line}: {_unknown_option(key, option, groups[key])}")
+
+
+def known_settings() -> set[str]:
+    """Dotted names of all settings, those of every attention included."""
+    names = setting_names(Settings) | {"attention.backend"}
+    for backend in backends.available():
+        names |= {f"attention.{name}" for name in backends.setting_names(backend)}
+    return names
 
 
 def setting_names(cls: type, prefix: str = "") -> set[str]:
@@ -49,3 +69,22 @@ def _same_ending(key: str, known: set[str]) -> list[str]:
     """Settings of another group with this last name: `lr` is `optimizer.lr`."""
     last = key.split(".")[-1]
     return sorted(name for name in known if name.split(".")[-1] == last)
+
+
+def _options(group: Path) -> list[str]:
+    return sorted(file.stem for file in group.glob("*.yaml"))
+
+
+def _chosen_options(override: Override) -> Iterator[str]:
+    """The options that an override of a group names: one, or several of a sweep. None for null or glob(…)."""
+    value = override.value()
+    for one in value.list if isinstance(value, ChoiceSweep) else [value]:
+        if isinstance(one, (str, int, float, QuotedString)):
+            yield one.text if isinstance(one, QuotedString) else str(one)
+
+
+def _unknown_option(group: str, option: str, options: list[str]) -> str:
+    lowered = {name.lower(): name for name in options}  # of options that differ in case, any one will do
+    near = difflib.get_close_matches(option.lower(), lowered, n=1)
+    hint = f"did you mean {group}={lowered[near[0]]}? Choose" if near else "choose"
+    return f"{group} has no option {option!r}; {hint} one of {', '.join(options)}"

@@ -1,11 +1,11 @@
-"""A model on its devices: a copy on each (DDP) or shared out (FSDP2); recomputation, compilation.
+"""A model on its devices: replicated (DDP) or sharded (FSDP2), with activation checkpointing and compilation.
 
-Both ways average the gradients of all ranks once a step, in float32, and keep weights and moments in float32;
-torch.autocast gives the mixed precision, so a run computes the same either way.
+DDP and FSDP2 both average the gradients of all ranks once a step, in float32, and keep weights and moments in
+float32. Mixed precision comes from torch.autocast, so a run computes the same either way.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -26,39 +26,46 @@ from trainer.settings import HardwareSettings
 
 SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
-# Gradients of so many MiB travel together (DDP's default is 25). The compiler ends a graph wherever a bucket
-# ends, which keeps it from fusing across; 100 MiB are about two layers of the 325M model.
+# Size of DDP's gradient buckets (the default is 25). The compiler ends a graph wherever a bucket ends and
+# cannot fuse across; 100 MiB are about two layers of the 325M model.
 BUCKET_MIB = 100
 
-# What DDP calls "send the buffers before each forward": torch 2.13 renamed it.
+# DDP's argument for "broadcast the buffers before each forward"; torch 2.13 renamed it.
 _CHOICES = inspect.signature(DistributedDataParallel.__init__).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _CHOICES else "broadcast_buffers"
 
 
 def is_sharded(config: LlamaConfig, hardware: HardwareSettings, ranks: int) -> bool:
-    """Whether weights, gradients and moments are shared out: if asked, or for large models by themselves."""
+    """Whether weights, gradients and moments are sharded: on request, and by default for large models."""
     if ranks == 1 or hardware.parallel == "ddp":
         return False
     return hardware.parallel == "fsdp" or parameter_count(config) >= SHARD_FROM
 
 
-def spread(llama: Llama, hardware: HardwareSettings, ranks: Ranks) -> tuple[nn.Module, nn.Module]:
-    """Move the model to its devices; what exchanges gradients, and what to call: the same, compiled if asked.
+def place(
+    llama: Llama,
+    hardware: HardwareSettings,
+    ranks: Ranks,
+    *,
+    saved_operators: Sequence[torch._ops.OpOverload] = (),
+) -> tuple[nn.Module, nn.Module]:
+    """Move the model to its devices. Returns the module that exchanges gradients, and the module to call.
 
-    Changes `llama` itself, and replaces its parameters where they are sharded: make the optimizer after this.
-    All ranks must call it, with the same weights.
+    The two are the same unless the model is compiled. Changes `llama` itself and replaces its parameters if
+    they are sharded: make the optimizer after this. All ranks must call it, with the same weights.
+    saved_operators: see model.backends.Backend; used with hardware.recompute=blocks.
     """
     sharded = is_sharded(llama.config, hardware, ranks.count)
     if hardware.recompute == "blocks":
         for layer in llama.layers:
-            layer.forward = _recomputed(layer.forward)
+            layer.forward = _checkpointed(layer.forward, saved_operators)
     in_pieces = hardware.compile and (sharded or (ranks.count > 1 and hardware.recompute != "none"))
     if in_pieces:
         _compile_in_pieces(llama)
     parallel = _shard(llama, ranks) if sharded else _replicate(llama.to(ranks.device), ranks)
-    # In one piece after DDP's wrapping, not before: only so does the compiler (its DDPOptimizer) divide the
-    # graph at DDP's buckets, and gradients travel while the backward is still computing others. For fixed
-    # shapes: torch 2.11 cannot divide a graph of changing ones.
+    # Compiled after DDP's wrapping, not before: only then does the compiler (its DDPOptimizer) split the
+    # graph at DDP's buckets, so that gradients are exchanged while the backward computes others. For fixed
+    # shapes, because torch 2.11 cannot split a graph with dynamic ones.
     whole = parallel
     if hardware.compile and not in_pieces:
         mode = "reduce-overhead" if hardware.cuda_graphs else None
@@ -69,26 +76,26 @@ def spread(llama: Llama, hardware: HardwareSettings, ranks: Ranks) -> tuple[nn.M
 def _replicate(llama: Llama, ranks: Ranks) -> nn.Module:
     """The model under DDP if there are several ranks.
 
-    static_graph stays off: it would save nothing where every parameter takes part in every step, and it
-    counts the hooks of the first pass, which accumulation (no_sync) then contradicts.
+    static_graph stays off. It saves nothing if every parameter takes part in every step, and it records the
+    hooks of the first pass, which differ with gradient accumulation (no_sync).
     """
     if ranks.count == 1:
         return llama
     return DistributedDataParallel(
         llama,
         device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
-        **{BUFFERS: False},  # the rotary tables: computed alike everywhere, never changed
-        gradient_as_bucket_view=True,  # gradients live in the buckets: 4 bytes a parameter and a copy less
+        **{BUFFERS: False},  # the rotary tables: computed on every rank, never changed
+        gradient_as_bucket_view=True,  # gradients live in the buckets: saves 4 bytes per parameter and a copy
         bucket_cap_mb=BUCKET_MIB,
     )
 
 
 def _shard(llama: Llama, ranks: Ranks) -> nn.Module:
-    """The model under FSDP: one group of weights a block, and one of embedding, last norm and head.
+    """The model under FSDP: one group of weights per block, and one of embedding, last norm and head.
 
-    Weights are gathered in float32. Gathering them in bfloat16 (MixedPrecisionPolicy) would halve what
-    travels, but round the norms' gains and the residual stream, which autocast leaves in float32; and a
-    block of llama_1b is gathered (243 MB) in a tenth of the time that the one before computes.
+    Weights are gathered in float32. bfloat16 (MixedPrecisionPolicy) would halve the traffic, but round the
+    norms' gains and the residual stream, which autocast leaves in float32. Traffic is not the limit:
+    gathering a block of llama_1b (243 MB) takes a tenth of the time that the previous block computes.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.count,))
     for layer in llama.layers:
@@ -96,36 +103,24 @@ def _shard(llama: Llama, ranks: Ranks) -> nn.Module:
     return fully_shard(llama, mesh=mesh)
 
 
-def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A block that keeps its input and the output of its attention only, and computes the rest again."""
+def _checkpointed(
+    forward: Callable[..., Tensor], saved_operators: Sequence[torch._ops.OpOverload]
+) -> Callable[..., Tensor]:
+    """A block that saves only its input and the outputs of `saved_operators`, and recomputes the others."""
     return partial(
         checkpoint,
         forward,
         use_reentrant=False,
         preserve_rng_state=False,  # nothing here is random
-        context_fn=partial(create_selective_checkpoint_contexts, _attention_operators()),
+        context_fn=partial(create_selective_checkpoint_contexts, list(saved_operators)),
     )
 
 
-def _attention_operators() -> list[torch._ops.OpOverload]:
-    """What computes attention, forward: the dearest of a block to repeat, and small to keep."""
-    aten = torch.ops.aten
-    operators = [
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    ]
-    if hasattr(torch.ops.sagebwd, "forward"):  # known once the kernels are imported
-        operators.append(torch.ops.sagebwd.forward.default)
-    return operators
-
-
 def _compile_in_pieces(llama: Llama) -> None:
-    """Compile the blocks, which share one program, and the head with the loss.
+    """Compile the blocks, which share one compiled graph, and the head with the loss.
 
-    FSDP's hooks run between the blocks and cannot be compiled. Blocks that recompute cannot be divided at
-    DDP's buckets either; as gradients come block by block anyway, the compiler need not try.
+    FSDP's hooks run between the blocks and cannot be compiled. Checkpointed blocks cannot be split at DDP's
+    buckets either. Gradients are ready block by block anyway, so splitting is switched off.
     """
     torch._dynamo.config.optimize_ddp = False
     for layer in llama.layers:
@@ -135,7 +130,7 @@ def _compile_in_pieces(llama: Llama) -> None:
 
 @contextmanager
 def gradients_exchanged(parallel: nn.Module, now: bool) -> Iterator[None]:
-    """Ranks exchange gradients once a step, with the last micro-batch: `now`. For forward and backward."""
+    """Around a forward and backward: ranks exchange gradients only if `now`, in the last micro-batch."""
     if isinstance(parallel, FSDPModule):
         parallel.set_requires_gradient_sync(now)
         parallel.set_is_last_backward(now)
@@ -145,9 +140,10 @@ def gradients_exchanged(parallel: nn.Module, now: bool) -> Iterator[None]:
 
 
 def expect_gradients(model: nn.Module, hardware: HardwareSettings) -> None:
-    """Before a step: zeros to add to where the first backward's own tensor must not become the gradient.
+    """Before a step with CUDA graphs: allocate zero gradients for the backward to accumulate into.
 
-    That saves an addition, but the tensor of a CUDA graph lies where the graph writes again in the next pass.
+    Otherwise PyTorch takes the first backward's own tensor as the gradient, which saves an addition. With
+    CUDA graphs that tensor is in memory which the next replay overwrites.
     """
     if hardware.cuda_graphs:
         for parameter in model.parameters():
@@ -156,12 +152,12 @@ def expect_gradients(model: nn.Module, hardware: HardwareSettings) -> None:
 
 
 def forget_gradients(optimizer: torch.optim.Optimizer, hardware: HardwareSettings) -> None:
-    """After a step. Where :func:`expect_gradients` made zeros, they are zeros again."""
+    """After a step: drop the gradients, or zero those that :func:`expect_gradients` allocated."""
     optimizer.zero_grad(set_to_none=not hardware.cuda_graphs)
 
 
 def clip_gradients(model: nn.Module, largest: float) -> Tensor:
-    """Scale all gradients so that their global norm is at most `largest`; the norm before, a scalar."""
+    """Scale all gradients to a global norm of at most `largest`. Returns the norm before, a scalar."""
     parameters = list(model.parameters())
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
@@ -179,13 +175,13 @@ def not_finite_gradients(model: nn.Module, ranks: Ranks) -> list[str]:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """All weights, whole and on the CPU, on the main rank; nothing on the others. All ranks must call it.
+    """All weights, unsharded and on the CPU, on the main rank; nothing on the others. All ranks must call it.
 
-    Sharded weights are gathered one at a time, so a GPU never holds more than one of them in addition.
+    Sharded weights are gathered one at a time, so a GPU needs memory for one unsharded weight only.
     """
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def uncompiled() -> AbstractContextManager:
-    """For calls of ever new shapes, each of which would be compiled."""
+    """For calls with shapes that vary, each of which would be compiled."""
     return torch.compiler.set_stance("force_eager")

@@ -1,10 +1,11 @@
-"""How far SageBwd's attention is from full precision, measured while a run trains, on the run's own numbers.
+"""The error of INT8 attention, measured while a run trains, on the run's own q, k, v and dO.
 
-INT8 attention fails slowly: the loss is the last to show that dQ and dK have become noise. The probe takes
-sequences of the step's batch through the model with the current weights, listens to q, k and v of some layers
-and to the gradient dO that reaches them, and computes attention from these three times: with SageBwd, with
-full precision as one trains it (16 bit), and exactly. What 16 bit cannot do either is not INT8's fault.
-It leaves training as it was, bit for bit: it touches no parameter's .grad, no optimizer and no random state.
+INT8 attention fails slowly: dQ and dK become noise long before the loss shows it. Every `probe.every` steps
+the probe takes sequences of the step's batch through the model with the current weights and captures q, k and
+v of some layers and the gradient dO that reaches them. It computes attention from these three times: with the
+INT8 attention, with 16-bit attention, and exactly. The error of 16-bit attention is the baseline: INT8 cannot
+be blamed for it. Training is unchanged, bit for bit: the probe touches no parameter's .grad, no optimizer and
+no random state.
 
 Shapes: B sequences, H query heads, G key and value heads, N tokens, D channels per head.
 """
@@ -20,10 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.linalg import vector_norm
 
-import model.backends.fpa
-import model.backends.sagebwd
-from model.backends import AttentionFn, AttentionSettings, Backend
-from model.config import LlamaConfig
+from model import backends
+from model.backends import FULL_PRECISION, AttentionFn, Backend
 from model.llama import Llama
 from sagebwd.metrics import cosine_similarity, relative_l2
 from trainer.plan import tokens_per_step
@@ -34,24 +33,24 @@ log = logging.getLogger(__name__)
 TENSORS = ("o", "dq", "dk", "dv")
 GRADIENTS = {"dq": "dQ", "dk": "dK", "dv": "dV"}
 
-SCORES_AT_ONCE = 2**22  # entries of P (16 MiB in float32); some six such matrices are alive together
+SCORES_AT_ONCE = 2**22  # elements of P (16 MiB in float32); about six such matrices are alive at a time
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What one layer's attention got and gave: q, out, grad_out (B, H, N, D); k, v (B, G, N, D)."""
+    """Input and output of one layer's attention: q, out, grad_out (B, H, N, D); k, v (B, G, N, D)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
-    gains: dict[str, Tensor]  # the largest magnitudes of the QK-norm's gains, scalars; empty without QK-norm
+    gains: dict[str, Tensor]  # largest magnitude of each QK-norm gain, scalars; empty without QK-norm
     grad_out: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Full-precision attention, float32. The RMS is over all N · N entries, those behind the mask being 0."""
+    """Exact attention, float32. An RMS is over all N · N entries; entries behind the mask are 0."""
 
     o: Tensor  # (B, H, N, D)
     dq: Tensor  # (B, H, N, D)
@@ -60,18 +59,36 @@ class Exact:
     p_rms: float
     dp_rms: float
     ds_rms: float
-    largest_logit: float  # of |S|, S = QKᵀ/√D, where the mask lets it through
+    largest_logit: float  # of |S|, S = QKᵀ/√D, where the mask admits it
 
 
 class Probe:
     """Measures the chosen layers of one model."""
 
-    def __init__(self, settings: Settings, llama: Llama, *, device: torch.device, dtype: torch.dtype):
-        """`dtype` is what q, k and v have."""
+    def __init__(
+        self,
+        settings: Settings,
+        llama: Llama,
+        backend: Backend,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        """`backend` is the run's own attention; `dtype` is that of q, k and v. Raises ValueError."""
+        heads = {"d_head": settings.model.d_head, "is_gqa": settings.model.is_gqa}
+        where = {"device": device, "dtype": dtype}
         self.llama = llama
         self.layers = chosen_layers(settings.probe.layers, len(llama.layers))
-        self.attend = sage_attend(settings, device=device, dtype=dtype)
-        self.attend_fpa: AttentionFn | None = fpa_attend(settings, device=device, dtype=dtype)
+        self.is_own = not backend.probe_instead  # whether the attention measured is that of the run
+        self.backend, self.attend_fpa = backend, backend.attend
+        if self.is_own:
+            self.attend_fpa = backends.build(FULL_PRECISION, **where, **heads).attend
+        else:
+            self.backend = backends.build_first(backend.probe_instead, **where, **heads)
+
+    def leave_out_full_precision(self) -> None:
+        """Measure the backend only."""
+        self.attend_fpa = None
 
     def measure(
         self,
@@ -81,15 +98,15 @@ class Probe:
         *,
         is_main: bool = True,
     ) -> dict[str, float]:
-        """The measurements as flat keys, `probe/layer_0/dq_l2` and the like; none unless `is_main`.
+        """The measurements as flat keys, `probe/layer_0/dq_l2` and so on; none unless `is_main`.
 
-        inputs, targets: (B, N) int64. Every rank has to call this, with the same sequences: where parameters
-        are sharded, all take part in the pass through the model.
+        inputs, targets: (B, N) int64. Every rank has to call this, with the same sequences, because sharded
+        parameters need all ranks for the pass through the model.
 
-        Per layer: cosine similarity (`_cos`) and relative L2 error (`_l2`) of SageBwd's O, dQ, dK and dV;
-        `fpa_…_l2`, the same of full-precision attention, where that runs; the RMS of the exact P, dP and dS;
-        `largest_logit`; `q_gain` and `k_gain` with QK-norm. Gradients are those of each sequence's own mean
-        loss, in nats per token.
+        Per layer: cosine similarity (`_cos`) and relative L2 error (`_l2`) of o, dq, dk and dv of the
+        attention measured; `fpa_…_l2`, the same of 16-bit attention, where it runs; the RMS of the exact P,
+        dP and dS; `largest_logit`; with QK-norm `q_gain` and `k_gain`. Gradients are of each sequence's own
+        mean loss, in nats per token.
         """
         began = time.perf_counter()
         captured = capture(self.llama, self.layers, inputs, targets, autocast)
@@ -98,88 +115,45 @@ class Probe:
         values = {
             f"probe/layer_{layer}/{name}": value
             for layer in self.layers
-            for name, value in measure_layer(captured.pop(layer), self.attend, self.attend_fpa).items()
+            for name, value in measure_layer(
+                captured.pop(layer), self.backend.attend, self.attend_fpa
+            ).items()
         }
         return {**values, "probe/seconds": time.perf_counter() - began}
 
 
 def build_probe(
-    settings: Settings, llama: Llama, *, device: torch.device, dtype: torch.dtype
+    settings: Settings, llama: Llama, backend: Backend, *, device: torch.device, dtype: torch.dtype
 ) -> Probe | None:
-    """The probe of these settings, tried out on a few tokens; None if it is off.
+    """The probe of a run with this attention, tried out on a few tokens; None if it is off.
 
-    None as well where SageBwd does not run, if the run itself is of another attention.
+    None as well, with a warning, if the attention it would measure is not the run's own and does not run
+    here.
     """
     if not settings.probe.every:
         return None
+    q = torch.zeros(1, settings.model.n_heads, 16, settings.model.d_head, device=device, dtype=dtype)
+    k = q[:, : settings.model.kv_heads]
+    sample = Captured(q, k, k, q, {}, grad_out=q)
     try:
-        probe = Probe(settings, llama, device=device, dtype=dtype)
-        q = torch.zeros(1, settings.model.n_heads, 16, settings.model.d_head, device=device, dtype=dtype)
-        k = q[:, : settings.model.kv_heads]
-        tried = Captured(q, k, k, q, {}, grad_out=q)
-        measure_layer(tried, probe.attend, None)
-    except Exception as error:  # no compiler, an unknown GPU, …: nothing that another attention needs
-        if settings.attention.backend == "sagebwd":
+        probe = Probe(settings, llama, backend, device=device, dtype=dtype)
+        measure_layer(sample, probe.backend.attend, None)
+    except Exception as error:  # no compiler, an unknown GPU, …: nothing that the run's own attention needs
+        if not backend.probe_instead:
             raise
-        log.warning("training goes on without the probe, because SageBwd does not run here: %s", error)
+        log.warning("training without the probe, because the attention it measures does not run: %s", error)
         return None
     try:
-        measure_layer(tried, probe.attend, probe.attend_fpa)
+        measure_layer(sample, probe.backend.attend, probe.attend_fpa)
     except Exception as error:
         log.warning("the probe leaves out full-precision attention, which does not run here: %s", error)
-        probe.attend_fpa = None
+        probe.leave_out_full_precision()
     return probe
 
 
 def chosen_layers(layers: Sequence[int] | None, n_layers: int) -> list[int]:
     """The layers to measure, in order: those given, or the first, middle and last."""
     return sorted(set(layers if layers is not None else (0, n_layers // 2, n_layers - 1)))
-
-
-def sage_attend(settings: Settings, *, device: torch.device, dtype: torch.dtype) -> AttentionFn:
-    """SageBwd with the run's own settings, or with its defaults in a run of another attention."""
-    attention = settings.attention
-    if attention.backend != "sagebwd":
-        attention = AttentionSettings(backend="sagebwd")
-    return sage_backend(attention, settings.model, device=device, dtype=dtype).attend
-
-
-def fpa_attend(settings: Settings, *, device: torch.device, dtype: torch.dtype) -> AttentionFn:
-    """Full-precision attention with the run's own settings, or with its defaults in a run of another."""
-    attention = settings.attention
-    if attention.backend != "fpa":
-        attention = AttentionSettings(backend="fpa")
-    return fpa_backend(attention, settings.model, device=device, dtype=dtype).attend
-
-
-def fpa_backend(
-    attention: AttentionSettings, config: LlamaConfig, *, device: torch.device, dtype: torch.dtype
-) -> Backend:
-    """Full-precision attention for the heads of a model."""
-    is_gqa = config.kv_heads != config.n_heads
-    return model.backends.fpa.build(
-        attention, device=device, dtype=dtype, d_head=config.d_head, is_gqa=is_gqa
-    )
-
-
-def sage_backend(
-    attention: AttentionSettings, config: LlamaConfig, *, device: torch.device, dtype: torch.dtype
-) -> Backend:
-    """SageBwd for the heads of a model.
-
-    Where no kernel can run (float32 on a GPU, say) it is the plain PyTorch reference, which is slow there.
-    """
-    shape = {
-        "device": device,
-        "dtype": dtype,
-        "d_head": config.d_head,
-        "is_gqa": config.kv_heads != config.n_heads,
-    }
-    try:
-        return model.backends.sagebwd.build(attention, **shape)
-    except ValueError as error:
-        log.info("the probe uses the plain PyTorch reference of SageBwd: %s", error)
-        return model.backends.sagebwd.build(replace(attention, implementation="reference"), **shape)
 
 
 def capture(
@@ -189,37 +163,37 @@ def capture(
     targets: Tensor,
     autocast: Callable[[], AbstractContextManager],
 ) -> dict[int, Captured]:
-    """One pass through the model: what the attention of each layer got, gave, and was told by the loss."""
-    with _listening(llama, layers) as heard, torch.enable_grad(), autocast():
-        loss = llama(inputs, targets) * len(inputs)  # of each sequence, whatever the number of them
-    # Towards the outputs alone: no weight's gradient is computed, none accumulates in a .grad.
-    gradients = torch.autograd.grad(loss, [heard[layer].out for layer in layers])
+    """One pass through the model: input, output and output gradient of the attention of each layer."""
+    with _capturing(llama, layers) as seen, torch.enable_grad(), autocast():
+        loss = llama(inputs, targets) * len(inputs)  # the sum of the sequences' own mean losses
+    # Only towards the outputs: no weight's gradient is computed, none accumulates in a .grad.
+    gradients = torch.autograd.grad(loss, [seen[layer].out for layer in layers])
     return {
-        layer: replace(heard[layer], out=heard[layer].out.detach(), grad_out=gradient)
+        layer: replace(seen[layer], out=seen[layer].out.detach(), grad_out=gradient)
         for layer, gradient in zip(layers, gradients, strict=True)
     }
 
 
 @contextmanager
-def _listening(llama: Llama, layers: Sequence[int]) -> Iterator[dict[int, Captured]]:
-    """While this is open, the attention of these layers leaves what it gets and gives in the dictionary."""
+def _capturing(llama: Llama, layers: Sequence[int]) -> Iterator[dict[int, Captured]]:
+    """Within this context, the attention of these layers stores its input and output in the dictionary."""
     attentions = {layer: llama.layers[layer].self_attn for layer in layers}
     originals = {layer: attention.attend for layer, attention in attentions.items()}
-    heard: dict[int, Captured] = {}
+    seen: dict[int, Captured] = {}
 
-    def listener(layer: int) -> AttentionFn:
+    def recorder(layer: int) -> AttentionFn:
         def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
             out = originals[layer](q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
             # Gains are read here because within the pass even a sharded parameter is whole.
-            heard[layer] = Captured(q.detach(), k.detach(), v.detach(), out, _gains(attentions[layer]))
+            seen[layer] = Captured(q.detach(), k.detach(), v.detach(), out, _gains(attentions[layer]))
             return out
 
         return attend
 
     try:
         for layer, attention in attentions.items():
-            attention.attend = listener(layer)
-        yield heard
+            attention.attend = recorder(layer)
+        yield seen
     finally:
         for layer, attention in attentions.items():
             attention.attend = originals[layer]
@@ -233,7 +207,7 @@ def _gains(attention: nn.Module) -> dict[str, Tensor]:
 def measure_layer(
     captured: Captured, attend: AttentionFn, attend_fpa: AttentionFn | None
 ) -> dict[str, float]:
-    """The errors of `attend` and of full precision on a layer's q, k, v and dO, and what may explain them."""
+    """Errors of `attend` and of 16-bit attention on a layer's q, k, v and dO, and what may explain them."""
     exact = exact_layer(captured)
     values = errors(captured, attend, exact)
     if attend_fpa is not None:
@@ -243,7 +217,7 @@ def measure_layer(
 
 
 def exact_layer(captured: Captured) -> Exact:
-    """:func:`exact_attention` of what a layer got."""
+    """:func:`exact_attention` of a layer's input."""
     with without_tf32():
         return exact_attention(captured.q, captured.k, captured.v, captured.grad_out)
 
@@ -269,7 +243,7 @@ def explanations(captured: Captured, exact: Exact) -> dict[str, float]:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Float32 products in float32, though the trainer allows TF32."""
+    """Compute float32 products in float32, although the trainer allows TF32."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -280,7 +254,7 @@ def without_tf32() -> Iterator[None]:
 
 @torch.no_grad()
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Exact:
-    """Causal attention and its gradients in float32, some queries at a time: memory is linear in N.
+    """Causal attention and its gradients in float32, a block of queries at a time: memory is linear in N.
 
     q, grad_out: (B, H, N, D); k, v: (B, G, N, D) with G dividing H.
     """
@@ -325,13 +299,16 @@ def exact_scores(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Ten
 
 
 class Alarm:
-    """Warns of layers with a gradient beyond `limit`: once, and again only after the layer was within."""
+    """Warns of layers with a gradient error above `limit`.
 
-    def __init__(self, settings: Settings):
+    A layer is reported once, and again only after its error was below the limit in between.
+    """
+
+    def __init__(self, settings: Settings, probe: Probe | None):
         self.limit = math.inf if settings.probe.alarm is None else settings.probe.alarm
-        self._is_sage = settings.attention.backend == "sagebwd"
-        self._mends = mends(settings)
-        self._beyond: set[int] = set()
+        self._probe = probe
+        self._advice = advice(settings, probe) if probe else ""
+        self._above: set[int] = set()
 
     def warnings(self, step: int, values: dict[str, float], layers: Sequence[int]) -> list[str]:
         """What to say of these measurements (see Probe.measure) of the chosen layers."""
@@ -340,9 +317,9 @@ class Alarm:
             errors = {name: values[f"probe/layer_{layer}/{name}_l2"] for name in GRADIENTS}
             worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
             if errors[worst] <= self.limit:
-                self._beyond.discard(layer)
-            elif self.limit < math.inf and layer not in self._beyond:
-                self._beyond.add(layer)
+                self._above.discard(layer)
+            elif self.limit < math.inf and layer not in self._above:
+                self._above.add(layer)
                 messages.append(self._message(step, layer, worst, values))
         return messages
 
@@ -351,27 +328,23 @@ class Alarm:
             values.get(f"probe/layer_{layer}/{name}")
             for name in (f"{worst}_l2", f"fpa_{worst}_l2", "ds_rms", "largest_logit")
         )
-        of_fpa = "" if fpa_error is None else f"; that of full-precision attention by {fpa_error:.2g}"
+        of_fpa = "" if fpa_error is None else f"; full-precision attention has {fpa_error:.2g}"
         return (
-            f"step {step}, layer {layer}: SageBwd's {GRADIENTS[worst]} "
-            f"{'is' if self._is_sage else 'would be'} off by a relative L2 of {error:.3g}, more than "
+            f"step {step}, layer {layer}: {GRADIENTS[worst]} of {self._probe.backend.title} "
+            f"{'has' if self._probe.is_own else 'would have'} a relative L2 error of {error:.3g}, above "
             f"probe.alarm={self.limit:g}{of_fpa} (RMS of dS {ds_rms:.2g}, largest logit {logit:.3g}). "
-            f"{self._mends}"
+            f"{self._advice}"
         )
 
 
-def mends(settings: Settings) -> str:
-    """What these settings leave open that keeps the gradients of INT8 attention accurate.
+def advice(settings: Settings, probe: Probe) -> str:
+    """What these settings leave to try for more accurate gradients.
 
-    The first three are what the paper finds (its figures 5, 4 and 1); the others are SageConfig's.
+    QK-norm and fewer tokens per step are the paper's findings (its figures 5 and 1).
     """
-    attention, is_sage = settings.attention, settings.attention.backend == "sagebwd"
-    has_fitting_delta = attention.exact_delta or attention.compensate_o
-    open_to_it = [
-        (not settings.model.qk_norm, "model.qk_norm=true, which bounds the logits"),
-        (is_sage and attention.smooth_k is False, "attention.smooth_k=true"),
-        (True, f"fewer tokens per step than {tokens_per_step(settings):,}"),
-        (is_sage and attention.granularity == "block", "attention.granularity=row, while logits are small"),
-        (is_sage and not has_fitting_delta, "attention=sagebwd_consistent, where full precision errs, too"),
+    options = [
+        *([] if settings.model.qk_norm else ["model.qk_norm=true, which bounds the logits"]),
+        f"fewer tokens per step than {tokens_per_step(settings):,}",
+        *(probe.backend.advice if probe.is_own else ()),
     ]
-    return "What may help, in a run of its own: " + "; ".join(text for applies, text in open_to_it if applies)
+    return "What may help, in a run of its own: " + "; ".join(options)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,30 +19,31 @@ import torch
 from omegaconf import OmegaConf
 
 from data.files import write_text
+from model import backends
 from trainer.errors import TrainingError
 from trainer.settings import Settings
 
-# Settings that may differ when a run continues: they change how it executes or reports, not what it computes.
-# (Text may lie elsewhere; that it is the same text is checked against the checkpoint.)
+# Settings that may differ when a run resumes: they change how it executes or reports, not what it computes.
+# (Text may have moved; whether it is the same text is checked against the checkpoint.)
 MAY_CHANGE = re.compile(
     r"hardware\.(?!dtype)|logger\.|probe\.|spike\.|data\.(root|path|val_path|processes)|"
     r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|"
     r"checkpoint_background|keep_checkpoints|milestone_every|skip_nonfinite|runs_dir|run_dir|rerun_finished)$"
 )
 
-# Overrides that say where things are, not what the run is.
+# Overrides that say where things are, not what the run computes.
 UNNAMED = ("run_dir=", "runs_dir=", "rerun_finished=", "data.root=", "data.processes=", "logger=", "logger.")
 
 
 def default_name(overrides: list[str]) -> str:
-    """A folder name for a run with these command-line overrides: readable, and its own."""
+    """A readable folder name for a run with these command-line overrides, which no others share."""
     kept = sorted(text for text in overrides if not text.startswith(UNNAMED))
     if not kept:
         return "default"
     exact = "+".join(kept)
     name = re.sub(r"[^\w.+-]", "-", exact.replace("=", "-"))
     if name != exact.replace("=", "-") or len(name) > 120:
-        return f"{name[:110]}-{crc32(exact.encode()):08x}"  # more than a folder name can carry
+        return f"{name[:110]}-{crc32(exact.encode()):08x}"  # something was replaced or cut off
     return name
 
 
@@ -68,7 +69,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Create the folder, and hold it against a second process running the same thing."""
+        """Create the folder, and lock it against a second process that trains the same run."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -86,12 +87,13 @@ class RunDirectory:
             yield
 
     def open(self, settings: Settings) -> None:
-        """Store the settings; they must be those of the run that the folder's checkpoints belong to."""
+        """Store the settings. Raises TrainingError if the folder's checkpoints are of a run with others."""
         if settings.rerun_finished and self.is_finished:
             self._clear()
-        current = OmegaConf.structured(settings)
+        current = OmegaConf.to_container(OmegaConf.structured(settings))
+        current["attention"] = backends.resolve(settings.attention)
         if self.config.exists() and any(self.checkpoints.glob("step_*")):
-            changed = _differences(OmegaConf.load(self.config), current)
+            changed = _differences(OmegaConf.to_container(OmegaConf.load(self.config)), current)
             if changed:
                 raise TrainingError(
                     f"{self.path} holds a run with other settings:\n"
@@ -99,7 +101,7 @@ class RunDirectory:
                     + "\nGive the changed run its own run_dir=…, or delete that folder to start over"
                 )
         self._diverged.unlink(missing_ok=True)
-        write_text(self.config, OmegaConf.to_yaml(current))
+        write_text(self.config, OmegaConf.to_yaml(OmegaConf.create(current)))
 
     def note_environment(self, device: torch.device, devices: int) -> None:
         """Add what this process runs on to environment.jsonl: a line for every start of the run."""
@@ -128,7 +130,7 @@ class RunDirectory:
         return int(self._diverged.read_text()) if self._diverged.exists() else None
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop metrics and spikes after `step`, and torn last lines: the steps will be run again."""
+        """Drop metrics and spikes after `step`, and incomplete last lines: these steps will run again."""
         for path in (self.metrics, self.spikes):
             if path.exists():
                 kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
@@ -178,10 +180,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _differences(stored: Any, current: Any) -> list[tuple[str, Any, Any]]:
+def _differences(stored: dict[str, Any], current: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(name, stored value, current value) of the settings that make it another run."""
+    if "attention" in stored:
+        with suppress(ValueError):  # a backend or setting that is gone differs as it is
+            stored = {**stored, "attention": backends.resolve(stored["attention"])}
     # A setting that came later has its default in the runs before it.
     defaults = _flat(OmegaConf.to_container(OmegaConf.structured(Settings)))
-    old, new = defaults | _flat(OmegaConf.to_container(stored)), _flat(OmegaConf.to_container(current))
+    old, new = defaults | _flat(stored), _flat(current)
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())

@@ -1,16 +1,17 @@
 """Every setting of a run, typed. Hydra fills these dataclasses from configs/ and the command line.
 
-The defaults here are only types' homes: configs/ holds the values, with what the paper publishes and
-what is a choice marked beside each.
+This file has the types. configs/ has the values, and marks which of them the paper publishes and which are
+choices.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from data.settings import DataSettings
-from model.backends import AttentionSettings
+from model.backends import FULL_PRECISION
 from model.config import LlamaConfig
 
 
@@ -20,7 +21,7 @@ class TpsSettings:
 
     tokens_per_step: int = MISSING
     divide_by: int = 1  # a scaled-down replica: tokens_per_step / divide_by, keeping the paper's 1 : 8 ratio
-    warmup_steps: int = MISSING
+    warmup_steps: int = MISSING  # of linearly rising learning rate
 
 
 @dataclass
@@ -50,21 +51,21 @@ class LoggerSettings:
 
 @dataclass
 class ProbeSettings:
-    """Measuring how far SageBwd's attention is from full precision while a run trains (trainer/probe.py)."""
+    """Measuring the error of INT8 attention while a run trains (trainer/probe.py)."""
 
     every: int = MISSING  # steps between measurements; 0: never
     layers: list[int] | None = None  # which layers, counted from 0; null: the first, middle and last
-    sequences: int = MISSING  # sequences of the step's batch to measure on, all in one pass
-    alarm: float | None = None  # warn of a gradient whose relative L2 error is greater; null: never
+    sequences: int = MISSING  # sequences of the step's batch to measure on, in one forward-backward pass
+    alarm: float | None = None  # warn if the relative L2 error of a gradient exceeds this; null: never
 
 
 @dataclass
 class SpikeSettings:
-    """Telling steps whose loss or gradient norm stands out (trainer/spikes.py)."""
+    """Finding steps with an outlier loss or gradient norm (trainer/spikes.py)."""
 
-    window: int = MISSING  # steps that say what is typical
-    threshold: float | None = None  # deviations above the typical value that make a spike; null: never
-    skip: bool = MISSING  # leave out the optimizer step of a spike
+    window: int = MISSING  # previous steps that define the typical value
+    threshold: float | None = None  # standard deviations above the typical value; null: no spikes
+    skip: bool = MISSING  # skip the optimizer step of a spike
 
 
 @dataclass
@@ -76,19 +77,20 @@ class HardwareSettings:
     micro_batch: int = MISSING  # sequences per device per forward-backward pass
     dtype: str = MISSING  # "bfloat16" (autocast over float32 master weights) or "float32"
     compile: bool = MISSING  # torch.compile the model
-    cuda_graphs: bool = False  # one GPU: replay what was compiled, for passes too short for the host
-    deterministic: bool = False  # repeated or continued, a run gives the same bits; slower on a GPU
+    cuda_graphs: bool = False  # one GPU: replay compiled passes as CUDA graphs, which removes launch overhead
+    deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
     parallel: str = "auto"  # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
-    recompute: str = "none"  # "blocks": keep less of the forward for the backward, compute it again
-    timeout_s: float = 600.0  # a rank that keeps the others waiting for longer ends the run
-    peak_tflops: float | None = None  # dense bf16 peak for MFU; null: known GPUs are looked up
+    recompute: str = "none"  # "blocks": activation checkpointing of all but attention
+    timeout_s: float = 600.0  # the run ends if a rank keeps the others waiting for longer
+    peak_tflops: float | None = None  # dense bf16 peak for MFU; null: looked up by GPU name
 
 
 @dataclass
 class Settings:
     """A whole run."""
 
-    attention: AttentionSettings = field(default_factory=AttentionSettings)
+    # `backend` and the settings of that backend, whose own dataclass types and checks them (model/backends/).
+    attention: dict[str, Any] = field(default_factory=lambda: dict(FULL_PRECISION))
     model: LlamaConfig = field(default_factory=LlamaConfig)
     data: DataSettings = field(default_factory=DataSettings)
     tps: TpsSettings = field(default_factory=TpsSettings)
@@ -98,9 +100,7 @@ class Settings:
     probe: ProbeSettings = field(default_factory=ProbeSettings)
     spike: SpikeSettings = field(default_factory=SpikeSettings)
 
-    init_from: str | None = (
-        None  # a Hugging Face folder to start from (a run's weights/); null: random weights
-    )
+    init_from: str | None = None  # a Hugging Face folder to start from (a run's weights/); null: random
 
     context: int = MISSING  # tokens per training sequence
     total_tokens: int = MISSING  # length of the run, in tokens
@@ -108,14 +108,18 @@ class Settings:
     seed: int = MISSING  # initialisation and data order
 
     log_every: int = MISSING  # steps between lines of metrics.jsonl
-    eval_every: int = MISSING  # steps between evaluations on held-out text; the last step always evaluates
-    eval_sequences: int = MISSING  # held-out sequences an evaluation uses
-    sample_tokens: int = MISSING  # length of the text generated at an evaluation; 0: none
+    eval_every: int = MISSING  # steps between validations; the last step always validates
+    eval_sequences: int = MISSING  # validation sequences that are used
+    sample_tokens: int = MISSING  # length of the text generated at a validation; 0: none
     sample_prompt: str = MISSING
     checkpoint_every: int = MISSING  # steps between checkpoints; the last step always saves one
-    checkpoint_background: bool = True  # write while training goes on; takes a second copy of the state
+    checkpoint_background: bool = (
+        True  # write while training goes on; needs CPU memory for a copy of the state
+    )
     keep_checkpoints: int = MISSING  # newest checkpoints kept
-    milestone_every: int | None = None  # checkpoints whose step is a multiple are kept for ever; null: none
+    milestone_every: int | None = (
+        None  # checkpoints whose step is a multiple are kept permanently; null: none
+    )
     skip_nonfinite: bool = False  # drop a step whose loss or gradient is not finite, instead of stopping
 
     runs_dir: str = MISSING  # holds the run directories that are named after their overrides
@@ -125,4 +129,7 @@ class Settings:
 
 def register() -> None:
     """Make the types known to Hydra: configs/train.yaml starts from `settings_schema`."""
-    ConfigStore.instance().store(name="settings_schema", node=Settings)
+    schema = OmegaConf.structured(Settings)
+    # Any attention.NAME may be set on the command line: a sweep over several attentions sets it for all.
+    OmegaConf.set_struct(schema.attention, False)
+    ConfigStore.instance().store(name="settings_schema", node=schema)

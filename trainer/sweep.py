@@ -25,7 +25,7 @@ class SweepSummary(Callback):
 
     def _report(self) -> None:
         if not self._jobs:
-            return  # a launcher that ran them elsewhere reports by itself
+            return  # a launcher that runs them elsewhere reports by itself
         failed = [job for job in self._jobs if job.status is JobStatus.FAILED]
         print(f"\n{len(self._jobs) - len(failed)} of {len(self._jobs)} runs finished", file=sys.stderr)
         for job in failed:
@@ -33,7 +33,7 @@ class SweepSummary(Callback):
 
 
 def _error(job: JobReturn) -> str:
-    """The error of a failed job, which reading its return value prints a line about and raises."""
+    """The error of a failed job. Reading the job's return value raises it, after printing a line."""
     try:
         with redirect_stderr(io.StringIO()):
             return str(job.return_value)

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the progress bar, metrics.jsonl, and W&B."""
+"""Where a run's metrics go: the progress bar, metrics.jsonl and W&B."""
 
 import importlib.util
 import json
@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Telemetry:
-    """Reports records (flat dicts with `step`) everywhere. Used on the main rank only."""
+    """Reports records (flat dicts with `step`) to all of these. Used on the main rank only."""
 
     def __init__(self, metrics: Path, wandb_run: Any | None, *, steps: int, first_step: int, name: str):
-        self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; a line at a time
+        self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; line-buffered
         self._wandb = wandb_run
         self._wandb_works = wandb_run is not None
         self._bar = tqdm(
@@ -30,7 +30,7 @@ class Telemetry:
             initial=first_step,
             desc=name if len(name) <= 40 else f"…{name[-39:]}",
             unit="step",
-            mininterval=0.5 if sys.stderr.isatty() else 15,  # a log file wants few lines
+            mininterval=0.5 if sys.stderr.isatty() else 15,  # few lines in a log file
             dynamic_ncols=True,
         )
 
@@ -48,16 +48,16 @@ class Telemetry:
                 "same command then continues from the last checkpoint"
             ) from error
         shown = {k: v for k, v in values.items() if k != "step" and v is not None}
-        self._tell_wandb(lambda run: run.log(shown, step=values["step"]))
+        self._call_wandb(lambda run: run.log(shown, step=values["step"]))
 
     def alert(self, title: str, text: str) -> None:
-        """Send a W&B alert (a mail or a Slack message, as the user has set up there), if there is W&B."""
+        """Send a W&B alert (by mail or Slack, as configured there), if W&B is in use."""
         if self._wandb is None:
             return
         try:
             self._wandb.alert(title=title, text=text)
-        except Exception as error:  # whatever goes wrong there, a courtesy must not end a training run
-            log.warning("W&B took no alert: %s", error)
+        except Exception as error:  # whatever goes wrong, an alert must not end a training run
+            log.warning("the W&B alert could not be sent: %s", error)
 
     def progress(self, loss: float, tokens_per_second: float | None, mfu: float | None) -> None:
         shown = {"loss": f"{loss:.3f}"}
@@ -72,12 +72,12 @@ class Telemetry:
 
     def close(self) -> None:
         self._bar.close()
-        with suppress(OSError):  # tries to write again what `record` could not, and has told of
+        with suppress(OSError):  # retries the write whose failure `record` reported
             self._file.close()
-        self._tell_wandb(lambda run: run.finish())
+        self._call_wandb(lambda run: run.finish())
 
-    def _tell_wandb(self, call: Callable[[Any], None]) -> None:
-        """Call W&B as long as it works: a curve on a web page is not worth a run."""
+    def _call_wandb(self, call: Callable[[Any], None]) -> None:
+        """Call W&B until it fails; its failures must not end a training run."""
         if not self._wandb_works:
             return
         try:
@@ -85,7 +85,7 @@ class Telemetry:
         except Exception as error:  # its own, the network's, a broken pipe to its service
             self._wandb_works = False
             log.warning(
-                "W&B failed (%s: %s) and is told no more in this session; metrics.jsonl stays complete",
+                "W&B failed (%s: %s) and is not used any more in this session; metrics.jsonl is complete",
                 type(error).__name__,
                 error,
             )
@@ -140,7 +140,7 @@ def log_to(file: Path | None) -> None:
     if file is not None:
         handlers.append(logging.FileHandler(file))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=handlers, force=True)
-    for package in ("trainer", "model", "data", "sagebwd"):  # other libraries' chatter stays out
+    for package in ("trainer", "model", "data", "sagebwd"):  # not those of other libraries
         logging.getLogger(package).setLevel(logging.WARNING if file is None else logging.INFO)
 
 

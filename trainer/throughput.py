@@ -1,37 +1,54 @@
-"""Tokens per second, and what share of the hardware's peak they use (MFU)."""
+"""Tokens per second, and the share of the hardware's peak they use (MFU)."""
 
+import re
 import time
 
 import torch
 
 from model.config import LlamaConfig, parameter_count
 
-# Dense bf16 matrix-product peaks in TFLOP/s, without sparsity, from the vendors' datasheets.
+#: Dense bf16 matrix-product peaks in TFLOP/s, without sparsity, from the vendors' datasheets.
 PEAK_TFLOPS = {
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "B200": 2250.0,
     "A100": 312.0,
+    "H100": 989.0,  # SXM
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H200": 989.0,  # SXM
+    "H200 NVL": 835.0,
+    "B200": 2250.0,
     "L40S": 362.0,
-    "RTX 4090": 165.2,
     "RTX 3090": 71.0,
+    "RTX 4090": 165.2,
 }
+
+#: Words in the driver's names of GPUs that do not change the peak: the maker, the socket and the memory.
+NEUTRAL = re.compile(r"NVIDIA|GeForce|SXM\d?|PCIe?|\d+GB|HBM\d", re.IGNORECASE)
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Peak of the device if it is a known GPU (the first name that matches), else None."""
-    if device.type != "cuda":
+    """Peak of the device in dense bf16, in TFLOP/s, if it is a known GPU, else None."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """Peak of a GPU by the driver's name for it, by the longest name of the table within it.
+
+    None if the table has no such GPU, or the name has a word of unknown meaning, such as "Laptop".
+    """
+    words = re.split(r"[ -]", name)
+    inside = [known for known in PEAK_TFLOPS if set(known.split()) <= set(words)]
+    if not inside:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+    longest = max(inside, key=len)
+    others = set(words) - set(longest.split())
+    return PEAK_TFLOPS[longest] if all(map(NEUTRAL.fullmatch, others)) else None
 
 
 def peak_memory_gib(device: torch.device, *, cuda_graphs: bool = False) -> float | None:
-    """Most memory that tensors have taken on this GPU so far, in GiB; None on a CPU.
+    """Peak memory of tensors on this GPU so far, in GiB; None on a CPU.
 
-    PyTorch does not count what lies in CUDA graphs. With them it is all that PyTorch took, to use it or not.
+    PyTorch's count of tensors leaves out the memory of CUDA graphs. With them this is all memory that PyTorch
+    reserved, used or not.
     """
     if device.type != "cuda":
         return None
@@ -45,7 +62,7 @@ def flops_per_token(config: LlamaConfig, context: int) -> float:
     6 · (parameters outside the embedding + the head d_model · vocab_size), as each weight takes part in one
     multiply-add forward and two backward; plus causal attention, where a token attends to context / 2 others
     on average: QKᵀ and PV take 4 · d_head · context / 2 per head forward, and twice that backward. Work that
-    an implementation repeats (recomputed scores, activation checkpointing) does not count.
+    an implementation repeats (recomputed scores, activation checkpointing) is not counted.
     """
     embedding = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
     weights = parameter_count(config) - embedding + config.vocab_size * config.d_model

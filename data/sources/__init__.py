@@ -1,7 +1,7 @@
 """Where text comes from.
 
-A source is cut into units: independent pieces of work, the same ones in the same order every time. A unit
-yields its documents in batches small enough for memory. Units are pickled to the processes that work on them.
+A source is divided into units: independent pieces of work, always the same ones in the same order. A unit
+yields its documents in batches that fit into memory. Units are pickled to the processes that work on them.
 """
 
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ __all__ = ["Batch", "Source", "Unit", "load"]
 
 @dataclass(frozen=True)
 class Source:
-    """All text of a dataset, and what tells it from other text."""
+    """All text of a dataset, and what identifies it."""
 
     units: list[Unit]
     identity: dict  # JSON; the same for the same text
     input_bytes: int  # size of the files, which may be compressed
-    held_out: float  # part of the text that is held out; 0 when evaluation has files of its own
+    val_fraction: float  # validation part of the text; 0 if validation has files of its own
 
 
 def load(settings: DataSettings) -> Source:
@@ -43,16 +43,16 @@ def load(settings: DataSettings) -> Source:
 
     units = _units(settings, files, settings.val_fraction if not val_files else None)
     if not any(unit.text_bytes for unit in units):
-        raise ValueError(f"data.path={settings.path} holds no text; choose other files")
-    held_out = effective_fraction(settings.val_fraction, sum(unit.text_bytes for unit in units))
+        raise ValueError(f"data.path={settings.path} has no text; choose other files")
+    val_fraction = effective_fraction(settings.val_fraction, sum(unit.text_bytes for unit in units))
     if val_files:
-        held_out = 0.0
+        val_fraction = 0.0
         units = [replace(unit, split="train") for unit in units]
         units += [replace(unit, split="val") for unit in _units(settings, val_files, None)]
     found = {"files": identity(files), "val_files": identity(val_files)}
     if settings.source in ("parquet", "jsonl"):
         found["column"] = settings.column
-    return Source(units, found, sum(file.stat().st_size for file in files + val_files), held_out)
+    return Source(units, found, sum(file.stat().st_size for file in files + val_files), val_fraction)
 
 
 def _units(settings: DataSettings, files: list[Path], val_fraction: float | None) -> list[Unit]:

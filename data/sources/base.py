@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-UNIT_BYTES = (
-    64 << 20
-)  # text per unit, about: large enough to be worth a process, small enough to redo after a crash
-BATCH_BYTES = 4 << 20  # text per batch, about: bounds the memory of a process
+# Approximate text per unit: large enough for a process, small enough to redo after a crash.
+UNIT_BYTES = 64 << 20
+
+BATCH_BYTES = 4 << 20  # approximate text per batch: bounds the memory of a process
 
 Piece = TypeVar("Piece")
 
@@ -20,16 +20,14 @@ class Batch:
     """Some documents of a unit, in order."""
 
     texts: pa.LargeStringArray  # valid UTF-8, without nulls
-    continues: bool = (
-        False  # the last text is not the end of its document: the next batch or unit goes on with it
-    )
+    continues: bool = False  # the last document goes on in the next batch or unit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """An independent piece of work: part of a file, or several files."""
 
-    text_bytes: int  # about how much text, for the progress bar
+    text_bytes: int  # approximate amount of text, for the progress bar
     split: str | None = None  # "train" or "val"; None: each document by the rule of data/split.py
 
     def batches(self) -> Iterator[Batch]:
@@ -38,7 +36,7 @@ class Unit:
 
 
 def grouped(pieces: list[Piece], size: Callable[[Piece], int]) -> list[tuple[Piece, ...]]:
-    """Put neighbours together until they amount to UNIT_BYTES."""
+    """Join consecutive pieces until they reach UNIT_BYTES."""
     groups: list[tuple[Piece, ...]] = []
     group: list[Piece] = []
     total = 0
@@ -54,7 +52,7 @@ def grouped(pieces: list[Piece], size: Callable[[Piece], int]) -> list[tuple[Pie
 
 
 def usable(column: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
-    """A column of strings as batches carry it. Raises ValueError for nulls and invalid UTF-8."""
+    """A column of strings in the type of Batch.texts. Raises ValueError for nulls and invalid UTF-8."""
     if column.null_count:
         row = first_row + column.is_null().to_pylist().index(True)
         raise ValueError(

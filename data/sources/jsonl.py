@@ -45,10 +45,10 @@ class JsonlUnit(Unit):
         except UnicodeDecodeError:
             raise _wrong(file, offset, "is not valid UTF-8; convert it, or drop that line") from None
         except ValueError as error:
-            raise _wrong(file, offset, f"is not JSON ({error}); mend or drop that line") from None
+            raise _wrong(file, offset, f"is not JSON ({error}); fix or drop that line") from None
         if not isinstance(document, dict):
             raise _wrong(
-                file, offset, f"is not a JSON object but {type(document).__name__}; mend or drop that line"
+                file, offset, f"is not a JSON object but {type(document).__name__}; fix or drop that line"
             )
         if self.key not in document:
             keys = ", ".join(map(repr, document)) or "none"
@@ -58,8 +58,8 @@ class JsonlUnit(Unit):
             raise _wrong(
                 file, offset, f"holds {type(text).__name__}, not text, under data.column={self.key!r}"
             )
-        # JSON can spell half a surrogate pair (backslash-u d800), which is no character: U+FFFD, as tiktoken
-        # does.
+        # JSON can spell half a surrogate pair (backslash-u d800), which is not a character: U+FFFD, as
+        # tiktoken does.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -81,7 +81,7 @@ def _lines(part: ByteRange) -> Iterator[tuple[int, bytes]]:
     """The lines of a range with the offset each begins at."""
     with part.file.open("rb") as handle:
         offset = part.start
-        if offset:  # the line that is under way here belongs to the range before
+        if offset:  # a line that began earlier belongs to the previous range
             handle.seek(offset - 1)
             offset += len(handle.readline()) - 1
         while offset < part.stop:

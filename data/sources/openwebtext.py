@@ -14,7 +14,7 @@ FILES = 80
 DOWNLOAD_BYTES = 24_200_000_000  # compressed
 TEXT_BYTES = 39_770_000_000
 ROWS_AT_ONCE = 1000  # about 5 MB of text
-RETRY_SECONDS = (2, 8, 30)  # waits before trying again; progress in between starts the count anew
+RETRY_SECONDS = (2, 8, 30)  # waits before each retry; any progress resets the count
 
 log = logging.getLogger(__name__)
 
@@ -48,20 +48,18 @@ class OpenWebTextUnit(Unit):
                     delivered += 1
                     waits = iter(RETRY_SECONDS)
                 return
-            except (
-                Exception
-            ) as error:  # of half a dozen libraries (requests, httpx, fsspec, …), with no common base
+            except Exception as error:  # of several libraries, without a common base class
                 wait = next(waits, None)
                 if wait is None:
                     raise OSError(
-                        f"{self.label} could not be read ({type(error).__name__}: {error}). What is finished "
-                        "is kept: run the same command again and it continues where it stopped"
+                        f"{self.label} could not be read ({type(error).__name__}: {error}). Finished units "
+                        "are kept: run the same command again to continue"
                     ) from error
                 log.warning("%s: %s; trying again in %d s", self.label, error, wait)
                 time.sleep(wait)
 
     def _stream(self) -> Iterator[pa.Array]:
-        import datasets  # here: takes a second to import, and no other source needs it
+        import datasets  # slow to import, and no other source needs it
 
         dataset = datasets.load_dataset(
             self.repository, self.config, revision=self.revision, split="train", streaming=True

@@ -78,7 +78,7 @@ def check_column(file: Path, column: str) -> None:
 
 
 def unreadable(file: Path, error: Exception) -> ValueError:
-    return ValueError(f"{file} can not be read as parquet ({error}); is it complete? Fetch it again")
+    return ValueError(f"{file} cannot be read as parquet ({error}); is it complete? Fetch it again")
 
 
 def _row_groups(file: Path, column: str) -> Iterator[RowGroup]:

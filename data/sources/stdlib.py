@@ -15,7 +15,7 @@ def files() -> list[Path]:
     """Source files of the standard library, LIMIT bytes of them, in an order that mixes subjects.
 
     First comes the text of Python's language reference (pydoc_data/topics.py); the order of the others is
-    that of their names' hashes, so that both the limit and the held-out end fall on a fair sample.
+    that of their names' hashes, so that both the limit and the validation text at the end take a fair sample.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found = [

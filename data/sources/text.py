@@ -53,13 +53,13 @@ class TextUnit(Unit):
 
 
 def units(files: list[Path], val_fraction: float | None = None) -> list[Unit]:
-    """The units of some files. With `val_fraction`, the end of all text is held out for evaluation.
+    """The units of some files. With `val_fraction`, the end of all text is for validation.
 
     It is the end, not a choice by documents, because a text is often a single document.
     """
     sizes = [file.stat().st_size for file in files]
-    held_out = effective_fraction(val_fraction, sum(sizes)) if val_fraction else 0.0
-    to_train = sum(sizes) - int(held_out * sum(sizes))
+    fraction = effective_fraction(val_fraction, sum(sizes)) if val_fraction else 0.0
+    to_train = sum(sizes) - int(fraction * sum(sizes))
     train: list[Part] = []
     val: list[Part] = []
     for file, size in zip(files, sizes, strict=True):

@@ -1,23 +1,40 @@
 """The attentions a model can be built around, one module of this package each.
 
-To add one, add a module here that has
+To add one, write two files. A module here with
 
-    check(settings: AttentionSettings) -> None
-        Raises ValueError for settings that are wrong or have no meaning with this backend.
-    build(settings, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> Backend
-        `dtype` is what Q, K and V will have, `is_gqa` whether there are fewer key than query heads.
+    Settings
+        A dataclass of the settings that this attention reads. Every field has a default.
+    check(settings: Settings, *, deterministic: bool) -> None
+        Raises ValueError if a setting is wrong, or if `deterministic` is asked for and these settings cannot
+        give the same bits every time. Runs in milliseconds, before anything is built.
+    build(settings: Settings, *, device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> Backend
+        device: a torch.device. dtype: of Q, K and V. is_gqa: there are fewer key heads than query heads.
         Raises ValueError if this machine cannot run what the settings ask for.
+    resolve(settings: Settings) -> dict[str, Any]
+        Optional. The settings with all defaults filled in; this is what config.yaml records.
 
-and, for `python train.py attention=<name>`, a file configs/attention/<name>.yaml.
+and configs/attention/<name>.yaml, which sets `backend: <module>` and any of the settings.
+`python train.py attention=<name>` then trains with it.
 """
 
+import difflib
 import importlib
+import logging
 import pkgutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+#: The attention that every comparison is made against.
+FULL_PRECISION = {"backend": "fpa"}
 
 
 class AttentionFn(Protocol):
@@ -33,36 +50,21 @@ class AttentionFn(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention that is ready to run, and what to call it in a log."""
+    """An attention that is ready to run, and what the trainer needs to know of it."""
 
     attend: AttentionFn
-    description: str
+    description: str  # of the kernel and its settings, for the log
+    title: str = "attention"  # what messages call it
 
+    #: Forward operators whose outputs activation checkpointing saves instead of running them again.
+    saved_operators: tuple[torch._ops.OpOverload, ...] = ()
 
-@dataclass
-class AttentionSettings:
-    """Settings of the attention (Hydra group `attention`). None means not set: the backend's own default."""
+    #: Attentions whose error the probe measures in a run of this one: the first that can be built. Empty:
+    #: this one's own error.
+    probe_instead: tuple[Mapping[str, Any], ...] = ()
 
-    backend: str = "fpa"  # a module of model/backends/
-
-    # fpa
-    sdpa: str | None = None  # "cudnn", "flash", "efficient" or "math"; None: the fastest there is
-
-    # sagebwd: see sagebwd.SageConfig
-    smooth_k: bool | None = None
-    smooth_q: bool | None = None
-    smooth_v: bool | None = None
-    unsigned_p: bool | None = None
-    operand_scales: str | None = None  # "block" or "token"
-    granularity: str | None = None  # "block" or "row"
-    int8_matmuls: list[str] | None = None
-    add_mean_k_term: bool | None = None
-    exact_delta: bool | None = None
-    compensate_o: bool | None = None
-    s_levels: int | None = None
-    block_q: int | None = None
-    block_kv: int | None = None
-    implementation: str | None = None  # "auto" (what suits the device) or "reference" (plain PyTorch)
+    #: Settings that make its gradients more accurate, each as the end of a sentence; for the probe's alarm.
+    advice: tuple[str, ...] = ()
 
 
 def available() -> list[str]:
@@ -70,29 +72,97 @@ def available() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def load(settings: AttentionSettings) -> ModuleType:
-    """The module of the chosen backend. Raises ValueError if there is none of that name."""
-    if settings.backend not in available():
-        raise ValueError(
-            f"attention.backend={settings.backend} is unknown; choose one of {', '.join(available())}"
-        )
-    return importlib.import_module(f"{__name__}.{settings.backend}")
+def load(name: str) -> ModuleType:
+    """The module of a backend. Raises ValueError if there is none of that name."""
+    if name not in available():
+        raise ValueError(f"attention.backend={name} is unknown; choose one of {', '.join(available())}")
+    return importlib.import_module(f"{__name__}.{name}")
 
 
-def refuse_foreign(settings: AttentionSettings, own: set[str]) -> None:
-    """Raise ValueError if a setting is on that the chosen backend does not read, `own` being those it does.
+def check(attention: Mapping[str, Any], *, deterministic: bool = False) -> None:
+    """Raise ValueError if the Hydra group `attention` is wrong. See the module's `check`."""
+    module, settings = read(attention)
+    module.check(settings, deterministic=deterministic)
 
-    Off (False or empty) is allowed: a sweep may turn a switch off for all backends.
+
+def build(
+    attention: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
+) -> Backend:
+    """The attention that the group `attention` describes. Raises ValueError. See the module's `build`."""
+    module, settings = read(attention)
+    module.check(settings, deterministic=False)
+    return module.build(settings, device=device, dtype=dtype, d_head=d_head, is_gqa=is_gqa)
+
+
+def build_first(choices: Sequence[Mapping[str, Any]], **shape: Any) -> Backend:
+    """The first of several attentions that can be built; takes the keywords of `build`.
+
+    Raises the ValueError of the last one if none can.
     """
-    foreign = {
-        name: value
-        for name, value in asdict(settings).items()
-        if name != "backend" and name not in own and value not in (None, False, [])
+    for choice in choices[:-1]:
+        try:
+            return build(choice, **shape)
+        except ValueError as error:
+            log.info("%s; trying the next choice", error)
+    return build(choices[-1], **shape)
+
+
+def resolve(attention: Mapping[str, Any]) -> dict[str, Any]:
+    """The group `attention` with the backend's defaults filled in and without what it does not read.
+
+    Two groups with the same result describe the same attention. Raises ValueError if it is wrong.
+    """
+    module, settings = read(attention)
+    return {"backend": attention["backend"], **getattr(module, "resolve", asdict)(settings)}
+
+
+def read(attention: Mapping[str, Any]) -> tuple[ModuleType, Any]:
+    """The backend's module, and its Settings filled from the Hydra group `attention`.
+
+    None means not set: the default of Settings. A setting of another backend is ignored if it is off (None,
+    False or empty), because a sweep may turn a switch off for all backends. Raises ValueError if such a
+    setting is on, if no backend has it, or if a value has the wrong type.
+    """
+    module = load(attention.get("backend", ""))
+    own = {field.name for field in fields(module.Settings)}
+    _refuse_foreign(attention, own)
+    given = {name: value for name, value in attention.items() if name in own and value is not None}
+    try:
+        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(module.Settings), given))
+    except OmegaConfBaseException as error:
+        name = error.full_key
+        raise ValueError(f"attention.{name}={given.get(name)}: {str(error).splitlines()[0]}") from error
+    return module, settings
+
+
+def setting_names(backend: str) -> set[str]:
+    """Names of the settings that a backend reads."""
+    return {field.name for field in fields(load(backend).Settings)}
+
+
+def _refuse_foreign(attention: Mapping[str, Any], own: set[str]) -> None:
+    """Raise ValueError for a setting that is on and not read here, or that no backend has."""
+    foreign = {name: value for name, value in attention.items() if name not in own | {"backend"}}
+    if not foreign:
+        return
+    backend = attention["backend"]
+    readers = {
+        name: [other for other in available() if other != backend and name in setting_names(other)]
+        for name in foreign
     }
-    if foreign:
-        named = ", ".join(f"attention.{name}={value}" for name, value in foreign.items())
-        others = " or ".join(f"attention={name}" for name in available() if name != settings.backend)
+    unknown = [name for name in foreign if not readers[name]]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], own, n=1)
         raise ValueError(
-            f"{named}: without meaning for attention={settings.backend}, which reads only "
-            f"{', '.join(sorted(own))}; drop it, or use {others}"
+            f"attention.{unknown[0]}={foreign[unknown[0]]}: no attention has this setting; "
+            + (f"did you mean attention.{near[0]}?" if near else f"{backend} reads {', '.join(sorted(own))}")
+        )
+    on = {name: value for name, value in foreign.items() if value not in (None, False, [])}
+    if on:
+        listed = ", ".join(f"attention.{name}={value}" for name, value in on.items())
+        others = sorted(set.intersection(*(set(readers[name]) for name in on)))
+        switch = f", or use {' or '.join(f'attention={name}' for name in others)}" if others else ""
+        raise ValueError(
+            f"{listed}: has no effect with attention={backend}, which reads only {', '.join(sorted(own))}; "
+            f"drop it{switch}"
         )

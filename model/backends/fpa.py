@@ -1,9 +1,11 @@
 """Full-precision attention: PyTorch's scaled_dot_product_attention, with the kernel pinned.
 
-This is the baseline every comparison is made against, so the kernel must be the fastest there is, and the
-same on every call and in every run: it is chosen once, by a rule and never by timing. (PyTorch's own choice
-may change with the version and silently from call to call.)
+This is the baseline of every comparison, so the kernel must be the fastest available and the same on every
+call and in every run. It is chosen once, by a rule and never by timing. (PyTorch's own choice may change with
+the version, and silently from call to call.)
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.backends import AttentionFn, AttentionSettings, Backend, refuse_foreign
+from model.backends import AttentionFn, Backend
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -27,22 +29,40 @@ KERNELS = {
 TITLES = {"cudnn": "cuDNN", "flash": "FlashAttention-2", "efficient": "memory-efficient", "math": "math"}
 HOPPER = (9, 0)  # compute capability
 
+_ATEN = torch.ops.aten
+SAVED_OPERATORS = (
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+)
 
-def check(settings: AttentionSettings) -> None:
-    """Raise ValueError for an unknown kernel and for switches that only other backends have."""
-    refuse_foreign(settings, own={"sdpa"})
+
+@dataclass
+class Settings:
+    """Settings of full-precision attention."""
+
+    sdpa: str | None = None  # the kernel, one of KERNELS; None: the fastest that runs here
+
+
+def check(settings: Settings, *, deterministic: bool) -> None:
+    """Raise ValueError for an unknown kernel, and for one that cannot be deterministic."""
     if settings.sdpa is not None and settings.sdpa not in KERNELS:
         raise ValueError(
             f"attention.sdpa={settings.sdpa} is unknown; choose one of {', '.join(KERNELS)}, or null for the "
             "fastest available"
         )
+    if deterministic and settings.sdpa == "cudnn":
+        raise ValueError(
+            "hardware.deterministic=true, but the backward of attention.sdpa=cudnn is not deterministic; use "
+            "attention.sdpa=flash or null"
+        )
 
 
 def build(
-    settings: AttentionSettings, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
+    settings: Settings, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
 ) -> Backend:
     """Attention with the requested kernel, or else with the fastest that can run. Raises ValueError."""
-    check(settings)
     if device.type == "cuda":
         usable = usable_kernels(device, dtype, d_head, is_gqa)
         order = fastest_first(torch.cuda.get_device_capability(device))
@@ -50,23 +70,33 @@ def build(
         usable, order = {"math"}, ()
     kernel = settings.sdpa or next((name for name in order if name in usable), None)
     if kernel is None:
-        return Backend(
-            F.scaled_dot_product_attention,
-            f"scaled_dot_product_attention, PyTorch's own choice for {device.type}",
-        )
+        return _backend(F.scaled_dot_product_attention, f"PyTorch's own choice for {device.type}")
     if kernel not in usable:
         raise ValueError(
             f"attention.sdpa={kernel} cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}; "
             f"use attention.sdpa={' or '.join(sorted(usable))}, or null for the fastest available"
         )
-    return Backend(_pin(KERNELS[kernel]), f"scaled_dot_product_attention, {TITLES[kernel]}")
+    return _backend(_pin(KERNELS[kernel]), TITLES[kernel])
+
+
+def _backend(attend: AttentionFn, kernel: str) -> Backend:
+    return Backend(
+        attend,
+        f"scaled_dot_product_attention, {kernel}",
+        title="full-precision attention",
+        saved_operators=SAVED_OPERATORS,
+        # Full precision is the baseline, so the probe shows the error that SageBwd would have. Where no
+        # SageBwd kernel runs (float32 on a GPU, for example) the plain PyTorch reference measures the same,
+        # slowly.
+        probe_instead=({"backend": "sagebwd"}, {"backend": "sagebwd", "implementation": "reference"}),
+    )
 
 
 def fastest_first(capability: tuple[int, int]) -> tuple[str, ...]:
     """The kernels in order of preference on a GPU of this compute capability.
 
-    cuDNN uses Hopper's asynchronous tensor-core instructions, which PyTorch's FlashAttention-2 does not: 1.3
-    to 1.9 times as fast on an H200. On older GPUs FlashAttention-2 is the established best.
+    On Hopper, cuDNN uses the asynchronous tensor-core instructions and PyTorch's FlashAttention-2 does not:
+    cuDNN is 1.3 to 1.9 times as fast on an H200. On older GPUs FlashAttention-2 is the established best.
     """
     if capability >= HOPPER:
         return ("cudnn", "flash", "efficient", "math")
@@ -79,8 +109,8 @@ def usable_kernels(device: torch.device, dtype: torch.dtype, d_head: int, is_gqa
     kv = q[:, :1] if is_gqa else q
     params = SDPAParams(q, kv, kv, None, 0.0, True, is_gqa)  # no mask, no dropout, causal
     usable = {
-        # Its backward adds in an order of chance. PyTorch's FlashAttention-2 and memory-efficient kernels
-        # have a slower one that does not, and take it then.
+        # cuDNN's backward accumulates in an arbitrary order. PyTorch's FlashAttention-2 and memory-efficient
+        # kernels switch to a slower, deterministic backward.
         "cudnn": not torch.are_deterministic_algorithms_enabled() and can_use_cudnn_attention(params),
         "flash": can_use_flash_attention(params),
         "efficient": can_use_efficient_attention(params),
@@ -91,7 +121,7 @@ def usable_kernels(device: torch.device, dtype: torch.dtype, d_head: int, is_gqa
 
 def _pin(kernel: SDPBackend) -> AttentionFn:
     def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-        # A single key (generation from a one-token prompt) is beyond cuDNN; no kernel is needed for it.
+        # cuDNN does not support a single key (generation from a one-token prompt); the math kernel does.
         chosen = kernel if k.shape[-2] > 1 else SDPBackend.MATH
         with sdpa_kernel(chosen):
             return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)

@@ -1,54 +1,78 @@
 """Trainable INT8 attention: the sagebwd library."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 import sagebwd
-import sagebwd.reference
-from model.backends import AttentionSettings, Backend, refuse_foreign
+from model.backends import Backend
 from sagebwd import SageConfig
+from sagebwd.config import PRESETS
 
 CONFIG_FIELDS = {field.name for field in fields(SageConfig)}
 IMPLEMENTATIONS = {
     "auto": sagebwd.sage_attention,
-    "reference": sagebwd.reference.sage_attention,
+    "reference": partial(sagebwd.sage_attention, kernels="reference"),
 }
 
 
-def check(settings: AttentionSettings) -> None:
-    """Raise ValueError for settings that SageConfig refuses and for those that only other backends have."""
-    refuse_foreign(settings, own=CONFIG_FIELDS | {"implementation"})
-    if settings.implementation is not None and settings.implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"attention.implementation={settings.implementation} is unknown; choose one of "
-            f"{', '.join(IMPLEMENTATIONS)}"
-        )
+@dataclass
+class Settings:
+    """Settings of SageBwd: a preset, and values that replace the preset's. None: as in the preset."""
+
+    preset: str = "default"  # one of PRESETS
+    implementation: str = "auto"  # "auto" (the fastest kernels that run) or "reference" (plain PyTorch)
+
+    # See sagebwd.SageConfig.
+    smooth_k: bool | None = None
+    smooth_q: bool | None = None
+    smooth_v: bool | None = None
+    unsigned_p: bool | None = None
+    operand_scales: str | None = None  # "block" or "token"
+    granularity: str | None = None  # "block" or "row"
+    int8_matmuls: list[str] | None = None
+    add_mean_k_term: bool | None = None
+    exact_delta: bool | None = None
+    compensate_o: bool | None = None
+    s_levels: int | None = None
+    block_q: int | None = None
+    block_kv: int | None = None
+
+
+def check(settings: Settings, *, deterministic: bool) -> None:
+    """Raise ValueError for settings that SageConfig refuses. All of them can be deterministic."""
+    for name, choices in (("preset", PRESETS), ("implementation", IMPLEMENTATIONS)):
+        value = getattr(settings, name)
+        if value not in choices:
+            raise ValueError(f"attention.{name}={value} is unknown; choose one of {', '.join(choices)}")
     sage_config(settings)
 
 
-def sage_config(settings: AttentionSettings) -> SageConfig:
-    """The library's config with what is set, and its own defaults for the rest. Raises ValueError."""
+def sage_config(settings: Settings) -> SageConfig:
+    """The preset with what is set on top. Raises ValueError if SageConfig refuses the combination."""
     given = {name: value for name, value in asdict(settings).items() if name in CONFIG_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
-    if "int8_matmuls" in given:
-        given["int8_matmuls"] = tuple(given["int8_matmuls"])
     try:
-        return SageConfig(**given)
+        return replace(PRESETS[settings.preset], **given)
     except ValueError as error:
         raise ValueError(f"attention=sagebwd: {error}") from error
 
 
+def resolve(settings: Settings) -> dict[str, Any]:
+    """Every field of the SageConfig, so that a run's config.yaml does not depend on what a preset means."""
+    config = asdict(sage_config(settings))
+    return {**config, "int8_matmuls": list(config["int8_matmuls"]), "implementation": settings.implementation}
+
+
 def build(
-    settings: AttentionSettings, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
+    settings: Settings, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
 ) -> Backend:
     """INT8 attention. Raises ValueError if the chosen implementation cannot run here."""
-    check(settings)
-    implementation = settings.implementation or "auto"
     config = sage_config(settings)
-    attend = partial(IMPLEMENTATIONS[implementation], config=config)
-    # The library knows best what it supports: ask it with a small input.
+    attend = partial(IMPLEMENTATIONS[settings.implementation], config=config)
+    # The library knows best what it supports: try a small input.
     q = torch.zeros(1, 2, 16, d_head, device=device, dtype=dtype)
     kv = q[:, :1] if is_gqa else q
     try:
@@ -58,4 +82,21 @@ def build(
             f"attention=sagebwd cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}: "
             f"{error}. attention.implementation=reference runs on any device, slowly"
         ) from error
-    return Backend(attend, f"sagebwd, implementation {implementation}, {config}")
+    return Backend(
+        attend,
+        f"sagebwd, implementation {settings.implementation}, {config}",
+        title="SageBwd",
+        saved_operators=(torch.ops.sagebwd.forward.default,),
+        advice=advice(config),
+    )
+
+
+def advice(config: SageConfig) -> tuple[str, ...]:
+    """Settings that could make dQ, dK and dV more accurate. The first is the paper's (its figure 4)."""
+    has_consistent_delta = config.exact_delta or config.compensate_o
+    suggestions = [
+        (not config.smooth_k and config.is_int8("s_fwd"), "attention.smooth_k=true"),
+        (config.granularity == "block", "attention.granularity=row, while logits are small"),
+        (not has_consistent_delta, "attention=sagebwd_consistent, if full precision is inaccurate too"),
+    ]
+    return tuple(text for applies, text in suggestions if applies)

@@ -1,8 +1,8 @@
-"""Cross-entropy of logits and its gradient by them in one kernel, in Triton.
+"""Cross-entropy of logits and its gradient in one Triton kernel.
 
-A program reads a row of logits twice, once for the logsumexp and once for the gradient, which it writes. On
-an NVIDIA H200, 8192 rows of 50,304 bfloat16 logits take 0.58 ms this way and 0.95 as torch.compile does it,
-which takes the maximum in a pass of its own.
+A thread block reads a row of logits twice, once for the logsumexp and once for the gradient, which it writes.
+On an NVIDIA H200, 8192 rows of 50,304 bfloat16 logits take 0.58 ms. torch.compile takes 0.95 ms, because it
+computes the maximum in a separate pass.
 
 Shapes: T tokens, V words.
 """
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tried on an H200: three algorithms, 2 to 32 warps, 512 to 65,536 words at a time, the whole row in registers
-# and fewer programs that take row after row. Of 290 the fastest took 0.52 ms, with twice as many loops.
+# Tuned on an H200: three algorithms, 2 to 32 warps, 512 to 65,536 words at a time, the whole row in
+# registers, and persistent thread blocks. The fastest of 290 variants took 0.52 ms, with twice as many loops.
 WORDS = 4096
 WARPS = 8
 
@@ -42,16 +42,16 @@ def _cross_entropy(
     losses,  # (T,)
     grad,  # (T, V)
     words,  # V
-    LEFT_OUT: tl.constexpr,
+    IGNORE_INDEX: tl.constexpr,
     WORDS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + token)
-    counts = target != LEFT_OUT
+    counts = target != IGNORE_INDEX
     row, grad_row = logits + token * words, grad + token * words
     word = tl.arange(0, WORDS)
 
-    # Each lane keeps a maximum of its own until the end: no warp waits for the others in the loop.
+    # Each lane has its own maximum until the end, so that no warp waits for the others in the loop.
     largest = tl.full([WORDS], -1e38, tl.float32)  # finite: -inf less -inf would be NaN
     total = tl.zeros([WORDS], tl.float32)
     for begin in range(0, words, WORDS):
@@ -62,7 +62,7 @@ def _cross_entropy(
     overall = tl.max(largest, 0)
     total = tl.sum(total * _exp(largest - overall), 0)
 
-    # A target that is no word makes the loss NaN: nothing is read outside the row, and training stops.
+    # A target outside the vocabulary makes the loss NaN: nothing is read outside the row, and training stops.
     exists = (target >= 0) & (target < words)
     hit = tl.load(row + target, exists, float("nan")).to(tl.float32)
     tl.store(losses + token, tl.where(counts, tl.log(total) + (overall - hit), 0.0))
@@ -76,18 +76,18 @@ def _cross_entropy(
 
 
 @torch.library.custom_op("llama::cross_entropy", mutates_args=())
-def cross_entropy(logits: Tensor, targets: Tensor, share: Tensor, left_out: int) -> tuple[Tensor, Tensor]:
-    """Losses in nats (T,), float32, and `share` times their gradients by the logits, in their dtype.
+def cross_entropy(logits: Tensor, targets: Tensor, share: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Losses in nats (T,), float32, and `share` times the gradient of the logits, in their dtype.
 
-    logits: (T, V); targets: (T,) int64, where left_out leaves a token out: its loss and gradient are zero.
-    share: a float32 scalar. All sums are float32. A target that is no word makes its token's loss NaN.
+    logits: (T, V); targets: (T,) int64, where ignore_index marks a token whose loss and gradient are zero.
+    share: a float32 scalar. All sums are float32. A target outside the vocabulary makes its token's loss NaN.
     """
     logits, targets = logits.contiguous(), targets.contiguous()
     losses, grad = _empty_results(logits)
     tokens, words = logits.shape
     with torch.cuda.device_of(logits):
         _cross_entropy[(tokens,)](
-            *(logits, targets, share, losses, grad, words, left_out), WORDS=WORDS, num_warps=WARPS
+            *(logits, targets, share, losses, grad, words, ignore_index), WORDS=WORDS, num_warps=WARPS
         )
     return losses, grad
 
@@ -98,5 +98,5 @@ def _empty_results(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cross_entropy.register_fake
-def _(logits: Tensor, targets: Tensor, share: Tensor, left_out: int) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, targets: Tensor, share: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     return _empty_results(logits)

@@ -1,7 +1,7 @@
 """RMSNorm of every head and the rotary embedding in one pass over memory, forward and backward, in Triton.
 
-torch.compile makes more passes of the same written in PyTorch: on an NVIDIA H200 a block of the 325M model,
-forward and backward of 65,536 tokens, took 0.31 ms longer that way, of 14.
+torch.compile needs more passes for the same in PyTorch: on an NVIDIA H200, a block of the 325M model (forward
+and backward of 65,536 tokens, 14 ms) took 0.31 ms longer.
 
 Shapes: B sequences, N tokens, H heads, D channels per head, D a power of two.
 """
@@ -11,24 +11,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers that a program takes at a time, and programs of the backward, four on each of an H200's processors.
-# Of 7 and 41 combinations there, with numbers of warps, among the fastest: 70 of 70 to 85 µs forward, 108 of
-# 106 to 279 backward, for 65,536 tokens of 16 heads of 64. The backward took 127 at best when it reduced the
-# gain's sums in every turn instead of at the end.
-FORWARD_NUMBERS = 2048
-BACKWARD_NUMBERS = 4096
-PROGRAMS = 528
+# Elements per iteration of a thread block, and thread blocks of the backward (four per SM of an H200). Tuned
+# there with the number of warps, for 65,536 tokens of 16 heads of 64: 7 combinations took 70 to 85 µs forward
+# (this one 70), 41 took 106 to 279 µs backward (this one 108). Reducing the gain's sums in every iteration
+# instead of at the end took at least 127 µs.
+FORWARD_ELEMENTS = 2048
+BACKWARD_ELEMENTS = 4096
+BACKWARD_BLOCKS = 528
 
 
 def supports(x: Tensor) -> bool:
-    """Whether x (B, N, H, D) is on a GPU and its heads can be halved into powers of two, not too large."""
+    """Whether x (B, N, H, D) is on a GPU, and D is a power of two that is not too large."""
     d_head = x.shape[-1]
-    return x.is_cuda and 2 <= d_head <= FORWARD_NUMBERS and d_head & (d_head - 1) == 0
+    return x.is_cuda and 2 <= d_head <= FORWARD_ELEMENTS and d_head & (d_head - 1) == 0
 
 
 @triton.jit
 def _load_halves(x, row, rows, HALF: tl.constexpr):
-    """The two halves of rows of x (rows, 2 · HALF), in float32; zeros past the last."""
+    """The two halves of rows of x (rows, 2 · HALF), in float32; zeros past the last row."""
     inside = row[:, None] < rows
     at = x + row[:, None].to(tl.int64) * (2 * HALF) + tl.arange(0, HALF)
     first = tl.load(at, inside, 0.0).to(tl.float32)
@@ -46,7 +46,7 @@ def _store_halves(x, row, rows, first, second, HALF: tl.constexpr):
 
 @triton.jit
 def _load_angles(cos, sin, row, length, heads, HALF: tl.constexpr):
-    """Cosines and sines (rows, HALF) of the tokens that these rows, one a head, belong to."""
+    """Cosines and sines (rows, HALF) of the tokens of these rows; a row is one head of a token."""
     at = (row // heads % length)[:, None] * HALF + tl.arange(0, HALF)
     return tl.load(cos + at), tl.load(sin + at)
 
@@ -77,7 +77,7 @@ def _norm_rotate_gradients(
     sin,
     grad_out,
     grad_x,
-    grad_gain,  # (programs, 2 · HALF): a sum from each
+    grad_gain,  # (thread blocks, 2 · HALF): a partial sum from each
     rows,
     length,
     heads,
@@ -95,11 +95,11 @@ def _norm_rotate_gradients(
         c, s = _load_angles(cos, sin, row, length, heads, HALF)
         inverse = _inverse_rms(x1, x2, eps, HALF)
         x1, x2 = x1 * inverse, x2 * inverse  # normalised
-        y1, y2 = g1 * c + g2 * s, g2 * c - g1 * s  # turned back
+        y1, y2 = g1 * c + g2 * s, g2 * c - g1 * s  # rotated back
         sum1 += y1 * x1
         sum2 += y2 * x2
         y1, y2 = y1 * gain1, y2 * gain2
-        # What changes the length of x is lost in the division by it.
+        # The component along x is removed: the norm does not depend on the length of x.
         along = ((tl.sum(y1 * x1, 1) + tl.sum(y2 * x2, 1)) / (2 * HALF))[:, None]
         _store_halves(grad_x, row, rows, inverse * (y1 - x1 * along), inverse * (y2 - x2 * along), HALF)
     at = grad_gain + tl.program_id(0) * (2 * HALF) + channel
@@ -117,10 +117,10 @@ def norm_and_rotate(x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tenso
     x = x.contiguous()
     out = torch.empty_like(x)
     with torch.cuda.device_of(x):
-        _norm_rotate[(triton.cdiv(x.numel(), FORWARD_NUMBERS),)](
+        _norm_rotate[(triton.cdiv(x.numel(), FORWARD_ELEMENTS),)](
             *(x, gain, cos.contiguous(), sin.contiguous(), out, x.numel() // d_head, length, heads, eps),
             HALF=d_head // 2,
-            ROWS=FORWARD_NUMBERS // d_head,
+            ROWS=FORWARD_ELEMENTS // d_head,
         )
     return out
 
@@ -129,7 +129,7 @@ def norm_and_rotate(x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tenso
 def _gradients(
     grad_out: Tensor, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by x, and by gain in parts to be summed (programs, D)."""
+    """Gradient of x, and partial sums of the gradient of the gain (thread blocks, D)."""
     _, length, heads, d_head = x.shape
     x, grad_out = x.contiguous(), grad_out.contiguous()
     grad_x, sums = _empty_gradients(x)
@@ -138,15 +138,15 @@ def _gradients(
             *(x, gain, cos.contiguous(), sin.contiguous(), grad_out, grad_x, sums),
             *(x.numel() // d_head, length, heads, eps),
             HALF=d_head // 2,
-            ROWS=BACKWARD_NUMBERS // d_head,
+            ROWS=BACKWARD_ELEMENTS // d_head,
         )
     return grad_x, sums
 
 
 def _empty_gradients(x: Tensor) -> tuple[Tensor, Tensor]:
-    programs = min(PROGRAMS, triton.cdiv(x.numel(), BACKWARD_NUMBERS))
+    blocks = min(BACKWARD_BLOCKS, triton.cdiv(x.numel(), BACKWARD_ELEMENTS))
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return grad_x, x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    return grad_x, x.new_empty(blocks, x.shape[-1], dtype=torch.float32)
 
 
 @norm_and_rotate.register_fake
@@ -159,7 +159,7 @@ def _(grad_out: Tensor, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: T
     return _empty_gradients(x)
 
 
-def _keep(ctx, inputs: tuple, output: Tensor) -> None:
+def _save_for_backward(ctx, inputs: tuple, output: Tensor) -> None:
     x, gain, ctx.eps, cos, sin = inputs
     ctx.save_for_backward(x, gain, cos, sin)
 
@@ -167,7 +167,7 @@ def _keep(ctx, inputs: tuple, output: Tensor) -> None:
 def _backward(ctx, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     x, gain, cos, sin = ctx.saved_tensors
     grad_x, sums = _gradients(grad_out, x, gain, ctx.eps, cos, sin)
-    return grad_x, sums.sum(0), None, None, None  # summed out here, where torch.compile sees it
+    return grad_x, sums.sum(0), None, None, None  # summed here, where torch.compile can fuse it
 
 
-norm_and_rotate.register_autograd(_backward, setup_context=_keep)
+norm_and_rotate.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,7 +1,7 @@
 """Batches with padding or packed documents, as :func:`sagebwd.sage_attention` takes them.
 
-It knows documents that lie end to end in one row (``cu_seqlens``). Here a batch of any layout is brought into
-that form and back, and what neither pads nor packs is passed on as it is.
+That operator takes documents end to end in one row (``cu_seqlens``). This module converts a batch of any
+layout to that form and back. A batch without padding or packing is passed on as it is.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> 
     n_q = q.shape[2]
     settings = {**settings, "is_causal": layout.is_causal, "enable_gqa": True}
     if layout.is_causal and n_q < k.shape[2]:
-        # The causal mask starts at the first key, so stand-ins take the place of the queries before ours.
-        # Nothing reads their results, hence their gradients are zero and add nothing to those of k and v.
+        # The causal mask starts at the first key, so pad with queries before the given ones. Nothing reads
+        # their results, so their gradients are zero and add nothing to those of k and v.
         q = F.pad(q, (0, 0, k.shape[2] - n_q, 0))
     if layout.cu_seqlens is None:
         out = sage_attention(q, k, v, **settings).transpose(1, 2)
@@ -72,7 +72,7 @@ def find_layout(
     """The layout in which no two tokens attend to each other that any of the arguments keeps apart.
 
     Args:
-        documents: (B, N_kv) integers; neighbours with the same number share a document, 0 hides a key.
+        documents: (B, N_kv) integers; neighbours with the same value share a document, 0 hides a key.
         n_q: number of queries, N_q. Causal ones are the last of N_kv; others need not be any of the keys.
         is_causal: whether a query sees only keys up to its own.
         position_ids: (B or 1, N_q); a document starts where they fall, or return to the lowest of the row.
@@ -85,7 +85,7 @@ def find_layout(
     rows = tokens // n_kv
     labels = [rows, documents.flatten()[tokens]]
     if cu_seqlens is not None:
-        labels.append(_number_documents(cu_seqlens.to(documents.device), n_kv)[tokens])
+        labels.append(_index_documents(cu_seqlens.to(documents.device), n_kv)[tokens])
     is_start = _differs_from_previous(torch.stack(labels)).any(0)
     if position_ids is not None and (is_causal or n_q == n_kv):
         is_start |= _restarts(position_ids, batch, n_kv, tokens)
@@ -105,9 +105,9 @@ def find_layout(
 def remember_last(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the last result again to a call with the same, unmodified arguments.
 
-    All layers of a model come with the same tensors, and to read them waits for the GPU. A modified tensor is
-    known by its version. Nothing is remembered where that cannot be relied on: tensors of inference mode have
-    none, and those of the CPU, where nothing waits, may share their memory with numpy.
+    All layers of a model pass the same tensors, and reading them waits for the GPU. The version of a tensor
+    tells whether it was modified. Nothing is remembered where that is not reliable: tensors of inference mode
+    have no version, and those on the CPU, where nothing waits, may share memory with numpy.
     """
     last: tuple[list[Any], Any] | None = None
 
@@ -119,17 +119,17 @@ def remember_last(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
         seen = last
         if seen is None or not all(map(_is_same, seen[0], args)):
-            kept = [(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args]
-            last = seen = (kept, function(*args))
+            known = [(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args]
+            last = seen = (known, function(*args))
         return seen[1]
 
     return torch.compiler.disable(remembering, reason="it compares tensors by identity")
 
 
-def _is_same(kept: Any, x: Any) -> bool:
+def _is_same(known: Any, x: Any) -> bool:
     if isinstance(x, Tensor):
-        return isinstance(kept, tuple) and kept[0]() is x and kept[1] == x._version
-    return not isinstance(kept, tuple) and kept == x
+        return isinstance(known, tuple) and known[0]() is x and known[1] == x._version
+    return not isinstance(known, tuple) and known == x
 
 
 def _lay_end_to_end(x: Tensor, tokens: Tensor | None) -> Tensor:
@@ -147,8 +147,8 @@ def _put_back(x: Tensor, tokens: Tensor | None, batch: int, n: int) -> Tensor:
     return x.unflatten(0, (batch, n))
 
 
-def _number_documents(cu_seqlens: Tensor, n: int) -> Tensor:
-    """(N,) number of each token's document."""
+def _index_documents(cu_seqlens: Tensor, n: int) -> Tensor:
+    """(N,) index of each token's document."""
     boundaries = cu_seqlens.tolist()
     if boundaries[0] != 0 or boundaries[-1] != n or boundaries != sorted(boundaries):
         raise ValueError(

@@ -5,7 +5,7 @@
 >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sagebwd")
 
 transformers prepares the mask once per forward pass (:func:`_mask`) and calls the attention in each layer
-(:func:`_attention`). Both either do exactly what the model asks for or refuse, with the way out.
+(:func:`_attention`). Both do exactly what the model asks for, or raise an error with the fix.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ except ImportError as error:
         "pip install 'transformers>=5'"
     ) from error
 
-#: Whatever else a model wants, these compute it.
-WAY_OUT = 'use attn_implementation="sdpa" or "eager" for this model'
+#: These compute everything that a model may ask for.
+USE_ANOTHER = 'use attn_implementation="sdpa" or "eager" for this model'
 
 #: Arguments with which a model asks for more than softmax(QKᵀ)V, and what they stand for.
 REFUSED = {
@@ -49,7 +49,7 @@ REFUSED = {
     "block_table": "the paged cache of continuous batching",
 }
 
-#: transformers treats names that contain these in a way of their own.
+#: transformers gives names that contain these a special meaning.
 RESERVED = ("eager", "sdpa", "flash", "flex", "paged")
 
 #: None before transformers had bidirectional masks.
@@ -81,7 +81,7 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG) -> None
         )
     attentions = AttentionInterface()
     if name in attentions and getattr(attentions[name], "func", None) is not _attention:
-        raise ValueError(f"name {name!r} is registered by someone else; choose another")
+        raise ValueError(f"name {name!r} is already registered by other code; choose another")
     AttentionInterface.register(name, functools.partial(_attention, config))
     AttentionMaskInterface.register(name, _mask)
 
@@ -106,7 +106,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The attention function of transformers' interface.
 
-    Documents are kept apart whether the mask, ``cu_seq_lens_q`` or ``position_ids`` tell them apart. The last
+    Documents are separated whether the mask, ``cu_seq_lens_q`` or ``position_ids`` separates them. The last
     is needed too: with an attention mask of ones, or a cache, transformers does not look at positions for the
     mask, and "sdpa" then attends across documents.
 
@@ -134,7 +134,7 @@ def _attention(
     if attention_mask is None and is_causal and n_q not in (1, n_kv):
         raise NotImplementedError(
             f"{type(module).__name__} passes {n_q} queries, {n_kv} keys and no mask, which does not say "
-            f"what the queries see; {WAY_OUT}"
+            f"what the queries see; {USE_ANOTHER}"
         )
     _check_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], n_q, n_kv)
     layout = _layout(
@@ -209,18 +209,18 @@ def _mask(
 
     Returns:
         None if the attention layer's ``is_causal`` and the shapes say it all. Else (B, N_kv used) int32: the
-        number of each key's document from 1 on, 0 for padding; negative if attention is bidirectional. That
+        index of each key's document from 1 on, 0 for padding; negative if attention is bidirectional. That
         goes wherever transformers expects a 2-D mask of padding.
     """
     if not _takes_attention_functions(type(config)):
         raise NotImplementedError(
-            f"the model of {type(config).__name__} has an attention of its own and would ignore sagebwd; "
-            + WAY_OUT
+            f"the model of {type(config).__name__} computes attention itself and would ignore sagebwd; "
+            + USE_ANOTHER
         )
     if use_vmap:
         raise NotImplementedError(
             "sagebwd does not take a mask changed by or_mask_function or and_mask_function; leave it out, or "
-            + WAY_OUT
+            + USE_ANOTHER
         )
     is_static = isinstance(q_offset, Tensor)
     if cache_position is not None:
@@ -257,7 +257,7 @@ def _shown(attention_mask: Tensor | None, first: int, n: int) -> Tensor | None:
 def _takes_attention_functions(config_type: type) -> bool:
     """Whether the model with this config calls a registered attention, as far as transformers knows.
 
-    It lets a model be built with any registered name. One with an attention of its own would then take the
+    It lets a model be built with any registered name. One that computes attention itself would then take the
     mask None, which means causal here, for no mask at all, and train on tokens it should predict.
     """
     model_type = MODEL_MAPPING.get(config_type, None)
@@ -275,7 +275,7 @@ def _recognise(
         local_size: window or chunk that ``mask_function`` implements, for the message.
 
     Returns:
-        The number of each key's document from 1 on, (B, N_kv), or None if each row is one; and whether
+        The index of each key's document, from 1 on, (B, N_kv), or None if each row is one; and whether
         attention within it is causal.
     """
     rows = torch.arange(batch, device=q.device)
@@ -290,7 +290,7 @@ def _recognise(
     window = f" (a window or chunk of {local_size})" if local_size else ""
     raise NotImplementedError(
         f"this model lets queries see only some of {len(kv)} keys{window}, and sagebwd knows causal and "
-        f"bidirectional attention of whole documents; shorten the input, or {WAY_OUT}"
+        f"bidirectional attention of whole documents; shorten the input, or {USE_ANOTHER}"
     )
 
 
@@ -320,17 +320,17 @@ def _sees_documents(
 
 
 def _check_mask(mask: Any, key: Tensor) -> None:
-    """Refuse a mask that :func:`_mask` did not make: the model brought its own."""
+    """Refuse a mask that :func:`_mask` did not make."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.int32 or mask.dim() != 2:
         found = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
         raise NotImplementedError(
             f"attention_mask is {found}; sagebwd takes no mask for each pair of tokens: pass one of padding, "
-            f"(batch, tokens), to the model, or {WAY_OUT}"
+            f"(batch, tokens), to the model, or {USE_ANOTHER}"
         )
     if mask.shape[0] != key.shape[0] or mask.shape[1] > key.shape[2]:
         raise ValueError(
             f"the mask is for (batch, keys) {tuple(mask.shape)}, a layer has {(key.shape[0], key.shape[2])}; "
-            + WAY_OUT
+            + USE_ANOTHER
         )
 
 
@@ -351,7 +351,7 @@ def _check_features(
     if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < n_kv):
         raise NotImplementedError(
             f"sliding_window is {sliding_window}, there are {n_kv} keys, and sagebwd has no windows; shorten "
-            f"the input, set config.sliding_window = None, or {WAY_OUT}"
+            f"the input, set config.sliding_window = None, or {USE_ANOTHER}"
         )
     if output_attentions:
         raise NotImplementedError(
@@ -359,8 +359,8 @@ def _check_features(
             'use attn_implementation="eager"'
         )
     if getattr(module, "sinks", None) is not None:
-        raise NotImplementedError(f"{type(module).__name__} has attention sinks; {WAY_OUT}")
-    # GPT-2 of older releases leaves its own scalings to the attention function.
+        raise NotImplementedError(f"{type(module).__name__} has attention sinks; {USE_ANOTHER}")
+    # GPT-2 of older releases leaves its scalings to the attention function.
     scales_by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
     if scaling is None and (scales_by_layer or not getattr(module, "scale_attn_weights", True)):
         raise NotImplementedError(f"{type(module).__name__} does not pass its scaling; update transformers")
@@ -370,16 +370,16 @@ def _check_others(module: nn.Module, others: dict[str, Any]) -> None:
     """Refuse arguments that change the result.
 
     Models hand on whatever their forward was called with, most of it not meant for attention, so unknown
-    arguments must pass. But what changes the result, the eager attention beside the model takes by name.
+    arguments must pass. But the model's own eager attention names the arguments that change the result.
     """
     for name, value in others.items():
         if value is None:
             continue
         if name in REFUSED:
-            raise NotImplementedError(f"the model asks for {REFUSED[name]} ({name}); {WAY_OUT}")
+            raise NotImplementedError(f"the model asks for {REFUSED[name]} ({name}); {USE_ANOTHER}")
         if name in _eager_arguments(type(module)):
             raise NotImplementedError(
-                f"the model's attention takes {name}, which sagebwd does not know; {WAY_OUT}"
+                f"the model's attention takes {name}, which sagebwd does not support; {USE_ANOTHER}"
             )
 
 

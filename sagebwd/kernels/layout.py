@@ -1,4 +1,4 @@
-"""What kernels take: tensors with their strides, quantized operands, and where packed documents lie."""
+"""What kernels take and return: tensors with strides, quantized operands, positions of packed documents."""
 
 from __future__ import annotations
 
@@ -7,8 +7,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Sizes that vary from batch to batch: kernels are not compiled anew for how they divide.
+#: Sizes that vary from batch to batch: kernels are not specialized for their divisibility.
 SIZES = ("n", "n_q", "n_kv", "blocks", "q_blocks", "kv_blocks", "documents")
+
+
+class ForwardResult(NamedTuple):
+    """What a kernel set's forward returns: out, and what its backward needs.
+
+    out: as q (B, H, N_q, D).
+    lse: (B · H, N_q) fp32, the logsumexp of the logits with the smoothed K, to base 2; of the reference to
+        base e. −inf for a query of no document.
+    k_mean: (B · H_kv · documents, D_PAD) fp32, over the tokens of each document; no columns if K is not
+        smoothed. Of the reference empty.
+    out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
+    packed_kv: K and V packed for the backward, which then needs neither, (tiles, bytes) uint8; empty unless
+        the Hopper kernels were asked to pack them.
+
+    The operators return lse as (B, H, N_q) and k_mean as (B, H_kv, documents · D_PAD).
+    """
+
+    out: Tensor
+    lse: Tensor
+    k_mean: Tensor
+    out_residual: Tensor
+    packed_kv: Tensor
 
 
 class TokenTensor(NamedTuple):
@@ -32,7 +54,7 @@ def stand_in(like: Tensor, heads: int, tokens: int) -> Tensor:
 
 
 def empty_result(x: Tensor) -> Tensor:
-    """A tensor as x (B, H, N, D), not filled; for a :func:`stand_in` token by token, as projections lie."""
+    """An uninitialized tensor like x (B, H, N, D); for a :func:`stand_in` laid out token by token."""
     if x.stride(3) != 0:
         return torch.empty_like(x)
     batch, heads, tokens, channels = x.shape
@@ -46,7 +68,7 @@ class Operand(NamedTuple):
     channels past the head size are zero.
 
     rows: (heads · blocks, BLOCK, D_PAD) INT8, for products that contract channels.
-    columns: (heads · blocks, D_PAD, BLOCK) INT8, the same numbers, for products that contract tokens, in
+    columns: (heads · blocks, D_PAD, BLOCK) INT8, the same values, for products that contract tokens, in
         the order of :func:`sagebwd.kernels.triton.device.position`.
     rounded: (heads · blocks, BLOCK, D_PAD) 16 bit, for products that are not INT8.
     scale: (heads · blocks,) fp32; (heads · blocks · BLOCK,) with scales per token.
@@ -114,8 +136,8 @@ class Axis(NamedTuple):
         blocks = block_count(n, block, documents)
         per_document = (start.diff() + block - 1) // block
         first_block = torch.nn.functional.pad(per_document.cumsum(0), (1, 0))
-        numbers = torch.arange(blocks, device=start.device)
-        document = torch.searchsorted(first_block[1:-1].contiguous(), numbers, right=True)
+        indices = torch.arange(blocks, device=start.device)
+        document = torch.searchsorted(first_block[1:-1].contiguous(), indices, right=True)
         return cls(n, block, blocks, documents, Segments(document.int(), start, first_block.int()))
 
     def with_block(self, block: int) -> Axis:

@@ -1,7 +1,9 @@
-"""The kernels as PyTorch operators: torch.compile, autograd and memory formats know them.
+"""Attention as PyTorch operators, so that torch.compile, autograd and checkpoints know it.
 
-``sagebwd::forward`` returns out and what the backward needs besides; its registered backward calls
-``sagebwd::backward``, which refuses to be differentiated again. Neither waits for the device.
+``sagebwd::forward`` returns out and what the backward needs; its registered backward calls
+``sagebwd::backward``, which refuses to be differentiated again. Which kernel set runs is an argument, chosen
+by :mod:`sagebwd.dispatch` before: neither the operators nor their fakes ask which GPU there is. On a GPU
+neither waits for the device.
 
 They are defined by parts of torch.library instead of ``custom_op``, and :func:`attend` takes a shorter way
 where nothing is traced. That saves a sixth of the host's time, which decides at short sequences.
@@ -9,36 +11,19 @@ where nothing is traced. That saves a sixth of the host's time, which decides at
 
 from __future__ import annotations
 
-import ast
+import functools
+import importlib
 from collections.abc import Callable
-from dataclasses import fields
-from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sagebwd.config import SageConfig
-from sagebwd.dispatch import on_device_of
-from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper.packets import key_packets_shape
-from sagebwd.kernels.layout import Axis, block_count, empty_result, padded_head_dim, stand_in
-from sagebwd.kernels.triton.backward import backward
-from sagebwd.kernels.triton.forward import forward
+from sagebwd import reference
+from sagebwd.config import SageConfig, decode
+from sagebwd.kernels.layout import Axis, ForwardResult, block_count, empty_result, padded_head_dim, stand_in
 from sagebwd.validation import check_backward_mode
-
-FIELDS = tuple(field.name for field in fields(SageConfig))
-
-
-def encode(config: SageConfig) -> str:
-    """The settings as text, written so that torch.compile can trace it."""
-    return "{" + ", ".join([f"'{name}': {getattr(config, name)!r}" for name in FIELDS]) + "}"
-
-
-@lru_cache
-def decode(text: str) -> SageConfig:
-    """The settings that :func:`encode` wrote."""
-    return SageConfig(**ast.literal_eval(text))
 
 
 def _forward(
@@ -50,31 +35,32 @@ def _forward(
     is_causal: bool,
     scale: float,
     config: str,
-    keep: bool = False,
+    kernels: str,
+    pack_kv_for_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what the backward needs, first of all out.
+    """Return a :class:`ForwardResult`: out and what the backward needs.
 
-    out: as q.
-    lse: (B, H, N_q) fp32 to base 2, of the logits with the smoothed K.
-    k_mean: over the tokens of each document, (B, H_kv, documents · D_PAD) fp32; empty without smoothing.
-    rest: what rounding took from out, as q; empty without ``compensate_o``.
-    kept: with ``keep``, what Hopper's kernels make of K and V for the backward, (blocks, bytes) uint8, which
-        then needs neither; else, and for the portable kernels, empty.
-
-    ``config`` comes from :func:`encode`, because operators take no objects.
+    Args:
+        config: settings, from :func:`sagebwd.config.encode`, because operators take no objects.
+        kernels: the kernel set, from :func:`sagebwd.dispatch.choose`.
+        pack_kv_for_backward: return K and V packed, where ``kernels`` can, so that the backward needs
+            neither.
     """
     check_backward_mode(q, k, v)  # for those who call the operator itself
     settings = decode(config)
-    axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
-    with on_device_of(q, settings):
-        options = {"is_causal": is_causal, "scale": scale, "config": settings}
-        if hopper.is_used(q, settings):
-            out, lse, k_mean, rest, kept = hopper.forward(q, k, v, *axes, keep=keep, **options)
-        else:
-            out, lse, k_mean, rest = forward(q, k, v, *axes, **options)
-            kept = q.new_empty(0, dtype=torch.uint8)
-    k_mean = k_mean.view(*k.shape[:2], axes[1].documents * k_mean.shape[1])
-    return out, lse.view(q.shape[:-1]), k_mean, rest, kept
+    options = {"is_causal": is_causal, "scale": scale, "config": settings}
+    if kernels == "reference":
+        out, lse, out_residual = reference.forward(q, k, v, cu_seqlens, cu_seqlens_kv, **options)
+        out_residual = q.new_empty(0) if out_residual is None else out_residual
+        k_mean = q.new_empty(0, dtype=torch.float32)
+        return ForwardResult(out, lse, k_mean, out_residual, q.new_empty(0, dtype=torch.uint8))
+    q_axis, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
+    with torch.cuda.device_of(q):  # which may not be the current one
+        out, lse, k_mean, *others = _kernel_set(kernels).forward(
+            q, k, v, q_axis, kv_axis, pack_kv_for_backward=pack_kv_for_backward, **options
+        )
+    k_mean = k_mean.view(*k.shape[:2], kv_axis.documents * k_mean.shape[1])
+    return ForwardResult(out, lse.view(q.shape[:-1]), k_mean, *others)
 
 
 def _fake_forward(
@@ -86,20 +72,24 @@ def _fake_forward(
     is_causal: bool,
     scale: float,
     config: str,
-    keep: bool = False,
+    kernels: str,
+    pack_kv_for_backward: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     settings = decode(config)
     boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
     documents = 1 if boundaries is None else boundaries.shape[0] - 1
-    numbers = documents * padded_head_dim(k.shape[-1]) if settings.smooth_k else 0
-    k_mean = k.new_empty((*k.shape[:2], numbers), dtype=torch.float32)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    rest = torch.empty_like(q) if settings.compensate_o else q.new_empty(0)
-    kept: tuple[int, ...] = (0,)
-    if keep and hopper.is_used(q, settings):
+    out_residual = torch.empty_like(q) if settings.compensate_o else q.new_empty(0)
+    k_mean_shape: tuple[int, ...] = (0,)
+    if kernels != "reference":
+        channels = padded_head_dim(k.shape[-1]) if settings.smooth_k else 0
+        k_mean_shape = (*k.shape[:2], documents * channels)
+    k_mean = k.new_empty(k_mean_shape, dtype=torch.float32)
+    packed_kv = k.new_empty((0,), dtype=torch.uint8)
+    if kernels == "hopper" and pack_kv_for_backward:
         blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
-        kept = key_packets_shape(k, blocks)
-    return torch.empty_like(q), lse, k_mean, rest, q.new_empty(kept, dtype=torch.uint8)
+        packed_kv = k.new_empty(_packed_kv_shape(k, blocks), dtype=torch.uint8)
+    return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_kv)
 
 
 def _backward(
@@ -112,33 +102,36 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     k_mean: Tensor,
-    rest: Tensor,
-    kept: Tensor,
+    out_residual: Tensor,
+    packed_kv: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     is_causal: bool,
     scale: float,
     config: str,
+    kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, as q, k, v; without k and v, which ``kept`` is there for, token by token.
+    """Return dq, dk, dv, laid out as q, k, v; dk and dv token by token if ``packed_kv`` replaces k and v.
 
-    Raises ValueError if there are neither k and v nor ``kept``.
+    Raises ValueError if there are neither k and v nor ``packed_kv``.
     """
     settings = decode(config)
+    options = {"is_causal": is_causal, "scale": scale, "config": settings}
     if k is None or v is None:
-        if not kept.numel():
+        if not packed_kv.numel():
             raise ValueError(
-                "sagebwd::backward got neither k and v nor anything kept of them; hand over k and v, "
-                "as sagebwd::forward keeps something only with keep=True and Hopper's kernels"
+                "sagebwd::backward got neither k and v nor packed_kv; pass k and v, as sagebwd::forward "
+                "packs them only with pack_kv_for_backward=True and the Hopper kernels"
             )
         k = v = stand_in(q, kv_heads, kv_tokens)
+    if kernels == "reference":
+        residual = out_residual if settings.compensate_o else None
+        boundaries = (cu_seqlens, cu_seqlens_kv)
+        return reference.backward(grad_out, q, k, v, out, lse, residual, *boundaries, **options)
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
-    saved = (q, k, v, out, lse, k_mean, rest)
-    options = {"is_causal": is_causal, "scale": scale, "config": settings}
-    with on_device_of(q, settings):
-        if hopper.is_used(q, settings):
-            return hopper.backward(grad_out, *saved, kept, *axes, **options)
-        return backward(grad_out, *saved, *axes, **options)
+    saved = (out, lse, k_mean, out_residual, packed_kv)
+    with torch.cuda.device_of(q):
+        return _kernel_set(kernels).backward(grad_out, q, k, v, *saved, *axes, **options)
 
 
 def _fake_backward(
@@ -155,6 +148,21 @@ def _fake_backward(
     return torch.empty_like(q), empty_result(k), empty_result(v)
 
 
+# --- The kernel sets ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _kernel_set(kernels: str) -> ModuleType:
+    """``forward`` and ``backward`` of a kernel set, imported at its first use: none needs the others."""
+    return importlib.import_module(f"sagebwd.kernels.{kernels}.attention")
+
+
+def _packed_kv_shape(k: Tensor, blocks: int) -> tuple[int, int]:
+    from sagebwd.kernels.cuda.packing import packed_kv_shape
+
+    return packed_kv_shape(k, blocks)
+
+
 def _axes(
     q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None, config: SageConfig
 ) -> tuple[Axis, Axis]:
@@ -164,29 +172,32 @@ def _axes(
     return Axis.of(q.shape[-2], block_q, cu_seqlens), Axis.of(k.shape[-2], block_kv, cu_seqlens_kv)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """What the backward needs: not K and V where something made of them is kept, 3 bytes a number for 4."""
+# --- Autograd ----------------------------------------------------------------------------------------------
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save K and V packed, 3 bytes per element instead of 4, if the forward packed them."""
     q, k, v, *boundaries = inputs[:5]
-    *_, kept = output
-    ctx.settings = inputs[5:8]  # without ``keep``
+    *_, packed_kv = output
+    ctx.settings = inputs[5:9]  # all but pack_kv_for_backward
     ctx.kv_sizes = k.shape[1:3]
-    if kept.numel():
+    if packed_kv.numel():
         k = v = None
     ctx.save_for_backward(q, k, v, *output, *boundaries)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _keep(ctx, inputs, output)
+def _set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save_for_backward(ctx, inputs, output)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 9
+        return (None,) * 10
     q, k, v, *saved = ctx.saved_tensors
     gradients = torch.ops.sagebwd.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *saved, *ctx.settings)
-    return (*gradients, *(None,) * 6)
+    return (*gradients, *(None,) * 7)
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -198,13 +209,13 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 def _define(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
-    torch.library.impl(name, ("cpu", "cuda"), run)
+    torch.library.impl(name, "default", run)  # on any device, where the reference runs
     torch.library.register_fake(name, fake)
 
 
 _define("sagebwd::forward", _forward, _fake_forward)
 _define("sagebwd::backward", _backward, _fake_backward)
-torch.library.register_autograd("sagebwd::forward", _differentiate, setup_context=_keep_for_backward)
+torch.library.register_autograd("sagebwd::forward", _differentiate, setup_context=_set_up_context)
 torch.library.register_autograd("sagebwd::backward", _refuse)
 
 
@@ -214,7 +225,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         output = torch.ops.sagebwd.forward.default(*inputs)
-        _keep(ctx, inputs, output)
+        _save_for_backward(ctx, inputs, output)
         return output[0]
 
     @staticmethod
@@ -230,11 +241,12 @@ def attend(
     cu_seqlens_kv: Tensor | None,
     is_causal: bool,
     scale: float,
-    config: SageConfig,
+    config: str,
+    kernels: str,
 ) -> Tensor:
-    """The attention output; differentiable."""
-    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, encode(config), keep)
+    """The attention output; differentiable. ``config`` and ``kernels`` as of ``sagebwd::forward``."""
+    has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, config, kernels, has_gradient)
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if is_traced or not torch.is_grad_enabled():
         return torch.ops.sagebwd.forward.default(*inputs)[0]

@@ -2,7 +2,7 @@
 
 Formulas and order of the loops are the paper's. Products are INT8 or of the dtype of the inputs, as
 :class:`~sagebwd.config.SageConfig` says; softmax, sums and accumulators are fp32. An Inf counts as NaN in
-every operand, sum and δ, so that an Inf of the inputs never ends as a plausible number; a finite gradient
+every operand, sum and δ, so that an Inf in the inputs never becomes a plausible result; a finite gradient
 that is too large for fp16 becomes Inf, as everywhere. Memory grows linearly with the sequence.
 
 Shapes: q, out, grad_out and dq are (B, H, N_q, D); k, v, dk and dv (B, H_kv, N_kv, D) with H_kv dividing H;
@@ -31,10 +31,11 @@ from sagebwd.reference.scores import ScoreTiles, subtract_token_mean
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, config: SageConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Algorithm 1: return out in the dtype of q, lse in fp32, and the rest of out.
+    """Algorithm 1: return out in the dtype of q, lse in fp32, and the residual of out.
 
-    lse is the logsumexp of S with the smoothed K; that of the plain logits is lse + scale · q·μ_K. The rest,
-    as out, is what ``compensate_o`` keeps of it for the backward; None otherwise.
+    lse is the logsumexp of S with the smoothed K; that of the plain logits is lse + scale · q·μ_K. The
+    residual is the error of rounding out to its dtype, which ``compensate_o`` saves for the backward; None
+    otherwise.
     """
     k, v = _one_head_per_query_head(q, k, v)
     scores = ScoreTiles(q, k, "s_fwd", is_causal=is_causal, scale=scale, config=config)
@@ -56,8 +57,8 @@ def forward(
             l = rescale * l + p.sum(-1, keepdim=True)
             if config.compensate_o:
                 l_rounded = rescale * l_rounded + p.to(q.dtype).float().sum(-1, keepdim=True)
-            # The scale of a row is exp(rowmax(S) − m) / 127, or 255 if P is unsigned: kernels have it from
-            # the online softmax. (Not with a scale per token, which P takes first.) l sums P as it is.
+            # The scale of a row is exp(rowmax(S) − m) / 127, or 255 if P is unsigned: kernels get it from
+            # the online softmax. (Not with a scale per token, which multiplies P first.) l sums the exact P.
             o = rescale * o + products.contract_tokens(p, v_blocks[j], "o", PER_ROW, scores.mask(i, j))
             m = m_new
         out[..., scores.rows(i), :] = o / (l_rounded if config.compensate_o else l) + v_mean
@@ -74,15 +75,18 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    rest: Tensor | None,
+    out_residual: Tensor | None,
     *,
     is_causal: bool,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: return dq, dk, dv in the dtype of the inputs; out, lse, rest come from :func:`forward`."""
+    """Algorithm 2: return dq, dk, dv in the dtype of the inputs.
+
+    ``out``, ``lse`` and ``out_residual`` come from :func:`forward`.
+    """
     settings = {"is_causal": is_causal, "scale": scale, "config": config}
-    tiles = SoftmaxGradientTiles(grad_out, q, k, v, out, lse, rest, **settings)
+    tiles = SoftmaxGradientTiles(grad_out, q, k, v, out, lse, out_residual, **settings)
     scores = tiles.scores
     products = Products(q.dtype, config)
     do_blocks = products.token_blocks(grad_out, "dv", scores.block_q)
@@ -125,7 +129,7 @@ class SoftmaxGradientTiles:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        rest: Tensor | None,
+        out_residual: Tensor | None,
         *,
         is_causal: bool,
         scale: float,
@@ -137,7 +141,7 @@ class SoftmaxGradientTiles:
         products = Products(q.dtype, config)
         self._do_blocks = products.token_blocks(grad_out, "dp", self.scores.block_q)
         self._v_blocks = products.token_blocks(v, "dp", self.scores.block_kv)
-        whole_out = out.float() if rest is None else out.float() + rest.float()
+        whole_out = out.float() if out_residual is None else out.float() + out_residual.float()
         delta = self._exact_delta() if config.exact_delta else (grad_out.float() * whole_out).sum(-1)
         self.delta = infinite_to_nan(delta)
 

@@ -1,9 +1,9 @@
 """Packed documents: sequences laid end to end along the token axis, none of which attends to another.
 
-Forward and backward run :mod:`sagebwd.reference.algorithm` on each document alone, so that its mask, mean
-of K and
-quantization blocks start at its own first token, and put the results where the document lies. ``documents``
-below lists those that have queries and keys; tokens of no such document get out 0, lse −inf and gradients 0.
+Forward and backward run :mod:`sagebwd.reference.algorithm` on each document alone, so that its mask, mean of
+K and quantization blocks start at its own first token, and put the results where the document lies.
+``documents`` below lists those that have queries and keys; tokens of no such document get out 0, lse −inf and
+gradients 0.
 """
 
 from __future__ import annotations
@@ -56,21 +56,19 @@ def locate(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tenso
 def forward(
     q: Tensor, k: Tensor, v: Tensor, documents: list[Document], **settings: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out (B, H, N_q, D), lse (B, H, N_q) and the rest of out: :func:`sagebwd.reference.algorithm.forward`.
+    """out, laid out as q, lse (B, H, N_q) and the residual of out.
 
-    So are the ``settings``.
+    ``settings`` are those of :func:`sagebwd.reference.algorithm.forward`.
     """
-    out = q.new_zeros(q.shape)
+    out = torch.zeros_like(q)
     lse = torch.full(q.shape[:-1], -torch.inf, device=q.device)
-    rest = torch.zeros_like(out) if settings["config"].compensate_o else None
+    out_residual = torch.zeros_like(q) if settings["config"].compensate_o else None
     for document in documents:
         rows = document.queries
-        out[..., rows, :], lse[..., rows], of_document = algorithm.forward(
-            *document.take(q, k, v), **settings
-        )
-        if rest is not None:
-            rest[..., rows, :] = of_document
-    return out, lse, rest
+        out[..., rows, :], lse[..., rows], residual = algorithm.forward(*document.take(q, k, v), **settings)
+        if out_residual is not None:
+            out_residual[..., rows, :] = residual
+    return out, lse, out_residual
 
 
 def backward(
@@ -80,12 +78,12 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    rest: Tensor | None,
+    out_residual: Tensor | None,
     documents: list[Document],
     **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, shaped as q, k, v; ``settings`` as of :func:`sagebwd.reference.algorithm.backward`."""
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+    """dq, dk, dv, laid out as q, k, v; ``settings`` as of :func:`sagebwd.reference.algorithm.backward`."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for document in documents:
         rows, columns = document
         dq[..., rows, :], dk[..., columns, :], dv[..., columns, :] = algorithm.backward(
@@ -93,7 +91,7 @@ def backward(
             *document.take(q, k, v),
             cut(out, rows),
             lse[..., rows],
-            None if rest is None else cut(rest, rows),
+            None if out_residual is None else cut(out_residual, rows),
             **settings,
         )
     return dq, dk, dv

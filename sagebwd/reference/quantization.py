@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Largest magnitude of a signed number, and largest unsigned number.
+#: Largest magnitude of a signed INT8 value, and largest unsigned value.
 INT8_MAX, UINT8_MAX = 127, 255
 
 #: Longest contraction whose INT8 product fp32 sums without rounding, even if its left operand is unsigned:
@@ -27,7 +27,7 @@ class Operand(NamedTuple):
     """An operand of a matrix product; ``values * scale`` stands for the tensor that it was made of.
 
     values: (..., rows, columns) fp32. Integers in [-127, 127] for INT8, in [0, 255] for unsigned INT8, else
-        the rounded numbers themselves.
+        the rounded values themselves.
     scale: fp32, two axes or more, broadcasts against ``values``.
     """
 
@@ -43,10 +43,10 @@ class Operand(NamedTuple):
 def quantize(x: Tensor, shared: tuple[int, ...] = PER_BLOCK, *, unsigned: bool = False) -> Operand:
     """Round x / s to the nearest integer (ties to even), with s = max|x| / 127 over the axes ``shared``.
 
-    With ``unsigned``, s = max|x| / 255: for x that is never negative steps half as wide, in as many bits.
+    With ``unsigned``, s = max|x| / 255: for x that is never negative; steps are half as wide.
 
     Where max|x| is zero, or so small that s would be subnormal in fp32, values and scale are zero. Where it
-    is NaN or Inf the scale is NaN, so that every product with the operand is NaN, never a plausible number.
+    is NaN or Inf the scale is NaN, so that every product with the operand is NaN, never a plausible result.
 
     Args:
         x: (..., rows, columns) fp32.
@@ -62,7 +62,7 @@ def quantize(x: Tensor, shared: tuple[int, ...] = PER_BLOCK, *, unsigned: bool =
 def quantize_two_levels(x: Tensor, shared: tuple[int, ...] = PER_BLOCK) -> tuple[Operand, Operand]:
     """Split x into INT8 high and low halves, x ≈ high + low, with scales shared along ``shared`` each.
 
-    What the high half leaves is at most s / 2, so the scale of the low half is s / 254.
+    The remainder of the high half is at most s / 2, so the scale of the low half is s / 254.
 
     Args:
         x: (..., rows, columns) fp32.
@@ -83,7 +83,7 @@ def _round_quotient(x: Tensor, scale: Tensor) -> Tensor:
 def round_to(x: Tensor, dtype: torch.dtype) -> Operand:
     """The operand of a product that is not INT8: ``x`` rounded to ``dtype``, Inf to NaN, with scale 1.
 
-    An Inf would be lost where the other operand makes it a plausible number, such as exp(−Inf) = 0.
+    An Inf would be lost where a later step makes it plausible, such as exp(−Inf) = 0.
     """
     return Operand(infinite_to_nan(x.to(dtype).float()), x.new_ones(1, 1))
 

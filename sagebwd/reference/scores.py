@@ -88,12 +88,12 @@ class ScoreTiles:
 
     def tile(self, i: int, j: int) -> Tensor:
         """S (B, H, rows, columns) of tile (i, j) in fp32, −inf where the causal mask hides a key."""
-        q_high, *q_low = self._q_levels[i]
-        k_high, *k_low = self._k_levels[j]
+        q_high, *q_lows = self._q_levels[i]
+        k_high, *k_lows = self._k_levels[j]
         s = product(q_high, k_high.mT)
-        for q_rest, k_rest in zip(q_low, k_low, strict=True):
+        for q_low, k_low in zip(q_lows, k_lows, strict=True):  # with s_levels=2
             # low · low is left out: it would halve an error that is a hundredth of what one level leaves.
-            s = s + product(q_high, k_rest.mT) + product(q_rest, k_high.mT)
+            s = s + product(q_high, k_low.mT) + product(q_low, k_high.mT)
         if self.q_means:
             s = s + self.q_means[i] @ self.k_blocks[j].mT
         return torch.where(self.mask(i, j), s * self.scale, -torch.inf)

@@ -1,4 +1,4 @@
-"""Attentions that scripts.bench.attention measures: ours, and what one would use instead."""
+"""The attention implementations that scripts.bench.attention measures: SageBwd and its alternatives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.attention import sdpa_kernel
 from model.backends.fpa import KERNELS, TITLES
 from sagebwd import SageConfig, sage_attention
 
-#: Largest relative L2 against float64, on standard Gaussian inputs, that counts as the same function.
+#: Largest relative L2 error against float64, on standard Gaussian inputs, for which a speed is reported.
 BOUND_16_BIT, BOUND_INT8, BOUND_PAPER = 0.02, 0.06, 0.12
 
 
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of the forward by the usual count, whatever an implementation repeats or skips."""
+        """Of the forward: 4·B·H·N²·D, half of it if causal, whatever an implementation repeats or skips."""
         return 4 * self.batch * self.heads * self.tokens**2 * self.head_dim * (0.5 if self.causal else 1)
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ Build = Callable[[Shape], Attend]
 
 @dataclass(frozen=True)
 class Implementation:
-    """An attention to measure: ``build`` makes it ready for a shape."""
+    """An attention to measure; ``build`` returns the function for a shape."""
 
     name: str
     build: Build
@@ -64,7 +64,7 @@ def build_sagebwd(config: SageConfig, shape: Shape) -> Attend:
 
 
 def load_sdpa(kernel: str) -> Build:
-    """PyTorch's operator with this kernel, or an error where the kernel cannot run."""
+    """PyTorch's operator restricted to this kernel; raises where the kernel cannot run."""
 
     def build(shape: Shape) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -81,9 +81,9 @@ def load_flex() -> Build:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def build(shape: Shape) -> Attend:
-        # Without a reset, PyTorch stops compiling after a few shapes and runs the N × N definition instead.
+        # Without a reset, PyTorch stops compiling after a few shapes and runs the eager N × N definition.
         torch._dynamo.reset()
-        # A compiled backward that may overwrite what the forward saved could run only once on a kept graph.
+        # The backward alone runs many times on one graph, so it must not overwrite what the forward saved.
         torch._functorch.config.donated_buffer = False
         mask = None
         if shape.causal:
@@ -94,7 +94,7 @@ def load_flex() -> Build:
 
 
 def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """FlexAttention's form of the causal mask."""
+    """The causal mask, as a mask_mod of FlexAttention."""
     return query >= key
 
 
@@ -104,7 +104,7 @@ def load_flash_package(module: str) -> Build:
 
 
 def token_major(attend: Callable[..., Any]) -> Attend:
-    """``attend`` takes and returns (B, N, H, D); some versions return the logsumexp, too."""
+    """Adapt ``attend``, which takes and returns (B, N, H, D); some versions also return the logsumexp."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -120,16 +120,17 @@ def load_sageattention() -> Build:
 
 
 class Peer(NamedTuple):
-    """An implementation that is not ours. ``load`` raises where it is not installed."""
+    """An implementation of another project. ``load`` raises if it is not installed."""
 
     name: str
     load: Callable[[], Build]
     bound: float = BOUND_16_BIT
     has_backward: bool = True
-    device: str = "cuda"  # the kind that it is measured on
+    device: str = "cuda"  # the type of device that it is measured on
 
 
-#: By the name that --configs takes: what rows are called, the settings, and the largest relative L2.
+#: By the name that --configs takes: the name of the rows, the settings, and the largest relative L2 error.
+#: results/ holds these row names; scripts.bench.looks has the titles that people see.
 CONFIGS = {
     "default": ("sagebwd", SageConfig(), BOUND_INT8),
     "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
@@ -159,7 +160,7 @@ PEERS = {
 
 
 def find_implementations(arguments: Namespace) -> tuple[list[Implementation], dict[str, str]]:
-    """Ours and all peers that can be had here, and by name why the others cannot."""
+    """SageBwd and every peer that can run here; and {name: why not} of the others."""
     found = [
         Implementation(name, partial(build_sagebwd, config), bound)
         for name, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs))
@@ -169,21 +170,21 @@ def find_implementations(arguments: Namespace) -> tuple[list[Implementation], di
         if option in arguments.without:
             absent[peer.name] = "left out by --without"
         elif not arguments.device.startswith(peer.device):
-            absent[peer.name] = f"is measured with --device {peer.device} only"
+            absent[peer.name] = f"measured with --device {peer.device} only"
         else:
             try:
                 found.append(Implementation(peer.name, peer.load(), peer.bound, peer.has_backward))
-            except Exception as error:  # a package built for another PyTorch can fail in any way
+            except Exception as error:  # a package built for another PyTorch may raise anything
                 absent[peer.name] = explain(error)
     return found, absent
 
 
 def explain(error: Exception, caught: Sequence[warnings.WarningMessage] = ()) -> str:
-    """One line: the error, and where PyTorch says why only in warnings, those of ``caught`` that tell."""
+    """The error in one line, with PyTorch's reasons, which it gives as warnings (``caught``)."""
     text = (str(error).strip() or "no message").splitlines()[0]
     if "No available kernel" in text:
         told = (str(warning.message).split(" (Triggered internally")[0].strip() for warning in caught)
-        # Each kernel gets a headline, and those that were not asked for a line that says so.
+        # Leave out the headline of each kernel, and the kernels that sdpa_kernel switched off.
         hints = [line for line in told if not line.endswith("because:") and "runtime disabled" not in line]
         text = " ".join([text, *dict.fromkeys(hints)])
     return f"{type(error).__name__}: {text}"[:300]

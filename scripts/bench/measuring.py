@@ -1,14 +1,19 @@
-"""What benchmark scripts share: time, files and tables of results, and what they were measured on."""
+"""What the benchmarks and experiments share: timing, options, files and tables, and a record of the machine.
+
+Times are in milliseconds. Results are written as OUT.json (everything), OUT.md (tables) and OUT.png.
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import os
 import shlex
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -21,11 +26,14 @@ import torch
 from data.files import write_json, write_text
 from trainer.run_directory import find_commit
 
+#: Where benchmarks write if no --out is given. Git ignores it; results/ is for ``scripts.reproduce``.
+SCRATCH = Path("runs/bench")
+
 # --- Time --------------------------------------------------------------------------------------------------
 
 
 def mark(device: torch.device) -> torch.cuda.Event | float:
-    """A point in time: on a GPU when its work so far is done, on a CPU now."""
+    """A point in time: on a GPU when the work queued so far is done, on a CPU now."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -34,6 +42,7 @@ def mark(device: torch.device) -> torch.cuda.Event | float:
 
 
 def milliseconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Time between two marks; on a GPU, synchronize first."""
     return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
 
 
@@ -42,11 +51,54 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# --- Arguments ----------------------------------------------------------------------------------------------
+# --- Options ------------------------------------------------------------------------------------------------
+
+
+def bench_parser(program: str, description: str | None, examples: str | None = None) -> ArgumentParser:
+    """A parser whose help shows the module's docstring and the examples as they are."""
+    return ArgumentParser(
+        prog=program,
+        description=description,
+        epilog=examples,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+
+
+def add_output_options(add: Callable[..., Any], name: str) -> None:
+    """--out and --draw. After parsing, `resolve_out` gives ``out`` its default."""
+    default = SCRATCH / name
+    add("--out", type=Path, metavar="PREFIX", help=f"write PREFIX.json, .md and .png (default {default})")
+    text = "measure nothing: write the tables and pictures of this JSON again, next to it or at --out"
+    add("--draw", type=Path, metavar="FILE.json", help=text)
+
+
+def resolve_out(arguments: Namespace, name: str, parser: ArgumentParser) -> None:
+    """Set ``arguments.out`` if it was not given. A --draw file that cannot be read ends the command."""
+    if arguments.draw is None:
+        arguments.out = arguments.out or SCRATCH / name
+        return
+    if arguments.draw.suffix != ".json" or not arguments.draw.is_file():
+        parser.error(f"--draw {arguments.draw}: no such JSON file; give the one that a benchmark wrote")
+    arguments.out = arguments.out or arguments.draw.with_suffix("")
+
+
+def say_written(arguments: Namespace, *endings: str) -> None:
+    """Tell which files were written; --draw writes no JSON."""
+    files = [
+        beside(arguments.out, ending) for ending in endings if not (arguments.draw and ending == ".json")
+    ]
+    print(f"written: {', '.join(map(str, files))}")
+
+
+def positive_int(text: str) -> int:
+    """A type for options. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) == 0:
+        raise ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
 
 
 def choose_device(asked: str | None, parser: ArgumentParser) -> str:
-    """The device asked for, or a GPU if there is one; a GPU that is not there ends the command."""
+    """The device asked for; by default a GPU if there is one. Ends the command if that GPU is missing."""
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {device}: torch sees no GPU; use --device cpu")
@@ -57,11 +109,12 @@ def choose_device(asked: str | None, parser: ArgumentParser) -> str:
 
 
 def beside(out: Path, ending: str) -> Path:
+    """OUT with an ending appended, whatever dots its name has."""
     return out.with_name(out.name + ending)
 
 
 def finite(value: Any) -> Any:
-    """The same with None for NaN and infinities, which JSON does not have."""
+    """The same value with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -70,11 +123,12 @@ def finite(value: Any) -> Any:
 
 
 def number(value: float | None, form: str) -> str:
+    """The formatted value; an empty cell for None."""
     return "" if value is None else f"{value:{form}}"
 
 
 def align(header: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table whose columns line up in plain text, too; all but the first to the right."""
+    """A Markdown table that is readable as plain text: first column to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return [
@@ -84,19 +138,40 @@ def align(header: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def write_tables(out: Path, result: dict, rows: list[Any], markdown: str) -> None:
-    """OUT.json, the result with its rows (dataclasses), and OUT.md."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    """Write OUT.json, the result with its rows (dataclasses), and OUT.md."""
+    write_markdown(out, markdown)
     write_json(beside(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
+
+
+def write_markdown(out: Path, markdown: str) -> None:
+    """Write OUT.md, in a folder that is made if need be."""
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_text(beside(out, ".md"), markdown)
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """A result that `write_tables` wrote. Exits with a message if the file is something else."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        sys.exit(f"{path} is damaged ({error}); restore it, or measure again")
+    if not isinstance(result, dict) or "rows" not in result:
+        sys.exit(f"{path} is not the result of a benchmark: it has no rows")
+    return result
+
+
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a picture whole or not at all."""
-    replace_file(path, lambda temporary: figure.savefig(temporary, dpi=130, format="png"))
+    """Write a PNG whole or not at all. A palette of 96 colours makes it a third of the size."""
+    from PIL import Image  # comes with matplotlib, which is only needed for pictures
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=130, format="png")
+    picture = Image.open(buffer).convert("RGB").quantize(96, dither=Image.Dither.NONE)
+    replace_file(path, lambda temporary: picture.save(temporary, format="png", optimize=True))
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make the file under a temporary name, then move it into place."""
+    """Call `write` on a temporary name, then rename the file to `path`."""
     temporary = beside(path, f".{os.getpid()}.tmp")
     try:
         write(temporary)
@@ -105,13 +180,16 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-# --- What it ran on -----------------------------------------------------------------------------------------
+# --- The record of a measurement ----------------------------------------------------------------------------
+
+#: Options that say where results go, not what is measured.
+NOT_SETTINGS = ("out", "draw")
 
 
 def describe_run(
     program: str, argv: list[str] | None, arguments: Namespace, packages: Sequence[str]
 ) -> dict[str, Any]:
-    """What is needed to measure it again, and what on; versions of torch, triton and `packages`."""
+    """How to repeat the measurement: command, commit, hardware, settings, versions (also of `packages`)."""
     return {
         "command": shlex.join([*program.split(), *(sys.argv[1:] if argv is None else argv)]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -125,12 +203,12 @@ def describe_run(
             **{package.replace("-", "_"): installed(package) for package in packages},
             "python": sys.version.split()[0],
         },
-        "settings": {name: value for name, value in vars(arguments).items() if name != "out"},
+        "settings": {name: value for name, value in vars(arguments).items() if name not in NOT_SETTINGS},
     }
 
 
 def origin_of(result: dict[str, Any]) -> str:
-    """What `describe_run` kept, as the line below a file's title."""
+    """The record of `describe_run` in one line, for the top of a Markdown file."""
     driver = result["hardware"]["driver"]
     known = ", ".join(f"{name} {text}" for name, text in result["versions"].items() if text is not None)
     return (
@@ -140,7 +218,7 @@ def origin_of(result: dict[str, Any]) -> str:
 
 
 def describe_hardware(device: torch.device) -> dict:
-    """Name, and of a GPU what speed depends on."""
+    """The name; for a GPU also compute capability, multiprocessors, memory and driver."""
     if device.type == "cpu":
         return {"name": "cpu", "cores": os.cpu_count(), "driver": None}
     properties = torch.cuda.get_device_properties(device)
@@ -154,6 +232,7 @@ def describe_hardware(device: torch.device) -> dict:
 
 
 def installed(package: str) -> str | None:
+    """The version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -161,7 +240,7 @@ def installed(package: str) -> str | None:
 
 
 def read_line(*command: str) -> str | None:
-    """The first line that ``command`` prints; None where there is no such command, or it fails."""
+    """The first line that ``command`` prints; None if there is no such command, or it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

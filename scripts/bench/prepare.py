@@ -1,19 +1,24 @@
-"""How much of the tokenizer's own speed is left when a dataset is prepared?
+"""Speed of preparing a dataset, compared with the speed of its tokenizer alone.
 
-Both sides of the comparison tokenize the same parquet files in as many processes, in one run:
-  tokenizer   texts that lie in memory already, ids thrown away
-  prepare     data.prepare's work from the parquet files to checksummed shards on disk, process start included
+    python -m scripts.bench.prepare 'corpus/*.parquet'
+    python -m scripts.bench.prepare 'corpus/*.parquet' --processes 8 --repeat 4 --out runs/bench/prepare.json
 
-    python -m scripts.bench.prepare 'DIR/*.parquet' --processes 2 --repeat 4 --out FILE.json
+Tokenizes the same parquet files twice, in as many processes:
+
+  tokenizer   texts that are already in memory; ids are thrown away
+  prepare     what data.prepare does, from parquet files to checksummed shards on disk, process start included
+
+The ratio of the two is how much of the tokenizer's speed is left. Needs no GPU. It takes about twice the time
+of preparing the files, and their space on disk as tokens. Compare by CPU seconds on a machine that is busy.
 """
 
-import argparse
 import multiprocessing
 import os
 import platform
 import resource
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -30,33 +35,19 @@ class Cost(NamedTuple):
 
     text_mb: float
     seconds: float
-    cpu_seconds: float  # all processes together; what to compare by on a machine that is not idle
+    cpu_seconds: float  # of all processes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("files", help="parquet files: a file, a folder or a quoted glob")
-    parser.add_argument("--column", default="text")
-    parser.add_argument(
-        "--tokenizer", default="gpt2", help="gpt2 (gigatoken where installed, else tiktoken) or bytes"
-    )
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=1, help="take the files so many times, for longer runs")
-    parser.add_argument(
-        "--folder", help="where the shards go for the time of the run; default: the temporary folder"
-    )
-    parser.add_argument("--out", type=Path, help="write the result here, as JSON")
-    arguments = parser.parse_args()
-
+def main(argv: list[str] | None = None) -> None:
+    """Measure both, print the speeds and write them as JSON."""
+    arguments = parse_arguments(argv)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         settings = _settings(arguments, Path(folder))
         units = sources.load(settings).units
         alone = tokenizer_alone(units, arguments.tokenizer, arguments.processes)
         whole = prepare(settings, arguments.processes)
     if alone.text_mb != whole.text_mb:
-        raise SystemExit(f"the two sides saw different text: {alone.text_mb} and {whole.text_mb} MB")
+        raise SystemExit(f"tokenizer and prepare read different text: {alone.text_mb} and {whole.text_mb} MB")
     result = {
         "tokenizer": f"{arguments.tokenizer} ({type(tokenizers.load(arguments.tokenizer)).__name__})",
         "processes": arguments.processes,
@@ -72,14 +63,30 @@ def main() -> None:
     }
     for name, value in result.items():
         print(f"{name:28} {value}")
-    if arguments.out:
-        write_json(arguments.out, result)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(arguments.out, result)
+    print(f"written: {arguments.out}")
+
+
+def parse_arguments(argv: list[str] | None) -> Namespace:
+    # Not bench_parser: importing scripts.bench.measuring imports torch, in every process that is timed.
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("files", help="parquet files: a file, a folder or a quoted glob")
+    add("--column", default="text", help="the column that holds the text (default %(default)s)")
+    add("--tokenizer", default="gpt2", help="gpt2 (gigatoken if installed, else tiktoken) or bytes")
+    add("--processes", type=int, default=2, metavar="N", help="default %(default)s")
+    add("--repeat", type=int, default=1, metavar="N", help="take the files N times, for longer runs")
+    add("--folder", type=Path, help="for the shards while they last (default: the temporary folder)")
+    out = Path("runs/bench/prepare.json")
+    add("--out", type=Path, default=out, metavar="FILE.json", help="default %(default)s")
+    return parser.parse_args(argv)
 
 
 def tokenizer_alone(units: list[sources.Unit], tokenizer: str, processes: int) -> Cost:
-    """Seconds count from the common start until the last process is done."""
+    """Cost of tokenizing alone: seconds from a common start until the last process is done."""
     context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(processes, timeout=600)  # a process that died must not keep the others waiting
+    barrier = context.Barrier(processes, timeout=600)  # so that a dead process does not block the others
     shares = [units[process::processes] for process in range(processes)]
     with ProcessPoolExecutor(processes, context, initializer=_meet_at, initargs=(barrier,)) as pool:
         running = [pool.submit(_tokenize_share, share, tokenizer) for share in shares]
@@ -93,7 +100,7 @@ def _meet_at(barrier) -> None:
 
 
 def _tokenize_share(units: list[sources.Unit], name: str) -> tuple[int, float, float, float]:
-    """Bytes of text, when this process began and ended, and the CPU seconds between."""
+    """Bytes of text, begin and end of this process's work, and its CPU seconds."""
     try:
         tokenizer = tokenizers.load(name)
         batches = [batch.texts for unit in units for batch in unit.batches()]
@@ -101,14 +108,14 @@ def _tokenize_share(units: list[sources.Unit], name: str) -> tuple[int, float, f
         _barrier.abort()
         raise
     _barrier.wait()
-    begin, cpu_begin = time.time(), time.process_time()  # time.time: the one clock that processes share
+    begin, cpu_begin = time.time(), time.process_time()  # time.time is comparable between processes
     for texts in batches:
         tokenizer.encode_batch(texts)
     return sum(texts.nbytes for texts in batches), begin, time.time(), time.process_time() - cpu_begin
 
 
 def prepare(settings: DataSettings, processes: int) -> Cost:
-    """Everything between the settings and the finished shards."""
+    """Cost of everything from the settings to the finished shards."""
     text_bytes = 0
 
     def report(_documents: int, _tokens: int, new_bytes: int) -> None:
@@ -119,7 +126,7 @@ def prepare(settings: DataSettings, processes: int) -> Cost:
     made = recipe(settings)
     made.folder.mkdir()
     tasks = [
-        workers.Task(made.folder, index, unit, made.tokenizer, made.source.held_out, made.fingerprint)
+        workers.Task(made.folder, index, unit, made.tokenizer, made.source.val_fraction, made.fingerprint)
         for index, unit in enumerate(made.source.units)
     ]
     workers.run(tasks, processes, report)
@@ -127,12 +134,12 @@ def prepare(settings: DataSettings, processes: int) -> Cost:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of the children that have ended."""
+    """CPU seconds of this process and its ended children."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def _settings(arguments: argparse.Namespace, folder: Path) -> DataSettings:
-    """Settings for the files, each taken `repeat` times by way of links."""
+def _settings(arguments: Namespace, folder: Path) -> DataSettings:
+    """Settings for the files, each linked `repeat` times."""
     links = folder / "input"
     links.mkdir()
     for file in matching(arguments.files, (".parquet",)):

@@ -1,4 +1,4 @@
-"""What one would train instead of this repository's Llama, for scripts.bench.training to compare with."""
+"""Models of other projects that scripts.bench.training compares with this repository's Llama."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from model.llama import Llama
 
 
 class HuggingFaceLlama(nn.Module):
-    """transformers' LlamaForCausalLM, made from ours; without `mask` it makes none even when compiled."""
+    """transformers' LlamaForCausalLM with the weights of ours; `mask=False` keeps it from making a mask."""
 
     def __init__(self, config: LlamaConfig, mask: bool = True):
         super().__init__()
         self.config = config
-        import transformers  # slow, and only these baselines need it
+        import transformers  # slow to import; only these baselines need it
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         transformers.AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
@@ -38,7 +38,7 @@ class HuggingFaceLlama(nn.Module):
 
 
 class NanoBlock(nn.Module):
-    """A layer of GPT-2 without biases; its feed-forward has as many weights as a SwiGLU of width d_ffn."""
+    """A GPT-2 layer without biases. Its feed-forward has as many weights as a SwiGLU of width d_ffn."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -50,7 +50,7 @@ class NanoBlock(nn.Module):
         self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, C) → the same."""
+        """(B, N, C) → (B, N, C)."""
         parts = self.qkv(self.norm_1(x)).split(self.widths, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.d_head)).transpose(1, 2) for part in parts)
         grouped = q.shape[1] != k.shape[1]
@@ -60,7 +60,7 @@ class NanoBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """GPT-2 as nanoGPT writes it, in the shape of `config`; the embedding is also the head."""
+    """GPT-2 in the style of nanoGPT, with the sizes of `config` and a tied head."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()

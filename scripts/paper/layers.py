@@ -42,7 +42,8 @@ from tqdm import tqdm
 
 import model.huggingface
 from data.loader import stack_sequences
-from model.backends import AttentionFn, AttentionSettings, Backend
+from model import backends
+from model.backends import FULL_PRECISION, AttentionFn, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
 from scripts.bench.measuring import beside, choose_device, describe_run
@@ -62,8 +63,6 @@ from trainer.probe import (
     errors,
     exact_layer,
     explanations,
-    fpa_backend,
-    sage_backend,
 )
 
 PROGRAM = "python -m scripts.paper.layers"
@@ -170,7 +169,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> d
             | {"context": run.settings.context, "sequences_per_step": run.sequences_per_step}
             | {"dtype": run.settings.hardware.dtype, "seed": run.settings.seed}
             | {"lr": run.settings.optimizer.lr}
-            | {"model": asdict(run.settings.model), "attention_settings": asdict(run.settings.attention)}
+            | {"model": asdict(run.settings.model), "attention_settings": dict(run.settings.attention)}
             for run in runs
         },
         "paper_rms": PAPER_RMS,
@@ -215,9 +214,17 @@ def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress
 
 def sage(config: SageConfig, run: Run, arguments: Namespace) -> Backend:
     """SageBwd for the run's heads: kernels on a GPU, where they take the run's dtype."""
-    attention = AttentionSettings(backend="sagebwd", **asdict(config))
-    device = torch.device(arguments.device)
-    return sage_backend(attention, run.settings.model, device=device, dtype=dtype_of(run))
+    attention = {"backend": "sagebwd", **asdict(config)}
+    return backends.build_first(
+        [attention, {**attention, "implementation": "reference"}], **heads_of(run, arguments)
+    )
+
+
+def heads_of(run: Run, arguments: Namespace) -> dict[str, Any]:
+    """The keywords of `backends.build` for the run's heads."""
+    shape = run.settings.model
+    where = {"device": torch.device(arguments.device), "dtype": dtype_of(run)}
+    return {**where, "d_head": shape.d_head, "is_gqa": shape.is_gqa}
 
 
 def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[int, Captured]:
@@ -226,7 +233,7 @@ def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[i
     Raises UnusableWeights.
     """
     device, dtype = torch.device(arguments.device), dtype_of(run)
-    attention = fpa_backend(AttentionSettings(backend="fpa"), run.settings.model, device=device, dtype=dtype)
+    attention = backends.build(FULL_PRECISION, **heads_of(run, arguments))
     llama = load_model(run, attention.attend).to(device)
     tokens = stack_sequences(run.corpus.val, np.arange(arguments.sequences), run.settings.context)
     return capture(

@@ -89,7 +89,7 @@ def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
         tokens=reached * tokens_per_step(settings),
         tokens_per_step=tokens_per_step(settings),
         qk_norm=settings.model.qk_norm,
-        attention=settings.attention.backend,
+        attention=settings.attention["backend"],
     )
     return Run(name, directory, settings, open_data(directory, settings), origin, checkpoint=step)
 

@@ -65,7 +65,7 @@ def test_small_datasets_are_checked_in_full_and_large_ones_by_size(settings, mon
     content[7] ^= 1
     shard.write_bytes(content)
     with pytest.raises(
-        ValueError, match=r"(?s)train_00000.bin is not what was written.*python -m data.prepare"
+        ValueError, match=r"(?s)train_00000.bin has changed since it was written.*python -m data.prepare"
     ):
         open_corpus(settings)
     monkeypatch.setattr(corpus, "FULL_CHECK_LIMIT", 100)

@@ -143,7 +143,7 @@ def test_evaluation_covers_the_first_sequences_in_order(ranks):
 def test_evaluation_says_when_there_is_less_than_asked_for(caplog):
     batches = list(evaluation_batches(tokens_of(101), context=10, sequences=500, micro_batch=4))
     assert sum(len(inputs) for inputs, _ in batches) == 10
-    assert "holds 10 sequences of 10 tokens: evaluating on these instead of 500" in caplog.text
+    assert "holds 10 sequences of 10 tokens: validating on these instead of 500" in caplog.text
 
 
 def test_a_context_longer_than_the_data_names_the_largest_that_fits():

@@ -71,7 +71,7 @@ def test_every_document_is_in_one_split_in_order(settings):
     assert manifest.vocab_size == 257
 
 
-def test_held_out_files_of_their_own(settings, tmp_path):
+def test_validation_files_of_their_own(settings, tmp_path):
     path = tmp_path / "val.jsonl"
     path.write_text('{"text": "held out"}\n')
     folder = prepare(dataclasses.replace(settings, val_path=str(path)))
@@ -229,7 +229,7 @@ def test_a_single_document_can_not_be_split(settings):
 
 
 def test_a_wrong_number_of_documents_is_refused(settings):
-    with pytest.raises(ValueError, match=r"hold 600 documents instead of data.documents=601"):
+    with pytest.raises(ValueError, match=r"has 600 documents instead of data.documents=601"):
         prepare(dataclasses.replace(settings, documents=601))
     prepare(dataclasses.replace(settings, documents=600))
 
@@ -245,7 +245,7 @@ def test_verify_reads_every_shard(settings, capsys):
     content[0] ^= 1
     shard.write_bytes(content)
     run(PrepareSettings(settings, verify=False))
-    with pytest.raises(ValueError, match=r"val_00002.bin is not what was written"):
+    with pytest.raises(ValueError, match=r"val_00002.bin has changed since it was written"):
         run(PrepareSettings(settings, verify=True))
 
 

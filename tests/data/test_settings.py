@@ -1,4 +1,4 @@
-"""Settings that can not work are named, with the mend, before anything is read or downloaded."""
+"""Settings that cannot work are named, with the fix, before anything is read or downloaded."""
 
 import re
 import time
@@ -32,17 +32,17 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"
         ({"source": "jsonl"}, "data=jsonl needs data.path=FILE"),
         ({"source": "text", "path": "/nowhere/book.txt"}, "data.path=/nowhere/book.txt: no such file"),
         ({"source": "parquet", "path": "/nowhere/*.parquet"}, "data.path=/nowhere/*.parquet: no such file"),
-        ({"source": "stdlib", "path": "x"}, "data.path=x has no meaning for data.source=stdlib"),
+        ({"source": "stdlib", "path": "x"}, "data.path=x has no effect with data.source=stdlib"),
         ({"revision": None}, "data.source=openwebtext needs data.revision=COMMIT"),
     ],
 )
-def test_what_can_not_work_is_named(changed, message):
+def test_what_cannot_work_is_named(changed, message):
     settings = DataSettings(**{"revision": "abc"} | changed)
     with pytest.raises(ValueError, match=re.escape(message)):
         check(settings)
 
 
-def test_held_out_files_are_looked_for_too(tmp_path):
+def test_validation_files_are_looked_for_too(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(ValueError, match=r"data.val_path=nothing.txt: no such file"):
         check(DataSettings(source="text", path=str(tmp_path / "a.txt"), val_path="nothing.txt"))

@@ -103,13 +103,13 @@ def test_a_broken_parquet_file_is_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", TEXTS)
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match=r"a.parquet can not be read as parquet"):
+    with pytest.raises(ValueError, match=r"a.parquet cannot be read as parquet"):
         load("parquet", tmp_path)
     start = pq.read_metadata(pa.BufferReader(whole)).row_group(0).column(1).dictionary_page_offset
     (tmp_path / "a.parquet").write_bytes(
         whole[:start] + bytes(50) + whole[start + 50 :]
     )  # the footer is whole
-    with pytest.raises(ValueError, match=r"a.parquet can not be read as parquet"):
+    with pytest.raises(ValueError, match=r"a.parquet cannot be read as parquet"):
         documents(load("parquet", tmp_path).units)
 
 
@@ -230,9 +230,7 @@ def test_stdlib_is_some_megabytes_of_python_without_tests():
     assert files[0].name == "topics.py"
     assert not any({"test", "site-packages", "__pycache__"} & set(file.parts) for file in files)
     source = sources.load(DataSettings(source="stdlib", tokenizer="bytes"))
-    assert (
-        len(documents(source.units)) == len(files) + 1
-    )  # one is cut into text to train on and held-out text
+    assert len(documents(source.units)) == len(files) + 1  # one is cut into training text and validation text
 
 
 @pytest.fixture
@@ -290,7 +288,7 @@ def test_openwebtext_without_network_names_the_unit_and_says_to_rerun(monkeypatc
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     monkeypatch.setattr(openwebtext, "RETRY_SECONDS", (0, 0))
-    message = r"file 2 of 80 could not be read .*no route to host.* run the same command again .*continues"
+    message = r"file 2 of 80 could not be read .*no route to host.* run the same command again to continue"
     with pytest.raises(OSError, match=message):
         documents(openwebtext_units()[1:2])
 
@@ -315,5 +313,5 @@ def test_empty_input_is_refused(tmp_path, source):
     path.touch()
     if source == "parquet":
         write_parquet(path, [], pa.string())
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} holds no text"):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} has no text"):
         load(source, path)

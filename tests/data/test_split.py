@@ -1,34 +1,34 @@
-"""The held-out documents: the asked-for share, never none, and by position alone."""
+"""The validation documents: the requested share, never none, chosen by position alone."""
 
 import numpy as np
 import pytest
 
-from data.split import effective_fraction, held_out
+from data.split import effective_fraction, in_validation
 
 
 def test_the_share_is_the_fraction():
-    chosen = held_out(unit=3, first=0, count=1_000_000, fraction=0.01)
+    chosen = in_validation(unit=3, first=0, count=1_000_000, fraction=0.01)
     assert chosen.sum() == pytest.approx(10_000, abs=500)  # five standard deviations
 
 
 def test_does_not_depend_on_how_the_documents_are_batched():
-    whole = held_out(unit=2, first=0, count=1000, fraction=0.3)
+    whole = in_validation(unit=2, first=0, count=1000, fraction=0.3)
     parts = [
-        held_out(unit=2, first=first, count=min(77, 1000 - first), fraction=0.3)
+        in_validation(unit=2, first=first, count=min(77, 1000 - first), fraction=0.3)
         for first in range(0, 1000, 77)
     ]
     assert (np.concatenate(parts) == whole).all()
 
 
 def test_units_choose_independently():
-    one, two = (held_out(unit=unit, first=0, count=100_000, fraction=0.5) for unit in (1, 2))
+    one, two = (in_validation(unit=unit, first=0, count=100_000, fraction=0.5) for unit in (1, 2))
     assert (one == two).mean() == pytest.approx(0.5, abs=0.01)
 
 
-def test_the_first_document_is_always_held_out():
-    assert held_out(unit=0, first=0, count=3, fraction=1e-12).tolist() == [True, False, False]
-    assert held_out(unit=0, first=3, count=3, fraction=1e-12).tolist() == [False] * 3
-    assert len(held_out(unit=0, first=0, count=0, fraction=0.5)) == 0
+def test_the_first_document_is_always_validation():
+    assert in_validation(unit=0, first=0, count=3, fraction=1e-12).tolist() == [True, False, False]
+    assert in_validation(unit=0, first=3, count=3, fraction=1e-12).tolist() == [False] * 3
+    assert len(in_validation(unit=0, first=0, count=0, fraction=0.5)) == 0
 
 
 def test_small_texts_hold_out_more():

@@ -1,5 +1,9 @@
 """Ids and text: round trips, end-of-text, and the same ids whichever library makes them."""
 
+import importlib.util
+import sys
+from types import ModuleType
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -91,6 +95,21 @@ def test_gigatoken_makes_the_same_ids(texts):
     pytest.importorskip("gigatoken")
     texts = [*TRICKY, *texts]
     assert documents(Gigatoken(SMALL), texts) == documents(Tiktoken(SMALL), texts)
+
+
+@pytest.mark.parametrize("missing", ["awkward", "gigatoken"])
+def test_gigatoken_that_does_not_import_gives_way_to_tiktoken(monkeypatch, caplog, missing):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: SMALL)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # installed …
+    monkeypatch.setitem(sys.modules, "awkward", ModuleType("awkward"))
+    monkeypatch.setitem(sys.modules, missing, None)  # … but not this one
+    assert type(tokenizers.load("gpt2")) is Tiktoken
+    assert not caplog.text
+    assert type(tokenizers.load("gpt2", warn=True)) is Tiktoken
+    (line,) = caplog.text.splitlines()
+    assert missing in line
+    assert "tokenizing with tiktoken" in line
+    assert "pip install gigatoken awkward" in line
 
 
 def test_a_vocabulary_of_more_than_16_bits_is_refused():

@@ -1,4 +1,4 @@
-"""Shards on disk: one array in front, and refused by name when they are not what was written."""
+"""Shards on disk: one array in front, and refused by name when they have changed."""
 
 import numpy as np
 import pytest
@@ -73,7 +73,7 @@ def test_an_altered_shard_is_named_by_the_full_check_only(folder):
     content[1001] ^= 1
     shard.write_bytes(content)
     TokenShards.open(folder, "train", verify="size")
-    with pytest.raises(ValueError, match=r"train_00000.bin is not what was written: .* delete it"):
+    with pytest.raises(ValueError, match=r"train_00000.bin has changed since it was written: .* delete it"):
         TokenShards.open(folder, "train", verify="full")
 
 

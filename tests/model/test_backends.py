@@ -1,24 +1,22 @@
-from dataclasses import fields
+import logging
+from dataclasses import fields, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 
-import sagebwd.reference
+import sagebwd
 from model import backends
-from model.backends import AttentionSettings, fpa
-from model.backends.sagebwd import sage_config
+from model.backends import fpa
+from model.backends.sagebwd import PRESETS, Settings, sage_config
 from sagebwd import SageConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CALL = {"is_causal": True, "enable_gqa": False}
 
 
-def build(settings: AttentionSettings, device: torch.device = CPU) -> backends.Backend:
-    return backends.load(settings).build(
-        settings, device=device, dtype=torch.float32, d_head=16, is_gqa=False
-    )
+def build(attention: dict, device: torch.device = CPU) -> backends.Backend:
+    return backends.build(attention, device=device, dtype=torch.float32, d_head=16, is_gqa=False)
 
 
 @pytest.fixture
@@ -35,21 +33,44 @@ def fake_gpu(monkeypatch):
 def test_backends_are_the_modules_of_the_package():
     assert {"fpa", "sagebwd"} <= set(backends.available())
     for name in backends.available():
-        module = backends.load(AttentionSettings(backend=name))
-        module.check(AttentionSettings(backend=name))
-        assert isinstance(build(AttentionSettings(backend=name)), backends.Backend)
+        backends.check({"backend": name})
+        assert isinstance(build({"backend": name}), backends.Backend)
 
 
 @pytest.mark.parametrize("name", ["fp", "", "../fpa", "fpa.check"])
 def test_unknown_backend_is_refused_with_a_list(name):
     with pytest.raises(ValueError, match=r"choose one of fpa, sagebwd"):
-        backends.load(AttentionSettings(backend=name))
+        backends.check({"backend": name})
 
 
-def test_settings_are_a_structured_config():
-    merged = OmegaConf.merge(AttentionSettings, {"backend": "sagebwd", "int8_matmuls": ["o"], "block_q": 32})
-    settings = OmegaConf.to_object(merged)
-    assert settings == AttentionSettings(backend="sagebwd", int8_matmuls=["o"], block_q=32)
+@pytest.mark.parametrize(
+    ("attention", "match"),
+    [
+        ({"backend": "sagebwd", "smooth_k": "maybe"}, r"attention\.smooth_k=maybe: .*maybe"),
+        ({"backend": "sagebwd", "block_q": "wide"}, r"attention\.block_q=wide: .*Integer"),
+        ({"backend": "sagebwd", "int8_matmuls": "o"}, r"attention\.int8_matmuls=o: "),
+        ({"backend": "sagebwd", "smoth_k": None}, r"smoth_k=None: no attention has .*attention\.smooth_k\?"),
+        ({"backend": "fpa", "warp": 9}, r"attention\.warp=9: no attention has this setting; fpa reads sdpa"),
+    ],
+)
+def test_settings_are_typed_and_known(attention, match):
+    with pytest.raises(ValueError, match=match):
+        backends.check(attention)
+
+
+def test_null_is_the_default():
+    with_nulls = {"backend": "sagebwd", "preset": None, "implementation": None, "smooth_k": None}
+    assert backends.resolve(with_nulls) == backends.resolve({"backend": "sagebwd"})
+
+
+def test_the_first_attention_that_can_be_built_is(caplog):
+    caplog.set_level(logging.INFO, logger="model.backends")
+    shape = {"device": torch.device("meta"), "dtype": torch.float32, "d_head": 16, "is_gqa": False}
+    choices = [{"backend": "sagebwd"}, {"backend": "fpa"}]
+    assert backends.build_first(choices, **shape).title == "full-precision attention"
+    assert "cannot run on meta" in caplog.text
+    with pytest.raises(ValueError, match="cannot run on meta"):
+        backends.build_first(choices[::-1][1:], **shape)
 
 
 # fpa
@@ -64,23 +85,26 @@ def test_settings_are_a_structured_config():
         {"int8_matmuls": ["o"]},
         {"s_levels": 2},
         {"implementation": "auto"},
+        {"preset": "paper"},
     ],
 )
 def test_fpa_refuses_what_only_sagebwd_reads(changes):
     name, value = next(iter(changes.items()))
     with pytest.raises(ValueError, match="attention=fpa") as caught:
-        fpa.check(AttentionSettings(**changes))
+        backends.check({"backend": "fpa", **changes})
     assert f"attention.{name}={value}" in str(caught.value)
     assert "drop it, or use attention=sagebwd" in str(caught.value)
 
 
 def test_fpa_allows_switches_that_are_off():
-    fpa.check(AttentionSettings(smooth_k=False, smooth_q=False, int8_matmuls=[]))
+    off = {"backend": "fpa", "smooth_k": False, "smooth_q": False, "int8_matmuls": []}
+    backends.check(off)
+    assert backends.resolve(off) == {"backend": "fpa", "sdpa": None}
 
 
 def test_fpa_refuses_an_unknown_kernel():
     with pytest.raises(ValueError, match=r"attention\.sdpa=fast is unknown; choose one of cudnn, flash, eff"):
-        fpa.check(AttentionSettings(sdpa="fast"))
+        backends.check({"backend": "fpa", "sdpa": "fast"})
 
 
 @pytest.mark.parametrize(
@@ -97,16 +121,16 @@ def test_fpa_refuses_an_unknown_kernel():
 )
 def test_fpa_takes_the_fastest_usable_kernel(fake_gpu, capability, usable, chosen):
     fake_gpu(capability, usable)
-    assert build(AttentionSettings(), CUDA).description == f"scaled_dot_product_attention, {chosen}"
+    assert build({"backend": "fpa"}, CUDA).description == f"scaled_dot_product_attention, {chosen}"
 
 
 def test_fpa_takes_the_requested_kernel_or_refuses(fake_gpu):
     fake_gpu((9, 0), {"cudnn", "flash", "math"})
-    assert build(AttentionSettings(sdpa="flash"), CUDA).description.endswith("FlashAttention-2")
+    assert build({"backend": "fpa", "sdpa": "flash"}, CUDA).description.endswith("FlashAttention-2")
     with pytest.raises(ValueError, match=r"sdpa=efficient cannot run .*sdpa=cudnn or flash or math, or null"):
-        build(AttentionSettings(sdpa="efficient"), CUDA)
+        build({"backend": "fpa", "sdpa": "efficient"}, CUDA)
     with pytest.raises(ValueError, match=r"attention\.sdpa=cudnn cannot run on cpu"):
-        build(AttentionSettings(sdpa="cudnn"), CPU)
+        build({"backend": "fpa", "sdpa": "cudnn"}, CPU)
 
 
 @pytest.mark.parametrize("is_gqa", [False, True])
@@ -136,7 +160,7 @@ def test_fpa_does_without_cudnn_where_runs_must_repeat(monkeypatch):
 
 
 def test_fpa_on_a_cpu_is_pytorchs_attention():
-    backend = build(AttentionSettings())
+    backend = build({"backend": "fpa"})
     assert backend.description == "scaled_dot_product_attention, PyTorch's own choice for cpu"
     assert backend.attend is F.scaled_dot_product_attention
 
@@ -144,11 +168,11 @@ def test_fpa_on_a_cpu_is_pytorchs_attention():
 def test_pinned_kernel_is_the_one_that_runs(monkeypatch):
     q, k, v = torch.randn(3, 2, 4, 9, 16)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(build(AttentionSettings(sdpa="math")).attend(q, k, v, **CALL), expected)
+    torch.testing.assert_close(build({"backend": "fpa", "sdpa": "math"}).attend(q, k, v, **CALL), expected)
 
     monkeypatch.setattr(fpa, "usable_kernels", lambda *kind: {"cudnn"})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    only_cudnn = build(AttentionSettings(), CUDA).attend
+    only_cudnn = build({"backend": "fpa"}, CUDA).attend
     with pytest.raises(RuntimeError, match="No viable backend"):  # no silent fall-back on these CPU tensors
         only_cudnn(q, k, v, **CALL)
     # One key is beyond cuDNN, and its softmax is 1.
@@ -156,32 +180,70 @@ def test_pinned_kernel_is_the_one_that_runs(monkeypatch):
     assert torch.backends.cuda.flash_sdp_enabled()  # PyTorch's global switches are as they were
 
 
+def test_fpa_refuses_cudnn_where_runs_must_repeat():
+    backends.check({"backend": "fpa", "sdpa": "flash"}, deterministic=True)
+    with pytest.raises(ValueError, match=r"sdpa=cudnn is not deterministic; use attention\.sdpa=flash"):
+        backends.check({"backend": "fpa", "sdpa": "cudnn"}, deterministic=True)
+
+
+def test_in_a_run_of_full_precision_the_probe_measures_sagebwd():
+    choices = build({"backend": "fpa"}).probe_instead
+    assert [build(choice).title for choice in choices] == ["SageBwd", "SageBwd"]
+    assert "implementation reference" in build(choices[-1]).description
+
+
 # sagebwd
 
 
-def sagebwd_settings(**changes: object) -> AttentionSettings:
-    return AttentionSettings(backend="sagebwd", **changes)
+def sage(**changes: object) -> dict:
+    return {"backend": "sagebwd", **changes}
+
+
+def config_of(attention: dict) -> SageConfig:
+    return sage_config(backends.read(attention)[1])
 
 
 def test_every_setting_of_sagebwd_can_be_set():
-    given = {field.name for field in fields(AttentionSettings)} - {"backend", "sdpa", "implementation"}
+    given = {field.name for field in fields(Settings)} - {"preset", "implementation"}
     assert given == {field.name for field in fields(SageConfig)}
 
 
 def test_sagebwd_uses_what_is_set_and_its_own_defaults_for_the_rest():
-    assert sage_config(sagebwd_settings()) == SageConfig()
+    assert config_of(sage()) == SageConfig()
     changes = {"smooth_k": False, "granularity": "block", "int8_matmuls": ["o", "dv"], "block_kv": 32}
-    config = sage_config(sagebwd_settings(**changes))
+    config = config_of(sage(**changes))
     assert config == SageConfig(**changes | {"int8_matmuls": ("o", "dv")})
     assert config != SageConfig()
-    assert sage_config(sagebwd_settings(int8_matmuls=[])).int8_matmuls == ()
+    assert config_of(sage(int8_matmuls=[])).int8_matmuls == ()
 
 
-def test_the_strictly_causal_setting_can_be_set():
-    """The line that configs/attention/sagebwd.yaml names."""
-    settings = sagebwd_settings(smooth_k=False, operand_scales="token", granularity="row")
-    assert sage_config(settings) == SageConfig.strictly_causal()
-    assert "operand_scales='token'" in build(settings).description
+@pytest.mark.parametrize("name", ["paper", "consistent", "accurate", "strictly_causal"])
+def test_a_preset_is_the_librarys_and_what_is_set_replaces_it(name):
+    preset = getattr(SageConfig, name)()
+    assert config_of(sage(preset=name)) == preset
+    assert config_of(sage(preset=name, granularity=None)) == preset
+    changed = replace(preset, smooth_k=not preset.smooth_k, block_q=32)
+    assert config_of(sage(preset=name, smooth_k=not preset.smooth_k, block_q=32)) == changed
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_resolved_preset_is_the_same_attention_without_its_name(name):
+    resolved = backends.resolve(sage(preset=name, implementation="reference"))
+    assert "preset" not in resolved
+    assert resolved["implementation"] == "reference"
+    assert config_of(resolved) == PRESETS[name]
+    assert backends.resolve(resolved) == resolved
+
+
+def test_advice_is_what_the_settings_leave_open():
+    assert build(sage()).advice == ("attention=sagebwd_consistent, if full precision is inaccurate too",)
+    rough = build(sage(preset="paper", smooth_k=False)).advice
+    assert [text.split(",")[0] for text in rough] == [
+        "attention.smooth_k=true",
+        "attention.granularity=row",
+        "attention=sagebwd_consistent",
+    ]
+    assert build(sage(preset="consistent")).advice == ()
 
 
 @pytest.mark.parametrize(
@@ -198,13 +260,13 @@ def test_the_strictly_causal_setting_can_be_set():
             {"implementation": "cuda"},
             "implementation=cuda is unknown; choose one of auto, reference",
         ),
-        ({"sdpa": "flash"}, "sdpa=flash: without meaning for attention=sagebwd.*use attention=fpa"),
+        ({"preset": "papers"}, "preset=papers is unknown; choose one of default, paper, consistent"),
+        ({"sdpa": "flash"}, "sdpa=flash: has no effect with attention=sagebwd.*use attention=fpa"),
     ],
 )
 def test_sagebwd_refuses_wrong_settings(changes, match):
-    settings = sagebwd_settings(**changes)
     with pytest.raises(ValueError, match=match):
-        backends.load(settings).check(settings)
+        backends.check(sage(**changes))
 
 
 @pytest.mark.parametrize(
@@ -215,21 +277,16 @@ def test_sagebwd_refuses_wrong_settings(changes, match):
     ],
 )
 def test_sagebwd_that_cannot_run_is_refused_when_built(device, dtype, match):
-    settings = sagebwd_settings()
     with pytest.raises(ValueError, match=match):
-        backends.load(settings).build(
-            settings, device=torch.device(device), dtype=dtype, d_head=16, is_gqa=False
-        )
+        backends.build(sage(), device=torch.device(device), dtype=dtype, d_head=16, is_gqa=False)
 
 
 def test_sagebwd_runs_the_library_with_the_config():
     q, k, v = torch.randn(3, 1, 4, 21, 16)
-    settings = sagebwd_settings(implementation="reference", int8_matmuls=["s_fwd"], block_q=16)
-    backend = build(settings)
-    expected = sagebwd.reference.sage_attention(
-        q, k, v, is_causal=True, config=SageConfig(int8_matmuls=("s_fwd",), block_q=16)
-    )
+    backend = build(sage(implementation="reference", int8_matmuls=["s_fwd"], block_q=16))
+    config = SageConfig(int8_matmuls=("s_fwd",), block_q=16)
+    expected = sagebwd.sage_attention(q, k, v, is_causal=True, config=config)
     assert torch.equal(backend.attend(q, k, v, **CALL), expected)
-    assert not torch.equal(expected, sagebwd.reference.sage_attention(q, k, v, is_causal=True))
+    assert not torch.equal(expected, sagebwd.sage_attention(q, k, v, is_causal=True))
     assert "implementation reference" in backend.description
     assert "block_q=16" in backend.description

@@ -4,19 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.backends import AttentionSettings, load
+from model import backends
 from model.llama import Llama, RMSNorm, RotaryEmbedding, rotary_tables, rotate
 
 BACKENDS = {
-    "fpa": AttentionSettings(backend="fpa"),
-    "sagebwd": AttentionSettings(backend="sagebwd", implementation="reference"),
+    "fpa": {"backend": "fpa"},
+    "sagebwd": {"backend": "sagebwd", "implementation": "reference"},
 }
 
 
 def attend(name: str, is_gqa: bool = False):
-    settings = BACKENDS[name]
-    built = load(settings).build(
-        settings, device=torch.device("cpu"), dtype=torch.float32, d_head=10, is_gqa=is_gqa
+    built = backends.build(
+        BACKENDS[name], device=torch.device("cpu"), dtype=torch.float32, d_head=10, is_gqa=is_gqa
     )
     return built.attend
 

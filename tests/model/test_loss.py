@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.loss import CHUNK, LEFT_OUT, linear_cross_entropy
+from model.loss import CHUNK, IGNORE_INDEX, linear_cross_entropy
 
 
 def inputs(tokens=37, channels=16, words=50, scale=1.0):
@@ -28,7 +28,7 @@ def found(x, weight, targets, chunk=CHUNK, factor=1.0):
 @pytest.mark.parametrize("chunk", [1, 10, 36, 37, CHUNK])
 def test_loss_and_gradients_are_those_of_all_logits_at_once(chunk):
     x, weight, targets = inputs(scale=3.0)
-    targets[[3, 20]] = LEFT_OUT
+    targets[[3, 20]] = IGNORE_INDEX
     for result, expected in zip(found(x, weight, targets, chunk), exact(x, weight, targets), strict=True):
         assert result.dtype == torch.float32
         torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=2e-6)
@@ -59,7 +59,7 @@ def test_large_logits_do_not_overflow():
 
 def test_when_every_target_is_left_out_the_loss_is_nan_as_torchs():
     x, weight, targets = inputs()
-    targets[:] = LEFT_OUT
+    targets[:] = IGNORE_INDEX
     assert math.isnan(linear_cross_entropy(x, weight, targets).item())
     assert math.isnan(F.cross_entropy(x @ weight.T, targets).item())
 

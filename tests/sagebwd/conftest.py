@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sagebwd.reference import exact_attention
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
@@ -42,38 +44,9 @@ def draw() -> Callable[..., list[Tensor]]:
 
 @pytest.fixture
 def exact() -> Callable[..., dict[str, Tensor]]:
-    """Return float64 attention as {out, p, dp, ds, delta, dq, dk, dv}, from its definition and autograd."""
+    """Return float64 attention as {out, lse, p, dp, ds, delta, dq, dk, dv}."""
 
-    def exact(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grad_out: Tensor,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        **_: object,
-    ) -> dict[str, Tensor]:
-        q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-        group = q.shape[1] // k.shape[1]
-        keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        s = q @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-        hidden = torch.zeros(s.shape[-2:], dtype=torch.bool)
-        if is_causal:
-            hidden = torch.ones_like(hidden).triu(1)
-        s = s.masked_fill(hidden, -torch.inf)
-        p = s.softmax(-1)
-        out = p @ values
-        ds, dp, dq, dk, dv = torch.autograd.grad(out, (s, p, q, k, v), grad_out.double())
-        return {
-            "out": out.detach(),
-            "p": p.detach(),
-            "dp": dp.masked_fill(hidden, 0),
-            "ds": ds,
-            "delta": (grad_out.double() * out.detach()).sum(-1),
-            "dq": dq,
-            "dk": dk,
-            "dv": dv,
-        }
+    def exact(*inputs: Tensor, config: object = None, **settings: object) -> dict[str, Tensor]:
+        return vars(exact_attention(*inputs, matrices=True, **settings))
 
     return exact

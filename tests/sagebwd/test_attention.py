@@ -8,10 +8,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import sagebwd
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
-from sagebwd.reference import attention
+from sagebwd.reference import attention, backward, forward
 
 NO_INT8 = SageConfig(int8_matmuls=())
 
@@ -107,8 +106,9 @@ def test_a_second_derivative_is_refused(draw):
     q, k, v, _ = draw(40)
     q.requires_grad_()
     out = sage_attention(q, k, v)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative; call backward without create_graph"):
-        torch.autograd.grad(out.sum(), q, create_graph=True)
+        dq.sum().backward()
 
 
 def test_saves_only_the_inputs_out_and_lse(draw):
@@ -116,6 +116,7 @@ def test_saves_only_the_inputs_out_and_lse(draw):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
         sage_attention(q, k, v)
+    saved = [shape for shape in saved if shape.numel()]
     assert saved == [q.shape, k.shape, v.shape, q.shape, q.shape[:-1]]
 
 
@@ -148,7 +149,7 @@ def test_the_diagnostic_call_ignores_autocast(draw):
 )  # torch's own tracing
 def test_a_compiled_model_runs_the_reference_unchanged(draw):
     q, k, v, grad_out = draw(60)
-    compiled = torch.compile(lambda *x: 2 * sage_attention(*x), backend="eager")
+    compiled = torch.compile(lambda *x: 2 * sage_attention(*x), backend="aot_eager", fullgraph=True)
     out, *found = gradients(compiled, q, k, v, grad_out)
     expected = attention(q, k, v, 2 * grad_out)
     for x, wanted in zip(
@@ -171,15 +172,16 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence(draw):
             self.largest = max([self.largest, *(x.numel() for x in tensors)])
             return result
 
-    with LargestTensor() as watch:
-        gradients(sage_attention, *inputs, is_causal=True, config=config)
+    q, k, v, grad_out = inputs
+    settings = {"is_causal": True, "scale": 0.25, "config": config}
+    with LargestTensor() as watch:  # which does not look inside of an operator
+        backward(grad_out, q, k, v, *forward(q, k, v, None, None, **settings), None, None, **settings)
     assert watch.largest == 2 * 512 * 16
 
 
 X = torch.ones(2, 4, 8, 16)
 
 
-@pytest.mark.parametrize("operator", [sage_attention, sagebwd.reference.sage_attention])
 @pytest.mark.parametrize(
     ("inputs", "settings", "message"),
     [
@@ -202,9 +204,9 @@ X = torch.ones(2, 4, 8, 16)
         ((X[:, :2], X, X), {"enable_gqa": True}, "q has 2 heads, not a multiple of the 4 of k"),
     ],
 )
-def test_refuses_with_the_mend(operator, inputs, settings, message):
+def test_refuses_with_the_fix(inputs, settings, message):
     with pytest.raises(ValueError, match=message):
-        operator(*inputs, **settings)
+        sage_attention(*inputs, **settings)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,8 @@ def test_refuses_a_wrong_grad_out(grad_out, message):
         attention(X, X, X, grad_out)
 
 
-def test_other_devices_name_the_way_out():
+def test_other_devices_name_the_fix():
     x = X.to("meta")
-    with pytest.raises(NotImplementedError, match=r"META tensors; call sagebwd.reference.sage_attention"):
+    with pytest.raises(NotImplementedError, match='no kernels for META tensors; pass kernels="reference"'):
         sage_attention(x, x, x)
+    assert sage_attention(x, x, x, kernels="reference").shape == x.shape

@@ -1,4 +1,4 @@
-"""Settings: what the presets are, and that every wrong one is refused with its mend."""
+"""Settings: what the presets are, and that every wrong one is refused with the fix."""
 
 from dataclasses import FrozenInstanceError, replace
 
@@ -77,11 +77,11 @@ def test_is_frozen():
             "add 'o' or 'dv' to int8_matmuls or set unsi",
         ),
         ({"unsigned_p": 255}, "unsigned_p is 255; set it to true or false"),
-        ({"compensate_o": True}, "take 'o' out of int8_matmuls"),
+        ({"compensate_o": True}, "remove 'o' from int8_matmuls"),
         ({"compensate_o": True, "int8_matmuls": ("dq",), "exact_delta": True}, "and set exact_delta=False"),
         ({"add_mean_k_term": True, "smooth_k": False}, "set smooth_k=True or add_mean_k_term=False"),
     ],
 )
-def test_refuses_with_the_mend(settings, message):
+def test_refuses_with_the_fix(settings, message):
     with pytest.raises(ValueError, match=message):
         SageConfig(**settings)

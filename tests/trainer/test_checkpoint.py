@@ -225,6 +225,12 @@ def gate(monkeypatch):
     opened.set()
 
 
+def poll(checkpoints):
+    """As the trainer does, which puts together what all ranks say."""
+    writing, failed = checkpoints.status()
+    checkpoints.poll(writing=writing, failed=failed)
+
+
 def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, gate, caplog):
     caplog.set_level(logging.INFO)
     model, optimizer = make()
@@ -234,7 +240,7 @@ def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, gate,
     background.save(1, model, optimizer, {"wandb_id": "abc"})
     for _ in range(3):
         train_step(model, optimizer)
-        background.poll()
+        poll(background)
     assert not list(tmp_path.glob("step_*"))
     assert re.search(r"step 1: training paused 0\.\d\d s for a checkpoint", caplog.text)
     gate.set()
@@ -300,8 +306,8 @@ def test_failure_in_the_background_is_raised_by_the_next_poll_that_sees_it(tmp_p
     background.save(2, model, optimizer, {})
     futures.wait([background._writing])
     with pytest.raises(TrainingError, match=FULL_DISK):
-        background.poll()
-    background.poll()  # it is told once
+        poll(background)
+    poll(background)  # it is told once
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     background.save(3, model, optimizer, {})
@@ -367,7 +373,9 @@ def save_and_restore_shards(rank, folder):
         background.save(step, model, optimizer, {})
         saved = own_part(model, optimizer)
         sharded_step(model, optimizer)  # must not reach what is being written
-        background.poll()
+        flags = torch.tensor([float(flag) for flag in background.status()])
+        writing, failed = background.ranks.mean(flags).tolist()
+        background.poll(writing=writing > 0, failed=failed > 0)
     background.wait()
     other, other_optimizer = sharded(seed=1)
     assert background.load_newest(other, other_optimizer)["step"] == 3

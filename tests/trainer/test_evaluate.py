@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from model.config import LlamaConfig
 from model.llama import Llama
 from trainer.distributed import Ranks
-from trainer.evaluate import held_out_loss
+from trainer.evaluate import validation_loss
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SMALL = LlamaConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2, d_head=16, d_ffn=96, max_context=32)
@@ -25,7 +25,7 @@ def batches_of(*sizes, context=8):
 
 
 def evaluate(model, batches, micro_batch=4):
-    return held_out_loss(model, batches, micro_batch=micro_batch, ranks=ALONE, autocast=nullcontext)
+    return validation_loss(model, batches, micro_batch=micro_batch, ranks=ALONE, autocast=nullcontext)
 
 
 def test_it_is_the_mean_over_tokens_of_unequal_batches(llama):
@@ -39,7 +39,7 @@ def test_it_is_the_mean_over_tokens_of_unequal_batches(llama):
 class OneOfSeveral(Ranks):
     """A rank beside others that have up to three batches."""
 
-    def any(self, value):
+    def largest(self, value):
         return max(value, 3)
 
 
@@ -52,7 +52,7 @@ def test_ranks_of_a_sharded_model_call_it_equally_often(llama):
         alone = evaluate(llama, batches)
         calls.clear()
         ranks = OneOfSeveral(0, 1, torch.device("cpu"))
-        together = held_out_loss(
+        together = validation_loss(
             llama, batches, micro_batch=4, ranks=ranks, autocast=nullcontext, in_step=True
         )
         assert len(calls) == 3

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from trainer.overrides import check_or_exit, setting_names
+from model import backends
+from trainer.overrides import check_or_exit, known_settings, setting_names
 from trainer.settings import Settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -16,8 +17,12 @@ def test_names_are_those_of_the_composed_settings(compose_settings):
             if isinstance(value, dict):
                 yield from flat(value, f"{prefix}{key}.")
 
-    composed = OmegaConf.to_container(OmegaConf.structured(compose_settings()))
-    assert setting_names(Settings) == set(flat(composed))
+    names = set()
+    for attention in backends.available():
+        settings = compose_settings(f"attention={attention}")
+        names |= set(flat(OmegaConf.to_container(OmegaConf.structured(settings))))
+    assert known_settings() == names
+    assert setting_names(Settings) == {name for name in names if not name.startswith("attention.")}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +33,10 @@ def test_names_are_those_of_the_composed_settings(compose_settings):
         ["--help"],
         ["--cfg", "job", "experiment=debug"],
         ["hydra.sweep.dir=x", "hydra/launcher=slurm"],
+        ["experiment=null"],
+        ["model=glob(llama_*)"],
+        ["attention='fpa'", "tps=choice(260k,2.1m)"],
+        ["hydra.searchpath=[file:///own/configs]", "experiment=own"],
         ["data.path=[unbalanced"],  # not an override: left to Hydra, which explains its grammar
     ],
 )
@@ -42,7 +51,15 @@ def test_known_names_pass(arguments):
         ("lr=1", "did you mean optimizer.lr?"),
         ("attention.smoth_q=true", "did you mean attention.smooth_q"),
         ("qk_norm=true", "did you mean model.qk_norm?"),
+        ("attention.backnd=fpa", "did you mean attention.backend"),
         ("warp_drive=on", "python train.py --help lists all settings"),
+        ("experiment=quickstrat", "did you mean experiment=quickstart?"),
+        ("tps=260K", "did you mean tps=260k?"),
+        ("model=llama_325m,LLAMA_1B", "did you mean model=llama_1b?"),
+        ("attention=sage_accurate", "did you mean attention=sagebwd_accurate?"),
+        ("+experiment=dbug", "did you mean experiment=debug?"),
+        ("hardware=tpu", "hardware has no option 'tpu'; "),
+        ("tps=1m", "one of 2.1m, 260k"),
     ],
 )
 def test_unknown_names_get_advice(argument, advice):

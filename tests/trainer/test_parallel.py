@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.backends import fpa
 from model.config import LlamaConfig
 from model.llama import Llama
 from trainer import parallel
@@ -34,7 +35,7 @@ def step(hardware):
     """Loss, gradients, and how often attention and matrix products ran."""
     torch.manual_seed(0)
     llama = Llama(SMALL, F.scaled_dot_product_attention)
-    wrapped, whole = parallel.spread(llama, hardware, ALONE)
+    wrapped, whole = parallel.place(llama, hardware, ALONE, saved_operators=fpa.SAVED_OPERATORS)
     assert wrapped is whole is llama
     with Counted() as ran:
         loss = whole(*tokens())

@@ -1,10 +1,16 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
-from model.backends.sagebwd import sage_config
+from model import backends
+from model.backends.sagebwd import PRESETS, sage_config
 from sagebwd import SageConfig
 from trainer.errors import SettingsError
 from trainer.plan import Plan, make_plan
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 PAPER_ON_GPU = [
     # tps, devices, steps, tokens, sequences, micro-steps of 16 sequences
@@ -33,13 +39,34 @@ def test_the_papers_runs(compose_settings, attention, tps, devices, steps, token
     assert settings.model.norm_eps == 1e-6
     assert settings.hardware.dtype == "bfloat16"
     if attention == "sagebwd":
-        assert (settings.attention.smooth_k, settings.attention.smooth_q) == (True, False)
+        config = config_of(settings)
+        assert (config.smooth_k, config.smooth_q) == (True, False)
 
 
-@pytest.mark.parametrize("name", ["accurate", "consistent"])
+def config_of(settings):
+    return sage_config(backends.read(settings.attention)[1])
+
+
+@pytest.mark.parametrize("name", ["paper", "consistent", "accurate", "strictly_causal"])
 def test_presets_are_attentions_of_their_own(compose_settings, name):
-    settings = compose_settings(f"attention=sagebwd_{name}")
-    assert sage_config(settings.attention) == getattr(SageConfig, name)()
+    preset = getattr(SageConfig, name)()
+    assert config_of(compose_settings(f"attention=sagebwd_{name}")) == preset
+    toggled = compose_settings(f"attention=sagebwd_{name}", f"attention.smooth_k={not preset.smooth_k}")
+    assert config_of(toggled) == replace(preset, smooth_k=not preset.smooth_k)
+
+
+def test_every_preset_of_the_library_has_its_file():
+    files = {file.stem.removeprefix("sagebwd_") for file in (CONFIGS / "attention").glob("sagebwd_*.yaml")}
+    assert files == PRESETS.keys() - {"default"}
+
+
+def test_the_default_attention_is_the_librarys_default(compose_settings):
+    assert config_of(compose_settings("attention=sagebwd")) == SageConfig()
+
+
+@pytest.mark.parametrize("attention", ["fpa", "sagebwd", "sagebwd_accurate"])
+def test_a_sweep_may_turn_a_switch_off_for_all_attentions(compose_settings, attention):
+    make_plan(compose_settings(f"attention={attention}", "attention.smooth_k=false"), 1)
 
 
 def test_debug_keeps_the_ratio_of_the_papers_tokens_per_step(compose_settings):
@@ -104,7 +131,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("overrides", "named"), BAD, ids=lambda value: " ".join(value))
-def test_bad_settings_name_the_mend(compose_settings, overrides, named):
+def test_bad_settings_name_the_fix(compose_settings, overrides, named):
     settings = compose_settings(*overrides)
     with pytest.raises(SettingsError) as caught:
         make_plan(settings, settings.hardware.devices)
@@ -118,10 +145,56 @@ def test_ranks_count_in_the_tokens_per_step(compose_settings):
 
 
 def test_every_problem_is_told_at_once(compose_settings):
-    settings = compose_settings("optimizer.lr=-1", "context=5000", "model.d_head=63", "hardware.dtype=int8")
+    wrong = {
+        "optimizer.lr=-1": "optimizer.lr=-1",
+        "optimizer.beta1=2": "optimizer.beta1=2",
+        "optimizer.weight_decay=-1": "optimizer.weight_decay=-1",
+        "optimizer.min_lr_ratio=3": "optimizer.min_lr_ratio=3",
+        "eval_every=0": "eval_every=0",
+        "tps.warmup_steps=-1": "tps.warmup_steps=-1",
+        "sample_prompt=''": "sample_prompt is empty",
+        "milestone_every=7": "milestone_every=7",
+        "context=5000": "context=5000",
+        "model.d_head=63": "model.d_head=63",
+        "model.n_kv_heads=5": "model.n_kv_heads=5",
+        "hardware.dtype=int8": "hardware.dtype=int8",
+        "hardware.parallel=zero": "hardware.parallel=zero",
+        "hardware.devices=9": "hardware.devices=9",
+        "attention.sdpa=fastest": "attention.sdpa=fastest",
+        "data.tokenizer=gpt5": "data.tokenizer=gpt5",
+        "data.val_fraction=2": "data.val_fraction=2",
+        "probe.every=-1": "probe.every=-1",
+        "probe.sequences=0": "probe.sequences=0",
+        "probe.alarm=0": "probe.alarm=0",
+        "spike.window=4": "spike.window=4",
+        "spike.threshold=-1": "spike.threshold=-1",
+        "init_from=/nowhere": "init_from=/nowhere",
+    }
     with pytest.raises(SettingsError) as caught:
-        make_plan(settings, 1)
-    assert len(str(caught.value).splitlines()) >= 4
+        make_plan(compose_settings(*wrong), 1)
+    assert [text for text in wrong.values() if text not in str(caught.value)] == []
+    # model.d_head and n_kv_heads share a line each; 262144 tokens cannot be made of 5000.
+    assert len(str(caught.value).splitlines()) == 1 + len(wrong) + 1
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "total_tokens=0",
+        "steps=0",
+        "tps.divide_by=0",
+        "tps.tokens_per_step=0",
+        "checkpoint_every=0",
+        "hardware.micro_batch=0",
+        "context=0",
+        "model.n_layers=0",
+        "model.n_heads=0",
+        "data.tokenizer=x",
+    ],
+)
+def test_no_check_stumbles_over_what_another_reports(compose_settings, override):
+    with pytest.raises(SettingsError, match=override):
+        make_plan(compose_settings(override, "milestone_every=1000"), 1)
 
 
 def test_no_gpu_points_to_what_runs_without(compose_settings, monkeypatch):
@@ -136,6 +209,6 @@ def test_a_small_gpu_trains_the_papers_model(compose_settings):
     assert (settings.context, settings.hardware.dtype) == (4096, "bfloat16")
 
 
-def test_suggested_mends_work(compose_settings):
-    for mend in ("hardware.micro_batch=8", "hardware.micro_batch=16", "tps.tokens_per_step=245760"):
-        make_plan(compose_settings("hardware.micro_batch=12", mend), 1)
+def test_suggested_fixes_work(compose_settings):
+    for fix in ("hardware.micro_batch=8", "hardware.micro_batch=16", "tps.tokens_per_step=245760"):
+        make_plan(compose_settings("hardware.micro_batch=12", fix), 1)

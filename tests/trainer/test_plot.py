@@ -1,10 +1,12 @@
 import numpy as np
+import pytest
 from PIL import Image
 
 from scripts import compare
-from trainer.plot import plot_losses, plot_probe, series, smooth
+from trainer.plot import LINES, group_of, plot_losses, plot_probe, series, smooth
+from trainer.style import ATTENTION, CYCLE, ordered
 
-BLUE, ORANGE = (31, 119, 180), (255, 127, 14)  # of the first and second line
+BLACK, BLUE = (0, 0, 0), (0, 114, 178)  # of the first and second line
 
 
 def colours(picture):
@@ -36,35 +38,185 @@ def test_series_picks_the_records_that_have_the_key():
     assert len(series(records, "absent")[0]) == 0
 
 
+def run_of(factor, steps=30):
+    """The records of a run with a loss of its own."""
+    records = [{"step": s, "tokens": 10 * s, "loss": factor / s} for s in range(1, steps)]
+    return [*records, {"step": steps, "tokens": 10 * steps, "val_loss": factor / steps}]
+
+
 def test_picture_shows_every_run(tmp_path):
-    records = [{"step": s, "tokens": 10 * s, "loss": 5 / s} for s in range(1, 30)]
-    plot_losses({"one": records}, tmp_path / "one.png")
-    plot_losses(
-        {"one": records, "two": [{**r, "loss": 6 / r["step"]} for r in records]}, tmp_path / "two.png"
-    )
-
-    assert BLUE in colours(tmp_path / "one.png")
-    assert ORANGE not in colours(tmp_path / "one.png")
-    assert {BLUE, ORANGE} <= colours(tmp_path / "two.png")
+    plot_losses({"one": run_of(5)}, tmp_path / "one.png")
+    plot_losses({"one": run_of(5), "two": run_of(6)}, tmp_path / "two.png")
+    assert BLACK in colours(tmp_path / "one.png")
+    assert BLUE not in colours(tmp_path / "one.png")
+    assert {BLACK, BLUE} <= colours(tmp_path / "two.png")
 
 
-def test_probe_picture_has_a_line_for_each_layer_and_none_without_measurements(tmp_path):
-    def record(step, layers):
-        errors = {
-            f"probe/layer_{layer}/{name}_l2": 0.01 * step * (layer + 1)
-            for layer in layers
-            for name in ("o", "dq", "dk", "dv")
-        }
-        return {"step": step, "tokens": step, **errors, "probe/seconds": 0.1}
+def drawn(monkeypatch):
+    """The figures that are saved from now on, which stay open to be looked at."""
+    from matplotlib import pyplot
 
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    return figures
+
+
+def test_attentions_have_the_same_style_in_every_picture(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
+    runs = {"attention-sagebwd_paper+tps-260k": run_of(5), "attention-fpa+tps-260k": run_of(6)}
+    plot_losses(runs, tmp_path / "picture.png")
+    (figure,) = figures
+    looks = {text.get_text(): line.get_color() for text, line in legend_of(figure)}
+    assert looks == {name: ATTENTION[name.split("+")[0].removeprefix("attention-")].color for name in runs}
+
+
+def legend_of(figure):
+    (legend,) = figure.legends
+    return list(zip(legend.get_texts(), legend.get_lines(), strict=True))
+
+
+def test_seeds_of_a_setting_are_one_line_with_a_band(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
+    runs = {f"attention-fpa+seed-{seed}": run_of(4 + seed) for seed in (1, 2, 3)}
+    runs["attention-sagebwd+seed-1"] = run_of(7)
+    plot_losses(runs, tmp_path / "picture.png")
+    (figure,) = figures
+    assert [text.get_text() for text, _ in legend_of(figure)] == [
+        "attention-fpa (3 seeds: mean, lowest to highest)",
+        "attention-sagebwd",
+    ]
+    losses, differences = figure.axes
+    (band,) = losses.collections
+    tokens, heights = band.get_paths()[0].vertices.T
+    at_first = sorted(set(heights[tokens == 10].tolist()))
+    assert at_first == [5, 7]
+    mean = losses.lines[0]
+    assert mean.get_xydata()[0].tolist() == [10, 6]
+    np.testing.assert_allclose(differences.lines[0].get_ydata()[0], 7 - 6)
+
+
+def test_groups_can_be_given(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
+    runs = {"first": run_of(5), "second": run_of(6)}
+    plot_losses(runs, tmp_path / "picture.png", groups=dict.fromkeys(runs, "fpa"))
+    assert len(legend_of(figures[0])) == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "group"),
+    [
+        ("seed-2", "all seeds"),
+        ("attention-fpa+seed-12+tps-260k", "attention-fpa+tps-260k"),
+        ("seed=3+tps=260k", "tps=260k"),
+        ("data.seed-3", "data.seed-3"),
+        ("seedling-3", "seedling-3"),
+    ],
+)
+def test_group_is_the_label_without_the_seed(label, group):
+    assert group_of(label) == group
+
+
+def test_many_runs_take_several_pictures_with_the_first_run_in_each(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
+    runs = {f"lr-{i}": run_of(5 + i) for i in range(1 + 2 * (LINES - 1) + 1)}
+    paths = plot_losses(runs, tmp_path / "picture.png")
+    assert [path.name for path in paths] == ["picture.png", "picture_2.png", "picture_3.png"]
+    assert all(path.exists() for path in paths)
+    shown = [[text.get_text() for text, _ in legend_of(figure)] for figure in figures]
+    assert [names[0] for names in shown] == ["lr-0"] * 3
+    assert [name for names in shown for name in names[1:]] == list(runs)[1:]
+    assert max(map(len, shown)) == LINES
+    for figure in figures:
+        looks = [(line.get_color(), line.get_marker()) for _, line in legend_of(figure)]
+        assert len(set(looks)) == len(looks)
+
+
+def test_runs_of_different_lengths_and_without_validation_are_drawn(tmp_path):
+    plot_losses({"long": run_of(5, 40), "short": run_of(6, 7)[:-1], "empty": []}, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").exists()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_nothing_is_cut_off(tmp_path, monkeypatch, count):
+    figures = drawn(monkeypatch)
+    runs = {f"attention-sagebwd+{'long_' * 20}{i}": run_of(5 + i) for i in range(count)}
+    plot_losses(runs, tmp_path / "losses.png")
+    plot_probe([probed(step, range(8)) for step in (5, 10)], tmp_path / "probe.png", alarm=0.3)
+    for figure in figures:
+        assert_inside(figure)
+
+
+def assert_inside(figure):
+    """All that is drawn, titles, labels and legends included, lies within the picture (in inches)."""
+    box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+    assert box.x0 > -0.02
+    assert box.y0 > -0.02
+    assert box.x1 < width + 0.02
+    assert box.y1 < height + 0.02
+
+
+def probed(step, layers, **others):
+    """What the probe leaves in metrics.jsonl."""
+    errors = {
+        f"probe/layer_{layer}/{prefix}{name}_l2": size * step * (layer + 1)
+        for layer in layers
+        for prefix, size in (("", 0.01), ("fpa_", 0.001))
+        for name in ("o", "dq", "dk", "dv")
+    }
+    return {"step": step, "tokens": 100 * step, **errors, "probe/seconds": 0.1, **others}
+
+
+def test_probe_picture_has_a_line_for_each_layer_and_none_without_measurements(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
     losses = [{"step": 1, "tokens": 1, "loss": 3.0}]
     plot_probe(losses, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-    plot_probe([*losses, record(5, [0]), record(10, [0])], tmp_path / "one.png")
-    plot_probe([record(5, [0, 11]), {**record(10, [0]), "probe/layer_0/dq_l2": None}], tmp_path / "two.png")
-    assert BLUE in colours(tmp_path / "one.png")
-    assert ORANGE not in colours(tmp_path / "one.png")
-    assert {BLUE, ORANGE} <= colours(tmp_path / "two.png")
+    records = [probed(5, [0, 11]), probed(10, [0, 11], **{"probe/layer_0/dq_l2": None})]
+    plot_probe([*losses, *records], tmp_path / "two.png", alarm=0.3, title="SageBwd")
+    (figure,) = figures
+    assert "SageBwd" in figure._suptitle.get_text()
+    names = [text.get_text() for text, _ in legend_of(figure)]
+    assert names == ["layer 0", "layer 11", "full-precision attention (median, range)", "probe.alarm=0.3"]
+    o, dq, dk, _ = figure.axes
+    baseline, first, last, limit = dk.lines
+    assert baseline.get_xydata().tolist() == [[500, pytest.approx(0.0325)], [1000, pytest.approx(0.065)]]
+    assert first.get_xydata().tolist() == [[500, 0.05], [1000, 0.1]]  # tokens, not steps
+    np.testing.assert_allclose(last.get_xydata(), [[500, 0.6], [1000, 1.2]])
+    assert limit.get_ydata() == [0.3, 0.3]
+    assert len(dq.lines[1].get_xdata()) == 1  # a value that is not finite
+    assert len(o.lines) == 3  # the alarm watches gradients
+    assert {axes.get_xlabel() for axes in figure.axes[2:]} == {"training tokens"}
+
+
+def test_probe_picture_without_alarm_and_full_precision(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
+    record = {name: value for name, value in probed(5, [0]).items() if "fpa" not in name}
+    plot_probe([record], tmp_path / "probe.png")
+    assert [text.get_text() for text, _ in legend_of(figures[0])] == ["layer 0"]
+
+
+def test_probe_picture_shows_so_many_layers_as_fit(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
+    plot_probe([probed(5, range(20))], tmp_path / "probe.png")
+    names = [text.get_text() for text, _ in legend_of(figures[0])][:-1]
+    assert len(names) == LINES
+    assert (names[0], names[-1]) == ("layer 0", "layer 19")
+
+
+def test_pictures_leave_matplotlibs_settings_as_they_were(tmp_path):
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    plot_losses({"one": run_of(5)}, tmp_path / "one.png")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_styles_differ_by_more_than_colour():
+    assert len({look.color for look in CYCLE}) == len(CYCLE)
+    assert len({look.marker for look in CYCLE}) == len(CYCLE)
+    assert len({look.dashes for look in CYCLE[1:7]}) == len({look.hatch for look in CYCLE[1:]}) - 1 == 6
+    several = ordered(LINES)
+    assert len({look.color for look in several}) == len({look.marker for look in several}) == LINES
 
 
 def test_probe_records_leave_the_losses_as_they_are(tmp_path):

@@ -1,15 +1,18 @@
 import logging
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import model.backends.sagebwd
 import sagebwd.reference
+from model import backends
 from model.config import LlamaConfig
 from model.llama import Llama
 from sagebwd import SageConfig
@@ -129,8 +132,17 @@ def test_it_leaves_model_gradients_and_random_state_alone(llama, batch, compose_
     assert measured["probe/seconds"] > 0
 
 
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
+
+
+def backend_of(settings):
+    """The run's own attention, as the trainer builds it."""
+    shape = settings.model
+    return backends.build(settings.attention, **CPU, d_head=shape.d_head, is_gqa=shape.is_gqa)
+
+
 def make_probe(settings, llama):
-    return Probe(settings, llama, device=torch.device("cpu"), dtype=torch.float32)
+    return Probe(settings, llama, backend_of(settings), **CPU)
 
 
 @torch._dynamo.config.patch(error_on_recompile=True)
@@ -182,26 +194,28 @@ def test_layers(layers, count, chosen):
     assert chosen_layers(layers, count) == chosen
 
 
-def sage_attend(settings):
-    return probe.sage_attend(settings, device=torch.device("cpu"), dtype=torch.bfloat16)
-
-
-def test_it_measures_the_runs_own_attention_or_the_default(compose_settings, monkeypatch, caplog):
-    own = compose_settings("attention=sagebwd", "attention.granularity=block", "attention.block_q=32")
-    assert sage_attend(own).keywords == {"config": SageConfig(granularity="block", block_q=32)}
-    assert sage_attend(compose_settings("attention=fpa")).keywords == {"config": SageConfig()}
+def test_it_measures_the_runs_own_attention_or_the_default(compose_settings, llama, monkeypatch, caplog):
+    settings = compose_settings("attention=sagebwd", "attention.granularity=block", "attention.block_q=32")
+    own = make_probe(settings, llama)
+    assert own.is_own
+    assert own.backend.attend.keywords == {"config": SageConfig(granularity="block", block_q=32)}
+    assert own.attend_fpa is FULL
+    of_fpa = make_probe(compose_settings("attention=fpa", "attention.sdpa=math"), llama)
+    assert not of_fpa.is_own
+    assert of_fpa.backend.attend.keywords == {"config": SageConfig()}
+    assert of_fpa.attend_fpa is not FULL  # the run's own kernel, math
 
     def no_kernel(*arguments, **settings):
         raise NotImplementedError("no kernel for it")
 
     monkeypatch.setitem(model.backends.sagebwd.IMPLEMENTATIONS, "auto", no_kernel)
-    caplog.set_level(logging.INFO, logger="trainer.probe")
-    assert sage_attend(own).func is sagebwd.reference.sage_attention
+    caplog.set_level(logging.INFO, logger="model.backends")
+    assert "implementation reference" in make_probe(compose_settings(), llama).backend.description
     assert "no kernel for it" in caplog.text
 
 
 def build(settings, llama):
-    return probe.build_probe(settings, llama, device=torch.device("cpu"), dtype=torch.float32)
+    return probe.build_probe(settings, llama, backend_of(settings), **CPU)
 
 
 def test_where_sagebwd_does_not_run_only_its_own_runs_stop(compose_settings, monkeypatch, caplog, llama):
@@ -211,12 +225,14 @@ def test_where_sagebwd_does_not_run_only_its_own_runs_stop(compose_settings, mon
     def no_compiler(*arguments, **settings):
         raise RuntimeError("no compiler found")
 
+    own = compose_settings("attention=sagebwd")
+    backend = replace(backend_of(own), attend=no_compiler)
     monkeypatch.setitem(model.backends.sagebwd.IMPLEMENTATIONS, "auto", no_compiler)
     assert build(compose_settings("attention=fpa"), llama) is None
-    assert "goes on without the probe" in caplog.text
+    assert "training without the probe" in caplog.text
     assert "no compiler found" in caplog.text
     with pytest.raises(RuntimeError, match="no compiler found"):
-        build(compose_settings("attention=sagebwd"), llama)
+        probe.build_probe(own, llama, backend, **CPU)
 
 
 def test_without_full_precision_the_probe_measures_the_rest(
@@ -225,15 +241,19 @@ def test_without_full_precision_the_probe_measures_the_rest(
     def refuses(*inputs, **settings):
         raise RuntimeError("no kernel for this shape")
 
-    monkeypatch.setattr(probe, "fpa_attend", lambda *_, **__: refuses)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", refuses)  # what fpa calls on a CPU
     built = build(compose_settings("attention=sagebwd", "model=llama_debug"), llama)
     assert "leaves out full-precision attention, which does not run here: no kernel" in caplog.text
     values = built.measure(*batch, nullcontext)
     assert "probe/layer_0/dq_l2" in values
     assert not any("fpa" in name for name in values)
     tiny = {"probe/layer_5/" + name: 1.0 for name in ("dq_l2", "dk_l2", "dv_l2", "ds_rms", "largest_logit")}
-    (message,) = Alarm(compose_settings("attention=sagebwd")).warnings(1, tiny, [5])
+    (message,) = alarm_of(compose_settings("attention=sagebwd")).warnings(1, tiny, [5])
     assert "full-precision" not in message
+
+
+def alarm_of(settings):
+    return Alarm(settings, make_probe(settings, Llama(SHAPE, FULL)))
 
 
 def measured(**errors):
@@ -244,16 +264,17 @@ def measured(**errors):
 
 
 def test_alarm_fires_once_and_again_only_after_it_was_well(compose_settings):
-    alarm = Alarm(compose_settings("attention=sagebwd", "model.qk_norm=false", "attention.granularity=block"))
+    settings = compose_settings("attention=sagebwd", "model.qk_norm=false", "attention.granularity=block")
+    alarm = alarm_of(settings)
     history = [0.1, 0.3, 0.31, 0.5, math.nan, 0.2, math.inf]
     fired = [alarm.warnings(10 * i, measured(dk_l2=error), [5]) for i, error in enumerate(history)]
     assert [len(messages) for messages in fired] == [0, 0, 1, 0, 0, 0, 1]
     for text in (
         "step 20",
         "layer 5",
-        "dK is off",
+        "dK of SageBwd has a relative L2 error of 0.31",
         "0.31",
-        "full-precision attention by 0.07",
+        "full-precision attention has 0.07",
         "probe.alarm=0.3",
         "1.2e-07",
         "85.2",
@@ -269,11 +290,11 @@ def test_alarm_fires_once_and_again_only_after_it_was_well(compose_settings):
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_alarm_offers_no_second_cure_for_delta(compose_settings, on):
-    """One that has a fitting δ needs no other."""
+def test_alarm_offers_no_second_fix_for_delta(compose_settings, on):
+    """A setting whose δ is consistent needs no other."""
     products = "attention.int8_matmuls=[s_fwd,s_bwd,dv,dq,dk]"
     settings = compose_settings("attention=sagebwd", products, f"attention.compensate_o={on}")
-    (message,) = Alarm(settings).warnings(1, measured(dk_l2=0.5), [5])
+    (message,) = alarm_of(settings).warnings(1, measured(dk_l2=0.5), [5])
     assert ("sagebwd_consistent" in message) is not on
 
 
@@ -282,14 +303,14 @@ def test_alarm_knows_layers_apart_names_the_worst_tensor_and_can_be_off(compose_
     values = measured(dq_l2=0.4, dv_l2=math.nan) | {
         key.replace("5", "6"): 0.4 for key in measured() if "layer_5" in key
     }
-    alarm = Alarm(settings)
+    alarm = alarm_of(settings)
     first, second = alarm.warnings(1, values, [5, 6])
     assert "layer 5" in first
-    assert "dV would be off" in first
+    assert "dV of SageBwd would have" in first
     assert "qk_norm" not in first
     assert "layer 6" in second
     settings.probe.alarm = None
-    assert Alarm(settings).warnings(1, values, [5, 6]) == []
+    assert alarm_of(settings).warnings(1, values, [5, 6]) == []
 
 
 @pytest.mark.parametrize("attention", ["fpa", "sagebwd"])

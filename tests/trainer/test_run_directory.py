@@ -1,10 +1,13 @@
 import json
 import multiprocessing
+from dataclasses import fields
 
 import pytest
 import torch
+import yaml
 
 from data.files import write_text
+from sagebwd import SageConfig
 from trainer.errors import TrainingError
 from trainer.run_directory import RunDirectory, default_name, read_metrics
 from trainer.settings import ProbeSettings, Settings, SpikeSettings
@@ -63,7 +66,40 @@ def test_open_refuses_a_run_with_other_settings_and_names_them(tmp_path):
         opened(tmp_path / "run", seed=2, context=64)
 
 
-def test_settings_may_be_mended_while_there_is_nothing_to_lose(tmp_path):
+def test_config_says_what_the_attention_was_whatever_its_preset_comes_to_mean(tmp_path):
+    directory = opened(tmp_path / "run", attention={"backend": "sagebwd", "preset": "paper", "block_q": 32})
+    stored = yaml.safe_load(directory.config.read_text())["attention"]
+    assert "preset" not in stored
+    assert (stored["granularity"], stored["block_q"], stored["block_kv"]) == ("block", 32, 64)
+
+
+#: As config.yaml recorded the attention when all backends shared one list of settings.
+OLD_NULLS = dict.fromkeys(["sdpa", "implementation", *(field.name for field in fields(SageConfig))])
+OLD_SAGE = OLD_NULLS | {"backend": "sagebwd", "smooth_k": True, "smooth_q": False, "implementation": "auto"}
+OLD_ACCURATE = OLD_SAGE | {"smooth_k": False, "operand_scales": "token", "granularity": "row"}
+OLD_ACCURATE |= {"int8_matmuls": ["dv", "dq", "dk"], "block_q": 64, "block_kv": 64}
+
+
+@pytest.mark.parametrize(
+    ("old", "same", "other"),
+    [
+        (OLD_NULLS | {"backend": "fpa"}, {"backend": "fpa"}, {"backend": "fpa", "sdpa": "flash"}),
+        (OLD_SAGE, {"backend": "sagebwd"}, {"backend": "sagebwd", "preset": "paper"}),
+        (OLD_SAGE, {"backend": "sagebwd", "preset": "default"}, {"backend": "fpa"}),
+        (OLD_ACCURATE, {"backend": "sagebwd", "preset": "accurate"}, {"backend": "sagebwd"}),
+    ],
+)
+def test_runs_from_before_presets_can_be_resumed(tmp_path, old, same, other):
+    directory = opened(tmp_path / "run", attention={"backend": "fpa"})
+    (directory.checkpoints / "step_00000001").mkdir(parents=True)
+    stored = yaml.safe_load(directory.config.read_text()) | {"attention": old}
+    write_text(directory.config, yaml.safe_dump(stored))
+    with pytest.raises(TrainingError, match=r"attention\.\w+ was"):
+        opened(tmp_path / "run", attention=other)
+    opened(tmp_path / "run", attention=same)
+
+
+def test_settings_may_be_corrected_while_there_is_nothing_to_lose(tmp_path):
     opened(tmp_path / "run", seed=1)
     assert "seed: 2" in opened(tmp_path / "run", seed=2).config.read_text()
 

@@ -111,7 +111,7 @@ def test_a_run_names_its_odd_sequences_and_leaves_them_out_if_told(
     noisiest = {step: max(noise[index] for index in indices) for step, indices in batches.items()}
     found_at = {spike["step"] for spike in spikes}
     assert all(noisiest[spike["step"]] > 8 for spike in spikes if "loss" in spike["beyond"])
-    learned = 60  # steps; before, the loss falls so fast that little stands out from it
+    learned = 60  # steps; before, the loss falls so fast that few steps are outliers
     assert {step for step in range(learned, steps + 1) if noisiest[step] > 32} <= found_at
     assert max(found_at) > learned
     for spike in spikes:
@@ -121,6 +121,6 @@ def test_a_run_names_its_odd_sequences_and_leaves_them_out_if_told(
             key: logged[key] for key in ("loss", "grad_norm", "tokens")
         }
         assert spike["skipped"] is skip
-        assert f"step {spike['step']} stands out" in caplog.text
+        assert f"step {spike['step']} is a spike" in caplog.text
     parameter = next(trainer.llama.parameters())
     assert trainer.optimizer.state[parameter]["step"] == steps - skip * len(spikes)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model.backends import AttentionSettings, load
+from model import backends
 from model.config import LlamaConfig
 from model.llama import Llama
-from trainer.throughput import Stopwatch, flops_per_token
+from trainer.throughput import Stopwatch, flops_per_token, peak_of, peak_tflops
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -27,8 +27,8 @@ def test_flops_agree_with_torchs_counter(tied, kv_heads):
         tie_embeddings=tied,
     )
     cpu = torch.device("cpu")
-    backend = load(AttentionSettings(backend="fpa", sdpa="math")).build(
-        AttentionSettings(backend="fpa", sdpa="math"),
+    backend = backends.build(
+        {"backend": "fpa", "sdpa": "math"},
         device=cpu,
         dtype=torch.float32,
         d_head=24,
@@ -41,6 +41,33 @@ def test_flops_agree_with_torchs_counter(tied, kv_heads):
     attention = 3 * 4 * 3 * 4 * 24 * 64
     norms = 6 * (2 * 3 + 1) * 96  # gains are weights, but multiply vectors, not matrices
     assert flops_per_token(config, context=64) == pytest.approx(counted - attention / 2 + norms, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_are_those_of_the_very_gpu(name, peak, monkeypatch):
+    assert peak_of(name) == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(torch.device("cuda")) == peak
+    assert peak_tflops(torch.device("cpu")) is None
 
 
 def test_stopwatch_leaves_pauses_out():

@@ -1,1 +1,1 @@
-"""Kernels written for Hopper in CUDA C++, and :mod:`.runtime`, which compiles and launches them."""
+"""CUDA C++ kernels for Hopper: wgmma, bulk copies, setmaxnreg."""

@@ -1,146 +1,118 @@
-"""Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packets, then forward.cu or dk_dv.cu, dq.cu.
+"""Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packing, then forward.cu or dk_dv.cu and dq.cu.
 
-The same arithmetic as the portable kernels, for head sizes above 32 up to 128 and the default settings, of
-which ``smooth_k``, ``smooth_v`` and ``unsigned_p`` may be set either way; O and dV may take P in 16 bit
-(P_HALF in the sources), and such an O may be compensated (COMPENSATE_O).
+The same arithmetic as the Triton kernels, for head sizes above 32 up to 128 and the default settings.
+``smooth_k``, ``smooth_v`` and ``unsigned_p`` may have either value. O and dV may take 16-bit P (P_16BIT in
+the sources), and such an O may be compensated (COMPENSATE_O).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sagebwd.config import PAPER_INT8_MATMULS, SageConfig
-from sagebwd.kernels.hopper import packets, runtime
-from sagebwd.kernels.hopper.runtime import Segments, TokenTensor
+from sagebwd.config import SageConfig
+from sagebwd.kernels.cuda import launch, packing
+from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
+from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.layout import Axis, empty_result, padded_head_dim
 
-HEAD_DIMS = (64, 128)
-#: Products that the kernels compute in INT8 alone; O and dV they can have in 16 bit, too.
-ALWAYS_INT8 = frozenset(PAPER_INT8_MATMULS) - {"o", "dv"}
+COMPUTE_CAPABILITY = (9, 0)
+#: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
+SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
+PACKER = packing.Packer(SOURCES)
+
+# --- Arguments: struct Arguments of each source ------------------------------------------------------------
 
 
-def is_used(q: Tensor, config: SageConfig) -> bool:
-    """Whether attention on ``q`` runs the kernels of this folder. Warns once if they should but cannot."""
-    # int: under a tracer the size may be a symbol, which no cache takes; a kernel is of one size anyway.
-    return _supports(config, int(q.shape[-1])) and _runs_on(q.device)
-
-
-@functools.cache
-def _runs_on(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    if torch.cuda.get_device_capability(device) != runtime.COMPUTE_CAPABILITY:
-        return False
-    reason = runtime.why_unavailable(device)
-    if reason is not None:
-        warnings.warn(
-            f"sage_attention runs its portable kernels, slower than those for this GPU: {reason}",
-            stacklevel=2,
-        )
-    return reason is None
-
-
-@functools.lru_cache
-def _supports(config: SageConfig, head_dim: int) -> bool:
-    return (
-        padded_head_dim(head_dim) in HEAD_DIMS
-        and config.tile(head_dim) == (packets.QUERIES, packets.KEYS)
-        and ALWAYS_INT8 <= frozenset(config.int8_matmuls) <= frozenset(PAPER_INT8_MATMULS)
-        and config.operand_scales == "block"
-        and config.granularity == "row"
-        and not config.smooth_q
-        and not config.add_mean_k_term
-        and not config.exact_delta
-        and config.s_levels == 1
-    )
-
-
-# --- What kernels take: struct Arguments of each source ---------------------------------------------------
-
-
-class _Axes(ctypes.Structure):
+class _CAxes(ctypes.Structure):
     _fields_ = [
-        ("own", Segments),
-        ("q", Segments),
-        ("kv", Segments),
-        ("taken", ctypes.c_void_p),
+        ("work", CSegments),
+        ("q", CSegments),
+        ("kv", CSegments),
+        ("tile_counter", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("n_q", "n_kv", "d", "heads", "group")),
-        *((name, ctypes.c_int) for name in ("own_heads", "own_blocks", "q_blocks", "kv_blocks")),
+        *((name, ctypes.c_int) for name in ("work_heads", "work_blocks", "q_blocks", "kv_blocks")),
     ]
 
 
-class _Forward(ctypes.Structure):
+class _CForward(ctypes.Structure):
     _fields_ = [
-        ("queries", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("out", TokenTensor),
-        ("rest", TokenTensor),
+        ("packed_q", ctypes.c_void_p),
+        ("packed_kv", ctypes.c_void_p),
+        ("out", CTokenTensor),
+        ("out_residual", CTokenTensor),
         ("lse", ctypes.c_void_p),
-        ("axes", _Axes),
+        ("axes", _CAxes),
         ("scale", ctypes.c_float),
         ("documents", ctypes.c_int),
         ("v_mean", ctypes.c_void_p),
     ]
 
 
-class _Dq(ctypes.Structure):
+class _CDq(ctypes.Structure):
     _fields_ = [
-        ("q_rows", ctypes.c_void_p),
-        ("k_rows", ctypes.c_void_p),
-        ("k_columns", ctypes.c_void_p),
-        ("dq", TokenTensor),
-        ("axes", _Axes),
+        ("packed_q_rows", ctypes.c_void_p),
+        ("packed_kv", ctypes.c_void_p),
+        ("packed_k_columns", ctypes.c_void_p),
+        ("dq", CTokenTensor),
+        ("axes", _CAxes),
         ("scale", ctypes.c_float),
     ]
 
 
-class _DkDv(ctypes.Structure):
+class _CDkDv(ctypes.Structure):
     _fields_ = [
-        ("q_rows", ctypes.c_void_p),
-        ("q_columns", ctypes.c_void_p),
-        ("k_rows", ctypes.c_void_p),
-        ("dk", TokenTensor),
-        ("dv", TokenTensor),
-        ("axes", _Axes),
+        ("packed_q_rows", ctypes.c_void_p),
+        ("packed_q_columns", ctypes.c_void_p),
+        ("packed_kv", ctypes.c_void_p),
+        ("dk", CTokenTensor),
+        ("dv", CTokenTensor),
+        ("axes", _CAxes),
         ("scale", ctypes.c_float),
     ]
 
 
-class Launch(NamedTuple):
-    """warpgroups: those that compute, 64 tokens of an item each; shared_bytes: dynamic shared memory."""
+# --- Launching ---------------------------------------------------------------------------------------------
 
-    warpgroups: int
+
+class CTAShape(NamedTuple):
+    """What a CTA of a kernel has.
+
+    consumers: warpgroups that compute, 64 tokens of a work tile each; one more warpgroup is the producer.
+    shared_bytes: dynamic shared memory.
+    """
+
+    consumers: int
     shared_bytes: int
 
     @property
-    def own(self) -> int:
-        """Tokens of an item."""
-        return 64 * self.warpgroups
+    def tokens(self) -> int:
+        """Tokens of a work tile."""
+        return 64 * self.consumers
 
     @property
     def threads(self) -> int:
-        """Of a program: one warpgroup more copies."""
-        return 128 * (self.warpgroups + 1)
+        """Threads of the CTA."""
+        return 128 * (self.consumers + 1)
 
 
-#: By kernel, padded head size and whether P_HALF is defined; the sources check them.
-LAUNCHES = {
-    ("forward", 64, False): Launch(3, 147_456),
-    ("forward", 64, True): Launch(3, 196_608),
-    ("forward", 128, False): Launch(2, 188_416),
-    ("forward", 128, True): Launch(2, 203_776),
-    ("dk_dv", 64, False): Launch(3, 196_608),
-    ("dk_dv", 64, True): Launch(3, 172_032),
-    ("dk_dv", 128, False): Launch(2, 211_968),
-    ("dk_dv", 128, True): Launch(2, 221_184),
-    ("dq", 64, False): Launch(2, 180_224),
-    ("dq", 128, False): Launch(2, 219_136),
+#: By kernel, padded head size and whether P_16BIT is defined. Each source checks its own at compile time.
+CTA_SHAPES = {
+    ("forward", 64, False): CTAShape(3, 147_456),
+    ("forward", 64, True): CTAShape(3, 196_608),
+    ("forward", 128, False): CTAShape(2, 188_416),
+    ("forward", 128, True): CTAShape(2, 203_776),
+    ("dk_dv", 64, False): CTAShape(3, 196_608),
+    ("dk_dv", 64, True): CTAShape(3, 172_032),
+    ("dk_dv", 128, False): CTAShape(2, 211_968),
+    ("dk_dv", 128, True): CTAShape(2, 221_184),
+    ("dq", 64, False): CTAShape(2, 180_224),
+    ("dq", 128, False): CTAShape(2, 219_136),
 }
 
 
@@ -148,47 +120,51 @@ def _launch(
     name: str,
     like: Tensor,
     is_causal: bool,
-    arguments: _Forward | _Dq | _DkDv,
+    arguments: _CForward | _CDq | _CDkDv,
     *,
-    p_half: bool = False,
+    p_16bit: bool = False,
     **defines: bool,
 ) -> None:
-    """Run kernel ``name`` on as many programs as the GPU holds; they share the items.
+    """Launch kernel ``name`` on as many CTAs as the GPU holds; they share the work tiles.
 
-    p_half, defines: macros that only this kernel knows.
+    Args:
+        p_16bit, defines: macros that only this kernel knows.
     """
     head_dim = padded_head_dim(like.shape[-1])
-    launch = LAUNCHES[name, head_dim, p_half]
-    kernel = runtime.kernel(
+    cta = CTA_SHAPES[name, head_dim, p_16bit]
+    kernel = launch.load_kernel(
+        SOURCES,
         name,
         f"{name}_kernel",
-        launch.shared_bytes,
+        cta.shared_bytes,
         HEAD_DIM=head_dim,
         IS_CAUSAL=int(is_causal),
         IS_BF16=like.dtype == torch.bfloat16,
-        LAUNCH_THREADS=launch.threads,
-        LAUNCH_BYTES=launch.shared_bytes,
-        P_HALF=p_half,
+        LAUNCH_THREADS=cta.threads,
+        LAUNCH_BYTES=cta.shared_bytes,
+        P_16BIT=p_16bit,
         **defines,
     )
-    items = arguments.axes.own_heads * arguments.axes.own_blocks
-    kernel.launch(min(items, _multiprocessors(like.device.index)), launch.threads, arguments)
+    work_tiles = arguments.axes.work_heads * arguments.axes.work_blocks
+    kernel.launch(min(work_tiles, _multiprocessors(like.device.index)), cta.threads, arguments)
 
 
 def _axes(
-    name: str, own: Tensor, q_axis: Axis, kv_axis: Axis, *, own_axis: Axis, group: int, taken: int
-) -> _Axes:
-    """The items of kernel ``name``: blocks of ``own_axis`` in each head of ``own``, which is q or k.
+    name: str, x: Tensor, q_axis: Axis, kv_axis: Axis, *, work_axis: Axis, group: int, tile_counter: int
+) -> _CAxes:
+    """The work tiles of kernel ``name``: blocks of ``work_axis`` in each head of ``x``, which is q or k.
 
-    taken: address of a zero, int32.
+    Args:
+        group: query heads that share a key head.
+        tile_counter: address of an int32 that is zero.
     """
-    own_axis = own_axis.with_block(LAUNCHES[name, padded_head_dim(own.shape[3]), False].own)
-    axes = _Axes(
-        Segments.of(own_axis.segments), Segments.of(q_axis.segments), Segments.of(kv_axis.segments),
-        taken, q_axis.n, kv_axis.n, own.shape[3], own.shape[1], group,
-        own.shape[0] * own.shape[1], own_axis.blocks, q_axis.blocks, kv_axis.blocks,
+    work_axis = work_axis.with_block(CTA_SHAPES[name, padded_head_dim(x.shape[3]), False].tokens)
+    axes = _CAxes(
+        CSegments.of(work_axis.segments), CSegments.of(q_axis.segments), CSegments.of(kv_axis.segments),
+        tile_counter, q_axis.n, kv_axis.n, x.shape[3], x.shape[1], group,
+        x.shape[0] * x.shape[1], work_axis.blocks, q_axis.blocks, kv_axis.blocks,
     )  # fmt: skip
-    axes.own_axis = own_axis  # holds the memory that is pointed to
+    axes.work_axis = work_axis  # keeps the memory alive that the structure points to
     return axes
 
 
@@ -210,43 +186,51 @@ def forward(
     is_causal: bool,
     scale: float,
     config: SageConfig,
-    keep: bool,
+    pack_kv_for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.triton.forward.forward`; last, with ``keep``, the backward's packets of K, V.
+    """As :func:`sagebwd.kernels.triton.forward.forward`, and ``packed_kv``.
 
-    Without ``keep`` the last is empty, and the backward makes them.
+    Returns:
+        out, lse, k_mean, out_residual, packed_kv. The last is K and V packed for the backward, (blocks,
+        bytes) uint8. It is empty without ``pack_kv_for_backward``; the backward then packs them itself.
     """
     if config.smooth_k:
-        k_mean = packets.token_mean(k, kv_axis)
+        k_mean = PACKER.token_mean(k, kv_axis)
     else:
         k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
-    v_mean = packets.token_mean(v, kv_axis) if config.smooth_v else None
-    queries = packets.query_packets(q, q_axis)
-    p_half = not config.is_int8("o")
+    v_mean = PACKER.token_mean(v, kv_axis) if config.smooth_v else None
+    packed_q = PACKER.pack_q(q, q_axis)
+    p_16bit = not config.is_int8("o")
     subtracted = k_mean if config.smooth_k else None
-    if p_half:
-        keys = kept = packets.key_packets(k, v, kv_axis, subtracted)
+    if p_16bit:
+        operands = packed_kv = PACKER.pack_kv(k, v, kv_axis, subtracted)
     else:
-        keys, kept = packets.key_value_packets(k, v, kv_axis, subtracted, v_mean, keep=keep)
+        operands, packed_kv = PACKER.pack_kv_int8(
+            k, v, kv_axis, subtracted, v_mean, pack_kv_for_backward=pack_kv_for_backward
+        )
     out = _Result(q, q_axis)
-    rest = _Result(q, q_axis) if config.compensate_o else None
+    residual = _Result(q, q_axis) if config.compensate_o else None
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:
         lse.fill_(float("-inf"))
-    group, taken = q.shape[1] // k.shape[1], q.new_zeros(1, dtype=torch.int32)
-    axes = _axes("forward", q, q_axis, kv_axis, own_axis=q_axis, group=group, taken=taken.data_ptr())
-    arguments = _Forward(
-        queries.data_ptr(), keys.data_ptr(), out.target, (rest or out).target, lse.data_ptr(), axes, scale,
-        kv_axis.documents, None if v_mean is None else v_mean.data_ptr(),
+    group, counter = q.shape[1] // k.shape[1], q.new_zeros(1, dtype=torch.int32)
+    axes = _axes(
+        "forward", q, q_axis, kv_axis, work_axis=q_axis, group=group, tile_counter=counter.data_ptr()
+    )
+    arguments = _CForward(
+        packed_q.data_ptr(), operands.data_ptr(), out.target, (residual or out).target, lse.data_ptr(), axes,
+        scale, kv_axis.documents, None if v_mean is None else v_mean.data_ptr(),
     )  # fmt: skip
     defines = {
         "SMOOTH_V": config.smooth_v,
         "UNSIGNED_P": config.is_unsigned("o"),
         "COMPENSATE_O": config.compensate_o,
     }
-    _launch("forward", q, is_causal, arguments, p_half=p_half, **defines)
-    rest = q.new_empty(0) if rest is None else rest.finish()
-    return out.finish(), lse, k_mean, rest, kept if keep else k.new_empty(0, dtype=torch.uint8)
+    _launch("forward", q, is_causal, arguments, p_16bit=p_16bit, **defines)
+    out_residual = q.new_empty(0) if residual is None else residual.finish()
+    if not pack_kv_for_backward:
+        packed_kv = k.new_empty(0, dtype=torch.uint8)
+    return out.finish(), lse, k_mean, out_residual, packed_kv
 
 
 def backward(
@@ -257,8 +241,8 @@ def backward(
     out: Tensor,
     lse: Tensor,
     k_mean: Tensor,
-    rest: Tensor,
-    kept: Tensor,
+    out_residual: Tensor,
+    packed_kv: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     *,
@@ -266,36 +250,52 @@ def backward(
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.triton.backward.backward`; with ``kept``, k and v may be stand-ins."""
-    k_rows = kept
-    if not kept.numel():
-        k_rows = packets.key_packets(k, v, kv_axis, k_mean if config.smooth_k else None)
-    p_half = not config.is_int8("dv")
-    q_rows, q_columns = packets.query_gradient_packets(
-        q, grad_out, out, lse, q_axis, rest=rest if config.compensate_o else None, p_half=p_half
+    """As :func:`sagebwd.kernels.triton.backward.backward`.
+
+    Args:
+        packed_kv: of :func:`forward`. If it is not empty, k and v may be stand-ins, see
+            :func:`sagebwd.kernels.layout.stand_in`.
+    """
+    if not packed_kv.numel():
+        packed_kv = PACKER.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
+    p_16bit = not config.is_int8("dv")
+    packed_q_rows, packed_q_columns = PACKER.pack_q_and_grad(
+        q,
+        grad_out,
+        out,
+        lse,
+        q_axis,
+        out_residual=out_residual if config.compensate_o else None,
+        p_16bit=p_16bit,
     )
     dq, dk, dv = _Result(q, q_axis), _Result(k, kv_axis), _Result(v, kv_axis)
-    group, taken = q.shape[1] // k.shape[1], q.new_zeros(2, dtype=torch.int32)
-    axes = _axes("dk_dv", k, q_axis, kv_axis, own_axis=kv_axis, group=group, taken=taken.data_ptr())
-    arguments = _DkDv(
-        q_rows.data_ptr(), q_columns.data_ptr(), k_rows.data_ptr(), dk.target, dv.target,
+    group, counters = q.shape[1] // k.shape[1], q.new_zeros(2, dtype=torch.int32)
+    axes = _axes(
+        "dk_dv", k, q_axis, kv_axis, work_axis=kv_axis, group=group, tile_counter=counters.data_ptr()
+    )
+    arguments = _CDkDv(
+        packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(), dk.target, dv.target,
         axes, scale,
     )  # fmt: skip
-    _launch("dk_dv", q, is_causal, arguments, p_half=p_half, UNSIGNED_P=config.is_unsigned("dv"))
+    _launch("dk_dv", q, is_causal, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
 
-    del q_columns  # its memory is free again before the next packets are made
-    k_columns = packets.key_columns(k_rows, k, kv_axis)
-    axes = _axes("dq", q, q_axis, kv_axis, own_axis=q_axis, group=group, taken=taken.data_ptr() + 4)
-    arguments = _Dq(q_rows.data_ptr(), k_rows.data_ptr(), k_columns.data_ptr(), dq.target, axes, scale)
+    del packed_q_columns  # frees its memory before more is packed
+    packed_k_columns = PACKER.pack_k_columns(packed_kv, k, kv_axis)
+    axes = _axes(
+        "dq", q, q_axis, kv_axis, work_axis=q_axis, group=group, tile_counter=counters.data_ptr() + 4
+    )
+    arguments = _CDq(
+        packed_q_rows.data_ptr(), packed_kv.data_ptr(), packed_k_columns.data_ptr(), dq.target, axes, scale
+    )
     _launch("dq", q, is_causal, arguments)
     return dq.finish(), dk.finish(), dv.finish()
 
 
 class _Result:
-    """A tensor for kernels to fill, laid out as ``x``, or token by token if x is a stand-in.
+    """A tensor for kernels to fill, laid out as ``x``; (B, N, H, D) in memory if x is a stand-in.
 
-    Kernels write neighbouring channels next to each other; where x has another layout they fill a buffer.
-    Tokens that belong to no document are not visited: zero.
+    Kernels write contiguous channels. Where x has another layout they fill a buffer, which is then copied.
+    Tokens that belong to no document are not visited, and so are zero from the start.
     """
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
@@ -303,10 +303,10 @@ class _Result:
         self._buffer = self._result if self._result.stride(-1) == 1 else x.new_empty(x.shape)
         if axis.segments is not None:
             self._buffer.zero_()
-        self.target = TokenTensor.of(self._buffer)
+        self.target = CTokenTensor.of(self._buffer)
 
     def finish(self) -> Tensor:
-        """The tensor, after the kernels that fill it were launched."""
+        """The tensor; call it after the kernels that fill it were launched."""
         if self._buffer is not self._result:
             self._result.copy_(self._buffer)
         return self._result

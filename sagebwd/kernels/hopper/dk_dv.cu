@@ -1,26 +1,32 @@
-// dK and dV: an item is 128 or 192 keys of one key head, which meet all queries that see them.
+// dK and dV. A work tile is 128 or 192 keys of one key head; it loops over all queries that see them.
 //
-// Tiles are transposed, (keys, queries), so that a scale per key of P and dS is one per row.
+// Tiles are transposed, (keys, queries): a scale of P or dS for each key is one for each row.
 
-#include "common.cuh"
+#include "epilogue.cuh"
+#include "int8.cuh"
+#include "launch.cuh"
+#include "pipeline.cuh"
+#include "products.cuh"
+#include "registers.cuh"
+#include "scheduler.cuh"
 
 namespace {
 
-constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups that compute; one more copies
+constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int STAGES = D == 64 ? 6 : P_IS_HALF ? 4 : 3;
-constexpr int CHUNKS = D / 64;  // of 64 channels, in which dV and dK are multiplied
+constexpr int STAGES = D == 64 ? 6 : P_IS_16BIT ? 4 : 3;
+constexpr int CHUNKS = D / 64;  // of 64 channels; dV and dK are computed chunk by chunk
 
-// A stage in shared memory: both packets of 64 queries.
+// A stage in shared memory: both packed blocks of 64 queries.
 constexpr int Q_COLUMNS = 0;
-constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // not there if P is in 16 bit
-constexpr int Q_ROWS = Q_COLUMNS + Q_COLUMNS_BYTES;
+constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // absent if P is in 16 bits
+constexpr int Q_ROWS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;
 constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
 constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
-constexpr int SCALES = STATISTICS + STATS;
+constexpr int SCALES = STATISTICS + ROW_STATS;
 constexpr int STAGE_BYTES = align_up(SCALES + TAIL, 1024);
 
-// Before the stages the keys of each warpgroup, half a packet; behind them room to store results.
+// Before the stages: 64 keys for each consumer, half a packed block. Behind them: staging for the epilogue.
 constexpr int V_ROWS = Q_TILE;
 constexpr int K_SCALE = 3 * Q_TILE;
 constexpr int KEY_BYTES = align_up(K_SCALE + TAIL, 1024);
@@ -30,100 +36,78 @@ CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1];
-    Item items[2];  // whose keys are here, and whose are next, in turn
+    WorkTile work_tiles[2];  // whose keys are in shared memory, and whose come next, in turn
 };
 
 struct Arguments {
-    const u8 *q_rows, *q_columns, *k_rows;
+    const u8 *packed_q_rows, *packed_q_columns, *packed_kv;
     TokenTensor dk, dv;
-    Axes axes;  // its own blocks and its heads are those of keys
+    Axes axes;  // work tiles and `heads` are those of keys
     float scale;
 };
 
-struct Keys {
-    Document kv;
-    int kv_head, first;    // first key
-    int k_block;           // first packet of keys, counted over all heads; `first` lies at its beginning or middle
-    int halves;            // halves of packets, fewer than the warpgroups if the keys end before
-    int q_block, tiles;    // tiles of queries that see a key: the first of them, in its head; how many
-};
-
-// False: there are no keys in this block.
-__device__ __forceinline__ bool find_keys(const Axes& a, const Item& item, Keys& work) {
-    const int block = item.longer;
-    const int document = a.own.document == nullptr ? 0 : a.own.document[block];
-    const Document own = find_extent(a.own, a.n_kv, document), q = find_extent(a.q, a.n_q, document);
-    work.kv = find_extent(a.kv, a.n_kv, document);
-    work.kv_head = item.head;
-    work.first = (block - own.first_block) * ROWS * CONSUMERS;
-    work.k_block = work.kv_head * a.kv_blocks + work.kv.first_block + work.first / KEYS;
-    work.halves = min((work.kv.tokens - work.first + ROWS - 1) / ROWS, CONSUMERS);
-    const int end = (q.tokens + ROWS - 1) / ROWS, begin = IS_CAUSAL ? min(work.first / ROWS, end) : 0;
-    work.q_block = q.first_block + begin;
-    work.tiles = end - begin;
-    return work.first < work.kv.tokens;
-}
-
-// Copies the keys of one warpgroup: half of what a packet holds.
-__device__ __forceinline__ void copy_keys(const Arguments& a, const Keys& work, int warpgroup, u32 target, u32 full) {
+// Copies the 64 keys of one consumer: half of what a packed block holds.
+__device__ __forceinline__ void copy_keys(const Arguments& a, const KeyTile& work, int warpgroup, u32 target, u32 full) {
     const int half = work.first / ROWS % 2 + warpgroup;
-    const u8* packet = a.k_rows + i64(work.k_block + half / 2) * K_ROWS_BYTES;
-    copy_async(target, packet + half % 2 * Q_TILE, Q_TILE, full);
+    const u8* block = a.packed_kv + i64(work.kv_block + half / 2) * PACKED_KV_BYTES;
+    bulk_copy(target, block + half % 2 * Q_TILE, Q_TILE, full);
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {  // 64 channels of V
         constexpr int BYTES = ROWS * 128;
-        copy_async(target + V_ROWS + c * BYTES, packet + K_TILE + (2 * c + half % 2) * BYTES, BYTES, full);
+        bulk_copy(target + V_ROWS + c * BYTES, block + K_TILE + (2 * c + half % 2) * BYTES, BYTES, full);
     }
-    copy_async(target + K_SCALE, packet + 3 * K_TILE, TAIL, full);
+    bulk_copy(target + K_SCALE, block + 3 * K_TILE, TAIL, full);
 }
 
-__device__ __forceinline__ void copy_packets(const Arguments& a, Ring<STAGES> queries, Ring<1> keys, u32 shared, Item (&items)[2]) {
-    Keys work;
-    Item item;
-    for (int index = blockIdx.x; (item = item_at(a.axes, index)).head >= 0; index = take_item(a.axes)) {
-        if (!find_keys(a.axes, item, work)) continue;
+__device__ __forceinline__ void producer_loop(const Arguments& a, Ring<STAGES> queries, Ring<1> keys, u32 shared,
+                                              WorkTile (&work_tiles)[2]) {
+    KeyTile work;
+    WorkTile work_tile;
+    for (int index = blockIdx.x; (work_tile = work_tile_at(a.axes, index)).head >= 0; index = next_work_tile(a.axes)) {
+        if (!find_key_tile<CONSUMERS>(a.axes, work_tile, work)) continue;
         keys.wait_empty();
-        items[keys.parity] = item;
-        barrier_expect_bytes(keys.full, work.halves * (3 * Q_TILE + TAIL));
-        for (int w = 0; w < work.halves; ++w) copy_keys(a, work, w, shared + w * KEY_BYTES, keys.full);
+        work_tiles[keys.parity] = work_tile;
+        barrier_expect_bytes(keys.full, work.half_blocks * (3 * Q_TILE + TAIL));
+        for (int w = 0; w < work.half_blocks; ++w) copy_keys(a, work, w, shared + w * KEY_BYTES, keys.full);
         keys.advance();
         for (int h = 0; h < a.axes.group; ++h) {
             const i64 first = i64(work.kv_head * a.axes.group + h) * a.axes.q_blocks + work.q_block;
 #pragma unroll 1
-            for (i64 block = first; block < first + work.tiles; ++block) {
+            for (i64 block = first; block < first + work.q_tiles; ++block) {
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
-                barrier_expect_bytes(full, Q_ROWS_BYTES + Q_COLUMNS_BYTES);
-                copy_async(stage + Q_COLUMNS, a.q_columns + block * Q_COLUMNS_BYTES, Q_COLUMNS_BYTES, full);
-                copy_async(stage + Q_ROWS, a.q_rows + block * Q_ROWS_BYTES, Q_ROWS_BYTES, full);
+                barrier_expect_bytes(full, PACKED_Q_ROWS_BYTES + PACKED_Q_COLUMNS_BYTES);
+                bulk_copy(stage + Q_COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES,
+                          full);
+                bulk_copy(stage + Q_ROWS, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES, full);
                 queries.advance();
             }
         }
     }
     keys.wait_empty();
-    items[keys.parity] = item;  // none
+    work_tiles[keys.parity] = work_tile;  // tells the consumers that there is no other
     barrier_arrive(keys.full);
 }
 
-// P and dS of one tile in INT8, and their scales per row times those of dO and Q. P may be in 16 bit, without a scale.
+// P and dS of one tile in INT8, and their scales per row times those of dO and Q. 16-bit P has no scale.
 struct Scores {
-    u32 p[P_IS_HALF ? 16 : 8], ds[8];
+    u32 p[P_IS_16BIT ? 16 : 8], ds[8];
     float dv_factor[2], dk_factor[2];
 };
 
 template <int WORDS>
 __device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[32], const float (&inverse)[2]) {
-    if constexpr (P_IS_HALF) {
+    if constexpr (P_IS_16BIT) {
 #pragma unroll
-        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_halves(p[2 * k], p[2 * k + 1]);
+        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(p[2 * k], p[2 * k + 1]);
     } else {
         round_tile<64>(rounded, p, inverse);
     }
 }
 
 // The scores of one tile from S and dP; `scales` are those of Q and dO. FAST: every logit allows a fused multiply-add,
-// and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there. All
-// in one stretch without branches, so that all units are kept busy.
+// and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there.
+// Straight-line code, so that all units are busy.
 template <bool FAST>
 __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], const int (&dp)[32], float factor,
                                             const float2* minus_lse, float2 scales, bool is_diagonal) {
@@ -131,7 +115,7 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
     const int key = thread / 32 * 16 + lane / 4, query = lane % 4 * 2;
     const float2* minus_delta = minus_lse + ROWS / 2;
     float p[32], ds[32], ds_largest[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int p_largest[2] = {0, 0};  // bits: numbers that are not negative are ordered as their bits are, NaN at the top
+    int p_largest[2] = {0, 0};  // bits: non-negative floats are ordered as their bits, NaN at the top
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
         const float2 c = minus_lse[4 * j + lane % 4], d = minus_delta[4 * j + lane % 4];
@@ -154,7 +138,7 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
         const float ds_scale = scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])), INT8_MAX);
         scores.dk_factor[r] = ds_scale * scales.x;
         ds_inverse[r] = reciprocal(ds_scale);
-        if (P_IS_HALF) continue;
+        if (P_IS_16BIT) continue;
         const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
         scores.dv_factor[r] = p_scale * scales.y;
         p_inverse[r] = reciprocal(p_scale);
@@ -163,53 +147,53 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
     round_tile<64>(scores.ds, ds, ds_inverse);
 }
 
-// What a warpgroup adds up for its 64 keys of an item.
+// The gradients of a consumer's 64 keys.
 struct Sums {
     float dk[D / 2], dv[D / 2];
 };
 
-// dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left on its
-// way to dp. dV in 16 bit is added up by the tensor cores, in registers of its own.
+// dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left
+// unfinished in dp. 16-bit dV is accumulated by the tensor cores, in registers of its own.
 template <int WORDS>
 __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&dp)[32], const Scores& scores,
                                                 const u32 (&p)[WORDS], u32 stage) {
     const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16;
-    if constexpr (P_IS_HALF) {
-        multiply_across<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16);
+    if constexpr (P_IS_16BIT) {
+        contract_tokens_16bit<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16);
         if (CHUNKS == 2) {
-            multiply_columns<64>(s, scores.ds, q_columns);
-            multiply_columns<64>(dp, scores.ds, q_columns + 256);
-            products_wait<1>();
+            contract_tokens<64>(s, scores.ds, q_columns);
+            contract_tokens<64>(dp, scores.ds, q_columns + 256);
+            wgmma_wait<1>();
             pin(s);
             accumulate(sums.dk, s, scores.dk_factor);
         } else {
-            multiply_columns<64>(dp, scores.ds, q_columns);
+            contract_tokens<64>(dp, scores.ds, q_columns);
         }
     } else {
-        multiply_columns<64, P_UNSIGNED>(s, p, grad_columns);
+        contract_tokens<64, P_IS_UNSIGNED>(s, p, grad_columns);
         if (CHUNKS == 1) {
-            multiply_columns<64>(dp, scores.ds, q_columns);
-            products_wait<1>();
+            contract_tokens<64>(dp, scores.ds, q_columns);
+            wgmma_wait<1>();
             pin(s);
             accumulate(sums.dv, s, scores.dv_factor);
         } else {
-            multiply_columns<64, P_UNSIGNED>(dp, p, grad_columns + 256);
-            products_wait<1>();
+            contract_tokens<64, P_IS_UNSIGNED>(dp, p, grad_columns + 256);
+            wgmma_wait<1>();
             pin(s);
             accumulate(sums.dv, s, scores.dv_factor);
-            multiply_columns<64>(s, scores.ds, q_columns);
-            products_wait<1>();
+            contract_tokens<64>(s, scores.ds, q_columns);
+            wgmma_wait<1>();
             pin(dp);
             accumulate(sums.dv + 32, dp, scores.dv_factor);
-            multiply_columns<64>(dp, scores.ds, q_columns + 256);
-            products_wait<1>();
+            contract_tokens<64>(dp, scores.ds, q_columns + 256);
+            wgmma_wait<1>();
             pin(s);
             accumulate(sums.dk, s, scores.dk_factor);
         }
     }
 }
 
-// Gives `tiles` stages back that other warpgroups need.
+// Releases `tiles` stages that only other consumers need.
 __device__ __forceinline__ void skip(Ring<STAGES>& queries, int tiles) {
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i) {
@@ -219,30 +203,30 @@ __device__ __forceinline__ void skip(Ring<STAGES>& queries, int tiles) {
     }
 }
 
-// Under the causal mask a warpgroup sees nothing of the first `hidden` tiles of each head.
-__device__ __forceinline__ void meet_queries(const Arguments& a, const Keys& work, int hidden, int warpgroup, u8* shared,
-                                             Ring<STAGES>& queries, Ring<1>& keys, Sums& sums) {
+// Under the causal mask the keys of this consumer are not seen by the first `hidden` tiles of each head.
+__device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile& work, int hidden, int warpgroup,
+                                              u8* shared, Ring<STAGES>& queries, Ring<1>& keys, Sums& sums) {
     const u32 base = descriptor_base(shared_address(shared));
     const u32 k_rows = base + warpgroup * (KEY_BYTES / 16), v_rows = k_rows + V_ROWS / 16, ring = base + RING / 16;
     const float k_scale = *reinterpret_cast<const float*>(shared + warpgroup * KEY_BYTES + K_SCALE);
 
     int s[32], dp[32], tile = hidden;
-    if constexpr (P_IS_HALF) pin(sums.dv);  // zeros that came after the first product would make it wait
+    if constexpr (P_IS_16BIT) pin(sums.dv);  // zero dV before the first wgmma: later writes would serialize it
     skip(queries, hidden);
     queries.wait_full();
-    multiply_rows<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
-    multiply_halves<64, ROWS>(dp, v_rows, ring + (queries.index * STAGE_BYTES + GRAD_ROWS) / 16);
-    for (int left = a.axes.group * (work.tiles - hidden);; --left) {
-        // While the tensor cores work: what this tile needs, and the next one's place.
-        const u8* packet = shared + RING + queries.index * STAGE_BYTES;
-        const float2* minus_lse = reinterpret_cast<const float2*>(packet + STATISTICS);
-        const float2 scales = *reinterpret_cast<const float2*>(packet + SCALES);  // of Q and dO
+    contract_channels<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
+    contract_channels_16bit<64, ROWS>(dp, v_rows, ring + (queries.index * STAGE_BYTES + GRAD_ROWS) / 16);
+    for (int left = a.axes.group * (work.q_tiles - hidden);; --left) {
+        // While the tensor cores work: load what this tile needs, and wait for the next stage.
+        const u8* block = shared + RING + queries.index * STAGE_BYTES;
+        const float2* minus_lse = reinterpret_cast<const float2*>(block + STATISTICS);
+        const float2 scales = *reinterpret_cast<const float2*>(block + SCALES);  // of Q and dO
         const float factor = logit_factor(scales.x, k_scale, a.scale);
         const bool is_diagonal = IS_CAUSAL && tile == hidden, is_fast = is_fusible(factor) && !is_diagonal;
         Ring<STAGES> next = queries;
         if (left > 1) {
             next.advance();
-            if (++tile == work.tiles) {
+            if (++tile == work.q_tiles) {
                 tile = hidden;
                 skip(next, hidden);
             }
@@ -251,28 +235,28 @@ __device__ __forceinline__ void meet_queries(const Arguments& a, const Keys& wor
         const u32 next_stage = ring + next.index * (STAGE_BYTES / 16);
 
         Scores scores;
-        products_wait<0>();
+        wgmma_wait<0>();
         pin(s);
         pin(dp);
-        if (left == 1) keys.release();  // so that the next keys are here in time; what S reads below does not matter
+        if (left == 1) keys.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_fast)
             find_scores<true>(scores, s, dp, factor, minus_lse, scales, is_diagonal);
         else
             find_scores<false>(scores, s, dp, factor, minus_lse, scales, is_diagonal);
 
         multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
-        // After the last tile S is made once more, for nothing: a branch between products makes each wait.
-        multiply_rows<64>(s, k_rows, next_stage + Q_ROWS / 16);
-        products_wait<1>();
+        // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
+        contract_channels<64>(s, k_rows, next_stage + Q_ROWS / 16);
+        wgmma_wait<1>();
         pin(dp);
         accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
         if (left == 1) break;
-        multiply_halves<64, ROWS>(dp, v_rows, next_stage + GRAD_ROWS / 16);
+        contract_channels_16bit<64, ROWS>(dp, v_rows, next_stage + GRAD_ROWS / 16);
         queries.release();
         queries = next;
     }
-    products_wait<0>();
-    if constexpr (P_IS_HALF) pin(sums.dv);
+    wgmma_wait<0>();
+    if constexpr (P_IS_16BIT) pin(sums.dv);
     queries.release();
     queries.advance();
 }
@@ -291,28 +275,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
     Ring<STAGES> queries = {shared_address(barriers.full), shared_address(barriers.empty)};
     Ring<1> keys = {shared_address(barriers.keys_full), shared_address(barriers.keys_empty)};
 
-    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the same in a warp, and known to be
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == CONSUMERS) {
-        begin_copying<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) copy_packets(a, queries, keys, shared_address(shared), barriers.items);
+        begin_producer<CONSUMERS>();
+        if (threadIdx.x % 128 == 0) producer_loop(a, queries, keys, shared_address(shared), barriers.work_tiles);
         return;
     }
-    begin_computing<CONSUMERS>();
+    begin_consumer<CONSUMERS>();
     for (;;) {
         keys.wait_full();
-        const Item& item = barriers.items[keys.parity];
-        if (item.head < 0) return;
-        Keys work;
-        find_keys(a.axes, item, work);
+        const WorkTile& work_tile = barriers.work_tiles[keys.parity];
+        if (work_tile.head < 0) return;
+        KeyTile work;
+        find_key_tile<CONSUMERS>(a.axes, work_tile, work);
         Sums sums = {};
-        const int hidden = warpgroup >= work.halves ? work.tiles : IS_CAUSAL ? min(warpgroup, work.tiles) : 0;
-        if (hidden < work.tiles) {
-            meet_queries(a, work, hidden, warpgroup, shared, queries, keys, sums);
+        const int hidden = warpgroup >= work.half_blocks ? work.q_tiles : IS_CAUSAL ? min(warpgroup, work.q_tiles) : 0;
+        if (hidden < work.q_tiles) {
+            consumer_loop(a, work, hidden, warpgroup, shared, queries, keys, sums);
         } else {
             keys.release();
-            skip(queries, a.axes.group * work.tiles);
+            skip(queries, a.axes.group * work.q_tiles);
         }
-        find_keys(a.axes, item, work);  // again, not kept: registers are short
+        find_key_tile<CONSUMERS>(a.axes, work_tile, work);  // computed again: keeping it costs registers
         u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};

@@ -1,7 +1,7 @@
 """Algorithm 2 of SageBwd (arXiv 2603.02170) in two kernels: one owns keys (dK, dV), one owns queries (dQ).
 
-Each gradient has one owner that sums in a fixed order: no atomics, and two runs give the same bits. The price
-is that S and dP are computed in both kernels; what it saves is the transposition of dS, which costs more.
+Each gradient has one owner that sums in a fixed order: no atomics, and two runs give the same bits. The cost
+is that both kernels compute S and dP. It saves the transposition of dS, which costs more.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _dk_dv_kernel(
     Tiles are transposed, (keys, queries): a scale per key is then one per row.
     """
     PARTS: tl.constexpr = BLOCK_KV // OWN
-    program = tl.program_id(0)
-    kv_head = program // (kv_blocks * PARTS)
-    part = program % (kv_blocks * PARTS)
+    cta = tl.program_id(0)
+    kv_head = cta // (kv_blocks * PARTS)
+    part = cta % (kv_blocks * PARTS)
     kv_tile, row = kv_head * kv_blocks + part // PARTS, part % PARTS * OWN
     total = n_q
     document, kv_start, n_kv, _, block = device.find_document(kv_segments, n_kv, part // PARTS)
@@ -143,16 +143,15 @@ def _dq_kernel(
     q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dq, q_segments, kv_segments,
     n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale,
     IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, DP_INT8: tl.constexpr, DQ_INT8: tl.constexpr,
-    SMOOTH_Q: tl.constexpr, ADD_MEAN_K_TERM: tl.constexpr, ONLY_DELTA: tl.constexpr, WHOLE_TILE: tl.constexpr,
-    TOKEN_SCALES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, OWN: tl.constexpr,
-    D_PAD: tl.constexpr,
+    SMOOTH_Q: tl.constexpr, WHOLE_TILE: tl.constexpr, TOKEN_SCALES: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr, OWN: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """OWN queries of one head against all keys they see. ONLY_DELTA: not dQ, but δ = rowsum(P∘dP)."""
+    """OWN queries of one head against all keys they see."""
     PARTS: tl.constexpr = BLOCK_Q // OWN
-    program = tl.program_id(0)
-    head = program // (q_blocks * PARTS)
-    # Under the causal mask the last queries have most to do: begin with them.
-    part = q_blocks * PARTS - 1 - program % (q_blocks * PARTS)
+    cta = tl.program_id(0)
+    head = cta // (q_blocks * PARTS)
+    # Under the causal mask the last queries have the most work: begin with them.
+    part = q_blocks * PARTS - 1 - cta % (q_blocks * PARTS)
     q_tile, row = head * q_blocks + part // PARTS, part % PARTS * OWN
     total = n_q
     document, q_start, n_q, _, block = device.find_document(q_segments, n_q, part // PARTS)
@@ -179,12 +178,8 @@ def _dq_kernel(
     queries = first + tl.arange(0, OWN)
     rows = head.to(tl.int64) * total + q_start + queries
     row_lse = tl.load(lse + rows, mask=queries < n_q, other=float("inf"))
-    if ONLY_DELTA:
-        row_delta = tl.zeros((OWN,), tl.float32)
-    else:
-        row_delta = tl.load(delta + rows, mask=queries < n_q, other=0.0)
+    row_delta = tl.load(delta + rows, mask=queries < n_q, other=0.0)
     acc = tl.zeros((OWN, D_PAD), tl.float32)
-    row_sum = tl.zeros((OWN,), tl.float32)  # of dS, which with δ = 0 is P∘dP
 
     seen = n_kv
     whole = n_kv // BLOCK_KV
@@ -225,23 +220,15 @@ def _dq_kernel(
             if cut and TOKEN_SCALES:
                 ds = tl.where(visible, ds, 0.0)
 
-            if ADD_MEAN_K_TERM or ONLY_DELTA:
-                row_sum += tl.sum(ds, 1)
-            if not ONLY_DELTA:
-                k_columns = device.load_columns(k, kv_tile + j, DQ_INT8, BLOCK_KV, D_PAD)
-                if DQ_INT8:
-                    column_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
-                    acc += device.contract_tokens(
-                        ds, k_columns, None, column_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
-                    )
-                else:
-                    acc += device.dot(ds.to(k_columns.dtype), k_columns)
+            k_columns = device.load_columns(k, kv_tile + j, DQ_INT8, BLOCK_KV, D_PAD)
+            if DQ_INT8:
+                column_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
+                acc += device.contract_tokens(
+                    ds, k_columns, None, column_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                )
+            else:
+                acc += device.dot(ds.to(k_columns.dtype), k_columns)
 
-    if ONLY_DELTA:
-        tl.store(delta + rows, device.inf_to_nan(row_sum), mask=queries < n_q)
-        return
-    if ADD_MEAN_K_TERM:
-        acc += row_sum[:, None] * tl.load(k.mean + k_mean * D_PAD + tl.arange(0, D_PAD))[None, :]
     dq_pointer = device.head_pointer(dq, head, heads, q_start)
     device.store_tokens(dq, dq_pointer, first, n_q, d, acc * scale, OWN, D_PAD)
 
@@ -254,7 +241,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     k_mean: Tensor,
-    rest: Tensor,
+    out_residual: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
     *,
@@ -262,7 +249,7 @@ def backward(
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, as q, k, v; ``out``, ``lse``, ``k_mean`` and ``rest`` come from the forward."""
+    """Return dq, dk, dv, as q, k, v, from what :func:`sagebwd.kernels.triton.forward.forward` returned."""
     token_scales = config.operand_scales == "token"
     int8 = {name: config.is_int8(name) for name in ("s_bwd", "dv", "dp", "dq", "dk")}
     q_operand, k_operand = quantize_q_and_k(
@@ -272,7 +259,7 @@ def backward(
     )  # fmt: skip
     v_operand = quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_OPERAND
     grad_operand, delta = quantize_grad(
-        grad_out, out, q_axis, rest=rest if config.compensate_o else None,
+        grad_out, out, q_axis, out_residual=out_residual if config.compensate_o else None,
         rows=int8["dp"], columns=int8["dv"], sums=config.is_unsigned("dv"), token_scales=token_scales,
     )  # fmt: skip
     # Tokens that belong to no document are not visited.
@@ -282,7 +269,7 @@ def backward(
         q_operand, k_operand, v_operand, grad_operand,
         TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(grad_out), lse, delta,
     )  # fmt: skip
-    group, heads = q.shape[1] // k.shape[1], q.shape[0] * q.shape[1]
+    group = q.shape[1] // k.shape[1]
     sizes = (q_axis.n, kv_axis.n, q.shape[3])
     blocks = (q_axis.blocks, kv_axis.blocks, kv_axis.documents, scale)
     shared = {
@@ -297,23 +284,16 @@ def backward(
         "D_PAD": padded_head_dim(q.shape[3]),
     }
 
-    own, options = launch_options("dq", q, config)
-
-    def pass_over_keys(*, only_delta: bool) -> None:
-        _dq_kernel[(heads * q_axis.blocks * (q_axis.block // own),)](
-            *tensors, TokenTensor.of(dq), q_axis.segments, kv_axis.segments,
-            *sizes, q.shape[1], group, *blocks,
-            DQ_INT8=int8["dq"], ADD_MEAN_K_TERM=config.add_mean_k_term, ONLY_DELTA=only_delta, OWN=own,
-            **shared, **options,
-        )  # fmt: skip
-
-    if config.exact_delta:
-        pass_over_keys(only_delta=True)
-    own_keys, key_options = launch_options("dk_dv", q, config)
-    _dk_dv_kernel[(k.shape[0] * k.shape[1] * kv_axis.blocks * (kv_axis.block // own_keys),)](
+    own, options = launch_options("dk_dv", q, config)
+    _dk_dv_kernel[(k.shape[0] * k.shape[1] * kv_axis.blocks * (kv_axis.block // own),)](
         *tensors, TokenTensor.of(dk), TokenTensor.of(dv), q_axis.segments, kv_axis.segments,
         *sizes, k.shape[1], group, *blocks,
-        DV_INT8=int8["dv"], DK_INT8=int8["dk"], OWN=own_keys, **shared, **key_options,
+        DV_INT8=int8["dv"], DK_INT8=int8["dk"], OWN=own, **shared, **options,
     )  # fmt: skip
-    pass_over_keys(only_delta=False)
+    own, options = launch_options("dq", q, config)
+    _dq_kernel[(q.shape[0] * q.shape[1] * q_axis.blocks * (q_axis.block // own),)](
+        *tensors, TokenTensor.of(dq), q_axis.segments, kv_axis.segments,
+        *sizes, q.shape[1], group, *blocks,
+        DQ_INT8=int8["dq"], OWN=own, **shared, **options,
+    )  # fmt: skip
     return dq, dk, dv

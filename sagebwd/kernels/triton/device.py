@@ -1,4 +1,4 @@
-"""Device functions that the kernels share: products, INT8 rounding, scales, tiles and where they lie."""
+"""Device functions that the kernels share: products, INT8 rounding, scales, tiles and their positions."""
 
 import triton
 import triton.language as tl
@@ -57,7 +57,7 @@ def _nan_maximum(a, b):
 def nan_max(x, axis: tl.constexpr):
     """Maximum along ``axis``, NaN if any element is."""
     if INTERPRETED:
-        # A combination of one's own takes the interpreter seconds; its own maximum passes over NaN.
+        # A user-defined combination takes the interpreter seconds; its built-in maximum ignores NaN.
         return tl.max(x, axis) + tl.sum(x * 0.0, axis)
     else:
         return tl.reduce(x, axis, _nan_maximum)
@@ -65,7 +65,7 @@ def nan_max(x, axis: tl.constexpr):
 
 @triton.jit
 def scale_of(largest, UNSIGNED: tl.constexpr = False):
-    """The INT8 scale for numbers up to ``largest`` in magnitude: zero if subnormal, NaN if not finite."""
+    """The INT8 scale for values up to ``largest`` in magnitude: zero if subnormal, NaN if not finite."""
     scale = largest / (UINT8_MAX if UNSIGNED else INT8_MAX)
     scale = tl.where(scale < SMALLEST_NORMAL, 0.0, scale)
     return tl.where(scale == float("inf"), float("nan"), scale)
@@ -73,13 +73,13 @@ def scale_of(largest, UNSIGNED: tl.constexpr = False):
 
 @triton.jit
 def inverse(scale):
-    """1 / scale, and zero where there is none."""
+    """1 / scale, and zero where the scale is not positive."""
     return 1.0 / tl.where(scale > 0, scale, float("inf"))
 
 
 @triton.jit
 def round_to_int8(x, UNSIGNED: tl.constexpr = False):
-    """The nearest integer to |x| ≤ 127; with UNSIGNED that to 0 ≤ x ≤ 255, less 128, for :func:`dot_columns`.
+    """The nearest integer to |x| ≤ 127; with UNSIGNED to 0 ≤ x ≤ 255, minus 128, for :func:`dot_columns`.
 
     NaN gives any integer, its scale must be NaN.
     """
@@ -89,10 +89,10 @@ def round_to_int8(x, UNSIGNED: tl.constexpr = False):
 
 @triton.jit
 def quantize(x, scale):
-    """The nearest integers to x / scale, |x| ≤ 127 scale; scale (rows, 1) or a number, zero and NaN included.
+    """The nearest integers to x / scale, |x| ≤ 127 scale; scale (rows, 1) or a scalar, zero and NaN included.
 
-    A division per number costs more than all else here. The quotient by a reciprocal, corrected once by its
-    remainder, is the same number: of 8 · 10⁷ next to ties between two steps none differed.
+    A division per element costs more than everything else here. The quotient by a reciprocal, corrected once
+    by its remainder, is the same value: of 8 · 10⁷ quotients next to ties between two steps none differed.
     """
     if INTERPRETED:  # its fused multiply-add rounds twice
         divisor = tl.where(scale > 0, scale, float("inf"))
@@ -109,7 +109,7 @@ def quantize(x, scale):
 def quantize_rows(x, WHOLE_TILE: tl.constexpr, UNSIGNED: tl.constexpr):
     """Return INT8 values of the tile x and their scales (rows, 1), or with WHOLE_TILE one scale.
 
-    With UNSIGNED no x is negative, and values are less 128; see :func:`round_to_int8`.
+    With UNSIGNED no x is negative, and values are stored minus 128; see :func:`round_to_int8`.
     """
     largest = nan_max(tl.abs(x), 1)
     if WHOLE_TILE:
@@ -121,10 +121,10 @@ def quantize_rows(x, WHOLE_TILE: tl.constexpr, UNSIGNED: tl.constexpr):
 
 @triton.jit
 def position(token):
-    """Where a token lies in ``columns``: of each 16, position 4 q + 2 h + e takes token 8 h + 2 q + e.
+    """The position of a token in ``columns``: of each 16, position 4 q + 2 h + e takes token 8 h + 2 q + e.
 
     That is the order in which thread q of four holds a row of an accumulator, which so becomes an operand
-    where it is, without a detour through shared memory.
+    in place, without going through shared memory.
     """
     return token // 16 * 16 + token // 2 % 4 * 4 + token // 8 % 2 * 2 + token % 2
 
@@ -142,8 +142,8 @@ def in_positions(x):
 def dot_columns(values, columns, sums):
     """values @ columns as fp32, exact: values (rows, BLOCK) and columns (BLOCK, D_PAD) INT8.
 
-    tl.dot multiplies signed numbers only. So values 0 … 255 come less 128, and the product begins with what
-    that leaves out: 128 times the ``sums`` (D_PAD,) of columns, of :func:`load_sums`. None for signed values.
+    tl.dot multiplies signed values only. So values 0 … 255 are passed minus 128, and the product starts with
+    the difference: 128 times the ``sums`` (D_PAD,) of columns, from :func:`load_sums`. None: signed values.
     """
     product = dot(in_positions(values), columns)
     if sums is not None:
@@ -172,7 +172,7 @@ def contract_tokens(x, columns, sums, scale, visible, WHOLE_TILE: tl.constexpr, 
 
 @triton.jit
 def inf_to_nan(x):
-    """An infinite sum says that an input was not finite: never pass it on as a plausible number."""
+    """An infinite sum means that an input was not finite: never pass it on as a plausible result."""
     return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
 
 
@@ -287,7 +287,7 @@ def load_scale(operand, tile, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, TOKE
 
 @triton.jit
 def outer(a, b, TOKEN_SCALES: tl.constexpr):
-    """The product of two scales: of two numbers, or (rows, columns) of those of rows and columns."""
+    """The product of two scales: of two scalars, or (rows, columns) of one per row and one per column."""
     if TOKEN_SCALES:
         return a[:, None] * b[None, :]
     else:
@@ -298,7 +298,7 @@ def outer(a, b, TOKEN_SCALES: tl.constexpr):
 def mean_logits(
     q, q_tile, k, k_mean, k_tokens, k_pointer, first, n_kv, d, SIZE: tl.constexpr, D_PAD: tl.constexpr
 ):
-    """What Q-smoothing took from S: μ_Q of one block of Q times ``SIZE`` smoothed keys, (SIZE,) fp32."""
+    """The part of S that Q-smoothing removed: μ_Q of one block of Q times smoothed keys, (SIZE,) fp32."""
     channels = tl.arange(0, D_PAD)
     q_mean = tl.load(q.mean + q_tile.to(tl.int64) * D_PAD + channels)
     keys = load_tokens(k_tokens, k_pointer, first, n_kv, d, SIZE, D_PAD).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Algorithm 1 of SageBwd (arXiv 2603.02170): out and the logsumexp, a tile of queries per program."""
+"""Algorithm 1 of SageBwd (arXiv 2603.02170): out and the logsumexp, a tile of queries per CTA."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sagebwd.kernels.triton.quantize import quantize, quantize_q_and_k, token_me
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
-    q, k, v, k_tokens, v_tokens, out, rest, lse, q_segments, kv_segments,
+    q, k, v, k_tokens, v_tokens, out, out_residual, lse, q_segments, kv_segments,
     n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale,
     IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, O_INT8: tl.constexpr, SMOOTH_Q: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, COMPENSATE_O: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
@@ -26,10 +26,10 @@ def _forward_kernel(
     PARTS: tl.constexpr = BLOCK_Q // OWN
     UNSIGNED_P: tl.constexpr = v.sums is not None
     P_MAX: tl.constexpr = device.UINT8_MAX if UNSIGNED_P else device.INT8_MAX
-    program = tl.program_id(0)
-    head = program // (q_blocks * PARTS)
-    # Under the causal mask the last queries have most to do: begin with them.
-    part = q_blocks * PARTS - 1 - program % (q_blocks * PARTS)
+    cta = tl.program_id(0)
+    head = cta // (q_blocks * PARTS)
+    # Under the causal mask the last queries have the most work: begin with them.
+    part = q_blocks * PARTS - 1 - cta % (q_blocks * PARTS)
     q_tile, row = head * q_blocks + part // PARTS, part % PARTS * OWN
     total = n_q
     document, q_start, n_q, _, block = device.find_document(q_segments, n_q, part // PARTS)
@@ -52,7 +52,7 @@ def _forward_kernel(
     l_rounded = tl.zeros((OWN,), tl.float32)
     m = tl.full((OWN,), float("-inf"), tl.float32)
 
-    # Tiles that every query of this program sees whole, then those that the mask or the end cuts.
+    # Tiles that every query of this CTA sees whole, then those that the mask or the end cuts.
     seen = n_kv
     whole = n_kv // BLOCK_KV
     if IS_CAUSAL:
@@ -124,9 +124,9 @@ def _forward_kernel(
     out_pointer = device.head_pointer(out, head, heads, q_start)
     device.store_tokens(out, out_pointer, first, n_q, d, result, OWN, D_PAD)
     if COMPENSATE_O:
-        rest_pointer = device.head_pointer(rest, head, heads, q_start)
-        kept = result - result.to(out.data.dtype.element_ty).to(tl.float32)
-        device.store_tokens(rest, rest_pointer, first, n_q, d, kept, OWN, D_PAD)
+        residual_pointer = device.head_pointer(out_residual, head, heads, q_start)
+        residual = result - result.to(out.data.dtype.element_ty).to(tl.float32)
+        device.store_tokens(out_residual, residual_pointer, first, n_q, d, residual, OWN, D_PAD)
 
 
 def forward(
@@ -140,11 +140,7 @@ def forward(
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, as q; the logsumexp to base 2 of the logits with the smoothed K; the mean of K; the rest.
-
-    The second and third are (B · H, N_q) and (B · H_kv · documents, D_PAD) fp32, the latter without columns
-    if K is not smoothed; the last, what rounding took from out, is as out, or empty without ``compensate_o``.
-    """
+    """Return out, lse, k_mean and out_residual of a :class:`~sagebwd.kernels.layout.ForwardResult`."""
     token_scales = config.operand_scales == "token"
     if config.smooth_k:
         k_mean = token_mean(k, kv_axis)
@@ -155,27 +151,27 @@ def forward(
     q_operand, k_operand = quantize_q_and_k(q, k, k_mean, q_axis, kv_axis, config, forms, forms)
     v_operand = _quantize_v(v, kv_axis, config) if o_int8 else NO_OPERAND
     out = torch.empty_like(q)
-    rest = torch.empty_like(q) if config.compensate_o else q.new_empty(0)
+    out_residual = torch.empty_like(q) if config.compensate_o else q.new_empty(0)
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:  # tokens that belong to no document are not visited
         out.zero_()
-        rest.zero_()
+        out_residual.zero_()
         lse.fill_(float("-inf"))
     own, options = launch_options("forward", q, config)
     _forward_kernel[(q.shape[0] * q.shape[1] * q_axis.blocks * (q_axis.block // own),)](
         q_operand, k_operand, v_operand, TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(out),
-        TokenTensor.of(rest if config.compensate_o else out), lse, q_axis.segments, kv_axis.segments,
+        TokenTensor.of(out_residual if config.compensate_o else out), lse, q_axis.segments, kv_axis.segments,
         q_axis.n, kv_axis.n, q.shape[3], q.shape[1], q.shape[1] // k.shape[1],
         q_axis.blocks, kv_axis.blocks, q_axis.documents, scale,
         IS_CAUSAL=is_causal, S_INT8=s_int8, O_INT8=o_int8, SMOOTH_Q=config.smooth_q,
         TOKEN_SCALES=token_scales, COMPENSATE_O=config.compensate_o, BLOCK_Q=q_axis.block,
         BLOCK_KV=kv_axis.block, OWN=own, D_PAD=padded_head_dim(q.shape[3]), **options,
     )  # fmt: skip
-    return out, lse, k_mean, rest
+    return out, lse, k_mean, out_residual
 
 
 def _quantize_v(v: Tensor, axis: Axis, config: SageConfig) -> Operand:
-    """V for an INT8 O, less its mean if ``config`` smooths it, with its sums if P is unsigned."""
+    """V for an INT8 O, minus its mean if ``config`` smooths it, with its sums if P is unsigned."""
     mean = token_mean(v, axis) if config.smooth_v else None
     subtract, token_scales = "given" if config.smooth_v else "", config.operand_scales == "token"
     sums = config.is_unsigned("o")

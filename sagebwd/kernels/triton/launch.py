@@ -1,7 +1,7 @@
-"""How the attention kernels are launched: tokens that a program owns, warps and pipeline stages.
+"""How the attention kernels are launched: tokens that a CTA owns, warps and pipeline stages.
 
 A table, not a search, so that two machines never differ by chance. The blocks that share a scale come from
-the config; what stands here changes no number.
+the config; nothing here changes results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sagebwd.kernels.layout import padded_head_dim
 
 
 class Launch(NamedTuple):
-    """own: tokens that one program owns, at most a block of them."""
+    """own: tokens that one CTA owns, at most a block of them."""
 
     own: int
     warps: int
@@ -30,7 +30,7 @@ HOPPER = {
     "dk_dv": {32: Launch(64, 4, 3), 64: Launch(64, 4, 3), 128: Launch(64, 4, 2), 256: Launch(32, 8, 2)},
     "dq": {32: Launch(64, 4, 3), 64: Launch(64, 4, 3), 128: Launch(64, 4, 3), 256: Launch(32, 8, 2)},
 }
-PORTABLE = {
+OTHERS = {
     "forward": {32: Launch(64, 4, 2), 64: Launch(64, 4, 2), 128: Launch(64, 4, 2), 256: Launch(64, 8, 2)},
     "dk_dv": {32: Launch(64, 4, 2), 64: Launch(64, 4, 2), 128: Launch(64, 8, 2), 256: Launch(32, 8, 1)},
     "dq": {32: Launch(64, 4, 2), 64: Launch(64, 4, 2), 128: Launch(64, 8, 2), 256: Launch(32, 8, 2)},
@@ -38,14 +38,14 @@ PORTABLE = {
 
 
 def launch_options(kernel: str, q: Tensor, config: SageConfig) -> tuple[int, dict[str, int]]:
-    """The tokens that a program of ``kernel`` owns, and Triton's options.
+    """The tokens that a CTA of ``kernel`` owns, and Triton's options.
 
     Args:
         kernel: ``"forward"`` or ``"dq"``, which own queries, or ``"dk_dv"``, which owns keys.
     """
     block_q, block_kv = config.tile(q.shape[-1])
     own_block, other_block = (block_kv, block_q) if kernel == "dk_dv" else (block_q, block_kv)
-    table = HOPPER if compute_capability(q) == 90 else PORTABLE
+    table = HOPPER if compute_capability(q) == 90 else OTHERS
     own, warps, stages = table[kernel][padded_head_dim(q.shape[-1])]
     if config.granularity == "block" and own < own_block and kernel != "forward":
         own, warps, stages = own_block, 8, 1  # a scale belongs to the whole tile

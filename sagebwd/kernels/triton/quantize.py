@@ -50,8 +50,8 @@ def _quantize_kernel(
     """One block of one head. SUBTRACT: "" for nothing, "given" for the mean of the document, "own" for that
     of the block, which is stored.
     """
-    program = tl.program_id(0)
-    head, block = program // blocks, program % blocks
+    cta = tl.program_id(0)
+    head, block = cta // blocks, cta % blocks
     document, start, n, _, block = device.find_document(segments, n, block)
     first = block * BLOCK
     if first >= n:
@@ -65,19 +65,19 @@ def _quantize_kernel(
         tile = tl.where(exists, tile - mean[None, :], 0.0)
     elif SUBTRACT == "own":
         mean = tl.sum(tile, 0) / tl.minimum(n - first, BLOCK).to(tl.float32)
-        tl.store(operand.mean + program.to(tl.int64) * D_PAD + channels, mean)
+        tl.store(operand.mean + cta.to(tl.int64) * D_PAD + channels, mean)
         tile = tl.where(exists, tile - mean[None, :], 0.0)
-    _store_operand(operand, tile, program, TOKEN_SCALES, BLOCK, D_PAD)
+    _store_operand(operand, tile, cta, TOKEN_SCALES, BLOCK, D_PAD)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _quantize_grad_kernel(
-    grad_out, out, rest, operand, delta, segments, n, d, heads, blocks,
-    TOKEN_SCALES: tl.constexpr, HAS_REST: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
+    grad_out, out, out_residual, operand, delta, segments, n, d, heads, blocks,
+    TOKEN_SCALES: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
     """One block of one head of dO, and its δ (heads, N)."""
-    program = tl.program_id(0)
-    head, block = program // blocks, program % blocks
+    cta = tl.program_id(0)
+    head, block = cta // blocks, cta % blocks
     total = n
     _, start, n, _, block = device.find_document(segments, n, block)
     first = block * BLOCK
@@ -89,28 +89,28 @@ def _quantize_grad_kernel(
     out_tile = device.load_tokens(
         out, device.head_pointer(out, head, heads, start), first, n, d, BLOCK, D_PAD
     ).to(tl.float32)
-    if HAS_REST:
+    if HAS_RESIDUAL:
         out_tile += device.load_tokens(
-            rest, device.head_pointer(rest, head, heads, start), first, n, d, BLOCK, D_PAD
+            out_residual, device.head_pointer(out_residual, head, heads, start), first, n, d, BLOCK, D_PAD
         ).to(tl.float32)
     tokens = first + tl.arange(0, BLOCK)
     value = device.inf_to_nan(tl.sum(grad_tile * out_tile, 1))
     tl.store(delta + head.to(tl.int64) * total + start + tokens, value, mask=tokens < n)
-    _store_operand(operand, grad_tile, program, TOKEN_SCALES, BLOCK, D_PAD)
+    _store_operand(operand, grad_tile, cta, TOKEN_SCALES, BLOCK, D_PAD)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _block_sum_kernel(x, sums, segments, n, d, heads, blocks, BLOCK: tl.constexpr, D_PAD: tl.constexpr):
     """Sum over the tokens of one block of one head; sums is (heads · blocks, D_PAD)."""
-    program = tl.program_id(0)
-    head, block = program // blocks, program % blocks
+    cta = tl.program_id(0)
+    head, block = cta // blocks, cta % blocks
     _, start, n, _, block = device.find_document(segments, n, block)
     first = block * BLOCK
     if first >= n:
         return
     pointer = device.head_pointer(x, head, heads, start)
     tile = device.load_tokens(x, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
-    tl.store(sums + program.to(tl.int64) * D_PAD + tl.arange(0, D_PAD), tl.sum(tile, 0))
+    tl.store(sums + cta.to(tl.int64) * D_PAD + tl.arange(0, D_PAD), tl.sum(tile, 0))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -118,8 +118,8 @@ def _mean_kernel(
     sums, mean, segments, n, blocks, documents, BLOCK: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Token mean of one document of one head; sums in a fixed order, so that it never varies."""
-    program = tl.program_id(0)
-    head, document = program // documents, program % documents
+    cta = tl.program_id(0)
+    head, document = cta // documents, cta % documents
     _, n, first_block = device.extent(segments, n, document)
     channels = tl.arange(0, D_PAD)
     pointer = sums + (head * blocks + first_block).to(tl.int64) * D_PAD + channels[None, :]
@@ -129,7 +129,7 @@ def _mean_kernel(
         block = chunk + tl.arange(0, CHUNK)[:, None]
         total += tl.load(pointer + block.to(tl.int64) * D_PAD, mask=block < own_blocks, other=0.0)
     value = tl.sum(total, 0) / tl.maximum(n, 1).to(tl.float32)
-    tl.store(mean + program.to(tl.int64) * D_PAD + channels, value)
+    tl.store(mean + cta.to(tl.int64) * D_PAD + channels, value)
 
 
 def token_mean(x: Tensor, axis: Axis) -> Tensor:
@@ -204,19 +204,20 @@ def quantize_grad(
     out: Tensor,
     axis: Axis,
     *,
-    rest: Tensor | None = None,
+    out_residual: Tensor | None = None,
     rows: bool,
     columns: bool,
     sums: bool = False,
     token_scales: bool,
 ) -> tuple[Operand, Tensor]:
-    """dO as products take it, and δ (B · H, N_q) fp32, from ``out`` and what rounding took from it."""
+    """dO as products take it, and δ (B · H, N_q) fp32, from ``out`` and its residual."""
+    residual = out if out_residual is None else out_residual  # one that nothing reads
     operand = _allocate(grad_out, axis, rows, columns, False, sums, token_scales)
     delta = grad_out.new_empty((grad_out.shape[0] * grad_out.shape[1], axis.n), dtype=torch.float32)
     _quantize_grad_kernel[(operand_tiles(grad_out, axis),)](
-        TokenTensor.of(grad_out), TokenTensor.of(out), TokenTensor.of(out if rest is None else rest),
+        TokenTensor.of(grad_out), TokenTensor.of(out), TokenTensor.of(residual),
         operand, delta, axis.segments, axis.n, out.shape[3], out.shape[1], axis.blocks,
-        TOKEN_SCALES=token_scales, HAS_REST=rest is not None, BLOCK=axis.block,
+        TOKEN_SCALES=token_scales, HAS_RESIDUAL=out_residual is not None, BLOCK=axis.block,
         D_PAD=padded_head_dim(out.shape[3]),
         num_warps=_warps(out, axis),
     )  # fmt: skip
@@ -244,5 +245,5 @@ def _allocate(
 
 
 def _warps(x: Tensor, axis: Axis) -> int:
-    """Warps for one block: 32 numbers a thread and more would spill."""
+    """Warps for one block: 32 elements per thread; more would spill."""
     return 8 if axis.block * padded_head_dim(x.shape[3]) >= 128 * 64 else 4

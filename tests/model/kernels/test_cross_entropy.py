@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.kernels import cross_entropy as kernels
-from model.loss import LEFT_OUT, linear_cross_entropy
+from model.loss import IGNORE_INDEX, linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARE = 0.125
@@ -17,19 +17,19 @@ def inputs(tokens: int, words: int, dtype=torch.float32, scale=3.0) -> tuple[Ten
     torch.manual_seed(0)
     logits = (scale * torch.randn(tokens, words)).to(dtype)
     targets = torch.randint(words, (tokens,))
-    targets[0], targets[-1], targets[tokens // 2] = 0, words - 1, LEFT_OUT
+    targets[0], targets[-1], targets[tokens // 2] = 0, words - 1, IGNORE_INDEX
     return logits.to(DEVICE), targets.to(DEVICE)
 
 
 def exact(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Losses, and SHARE times their gradients, in float64."""
     leaf = logits.double().requires_grad_()
-    losses = F.cross_entropy(leaf, targets, reduction="none", ignore_index=LEFT_OUT)
+    losses = F.cross_entropy(leaf, targets, reduction="none", ignore_index=IGNORE_INDEX)
     return losses.detach(), torch.autograd.grad(SHARE * losses.sum(), leaf)[0]
 
 
 def by_kernel(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.cross_entropy(logits, targets, torch.tensor(SHARE, device=logits.device), LEFT_OUT)
+    return kernels.cross_entropy(logits, targets, torch.tensor(SHARE, device=logits.device), IGNORE_INDEX)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_strides_do_not_matter():
 def test_it_is_a_well_behaved_operator():
     logits, targets = inputs(5, 40)
     torch.library.opcheck(
-        kernels.cross_entropy, (logits, targets, torch.tensor(SHARE, device=DEVICE), LEFT_OUT)
+        kernels.cross_entropy, (logits, targets, torch.tensor(SHARE, device=DEVICE), IGNORE_INDEX)
     )
 
 
@@ -119,7 +119,7 @@ def test_the_loss_and_its_gradients_are_the_same_with_and_without(device, compil
     torch.manual_seed(0)
     x, weight = torch.randn(300, 64, device=device), torch.randn(1000, 64, device=device)
     targets = torch.randint(1000, (300,), device=device)
-    targets[7] = LEFT_OUT
+    targets[7] = IGNORE_INDEX
     leaves = x.requires_grad_(), weight.requires_grad_()
     backend = "inductor" if device == "cuda" else "aot_eager"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.backends import AttentionSettings, load
+from model import backends
 from model.config import LlamaConfig
 from model.kernels import norm_and_rotate as kernels
 from model.llama import Llama, rotary_tables, rotate
@@ -40,7 +40,7 @@ def by_kernel(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, grad_out: Tenso
 )
 @pytest.mark.parametrize("shape", [(2, 37, 3, 16), (1, 1, 1, 2), (3, 50, 5, 64)])
 def test_it_is_its_formula_with_gradients(device, shape, monkeypatch):
-    monkeypatch.setattr(kernels, "PROGRAMS", 3)  # fewer than there are blocks of rows
+    monkeypatch.setattr(kernels, "BACKWARD_BLOCKS", 3)  # fewer than there are blocks of rows
     given = inputs(shape, torch.float32)
     for found, expected in zip(by_kernel(*given), exact(*given), strict=True):
         torch.testing.assert_close(found.double(), expected, atol=3e-5, rtol=1e-5)
@@ -88,12 +88,13 @@ def test_a_model_computes_the_same_with_and_without(compiled, monkeypatch):
     config = LlamaConfig(
         vocab_size=64, d_model=64, n_layers=2, n_heads=2, d_head=32, d_ffn=96, max_context=130
     )
-    settings = AttentionSettings(backend="fpa", sdpa="math")
-    attend = (
-        load(settings)
-        .build(settings, device=torch.device("cuda"), dtype=torch.float32, d_head=32, is_gqa=False)
-        .attend
-    )
+    attend = backends.build(
+        {"backend": "fpa", "sdpa": "math"},
+        device=torch.device("cuda"),
+        dtype=torch.float32,
+        d_head=32,
+        is_gqa=False,
+    ).attend
     torch.manual_seed(0)
     llama = Llama(config, attend).cuda()
     tokens = torch.randint(64, (2, 130), device="cuda")

@@ -611,8 +611,8 @@ BLOOM = transformers.BloomConfig, {"vocab_size": 97, "hidden_size": 32, "n_layer
     [
         (SINKS, "attention sinks"),
         (SOFTCAP, "soft-capping"),
-        (T5, "(position bias|of its own)"),
-        (BLOOM, "of its own"),
+        (T5, "(position bias|computes attention itself)"),
+        (BLOOM, "computes attention itself"),
     ],
     ids=["sinks", "softcap", "position-bias", "own-attention"],
 )
@@ -696,7 +696,7 @@ def test_an_argument_passes_unless_the_models_own_attention_reads_it(draw, monke
         pass
 
     monkeypatch.setattr(llama, "eager_attention_forward", eager)
-    with pytest.raises(NotImplementedError, match="takes temperature, which sagebwd does not know"):
+    with pytest.raises(NotImplementedError, match="takes temperature, which sagebwd does not support"):
         call(q, k, v, module=Layer(make("llama").config, 0), temperature=2.0)
 
 

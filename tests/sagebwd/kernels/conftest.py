@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd import SageConfig, reference
+from sagebwd import SageConfig, sage_attention
 from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels import sage_attention
 
 HAS_GPU = torch.cuda.is_available()
 GPU_ONLY = pytest.mark.gpu
@@ -64,8 +63,14 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def attend() -> Callable[..., dict[str, Tensor]]:
-    """Return {out, dq, dk, dv} of the kernels, or of another implementation of the same signature."""
+def kernel_set() -> str | None:
+    """The kernel set that these tests are about."""
+    return "triton"
+
+
+@pytest.fixture
+def attend(kernel_set) -> Callable[..., dict[str, Tensor]]:
+    """Return {out, dq, dk, dv} of ``kernel_set``, or of the set that is asked for."""
 
     def attend(
         q: Tensor,
@@ -74,11 +79,11 @@ def attend() -> Callable[..., dict[str, Tensor]]:
         grad_out: Tensor,
         *,
         config: SageConfig = DEFAULT_CONFIG,
-        implementation: Callable[..., Tensor] = sage_attention,
         **settings: object,
     ) -> dict[str, Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = implementation(*leaves, enable_gqa=True, config=config, **settings)
+        settings = {"kernels": kernel_set, **settings}
+        out = sage_attention(*leaves, enable_gqa=True, config=config, **settings)
         gradients = torch.autograd.grad(out, leaves, grad_out)
         return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
 
@@ -90,7 +95,7 @@ def attend_reference(attend) -> Callable[..., dict[str, Tensor]]:
     """The same by the reference."""
 
     def attend_reference(*inputs: Tensor, **settings: object) -> dict[str, Tensor]:
-        return attend(*inputs, implementation=reference.sage_attention, **settings)
+        return attend(*inputs, kernels="reference", **settings)
 
     return attend_reference
 

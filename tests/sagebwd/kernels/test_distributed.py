@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sagebwd.kernels import sage_attention
+from sagebwd import sage_attention
 
 RANKS = 2
 HEADS, HEAD_DIM = 2, 32
@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (y.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        out = sage_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), is_causal=True)
+        out = sage_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), is_causal=True, kernels="triton")
         return self.out(out.to(x.dtype).transpose(1, 2).flatten(2))
 
 

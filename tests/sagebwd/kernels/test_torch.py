@@ -10,9 +10,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import sagebwd
-from sagebwd import SageConfig
-from sagebwd.kernels import ops, sage_attention
+from sagebwd import SageConfig, sage_attention
+from sagebwd.config import DEFAULT_CONFIG, encode
+from sagebwd.kernels.triton import attention as triton_attention
 from tests.cli import ROOT
 
 pytestmark = pytest.mark.filterwarnings(
@@ -27,6 +27,9 @@ NAMES = ("out", "dq", "dk", "dv")
 
 #: Documents of 30, 0 and 35 tokens, and 5 tokens of none.
 BOUNDARIES = (0, 30, 30, 65)
+
+#: The kernel set under test. Tests of another one set it to theirs.
+KERNELS = "triton"
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
 
@@ -64,7 +67,7 @@ def compiled():
 
 
 def causal(q, k, v):
-    return sage_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return sage_attention(q, k, v, is_causal=True, enable_gqa=True, kernels=KERNELS)
 
 
 def operator(q, k, v):
@@ -72,22 +75,29 @@ def operator(q, k, v):
     return forward_op(q, k, v)[0]
 
 
-def forward_op(q, k, v, cu_seqlens=None, is_causal=True, config=sagebwd.config.DEFAULT_CONFIG):
+def forward_op(q, k, v, cu_seqlens=None, is_causal=True, config=DEFAULT_CONFIG):
     scale = q.shape[-1] ** -0.5
-    return torch.ops.sagebwd.forward(q, k, v, cu_seqlens, None, is_causal, scale, ops.encode(config))
+    return torch.ops.sagebwd.forward(q, k, v, cu_seqlens, None, is_causal, scale, encode(config), KERNELS)
 
 
 def maybe_packed(boundaries, packed):
     cu_seqlens = boundaries if packed else None
     return lambda q, k, v: sage_attention(
-        q, k, v, is_causal=True, enable_gqa=True, cu_seqlens=cu_seqlens, config=SageConfig(smooth_q=packed)
+        q,
+        k,
+        v,
+        is_causal=True,
+        enable_gqa=True,
+        cu_seqlens=cu_seqlens,
+        config=SageConfig(smooth_q=packed),
+        kernels=KERNELS,
     )
 
 
-def gradients(function, q, k, v, grad_out, *rest):
+def gradients(function, q, k, v, grad_out, *others):
     """[out, dq, dk, dv]."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves, *rest)
+    out = function(*leaves, *others)
     assert out.requires_grad
     out.backward(grad_out)  # a reentrant checkpoint knows no torch.autograd.grad
     return [out.detach(), *(x.grad for x in leaves)]
@@ -124,7 +134,7 @@ def every_other(x):
 def test_operators_keep_their_promises(sample, boundaries, lay, packed, config):
     """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
     q, k, v, grad_out = map(lay, sample(40 if not packed else 70))
-    settings = (boundaries if packed else None, None, True, SCALE, ops.encode(config))
+    settings = (boundaries if packed else None, None, True, SCALE, encode(config), KERNELS)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings)
@@ -133,12 +143,12 @@ def test_operators_keep_their_promises(sample, boundaries, lay, packed, config):
     )
 
 
-def test_the_backward_refuses_to_do_without_k_and_v_where_nothing_was_kept(sample):
+def test_the_backward_refuses_to_do_without_k_and_v_where_nothing_was_packed(sample):
     q, k, v, grad_out = sample(40)
     saved = forward_op(q, k, v)
-    settings = (None, None, True, SCALE, ops.encode(SageConfig()))
+    settings = (None, None, True, SCALE, encode(SageConfig()), KERNELS)
     for k_or_none, v_or_none in ((None, None), (k, None), (None, v)):
-        with pytest.raises(ValueError, match="hand over k and v"):
+        with pytest.raises(ValueError, match="pass k and v"):
             torch.ops.sagebwd.backward(grad_out, q, k_or_none, v_or_none, *k.shape[1:3], *saved, *settings)
 
 
@@ -164,7 +174,7 @@ def test_tokens_may_lie_far_apart():
     """So far that offsets in one tile take 64 bits. A wrong one ends the process, hence one of its own."""
     code = """
 import torch
-from sagebwd.kernels import sage_attention
+from sagebwd import sage_attention
 tokens, stride = 130, 2**24 + 2**20
 memory = torch.empty(4, tokens * stride, dtype=torch.float16)  # the system gives it when it is touched
 far = memory.as_strided((4, 1, 1, tokens, 32), (tokens * stride, 1, 1, stride, 1))
@@ -173,7 +183,7 @@ results = []
 for x in (far, far.contiguous()):
     *inputs, grad_out = x
     leaves = [x.requires_grad_() for x in inputs]
-    out = sage_attention(*leaves, is_causal=True)
+    out = sage_attention(*leaves, is_causal=True, kernels="triton")
     results.append((out, *torch.autograd.grad(out, leaves, grad_out)))
 assert all(torch.equal(x, y) for x, y in zip(*results))
 """
@@ -198,7 +208,15 @@ def test_compiled_with_views_packed_documents_and_a_config_of_its_own(sample, bo
         config = SageConfig(smooth_q=True, operand_scales="token")
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = sage_attention(
-            q, k, v, is_causal=True, enable_gqa=True, scale=0.3, cu_seqlens=cu_seqlens, config=config
+            q,
+            k,
+            v,
+            is_causal=True,
+            enable_gqa=True,
+            scale=0.3,
+            cu_seqlens=cu_seqlens,
+            config=config,
+            kernels=KERNELS,
         )
         return out.transpose(1, 2)
 
@@ -210,7 +228,8 @@ def test_compiled_with_views_packed_documents_and_a_config_of_its_own(sample, bo
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_once_for_all_lengths(sample, device, compiled, backend):
     def attend(q, k, v, cu_seqlens):
-        return sage_attention(q, k, v, is_causal=True, enable_gqa=True, cu_seqlens=cu_seqlens)
+        packed = {"cu_seqlens": cu_seqlens, "kernels": KERNELS}
+        return sage_attention(q, k, v, is_causal=True, enable_gqa=True, **packed)
 
     function = compiled(attend, backend)
     for tokens, ends in ((70, (0, 70)), (33, (0, 5, 33)), (90, (0, 40, 40, 90))):
@@ -278,8 +297,10 @@ def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compile
 
 def test_a_selective_checkpoint_does_not_attend_again(sample, monkeypatch):
     calls = []
-    forward = ops.forward
-    monkeypatch.setattr(ops, "forward", lambda *x, **settings: calls.append(1) or forward(*x, **settings))
+    forward = triton_attention.forward
+    monkeypatch.setattr(
+        triton_attention, "forward", lambda *x, **settings: calls.append(1) or forward(*x, **settings)
+    )
     inputs = sample(40)
     gradients(WAYS["selective checkpoint"], *inputs)
     assert len(calls) == 1

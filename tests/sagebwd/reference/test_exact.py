@@ -1,106 +1,136 @@
-"""Without INT8 the reference is attention itself: it must equal float64 attention to fp32 rounding."""
+"""Exact attention against autograd in float64, and against finite differences."""
+
+import math
 
 import pytest
 import torch
 
-from sagebwd import SageConfig
-from sagebwd.reference import attention
+from sagebwd.reference import exact_attention
 
 NAMES = ("out", "p", "dp", "ds", "delta", "dq", "dk", "dv")
-SMALL_TILES = {"int8_matmuls": (), "block_q": 16, "block_kv": 32}
-SWITCHES = [
-    {},
-    {"smooth_k": False},
-    {"smooth_q": True},
-    {"add_mean_k_term": True},
-    {"exact_delta": True},
-    {"compensate_o": True},
-    {"granularity": "block"},
-    {"operand_scales": "token"},
-    {"smooth_q": True, "add_mean_k_term": True, "exact_delta": True},
-]
 
 
-def assert_equal_to_fp32_rounding(result, exact):
-    # dS = P ∘ (dP − δ) cancels; where a query sees one key only, what is left is the rounding of dP alone.
-    cancellation = 2**-21 * exact["dp"].abs().max().item()
-    for name in NAMES:
-        found, wanted = getattr(result, name), exact[name]
-        assert found.shape == wanted.shape
-        error = (found.double() - wanted).abs().max().item()
-        assert error <= 1e-5 * wanted.abs().max().item() + cancellation, f"{name}: {error}"
+def by_autograd(q, k, v, grad_out, *, is_causal=False, scale=None):
+    """{name: tensor} from the definition of attention; dP and dS are the gradients of P and S."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    hidden = torch.ones(s.shape[-2:], dtype=torch.bool).triu(1) if is_causal else torch.zeros(1, 1).bool()
+    s = s.masked_fill(hidden, -torch.inf)
+    p = s.softmax(-1)
+    out = p @ values
+    ds, dp, dq, dk, dv = torch.autograd.grad(out, (s, p, q, k, v), grad_out.double())
+    delta = (grad_out.double() * out).sum(-1)
+    results = (out, p, dp.masked_fill(hidden, 0), ds, delta, dq, dk, dv)
+    return {"lse": s.logsumexp(-1), **dict(zip(NAMES, results, strict=True))}
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+def assert_close(result, wanted, names=("lse", *NAMES)):
+    for name in names:
+        torch.testing.assert_close(getattr(result, name), wanted[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("elements_at_once", [1, 500, 2**24], ids=["row by row", "some rows", "at once"])
+@pytest.mark.parametrize(("n_q", "n_kv"), [(70, 70), (1, 50), (50, 1), (31, 77), (77, 31)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_every_switch_keeps_attention(draw, exact, switches, is_causal):
-    q, k, v, grad_out = draw()
-    k = k + 3  # a mean for the smoothing to take
-    config = SageConfig(**SMALL_TILES, **switches)
-    result = attention(q, k, v, grad_out, is_causal=is_causal, config=config)
-    assert_equal_to_fp32_rounding(result, exact(q, k, v, grad_out, is_causal=is_causal))
+def test_equals_autograd(draw, n_q, n_kv, is_causal, elements_at_once):
+    inputs = draw(n_q, n_kv, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    options = {"is_causal": is_causal, "scale": 0.3}
+    found = exact_attention(*inputs, **options, matrices=True, elements_at_once=elements_at_once)
+    assert_close(found, by_autograd(*inputs, **options))
+    without = exact_attention(*inputs, **options, elements_at_once=elements_at_once)
+    assert without.p is without.dp is without.ds is None
+    assert_close(without, vars(found), ("out", "lse", "delta", "dq", "dk", "dv"))
 
 
-@pytest.mark.parametrize(
-    ("n_q", "n_kv"), [(1, 1), (1, 50), (50, 1), (15, 17), (16, 32), (20, 18), (33, 65), (97, 40), (40, 97)]
-)
+def test_gradients_are_finite_differences(draw):
+    q, k, v, grad_out = (x.double() for x in draw(7, 9, head_dim=3, heads=2, kv_heads=1, batch=1))
+    found = exact_attention(q, k, v, grad_out, is_causal=True)
+
+    def loss(*inputs):
+        return (exact_attention(*inputs, is_causal=True).out * grad_out).sum().item()
+
+    step = 1e-5
+    for number, gradient in enumerate((found.dq, found.dk, found.dv)):
+        for index in range(0, gradient.numel(), 5):
+            moved = []
+            for sign in (1, -1):
+                inputs = [x.clone() for x in (q, k, v)]
+                inputs[number].view(-1)[index] += sign * step
+                moved.append(loss(*inputs))
+            difference = (moved[0] - moved[1]) / (2 * step)
+            assert difference == pytest.approx(gradient.flatten()[index].item(), abs=1e-8)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_any_lengths(draw, exact, n_q, n_kv, is_causal):
-    inputs = draw(n_q, n_kv, head_dim=7)
-    result = attention(*inputs, is_causal=is_causal, config=SageConfig(**SMALL_TILES, smooth_q=True))
-    assert_equal_to_fp32_rounding(result, exact(*inputs, is_causal=is_causal))
+def test_packed_documents_are_attention_on_each_alone(draw, is_causal):
+    q, k, v, grad_out = draw(60, 50, batch=1, heads=2, kv_heads=1)
+    rows, columns = [5, 25, 25, 58], [0, 20, 30, 50]
+    boundaries = {"cu_seqlens": torch.tensor(rows), "cu_seqlens_kv": torch.tensor(columns)}
+    found = exact_attention(
+        q, k, v, grad_out, is_causal=is_causal, matrices=True, elements_at_once=300, **boundaries
+    )
+    wanted = {name: torch.zeros_like(getattr(found, name)) for name in NAMES}
+    wanted["lse"] = torch.full_like(found.lse, -math.inf)
+    for queries, keys in ((slice(5, 25), slice(0, 20)), (slice(25, 58), slice(30, 50))):
+        inputs = (q[..., queries, :], k[..., keys, :], v[..., keys, :], grad_out[..., queries, :])
+        for name, x in by_autograd(*inputs, is_causal=is_causal).items():
+            if name in ("p", "dp", "ds"):
+                wanted[name][..., queries, keys] = x
+            elif name in ("lse", "delta"):
+                wanted[name][..., queries] = x
+            else:
+                wanted[name][..., keys if name in ("dk", "dv") else queries, :] = x
+    assert_close(found, wanted)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 1), (3, 3)])
-def test_grouped_queries(draw, exact, heads, kv_heads):
-    inputs = draw(40, 50, heads=heads, kv_heads=kv_heads)
-    result = attention(*inputs, is_causal=True, enable_gqa=True, config=SageConfig(**SMALL_TILES))
-    assert result.dk.shape == result.dv.shape == inputs[1].shape
-    assert_equal_to_fp32_rounding(result, exact(*inputs, is_causal=True))
+def test_rows_arrive_in_order_and_cover_the_matrices(draw):
+    inputs = draw(40, batch=1, heads=2)
+    whole = exact_attention(*inputs, is_causal=True, matrices=True)
+    p, s, seen = torch.zeros_like(whole.p), torch.zeros_like(whole.p), []
+
+    def on_rows(rows):
+        seen.append(rows.queries.start)
+        p[..., rows.queries, rows.keys] = rows.p
+        s[..., rows.queries, rows.keys] = rows.s
+        assert rows.s.shape == rows.p.shape == rows.dp.shape == rows.ds.shape
+
+    exact_attention(*inputs, is_causal=True, on_rows=on_rows, elements_at_once=600)
+    assert len(seen) > 1
+    assert seen == sorted(seen)
+    torch.testing.assert_close(p, whole.p)
+    logits = inputs[0].double() @ inputs[1].double().mT * inputs[0].shape[-1] ** -0.5
+    torch.testing.assert_close(s, logits.tril())
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.7, -0.3])
-def test_scale(draw, exact, scale):
-    inputs = draw()
-    result = attention(*inputs, scale=scale, config=SageConfig(**SMALL_TILES))
-    assert_equal_to_fp32_rounding(result, exact(*inputs, scale=scale))
-
-
-@pytest.mark.parametrize("head_dim", [1, 130, 1100])
-def test_any_head_size(draw, exact, head_dim):
-    inputs = draw(20, head_dim=head_dim)
-    result = attention(*inputs, config=SageConfig(**SMALL_TILES))
-    assert_equal_to_fp32_rounding(result, exact(*inputs))
-
-
-def test_lse_is_that_of_the_smoothed_logits(draw):
-    q, k, v, _ = draw()
-    k = k + 3
-    lse = attention(q, k, v, is_causal=False, scale=0.2, config=SageConfig(**SMALL_TILES)).lse.double()
-    plain = (q.double() @ k.double().mT * 0.2).logsumexp(-1)
-    shift = 0.2 * (q.double() @ k.double().mean(-2, keepdim=True).mT).squeeze(-1)
-    torch.testing.assert_close(lse + shift, plain, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_inputs_round_as_sixteen_bit_attention_does(draw, exact, dtype):
-    """The error stays within twice that of torch's own attention in the same dtype."""
-    inputs = draw(150, head_dim=32, dtype=dtype)
-    wanted = exact(*inputs, is_causal=True)
-    result = attention(*inputs, is_causal=True, config=SageConfig(int8_matmuls=(), smooth_k=False))
-    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    gradients = torch.autograd.grad(out, (q, k, v), inputs[3])
-    for name, torchs in zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True):
-        ours = getattr(result, name)
-        assert ours.dtype == dtype
-        error, torchs_error = ((x.double() - wanted[name]).norm().item() for x in (ours, torchs))
-        assert error <= 2 * torchs_error, name
-
-
-def test_without_grad_out_there_is_no_backward(draw):
+def test_without_grad_out_and_in_float32(draw):
     q, k, v, _ = draw(20)
-    result = attention(q, k, v)
-    assert result.out is not None
-    assert result.lse.shape == (2, 2, 20)
-    assert all(getattr(result, name) is None for name in NAMES[1:])
+    result = exact_attention(q, k, v, matrices=True, dtype=torch.float32)
+    assert result.out.dtype == result.lse.dtype == result.p.dtype == torch.float32
+    assert all(getattr(result, name) is None for name in ("dp", "ds", "delta", "dq", "dk", "dv"))
+
+
+def test_autograd_and_autocast_do_not_matter(draw):
+    q, k, v, grad_out = draw(20)
+    wanted = exact_attention(q, k, v, grad_out)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = exact_attention(q.requires_grad_(), k, v, grad_out)
+    assert not found.out.requires_grad
+    assert torch.equal(found.dq, wanted.dq)
+
+
+def test_4096_tokens_need_little_memory(draw):
+    """Linear: nothing as large as P is allocated."""
+    q, k, v, grad_out = draw(4096, head_dim=4, batch=1, heads=1)
+    largest = []
+    exact_attention(
+        q,
+        k,
+        v,
+        grad_out,
+        is_causal=True,
+        elements_at_once=2**20,
+        on_rows=lambda x: largest.append(x.p.numel()),
+    )
+    assert max(largest) <= 2**20

@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from scripts.bench import attention as bench
+from scripts.bench import attention_peers as peers
 from scripts.bench import attention_tables as tables
-from scripts.bench.attention import Inputs
+from scripts.bench import attention_timing as timing
 from scripts.bench.attention_peers import Implementation, Shape
 from scripts.bench.attention_tables import Row
+from scripts.bench.attention_timing import Inputs
+from scripts.bench.measuring import write_tables
 
 SIZES = ["--lengths", "40", "24", "--tokens", "80", "--width", "64", "--head-dims", "32"]
 SMALL = ["--device", "cpu", *SIZES, "--repetitions", "2"]
@@ -27,7 +30,7 @@ def exact_sdpa(shape):
 
 def measure(*implementations):
     """{(name, mode): row} of one small shape."""
-    rows = bench.measure_shape(SHAPE, list(implementations), bench.parse_arguments(SMALL))
+    rows = timing.measure_shape(SHAPE, list(implementations), bench.parse_arguments(SMALL))
     return {(row.implementation, row.mode): row for row in rows}
 
 
@@ -36,11 +39,13 @@ def measure(*implementations):
 
 def test_flops_are_the_usual_count():
     full = Shape(batch=2, heads=3, tokens=100, head_dim=16, causal=False)
-    assert bench.flops(full, "forward") == 4 * 2 * 3 * 100 * 100 * 16
-    assert bench.flops(full, "backward") == 2.5 * bench.flops(full, "forward")
-    assert bench.flops(full, "both") == bench.flops(full, "both, graph") == 3.5 * bench.flops(full, "forward")
+    assert timing.flops(full, "forward") == 4 * 2 * 3 * 100 * 100 * 16
+    assert timing.flops(full, "backward") == 2.5 * timing.flops(full, "forward")
+    assert (
+        timing.flops(full, "both") == timing.flops(full, "both, graph") == 3.5 * timing.flops(full, "forward")
+    )
     causal = Shape(batch=2, heads=3, tokens=100, head_dim=16, causal=True)
-    assert bench.flops(causal, "both") == bench.flops(full, "both") / 2
+    assert timing.flops(causal, "both") == timing.flops(full, "both") / 2
 
 
 def test_shapes_keep_the_tokens_and_the_width():
@@ -54,7 +59,7 @@ def test_shapes_keep_the_tokens_and_the_width():
 
 
 def test_inputs_lie_token_by_token():
-    inputs = bench.draw_inputs(SHAPE, torch.bfloat16, torch.device("cpu"), seed=3)
+    inputs = timing.draw_inputs(SHAPE, torch.bfloat16, torch.device("cpu"), seed=3)
     for x in inputs:
         assert x.shape == (2, 2, 24, 16)
         assert x.stride() == (24 * 32, 16, 32, 1)
@@ -68,24 +73,24 @@ def test_times_give_medians_percentiles_and_ratios():
         "cuDNN": [1.0, 1.0, 1.0],
     }
     rows = [Row(name, SHAPE, "both") for name in (*times, "FlexAttention")]
-    ours, flash, cudnn, untimed = bench.add_times(rows, times)
+    ours, flash, cudnn, untimed = timing.add_times(rows, times)
     assert (ours.median_ms, flash.median_ms) == (2, 4)
     assert (ours.p10_ms, ours.p90_ms) == pytest.approx((1.2, 7.6))
-    assert ours.tflops == pytest.approx(bench.flops(SHAPE, "both") / 2e-3 / 1e12)
+    assert ours.tflops == pytest.approx(timing.flops(SHAPE, "both") / 2e-3 / 1e12)
     assert ours.speedup == {"FlashAttention-2": 2, "cuDNN": 0.5}
     assert cudnn.speedup == {"FlashAttention-2": 4, "cuDNN": 1}
     assert untimed == rows[-1]
 
 
 def test_ratios_need_the_other_one():
-    (row,) = bench.add_times([Row("sagebwd", SHAPE, "both")], {"sagebwd": [1.0]})
+    (row,) = timing.add_times([Row("sagebwd", SHAPE, "both")], {"sagebwd": [1.0]})
     assert row.speedup == {}
 
 
 def test_implementations_take_turns_and_so_do_inputs():
     calls = []
     runners = {name: [lambda x=(name, n): calls.append(x) for n in range(2)] for name in "ab"}
-    times = bench.time_in_turn(runners, repetitions=3, warm_up=1, device=torch.device("cpu"))
+    times = timing.time_in_turn(runners, repetitions=3, warm_up=1, device=torch.device("cpu"))
     turns = [(name, n) for n in (1, 0, 1, 0) for name in "ab"]
     assert calls == turns
     assert [len(times[name]) for name in "ab"] == [3, 3]
@@ -100,7 +105,7 @@ def test_implementations_take_turns_and_so_do_inputs():
 def test_chunked_attention_is_exact(draw, exact, causal, chunk):
     q, k, v, grad_out = draw(53, head_dim=24, batch=2, heads=3)
     chunk_bytes = chunk * 8 * 2 * 3 * 53
-    found = bench.exact_attention(Inputs(q.requires_grad_(), k, v, grad_out), causal, chunk_bytes)
+    found = timing.exact_attention(Inputs(q.requires_grad_(), k, v, grad_out), causal, chunk_bytes)
     wanted = exact(q, k, v, grad_out, is_causal=causal)
     assert list(found) == ["out", "dq", "dk", "dv"]
     for name, x in found.items():
@@ -150,7 +155,11 @@ def not_a_number(shape):
 
 @pytest.mark.parametrize(
     ("build", "reason"),
-    [(wrong_dk, "dK is off by 0.1"), (wrong_last_head, "O is off by 0.0"), (not_a_number, "O is off by nan")],
+    [
+        (wrong_dk, "dK has relative L2 error 0.1"),
+        (wrong_last_head, "O has relative L2 error 0.0"),
+        (not_a_number, "O has relative L2 error nan"),
+    ],
 )
 def test_a_wrong_result_gets_no_speed(build, reason):
     rows = measure(Implementation("wrong", build), Implementation("good", exact_sdpa))
@@ -158,7 +167,7 @@ def test_a_wrong_result_gets_no_speed(build, reason):
         wrong, good = rows["wrong", mode], rows["good", mode]
         assert wrong.status == "failed accuracy"
         assert reason in wrong.reason
-        assert "the bound is 0.02" in wrong.reason
+        assert "allowed: 0.02" in wrong.reason
         assert wrong.errors.keys() == good.errors.keys()
         assert wrong.median_ms is wrong.p10_ms is wrong.p90_ms is wrong.tflops is None
         assert good.status == "passed"
@@ -197,7 +206,7 @@ def test_who_refuses_a_shape_is_listed_and_the_others_are_measured():
     assert "- FlexAttention: left out by --without" in lines
     assert (
         "- unbuilt: refused: ValueError: no kernel for 24 tokens "
-        "[3 rows, the first both (causal, D 16, N 24)]" in lines
+        "(3 rows; first: both, causal, D 16, N 24)" in lines
     )
 
 
@@ -216,7 +225,7 @@ def test_too_little_memory_for_a_shape_is_a_reason(monkeypatch):
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(bench, "draw_sets", no_memory)
+    monkeypatch.setattr(timing, "draw_sets", no_memory)
     rows = measure(Implementation("good", exact_sdpa))
     assert {row.reason for row in rows.values()} == {"OutOfMemoryError: CUDA out of memory"}
 
@@ -230,12 +239,12 @@ def test_reasons_that_pytorch_gives_as_warnings():
             "Flash attention has been runtime disabled.",
         ):
             warnings.warn(text, stacklevel=1)
-    reason = bench.explain(RuntimeError("No available kernel. Aborting execution."), caught)
+    reason = peers.explain(RuntimeError("No available kernel. Aborting execution."), caught)
     assert (
         reason == "RuntimeError: No available kernel. Aborting execution. Head size must be a multiple of 8"
     )
-    assert bench.explain(ValueError("other"), caught) == "ValueError: other"
-    assert bench.explain(ValueError()) == "ValueError: no message"
+    assert peers.explain(ValueError("other"), caught) == "ValueError: other"
+    assert peers.explain(ValueError()) == "ValueError: no message"
 
 
 def test_absent_and_broken_packages_are_listed(monkeypatch):
@@ -244,7 +253,7 @@ def test_absent_and_broken_packages_are_listed(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "sageattention", types.ModuleType("sageattention"))
     options = ["--configs", "default", "strictly-causal", "paper", "default", "--without", "flex"]
-    found, absent = bench.find_implementations(bench.parse_arguments(options))
+    found, absent = peers.find_implementations(bench.parse_arguments(options))
     assert [(implementation.name, implementation.bound) for implementation in found] == [
         ("sagebwd", 0.06),
         ("sagebwd strictly causal", 0.06),
@@ -256,7 +265,7 @@ def test_absent_and_broken_packages_are_listed(monkeypatch):
     assert absent["flash_attn package"].startswith("ModuleNotFoundError: import of flash_attn halted")
     assert absent["FlashAttention-3"].startswith("ModuleNotFoundError")
     assert absent["SageAttention"].startswith("ImportError: cannot import name 'sageattn'")
-    assert absent["SDPA math"] == "is measured with --device cpu only"
+    assert absent["SDPA math"] == "measured with --device cpu only"
 
 
 @pytest.mark.parametrize("with_lse", [False, True])
@@ -270,7 +279,7 @@ def test_packages_with_tokens_before_heads(monkeypatch, with_lse):
     package = types.ModuleType("flash_attn")
     package.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    rows = measure(Implementation("flash_attn", bench.PEERS["flash_attn"].load()))
+    rows = measure(Implementation("flash_attn", peers.PEERS["flash_attn"].load()))
     assert {row.status for row in rows.values()} == {"passed"}
 
 
@@ -304,17 +313,17 @@ def test_json_says_how_to_measure_it_again(run):
     assert report["settings"]["repetitions"] == 2
     assert report["shapes"] == "4 of 4"
     assert report["configs"]["sagebwd paper"]["D 32"]["block_q"] == 128
-    assert report["absent"]["cuDNN"] == "is measured with --device cuda only"
+    assert report["absent"]["cuDNN"] == "measured with --device cuda only"
     assert {"date", "commit"} <= report.keys()
 
 
-def test_markdown_has_speed_beside_accuracy(run):
+def test_markdown_has_speed_and_accuracy(run):
     _, report, text = run
     row = next(row for row in report["rows"] if row["mode"] == "both" and row["shape"]["tokens"] == 24)
     line = next(
         line
         for line in text.split("## Forward + backward, causal, D 32")[1].splitlines()
-        if line.startswith("| sagebwd  ") and "| 24 |" in line
+        if line.startswith("| SageBwd  ") and "| 24 |" in line
     )
     assert f" {row['median_ms']:.3f} " in line
     assert f" {row['p10_ms']:.3f} – {row['p90_ms']:.3f} " in line
@@ -323,7 +332,7 @@ def test_markdown_has_speed_beside_accuracy(run):
     for title in ("Forward", "Backward"):
         for mask in ("causal", "full"):
             assert f"## {title}, {mask}, D 32" in text
-    assert "- FlexAttention: is measured with --device cuda only" in text
+    assert "- FlexAttention: measured with --device cuda only" in text
 
 
 def test_pictures_are_written_and_nothing_else(run):
@@ -341,20 +350,20 @@ def test_files_hold_failures_and_no_nan(tmp_path):
             SHAPE,
             "both",
             "failed accuracy",
-            "O is off by nan",
+            "O has relative L2 error nan",
             errors={"out": (math.nan, math.inf)},
         ),
         Row("cuDNN", SHAPE, "both", "refused", "RuntimeError: no"),
     ]
     result = bench.describe_results([], bench.parse_arguments(SMALL)) | {"absent": {}, "shapes": "1 of 1"}
-    bench.write_tables(tmp_path / "bench", result, rows, tables.to_markdown(result, rows))
-    tables.draw(rows, "both", tmp_path / "bench.png", "a GPU")
+    write_tables(tmp_path / "bench", result, rows, tables.to_markdown(result, rows))
+    tables.draw(rows, "both", tmp_path / "bench.png", result)
 
     stored = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert stored[0]["errors"]["out"] == [None, None]
     assert stored[0]["status"] == "failed accuracy"
     text = (tmp_path / "bench.md").read_text()
-    assert "- sagebwd: failed accuracy: O is off by nan" in text
+    assert "- SageBwd: failed accuracy: O has relative L2 error nan" in text
     assert "- cuDNN: refused: RuntimeError: no" in text
     assert (tmp_path / "bench.png").exists()
 
@@ -368,32 +377,43 @@ def test_the_overview_has_a_column_for_each_length():
     assert tables.overview(rows) == [
         "| Forward + backward, causal, D 16 | N 1024 | N 2048 |",
         "| -------------------------------- | -----: | -----: |",
-        "| sagebwd                          |    123 |  0.012 |",
+        "| SageBwd                          |    123 |  0.012 |",
         "",
         "| Forward, causal, D 16 | N 1024 | N 2048 |",
         "| --------------------- | -----: | -----: |",
-        "| sagebwd               |    123 |  0.012 |",
+        "| SageBwd               |    123 |  0.012 |",
         "",
     ]
 
 
-def test_a_refused_shape_changes_no_colour():
+def test_the_legend_has_what_was_timed_anywhere_in_one_order():
     rows = [
-        Row("sagebwd", SHAPE, "both", tflops=1.0),
         Row("cuDNN", SHAPE, "both", "refused"),
         Row("SageAttention", SHAPE, "both", "refused"),
         Row("FlexAttention", SHAPE, "both", tflops=1.0),
+        Row("sagebwd", SHAPE, "both", tflops=1.0),
         Row("cuDNN", SHAPE, "both", tflops=1.0),
     ]
-    assert tables.names_with_speed(rows) == ["sagebwd", "cuDNN", "FlexAttention"]
+    rows.append(Row("sagebwd of old", SHAPE, "both", tflops=1.0))
+    assert tables.names_with_speed(rows) == ["sagebwd", "cuDNN", "FlexAttention", "sagebwd of old"]
+
+
+def test_draw_writes_the_same_tables_and_pictures_from_the_json(run, tmp_path, capsys):
+    folder, _, text = run
+    bench.main(["--draw", str(folder / "v1.2.json"), "--out", str(tmp_path / "again" / "v")])
+    assert (tmp_path / "again" / "v.md").read_text() == text
+    for ending in (".png", "_forward.png"):
+        assert (tmp_path / "again" / f"v{ending}").read_bytes() == (folder / f"v1.2{ending}").read_bytes()
+    assert not (tmp_path / "again" / "v.json").exists()
+    assert f"{tmp_path}/again/v.md, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--device", "cpu", "--width", "100"], "--width 100 is no multiple of head size 64"),
+        (["--device", "cpu", "--width", "100"], "--width 100 is not a multiple of head size 64"),
         (["--device", "cpu", "--graphs"], "CUDA graphs need a GPU"),
-        (["--device", "tpu"], "give cuda, cuda:<number> or cpu"),
+        (["--device", "tpu"], "use cuda, cuda:<number> or cpu"),
         (["--repetitions", "0"], "'0' is not a positive whole number"),
         (["--without", "everyone"], "invalid choice: 'everyone'"),
     ],
@@ -410,7 +430,7 @@ def test_refuses_a_gpu_that_is_not_there(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         bench.main([])
     assert stop.value.code == 2
-    assert "torch sees no GPU; run this where there is one, or try --device cpu" in capsys.readouterr().err
+    assert "torch sees no GPU; run this where there is one, or use --device cpu" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

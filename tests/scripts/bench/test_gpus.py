@@ -4,6 +4,7 @@ import signal
 import pytest
 
 from scripts.bench import gpus as bench_gpus
+from scripts.bench import measuring
 from scripts.bench.gpus import Row
 from scripts.paper.run_pool import Stopped
 
@@ -72,6 +73,26 @@ def test_it_trains_and_writes_what_it_found(tmp_path, datasets, monkeypatch):
     assert "runs_dir" not in result["settings"]
     assert (tmp_path / "gpus.md").exists()
     assert (tmp_path / "gpus.png").exists()
+
+
+@pytest.mark.parametrize("overrides", [["data=embedded"], ["experiment=gone"]])
+def test_draw_writes_the_table_and_picture_from_the_json(tmp_path, overrides, capsys):
+    """Of an old result, too, whose overrides are not known any more."""
+    rows = [Row(1, "none", tokens_per_second=10.0, efficiency=1.0)]
+    rows += [Row(2, "ddp", tokens_per_second=19.0, efficiency=0.95), Row(2, "fsdp", reason="broken")]
+    record = {"command": "…", "date": "…", "commit": None, "hardware": {"name": "a GPU", "driver": None}}
+    result = record | {"versions": {}, "settings": {"device": "cuda", "overrides": overrides}}
+    measuring.write_tables(tmp_path / "old", result, rows, "")
+    bench_gpus.main(["--draw", str(tmp_path / "old.json")])
+    assert "| 2, ddp  |       19 |              95.0% |" in (tmp_path / "old.md").read_text()
+    assert (tmp_path / "old.png").read_bytes().startswith(b"\x89PNG")
+    assert "old.md, " in capsys.readouterr().out
+
+
+def test_the_title_says_what_was_trained():
+    assert bench_gpus.trained(["model=llama_tiny", "context=512"]) == (
+        "llama_tiny, context 512, 262,144 tokens per step"
+    )
 
 
 def test_a_run_that_fails_becomes_a_row_with_its_reason(tmp_path, capsys):

@@ -16,6 +16,7 @@ from model.config import LlamaConfig, parameter_count
 from model.llama import Llama
 from scripts.bench import training as bench
 from scripts.bench import training_peers
+from scripts.bench import training_step as step
 from scripts.bench import training_tables as tables
 from scripts.bench.training_tables import ATTENTION, PRODUCTS, REST, Row
 from trainer.throughput import flops_per_token
@@ -32,7 +33,7 @@ def job_of(contestant, *options):
 
 
 def row_of(contestant, context=32, step_ms=10.0, **fields):
-    speed = bench.speed_of([step_ms], tokens=64, flops=1e9, peak=None)
+    speed = step.speed_of([step_ms], tokens=64, flops=1e9, peak=None)
     return Row(
         contestant, context, 2, **speed | {"class_ms": {ATTENTION: 4.0, PRODUCTS: 3.0, REST: 1.0}} | fields
     )
@@ -43,12 +44,12 @@ def row_of(contestant, context=32, step_ms=10.0, **fields):
 
 def test_speed_and_mfu_by_hand():
     """65,536 tokens in 250 ms are 262,144 a second; at 2 GFLOP a token 524.288 of 1048.576 TFLOP/s."""
-    speed = bench.speed_of([240.0, 250.0, 250.0, 250.0, 290.0], 65536, flops=2e9, peak=1048.576)
+    speed = step.speed_of([240.0, 250.0, 250.0, 250.0, 290.0], 65536, flops=2e9, peak=1048.576)
     assert speed["step_ms"] == 250
     assert speed["tokens_per_second"] == pytest.approx(262_144)
     assert speed["mfu"] == pytest.approx(0.5)
     assert (speed["p10_ms"], speed["p90_ms"]) == pytest.approx((244, 274))
-    assert bench.speed_of([1.0], 64, flops=2e9, peak=None)["mfu"] is None
+    assert step.speed_of([1.0], 64, flops=2e9, peak=None)["mfu"] is None
 
 
 def test_shares_are_of_kernel_time_and_busy_of_the_step():
@@ -57,7 +58,7 @@ def test_shares_are_of_kernel_time_and_busy_of_the_step():
     assert set(tables.shares(Row("fpa", 32, 2, reason="broken")).values()) == {None}
 
 
-def test_ratios_are_to_the_rivals_of_the_same_context():
+def test_speedups_are_over_rows_of_the_same_context():
     rows = [row_of("fpa-cudnn", step_ms=20.0), row_of("sagebwd", step_ms=10.0), row_of("sagebwd", context=64)]
     rows.append(Row("fpa-flash", 32, 2, reason="broken"))
     cudnn, ours, alone, broken = bench.add_ratios(rows)
@@ -69,10 +70,10 @@ def test_ratios_are_to_the_rivals_of_the_same_context():
 def test_a_job_gives_the_trainer_its_shape():
     options = ["--model", "llama_debug", "--contexts", "256", "--tokens-per-micro-batch", "1024"]
     options += ["--device", "cpu", "--accumulation", "3", "--set", "model.qk_norm=false"]
-    settings = bench.settings_of(bench.job_of("fpa-flash", 256, bench.parse_arguments(options)))
+    settings = step.settings_of(bench.job_of("fpa-flash", 256, bench.parse_arguments(options)))
     assert (settings.context, settings.hardware.micro_batch, settings.tps.tokens_per_step) == (256, 4, 3072)
     assert settings.model.max_context == 256  # the file has 128
-    assert settings.attention.sdpa == "flash"
+    assert settings.attention["sdpa"] == "flash"
     assert not settings.model.qk_norm
     assert settings.hardware.dtype == "float32"
 
@@ -81,11 +82,11 @@ def test_on_a_gpu_settings_are_the_trainer_s_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     arguments = bench.parse_arguments([])
     assert [arguments.contexts, arguments.attention] == [[4096, 16384], ["fpa-cudnn", "fpa-flash", "sagebwd"]]
-    settings = bench.settings_of(bench.job_of("sagebwd", 16384, arguments))
+    settings = step.settings_of(bench.job_of("sagebwd", 16384, arguments))
     assert (settings.hardware.dtype, settings.hardware.compile) == ("bfloat16", True)
     assert (settings.hardware.micro_batch, settings.model.max_context) == (4, 16384)
     plain = bench.job_of("sagebwd", 4096, bench.parse_arguments(["--no-compile"]))
-    assert not bench.settings_of(plain).hardware.compile
+    assert not step.settings_of(plain).hardware.compile
 
 
 # --- Kernels ------------------------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ KERNELS = {
     ("kind", "name"), [(kind, name) for kind, names in KERNELS.items() for name in names]
 )
 def test_kernels_of_others_by_name(kind, name):
-    assert bench.classify(name) == kind
+    assert step.classify(name) == kind
 
 
 def test_all_our_kernels_are_attention():
@@ -134,15 +135,15 @@ def test_all_our_kernels_are_attention():
             r"__global__ void[^;{]*?(\w+)\(\s*(?:const )?(?:Source|Arguments|float|u8)\b", text
         )
     assert {"_forward_kernel", "_dq_kernel", "forward_kernel", "dk_dv_kernel"} <= set(names)
-    assert {name: bench.classify(name) for name in names} == dict.fromkeys(names, ATTENTION)
+    assert {name: step.classify(name) for name in names} == dict.fromkeys(names, ATTENTION)
 
 
 def test_times_add_up_by_class():
     times = {"nvjet_a": 2.0, "nvjet_b": 1.0, "forward_kernel": 4.0} | {f"aten::x{n}": 0.1 for n in range(30)}
-    found = bench.summarise(times)
+    found = step.summarise(times)
     assert found["class_ms"] == pytest.approx({ATTENTION: 4, PRODUCTS: 3, REST: 3})
     assert list(found["kernels"])[:3] == ["forward_kernel", "nvjet_a", "nvjet_b"]
-    assert len(found["kernels"]) == bench.KERNELS_KEPT
+    assert len(found["kernels"]) == step.KERNELS_KEPT
 
 
 # --- Baselines ----------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def test_nanogpt_is_causal_and_counts_as_many_flops(batch):
 def test_a_contestant_is_measured_in_the_trainer_s_step(contestant):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's
-        measured = bench.measure(job_of(contestant, "--loader", "--accumulation", "2"))
+        measured = step.measure(job_of(contestant, "--loader", "--accumulation", "2"))
     row = Row(contestant, 32, 2, **measured)
     assert 5 < row.loss < 7  # ln(320) is 5.8
     assert row.tokens_per_second == pytest.approx(128 / row.step_ms * 1e3)
@@ -198,8 +199,8 @@ def test_mfu_is_the_trainer_s(monkeypatch):
     job = job_of("fpa", "--set", "hardware.peak_tflops=0.01")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        measured = bench.measure(job)
-    flops = flops_per_token(bench.settings_of(job).model, 32)
+        measured = step.measure(job)
+    flops = flops_per_token(step.settings_of(job).model, 32)
     assert measured["mfu"] == pytest.approx(measured["tokens_per_second"] * flops / 0.01e12)
 
 
@@ -211,17 +212,17 @@ def test_determinism_is_settled_before_the_trainer_exists(contestant, monkeypatc
     def no_trainer(*_):
         raise InterruptedError
 
-    monkeypatch.setattr(bench, "make_deterministic", asked.append)
-    monkeypatch.setattr(bench, "BenchTrainer", no_trainer)
+    monkeypatch.setattr(step, "make_deterministic", asked.append)
+    monkeypatch.setattr(step, "BenchTrainer", no_trainer)
     with pytest.raises(InterruptedError):
-        bench.measure(job_of(contestant))
+        step.measure(job_of(contestant))
     assert asked == [contestant == "fpa-deterministic"]
 
 
 @pytest.mark.parametrize("name", bench.ATTENTIONS)
 def test_every_attention_has_settings_that_go_together(name):
-    settings = bench.settings_of(job_of(name)).attention
-    backends.load(settings).check(settings)
+    settings = step.settings_of(job_of(name)).attention
+    backends.check(settings)
 
 
 def fail_with(monkeypatch, failing):
@@ -259,9 +260,9 @@ def test_an_error_is_told_in_one_line(error, reason, monkeypatch, tmp_path, caps
     def broken(_):
         raise error
 
-    monkeypatch.setattr(bench, "measure", broken)
+    monkeypatch.setattr(step, "measure", broken)
     bench.write_json(tmp_path / "job.json", bench.asdict(job_of("fpa")))
-    bench.run_job(str(tmp_path / "job.json"))
+    step.run_job(str(tmp_path / "job.json"))
     assert json.loads((tmp_path / "answer.json").read_text()) == {"reason": reason}
     assert "Traceback" in capsys.readouterr().err
 
@@ -320,6 +321,13 @@ def test_files_are_written_and_nothing_else(run):
     assert (folder / "v1.2.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_draw_writes_the_same_tables_and_picture_from_the_json(run, tmp_path):
+    folder, _, text = run
+    bench.main(["--draw", str(folder / "v1.2.json"), "--out", str(tmp_path / "v")])
+    assert (tmp_path / "v.md").read_text() == text
+    assert (tmp_path / "v.png").read_bytes() == (folder / "v1.2.png").read_bytes()
+
+
 def test_an_interrupt_keeps_what_is_done(monkeypatch, tmp_path, capsys):
     done = [row_of("fpa", peak_memory_gib=1.5, first_step_s=3.0, kernels={"a": 1.0})]
 
@@ -344,7 +352,7 @@ def test_files_hold_nothing_but_failures(tmp_path):
     arguments = bench.parse_arguments(SMALL)
     result = bench.describe_run(bench.PROGRAM, [], arguments, ()) | {"measured": "2 of 2"}
     bench.write_tables(tmp_path / "bench", result, rows, tables.to_markdown(result, rows))
-    tables.draw(rows, tmp_path / "bench.png", "a GPU")
+    tables.draw(rows, tmp_path / "bench.png", result)
     stored = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)["rows"]
     assert stored[1]["loss"] is None
     assert "- fpa, context 32: broken" in (tmp_path / "bench.md").read_text()
@@ -356,9 +364,9 @@ def test_files_hold_nothing_but_failures(tmp_path):
     [
         (
             ["--device", "cpu", "--contexts", "48", "--tokens-per-micro-batch", "64"],
-            "no multiple of 48; use 96",
+            "not a multiple of context 48; use 96",
         ),
-        (["--device", "cpu", "--attention", "--baselines"], "no contestants"),
+        (["--device", "cpu", "--attention", "--baselines"], "nothing to measure"),
         (["--device", "cpu", "--attention", "best"], "invalid choice: 'best'"),
         (["--device", "cpu", "--steps", "0"], "'0' is not a positive whole number"),
     ],

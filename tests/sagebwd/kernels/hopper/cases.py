@@ -8,12 +8,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from sagebwd import SageConfig
+from sagebwd import SageConfig, dispatch
 from sagebwd.config import PAPER_INT8_MATMULS
-from sagebwd.kernels import ops
-from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.triton.backward import backward as portable_backward
-from sagebwd.kernels.triton.forward import forward as portable_forward
 from tests.sagebwd.kernels.triton import test_edge_values as edge_values
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -30,7 +26,7 @@ every_poison = pytest.mark.parametrize("poison", edge_values.POISONS, ids=str)
 
 
 def poison_one(inputs, name, token, poison):
-    """inputs with one number of one of them replaced."""
+    """inputs with one value of one of them replaced."""
     inputs[INPUTS.index(name)][..., token, 3] = poison
     return inputs
 
@@ -63,18 +59,16 @@ PACKS = {
 
 
 def without_int8(*products, **settings):
-    """The default, but for these products in 16 bit, and `settings`."""
+    """The default with these products in 16 bits, and `settings`."""
     names = tuple(name for name in PAPER_INT8_MATMULS if name not in products)
     return SageConfig(int8_matmuls=names, **settings)
 
 
 @contextmanager
-def only_portable():
-    """The portable kernels on a GPU that has others."""
+def only_triton():
+    """The Triton kernels on a GPU that has others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "is_used", lambda q, config: False)
-        patch.setattr(ops, "forward", portable_forward)
-        patch.setattr(ops, "backward", portable_backward)
+        patch.setattr(dispatch, "choose", lambda q, scale, config, kernels=None: kernels or "triton")
         yield
 
 

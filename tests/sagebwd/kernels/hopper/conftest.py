@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sagebwd.kernels import ops
-from sagebwd.kernels.hopper import runtime
+from sagebwd import dispatch
+from sagebwd.kernels.cuda import runtime
+from sagebwd.kernels.hopper.attention import COMPUTE_CAPABILITY
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels import test_torch as as_operators
 from tests.sagebwd.kernels.hopper.cases import FP16, NAMES
@@ -18,7 +19,7 @@ from tests.sagebwd.kernels.triton import test_against_float64 as against_float64
 from tests.sagebwd.kernels.triton import test_against_reference as against_reference
 from tests.sagebwd.kernels.triton import test_documents as documents
 
-# As close to the reference, or to float64, as is asked of the portable kernels; and what else is the same.
+# As close to the reference, or to float64, as is asked of the Triton kernels; and what else is the same.
 assert_same_in_fp16 = against_reference.assert_same
 errors, check_errors = against_float64.errors, against_float64.check
 alone, compiled = documents.alone, as_operators.compiled
@@ -26,20 +27,29 @@ alone, compiled = documents.alone, as_operators.compiled
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
-    if reason := runtime.why_unavailable(torch.device("cuda")):
+    if reason := runtime.why_unavailable(torch.device("cuda"), COMPUTE_CAPABILITY):
         pytest.skip(reason)
     return request.param
 
 
 @pytest.fixture
 def only_hopper(device, monkeypatch):
-    """The portable kernels fail, so that no test passes because they were chosen in silence."""
+    """Another choice of kernels fails, so that no test passes because it was made silently."""
+    choose = dispatch.choose
 
-    def fail(*_, **__):
-        raise AssertionError("the portable kernels were chosen")
+    def choose_hopper(q, scale, config, kernels=None):
+        chosen = choose(q, scale, config, kernels)
+        assert chosen == kernels or chosen == "hopper"
+        return chosen
 
-    monkeypatch.setattr(ops, "forward", fail)
-    monkeypatch.setattr(ops, "backward", fail)
+    monkeypatch.setattr(dispatch, "choose", choose_hopper)
+    monkeypatch.setattr(as_operators, "KERNELS", "hopper")
+
+
+@pytest.fixture
+def kernel_set():
+    """What the GPU itself runs."""
+    return
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
-"""The Hopper kernels with the default settings, for head sizes of 40 to 128: all that the portable ones must
+"""The Hopper kernels with the default settings, for head sizes of 40 to 128: all that the Triton ones must
 do. Other settings are in test_settings.py; what needs no GPU in test_launch.py and test_on_cpu.py.
 
 What other files already ask of these kernels, because they use such head sizes and the default settings, is
 not repeated here: Gaussian and hard values in the folder above in test_against_float64.py; in test_gpu.py a
-thousand runs, also beside another stream, 2³¹ elements and 65536 tokens.
+thousand runs, also next to another stream, 2³¹ elements and 65536 tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 
 from sagebwd import SageConfig, reference
-from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels import ops
+from sagebwd.config import DEFAULT_CONFIG, encode
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels import test_torch as as_operators
 from tests.sagebwd.kernels.hopper.cases import (
@@ -31,7 +30,7 @@ from tests.sagebwd.kernels.hopper.cases import (
     both_head_dims,
     boundaries_of,
     causal_and_full,
-    only_portable,
+    only_triton,
 )
 from tests.sagebwd.kernels.triton import test_against_float64 as against_float64
 from tests.sagebwd.kernels.triton import test_against_reference as against_reference
@@ -52,7 +51,7 @@ OTHER_LENGTHS = [
 @causal_and_full
 @both_head_dims
 def test_lengths(check, sample, n_q, n_kv, is_causal, head_dim):
-    """Around blocks of 64 queries, items of 128 and 192, and tiles of 128 keys; two heads to a key head."""
+    """Around blocks of 64 queries, work tiles of 128 and 192, blocks of 128 keys; two heads to a key head."""
     check(sample(n_q, n_kv, heads=2, kv_heads=1, head_dim=head_dim), is_causal=is_causal)
 
 
@@ -140,8 +139,9 @@ def test_logsumexp(on_gpu, only_hopper, poisoned_memory, device, is_packed, is_c
     boundaries = [
         torch.tensor(x, device=device) if is_packed else None for x in ([0, 70, 199], [5, 160, 160])
     ]
-    config = ops.encode(DEFAULT_CONFIG)
-    _, lse, *_ = torch.ops.sagebwd.forward(q, k, v, *boundaries, is_causal, 0.1, config)
+    _, lse, *_ = torch.ops.sagebwd.forward(
+        q, k, v, *boundaries, is_causal, 0.1, encode(DEFAULT_CONFIG), "hopper"
+    )
     names = ("cu_seqlens", "cu_seqlens_kv")
     packed = {name: x.cpu() for name, x in zip(names, boundaries, strict=True)} if is_packed else {}
     inputs = (x.cpu() for x in (q, k, v))
@@ -171,7 +171,7 @@ def test_layout_does_not_matter(attend, assert_same, on_gpu, first, head_dim, dt
 
 
 @both_head_dims
-def test_a_gradient_that_is_one_number_for_all(attend, assert_same, on_gpu, head_dim):
+def test_a_gradient_that_is_one_value_for_all(attend, assert_same, on_gpu, head_dim):
     """The gradients of ``out.sum()`` and ``out.sum(2)`` have strides of zero."""
     *inputs, grad_out = on_gpu(150, heads=2, head_dim=head_dim)
     for grad in (grad_out[:, :1, :1, :1], grad_out[:, :, :1]):
@@ -219,7 +219,7 @@ def test_anything(
         assert (x - y).norm() <= bound, name
 
 
-# --- Against float64, and against the portable kernels -----------------------------------------------------
+# --- Against float64, and against the Triton kernels -----------------------------------------------------
 
 
 @pytest.mark.parametrize("sigma", [0.1, 1, 3, 5, 8, 10, 30])
@@ -256,17 +256,17 @@ def test_values_that_are_hard_to_quantize(check_errors, sample, values, is_causa
     [(64, True, FP16), (64, False, BF16), (128, False, FP16), (128, True, BF16)],
     ids=["64-causal-fp16", "64-full-bf16", "128-full-fp16", "128-causal-bf16"],
 )
-def test_portable_kernels_for_the_same_settings(
+def test_triton_kernels_for_the_same_settings(
     kernels, attend_reference, assert_same, sample, head_dim, is_causal, dtype, smooth_v
 ):
     """They still run on other GPUs, and give the same as the reference and as the Hopper kernels."""
     options = {"is_causal": is_causal, "config": SageConfig(smooth_v=smooth_v)}
     for n_q, n_kv in ((65, 65), (300, 300), (129, 1000), (257, 65)):
         inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
-        with only_portable():
-            portable = kernels(*inputs, **options)
-        assert_same(portable, attend_reference(*inputs, **options))
-        assert_same(kernels(*inputs, **options), portable)
+        with only_triton():
+            by_triton = kernels(*inputs, **options)
+        assert_same(by_triton, attend_reference(*inputs, **options))
+        assert_same(kernels(*inputs, **options), by_triton)
 
 
 # --- Packed documents --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The Hopper kernels with numbers at the edges: NaN and Inf, the largest and the smallest."""
+"""The Hopper kernels with extreme values: NaN and Inf, the largest and the smallest."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_another_batch_and_another_group_stay_clean(kernels, sample, head_dim):
         assert not found[name].isinf().any(), name
 
 
-# --- Large numbers -----------------------------------------------------------------------------------------
+# --- Large values ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n_kv", [70, 202])
@@ -122,7 +122,7 @@ def test_large_logits_of_random_numbers(kernels, attend_reference, sample, scale
 
 @both_head_dims
 def test_the_largest_powers_of_two(kernels, attend_reference, exact, sample, head_dim):
-    """As in test_edge_values.py: ± 2¹⁵, every key beside its negative, with ties at the top."""
+    """As in test_edge_values.py: ± 2¹⁵, every key next to its negative, with ties at the top."""
     q, k, v, grad_out = (x.sign() for x in sample(40, 70, head_dim=head_dim))
     k[..., 1::2, :] = -k[..., ::2, :]
     inputs = 2**15 * q, 2**15 * k, 2**15 * v, 2**-20 * grad_out
@@ -156,13 +156,13 @@ def test_fp32_sums_that_overflow_are_nan(kernels, head_dim):
     assert one_key["dv"].isnan().all()
 
 
-# --- Small numbers -----------------------------------------------------------------------------------------
+# --- Small values ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names", [INPUTS, ("grad_out",)], ids=["all", "grad_out"])
 @pytest.mark.parametrize("n", [40, 140])
 @both_head_dims
-def test_subnormal_numbers_of_fp16_count(kernels, attend_reference, sample, names, n, head_dim):
+def test_subnormal_values_of_fp16_count(kernels, attend_reference, sample, names, n, head_dim):
     """2⁻²⁰ times Gaussian, in steps of 2⁻²⁴. fp32 holds them exactly; results may differ by one step."""
     inputs = [
         (2.0**-20 * x.float()).half() if name in names else x
@@ -193,7 +193,7 @@ def test_gradients_scale_with_grad_out_bit_for_bit(kernels, sample, exponent, is
 def test_the_mask_holds_where_logits_are_near_zero(
     check, sample, size, dtype, n_q, n_kv, is_causal, head_dim
 ):
-    """A hidden logit, −2³⁰ in INT32, times the scales of such numbers is near zero as well."""
+    """A hidden logit, −2³⁰ in INT32, times the scales of such values is near zero as well."""
     q, k, v, grad_out = sample(n_q, n_kv, head_dim=head_dim, dtype=torch.float32)
     inputs = [x.to(dtype) for x in (size * q, size * k, v, grad_out)]
     found = check(inputs, ("out", "dv"), is_causal=is_causal)
@@ -239,7 +239,7 @@ def test_equal_logits_average_the_values(kernels, sample, n, is_causal, head_dim
 
 @both_head_dims
 def test_all_tokens_equal(kernels, head_dim):
-    """Each number is the largest of its tile, which INT8 holds exactly, and every weight is 1/150."""
+    """Each value is the largest of its tile, which INT8 holds exactly, and every weight is 1/150."""
     q, k, v, grad_out = (constant(150, head_dim, value) for value in (2.0, -3.0, 5.0, 1.0))
     found = kernels(q, k, v, grad_out)
     ulp = 2.0**-10

@@ -1,119 +1,22 @@
-"""When the Hopper kernels are used, and what is launched with which arguments; none of it needs a GPU."""
+"""What is launched, with which arguments; none of it needs a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import re
-from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sagebwd import SageConfig
-from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS
-from sagebwd.kernels import sage_attention
+from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels.cuda import launch
+from sagebwd.kernels.cuda.compile import SHARED, why_no_compiler
+from sagebwd.kernels.cuda.packing import packed_kv_shape
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import packets, runtime
 from sagebwd.kernels.layout import Axis
 from tests.sagebwd.kernels.hopper.cases import without_int8
-
-# --- When they are used ------------------------------------------------------------------------------------
-
-#: For every setting other values than the default, and whether the Hopper kernels know them.
-OTHER_SETTINGS = {
-    "smooth_k": [(False, True)],
-    "smooth_q": [(True, False)],
-    "smooth_v": [(True, True)],
-    "unsigned_p": [(True, True)],
-    "exact_delta": [(True, False)],
-    "operand_scales": [("token", False)],
-    "granularity": [("block", False)],
-    "int8_matmuls": [
-        (PAPER_INT8_MATMULS[::-1], True),  # the order says nothing
-        ((*PAPER_INT8_MATMULS, "dp"), False),
-        ((), False),
-        *((without_int8(name).int8_matmuls, name in ("o", "dv")) for name in PAPER_INT8_MATMULS),
-        (without_int8("o", "dv").int8_matmuls, True),
-        (without_int8("o", "dv", "dq").int8_matmuls, False),
-    ],
-    "compensate_o": [],  # needs an O in 16 bit, see below
-    "add_mean_k_term": [(True, False)],
-    "block_q": [(64, True), (32, False), (128, False)],
-    "block_kv": [(128, True), (64, False), (32, False)],
-}
-#: ``check_supported`` refuses these before any kernel is chosen.
-REFUSED_SETTINGS = {"s_levels": 2}
-
-
-def test_every_setting_is_known_or_left_to_the_portable_kernels():
-    """A setting that is added to SageConfig must be added here, and looked at in ``_supports``."""
-    assert {*OTHER_SETTINGS, *REFUSED_SETTINGS} == {field.name for field in fields(SageConfig)}
-    for head_dim in range(8, 257, 8):
-        assert hopper._supports(DEFAULT_CONFIG, head_dim) == (40 <= head_dim <= 128), head_dim
-    for name, cases in OTHER_SETTINGS.items():
-        for value, is_known in cases:
-            for head_dim in (64, 128):
-                config = replace(DEFAULT_CONFIG, **{name: value})
-                assert hopper._supports(config, head_dim) == is_known, (name, value)
-    for config in (SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()):
-        assert not hopper._supports(config, 64)
-    for config in (
-        SageConfig.consistent(),
-        without_int8("dv", smooth_v=True),
-        without_int8("o", compensate_o=True),
-    ):
-        assert hopper._supports(config, 64)
-
-
-@pytest.mark.parametrize("name", REFUSED_SETTINGS)
-def test_settings_without_kernels_are_refused(sample, name):
-    config = replace(DEFAULT_CONFIG, **{name: REFUSED_SETTINGS[name]})
-    q, k, v, _ = sample(3, head_dim=64)
-    if torch.cuda.is_available():
-        q, k, v = (x.cuda() for x in (q, k, v))
-    with pytest.raises(NotImplementedError, match="has no kernel"):
-        sage_attention(q, k, v, config=config)
-
-
-@pytest.fixture
-def gpu_of(monkeypatch):
-    """gpu_of(capability, reason) -> a tensor on such a GPU, where the runtime is unavailable for a reason."""
-
-    def gpu_of(capability=(9, 0), reason=None, head_dim=64):
-        hopper._runs_on.cache_clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(runtime, "why_unavailable", lambda device: reason)
-        return SimpleNamespace(shape=(1, 1, 1, head_dim), device=torch.device("cuda", 0))
-
-    yield gpu_of
-    hopper._runs_on.cache_clear()
-
-
-def test_used_on_hopper_alone(gpu_of):
-    """Nothing is said on other GPUs, though the runtime has a reason there: warnings are errors here."""
-    assert hopper.is_used(gpu_of(), DEFAULT_CONFIG)
-    assert hopper.is_used(gpu_of(head_dim=128), DEFAULT_CONFIG)
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        assert not hopper.is_used(gpu_of(capability, "another GPU"), DEFAULT_CONFIG)
-    assert not hopper.is_used(torch.empty(1, 1, 1, 64), DEFAULT_CONFIG)
-
-
-def test_other_settings_and_head_sizes_are_not_used_on_hopper(gpu_of):
-    for reason in (None, "no compiler"):
-        for head_dim in (8, 32, 136, 256):
-            assert not hopper.is_used(gpu_of(reason=reason, head_dim=head_dim), DEFAULT_CONFIG)
-        assert not hopper.is_used(gpu_of(reason=reason), SageConfig.paper())
-
-
-def test_a_hopper_gpu_without_the_runtime_is_said_once(gpu_of):
-    q = gpu_of(reason="no compiler")
-    with pytest.warns(UserWarning, match="portable kernels, slower than those for this GPU: no compiler"):
-        assert not hopper.is_used(q, DEFAULT_CONFIG)
-    assert not hopper.is_used(q, DEFAULT_CONFIG)  # a second warning would be an error
-    with pytest.warns(UserWarning, match="old driver"):
-        assert not hopper.is_used(gpu_of(reason="old driver"), DEFAULT_CONFIG)
-
 
 # --- Python and CUDA agree ---------------------------------------------------------------------------------
 
@@ -139,56 +42,56 @@ def assert_same_fields(structure, name, text):
         elif kind in SCALARS:
             assert ctype is SCALARS[kind], in_c
         else:
-            assert ctype.__name__.lstrip("_") == kind, in_c
+            assert ctype.__name__.lstrip("_").removeprefix("C") == kind, in_c
             assert_same_fields(ctype, kind, text)
 
 
 @pytest.mark.parametrize(
     ("source", "structure"),
-    [("forward", hopper._Forward), ("dk_dv", hopper._DkDv), ("dq", hopper._Dq)],
+    [("forward", hopper._CForward), ("dk_dv", hopper._CDkDv), ("dq", hopper._CDq)],
     ids=["forward", "dk_dv", "dq"],
 )
 def test_arguments_are_those_of_the_source(source, structure):
     """Names, order and types: the driver sees nothing but their size."""
-    files = ("common.cuh", f"{source}.cu")
-    text = "".join((runtime.SOURCES / file).read_text(encoding="utf-8") for file in files)
+    files = (SHARED / "layout.cuh", SHARED / "scheduler.cuh", hopper.SOURCES.path(source))
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
     assert_same_fields(structure, "Arguments", text)
 
 
-def check_syntax(source, head_dim, p_half, threads, shared_bytes):
+def check_syntax(source, head_dim, p_16bit, threads, shared_bytes):
     """Compile as far as static_assert, which takes milliseconds; raise what the compiler says."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
         name=f"{source}.cu",
-        arch=runtime.ARCHITECTURE,
+        arch=hopper.SOURCES.architecture,
         std="c++17",
-        include_path=[str(runtime.SOURCES)],
+        include_path=[str(folder) for folder in hopper.SOURCES.folders],
         define_macro=[
             ("HEAD_DIM", str(head_dim)),
             ("IS_CAUSAL", "1"),
             ("LAUNCH_THREADS", str(threads)),
             ("LAUNCH_BYTES", str(shared_bytes)),
-            *(["P_HALF"] if p_half else []),
+            *(["P_16BIT"] if p_16bit else []),
         ],
         fdevice_syntax_only=True,
     )
-    Program((runtime.SOURCES / f"{source}.cu").read_text("utf-8"), "c++", options).compile("cubin")
+    Program(hopper.SOURCES.path(source).read_text("utf-8"), "c++", options).compile("cubin")
 
 
-@pytest.mark.parametrize(("source", "head_dim", "p_half"), hopper.LAUNCHES, ids=str)
-def test_launches_are_what_the_sources_are_written_for(source, head_dim, p_half):
+@pytest.mark.parametrize(("source", "head_dim", "p_16bit"), hopper.CTA_SHAPES, ids=str)
+def test_cta_shapes_are_those_of_the_sources(source, head_dim, p_16bit):
     pytest.importorskip("cuda.core", exc_type=ImportError)
-    if reason := runtime.why_no_compiler():
+    if reason := why_no_compiler():
         pytest.skip(reason)
-    launch = hopper.LAUNCHES[source, head_dim, p_half]
-    assert launch.own == hopper.LAUNCHES[source, head_dim, False].own  # which is how _axes cuts items
-    assert launch.shared_bytes <= 226 * 1024  # of the 227 KiB that a block may have; barriers lie beside
-    check_syntax(source, head_dim, p_half, launch.threads, launch.shared_bytes)
-    for change in ({"warpgroups": launch.warpgroups + 1}, {"shared_bytes": launch.shared_bytes + 16}):
-        wrong = launch._replace(**change)
+    cta = hopper.CTA_SHAPES[source, head_dim, p_16bit]
+    assert cta.tokens == hopper.CTA_SHAPES[source, head_dim, False].tokens  # _axes relies on it
+    assert cta.shared_bytes <= 226 * 1024  # of the 227 KiB that a CTA may have; barriers take a little
+    check_syntax(source, head_dim, p_16bit, cta.threads, cta.shared_bytes)
+    for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
+        wrong = cta._replace(**change)
         with pytest.raises(Exception, match="static assertion failed"):
-            check_syntax(source, head_dim, p_half, wrong.threads, wrong.shared_bytes)
+            check_syntax(source, head_dim, p_16bit, wrong.threads, wrong.shared_bytes)
 
 
 # --- What is launched --------------------------------------------------------------------------------------
@@ -199,13 +102,13 @@ def launched(monkeypatch):
     """[(kernel, macros, arguments)] in the order of the launches, none of which computes anything."""
     launches = []
 
-    def kernel(source, name, shared_bytes, **defines):
+    def load_kernel(sources, source, name, shared_bytes, **defines):
         def launch(grid, threads, *arguments):
             launches.append((name.removesuffix("_kernel"), defines, arguments))
 
         return SimpleNamespace(launch=launch)
 
-    monkeypatch.setattr(runtime, "kernel", kernel)
+    monkeypatch.setattr(launch, "load_kernel", load_kernel)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
     return launches
 
@@ -217,36 +120,38 @@ def address(x):
 @pytest.mark.parametrize("smooth_k", [True, False], ids=["smooth_k", "plain K"])
 @pytest.mark.parametrize("smooth_v", [True, False], ids=["smooth_v", "plain V"])
 @pytest.mark.parametrize("boundaries", [None, [0, 3, 3, 9]], ids=["whole", "packed"])
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "made again"])
-def test_only_the_means_that_are_asked_for_are_taken(launched, sample, smooth_k, smooth_v, boundaries, keep):
+@pytest.mark.parametrize("pack_once", [True, False], ids=["packed once", "packed again"])
+def test_only_the_means_that_are_asked_for_are_taken(
+    launched, sample, smooth_k, smooth_v, boundaries, pack_once
+):
     """And each reaches the tensor that it is of; the forward gets V's, which the backward never sees."""
     q, k, v, grad_out = sample(9, heads=4, kv_heads=2, head_dim=64)
     config = SageConfig(smooth_k=smooth_k, smooth_v=smooth_v)
     axes = [Axis.of(9, n, None if boundaries is None else torch.tensor(boundaries)) for n in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, keep=keep, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=pack_once, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     names = [name for name, _, _ in launched]
-    forward = [*["sum", "mean"] * (smooth_k + smooth_v), "query", "key_value", "forward"]
-    backward = ["query_gradient", "dk_dv", "key_columns", "dq"]
-    assert names == [*forward, *([] if keep else ["key"]), *backward]
+    forward = [*["token_sum", "token_mean"] * (smooth_k + smooth_v), "pack_q", "pack_kv_int8", "forward"]
+    backward = ["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"]
+    assert names == [*forward, *([] if pack_once else ["pack_kv"]), *backward]
 
-    sources = [arguments[0].tensor.data for name, _, arguments in launched if name == "sum"]
-    results = [arguments[1] for name, _, arguments in launched if name == "mean"]
+    sources = [arguments[0].tensor.data for name, _, arguments in launched if name == "token_sum"]
+    results = [arguments[1] for name, _, arguments in launched if name == "token_mean"]
     means = dict(zip(sources, results, strict=True))
     assert set(means) == {x.data_ptr() for x, on in ((k, smooth_k), (v, smooth_v)) if on}
     documents = 1 if boundaries is None else 3
     assert all(mean.shape == (2 * documents, 64) for mean in means.values())
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
     of_k, of_v = (means.get(x.data_ptr()) for x in (k, v))
-    assert [address(x) for x in first["key_value"][1][2:4]] == [address(of_k), address(of_v)]
-    kept = first["key_value"][1][5]
-    if keep:
-        assert kept is saved[4]
+    assert [address(x) for x in first["pack_kv_int8"][1][2:4]] == [address(of_k), address(of_v)]
+    packed_kv = first["pack_kv_int8"][1][5]
+    if pack_once:
+        assert packed_kv is saved[4]
     else:
-        assert kept is None
-        assert address(first["key"][1][2]) == address(of_k)
-    assert first["dk_dv"][1][0].k_rows == address(kept if keep else first["key"][1][3])
+        assert packed_kv is None
+        assert address(first["pack_kv"][1][2]) == address(of_k)
+    assert first["dk_dv"][1][0].packed_kv == address(packed_kv if pack_once else first["pack_kv"][1][3])
     defines, (arguments,) = first["forward"]
     assert defines["SMOOTH_V"] is smooth_v
     assert arguments.v_mean == address(of_v)
@@ -259,61 +164,62 @@ def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": SageConfig(unsigned_p=unsigned_p)}
-    saved = hopper.forward(q, k, v, *axes, keep=True, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
     assert macros == {"forward": unsigned_p, "dk_dv": unsigned_p}  # a macro that is False is not defined
 
 
 @pytest.mark.parametrize("products", [(), ("o",), ("dv",), ("o", "dv")], ids=str)
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "made again"])
-def test_products_in_16_bit_get_the_tensors_as_they_are(launched, sample, products, keep):
-    """Unsigned is P in the products in INT8 alone."""
+@pytest.mark.parametrize("pack_once", [True, False], ids=["packed once", "packed again"])
+def test_16_bit_products_get_the_tensors_as_they_are(launched, sample, products, pack_once):
+    """P is unsigned only in INT8 products."""
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     config = without_int8(*products, unsigned_p=len(products) < 2)
     options = {"is_causal": True, "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, keep=keep, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=pack_once, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    half_o, half_dv = "o" in products, "dv" in products
-    forward = ["sum", "mean", "query", "key" if half_o else "key_value", "forward"]
-    backward = ["query_gradient", "dk_dv", "key_columns", "dq"]
+    o_16bit, dv_16bit = "o" in products, "dv" in products
+    forward = ["token_sum", "token_mean", "pack_q", "pack_kv" if o_16bit else "pack_kv_int8", "forward"]
+    backward = ["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"]
     names = [name for name, _, _ in launched]
-    assert names == [*forward, *([] if keep else ["key"]), *backward]
+    assert names == [*forward, *([] if pack_once else ["pack_kv"]), *backward]
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
-    for name, half in (("forward", half_o), ("query_gradient", half_dv), ("dk_dv", half_dv)):
-        assert first[name][0]["P_HALF"] is half, name
-    for name, half in (("forward", half_o), ("dk_dv", half_dv)):
-        assert first[name][0]["UNSIGNED_P"] is (config.unsigned_p and not half), name
-    columns = first["query_gradient"][1][6]
-    assert columns.shape[1] == 64 * 64 * (1 if half_dv else 2)
-    assert saved[4].shape == (packets.key_packets_shape(k, axes[1].blocks) if keep else (0,))
+    for name, is_16bit in (("forward", o_16bit), ("pack_q_and_grad", dv_16bit), ("dk_dv", dv_16bit)):
+        assert first[name][0]["P_16BIT"] is is_16bit, name
+    for name, is_16bit in (("forward", o_16bit), ("dk_dv", dv_16bit)):
+        assert first[name][0]["UNSIGNED_P"] is (config.unsigned_p and not is_16bit), name
+    columns = first["pack_q_and_grad"][1][6]
+    assert columns.shape[1] == 64 * 64 * (1 if dv_16bit else 2)
+    assert saved[4].shape == (packed_kv_shape(k, axes[1].blocks) if pack_once else (0,))
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_the_rest_of_out_goes_from_the_forward_to_delta(launched, sample, on):
+def test_the_residual_of_out_goes_from_the_forward_to_delta(launched, sample, on):
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": without_int8("o", compensate_o=on)}
-    saved = hopper.forward(q, k, v, *axes, keep=True, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    out, _, _, rest, _ = saved
-    assert rest.shape == (out.shape if on else (0,))
+    out, _, _, out_residual, _ = saved
+    assert out_residual.shape == (out.shape if on else (0,))
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
     assert first["forward"][0]["COMPENSATE_O"] is on
-    assert first["forward"][1][0].rest.data == address(rest if on else out)
-    assert first["query_gradient"][0]["COMPENSATE_O"] is on
-    assert first["query_gradient"][1][3].tensor.data == address(rest if on else out)
+    assert first["forward"][1][0].out_residual.data == address(out_residual if on else out)
+    assert first["pack_q_and_grad"][0]["COMPENSATE_O"] is on
+    assert first["pack_q_and_grad"][1][3].tensor.data == address(out_residual if on else out)
 
 
-def test_kernels_of_the_backward_read_the_same_packets_and_count_items_apart(launched, sample):
+def test_kernels_of_the_backward_share_packed_q_and_have_tile_counters_of_their_own(launched, sample):
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"is_causal": True, "scale": 0.1, "config": DEFAULT_CONFIG}
-    saved = hopper.forward(q, k, v, *axes, keep=True, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    assert [name for name, _, _ in launched][-4:] == ["query_gradient", "dk_dv", "key_columns", "dq"]
+    assert [name for name, _, _ in launched][-4:] == ["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"]
     first = {name: arguments for name, _, arguments in reversed(launched)}
     dk_dv, dq = first["dk_dv"][0], first["dq"][0]
-    assert dk_dv.q_rows == dq.q_rows == address(first["query_gradient"][5])
-    assert dk_dv.axes.taken != dq.axes.taken
+    assert dk_dv.packed_q_rows == dq.packed_q_rows == address(first["pack_q_and_grad"][5])
+    assert dk_dv.packed_kv == dq.packed_kv == address(saved[4])
+    assert dk_dv.axes.tile_counter != dq.axes.tile_counter

@@ -1,91 +1,55 @@
-"""The sources of the Hopper kernels on a CPU, with on_cpu/ptx.cuh in the place of Hopper's instructions.
+"""The sources of the Hopper kernels on a CPU, with stand-ins for the instructions of a GPU.
 
-They must give what the reference does. On a GPU the other files of this folder ask for more.
+They must agree with the reference. On a GPU the other files of this folder test more.
 """
 
 from __future__ import annotations
 
-import ctypes
-import re
-import shutil
-import subprocess
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from sagebwd import SageConfig, kernels, reference
-from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels import ops
+from sagebwd import SageConfig, dispatch, reference, sage_attention
+from sagebwd.config import DEFAULT_CONFIG, encode
+from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import runtime
 from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels import test_torch as as_operators
+from tests.sagebwd.kernels.cuda import sources_on_cpu
 
 pytestmark = as_operators.pytestmark
 
+#: Headers that stand in for those of the same name in sagebwd/kernels/hopper.
 ON_CPU = Path(__file__).parent / "on_cpu"
-FLAGS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC"]
-DYNAMIC_SHARED = "extern __shared__ __align__(1024) u8 shared[];"  # of a size that the launch gives
-
-
-def has_compiler():
-    probe = "#include <bit>\nint bits = std::bit_cast<int>(1.0f);\n"
-    command = ["g++", "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
-    return bool(shutil.which("g++")) and not subprocess.run(command, input=probe.encode()).returncode
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """A folder with all that the kernels include."""
-    if not has_compiler():
+def folder(tmp_path_factory):
+    """A folder with all sources and stand-ins."""
+    if not sources_on_cpu.has_compiler():
         pytest.skip("there is no g++ that knows C++20")
     folder = tmp_path_factory.mktemp("sources")
-    for path in (*runtime.SOURCES.glob("*.cu*"), ON_CPU / "ptx.cuh"):  # the last in the place of another
-        text = path.read_text(encoding="utf-8")
-        (folder / path.name).write_text(text.replace(DYNAMIC_SHARED, "u8* shared = shared_memory;"))
+    sources_on_cpu.gather(folder, hopper.SOURCES, ON_CPU)
     return folder
 
 
-def build(folder, source, defines):
-    """The kernels of ``source``.cu, compiled: a library with run_NAME_kernel for each."""
-    names = re.findall(r"(\w+_kernel)\(", (folder / f"{source}.cu").read_text())
-    main = f'#include "{source}.cu"\nusing A = void**;\n' + "".join(
-        f'extern "C" void run_{name}(unsigned g, unsigned t, A a) {{ launch(g, t, a, {name}); }}\n'
-        for name in dict.fromkeys(names)
-    )
-    macros = [f"-D{key}={int(value)}" for key, value in defines.items() if value is not False]
-    library = folder / f"{abs(hash((source, *macros)))}.so"
-    if not library.exists():
-        command = ["g++", *FLAGS, *macros, f"-I{folder}", "-x", "c++", "-", "-o", str(library)]
-        subprocess.run(command, input=main, text=True, check=True)
-    return ctypes.CDLL(str(library))
-
-
 @pytest.fixture
-def attend_on_cpu(sources, monkeypatch, poisoned_memory):
+def attend_on_cpu(folder, monkeypatch, poisoned_memory):
     """Out, dq, dk and dv of the Hopper kernels, on CPU tensors."""
 
-    def kernel(source, name, shared_bytes, **defines):
-        run = getattr(build(sources, source, defines), f"run_{name}")
+    def load_kernel(sources, source, name, shared_bytes, **defines):
+        return sources_on_cpu.load(folder, source, name, defines)
 
-        def launch(grid, threads, *arguments):
-            if grid:
-                frame = runtime._Signature(tuple(map(type, arguments))).pack(arguments)
-                run(grid, threads, ctypes.c_void_p(frame.address))
-
-        return SimpleNamespace(launch=launch)
-
-    monkeypatch.setattr(runtime, "kernel", kernel)
+    monkeypatch.setattr(launch, "load_kernel", load_kernel)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
 
-    def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries, keep):
+    def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries):
         axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
         options = {"is_causal": is_causal, "scale": q.shape[3] ** -0.5, "config": config}
-        saved = hopper.forward(q, k, v, *axes, keep=keep, **options)
+        saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
         return saved[0], *hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
 
     return attend_on_cpu
@@ -105,7 +69,7 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     tokens = 310 if documents is None else sum(documents)
     inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
-    found = attend_on_cpu(*inputs, is_causal=is_causal, config=config, boundaries=boundaries, keep=False)
+    found = attend_on_cpu(*inputs, is_causal=is_causal, config=config, boundaries=boundaries)
     options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries, "enable_gqa": True}
     wanted = reference.attention(*inputs, **options)
     for name, x in zip(("out", "dq", "dk", "dv"), found, strict=True):
@@ -121,7 +85,7 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
         ("inductor", SageConfig.consistent()),
     ],
 )
-def test_packets_take_the_place_of_k_and_v_in_the_backward(
+def test_packed_kv_replaces_k_and_v_in_the_backward(
     attend_on_cpu, draw, monkeypatch, tmp_path, backend, config, documents
 ):
     """Through autograd, also as compiled; the gradients are the same."""
@@ -131,23 +95,23 @@ def test_packets_take_the_place_of_k_and_v_in_the_backward(
         for x in draw(310, batch=1, heads=2, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     )
     options = {"is_causal": True, "config": config}
-    wanted = attend_on_cpu(q, k, v, grad_out, boundaries=boundaries, keep=False, **options)
-    monkeypatch.setattr(hopper, "_runs_on", lambda device: True)
-    kept = []
+    wanted = attend_on_cpu(q, k, v, grad_out, boundaries=boundaries, **options)
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
+    saved = []
 
     def attend(*inputs):
-        return kernels.sage_attention(*inputs, cu_seqlens=boundaries, **options)
+        return sage_attention(*inputs, cu_seqlens=boundaries, **options)
 
     torch.compiler.reset()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the user's knows operators as they were
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the user's may know older operators
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         out = (torch.compile(attend, backend=backend, fullgraph=True) if backend else attend)(*leaves)
     found = [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
     for name, x, expected in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         assert x.stride() == expected.stride(), name
         assert torch.equal(x, expected), name
-    pointers = {x.data_ptr() for x in kept if x is not None}
+    pointers = {x.data_ptr() for x in saved if x is not None}
     assert q.data_ptr() in pointers
     assert not {k.data_ptr(), v.data_ptr()} & pointers
 
@@ -155,11 +119,11 @@ def test_packets_take_the_place_of_k_and_v_in_the_backward(
 @pytest.mark.parametrize("documents", [None, [20, 0, 20]], ids=["whole", "packed"])
 @pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.consistent()], ids=["default", "consistent"])
 def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config, documents):
-    """As in test_torch.py, with packets in the place of K and V."""
+    """As in test_torch.py, with packed K and V."""
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)])
-    monkeypatch.setattr(hopper, "_runs_on", lambda device: True)
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
     q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
-    settings = (boundaries, None, True, 0.125, ops.encode(config))
+    settings = (boundaries, None, True, 0.125, encode(config), "hopper")
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, True))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, True)
@@ -169,8 +133,9 @@ def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config,
 
 @pytest.mark.parametrize("way", as_operators.WAYS)
 def test_gradients_are_the_same_in_every_way(attend_on_cpu, draw, monkeypatch, way):
-    """As in test_torch.py: checkpoints, vmap and the bare operator; some keep packets and some do not."""
-    monkeypatch.setattr(hopper, "_runs_on", lambda device: True)
+    """As in test_torch.py: checkpoints, vmap, the bare operator; some save packed K and V, others do not."""
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
+    monkeypatch.setattr(as_operators, "KERNELS", "hopper")
     q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
     found, wanted = (
         as_operators.gradients(function, q, k, v, grad_out)

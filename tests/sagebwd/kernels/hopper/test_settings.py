@@ -1,4 +1,4 @@
-"""The Hopper kernels with other settings than the default: V-smoothing, unsigned P, O and dV in 16 bit."""
+"""The Hopper kernels with other settings than the default: V-smoothing, unsigned P, 16-bit O and dV."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.sagebwd.kernels.hopper.cases import (
     constant,
     every_input,
     every_poison,
-    only_portable,
+    only_triton,
     poison_one,
     without_int8,
 )
@@ -52,7 +52,7 @@ def with_means(inputs, size=2.0):
 @causal_and_full
 @both_head_dims
 def test_lengths_with_smooth_v(check, sample, n_q, n_kv, is_causal, head_dim):
-    """Around blocks of 64 queries, items of 128 and 192, and tiles of 128 keys; two heads to a key head."""
+    """Around blocks of 64 queries, work tiles of 128 and 192, blocks of 128 keys; two heads to a key head."""
     inputs = with_means(sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim))
     check(inputs, is_causal=is_causal, config=SMOOTH_V)
 
@@ -86,7 +86,7 @@ def test_layout_does_not_matter_with_smooth_v(attend, assert_same, sample, devic
 @causal_and_full
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
 def test_values_that_are_their_mean_come_back_bit_for_bit(kernels, sample, n_kv, is_causal, head_dim):
-    """Whole numbers, the same for all tokens: sums and means are exact, and nothing is left to quantize.
+    """Integers, the same for all tokens: sums and means are exact, and nothing is left to quantize.
 
     They differ by batch, key head and channel, so that every wrong index shows.
     """
@@ -144,21 +144,22 @@ def test_smooth_v_helps_where_values_have_much_in_common(check_errors, sample, h
     assert smooth[0] < 0.8 * plain[0]
 
 
-# --- Unsigned P, O and dV in 16 bit -------------------------------------------------------------------------
+# --- Unsigned P, 16-bit O and dV ---------------------------------------------------------------------------
 
-UNSIGNED_P, HALVES, CONSISTENT = SageConfig(unsigned_p=True), without_int8("o", "dv"), SageConfig.consistent()
+UNSIGNED_P, CONSISTENT = SageConfig(unsigned_p=True), SageConfig.consistent()
+P_16BIT = without_int8("o", "dv")
 SWITCHED = {
     "unsigned_p": UNSIGNED_P,
     "unsigned_p, smooth_v": SageConfig(unsigned_p=True, smooth_v=True),
     "16-bit O": without_int8("o", unsigned_p=True),
     "16-bit dV": without_int8("dv", smooth_v=True),
-    "16-bit O, dV": HALVES,
+    "16-bit O, dV": P_16BIT,
     "compensate_o": without_int8("o", compensate_o=True),
     "consistent": CONSISTENT,
 }
 one_switch = pytest.mark.parametrize(
     "config",
-    [UNSIGNED_P, HALVES, CONSISTENT],
+    [UNSIGNED_P, P_16BIT, CONSISTENT],
     ids=["unsigned_p", "16-bit O, dV", "consistent"],
 )
 
@@ -210,17 +211,15 @@ def test_unsigned_p_takes_o_and_dv_closer_to_float64(check_errors, sample, is_ca
 
 @causal_and_full
 @both_head_dims
-def test_portable_kernels_with_unsigned_p(
-    kernels, attend_reference, assert_same, sample, is_causal, head_dim
-):
+def test_triton_kernels_with_unsigned_p(kernels, attend_reference, assert_same, sample, is_causal, head_dim):
     """They reach the same integers by another way: P less 128, and 128 times sums of the other operand."""
     options = {"is_causal": is_causal, "config": UNSIGNED_P}
     for n_q, n_kv in ((65, 65), (129, 1000), (257, 65)):
         inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
-        with only_portable():
-            portable = kernels(*inputs, **options)
-        assert_same(portable, attend_reference(*inputs, **options))
-        assert_same(kernels(*inputs, **options), portable)
+        with only_triton():
+            by_triton = kernels(*inputs, **options)
+        assert_same(by_triton, attend_reference(*inputs, **options))
+        assert_same(kernels(*inputs, **options), by_triton)
 
 
 @pytest.mark.parametrize("pack", ["around tiles", "tokens of no document", "keys or queries missing"])
@@ -285,13 +284,13 @@ def test_all_tokens_equal_with_unsigned_p(kernels, n, head_dim):
 @causal_and_full
 @both_head_dims
 def test_compensation_mends_gradients_where_values_are_alike(errors, kernels, sample, is_causal, head_dim):
-    """dS is then a small difference of dP and δ, which even O in 16 bit spoils, unless it is compensated."""
+    """dS is then a small difference of dP and δ, which even a 16-bit O spoils, unless it is compensated."""
     q, k, v, grad_out = sample(1000, head_dim=head_dim, dtype=torch.float32)
     inputs = [x.half() for x in (q, k, 0.002 * v + 1, grad_out)]
-    plain, halves, consistent = (
+    plain, p_16bit, consistent = (
         errors(kernels, inputs, config=config, is_causal=is_causal)[1:3]
-        for config in (DEFAULT_CONFIG, HALVES, CONSISTENT)
+        for config in (DEFAULT_CONFIG, P_16BIT, CONSISTENT)
     )
     assert min(plain) > 0.3
-    assert min(halves) > 0.05
+    assert min(p_16bit) > 0.05
     assert max(consistent) < 0.03

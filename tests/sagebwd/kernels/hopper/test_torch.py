@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels import ops, sage_attention
+from sagebwd import sage_attention
+from sagebwd.config import DEFAULT_CONFIG, encode
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels import test_torch as as_operators
 from tests.sagebwd.kernels.hopper.cases import (
@@ -51,7 +51,7 @@ def test_two_hundred_times_the_same_bits(gradients, on_gpu, head_dim):
 
 @both_head_dims
 def test_two_streams_at_once(gradients, on_gpu, head_dim):
-    """Packets and results of one must not be those of the other."""
+    """Packed operands and results of one must not be those of the other."""
     inputs = [on_gpu(300, heads=6, kv_heads=3, head_dim=head_dim, seed=seed) for seed in (0, 1)]
     wanted = [gradients(causal, *x) for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
@@ -141,7 +141,7 @@ def test_compiled_equals_eager(gradients, compiled, on_gpu, head_dim):
 def test_operators_keep_their_promises(only_hopper, on_gpu, lay, keep):
     """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
     q, k, v, grad_out = map(lay, on_gpu(140, heads=2, kv_heads=1, head_dim=64))
-    options = (None, None, True, 0.125, ops.encode(DEFAULT_CONFIG))
+    options = (None, None, True, 0.125, encode(DEFAULT_CONFIG), "hopper")
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *options, keep))
     saved = torch.ops.sagebwd.forward(q, k, v, *options, keep)
@@ -192,13 +192,13 @@ def test_another_than_the_current_gpu(gradients, on_gpu, head_dim):
     assert_equal_lists([x.to("cuda:0") for x in found], wanted)
 
 
-# --- Many items, long sequences, memory --------------------------------------------------------------------
+# --- Many work tiles, long sequences, memory ---------------------------------------------------------------
 
 
 @causal_and_full
 @both_head_dims
-def test_more_items_than_programs(attend, assert_same, attend_reference, on_gpu, is_causal, head_dim):
-    """201 heads of 6 blocks: programs work through several items each. The same bits as a few heads alone."""
+def test_more_work_tiles_than_ctas(attend, assert_same, attend_reference, on_gpu, is_causal, head_dim):
+    """201 heads of 6 blocks: each CTA takes several work tiles. The same bits as a few heads alone."""
     inputs = on_gpu(333, batch=3, heads=67, head_dim=head_dim, dtype=BF16)
     found = attend(*inputs, is_causal=is_causal)
     for batch in range(3):
@@ -240,9 +240,9 @@ def test_33001_tokens(gradients, on_gpu, head_dim):
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 64), (16, 128)])
 def test_memory(gradients, on_gpu, heads, head_dim):
-    """On top of inputs and results at most 1.5 times what q, k and v take: packets of one pass at a time."""
+    """On top of inputs and results at most 1.5 times what q, k and v take: packed operands of one pass."""
     inputs = on_gpu(4096, heads=heads, head_dim=head_dim, dtype=BF16)
-    gradients(causal, *inputs)  # what is kept for good: compiled kernels
+    gradients(causal, *inputs)  # allocates what stays: compiled kernels
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

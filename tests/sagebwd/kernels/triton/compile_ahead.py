@@ -36,7 +36,7 @@ from sagebwd.kernels.triton import launch as tiles
 from sagebwd.kernels.triton.backward import backward
 from sagebwd.kernels.triton.forward import forward
 
-#: Bytes of shared memory that one program may take, by compute capability.
+#: Bytes of shared memory that one CTA may take, by compute capability.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 HEAD_DIMS = (32, 64, 96, 128, 256)
 ATTENTION_KERNELS = ("_forward_kernel", "_dk_dv_kernel", "_dq_kernel")
@@ -74,7 +74,6 @@ VARIANTS = {
     "full_float16": Variant(is_causal=False, dtype=torch.float16),
     "smooth_q": Variant(SageConfig(smooth_q=True)),
     "unsigned_p": Variant(SageConfig(unsigned_p=True)),
-    "exact_delta": Variant(SageConfig(exact_delta=True)),
     "no_int8": Variant(SageConfig(int8_matmuls=(), compensate_o=True)),
 }
 

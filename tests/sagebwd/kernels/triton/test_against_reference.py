@@ -80,8 +80,6 @@ SETTINGS = {
         "operand_scales": "token",
         "granularity": "block",
     },
-    "add_mean_k_term": {"add_mean_k_term": True},
-    "exact_delta": {"exact_delta": True},
     "compensate_o": {"compensate_o": True, "int8_matmuls": ("s_fwd", "s_bwd", "dv", "dq", "dk")},
     "token scales": {"operand_scales": "token"},
     "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
@@ -91,23 +89,14 @@ SETTINGS = {
         "int8_matmuls": MATMULS,
         "operand_scales": "token",
         "smooth_q": True,
-        "add_mean_k_term": True,
     },
     "no INT8": {"int8_matmuls": ()},
-    "no INT8, everything": {"int8_matmuls": (), "smooth_q": True, "add_mean_k_term": True},
+    "no INT8, everything": {"int8_matmuls": (), "smooth_q": True},
     **{f"only {name}": {"int8_matmuls": (name,)} for name in MATMULS},
 }
 MORE_SETTINGS = {
     "unsigned_p, granularity": {"unsigned_p": True, "granularity": "block"},
     "unsigned_p, token scales": {"unsigned_p": True, "operand_scales": "token", "smooth_k": False},
-    "exact_delta, everything": {
-        "exact_delta": True,
-        "int8_matmuls": MATMULS,
-        "operand_scales": "token",
-        "smooth_q": True,
-        "add_mean_k_term": True,
-    },
-    "exact_delta, no INT8": {"exact_delta": True, "int8_matmuls": ()},
     "unsigned_p, smooth_v": {"unsigned_p": True, "smooth_v": True},
     **{
         f"unsigned_p, not {name}": {
@@ -136,7 +125,7 @@ def test_every_setting(check, sample, switches, is_causal):
 
 
 def test_the_paper(check, sample):
-    """Its scales belong to tiles of 128 x 64, which a program must own whole."""
+    """Its scales belong to tiles of 128 x 64, which a CTA must own whole."""
     check(sample(150), config=SageConfig.paper(), is_causal=True)
 
 
@@ -238,8 +227,8 @@ def test_one_key(kernels, attend_reference, assert_same, sample, n_q):
     ],
 )
 def test_batches_and_groups_of_heads(check, sample, batch, heads, kv_heads):
-    """With all that is kept by head: blocks, scales, the logsumexp, δ, and the means of Q and K."""
-    config = SageConfig(smooth_q=True, add_mean_k_term=True)
+    """With all that each head has: blocks, scales, the logsumexp, δ, and the means of Q and K."""
+    config = SageConfig(smooth_q=True)
     check(sample(40, batch=batch, heads=heads, kv_heads=kv_heads), config=config, is_causal=True)
 
 
@@ -333,7 +322,6 @@ configs = st.builds(
     operand_scales=st.sampled_from(["block", "token"]),
     granularity=st.sampled_from(["block", "row"]),
     int8_matmuls=st.sets(st.sampled_from(MATMULS)).map(tuple),
-    add_mean_k_term=st.booleans(),
     block_q=st.sampled_from([32, 64]),
     block_kv=st.sampled_from([32, 64]),
 )
@@ -366,7 +354,7 @@ def test_anything(
     other side in fp16; and where the exact gradient is 0, as with one key, sums in fp32 leave up to 1e-5.
     """
     if not smooth_k:
-        config = replace(config, smooth_k=False, add_mean_k_term=False)
+        config = replace(config, smooth_k=False)
     if unsigned_p and any(map(config.is_int8, P_MATMULS)):
         config = replace(config, unsigned_p=True)
     inputs = sample(n_q, n_kv, heads=heads[0], kv_heads=heads[1], head_dim=head_dim, sigma=sigma, seed=seed)

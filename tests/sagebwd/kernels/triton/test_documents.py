@@ -22,10 +22,9 @@ CONFIGS = {
     "default": SageConfig(),
     "paper": SageConfig(granularity="block", block_q=64, block_kv=64),
     "strictly causal": SageConfig.strictly_causal(),
-    "smooth_q": SageConfig(smooth_q=True, add_mean_k_term=True, block_q=32, block_kv=64),
+    "smooth_q": SageConfig(smooth_q=True, block_q=32, block_kv=64),
     "smooth_v": SageConfig(smooth_v=True),
     "unsigned_p": SageConfig(unsigned_p=True),
-    "exact_delta": SageConfig(exact_delta=True),
     "no INT8": SageConfig(int8_matmuls=()),
     "compensate_o": SageConfig(int8_matmuls=("dq",), compensate_o=True),
     "all INT8": SageConfig(int8_matmuls=MATMULS, block_q=64, block_kv=32),
@@ -45,7 +44,6 @@ PACKS = {
 CASES = [
     *((config, "two") for config in CONFIGS if config not in ("default", "unsigned_p")),
     ("smooth_v", "keys or queries missing"),
-    ("exact_delta", "keys or queries missing"),
     *(("default", pack) for pack in PACKS if pack not in ("one", "two", "long")),
 ]
 
@@ -134,9 +132,8 @@ def test_nothing_comes_from_outside_a_document(kernels, sample, poison):
         assert not poisoned[name][..., 90:, :].any(), name
 
 
-# --- Boundaries that are no boundaries --------------------------------------------------------------------
-# To look at their values would wait for the GPU; so they are mended, by clamping them to the sequence and to
-# the boundary before.
+# --- Invalid boundaries -----------------------------------------------------------------------------------
+# Reading their values would wait for the GPU, so they are clamped to the sequence and to the boundary before.
 
 
 def mended(boundaries, n):

@@ -1,4 +1,4 @@
-"""Packets of the Hopper kernels against their specification, built here in plain PyTorch, byte for byte."""
+"""Packed operands against their specification, built here in plain PyTorch, byte for byte."""
 
 from __future__ import annotations
 
@@ -9,24 +9,13 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from sagebwd.kernels.hopper import runtime
-from sagebwd.kernels.hopper.packets import (
-    key_columns,
-    key_packets,
-    key_value_packets,
-    query_gradient_packets,
-    query_packets,
-    token_mean,
-)
+from sagebwd.kernels.cuda.compile import SHARED, Sources
+from sagebwd.kernels.cuda.packing import Packer
 from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.reference.quantization import quantize
 from tests.sagebwd.kernels.triton.test_quantize import every_layout
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not runtime.is_available(torch.device("cuda")), reason="no Hopper GPU"),
-    pytest.mark.usefixtures("poisoned_memory"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 TINY = torch.finfo(torch.float32).tiny
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -39,13 +28,19 @@ SHAPES = [  # B, H, N, D, dtype
     (1, 2, 130, 64, BF16),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-MINUS_DELTA = slice(-16 - 4 * 64, -16)  # in the packets of queries by rows
+MINUS_DELTA = slice(-16 - 4 * 64, -16)  # in packed queries by rows
 PACK = [3, 3, 68, 69, 140, 140]  # boundaries of documents among 150 tokens
 
 
 @pytest.fixture
 def device():
     return "cuda"
+
+
+@pytest.fixture
+def packer(architecture):
+    """The kernels, compiled for the current GPU."""
+    return Packer(Sources(architecture, (SHARED,)))
 
 
 @pytest.fixture
@@ -71,7 +66,7 @@ def log_sums(device):
 
 
 def swizzle(tiles, row_bytes):
-    """tiles (..., rows, numbers) of any type, as bytes (..., size)."""
+    """tiles (..., rows, values) of any type, as bytes (..., size)."""
     tiles = tiles.contiguous().view(torch.uint8).flatten(-2)
     offset = torch.arange(tiles.shape[-1])
     result = torch.empty_like(tiles)
@@ -92,9 +87,9 @@ def columns_tile(values):
     return swizzle(values[:, token].mT, tokens)
 
 
-def halves_tile(x):
-    """x (blocks, tokens, D) in 16 bit."""
-    return torch.cat([swizzle(half, 128) for half in x.split(64, -1)], -1)
+def tile_16bit(x):
+    """x (blocks, tokens, D) in 16 bits."""
+    return torch.cat([swizzle(chunk, 128) for chunk in x.split(64, -1)], -1)
 
 
 def tail(*scales):
@@ -131,20 +126,20 @@ def without_mean(x, mean, boundaries=None):
     return result
 
 
-def packets_written(packets, axis):
-    """Packets on the CPU, without those of blocks that belong to no document."""
+def blocks_written(packed, axis):
+    """Packed blocks on the CPU, without those that belong to no document."""
     used = axis.blocks if axis.segments is None else int(axis.segments.first_block[-1])
-    return packets.unflatten(0, (-1, axis.blocks))[:, :used].flatten(0, 1).cpu()
+    return packed.unflatten(0, (-1, axis.blocks))[:, :used].flatten(0, 1).cpu()
 
 
-def quantized(blocks, packets, index):
+def quantized(blocks, packed, index):
     """INT8 values and scales of blocks (blocks, tokens, D) fp32; ``index`` is that of the scale in the tail.
 
-    A GPU divides by 127 to within 2 units in the last place; then every number must be rounded exactly by the
+    A GPU divides by 127 to within 2 units in the last place; then every value must be rounded exactly by the
     scale that this gives.
     """
     values, scale = quantize(blocks)
-    found = packets[:, -16:].contiguous().view(torch.float32)[:, index]
+    found = packed[:, -16:].contiguous().view(torch.float32)[:, index]
     if torch.cuda.is_available():
         torch.testing.assert_close(found, scale.flatten(), rtol=2**-22, atol=0, equal_nan=True)
         scale = found
@@ -153,37 +148,39 @@ def quantized(blocks, packets, index):
 
 
 def assert_same(found, *parts):
-    """Packets hold these parts, each compared by itself to tell which is wrong."""
+    """Packed blocks consist of these parts, each compared by itself to tell which is wrong."""
     assert found.shape[1] == sum(part.shape[1] for part in parts)
     for i, (part, wanted) in enumerate(zip(found.split([x.shape[1] for x in parts], 1), parts, strict=True)):
         assert torch.equal(part, wanted), f"part {i}"
 
 
-def assert_query_packets(packets, axis, q, boundaries=None):
-    packets = packets_written(packets, axis)
-    values, scale = quantized(tiles_of(q, 64, boundaries).float(), packets, 0)
-    assert_same(packets, rows_tile(values), tail(scale))
+def assert_packed_q(packed, axis, q, boundaries=None):
+    packed = blocks_written(packed, axis)
+    values, scale = quantized(tiles_of(q, 64, boundaries).float(), packed, 0)
+    assert_same(packed, rows_tile(values), tail(scale))
 
 
-def assert_key_value_packets(packets, axis, k, v, k_mean, v_mean, boundaries=None):
-    packets = packets_written(packets, axis)
-    k_values, k_scale = quantized(tiles_of(without_mean(k, k_mean, boundaries), 128, boundaries), packets, 0)
-    v_values, v_scale = quantized(tiles_of(without_mean(v, v_mean, boundaries), 128, boundaries), packets, 1)
-    assert_same(packets, rows_tile(k_values), columns_tile(v_values), tail(k_scale, v_scale))
+def assert_packed_kv_int8(packed, axis, k, v, k_mean, v_mean, boundaries=None):
+    packed = blocks_written(packed, axis)
+    k_values, k_scale = quantized(tiles_of(without_mean(k, k_mean, boundaries), 128, boundaries), packed, 0)
+    v_values, v_scale = quantized(tiles_of(without_mean(v, v_mean, boundaries), 128, boundaries), packed, 1)
+    assert_same(packed, rows_tile(k_values), columns_tile(v_values), tail(k_scale, v_scale))
 
 
-def assert_key_packets(packets, columns, axis, k, v, mean, boundaries=None):
-    packets, columns = packets_written(packets, axis), packets_written(columns, axis)
-    values, scale = quantized(tiles_of(without_mean(k, mean, boundaries), 128, boundaries), packets, 0)
-    assert_same(packets, rows_tile(values), halves_tile(tiles_of(v, 128, boundaries)), tail(scale))
+def assert_packed_kv(packed, columns, axis, k, v, mean, boundaries=None):
+    packed, columns = blocks_written(packed, axis), blocks_written(columns, axis)
+    values, scale = quantized(tiles_of(without_mean(k, mean, boundaries), 128, boundaries), packed, 0)
+    assert_same(packed, rows_tile(values), tile_16bit(tiles_of(v, 128, boundaries)), tail(scale))
     assert_same(columns, columns_tile(values))
 
 
-def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=None, rest=None, p_half=False):
-    rows, columns = (packets_written(x, axis) for x in packets)
+def assert_packed_q_and_grad(
+    packed, axis, q, grad, out, lse, boundaries=None, out_residual=None, p_16bit=False
+):
+    rows, columns = (blocks_written(x, axis) for x in packed)
     q_values, *scales = quantized(tiles_of(q, 64, boundaries).float(), rows, 0)
     tiles = [columns_tile(q_values)]
-    if not p_half:
+    if not p_16bit:
         grad_values, grad_scale = quantized(tiles_of(grad, 64, boundaries).float(), rows, 1)
         tiles.append(columns_tile(grad_values))
         scales.append(grad_scale)
@@ -195,8 +192,8 @@ def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=N
     minus_delta = rows[:, MINUS_DELTA].contiguous().view(torch.float32)
     assert not minus_delta[~exists].any()
     out = tiles_of(out, 64, boundaries).double()
-    if rest is not None:
-        out += tiles_of(rest, 64, boundaries).double()
+    if out_residual is not None:
+        out += tiles_of(out_residual, 64, boundaries).double()
     products = tiles_of(grad, 64, boundaries).double() * out
     # At most 128 sums of fp32, each rounded to 2⁻²⁴ of the sum of magnitudes.
     error = (minus_delta + products.sum(-1)).abs()
@@ -204,7 +201,7 @@ def assert_query_gradient_packets(packets, axis, q, grad, out, lse, boundaries=N
     assert_same(
         rows,
         rows_tile(q_values),
-        halves_tile(tiles_of(grad, 64, boundaries)),
+        tile_16bit(tiles_of(grad, 64, boundaries)),
         minus_lse.view(torch.uint8),
         minus_delta.view(torch.uint8),
         tail(*scales),
@@ -225,18 +222,18 @@ def test_the_specification_by_hand():
     assert tokens[:16].tolist() == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
 
 
-# --- Packets ------------------------------------------------------------------------------------------------
+# --- Operands -----------------------------------------------------------------------------------------------
 
 
 @shapes
-def test_queries(gaussian, shape):
+def test_queries(packer, gaussian, shape):
     (q,) = gaussian(*shape)
     axis = Axis.of(q.shape[2], 64, None)
-    assert_query_packets(query_packets(q, axis), axis, q)
+    assert_packed_q(packer.pack_q(q, axis), axis, q)
 
 
 @shapes
-def test_keys_and_values(gaussian, shape):
+def test_keys_and_values(packer, gaussian, shape):
     """With and without means; whatever these hold past the head size must not matter."""
     k, v = gaussian(*shape, count=2)
     axis = Axis.of(k.shape[2], 128, None)
@@ -247,108 +244,119 @@ def test_keys_and_values(gaussian, shape):
     k_mean[:, : k.shape[3]] += k.float().mean((0, 2)).repeat(k.shape[0], 1)
     v_mean[:, : k.shape[3]] += v.float().mean((0, 2)).repeat(k.shape[0], 1)
     for means in product((None, k_mean), (None, v_mean)):
-        packets, kept = key_value_packets(k, v, axis, *means, keep=True)
-        assert_key_value_packets(packets, axis, k, v, *means)
-        assert torch.equal(kept, key_packets(k, v, axis, means[0]))
+        packed, packed_kv = packer.pack_kv_int8(k, v, axis, *means, pack_kv_for_backward=True)
+        assert_packed_kv_int8(packed, axis, k, v, *means)
+        assert torch.equal(packed_kv, packer.pack_kv(k, v, axis, means[0]))
     for mean in (None, k_mean):
-        packets = key_packets(k, v, axis, mean)
-        columns = key_columns(packets, k, axis)
-        assert_key_packets(packets, columns, axis, k, v, mean)
+        packed = packer.pack_kv(k, v, axis, mean)
+        columns = packer.pack_k_columns(packed, k, axis)
+        assert_packed_kv(packed, columns, axis, k, v, mean)
 
 
 @shapes
-def test_queries_and_gradients(gaussian, log_sums, shape):
-    q, grad, out, rest = gaussian(*shape, count=4)
+def test_queries_and_gradients(packer, gaussian, log_sums, shape):
+    q, grad, out, residual = gaussian(*shape, count=4)
     lse, axis = log_sums(*q.shape[:3]), Axis.of(q.shape[2], 64, None)
-    for options in ({}, {"p_half": True}, {"rest": rest}, {"p_half": True, "rest": rest}):
-        packets = query_gradient_packets(q, grad, out, lse, axis, **options)
-        assert_query_gradient_packets(packets, axis, q, grad, out, lse, **options)
+    for options in (
+        {},
+        {"p_16bit": True},
+        {"out_residual": residual},
+        {"p_16bit": True, "out_residual": residual},
+    ):
+        packed = packer.pack_q_and_grad(q, grad, out, lse, axis, **options)
+        assert_packed_q_and_grad(packed, axis, q, grad, out, lse, **options)
 
 
 @every_layout
-def test_strides_do_not_matter(gaussian, log_sums, view):
+def test_strides_do_not_matter(packer, gaussian, log_sums, view):
     """Each tensor has strides of its own."""
     tensors = gaussian(1, 2, 40, 48, FP16, count=3)
     lse = log_sums(1, 2, 40)
     q_axis, kv_axis = Axis.of(40, 64, None), Axis.of(40, 128, None)
     for i in range(3):
         a, b, c = (view(x) if j == i else x for j, x in enumerate(tensors))
-        packets = query_gradient_packets(a, b, c, lse, q_axis)
-        assert_query_gradient_packets(packets, q_axis, *tensors, lse)
+        packed = packer.pack_q_and_grad(a, b, c, lse, q_axis)
+        assert_packed_q_and_grad(packed, q_axis, *tensors, lse)
     for k, v in ((view(tensors[0]), tensors[1]), (tensors[0], view(tensors[1]))):
-        packets, _ = key_value_packets(k, v, kv_axis, None, None, keep=False)
-        assert_key_value_packets(packets, kv_axis, *tensors[:2], None, None)
-        packets = key_packets(k, v, kv_axis, None)
-        assert_key_packets(packets, key_columns(packets, tensors[0], kv_axis), kv_axis, *tensors[:2], None)
-    assert_query_packets(query_packets(view(tensors[0]), q_axis), q_axis, tensors[0])
+        packed, _ = packer.pack_kv_int8(k, v, kv_axis, None, None, pack_kv_for_backward=False)
+        assert_packed_kv_int8(packed, kv_axis, *tensors[:2], None, None)
+        packed = packer.pack_kv(k, v, kv_axis, None)
+        assert_packed_kv(
+            packed, packer.pack_k_columns(packed, tensors[0], kv_axis), kv_axis, *tensors[:2], None
+        )
+    assert_packed_q(packer.pack_q(view(tensors[0]), q_axis), q_axis, tensors[0])
 
 
-def test_blocks_of_a_pack_are_those_of_its_documents(gaussian, log_sums):
+def test_blocks_of_a_pack_are_those_of_its_documents(packer, gaussian, log_sums):
     a, b, c = gaussian(1, 2, 150, 40, BF16, count=3)
     lse, cu_seqlens = log_sums(1, 2, 150), torch.tensor(PACK, device=a.device)
     q_axis, kv_axis = (Axis.of(150, block, cu_seqlens) for block in (64, 128))
-    mean, v_mean = (token_mean(x, kv_axis) for x in (a, b))
-    assert_query_packets(query_packets(a, q_axis), q_axis, a, PACK)
-    assert_query_gradient_packets(query_gradient_packets(a, b, c, lse, q_axis), q_axis, a, b, c, lse, PACK)
-    packets, kept = key_value_packets(a, b, kv_axis, mean, v_mean, keep=True)
-    assert_key_value_packets(packets, kv_axis, a, b, mean, v_mean, PACK)
-    for packets in (kept, key_packets(a, b, kv_axis, mean)):
-        assert_key_packets(packets, key_columns(packets, a, kv_axis), kv_axis, a, b, mean, PACK)
+    mean, v_mean = (packer.token_mean(x, kv_axis) for x in (a, b))
+    assert_packed_q(packer.pack_q(a, q_axis), q_axis, a, PACK)
+    assert_packed_q_and_grad(packer.pack_q_and_grad(a, b, c, lse, q_axis), q_axis, a, b, c, lse, PACK)
+    packed, packed_kv = packer.pack_kv_int8(a, b, kv_axis, mean, v_mean, pack_kv_for_backward=True)
+    assert_packed_kv_int8(packed, kv_axis, a, b, mean, v_mean, PACK)
+    for packed in (packed_kv, packer.pack_kv(a, b, kv_axis, mean)):
+        assert_packed_kv(packed, packer.pack_k_columns(packed, a, kv_axis), kv_axis, a, b, mean, PACK)
 
 
-# --- Numbers ------------------------------------------------------------------------------------------------
+# --- Values -------------------------------------------------------------------------------------------------
 
 
-def scales(packets):
-    """The two scales (blocks, 2) of packets."""
-    return packets.cpu()[:, -16:].contiguous().view(torch.float32)[:, :2]
+def scales(packed):
+    """The two scales (blocks, 2) of packed."""
+    return packed.cpu()[:, -16:].contiguous().view(torch.float32)[:, :2]
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-40, 126 * TINY])
-def test_a_scale_that_would_be_subnormal_is_zero(device, largest):
+def test_a_scale_that_would_be_subnormal_is_zero(packer, device, largest):
     x = torch.full((1, 1, 3, 64), largest, dtype=BF16, device=device)
-    packets = query_packets(x, Axis.of(3, 64, None))
-    assert not packets.any()
+    packed = packer.pack_q(x, Axis.of(3, 64, None))
+    assert not packed.any()
 
 
-def gradient_rows(out, lse, axis, p_half, q, grad):
-    rows, _ = query_gradient_packets(q, grad, out, lse, axis, p_half=p_half)
+def gradient_rows(packer, out, lse, axis, p_16bit, q, grad):
+    rows, _ = packer.pack_q_and_grad(q, grad, out, lse, axis, p_16bit=p_16bit)
     return rows
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_nan_and_inf_make_the_scale_of_their_block_nan(gaussian, log_sums, poison):
-    """In 16 bit they are copied as they are; other blocks do not change."""
+def test_nan_and_inf_make_the_scale_of_their_block_nan(packer, gaussian, log_sums, poison):
+    """In 16 bits they are copied as they are; other blocks do not change."""
     a, b, c = gaussian(1, 1, 130, 64, FP16, count=3)
     here = torch.zeros_like(a, dtype=torch.bool)
     here[0, 0, 129, 3] = True
     lse, axes = log_sums(1, 1, 130), (Axis.of(130, 64, None), Axis.of(130, 128, None))
     cases = [  # what is made of which tensors, and which scales are then NaN
-        (lambda q: query_packets(q, axes[0]), (a,), [0]),
-        (lambda k, v: key_value_packets(k, v, axes[1], None, None, keep=False)[0], (a, b), [0, 1]),
-        (lambda k, v: key_packets(k, v, axes[1], None), (a, b), [0, None]),
+        (lambda q: packer.pack_q(q, axes[0]), (a,), [0]),
+        (
+            lambda k, v: packer.pack_kv_int8(k, v, axes[1], None, None, pack_kv_for_backward=False)[0],
+            (a, b),
+            [0, 1],
+        ),
+        (lambda k, v: packer.pack_kv(k, v, axes[1], None), (a, b), [0, None]),
         *(
-            (partial(gradient_rows, c, lse, axes[0], p_half), (a, b), [0, None if p_half else 1])
-            for p_half in (False, True)
+            (partial(gradient_rows, packer, c, lse, axes[0], p_16bit), (a, b), [0, None if p_16bit else 1])
+            for p_16bit in (False, True)
         ),
     ]
     for make, tensors, scale_of in cases:
         clean = make(*tensors)
         for i, wanted in enumerate(scale_of):
-            packets = make(*(torch.where(here, poison, x) if j == i else x for j, x in enumerate(tensors)))
-            assert torch.equal(packets[:-1], clean[:-1])
-            nan = scales(packets).isnan().nonzero().tolist()
-            assert nan == ([] if wanted is None else [[len(packets) - 1, wanted]])
+            packed = make(*(torch.where(here, poison, x) if j == i else x for j, x in enumerate(tensors)))
+            assert torch.equal(packed[:-1], clean[:-1])
+            nan = scales(packed).isnan().nonzero().tolist()
+            assert nan == ([] if wanted is None else [[len(packed) - 1, wanted]])
     v = torch.where(here, poison, b)
-    halves = key_packets(a, v, axes[1], None).cpu()[:, 128 * 64 : -16]
-    assert torch.equal(halves, halves_tile(tiles_of(v, 128)))
+    v_tile = packer.pack_kv(a, v, axes[1], None).cpu()[:, 128 * 64 : -16]
+    assert torch.equal(v_tile, tile_16bit(tiles_of(v, 128)))
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_delta_is_nan_where_it_is_not_finite(gaussian, log_sums, poison):
+def test_delta_is_nan_where_it_is_not_finite(packer, gaussian, log_sums, poison):
     q, grad, out = gaussian(1, 1, 40, 64, FP16, count=3)
     out[0, 0, 33, 5] = poison
-    rows, _ = query_gradient_packets(q, grad, out, log_sums(1, 1, 40), Axis.of(40, 64, None))
+    rows, _ = packer.pack_q_and_grad(q, grad, out, log_sums(1, 1, 40), Axis.of(40, 64, None))
     minus_delta = rows.cpu()[:, MINUS_DELTA].contiguous().view(torch.float32)
     assert minus_delta.isnan().nonzero().tolist() == [[0, 33]]
     assert not minus_delta.isinf().any()
@@ -359,21 +367,21 @@ def test_delta_is_nan_where_it_is_not_finite(gaussian, log_sums, poison):
 
 @pytest.mark.parametrize("boundaries", [None, PACK], ids=["one document", "packed"])
 @pytest.mark.parametrize("head_dim", [40, 64, 128])
-def test_token_mean(gaussian, boundaries, head_dim):
+def test_token_mean(packer, gaussian, boundaries, head_dim):
     """Of each document, zero past the head size and for a document without tokens."""
     (k,) = gaussian(2, 3, 150, head_dim, BF16)
     cu_seqlens = None if boundaries is None else torch.tensor(boundaries, device=k.device)
     axis = Axis.of(150, 128, cu_seqlens)
-    mean = token_mean(k, axis).cpu()
+    mean = packer.token_mean(k, axis).cpu()
     documents = [k[:, :, start:stop].cpu().double() for start, stop in pairwise(boundaries or [0, 150])]
     wanted = torch.stack([x.sum(2) / max(x.shape[2], 1) for x in documents], 2).flatten(0, 2)
     torch.testing.assert_close(mean[:, :head_dim].double(), wanted, rtol=1e-5, atol=1e-6)
     assert not mean[:, head_dim:].any()
 
 
-def test_token_mean_of_many_blocks_never_varies(gaussian):
+def test_token_mean_of_many_blocks_never_varies(packer, gaussian):
     (k,) = gaussian(1, 2, 128 * 37 + 5, 64, BF16)
     axis = Axis.of(k.shape[2], 128, None)
-    first = token_mean(k, axis)
+    first = packer.token_mean(k, axis)
     torch.testing.assert_close(first.double(), k.double().mean(2)[0], rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(token_mean(k, axis), first) for _ in range(10))
+    assert all(torch.equal(packer.token_mean(k, axis), first) for _ in range(10))

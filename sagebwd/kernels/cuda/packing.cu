@@ -1,8 +1,12 @@
-// Q, K, V and dO as packets, which the other kernels copy to shared memory as they are. One read of each tensor.
+// Packs Q, K, V and dO: quantized, tiled and swizzled, so that attention kernels copy them to shared memory as they are.
+// Each tensor is read once.
 //
-// A program makes the part of a packet that comes from one tensor, for one block of tokens of one head. A thread holds 4 pieces of 8 channels of a token.
+// A CTA writes what one tensor contributes to one packed block: one block of tokens of one head. A thread holds 4 pieces,
+// each 8 channels of a token.
 
-#include "common.cuh"
+#include "int8.cuh"
+#include "layout.cuh"
+#include "nonfinite.cuh"
 
 namespace {
 
@@ -16,35 +20,29 @@ struct Source {
 };
 
 struct Block {
-    int part;                        // which tensor of a packet
-    int head, document, index;       // index: of the block, counted over all heads
-    int start, first, tokens;        // of the document: its first token; of the block: its first; its tokens
+    int part;                    // which tensor of a packed block
+    int head, document, index;   // index: of the block, counted over all heads
+    int start, first, tokens;    // first token of the document; first token of the block in it; tokens of the block
 };
 
-// The block of this program; false if it has no tokens.
+// The block of this CTA; false if it has no tokens.
 template <int TOKENS, int PARTS = 1>
 __device__ __forceinline__ bool find_block(const Segments& segments, int tokens, int blocks, Block& block) {
-    // Last things first: what the kernel before read or wrote last is still in the cache.
-    const int program = PARTS == 1 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    block.part = program % PARTS;
-    block.index = program / PARTS;
+    // Last blocks first: what the previous kernel read or wrote last is still in the L2 cache.
+    const int cta = PARTS == 1 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    block.part = cta % PARTS;
+    block.index = cta / PARTS;
     block.head = block.index / blocks;
     const int index = block.index % blocks;
     block.document = segments.document == nullptr ? 0 : segments.document[index];
-    const Document document = find_extent(segments, tokens, block.document);
+    const Document document = find_document(segments, tokens, block.document);
     block.start = document.start;
     block.first = (index - document.first_block) * TOKENS;
     block.tokens = min(document.tokens - block.first, TOKENS);
     return block.tokens > 0;
 }
 
-// Where byte o of a tile with rows of 64 or 128 bytes lies.
-template <int ROW_BYTES>
-__device__ __forceinline__ int swizzled(int o) {
-    return o ^ (o >> 3 & (ROW_BYTES - 16));
-}
-
-// TOKENS x D numbers, spread over the threads: piece i of a thread is 8 channels of one token. Zero where there is no
+// TOKENS x D values, distributed over the threads: piece i of a thread is 8 channels of one token. Zero where there is no
 // token or channel. The four tokens of a thread are neighbours in tiles by columns: of each 16 tokens, position
 // 4 q + 2 h + e there takes token 8 h + 2 q + e, the order in which thread q of four holds a row of the other operand.
 template <int TOKENS>
@@ -56,8 +54,9 @@ struct Tile {
     __device__ __forceinline__ static int channel() { return threadIdx.x % (D / 8) * 8; }
 };
 
-// Eight numbers of 16 bits from channel `channel` of a token on; zero outside.
-__device__ __forceinline__ uint4 load_piece(const Source& source, const Block& block, int heads, int token, int channel, int d) {
+// Eight 16-bit values from channel `channel` of a token on; zero outside.
+__device__ __forceinline__ uint4 load_piece(const Source& source, const Block& block, int heads, int token, int channel,
+                                            int d) {
     uint4 piece = {0, 0, 0, 0};
     if (token >= block.tokens || channel >= d) return piece;
     const TokenTensor& x = source.tensor;
@@ -77,7 +76,7 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4& piece) {
     for (int e = 0; e < 8; ++e) x[e] = to_float(pairs[e / 2] >> 16 * (e % 2) & 0xffff);
 }
 
-// A tile as it lies in memory. All loads are on their way before any number is waited for.
+// A tile as it lies in memory. All loads are issued before any value is used.
 template <int TOKENS>
 struct Pieces {
     uint4 raw[PIECES];
@@ -91,8 +90,8 @@ struct Pieces {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) unpack(tile.x[i], raw[i]);
     }
-    // The numbers as they are: halves of 64 channels one after the other.
-    __device__ __forceinline__ void store_halves(u8* target) const {
+    // The values as they are, in chunks of 64 channels, one chunk after the other.
+    __device__ __forceinline__ void store_16bit(u8* target) const {
         const int channel = Tile<TOKENS>::channel();
 #pragma unroll
         for (int i = 0; i < PIECES; ++i)
@@ -106,7 +105,7 @@ struct Axis {
     int tokens, d, heads, blocks, documents;
 };
 
-// Subtracts the mean of each channel, see mean_kernel, from what exists; nothing if `means` is null.
+// Subtracts the mean of each channel, see token_mean_kernel, from the tokens that exist; nothing if `means` is null.
 template <int TOKENS>
 __device__ __forceinline__ void subtract(Tile<TOKENS>& tile, const float* means, const Block& block, const Axis& axis) {
     if (means == nullptr || tile.channel() >= axis.d) return;
@@ -122,7 +121,7 @@ __device__ __forceinline__ void subtract(Tile<TOKENS>& tile, const float* means,
 
 // --- INT8 --------------------------------------------------------------------------------------------------
 
-// The scale of all numbers of a tile: NaN if one is not finite. All threads call it; `slots` are shared by them.
+// The scale of a tile: NaN if one of its values is not finite. All threads of the CTA call it; they share `slots`.
 template <int TOKENS>
 __device__ __forceinline__ float find_scale(const Tile<TOKENS>& tile, int (&slots)[16]) {
     int largest = 0;  // bits: magnitudes are ordered as their bits are, infinity and NaN at the top
@@ -140,8 +139,8 @@ __device__ __forceinline__ float find_scale(const Tile<TOKENS>& tile, int (&slot
     return scale < SMALLEST_NORMAL ? 0.0f : fabsf(scale) == INFINITE ? __int_as_float(0x7fffffff) : scale;
 }
 
-// The nearest integers to x / scale, as 8 bytes. The quotient by a reciprocal, corrected once by its remainder, is that
-// of a division, at a fraction of its price.
+// The nearest integers to x / scale, as 8 bytes. A multiplication by the reciprocal, corrected once by its remainder, gives
+// the quotient of a division with fewer instructions.
 __device__ __forceinline__ uint2 quantize(const float (&x)[8], float scale) {
     const float divisor = scale > 0.0f ? scale : 1.0f, inverse = scale > 0.0f ? __frcp_rn(scale) : 0.0f;
     float y[8];
@@ -153,7 +152,7 @@ __device__ __forceinline__ uint2 quantize(const float (&x)[8], float scale) {
     return {low_bytes(y[0], y[1], y[2], y[3]), low_bytes(y[4], y[5], y[6], y[7])};
 }
 
-// --- Tiles of a packet -------------------------------------------------------------------------------------
+// --- Tiles of a packed block -------------------------------------------------------------------------------
 
 template <int TOKENS>
 __device__ __forceinline__ void store_rows_int8(u8* target, const uint2 (&values)[PIECES]) {
@@ -198,11 +197,11 @@ __device__ __forceinline__ void quantize_tile(uint2 (&values)[PIECES], const Til
     for (int i = 0; i < PIECES; ++i) values[i] = quantize(tile.x[i], scale);
 }
 
-// Number `slot` of a tail; the tensor that brings the first also clears what nobody brings.
+// Scale `slot` of a tail. The CTA that writes slot 0 also clears the slots that no tensor uses, from `used` on.
 __device__ __forceinline__ void store_scale(u8* tail, int slot, float scale, int used) {
-    float* numbers = reinterpret_cast<float*>(tail);
-    if (threadIdx.x == 0) numbers[slot] = scale;
-    if (slot == 0 && threadIdx.x >= used && threadIdx.x < 4) numbers[threadIdx.x] = 0.0f;
+    float* slots = reinterpret_cast<float*>(tail);
+    if (threadIdx.x == 0) slots[slot] = scale;
+    if (slot == 0 && threadIdx.x >= used && threadIdx.x < 4) slots[threadIdx.x] = 0.0f;
 }
 
 }  // namespace
@@ -210,13 +209,13 @@ __device__ __forceinline__ void store_scale(u8* tail, int slot, float scale, int
 // --- The mean of K or V over the tokens of each document ---------------------------------------------------
 
 // Sums over the tokens of each block: (blocks of all heads, D).
-extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) sum_kernel(Source x, float* sums, Axis axis) {
-    constexpr int PARTS = THREADS<KEYS> / (D / 8);
+extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>) token_sum_kernel(Source x, float* sums, Axis axis) {
+    constexpr int PARTS = THREADS<BLOCK_KV> / (D / 8);
     __shared__ float parts[PARTS][D];
     Block block;
-    if (!find_block<KEYS>(axis.segments, axis.tokens, axis.blocks, block)) return;
-    Tile<KEYS> tile;
-    Pieces<KEYS> pieces;
+    if (!find_block<BLOCK_KV>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    Tile<BLOCK_KV> tile;
+    Pieces<BLOCK_KV> pieces;
     pieces.load(x, block, axis.heads, axis.d);
     pieces.unpack_to(tile);
 #pragma unroll
@@ -234,13 +233,14 @@ extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) sum_kernel(Source x,
     sums[i64(block.index) * D + threadIdx.x] = sum;
 }
 
-// Means from these sums, added up in a fixed order: (documents of all heads, D).
-extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) mean_kernel(const float* sums, float* mean, Axis axis) {
-    constexpr int LANES = THREADS<KEYS> / D;
+// Means from these sums, added in a fixed order: (documents of all heads, D).
+extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
+    token_mean_kernel(const float* sums, float* mean, Axis axis) {
+    constexpr int LANES = THREADS<BLOCK_KV> / D;
     __shared__ float parts[LANES][D];
     const int head = blockIdx.x / axis.documents, document = blockIdx.x % axis.documents;
-    const Document extent = find_extent(axis.segments, axis.tokens, document);
-    const int blocks = (extent.tokens + KEYS - 1) / KEYS, lane = threadIdx.x / D, channel = threadIdx.x % D;
+    const Document extent = find_document(axis.segments, axis.tokens, document);
+    const int blocks = (extent.tokens + BLOCK_KV - 1) / BLOCK_KV, lane = threadIdx.x / D, channel = threadIdx.x % D;
     const float* first = sums + (i64(head) * axis.blocks + extent.first_block) * D + channel;
     float sum = 0.0f;
     for (int i = lane; i < blocks; i += LANES) sum += first[i64(i) * D];
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) mean_kernel(const fl
     mean[i64(blockIdx.x) * D + channel] = sum / max(extent.tokens, 1);
 }
 
-// --- Packets -----------------------------------------------------------------------------------------------
+// --- Packed blocks -----------------------------------------------------------------------------------------
 
 namespace {
 
@@ -264,152 +264,158 @@ __device__ __forceinline__ void load(Pieces<TOKENS>& pieces, Tile<TOKENS>& tile,
     pieces.unpack_to(tile);
 }
 
-// K less its mean, by rows in INT8, to `rows` and, if that is not null, to `copy`; returns its scale.
+// Writes K minus its mean, by rows in INT8, to `rows` and, if it is not null, to `copy`; returns the scale.
 __device__ __forceinline__ float pack_k(u8* rows, u8* copy, const Source& k, const float* mean, const Block& block,
                                         const Axis& axis, int (&slots)[16]) {
-    Pieces<KEYS> pieces;
-    Tile<KEYS> tile;
+    Pieces<BLOCK_KV> pieces;
+    Tile<BLOCK_KV> tile;
     uint2 values[PIECES];
     load(pieces, tile, k, block, axis);
     subtract(tile, mean, block, axis);
     const float scale = find_scale(tile, slots);
     quantize_tile(values, tile, scale);
-    store_rows_int8<KEYS>(rows, values);
-    if (copy != nullptr) store_rows_int8<KEYS>(copy, values);
+    store_rows_int8<BLOCK_KV>(rows, values);
+    if (copy != nullptr) store_rows_int8<BLOCK_KV>(copy, values);
     return scale;
 }
 
 }  // namespace
 
-// Forward: rows of Q; its scale.
-extern "C" __global__ void __launch_bounds__(THREADS<ROWS>) query_kernel(Source q, u8* packets, Axis axis) {
+// Forward: Q by rows; its scale.
+extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>) pack_q_kernel(Source q, u8* packed_q, Axis axis) {
     __shared__ int slots[16];
     Block block;
-    if (!find_block<ROWS>(axis.segments, axis.tokens, axis.blocks, block)) return;
-    u8* packet = packets + i64(block.index) * (Q_TILE + TAIL);
-    Pieces<ROWS> pieces;
-    Tile<ROWS> tile;
+    if (!find_block<BLOCK_Q>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    u8* target = packed_q + i64(block.index) * PACKED_Q_BYTES;
+    Pieces<BLOCK_Q> pieces;
+    Tile<BLOCK_Q> tile;
     uint2 values[PIECES];
     load(pieces, tile, q, block, axis);
     const float scale = find_scale(tile, slots);
     quantize_tile(values, tile, scale);
-    store_rows_int8<ROWS>(packet, values);
-    store_scale(packet + Q_TILE, 0, scale, 1);
+    store_rows_int8<BLOCK_Q>(target, values);
+    store_scale(target + Q_TILE, 0, scale, 1);
 }
 
-// Forward: rows of K, columns of V; their scales. `k_mean`, `v_mean`: what is subtracted from them, or null.
-// `kept`: the packets of key_kernel, for the backward, if it is not null.
-extern "C" __global__ void __launch_bounds__(THREADS<KEYS>)
-    key_value_kernel(Source k, Source v, const float* k_mean, const float* v_mean, u8* packets, u8* kept, Axis axis) {
+// Forward: K by rows, V by columns; their scales. `k_mean`, `v_mean`: what is subtracted from them, or null. `packed_kv`: if
+// it is not null, also what pack_kv_kernel writes, which saves the backward a read of K and V.
+extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
+    pack_kv_int8_kernel(Source k, Source v, const float* k_mean, const float* v_mean, u8* packed_kv_int8, u8* packed_kv,
+                        Axis axis) {
     __shared__ int slots[16];
-    __shared__ __align__(16) u8 transposed[D * (KEYS + 4)];
+    __shared__ __align__(16) u8 transposed[D * (BLOCK_KV + 4)];
     Block block;
-    if (!find_block<KEYS, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
-    u8* packet = packets + i64(block.index) * KV_BYTES;
-    u8* kept_packet = kept == nullptr ? nullptr : kept + i64(block.index) * K_ROWS_BYTES;
+    if (!find_block<BLOCK_KV, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    u8* target = packed_kv_int8 + i64(block.index) * PACKED_KV_INT8_BYTES;
+    u8* second = packed_kv == nullptr ? nullptr : packed_kv + i64(block.index) * PACKED_KV_BYTES;
     if (block.part == 0) {
-        const float scale = pack_k(packet, kept_packet, k, k_mean, block, axis, slots);
-        store_scale(packet + 2 * K_TILE, 0, scale, 2);
-        if (kept != nullptr) store_scale(kept_packet + 3 * K_TILE, 0, scale, 1);
+        const float scale = pack_k(target, second, k, k_mean, block, axis, slots);
+        store_scale(target + 2 * K_TILE, 0, scale, 2);
+        if (packed_kv != nullptr) store_scale(second + 3 * K_TILE, 0, scale, 1);
     } else {
-        Pieces<KEYS> pieces;
-        Tile<KEYS> tile;
+        Pieces<BLOCK_KV> pieces;
+        Tile<BLOCK_KV> tile;
         uint2 values[PIECES];
         load(pieces, tile, v, block, axis);
-        if (kept != nullptr) pieces.store_halves(kept_packet + K_TILE);
+        if (packed_kv != nullptr) pieces.store_16bit(second + K_TILE);
         subtract(tile, v_mean, block, axis);
         const float scale = find_scale(tile, slots);
         quantize_tile(values, tile, scale);
-        store_columns_int8<KEYS>(packet + K_TILE, values, transposed);
-        store_scale(packet + 2 * K_TILE, 1, scale, 2);
+        store_columns_int8<BLOCK_KV>(target + K_TILE, values, transposed);
+        store_scale(target + 2 * K_TILE, 1, scale, 2);
     }
 }
 
-// Backward: rows of K, V as it is; the scale of K. `mean`: what is subtracted from K, or null.
-extern "C" __global__ void __launch_bounds__(THREADS<KEYS>)
-    key_kernel(Source k, Source v, const float* mean, u8* packets, Axis axis) {
+// Backward, and a forward with 16-bit P: K by rows, V as it is; the scale of K. `k_mean`: what is subtracted from K, or
+// null.
+extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
+    pack_kv_kernel(Source k, Source v, const float* k_mean, u8* packed_kv, Axis axis) {
     __shared__ int slots[16];
     Block block;
-    if (!find_block<KEYS, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
-    u8* packet = packets + i64(block.index) * K_ROWS_BYTES;
+    if (!find_block<BLOCK_KV, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    u8* target = packed_kv + i64(block.index) * PACKED_KV_BYTES;
     if (block.part == 0) {
-        store_scale(packet + 3 * K_TILE, 0, pack_k(packet, nullptr, k, mean, block, axis, slots), 1);
+        store_scale(target + 3 * K_TILE, 0, pack_k(target, nullptr, k, k_mean, block, axis, slots), 1);
     } else {
-        Pieces<KEYS> pieces;
+        Pieces<BLOCK_KV> pieces;
         pieces.load(v, block, axis.heads, axis.d);
-        pieces.store_halves(packet + K_TILE);
+        pieces.store_16bit(target + K_TILE);
     }
 }
 
-// Backward: columns of K, from the rows in its packets.
-extern "C" __global__ void __launch_bounds__(THREADS<KEYS>) key_columns_kernel(const u8* packets, u8* columns, Axis axis) {
-    __shared__ __align__(16) u8 transposed[D * (KEYS + 4)];
+// Backward: K by columns, from its rows in packed_kv.
+extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
+    pack_k_columns_kernel(const u8* packed_kv, u8* packed_k_columns, Axis axis) {
+    __shared__ __align__(16) u8 transposed[D * (BLOCK_KV + 4)];
     Block block;
-    if (!find_block<KEYS>(axis.segments, axis.tokens, axis.blocks, block)) return;
-    const u8* packet = packets + i64(block.index) * K_ROWS_BYTES;
+    if (!find_block<BLOCK_KV>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    const u8* rows = packed_kv + i64(block.index) * PACKED_KV_BYTES;
     uint2 values[PIECES];
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i)
-        values[i] = *reinterpret_cast<const uint2*>(packet + swizzled<D>(Tile<KEYS>::token(i) * D + Tile<KEYS>::channel()));
-    store_columns_int8<KEYS>(columns + i64(block.index) * K_COLUMNS_BYTES, values, transposed);
+    for (int i = 0; i < PIECES; ++i) {
+        const int offset = swizzled<D>(Tile<BLOCK_KV>::token(i) * D + Tile<BLOCK_KV>::channel());
+        values[i] = *reinterpret_cast<const uint2*>(rows + offset);
+    }
+    store_columns_int8<BLOCK_KV>(packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES, values, transposed);
 }
 
-// Backward: rows of Q, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packet of their
-// own, columns of Q and, if P is in INT8, of dO. delta = rowsum(dO * O), section 3 of the paper; O with what rounding took
-// from it, if COMPENSATE_O is defined.
-extern "C" __global__ void __launch_bounds__(THREADS<ROWS>)
-    query_gradient_kernel(Source q, Source grad, Source out, Source rest, const float* lse, u8* rows, u8* columns, Axis axis) {
+// Backward: Q by rows, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their
+// own, Q by columns and, if P is in INT8, dO by columns. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is
+// defined, O includes its rounding residual.
+extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
+    pack_q_and_grad_kernel(Source q, Source grad, Source out, Source out_residual, const float* lse, u8* packed_q_rows,
+                           u8* packed_q_columns, Axis axis) {
     __shared__ int slots[16];
-    __shared__ __align__(16) u8 transposed[D * (ROWS + 4)];
+    __shared__ __align__(16) u8 transposed[D * (BLOCK_Q + 4)];
     Block block;
-    if (!find_block<ROWS, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
-    u8* row_packet = rows + i64(block.index) * Q_ROWS_BYTES;
-    u8* column_packet = columns + i64(block.index) * Q_COLUMNS_BYTES;
-    u8* scales = row_packet + 3 * Q_TILE + STATS;
-    Pieces<ROWS> pieces;
-    Tile<ROWS> tile;
+    if (!find_block<BLOCK_Q, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    u8* rows = packed_q_rows + i64(block.index) * PACKED_Q_ROWS_BYTES;
+    u8* columns = packed_q_columns + i64(block.index) * PACKED_Q_COLUMNS_BYTES;
+    u8* scales = rows + 3 * Q_TILE + ROW_STATS;
+    Pieces<BLOCK_Q> pieces;
+    Tile<BLOCK_Q> tile;
     uint2 values[PIECES];
     if (block.part == 0) {
         load(pieces, tile, q, block, axis);
         const float scale = find_scale(tile, slots);
         quantize_tile(values, tile, scale);
-        store_rows_int8<ROWS>(row_packet, values);
-        store_columns_int8<ROWS>(column_packet, values, transposed);
-        store_scale(scales, 0, scale, P_IS_HALF ? 1 : 2);
+        store_rows_int8<BLOCK_Q>(rows, values);
+        store_columns_int8<BLOCK_Q>(columns, values, transposed);
+        store_scale(scales, 0, scale, P_IS_16BIT ? 1 : 2);
         return;
     }
-    Pieces<ROWS> out_pieces;
+    Pieces<BLOCK_Q> out_pieces;
     out_pieces.load(out, block, axis.heads, axis.d);
 #ifdef COMPENSATE_O
-    Pieces<ROWS> rest_pieces;
-    rest_pieces.load(rest, block, axis.heads, axis.d);
+    Pieces<BLOCK_Q> residual_pieces;
+    residual_pieces.load(out_residual, block, axis.heads, axis.d);
 #endif
     load(pieces, tile, grad, block, axis);
-    pieces.store_halves(row_packet + Q_TILE);
-    float* stats = reinterpret_cast<float*>(row_packet + 3 * Q_TILE);
+    pieces.store_16bit(rows + Q_TILE);
+    float* stats = reinterpret_cast<float*>(rows + 3 * Q_TILE);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         float o[8], delta = 0.0f;
         unpack(o, out_pieces.raw[i]);
 #ifdef COMPENSATE_O
-        float kept[8];
-        unpack(kept, rest_pieces.raw[i]);
+        float residual[8];
+        unpack(residual, residual_pieces.raw[i]);
 #pragma unroll
-        for (int e = 0; e < 8; ++e) o[e] += kept[e];
+        for (int e = 0; e < 8; ++e) o[e] += residual[e];
 #endif
 #pragma unroll
         for (int e = 0; e < 8; ++e) delta += tile.x[i][e] * o[e];
 #pragma unroll
         for (int lane = 1; lane < D / 8; lane *= 2) delta += __shfl_xor_sync(0xffffffff, delta, lane);
-        if (tile.channel() == 0) stats[ROWS + tile.token(i)] = -infinite_to_nan(delta);
+        if (tile.channel() == 0) stats[BLOCK_Q + tile.token(i)] = -infinite_to_nan(delta);
     }
-    if (threadIdx.x < ROWS) {
+    if (threadIdx.x < BLOCK_Q) {
         const i64 token = i64(block.head) * axis.tokens + block.start + block.first + threadIdx.x;
         stats[threadIdx.x] = threadIdx.x < block.tokens ? -lse[token] : -INFINITE;
     }
-    if (P_IS_HALF) return;
+    if (P_IS_16BIT) return;
     const float scale = find_scale(tile, slots);
     quantize_tile(values, tile, scale);
-    store_columns_int8<ROWS>(column_packet + Q_TILE, values, transposed);
+    store_columns_int8<BLOCK_Q>(columns + Q_TILE, values, transposed);
     store_scale(scales, 1, scale, 2);
 }

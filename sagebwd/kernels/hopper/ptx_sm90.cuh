@@ -1,13 +1,9 @@
-// Hopper's instructions as functions: asynchronous copies, barriers, tensor-core products.
+// Hopper's instructions as functions: mbarriers, bulk copies, setmaxnreg, wgmma.
 #pragma once
 
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-using i64 = long long;
+#include "ptx.cuh"
 
-// --- Shared memory and barriers ----------------------------------------------------------------------------
+// --- Shared memory and mbarriers ---------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
@@ -17,7 +13,7 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-// Makes initialised barriers visible to the copy engine.
+// Makes initialized barriers visible to bulk copies.
 __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;"); }
 
 __device__ __forceinline__ void barrier_arrive(u32 barrier) {
@@ -41,36 +37,31 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// Copies bytes (a multiple of 16, both addresses too) to shared memory; the barrier counts them.
-__device__ __forceinline__ void copy_async(u32 shared, const u8* global, u32 bytes, u32 barrier) {
+// Copies `bytes` to shared memory; the barrier counts them. All three are multiples of 16.
+__device__ __forceinline__ void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
         "l"(global), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
-// Waits for the 128 threads of a warpgroup.
-__device__ __forceinline__ void warpgroup_sync(int warpgroup) {
-    asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
-}
-
 template <int REGISTERS>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 template <int REGISTERS>
-__device__ __forceinline__ void give_registers_back() {
+__device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Makes what threads wrote to shared memory visible to the tensor cores.
-__device__ __forceinline__ void shared_write_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes what threads wrote to shared memory visible to wgmma.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// --- Products of a warpgroup -------------------------------------------------------------------------------
+// --- wgmma -------------------------------------------------------------------------------------------------
 //
 // An operand in shared memory is a tile whose rows are contiguous along the contraction: 64 or 128 bytes each,
-// 16-byte pieces permuted within 8 rows as the tensor cores expect ("swizzled"), tile aligned to 8 rows.
+// swizzled (see layout.cuh), aligned to 8 rows.
 
 // A descriptor is `descriptor_base(address) + offset in bytes / 16`, completed by the length of a row.
 __device__ __forceinline__ u32 descriptor_base(u32 address) { return 1 << 16 | address >> 4; }
@@ -83,30 +74,30 @@ __device__ __forceinline__ u64 descriptor(u32 low) {
     return u64(swizzle << 30 | stride) << 32 | low;
 }
 
-// Of a right operand in 16 bit whose rows are contiguous along its columns, 64 to a row: the hardware turns it. Chunks of
-// 64 columns lie CHUNK_BYTES apart.
+// Of a 16-bit right operand that is MN-major: contiguous along its columns, not along the contraction; the hardware
+// transposes it. Rows hold 64 columns; chunks of 64 columns lie CHUNK_BYTES apart.
 template <int CHUNK_BYTES>
-__device__ __forceinline__ u64 descriptor_across(u32 low) {
+__device__ __forceinline__ u64 descriptor_mn_major(u32 low) {
     constexpr u32 swizzle = 1, stride = 8 * 128 / 16;
     return u64(swizzle << 30 | stride) << 32 | u32(CHUNK_BYTES / 16) << 16 | (low & 0xffff);
 }
 
-// Of a tile of 8 rows of 32 bytes that is not swizzled: two blocks of 128 bytes, the left and the right halves of the rows.
-__device__ __forceinline__ u64 descriptor_plain(u32 address) {
+// Of a tile of 8 rows of 32 bytes that is not swizzled: two blocks of 128 bytes, the left and right halves of rows.
+__device__ __forceinline__ u64 descriptor_unswizzled(u32 address) {
     constexpr u32 stride = 128 / 16;
     return u64(stride) << 32 | stride << 16 | (address >> 4 & 0x3fff);
 }
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most PENDING of the committed groups are unfinished.
 template <int PENDING>
-__device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Ties registers to this point of the program: reads of a result stay behind the wait for it.
+// Keeps the compiler from moving reads of a result before the wait for it.
 template <int N>
 __device__ __forceinline__ void pin(int (&x)[N]) {
 #pragma unroll
@@ -129,9 +120,9 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
     NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "  \
              "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// One step of a (64, N) product in INT8, 32 deep; ACCUMULATE 0 begins a new sum.
+// One step of a (64, N) product in INT8, 32 deep. ACCUMULATE 0 starts a new sum.
 template <int ACCUMULATE>
-__device__ __forceinline__ void multiply_step(int (&sum)[32], u64 a, u64 b) {
+__device__ __forceinline__ void wgmma_int8(int (&sum)[32], u64 a, u64 b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" NAMES_32 "}, %32, %33, accumulate;\n}\n"
@@ -140,7 +131,7 @@ __device__ __forceinline__ void multiply_step(int (&sum)[32], u64 a, u64 b) {
 }
 
 template <int ACCUMULATE>
-__device__ __forceinline__ void multiply_step(int (&sum)[64], u64 a, u64 b) {
+__device__ __forceinline__ void wgmma_int8(int (&sum)[64], u64 a, u64 b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" NAMES_64 "}, %64, %65, accumulate;\n}\n"
@@ -150,8 +141,8 @@ __device__ __forceinline__ void multiply_step(int (&sum)[64], u64 a, u64 b) {
 
 // The same with the left operand in registers; with LEFT_UNSIGNED its bytes are 0 ... 255, not -128 ... 127.
 template <int ACCUMULATE, bool LEFT_UNSIGNED>
-__device__ __forceinline__ void multiply_step(int (&sum)[32], const u32* a, u64 b) {
-#define MULTIPLY_STEP(left)                                                                                             \
+__device__ __forceinline__ void wgmma_int8(int (&sum)[32], const u32* a, u64 b) {
+#define WGMMA_INT8(left)                                                                                             \
     asm volatile(                                                                                                       \
         "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %37, 0;\n"                                                  \
         "wgmma.mma_async.sync.aligned.m64n64k32.s32." left ".s8 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, accumulate;" \
@@ -159,102 +150,59 @@ __device__ __forceinline__ void multiply_step(int (&sum)[32], const u32* a, u64 
         : REGISTERS_32("+r", sum)                                                                                       \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(ACCUMULATE))
     if constexpr (LEFT_UNSIGNED)
-        MULTIPLY_STEP("u8");
+        WGMMA_INT8("u8");
     else
-        MULTIPLY_STEP("s8");
-#undef MULTIPLY_STEP
+        WGMMA_INT8("s8");
+#undef WGMMA_INT8
 }
 
-// One step of a (64, N) product of 16-bit numbers, 16 deep. The sums are the bits of fp32 numbers, so that the
-// registers of an INT8 product can be used again.
-#ifdef IS_BF16
-#define HALF "bf16"
-#else
-#define HALF "f16"
-#endif
+// One step of a (64, N) product of 16-bit values, 16 deep. Sums are fp32, passed as bits, so that the registers of an
+// INT8 product can be reused.
 template <int ACCUMULATE>
-__device__ __forceinline__ void multiply_step_16(int (&sum)[32], u64 a, u64 b) {
+__device__ __forceinline__ void wgmma_16bit(int (&sum)[32], u64 a, u64 b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." HALF "." HALF " {" NAMES_32 "}, %32, %33, accumulate, 1, 1, 0, 0;\n}\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE_16BIT "." TYPE_16BIT
+        " {" NAMES_32 "}, %32, %33, accumulate, 1, 1, 0, 0;\n}\n"
         : REGISTERS_32("+r", sum)
         : "l"(a), "l"(b), "n"(ACCUMULATE));
 }
 
 template <int ACCUMULATE>
-__device__ __forceinline__ void multiply_step_16(int (&sum)[64], u64 a, u64 b) {
+__device__ __forceinline__ void wgmma_16bit(int (&sum)[64], u64 a, u64 b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF " {" NAMES_64 "}, %64, %65, accumulate, 1, 1, 0, 0;\n}\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE_16BIT "." TYPE_16BIT
+        " {" NAMES_64 "}, %64, %65, accumulate, 1, 1, 0, 0;\n}\n"
         : REGISTERS_64("+r", sum)
         : "l"(a), "l"(b), "n"(ACCUMULATE));
 }
 
-// sum += a b, with the left operand in registers and the right one described by `descriptor_across`.
-__device__ __forceinline__ void multiply_step_16(float (&sum)[32], const u32* a, u64 b) {
+// sum += a b, with the left operand in registers and the right one MN-major, see descriptor_mn_major.
+__device__ __forceinline__ void wgmma_16bit(float (&sum)[32], const u32* a, u64 b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." HALF "." HALF
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE_16BIT "." TYPE_16BIT
         " {" NAMES_32 "}, {%32, %33, %34, %35}, %36, accumulate, 1, 1, 1;\n}\n"
         : REGISTERS_32("+f", sum)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-__device__ __forceinline__ void multiply_step_16(float (&sum)[64], const u32* a, u64 b) {
+__device__ __forceinline__ void wgmma_16bit(float (&sum)[64], const u32* a, u64 b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." HALF "." HALF
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE_16BIT "." TYPE_16BIT
         " {" NAMES_64 "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, 1;\n}\n"
         : REGISTERS_64("+f", sum)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// The same with 8 columns.
-__device__ __forceinline__ void multiply_step_16(float (&sum)[4], const u32* a, u64 b) {
+// The same with 8 columns and a right operand that is not MN-major.
+__device__ __forceinline__ void wgmma_16bit(float (&sum)[4], const u32* a, u64 b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32." HALF "." HALF
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE_16BIT "." TYPE_16BIT
         " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, accumulate, 1, 1, 0;\n}\n"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// --- Numbers -----------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float reciprocal(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float nan_max(float a, float b) {
-    float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-    return y;
-}
-
-// max(a, |b|), in one instruction.
-__device__ __forceinline__ float nan_max_abs(float a, float b) { return nan_max(a, fabsf(b)); }
-
-__device__ __forceinline__ float to_float(u16 bits) {
-#ifdef IS_BF16
-    return __uint_as_float(u32(bits) << 16);
-#else
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
-    return y;
-#endif
-}
-
-// Two numbers of 16 bits, the first in the low half.
-__device__ __forceinline__ u32 pack_halves(float first, float second) {
-    u32 y;
-    asm("cvt.rn." HALF "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
-    return y;
 }

@@ -1,0 +1,1 @@
+"""What the CUDA kernel sets share: NVRTC, launching, packing of operands, and headers for sources."""

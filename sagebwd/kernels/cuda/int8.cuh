@@ -1,0 +1,84 @@
+// INT8: scales, rounding, and what INT8 products become.
+//
+// A tile in registers is as tensor cores leave it: a thread has rows lane / 4 and lane / 4 + 8 of its warp's 16, and of
+// every 8 columns 2 (lane % 4) and the next one. So x[4 j + 2 r + e] is row lane / 4 + 8 r, column 8 j + 2 (lane % 4) + e.
+#pragma once
+
+#include "layout.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float INT8_MAX = 127.0f;
+#ifdef UNSIGNED_P  // P is never negative, so it can have all 8 bits
+constexpr bool P_IS_UNSIGNED = true;
+constexpr float P_MAX = 255.0f;
+#else
+constexpr bool P_IS_UNSIGNED = false;
+constexpr float P_MAX = INT8_MAX;
+#endif
+constexpr float ROUNDING_OFFSET = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
+constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f;
+constexpr int MASKED = -(1 << 30);              // a masked logit in INT32, far below all others
+
+// Of the two columns e that a thread holds next to each other.
+__device__ __forceinline__ float pick(const float2& pair, int e) { return e ? pair.y : pair.x; }
+
+// --- Rounding ----------------------------------------------------------------------------------------------
+
+// Four values to which ROUNDING_OFFSET was added, from -128 to 127 or from 0 to 255: their lowest bytes, in order.
+__device__ __forceinline__ u32 low_bytes(float a, float b, float c, float d) {
+    const u32 ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
+    const u32 cd = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
+    return __byte_perm(ab, cd, 0x5410);
+}
+
+// x times inverse[row], rounded, as the left operand of a product over its N columns. Within 16 columns that
+// product takes position 4 q + 2 h + e for column 8 h + 2 q + e, which is what thread q of 4 holds.
+template <int N>
+__device__ __forceinline__ void round_tile(u32 (&result)[N / 8], const float (&x)[N / 2], const float (&inverse)[2]) {
+#pragma unroll
+    for (int i = 0; i < N / 16; ++i) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float* p = x + 8 * i + 2 * r;
+            const auto rounded = [&](int k) { return fmaf(p[k], inverse[r], ROUNDING_OFFSET); };
+            result[2 * i + r] = low_bytes(rounded(0), rounded(1), rounded(4), rounded(5));
+        }
+    }
+}
+
+// --- Scales ------------------------------------------------------------------------------------------------
+
+// The maximum over the four threads that share a row.
+__device__ __forceinline__ float row_max(float x) {
+    x = nan_max(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return nan_max(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+__device__ __forceinline__ int row_max(int x) {
+    x = max(x, __shfl_xor_sync(0xffffffff, x, 1));
+    return max(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+// The scale that maps magnitudes up to `largest` to integers up to `steps`, INT8_MAX or P_MAX. It is never so small that it
+// has no inverse: a row that is smaller still is rounded to zero, or nearly.
+__device__ __forceinline__ float scale_of(float largest, float steps) {
+    return nan_max(largest, steps * SMALLEST_NORMAL) * (1.0f / steps);
+}
+
+// --- What INT8 products become -----------------------------------------------------------------------------
+
+// sum += product * factor[row].
+__device__ __forceinline__ void accumulate(float* sum, const int (&product)[32], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sum[i] = fmaf(__int2float_rn(product[i]), factor[i / 2 % 2], sum[i]);
+}
+
+// The factor from an INT8 product to a logit, to base 2. The order of multiplications is fixed: the backward must
+// recompute the very logits of the forward, and at logits of 1e10 a difference in the last place is one of thousands.
+__device__ __forceinline__ float logit_factor(float q_scale, float k_scale, float scale) {
+    return __fmul_rn(__fmul_rn(q_scale, __fmul_rn(scale, LOG2_E)), k_scale);
+}
+
+// Whether all logits are so small that a fused multiply-add, which does not round the product, may replace a
+// multiplication and an addition. With larger logits exp2 of the largest logit minus itself could be far from 1.
+__device__ __forceinline__ bool is_fusible(float factor) { return factor * (INT8_MAX * INT8_MAX * D) < 2048.0f; }

@@ -1,0 +1,170 @@
+"""Loads compiled kernels and launches them on tensors.
+
+dq = load_kernel(SOURCES, "dq", "dq_kernel", shared_bytes, HEAD_DIM=128, IS_CAUSAL=1, IS_BF16=True)
+dq.launch(grid, threads, packed_q, CTokenTensor.of(grad), CSegments.of(None), n, scale)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.kernels.cuda.arguments import Signature
+from sagebwd.kernels.cuda.compile import Defines, Sources, load_or_compile
+
+
+class Driver(NamedTuple):
+    """The driver calls of a launch.
+
+    launch: cuLaunchKernel; it reads the arguments before it returns.
+    stream: device -> handle of torch's current stream there.
+    make_current: device -> None; after it this thread can launch on the device.
+    """
+
+    launch: Callable[..., tuple[Any, ...]]
+    stream: Callable[[int], int]
+    make_current: Callable[[int], None]
+
+
+@functools.cache
+def _driver() -> Driver:
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    # The public torch.cuda.current_stream() builds an object each time; Triton calls this one too.
+    from torch._C import _cuda_getCurrentRawStream
+
+    return Driver(
+        driver.cuLaunchKernel, _cuda_getCurrentRawStream, lambda device: Device(device).set_current()
+    )
+
+
+class Kernel:
+    """A kernel that is loaded on one device.
+
+    Args:
+        parameters: size of each parameter in bytes; None if unknown.
+        owner: an object to keep alive, because the code on the device lives as long as it does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Any,
+        shared_bytes: int,
+        device: int,
+        driver: Driver,
+        parameters: list[int] | None = None,
+        owner: Any = None,
+    ) -> None:
+        self.name = name
+        self.device = device
+        self._function = function
+        self._shared_bytes = shared_bytes
+        self._driver = driver
+        self._parameters = parameters
+        self._owner = owner
+        self._signatures: dict[tuple[type, ...], Signature] = {}
+
+    def launch(self, grid: int, threads: int, *arguments: Tensor | ctypes.Structure | float | None) -> None:
+        """Launch ``grid`` CTAs of ``threads`` on torch's current stream; nothing if ``grid`` is 0.
+
+        Tensors and None are passed as pointers, int as 32-bit int, float as fp32, structures by value. The
+        kernel's device must be the current one. Neither synchronizes nor allocates on the device.
+
+        Raises:
+            TypeError: an argument has another type, or another size than the kernel's parameter.
+            RuntimeError: CUDA refuses the launch; with the name of its error.
+        """
+        if grid == 0:
+            return
+        kinds = tuple(map(type, arguments))
+        signature = self._signatures.get(kinds) or self._new_signature(kinds)
+        frame = signature.pack(arguments)
+        error = self._launch(grid, threads, frame.address)
+        if error and error.name == "CUDA_ERROR_INVALID_CONTEXT":
+            # This thread has not called CUDA before: autograd runs the backward in threads of its own.
+            self._driver.make_current(self.device)
+            error = self._launch(grid, threads, frame.address)
+        signature.release(frame)
+        if error:
+            raise RuntimeError(f"{self.name} was not launched: {error.name}")
+
+    def _launch(self, grid: int, threads: int, arguments: int) -> Any:
+        launch, stream, _ = self._driver
+        return launch(
+            self._function, grid, 1, 1, threads, 1, 1, self._shared_bytes, stream(self.device), arguments, 0
+        )[0]
+
+    def _new_signature(self, kinds: tuple[type, ...]) -> Signature:
+        signature = Signature(kinds)
+        if self._parameters is not None and signature.sizes != self._parameters:
+            raise TypeError(
+                f"{self.name} has parameters of {self._parameters} bytes, the arguments {signature.sizes}"
+            )
+        return self._signatures.setdefault(kinds, signature)
+
+
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+_kernels_lock = threading.Lock()
+
+
+def load_kernel(sources: Sources, source: str, name: str, shared_bytes: int, **defines: int) -> Kernel:
+    """The kernel ``name`` of ``source``.cu on the current device; compiled and loaded at the first call.
+
+    Do not make that first call while a CUDA graph is captured.
+
+    Args:
+        sources: where to find ``source``.cu, and what to compile it for.
+        source: name of the file, without .cu.
+        name: of an ``extern "C"`` function in it.
+        shared_bytes: dynamic shared memory of each CTA.
+        defines: macros; True defines one without a value, False none.
+
+    Raises:
+        RuntimeError: it does not compile or load.
+    """
+    device = torch.cuda.current_device()
+    # 1 and True define the same, but 0 and False do not, though they are equal: a key has no False.
+    macros = tuple(macro for macro in defines.items() if macro[1] is not False)
+    key = (sources, source, name, shared_bytes, device, macros)
+    found = _kernels.get(key)
+    if found is None:
+        with _kernels_lock:
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = _load(sources, source, name, shared_bytes, device, defines)
+    return found
+
+
+def _load(
+    sources: Sources, source: str, name: str, shared_bytes: int, device: int, defines: Defines
+) -> Kernel:
+    """Compile if need be, and load on a device, which becomes this thread's current one."""
+    cubin = load_or_compile(sources, source, defines)
+    from cuda.bindings import driver
+    from cuda.core import ObjectCode
+
+    launcher = _driver()
+    launcher.make_current(device)
+    loaded = ObjectCode.from_cubin(cubin, name=name).get_kernel(name)
+    function = _checked(name, driver.cuKernelGetFunction(loaded.handle))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _checked(name, driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    _checked(name, driver.cuFuncLoad(function))  # now: otherwise CUDA does it at the first launch
+    parameters = [parameter.size for parameter in loaded.arguments_info]
+    return Kernel(name, function, shared_bytes, device, launcher, parameters, owner=loaded)
+
+
+def _checked(name: str, result: tuple[Any, ...]) -> Any:
+    """What a call of the driver returned, without its error code."""
+    error, *values = result
+    if error:
+        raise RuntimeError(f"{name} was not loaded: {error.name}")
+    return values[0] if values else None

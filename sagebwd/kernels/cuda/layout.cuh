@@ -1,0 +1,62 @@
+// Where operands lie in memory: tensors with strides, packed documents, and the packed blocks that packing.cu writes.
+#pragma once
+
+#include "ptx.cuh"
+
+__host__ __device__ constexpr int align_up(int x, int to) { return (x + to - 1) / to * to; }
+
+// --- Tensors and documents ---------------------------------------------------------------------------------
+
+// A tensor (B, H, N, D); strides in elements.
+struct TokenTensor {
+    u16* data;
+    i64 stride_b, stride_h, stride_n, stride_d;
+};
+
+// Packed documents along one axis of tokens, see sagebwd/kernels/layout.py; null without packing.
+struct Segments {
+    const int *document, *start, *first_block;
+};
+
+// One document: its first token, how many it has, its first block.
+struct Document {
+    int start, tokens, first_block;
+};
+
+__device__ __forceinline__ Document find_document(const Segments& segments, int tokens, int document) {
+    if (segments.start == nullptr) return {0, tokens, 0};
+    const int start = segments.start[document];
+    return {start, segments.start[document + 1] - start, segments.first_block[document]};
+}
+
+// --- Packed blocks -----------------------------------------------------------------------------------------
+
+constexpr int D = HEAD_DIM;     // channels, padded: 64 or 128
+constexpr int BLOCK_Q = 64;     // queries of a packed block
+constexpr int BLOCK_KV = 128;   // keys of a packed block
+
+#ifdef P_16BIT  // P stays in 16 bits, times V in the forward, times dO in the backward, which then needs no dO by columns
+constexpr bool P_IS_16BIT = true;
+#else
+constexpr bool P_IS_16BIT = false;
+#endif
+
+// Bytes. All tiles are swizzled, see swizzled(). A 16-bit tile is cut into chunks of 64 channels, rows of 128 bytes, one
+// chunk after the other.
+constexpr int Q_TILE = BLOCK_Q * D;                       // 64 tokens in INT8
+constexpr int K_TILE = BLOCK_KV * D;                      // 128 tokens in INT8
+constexpr int ROW_STATS = BLOCK_Q * 8;                    // -logsumexp of all queries, then -delta of all, fp32
+constexpr int TAIL = 16;                                  // scales, padded to what a bulk copy takes
+constexpr int PACKED_Q_BYTES = Q_TILE + TAIL;             // forward: Q by rows; its scale
+constexpr int PACKED_KV_INT8_BYTES = 2 * K_TILE + TAIL;   // forward: K by rows, V by columns; their scales
+constexpr int PACKED_KV_BYTES = 3 * K_TILE + TAIL;        // K by rows, V in 16 bits; the scale of K
+constexpr int PACKED_Q_ROWS_BYTES = 3 * Q_TILE + ROW_STATS + TAIL;     // Q by rows, dO in 16 bits, stats; scales of Q and dO
+constexpr int PACKED_Q_COLUMNS_BYTES = (P_IS_16BIT ? 1 : 2) * Q_TILE;  // Q by columns, and dO if P is in INT8
+constexpr int PACKED_K_COLUMNS_BYTES = K_TILE;                         // K by columns
+
+// Where byte o of a tile with rows of 64 or 128 bytes lies: 16-byte pieces are permuted within 8 rows, so that 8 rows at
+// one column lie in different banks. This is the order that wgmma expects of shared memory.
+template <int ROW_BYTES>
+__device__ __forceinline__ int swizzled(int o) {
+    return o ^ (o >> 3 & (ROW_BYTES - 16));
+}

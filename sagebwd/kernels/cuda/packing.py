@@ -1,0 +1,199 @@
+"""Packs Q, K, V and dO for CUDA kernels, by packing.cu: quantized, tiled and swizzled.
+
+A packed block is contiguous, so that one copy brings it to shared memory. It holds all that one block of
+tokens of one head contributes to a kernel: tiles, then values per token, then a tail of four fp32, scales and
+zeros. Blocks are numbered as in :class:`sagebwd.kernels.layout.Operand`. Tokens past the end of a document
+and channels past the head size are zero. Kinds of tiles:
+
+    rows      (tokens, D) INT8, for products that contract channels
+    columns   (D, tokens) INT8, for products that contract tokens; ``Tile`` in packing.cu tells their order
+    16-bit    (D / 64, tokens, 64), for products that are not INT8
+
+All tiles are swizzled: 16-byte pieces are permuted within 8 rows, as tensor cores expect it of shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from sagebwd.kernels.cuda import launch
+from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
+from sagebwd.kernels.cuda.compile import Sources
+from sagebwd.kernels.layout import Axis, padded_head_dim
+
+#: Tokens of a packed block of queries, and of one of keys and values.
+BLOCK_Q, BLOCK_KV = 64, 128
+#: Bytes of the four fp32 at the end of a packed block.
+TAIL = 16
+#: Channels that a thread of packing.cu holds: four pieces of 8.
+VALUES_PER_THREAD = 32
+
+
+def packed_kv_shape(k: Tensor, blocks: int) -> tuple[int, int]:
+    """Shape of the result of :meth:`Packer.pack_kv`, which is uint8.
+
+    Args:
+        k: (B, H_kv, N_kv, D).
+        blocks: blocks of each head.
+    """
+    return k.shape[0] * k.shape[1] * blocks, BLOCK_KV * 3 * padded_head_dim(k.shape[3]) + TAIL
+
+
+class Packer:
+    """The kernels of packing.cu, compiled for one architecture. All results are uint8, (blocks, bytes)."""
+
+    def __init__(self, sources: Sources) -> None:
+        """``sources``: those of the kernel set that reads what is packed."""
+        self._sources = sources
+
+    def token_mean(self, x: Tensor, axis: Axis) -> Tensor:
+        """Mean of K or V over the tokens of each document, (B · H · documents, D_PAD) fp32.
+
+        Zero past the head size, and for a document without tokens.
+        """
+        sums = _allocate(x, axis, padded_head_dim(x.shape[3]), torch.float32)
+        mean = sums.new_empty((x.shape[0] * x.shape[1] * axis.documents, sums.shape[1]))
+        arguments = _CAxis.of(x, axis)
+        self._launch("token_sum", x, BLOCK_KV, len(sums), _CSource.of(x), sums, arguments)
+        self._launch("token_mean", x, BLOCK_KV, len(mean), sums, mean, arguments)
+        return mean
+
+    def pack_q(self, q: Tensor, axis: Axis) -> Tensor:
+        """Q for the forward: Q by rows; tail: its scale."""
+        packed = _allocate(q, axis, BLOCK_Q * padded_head_dim(q.shape[3]) + TAIL)
+        self._launch("pack_q", q, BLOCK_Q, len(packed), _CSource.of(q), packed, _CAxis.of(q, axis))
+        return packed
+
+    def pack_kv_int8(
+        self,
+        k: Tensor,
+        v: Tensor,
+        axis: Axis,
+        k_mean: Tensor | None,
+        v_mean: Tensor | None,
+        *,
+        pack_kv_for_backward: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """K and V for the forward: K by rows, V by columns; tail: their scales.
+
+        With ``pack_kv_for_backward`` also the result of :meth:`pack_kv`, from the same read of K and V.
+
+        Args:
+            k_mean, v_mean: what to subtract from K and from V, see :meth:`token_mean`; None: nothing.
+        """
+        packed = _allocate(k, axis, BLOCK_KV * 2 * padded_head_dim(k.shape[3]) + TAIL)
+        packed_kv = None
+        if pack_kv_for_backward:
+            packed_kv = k.new_empty(packed_kv_shape(k, axis.blocks), dtype=torch.uint8)
+        sources = (_CSource.of(x) for x in (k, v))
+        arguments = (*sources, k_mean, v_mean, packed, packed_kv, _CAxis.of(k, axis))
+        self._launch("pack_kv_int8", k, BLOCK_KV, 2 * len(packed), *arguments)
+        return packed, packed_kv
+
+    def pack_kv(self, k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -> Tensor:
+        """K and V for the backward, and for a forward with 16-bit P: K by rows, V in 16 bits.
+
+        Tail: the scale of K.
+
+        Args:
+            k_mean: as in :meth:`pack_kv_int8`.
+        """
+        packed_kv = k.new_empty(packed_kv_shape(k, axis.blocks), dtype=torch.uint8)
+        arguments = (_CSource.of(k), _CSource.of(v), k_mean, packed_kv, _CAxis.of(k, axis))
+        self._launch("pack_kv", k, BLOCK_KV, 2 * len(packed_kv), *arguments)
+        return packed_kv
+
+    def pack_k_columns(self, packed_kv: Tensor, k: Tensor, axis: Axis) -> Tensor:
+        """K by columns for the backward, from its rows in the result of :meth:`pack_kv`.
+
+        Args:
+            k: only its shape and dtype are used.
+        """
+        columns = _allocate(k, axis, BLOCK_KV * padded_head_dim(k.shape[3]))
+        self._launch("pack_k_columns", k, BLOCK_KV, len(packed_kv), packed_kv, columns, _CAxis.of(k, axis))
+        return columns
+
+    def pack_q_and_grad(
+        self,
+        q: Tensor,
+        grad_out: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        axis: Axis,
+        *,
+        out_residual: Tensor | None = None,
+        p_16bit: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Q and dO for the backward, as two packed blocks for each block of tokens.
+
+        The first: Q by rows, dO in 16 bits, −lse of all tokens and −δ of all tokens (fp32; −∞ and 0 past the
+        end); tail: the scales of Q and dO. The second: Q by columns, dO by columns.
+
+        Args:
+            lse: (B · H, N_q) or (B, H, N_q) fp32, contiguous.
+            out_residual: the rounding error of ``out``, which is added to it for δ.
+            p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
+        """
+        d_pad = padded_head_dim(q.shape[3])
+        rows = _allocate(q, axis, BLOCK_Q * (3 * d_pad + 8) + TAIL)
+        columns = _allocate(q, axis, BLOCK_Q * (1 if p_16bit else 2) * d_pad)
+        tensors = (q, grad_out, out, out if out_residual is None else out_residual)
+        arguments = (*(_CSource.of(x) for x in tensors), lse, rows, columns, _CAxis.of(q, axis))
+        defines = {"P_16BIT": p_16bit, "COMPENSATE_O": out_residual is not None}
+        self._launch("pack_q_and_grad", q, BLOCK_Q, 2 * len(rows), *arguments, **defines)
+        return rows, columns
+
+    def _launch(
+        self,
+        name: str,
+        like: Tensor,
+        tokens: int,
+        grid: int,
+        *arguments: Tensor | ctypes.Structure | None,
+        **defines: bool,
+    ) -> None:
+        """Launch a kernel of packing.cu on ``grid`` CTAs of ``tokens`` tokens each."""
+        head_dim = padded_head_dim(like.shape[3])
+        kernel = launch.load_kernel(
+            self._sources,
+            "packing",
+            f"{name}_kernel",
+            0,
+            HEAD_DIM=head_dim,
+            IS_BF16=like.dtype == torch.bfloat16,
+            **defines,
+        )
+        kernel.launch(grid, tokens * head_dim // VALUES_PER_THREAD, *arguments)
+
+
+def _allocate(x: Tensor, axis: Axis, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return x.new_empty((x.shape[0] * x.shape[1] * axis.blocks, size), dtype=dtype)
+
+
+# --- Structures of packing.cu ------------------------------------------------------------------------------
+
+
+class _CSource(ctypes.Structure):
+    _fields_ = [("tensor", CTokenTensor), ("is_contiguous", ctypes.c_int)]
+
+    @classmethod
+    def of(cls, x: Tensor) -> _CSource:
+        """x; 8 channels can be read at once if they are contiguous and each token is aligned to 16 bytes."""
+        strides = x.stride()
+        aligned = x.data_ptr() % 16 == 0 and strides[0] % 8 == strides[1] % 8 == strides[2] % 8 == 0
+        return cls(CTokenTensor.of(x), aligned and strides[3] == 1)
+
+
+class _CAxis(ctypes.Structure):
+    _fields_ = [
+        ("segments", CSegments),
+        *((name, ctypes.c_int) for name in ("tokens", "d", "heads", "blocks", "documents")),
+    ]
+
+    @classmethod
+    def of(cls, x: Tensor, axis: Axis) -> _CAxis:
+        """The tokens of x (B, H, N, D)."""
+        return cls(CSegments.of(axis.segments), axis.n, x.shape[3], x.shape[1], axis.blocks, axis.documents)

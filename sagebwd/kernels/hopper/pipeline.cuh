@@ -1,0 +1,31 @@
+// The pipeline from the producer to the consumers: a ring of stages in shared memory, each with two mbarriers.
+#pragma once
+
+#include "ptx_sm90.cuh"
+
+// Where a warp is in the ring through which packed blocks come.
+template <int STAGES>
+struct Ring {
+    u32 full, empty;  // addresses of STAGES barriers each
+    int index = 0, parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++index == STAGES) index = 0, parity ^= 1;
+    }
+    // Consumers: wait for the data of the stage, and release the stage, once a warp.
+    __device__ __forceinline__ void wait_full() const { barrier_wait(full + 8 * index, parity); }
+    __device__ __forceinline__ void release() const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * index);
+    }
+    // Producer: wait until the stage is released; the first time round it is free.
+    __device__ __forceinline__ void wait_empty() const { barrier_wait(empty + 8 * index, parity ^ 1); }
+};
+
+template <int STAGES>
+__device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAGES], int consumers) {
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(shared_address(&full[i]), 1);
+        barrier_init(shared_address(&empty[i]), 4 * consumers);
+    }
+}

@@ -1,0 +1,72 @@
+"""The Triton kernel set as :mod:`sagebwd.kernels.ops` calls it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from sagebwd.config import SageConfig
+from sagebwd.kernels.layout import Axis, ForwardResult
+from sagebwd.kernels.triton import backward as _backward
+from sagebwd.kernels.triton import forward as _forward
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_axis: Axis,
+    kv_axis: Axis,
+    *,
+    is_causal: bool,
+    scale: float,
+    config: SageConfig,
+    pack_kv_for_backward: bool,
+) -> ForwardResult:
+    """Algorithm 1. The backward reads K and V themselves, so ``pack_kv_for_backward`` has no effect.
+
+    Raises:
+        ValueError: the tiles of ``config`` are too large for this GPU.
+    """
+    options = {"is_causal": is_causal, "scale": scale, "config": config}
+    try:
+        results = _forward.forward(q, k, v, q_axis, kv_axis, **options)
+    except OutOfResources as error:
+        raise too_large(q, config, error) from error
+    return ForwardResult(*results, q.new_empty(0, dtype=torch.uint8))
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k_mean: Tensor,
+    out_residual: Tensor,
+    packed_kv: Tensor,
+    q_axis: Axis,
+    kv_axis: Axis,
+    *,
+    is_causal: bool,
+    scale: float,
+    config: SageConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2: dq, dk, dv, as q, k, v, from a :class:`ForwardResult`. Raises as :func:`forward`."""
+    saved = (out, lse, k_mean, out_residual)
+    options = {"is_causal": is_causal, "scale": scale, "config": config}
+    try:
+        return _backward.backward(grad_out, q, k, v, *saved, q_axis, kv_axis, **options)
+    except OutOfResources as error:
+        raise too_large(q, config, error) from error
+
+
+def too_large(q: Tensor, config: SageConfig, error: OutOfResources) -> ValueError:
+    """The error, with the fix, for a kernel that needs more shared memory or registers than there are."""
+    tile = " x ".join(map(str, config.tile(q.shape[-1])))
+    return ValueError(
+        f"tiles of {tile} (block_q x block_kv) do not fit this GPU with head size {q.shape[-1]} and this "
+        f'config ({error}); set smaller ones, or pass kernels="reference", which runs, slowly, anywhere'
+    )

@@ -1,0 +1,299 @@
+"""Measure attention at one shape: errors against float64, memory, then times.
+
+Times run from 16-bit Q, K, V (and dO) in memory to 16-bit O (and dQ, dK, dV) in memory, with everything
+in between. Q, K and V are strided like the output of a projection, (B, N, H, D) in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sagebwd.metrics import cosine_similarity, relative_l2
+from scripts.bench.attention_peers import Attend, Implementation, Shape, explain
+from scripts.bench.attention_tables import BASELINES, FAILED, MODES, PASSED, REFUSED, TENSORS, Row
+from scripts.bench.measuring import mark, milliseconds, synchronize
+
+#: Float64 attention is computed for as many queries at a time as keep a tile of S within this.
+EXACT_BYTES = 256 << 20
+#: A second set of inputs is drawn if this many sets fit into memory: results and graphs need room, too.
+SETS_THAT_MUST_FIT = 40
+
+
+def flops(shape: Shape, mode: str) -> float:
+    """Floating-point operations of a mode: 4·B·H·N²·D for the forward, half if causal, times its factor."""
+    return shape.flops * MODES[mode].flops
+
+
+class Inputs(NamedTuple):
+    """Each (B, H, N, D), stored as (B, N, H, D); q, k and v require gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An implementation at a shape, checked but not yet timed."""
+
+    implementation: Implementation
+    attend: Attend | None = None
+    status: str = PASSED
+    reason: str | None = None
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    extra_memory: float | None = None
+
+
+# --- Inputs and exact results -------------------------------------------------------------------------------
+
+
+def draw_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
+    """Standard Gaussian inputs, drawn as (B, N, H, D)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (shape.batch, shape.tokens, shape.heads, shape.head_dim)
+    q, k, v, grad_out = (
+        torch.randn(size, dtype=dtype, device=device, generator=generator).transpose(1, 2) for _ in range(4)
+    )
+    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out)
+
+
+def draw_sets(shape: Shape, arguments: Namespace) -> list[Inputs]:
+    """Two sets to alternate between, if memory allows, so that no call finds its own inputs cached."""
+    device = torch.device(arguments.device)
+    draw_set = partial(draw_inputs, shape, getattr(torch, arguments.dtype), device)
+    sets = [draw_set(arguments.seed)]
+    if device.type == "cpu" or torch.cuda.mem_get_info()[0] > SETS_THAT_MUST_FIT * total_bytes(sets[0]):
+        sets.append(draw_set(arguments.seed + 1))
+    return sets
+
+
+def total_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def sample(x: Tensor) -> Tensor:
+    """Last sequence, first and last head, (1, ≤ 2, N, D): where a wrong stride shows."""
+    return x.detach()[-1:, sorted({0, x.shape[1] - 1})]
+
+
+def exact_attention(inputs: Inputs, causal: bool, chunk_bytes: int = EXACT_BYTES) -> dict[str, Tensor]:
+    """Float64 attention and its gradients, {out, dq, dk, dv}, each (B, H, N, D).
+
+    Queries are taken in chunks, so that S of a chunk takes at most ``chunk_bytes`` (or one row of it, if
+    that is more).
+    """
+    q, k, v, grad_out = (x.detach().double() for x in inputs)
+    tokens, scale = q.shape[-2], q.shape[-1] ** -0.5
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    chunk = max(chunk_bytes // (8 * q[..., 0].numel()), 1)
+    for start in range(0, tokens, chunk):
+        stop = min(start + chunk, tokens)
+        queries, keys = slice(start, stop), slice(0, stop if causal else tokens)
+        q_i, grad_i = q[..., queries, :], grad_out[..., queries, :]
+        k_j, v_j = k[..., keys, :], v[..., keys, :]
+        s = q_i @ k_j.mT * scale
+        if causal:
+            later = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(start + 1)
+            s.masked_fill_(later, -math.inf)
+        p = s.softmax(-1)
+        out[..., queries, :] = p @ v_j
+        dv[..., keys, :] += p.mT @ grad_i
+        delta = (grad_i * out[..., queries, :]).sum(-1, keepdim=True)
+        ds = p * (grad_i @ v_j.mT - delta)
+        dq[..., queries, :] = ds @ k_j * scale
+        dk[..., keys, :] += ds.mT @ q_i * scale
+    return dict(zip(TENSORS, (out, dq, dk, dv), strict=True))
+
+
+# --- Measuring one shape ------------------------------------------------------------------------------------
+
+
+def measure_shape(shape: Shape, implementations: list[Implementation], arguments: Namespace) -> list[Row]:
+    """All rows of a shape: errors and memory of each implementation, then times."""
+    if arguments.device.startswith("cuda"):
+        torch.cuda.empty_cache()  # so that mem_get_info counts what other shapes no longer use
+    try:
+        sets = draw_sets(shape, arguments)
+        exact = exact_attention(Inputs(*map(sample, sets[0])), shape.causal)
+    except torch.OutOfMemoryError as error:
+        sets = []
+        trials = [Trial(x, status=REFUSED, reason=explain(error)) for x in implementations]
+    else:
+        trials = [try_out(x, shape, sets[0], exact) for x in implementations]
+    modes = [mode for mode in MODES if mode != "both, graph" or arguments.graphs]
+    return [row for mode in modes for row in measure_mode(mode, shape, trials, sets, arguments)]
+
+
+def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact: dict[str, Tensor]) -> Trial:
+    """Run once, which also compiles; compare with ``exact``; measure memory."""
+    trial = Trial(implementation)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            attend = implementation.build(shape)
+            errors = measure_errors(implementation, attend, inputs, exact)
+            memory = measure_memory(attend, inputs) if implementation.has_backward else None
+        except Exception as error:  # a peer may refuse a shape with any exception
+            return replace(trial, status=REFUSED, reason=explain(error, caught))
+    trial = replace(trial, attend=attend, errors=errors, extra_memory=memory)
+    excess = find_excess(errors, implementation.bound)
+    return trial if excess is None else replace(trial, status=FAILED, reason=excess)
+
+
+def measure_errors(
+    implementation: Implementation, attend: Attend, inputs: Inputs, exact: dict[str, Tensor]
+) -> dict[str, tuple[float, float]]:
+    """{tensor: (cosine similarity, relative L2)} of the sampled heads."""
+    found = run_both(attend, inputs) if implementation.has_backward else [run_forward(attend, inputs)]
+    pairs = {name: (sample(x), exact[name]) for name, x in zip(TENSORS, found, strict=False)}
+    return {name: (cosine_similarity(*pair), relative_l2(*pair)) for name, pair in pairs.items()}
+
+
+def find_excess(errors: dict[str, tuple[float, float]], bound: float) -> str | None:
+    """A message about the tensors whose relative L2 is above ``bound`` or NaN; None if there are none."""
+    excess = [
+        f"{TENSORS[name]} has relative L2 error {error:.3g}"
+        for name, (_, error) in errors.items()
+        if not error <= bound
+    ]
+    return f"{', '.join(excess)}; allowed: {bound:g}" if excess else None
+
+
+def measure_memory(attend: Attend, inputs: Inputs) -> float | None:
+    """Peak memory of forward and backward beyond inputs and results, divided by that of q, k and v."""
+    if inputs.q.device.type == "cpu":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = run_both(attend, inputs)
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before - total_bytes(results)
+    return extra / total_bytes(inputs[:3])
+
+
+def measure_mode(
+    mode: str, shape: Shape, trials: list[Trial], sets: list[Inputs], arguments: Namespace
+) -> list[Row]:
+    """A row for each trial, with times if it passed."""
+    runners, rows = {}, []
+    for trial in trials:
+        row = Row(
+            trial.implementation.name,
+            shape,
+            mode,
+            trial.status,
+            trial.reason,
+            errors=trial.errors,
+            extra_memory=trial.extra_memory,
+        )
+        if row.status == PASSED and mode != "forward" and not trial.implementation.has_backward:
+            row = replace(row, status=REFUSED, reason="it has no backward")
+        elif row.status == PASSED:
+            try:
+                runners[row.implementation] = [make_runner(mode, trial, inputs) for inputs in sets]
+            except Exception as error:  # out of memory, or an operator that cannot be captured
+                row = replace(row, status=REFUSED, reason=explain(error))
+        rows.append(row)
+    times = time_in_turn(runners, arguments.repetitions, arguments.warm_up, torch.device(arguments.device))
+    return add_times(rows, times)
+
+
+def add_times(rows: list[Row], times: dict[str, list[float]]) -> list[Row]:
+    """Complete rows of one shape and mode by ``times``, {implementation: [ms]}."""
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    timed = []
+    for row in rows:
+        if row.implementation in times:
+            median = medians[row.implementation]
+            p10, p90 = np.percentile(times[row.implementation], (10, 90)).tolist()
+            row = replace(
+                row,
+                median_ms=median,
+                p10_ms=p10,
+                p90_ms=p90,
+                tflops=flops(row.shape, row.mode) / (median * 1e-3) / 1e12,
+                speedup={name: medians[name] / median for name in BASELINES if name in medians},
+            )
+        timed.append(row)
+    return timed
+
+
+# --- Running and timing -------------------------------------------------------------------------------------
+
+
+def run_forward(attend: Attend, inputs: Inputs) -> Tensor:
+    with torch.no_grad():
+        return attend(*inputs[:3])
+
+
+def run_both(attend: Attend, inputs: Inputs) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv)."""
+    out = attend(*inputs[:3])
+    return (out, *torch.autograd.grad(out, inputs[:3], inputs.grad_out))
+
+
+def make_runner(mode: str, trial: Trial, inputs: Inputs) -> Callable[[], object]:
+    """The call that is timed in ``mode``; it has already run once."""
+    if mode == "forward":
+        runner = partial(run_forward, trial.attend, inputs)
+    elif mode == "backward":
+        out = trial.attend(*inputs[:3])
+        runner = partial(torch.autograd.grad, out, inputs[:3], inputs.grad_out, retain_graph=True)
+    elif mode == "both":
+        runner = partial(run_both, trial.attend, inputs)
+    else:
+        runner = capture(lambda: run_both(trial.attend, fresh(inputs)))
+    runner()
+    synchronize(inputs.q.device)
+    return runner
+
+
+def fresh(inputs: Inputs) -> Inputs:
+    """The same memory as new leaves, so that a capture meets no autograd graph of another stream."""
+    return Inputs(*(x.detach().requires_grad_() for x in inputs[:3]), inputs.grad_out)
+
+
+def capture(call: Callable[[], object]) -> Callable[[], None]:
+    """``call`` captured as a CUDA graph; returns its replay."""
+    stream = torch.cuda.Stream()  # capturing needs a side stream, and so does its warm-up
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def time_in_turn(
+    runners: dict[str, list[Callable[[], object]]], repetitions: int, warm_up: int, device: torch.device
+) -> dict[str, list[float]]:
+    """{name: [ms]}. Each repetition calls every runner once, alternating between its sets of inputs.
+
+    There is no synchronization in between: as in training, the host runs ahead, and its time counts only
+    when the GPU runs out of work.
+    """
+    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in runners}
+    for repetition in range(-warm_up, repetitions):
+        for name, calls in runners.items():
+            begin = mark(device)
+            calls[repetition % len(calls)]()
+            end = mark(device)
+            if repetition >= 0:
+                marks[name].append((begin, end))
+    synchronize(device)
+    return {name: [milliseconds(*pair) for pair in pairs] for name, pairs in marks.items()}

@@ -1,0 +1,763 @@
+"""Bias or noise: what INT8 attention does to the gradients of a training step.
+
+    python -m scripts.paper.gradient_bias runs/NAME [runs/NAME …] --milestones --out runs/paper/gradient_bias
+
+At each checkpoint of a run, the gradient of every weight is taken on n batches of the run's training text:
+with FlashAttention-2 (g_i), with cuDNN as the control, and with each setting of SageBwd (g'_i). With
+d_i = g'_i − g_i, means over pairs of different batches estimate without bias
+
+    |b|²  = mean ⟨d_i, d_j⟩    bias: what no number of batches averages out
+    |G|²  = mean ⟨g_i, g_j⟩    the gradient itself
+    ⟨b, G⟩ = mean ⟨d_i, g_j⟩   bias along the gradient
+
+and the rest is noise: mean |d_i|² − |b|² of quantization, mean |g_i|² − |G|² of the minibatch. The noise of
+the minibatch falls as 1/T with the tokens T of a step, the bias does not. They are equal at
+
+    T* = tokens per batch · noise of the minibatch / |b|²
+
+the critical tokens per step: with more, bias is the larger error of a step. All of it is measured for each
+group of weights, for each layer and for all weights; raw, and as Adam sees it: every element divided by
+√v̂ + eps, where v̂ is Adam's second moment in the checkpoint. Without that moment the RMS of the full-precision
+gradient over the batches stands in for √v̂, and the JSON says so. Intervals are 95%, by the jackknife over
+batches; where there is no bias they are wider than that.
+
+The batches lie behind the end of the run in its own data order. They are the same for all checkpoints and
+settings, disjoint, and unseen by the run as long as it has not gone through its text once. The model is not
+compiled; all else is as in training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from tqdm import tqdm
+
+from data.loader import BatchLoader, stack_sequences
+from model.backends import AttentionFn
+from model.llama import Llama
+from sagebwd import SageConfig, sage_attention
+from sagebwd.config import MATMULS
+from scripts.bench.measuring import choose_device, describe_run, finite
+from scripts.compare import find_runs
+from scripts.paper.arguments import OUT, positive_int
+from scripts.paper.gradient_bias_tables import CONTROL, Row, write
+from scripts.paper.layers import dtype_of, load_model
+from scripts.paper.layers_runs import Run, UnusableWeights, at_step, milestones_of, names_of, open_run
+from scripts.paper.loss_statistics import quantile
+from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, steps_in
+from trainer.optimizer import adamw
+from trainer.plan import tokens_per_step
+from trainer.run_directory import RunDirectory
+
+PROGRAM = "python -m scripts.paper.gradient_bias"
+
+
+def alone(*matmuls: str) -> SageConfig:
+    """The default with only these products in INT8."""
+    return replace(SageConfig(), int8_matmuls=matmuls)
+
+
+SETTINGS = {
+    "paper": SageConfig.paper(),
+    "paper_no_smooth_k": replace(SageConfig.paper(), smooth_k=False),
+    "default": SageConfig(),
+    "consistent": SageConfig.consistent(),
+    "accurate": SageConfig.accurate(),
+    "strictly_causal": SageConfig.strictly_causal(),
+    "smooth_v": replace(SageConfig(), smooth_v=True),
+    "unsigned_p": replace(SageConfig(), unsigned_p=True),
+    "smooth_v_unsigned_p": replace(SageConfig(), smooth_v=True, unsigned_p=True),
+    "only_s": alone("s_fwd", "s_bwd"),
+    "only_o": alone("o"),
+    "only_dv": alone("dv"),
+    "only_dq": alone("dq"),
+    "only_dk": alone("dk"),
+    "only_dq_dk": alone("dq", "dk"),
+    "all_int8": replace(SageConfig(), int8_matmuls=MATMULS),  # dP, too
+}
+
+#: What every setting is compared with, and the control; of a GPU and of a CPU.
+TRUTH_KERNEL = {"cuda": SDPBackend.FLASH_ATTENTION, "cpu": SDPBackend.FLASH_ATTENTION}
+CONTROL_KERNEL = {"cuda": SDPBackend.CUDNN_ATTENTION, "cpu": SDPBackend.MATH}
+TITLES = {
+    SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
+    SDPBackend.CUDNN_ATTENTION: "cuDNN",
+    SDPBackend.MATH: "plain PyTorch",
+}
+
+RAW, ADAM = "raw", "adam"
+VIEWS = (RAW, ADAM)
+
+TOKENS_PER_PASS = 32_768  # unless --micro-batch says otherwise
+COLUMNS_AT_ONCE = 2**20  # of n × P gradients that are converted to float64
+COLUMNS_OF_PIECE = 2**12  # that a thread block of a GPU may sum up
+DIGITS = 4  # significant ones, in the JSON
+
+EXAMPLES = """
+examples:
+  the end of a run and its milestones, on a GPU
+      python -m scripts.paper.gradient_bias runs/NAME --milestones --out runs/paper/gradient_bias
+  325M parameters: gradients of 32 batches take 2 x 41 GB, so fewer sequences in a pass
+      python -m scripts.paper.gradient_bias runs/NAME --micro-batch 4
+  what two processes measured, as one result
+      python -m scripts.paper.gradient_bias --join first.json second.json --out runs/paper/gradient_bias
+
+written after every checkpoint, with --out runs/paper/gradient_bias:
+  runs/paper/gradient_bias.json    every number, by setting, group of weights, layer; hardware, versions
+  runs/paper/gradient_bias.md      tables
+  runs/paper/gradient_bias.png     bias by setting, critical tokens by layer, bias along training
+"""
+
+
+# --- Estimators ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grams:
+    """Inner products of n batches' gradients (n, n), float64: of d_i, d_j; of d_i, g_j; and of g_i, g_j."""
+
+    dd: np.ndarray
+    dg: np.ndarray
+    gg: np.ndarray
+
+    def __add__(self, other: Grams) -> Grams:
+        """Those of two tensors together."""
+        return Grams(self.dd + other.dd, self.dg + other.dg, self.gg + other.gg)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What `Grams` estimate: first with all n batches, then n times with one left out; (n + 1,) each."""
+
+    bias: np.ndarray  # |b|²
+    along: np.ndarray  # ⟨b, G⟩
+    gradient: np.ndarray  # |G|²
+    quantization_noise: np.ndarray  # mean |d_i|² − |b|²
+    minibatch_noise: np.ndarray  # mean |g_i|² − |G|²
+
+
+def moments(grams: Grams) -> Moments:
+    """The unbiased estimates. Needs three batches or more."""
+    bias, gradient = cross_mean(grams.dd), cross_mean(grams.gg)
+    return Moments(
+        bias=bias,
+        along=cross_mean(grams.dg),
+        gradient=gradient,
+        quantization_noise=own_mean(grams.dd) - bias,
+        minibatch_noise=own_mean(grams.gg) - gradient,
+    )
+
+
+def cross_mean(gram: np.ndarray) -> np.ndarray:
+    """Mean of the entries i ≠ j (n, n): of all batches, then without each of them; (n + 1,)."""
+    n, own = len(gram), np.diag(gram)
+    total = gram.sum() - own.sum()
+    without = total - (gram.sum(0) + gram.sum(1) - 2 * own)
+    return np.concatenate([[total / (n * (n - 1))], without / ((n - 1) * (n - 2))])
+
+
+def own_mean(gram: np.ndarray) -> np.ndarray:
+    """Mean of the diagonal: of all batches, then without each of them; (n + 1,)."""
+    n, own = len(gram), np.diag(gram)
+    return np.concatenate([[own.mean()], (own.sum() - own) / (n - 1)])
+
+
+def jackknife(values: np.ndarray) -> tuple[float, float, float]:
+    """Estimate and 95% interval of a statistic: `values` has it with all batches, then without each."""
+    estimate, without = values[0], values[1:]
+    n = len(without)
+    error = np.sqrt((n - 1) / n * np.square(without - without.mean()).sum())
+    half = quantile(n - 1) * error
+    return float(estimate), float(estimate - half), float(estimate + half)
+
+
+def signed_root(squares: Sequence[float]) -> list[float]:
+    """√x, or −√−x of a square that was estimated to be negative, which says that it is about zero."""
+    return [float(np.sign(x) * np.sqrt(abs(x))) for x in squares]
+
+
+def critical_tokens(bias_over_noise: Sequence[float], tokens_per_batch: int) -> list[float]:
+    """T* with its interval from those of |b|² / noise of the minibatch of `tokens_per_batch`; ∞: no bias."""
+    found = [np.nan if np.isnan(x) else tokens_per_batch / x if x > 0 else np.inf for x in bias_over_noise]
+    estimate, low, high = found
+    return [estimate, high, low]  # much bias: few tokens
+
+
+def estimate_setting(found: Moments, tokens_per_batch: int) -> dict[str, list[float]]:
+    """Estimate, lower and upper end of what a setting does to some weights; see `Row`."""
+    return {
+        "bias": signed_root(jackknife(ratio(found.bias, found.gradient))),
+        "along": list(jackknife(ratio(found.along, found.gradient))),
+        "noise": list(jackknife(ratio(found.quantization_noise, found.minibatch_noise))),
+        "critical_tokens": critical_tokens(
+            jackknife(ratio(found.bias, found.minibatch_noise)), tokens_per_batch
+        ),
+    }
+
+
+def estimate_gradient(found: Moments, tokens_per_batch: int) -> dict[str, list[float]]:
+    """Of the full-precision gradient: |G|, and the tokens at which |G|² equals the minibatch's noise."""
+    return {
+        "norm": signed_root(jackknife(found.gradient)),
+        "noise_tokens": critical_tokens(
+            jackknife(ratio(found.gradient, found.minibatch_noise)), tokens_per_batch
+        ),
+    }
+
+
+def ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    """Quotients; NaN where what is below, which should be positive, was not found to be."""
+    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
+
+
+# --- Weights ------------------------------------------------------------------------------------------------
+
+#: Group of a weight by a part of its name; the first that fits.
+GROUPS = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "q_norm": "gains",
+    "k_norm": "gains",
+    "mlp": "mlp",
+    "embed_tokens": "embeddings",
+    "lm_head": "embeddings",
+    "norm": "norms",
+}
+#: Those that are measured layer by layer, too; "qk" is both, "all" every weight.
+BY_LAYER = ("all", "qk", "q", "k", "v", "o", "mlp")
+
+
+def parts(names: Sequence[str]) -> dict[tuple[str, int | None], list[str]]:
+    """The weights of every group, and of some groups in every layer, by (group, layer); layer None: all."""
+    found: dict[tuple[str, int | None], list[str]] = {}
+    for name in names:
+        group = next(group for part, group in GROUPS.items() if part in name)
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+        for each in ("all", group, *(["qk"] if group in ("q", "k") else [])):
+            found.setdefault((each, None), []).append(name)
+            if layer is not None and each in BY_LAYER:
+                found.setdefault((each, layer), []).append(name)
+    return found
+
+
+# --- Gradients ----------------------------------------------------------------------------------------------
+
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 (sequences, context)
+Gradients = dict[str, Tensor]  # by weight: (batches, elements), float32
+
+
+def gradients(
+    llama: Llama, batches: Sequence[Batch], micro_batch: int, dtype: torch.dtype, out: Gradients
+) -> list[float]:
+    """Gradients of the mean loss of each batch, written to `out`; the losses, in nats per token."""
+    losses = []
+    for row, (inputs, targets) in enumerate(batches):
+        llama.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=inputs.device)
+        for tokens, following in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
+            with torch.autocast(inputs.device.type, dtype, enabled=dtype is not torch.float32):
+                share = llama(tokens, following) * (len(tokens) / len(inputs))
+            share.backward()
+            loss += share.detach()
+        for name, parameter in llama.named_parameters():
+            out[name][row].copy_(parameter.grad.flatten())
+        losses.append(loss)
+    llama.zero_grad(set_to_none=True)
+    return torch.stack(losses).tolist()
+
+
+def empty_gradients(llama: Llama, batches: int) -> Gradients:
+    return {
+        name: torch.empty(batches, parameter.numel(), device=parameter.device)
+        for name, parameter in llama.named_parameters()
+    }
+
+
+@contextmanager
+def attending(llama: Llama, attend: AttentionFn) -> Iterator[None]:
+    """While this is open, every layer computes its attention with `attend`."""
+    originals = [block.self_attn.attend for block in llama.layers]
+    try:
+        for block in llama.layers:
+            block.self_attn.attend = attend
+        yield
+    finally:
+        for block, original in zip(llama.layers, originals, strict=True):
+            block.self_attn.attend = original
+
+
+@torch.no_grad()
+def gram(left: Tensor, right: Tensor, scale: Tensor | None = None) -> np.ndarray:
+    """⟨left_i · scale, right_j · scale⟩ in float64 (n, n), of rows (n, P); scale: (P,), None for ones."""
+    total = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
+    for first in range(0, left.shape[1], COLUMNS_AT_ONCE):
+        columns = slice(first, first + COLUMNS_AT_ONCE)
+        rows = [left[:, columns].double()]
+        rows += rows if left is right else [right[:, columns].double()]
+        if scale is not None:
+            squares = scale[columns].double().square()
+            rows[0] = rows[0] * squares
+        total += product(*rows)
+    return total.cpu().numpy()
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left · rightᵀ of few, long rows (n, P): many pieces side by side, or a GPU would be nearly idle."""
+    whole = left.shape[1] // COLUMNS_OF_PIECE * COLUMNS_OF_PIECE
+    pieces = [x[:, :whole].unflatten(1, (-1, COLUMNS_OF_PIECE)).transpose(0, 1) for x in (left, right)]
+    return (pieces[0] @ pieces[1].mT).sum(0) + left[:, whole:] @ right[:, whole:].T
+
+
+def tensor_grams(
+    d: Gradients, g: Gradients, own: Mapping[tuple[str, str], np.ndarray], scales: Mapping[str, Tensor]
+) -> dict[tuple[str, str], Grams]:
+    """By (view, weight). own: the inner products of g by itself."""
+    return {
+        (view, name): Grams(
+            dd=gram(d[name], d[name], scale), dg=gram(d[name], g[name], scale), gg=own[view, name]
+        )
+        for name in d
+        for view, scale in ((RAW, None), (ADAM, scales[name]))
+    }
+
+
+def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str], np.ndarray]:
+    return {
+        (view, name): gram(g[name], g[name], scale)
+        for name in g
+        for view, scale in ((RAW, None), (ADAM, scales[name]))
+    }
+
+
+# --- Adam ---------------------------------------------------------------------------------------------------
+
+
+def second_moments(run: Run, llama: Llama) -> dict[str, Tensor] | None:
+    """Adam's v̂ (elements,) by weight from the run's checkpoint; None if it has no checkpoint of that step.
+
+    `llama` has the weights of that checkpoint, on the CPU. Raises UnusableWeights if it is damaged.
+    """
+    step = run.origin.step
+    if step not in steps_in(run.directory.checkpoints):
+        return None
+    optimizer = adamw(llama, run.settings.optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
+        _, moments_and_groups = get_state_dict(llama, optimizer)
+        try:
+            path = checkpoint_of(run.directory.checkpoints, step)
+            dcp.load({"optimizer": moments_and_groups}, checkpoint_id=path, no_dist=True)
+        except (OSError, ValueError, dcp.CheckpointException) as error:
+            raise UnusableWeights(
+                f"{run.name}: Adam's moments in {path} cannot be read ({str(error).splitlines()[0]})"
+            ) from error
+    beta2, state = run.settings.optimizer.beta2, moments_and_groups["state"]
+    return {
+        name: (state[name]["exp_avg_sq"] / (1 - beta2 ** float(state[name]["step"]))).flatten()
+        for name, _ in llama.named_parameters()
+    }
+
+
+@torch.no_grad()
+def adam_scales(run: Run, moments: Mapping[str, Tensor] | None, g: Gradients) -> dict[str, Tensor]:
+    """1 / (√v̂ + eps) by weight, (elements,); where there is no v̂, from the mean square of g over batches."""
+    scales = {}
+    for name, rows in g.items():
+        square = rows.square().mean(0) if moments is None else moments[name].to(rows.device)
+        scales[name] = 1 / (square.sqrt() + run.settings.optimizer.eps)
+    return scales
+
+
+# --- Batches and attentions ---------------------------------------------------------------------------------
+
+
+def draw_batches(run: Run, last_step: int, count: int, tokens_per_batch: int) -> tuple[list[Batch], bool]:
+    """Disjoint batches behind the end of the run, in its data order, and whether the run has not seen them.
+
+    Raises ValueError if the text has too few sequences, or a batch is not made of whole ones.
+    """
+    context = run.settings.context
+    if tokens_per_batch % context or tokens_per_batch < context:
+        nearest = max(round(tokens_per_batch / context), 1) * context
+        raise ValueError(
+            f"--tokens-per-batch {tokens_per_batch} is not a multiple of the {context} tokens of a sequence "
+            f"of {run.name}; use --tokens-per-batch {nearest}"
+        )
+    size = tokens_per_batch // context
+    loader = BatchLoader(
+        run.corpus.train,
+        context=context,
+        sequences_per_step=tokens_per_step(run.settings) // context,
+        micro_batch=1,
+        seed=run.settings.seed,
+    )
+    if loader.sequences < count * size:
+        raise ValueError(
+            f"{count} batches of {tokens_per_batch} tokens need {count * size} sequences, and the text of "
+            f"{run.name} has {loader.sequences}; use --batches {max(loader.sequences // size, 3)} or fewer, "
+            "or smaller batches (--tokens-per-batch)"
+        )
+    indices: dict[int, None] = {}
+    step = last_step
+    while len(indices) < count * size:  # a sequence comes again when the text does
+        indices.update(dict.fromkeys(loader.sequence_indices(step).tolist()))
+        step += 1
+    chosen = np.array(list(indices)[: count * size]).reshape(count, size)
+    return [stack_sequences(run.corpus.train, batch, context) for batch in chosen], loader.epoch_of(step) <= 1
+
+
+def full_precision(kernel: SDPBackend) -> AttentionFn:
+    """scaled_dot_product_attention by one kernel; RuntimeError where that cannot run."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+        with sdpa_kernel(kernel):
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    return attend
+
+
+def attentions(chosen: Sequence[str], device: torch.device) -> dict[str, AttentionFn]:
+    """The control and the chosen settings."""
+    control = full_precision(CONTROL_KERNEL[device.type])
+    return {
+        name: control if name == CONTROL else partial(sage_attention, config=SETTINGS[name])
+        for name in chosen
+    }
+
+
+def try_attention(
+    attend: AttentionFn,
+    *,
+    heads: int,
+    kv_heads: int,
+    d_head: int,
+    context: int,
+    sequences: int = 32,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """One forward and backward, laid out as in the model: compiles the kernels.
+
+    Raises what the attention raises where it cannot run.
+    """
+    q, k, v = (
+        torch.randn(sequences, context, each, d_head, device=device, dtype=dtype, requires_grad=True)
+        for each in (heads, kv_heads, kv_heads)
+    )
+    out = attend(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=heads != kv_heads)
+    out = out.transpose(1, 2).flatten(2)
+    out.backward(torch.randn_like(out))
+
+
+# --- Measurements -------------------------------------------------------------------------------------------
+
+
+def measure_all(runs: list[list[Run]], result: dict[str, Any], arguments: Namespace) -> None:
+    """Measure each run's checkpoints, and write what there is after each.
+
+    Raises UnusableWeights, and ValueError if the text is too short for the batches.
+    """
+    device = torch.device(arguments.device)
+    rows: list[Row] = []
+    passes = sum(map(len, runs)) * (1 + len(arguments.settings))
+    with tqdm(total=passes, disable=None) as progress:
+        for checkpoints in runs:
+            end = checkpoints[-1]
+            batches, unseen = draw_batches(
+                end, end.origin.step, arguments.batches, arguments.tokens_per_batch
+            )
+            result["runs"][end.name] |= {"batches_unseen": unseen}
+            batches = [(x.to(device), y.to(device)) for x, y in batches]
+            found = working_attentions(end, result, arguments)
+            for run in reversed(checkpoints):  # the end first, should there be no time for all
+                progress.set_description(f"{run.name}, step {run.origin.step}")
+                rows += measure_checkpoint(run, batches, found, result, arguments, progress.update)
+                write(Path(arguments.out), result, rows)
+
+
+def working_attentions(run: Run, result: dict[str, Any], arguments: Namespace) -> dict[str, AttentionFn]:
+    """Those that run on this device; what the others say goes to the result and to the terminal."""
+    shape, working = run.settings.model, {}
+    for name, attend in attentions(arguments.settings, torch.device(arguments.device)).items():
+        began = time.perf_counter()
+        try:
+            try_attention(
+                attend,
+                heads=shape.n_heads,
+                kv_heads=shape.kv_heads,
+                d_head=shape.d_head,
+                context=run.settings.context,
+                sequences=sequences_of_pass(run, arguments),
+                device=arguments.device,
+                dtype=dtype_of(run),
+            )
+        except Exception as error:  # a kernel that does not compile must not cost the others their turn
+            reason = f"{type(error).__name__}: {error}"
+            result["left_out"].setdefault(run.name, {})[name] = reason
+            tqdm.write(f"{run.name}: {name} is left out. {reason}")
+            continue
+        working[name] = attend
+        tqdm.write(f"{run.name}: {name} ready after {time.perf_counter() - began:.1f} s")
+    return working
+
+
+def measure_checkpoint(
+    run: Run,
+    batches: Sequence[Batch],
+    found: Mapping[str, AttentionFn],
+    result: dict[str, Any],
+    arguments: Namespace,
+    advance: Callable[[], object],
+) -> list[Row]:
+    """A row for each setting, view, group and layer; adds the gradient's own and the losses to the result."""
+    device, dtype = torch.device(arguments.device), dtype_of(run)
+    kernel = TRUTH_KERNEL[device.type]
+    micro_batch = sequences_of_pass(run, arguments)
+    llama = load_model(run, full_precision(kernel))
+    v_hat = second_moments(run, llama)
+    llama = llama.to(device)
+    with precision_of_training(dtype):
+        g = empty_gradients(llama, len(batches))
+        losses = gradients(llama, batches, micro_batch, dtype, g)
+        advance()
+        scales = adam_scales(run, v_hat, g)
+        own = own_grams(g, scales)
+        place = {"run": run.name, "step": run.origin.step, "tokens": run.origin.tokens}
+        result["gradients"] += describe_gradient(own, place, arguments.tokens_per_batch)
+        result["checkpoints"].append(
+            place
+            | {"adam": "mean square of g over batches" if v_hat is None else "v of the checkpoint"}
+            | {"truth": TITLES[kernel], "loss": float(np.mean(losses)), "loss_differences": {}}
+        )
+        rows, d = [], empty_gradients(llama, len(batches))
+        for setting, attend in found.items():
+            with attending(llama, attend):
+                with_setting = gradients(llama, batches, micro_batch, dtype, d)
+            for name in d:
+                d[name] -= g[name]
+            grams = tensor_grams(d, g, own, scales)
+            rows += setting_rows(grams, place | {"setting": setting}, arguments.tokens_per_batch)
+            difference = np.array(with_setting) - np.array(losses)
+            result["checkpoints"][-1]["loss_differences"][setting] = mean_and_interval(difference)
+            advance()
+    return rows
+
+
+def sequences_of_pass(run: Run, arguments: Namespace) -> int:
+    return arguments.micro_batch or max(TOKENS_PER_PASS // run.settings.context, 1)
+
+
+@contextmanager
+def precision_of_training(dtype: torch.dtype) -> Iterator[None]:
+    """What autocast leaves in float32 may use TF32, as in the trainer."""
+    before = torch.get_float32_matmul_precision()
+    if dtype is torch.bfloat16:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def setting_rows(
+    grams: Mapping[tuple[str, str], Grams], place: dict[str, Any], tokens_per_batch: int
+) -> list[Row]:
+    """A row for each view, group and layer."""
+    rows = []
+    for view in VIEWS:
+        for (group, layer), names in parts([name for each, name in grams if each == view]).items():
+            together = grams[view, names[0]]
+            for name in names[1:]:
+                together += grams[view, name]
+            estimates = estimate_setting(moments(together), tokens_per_batch)
+            rows.append(Row(**place, view=view, group=group, layer=layer, **rounded(estimates)))
+    return rows
+
+
+def describe_gradient(
+    own: Mapping[tuple[str, str], np.ndarray], place: dict[str, Any], tokens_per_batch: int
+) -> list[dict[str, Any]]:
+    """Size and noise of the full-precision gradient for each view, group and layer."""
+    described = []
+    for view in VIEWS:
+        for (group, layer), names in parts([name for each, name in own if each == view]).items():
+            gg = sum(own[view, name] for name in names)
+            nothing = np.zeros_like(gg)
+            estimates = estimate_gradient(moments(Grams(nothing, nothing, gg)), tokens_per_batch)
+            described.append(place | {"view": view, "group": group, "layer": layer} | rounded(estimates))
+    return described
+
+
+def mean_and_interval(values: np.ndarray) -> list[float]:
+    """Mean over batches and its 95% interval."""
+    without = (values.sum() - values) / (len(values) - 1)
+    return list(jackknife(np.concatenate([[values.mean()], without])))
+
+
+def rounded(estimates: dict[str, list[float]]) -> dict[str, list[float | None]]:
+    """To as many digits as they are good for; None for NaN and infinities, which JSON does not have."""
+    return finite(
+        {name: [float(f"{x:.{DIGITS - 1}e}") for x in values] for name, values in estimates.items()}
+    )
+
+
+# --- Command ------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    try:
+        if arguments.join:
+            result = join([json.loads(Path(path).read_text()) for path in arguments.join])
+            write(Path(arguments.out), result, [Row(**row) for row in result.pop("rows")])
+        else:
+            runs = open_checkpoints(arguments)
+            measure_all(runs, describe(argv, arguments, runs), arguments)
+    except (ValueError, FileNotFoundError, UnusableWeights) as error:
+        sys.exit(str(error))
+    print(f"written to {arguments.out}.json, .md and .png")
+
+
+def parse_arguments(argv: list[str] | None) -> Namespace:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="*", help="directories of finished runs, or folders that hold some")
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument("--milestones", action="store_true", help="all checkpoints of milestone_every, too")
+    earlier.add_argument(
+        "--steps", type=positive_int, nargs="+", default=[], help="the checkpoints of these steps, too"
+    )
+    parser.add_argument("--batches", type=positive_int, default=32, help="at least 3 (default 32)")
+    parser.add_argument("--tokens-per-batch", type=positive_int, default=65_536, help="default %(default)s")
+    parser.add_argument(
+        "--micro-batch",
+        type=positive_int,
+        help=f"sequences in a pass (default: {TOKENS_PER_PASS:,} tokens); changes results by rounding alone",
+    )
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        choices=(CONTROL, *SETTINGS),
+        default=[CONTROL, *SETTINGS],
+        metavar="NAME",
+        help=f"some of {', '.join((CONTROL, *SETTINGS))} (default: all)",
+    )
+    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
+    parser.add_argument("--join", nargs="+", metavar="JSON", help="put earlier results together")
+    parser.add_argument(
+        "--out", default=str(OUT / "gradient_bias"), help="beginning of the files (default %(default)s)"
+    )
+    arguments = parser.parse_args(argv)
+    if bool(arguments.join) == bool(arguments.runs):
+        parser.error("give directories of runs, or --join with results; not both")
+    if arguments.batches < 3:
+        parser.error(f"--batches {arguments.batches}: intervals leave batches out; use --batches 3 or more")
+    arguments.device = choose_device(arguments.device, parser)
+    return arguments
+
+
+def open_checkpoints(arguments: Namespace) -> list[list[Run]]:
+    """The checkpoints of each run, the end last. Raises ValueError or FileNotFoundError."""
+    paths = find_runs([Path(path) for path in arguments.runs])
+    if not paths:
+        raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
+    names = names_of([path.resolve() for path in paths])
+    if len(set(names)) < len(names):
+        raise ValueError(f"a run is given twice: {', '.join(names)}; name each once")
+    ends = [open_run(name, RunDirectory(path), None) for name, path in zip(names, paths, strict=True)]
+    return [
+        [*(milestones_of(end) if arguments.milestones else at_steps(end, arguments.steps)), end]
+        for end in ends
+    ]
+
+
+def at_steps(end: Run, steps: Sequence[int]) -> list[Run]:
+    """The run at these steps before its end. Raises ValueError, naming those there are, for one without."""
+    for step in steps:
+        checkpoint_of(end.directory.checkpoints, step)
+    earlier = sorted(step for step in set(steps) if step < end.origin.step)
+    return [replace(end, checkpoint=step, origin=at_step(end.origin, step)) for step in earlier]
+
+
+def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[Run]]) -> dict[str, Any]:
+    """What the numbers are, of which runs, measured how and where."""
+    return {
+        **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
+        "values": "estimate, lower and upper end of the 95% interval (jackknife over batches)",
+        "bias": "|b| / |G|; negative: the estimate of |b|² is, so it is about zero",
+        "along": "⟨b, G⟩ / |G|²",
+        "noise": "variance of quantization / variance of the minibatch",
+        "critical_tokens": "tokens per step at which |b|² is the minibatch's variance; null: without end",
+        "tokens_per_batch": arguments.tokens_per_batch,
+        "configs": {name: asdict(SETTINGS[name]) for name in arguments.settings if name != CONTROL},
+        "control": TITLES[CONTROL_KERNEL[torch.device(arguments.device).type]],
+        "runs": {end.name: describe_trained(end) for *_, end in runs},
+        "left_out": {},
+        "checkpoints": [],
+        "gradients": [],
+    }
+
+
+def describe_trained(run: Run) -> dict[str, Any]:
+    settings = run.settings
+    return asdict(run.origin) | {
+        "context": settings.context,
+        "tokens_of_text": run.corpus.manifest.tokens("train"),
+        "data": {"source": settings.data.source, "name": settings.data.name}
+        | {"fingerprint": run.corpus.manifest.fingerprint},
+        "dtype": settings.hardware.dtype,
+        "seed": settings.seed,
+        "warmup_steps": settings.tps.warmup_steps,
+        "optimizer": asdict(settings.optimizer),
+        "model": asdict(settings.model),
+        "attention_settings": dict(settings.attention)
+        if isinstance(settings.attention, Mapping)
+        else asdict(settings.attention),
+    }
+
+
+def join(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results of several processes as one; raises ValueError if they do not go together."""
+    first, *others = results
+    if len({result["tokens_per_batch"] for result in results}) > 1:
+        raise ValueError("the results have batches of different sizes; measure them with the same")
+    names = [name for result in results for name in result["runs"]]
+    if len(set(names)) < len(names):
+        raise ValueError(f"a run is in several results: {', '.join(names)}; join results of different runs")
+    joined = dict(first)
+    for key in ("configs", "runs", "left_out"):
+        joined[key] = {name: value for result in results for name, value in result[key].items()}
+    for key in ("checkpoints", "gradients", "rows"):
+        joined[key] = [item for result in results for item in result[key]]
+    described = ("command", "date", "commit", "hardware", "versions", "settings")
+    joined["joined_with"] = [{key: result[key] for key in described} for result in others]
+    return joined
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""What scripts.paper.gradient_bias measured, as rows, tables and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data.files import write_text
+from scripts.bench.measuring import align, beside, finite, number, origin_of, save_figure
+from trainer.style import ATTENTION, CYCLE, Style
+
+CONTROL = "control"  # full precision with another kernel
+
+#: The paper's two tokens per step.
+PAPER_TOKENS = (262_144, 2_097_152)
+
+VIEW_TITLES = {"raw": "raw gradients", "adam": "as Adam sees them"}
+GROUP_TITLES = {
+    "all": "all",
+    "qk": "q, k",
+    "q": "q",
+    "k": "k",
+    "v": "v",
+    "o": "o",
+    "gains": "QK-norm gains",
+    "mlp": "MLP",
+    "embeddings": "embeddings",
+    "norms": "other norms",
+}
+
+#: The settings with a line of their own in the picture and in the table of checkpoints.
+STYLES = {
+    CONTROL: ATTENTION["fpa"],
+    "paper": ATTENTION["sagebwd_paper"],
+    "default": ATTENTION["sagebwd"],
+    "consistent": ATTENTION["sagebwd_consistent"],
+    "accurate": ATTENTION["sagebwd_accurate"],
+    "strictly_causal": ATTENTION["sagebwd_strictly_causal"],
+    "smooth_v_unsigned_p": CYCLE[6],
+    "all_int8": CYCLE[7],
+}
+
+Interval = list[float | None]  # estimate, lower and upper end; None: not a number, or infinite
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a setting does to the gradient of some weights at a checkpoint.
+
+    view: "raw" or "adam". group: of GROUP_TITLES. layer: None for all layers. tokens: trained on by then.
+    bias: |b| / |G|; negative where the estimate of |b|² is, so about zero. along: ⟨b, G⟩ / |G|².
+    noise: variance of quantization over variance of the minibatch. critical_tokens: tokens per step at which
+    |b|² equals the variance of the minibatch; None: no bias was found.
+    """
+
+    run: str
+    step: int
+    tokens: int
+    setting: str
+    view: str
+    group: str
+    layer: int | None
+    bias: Interval
+    along: Interval
+    noise: Interval
+    critical_tokens: Interval
+
+
+def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
+    """OUT.json, a row to a line; OUT.md and OUT.png."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(beside(out, ".json"), to_json(result, rows))
+    write_text(beside(out, ".md"), to_markdown(result, rows))
+    draw(rows, beside(out, ".png"))
+
+
+def to_json(result: dict[str, Any], rows: list[Row]) -> str:
+    head = json.dumps(finite({key: value for key, value in result.items() if key != "gradients"}), indent=1)
+    lists = {"gradients": result["gradients"], "rows": [asdict(row) for row in rows]}
+    lines = [
+        f',\n "{name}": [\n' + ",\n".join(f"  {json.dumps(finite(item))}" for item in items) + "\n ]"
+        for name, items in lists.items()
+    ]
+    return head.removesuffix("\n}") + "".join(lines) + "\n}\n"
+
+
+# --- Tables -------------------------------------------------------------------------------------------------
+
+
+def to_markdown(result: dict[str, Any], rows: list[Row]) -> str:
+    lines = ["# Bias and noise of INT8 attention in the gradients of training", ""]
+    for measured in (result, *result.get("joined_with", ())):
+        lines += [origin_of(measured), ""]
+    lines += [
+        f"Gradients on {result['settings']['batches']} batches of {result['tokens_per_batch']:,} tokens. "
+        f"Each setting is compared with {result['checkpoints'][0]['truth']}; `{CONTROL}` is "
+        f"{result['control']}. Bias: |b| / |G|. Along: ⟨b, G⟩ / |G|². Noise: variance of quantization / "
+        "variance of a minibatch of that size. T*: tokens per step at which bias² equals the variance of the "
+        "minibatch. Bias² / noise at T tokens: T / T*. In brackets: 95% intervals. "
+        "`python -m scripts.paper.gradient_bias --help` says more; the JSON has every layer and group.",
+        "",
+    ]
+    for run, steps in checkpoints(rows).items():
+        last = [row for row in rows if (row.run, row.step) == (run, steps[-1])]
+        lines += [f"## {run}", "", describe_checkpoint(result, run, steps[-1]), ""]
+        for view, title in VIEW_TITLES.items():
+            chosen = [row for row in last if row.view == view]
+            lines += [f"### {run}, step {steps[-1]}, {title}", "", *summary_table(chosen), ""]
+            lines += ["Bias by group of weights:", "", *group_table(chosen), ""]
+            lines += [
+                "Critical tokens per step T* of the q and k projections, by layer:",
+                "",
+                *layer_table(chosen),
+                "",
+            ]
+        if len(steps) > 1:
+            lines += [f"### {run}, along training, raw gradients", "", *progress_table(rows, run), ""]
+    lines += left_out(result)
+    return "\n".join(lines)
+
+
+def describe_checkpoint(result: dict[str, Any], run: str, step: int) -> str:
+    found = next(item for item in result["checkpoints"] if (item["run"], item["step"]) == (run, step))
+    trained = result["runs"][run]
+    seen = "not seen" if trained.get("batches_unseen") else "partly seen"
+    norm = "with" if trained["qk_norm"] else "without"
+    return (
+        f"Trained with {trained['attention']} {norm} QK-norm on {found['tokens']:,} tokens, "
+        f"{trained['tokens_per_step']:,} a step, learning rate {trained['optimizer']['lr']:g}; text of the "
+        f"batches {seen} in training; loss there {found['loss']:.4f}. Adam's √v̂: {found['adam']}."
+    )
+
+
+def checkpoints(rows: list[Row]) -> dict[str, list[int]]:
+    """Steps of each run, in order."""
+    return {
+        run: sorted({row.step for row in rows if row.run == run})
+        for run in dict.fromkeys(row.run for row in rows)
+    }
+
+
+def summary_table(rows: list[Row]) -> list[str]:
+    """A line for each setting."""
+    header = ["setting", "bias, all", "along, all", "bias, q and k", "noise, all", "T*, all", "T*, q and k"]
+    header += [f"bias² / noise of q and k at {tokens:,}" for tokens in PAPER_TOKENS]
+    lines = []
+    for setting in settings_of(rows):
+        whole, qk = (pick(rows, setting, group) for group in ("all", "qk"))
+        lines.append(
+            [
+                f"`{setting}`",
+                interval(whole.bias, decimal),
+                interval(whole.along, decimal),
+                interval(qk.bias, decimal),
+                number(whole.noise[0], ".4f"),
+                interval(whole.critical_tokens, count, none="∞"),
+                interval(qk.critical_tokens, count, none="∞"),
+                *(f"{share(qk, tokens):.3g}" for tokens in PAPER_TOKENS),
+            ]
+        )
+    return align(header, lines)
+
+
+def group_table(rows: list[Row]) -> list[str]:
+    """Bias: a line for each setting, a column for each group."""
+    groups = [group for group in GROUP_TITLES if any(row.group == group for row in rows)]
+    lines = [
+        [f"`{setting}`", *(decimal(pick(rows, setting, group).bias[0]) for group in groups)]
+        for setting in settings_of(rows)
+    ]
+    return align(["setting", *(GROUP_TITLES[group] for group in groups)], lines)
+
+
+def layer_table(rows: list[Row]) -> list[str]:
+    """T* of the q and k projections: a line for each setting, a column for each layer."""
+    layers = layers_of(rows)
+    lines = [
+        [
+            f"`{setting}`",
+            *(count(pick(rows, setting, "qk", layer).critical_tokens[0]) for layer in layers),
+        ]
+        for setting in settings_of(rows)
+    ]
+    return align(["setting", *map(str, layers)], lines)
+
+
+def progress_table(rows: list[Row], run: str) -> list[str]:
+    """Bias and T* at every checkpoint of a run: a line for each of the main settings."""
+    chosen = [row for row in rows if row.run == run and row.view == "raw"]
+    steps = checkpoints(chosen)[run]
+    tokens = {row.step: row.tokens for row in chosen}
+    columns = [
+        ("bias, all", "all", lambda row: decimal(row.bias[0])),
+        ("bias, q and k", "qk", lambda row: decimal(row.bias[0])),
+        ("T*, q and k", "qk", lambda row: count(row.critical_tokens[0])),
+    ]
+    header = [f"{title}, {count(tokens[step])}" for title, *_ in columns for step in steps]
+    lines = []
+    for setting in (name for name in settings_of(chosen) if name in STYLES):
+        cells = [
+            shown(pick([row for row in chosen if row.step == step], setting, group))
+            for _, group, shown in columns
+            for step in steps
+        ]
+        lines.append([f"`{setting}`", *cells])
+    return ["After training on so many tokens:", "", *align(["setting", *header], lines)]
+
+
+def left_out(result: dict[str, Any]) -> list[str]:
+    return [
+        f"Left out of {run}: `{setting}`: {reason}"
+        for run, settings in result["left_out"].items()
+        for setting, reason in settings.items()
+    ]
+
+
+def settings_of(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row.setting for row in rows))
+
+
+def layers_of(rows: list[Row]) -> list[int]:
+    return sorted({row.layer for row in rows if row.layer is not None})
+
+
+def pick(rows: list[Row], setting: str, group: str, layer: int | None = None) -> Row:
+    """The one row of a setting, group and layer among those of a checkpoint and view."""
+    wanted = (setting, group, layer)
+    return next(row for row in rows if (row.setting, row.group, row.layer) == wanted)
+
+
+def share(row: Row, tokens: int) -> float:
+    """bias² / noise of the minibatch at so many tokens per step; 0 where no bias was found."""
+    critical = row.critical_tokens[0]
+    return 0.0 if critical is None else tokens / critical
+
+
+def interval(values: Sequence[float | None], form: Callable[[float | None], str], none: str = "") -> str:
+    estimate, low, high = (none if value is None else form(value) for value in values)
+    return f"{estimate} [{low}, {high}]"
+
+
+def decimal(value: float | None) -> str:
+    return number(value, ".3f")
+
+
+def count(value: float | None) -> str:
+    """Tokens, to two or three digits."""
+    if value is None:
+        return "∞"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 1e3 * size:
+            return f"> 1000{unit}" if unit == "G" else f"{value / size:,.0f}{unit}"
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+# --- Picture ------------------------------------------------------------------------------------------------
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """A line of panels for each run: bias by setting, critical tokens by layer, bias along training."""
+    plt = pyplot()
+    steps = checkpoints(rows)
+    size = (16, 1.2 + 4.2 * len(steps))
+    figure, grid = plt.subplots(len(steps), 3, figsize=size, squeeze=False, layout="constrained")
+    for (run, found), (by_setting, by_layer, progress) in zip(steps.items(), grid, strict=True):
+        raw = [row for row in rows if row.run == run and row.view == "raw"]
+        last = [row for row in raw if row.step == found[-1]]
+        draw_settings(by_setting, last)
+        draw_layers(by_layer, last)
+        draw_progress(progress, raw)
+        by_setting.set_title(f"{run}, step {found[-1]}", fontsize=10)
+    figure.legend(*legend(grid[:, 2]), loc="outside lower center", ncols=8, frameon=False)
+    figure.suptitle("What INT8 attention does to raw gradients; bars: 95% intervals", fontsize=11)
+    save_figure(figure, path)
+    plt.close(figure)
+
+
+def pyplot() -> Any:
+    import matplotlib  # slow to import; only needed when there is something to draw
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def legend(panels: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """Every label once."""
+    found = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    return list(found.values()), list(found)
+
+
+def draw_settings(axes: Any, rows: list[Row]) -> None:
+    """Bias over gradient of all weights and of the q and k projections, a line for each setting."""
+    settings = settings_of(rows)
+    for group, mark, offset in (("all", CYCLE[0], 0.15), ("qk", CYCLE[2], -0.15)):
+        for place, setting in enumerate(settings):
+            row = pick(rows, setting, group)
+            if None in row.bias:
+                continue
+            label = f"{GROUP_TITLES[group]} weights" if place == 0 else None
+            estimate, low, high = row.bias
+            height = len(settings) - place + offset
+            axes.plot([low, high], [height, height], color=mark.color)
+            axes.plot([estimate], [height], mark.marker, color=mark.color, label=label, markersize=5)
+    axes.axvline(0, color="black", linewidth=0.6)
+    axes.set_yticks(range(len(settings), 0, -1), settings, fontsize=8)
+    axes.set_xlabel("bias / gradient")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def draw_layers(axes: Any, rows: list[Row]) -> None:
+    """Critical tokens of the q and k projections by layer; nothing where no bias was found."""
+    layers = layers_of(rows)
+    for setting, look in drawn(rows):
+        found = [
+            (layer, *pick(rows, setting, "qk", layer).critical_tokens)
+            for layer in layers
+            if pick(rows, setting, "qk", layer).critical_tokens[0] is not None
+        ]
+        for layer, estimate, low, high in found:
+            axes.plot([layer, layer], [low or estimate, high or 1e2 * estimate], color=look.color, alpha=0.4)
+        draw_line(axes, [(layer, estimate) for layer, estimate, *_ in found], look, setting)
+    for tokens in PAPER_TOKENS:
+        axes.axhline(tokens, color="black", linestyle=":", linewidth=1)
+        axes.annotate(
+            f"{tokens:,}",
+            (0.99, tokens),
+            xycoords=("axes fraction", "data"),
+            fontsize=8,
+            ha="right",
+            va="bottom",
+        )
+    axes.set_yscale("log")
+    axes.set_ylim(top=1e10)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("tokens per step where bias² = minibatch noise\nq and k projections", fontsize=9)
+    axes.grid(alpha=0.3)
+
+
+def draw_progress(axes: Any, rows: list[Row]) -> None:
+    """Bias of the q and k projections over gradient, over the tokens trained on."""
+    steps = sorted({row.step for row in rows})
+    for setting, look in drawn(rows):
+        found = [pick([row for row in rows if row.step == step], setting, "qk") for step in steps]
+        found = [row for row in found if None not in row.bias]
+        for row in found:
+            axes.plot([row.tokens / 1e6] * 2, row.bias[1:], color=look.color, alpha=0.4)
+        draw_line(axes, [(row.tokens / 1e6, row.bias[0]) for row in found], look, setting)
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xlabel("tokens trained on, millions")
+    axes.set_ylabel("bias / gradient, q and k projections", fontsize=9)
+    axes.grid(alpha=0.3)
+
+
+def drawn(rows: list[Row]) -> list[tuple[str, Style]]:
+    """The settings with a line, and how it looks."""
+    return [(setting, STYLES[setting]) for setting in settings_of(rows) if setting in STYLES]
+
+
+def draw_line(axes: Any, points: Sequence[tuple[float, float]], look: Style, label: str) -> None:
+    across, up = zip(*points, strict=True) if points else ((), ())
+    axes.plot(
+        across, up, color=look.color, linestyle=look.dashes, marker=look.marker, markersize=4, label=label
+    )

@@ -1,0 +1,56 @@
+"""The code samples run, on a CPU and with small models."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.docs import pages
+from tests.docs.pages import PAGES, ROOT
+
+
+@pytest.fixture
+def names(tmp_path):
+    """What the samples take as given."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, max_position_embeddings=64, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return {"AutoModelForCausalLM": transformers.AutoModelForCausalLM, "name": str(tmp_path)}
+
+
+SAMPLES = [page for page in PAGES if pages.blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", SAMPLES, ids=pages.name)
+def test_samples_run_in_order(page, names, capsys):
+    torch.manual_seed(0)
+    for code in pages.blocks(page, "python"):
+        exec(compile(code, pages.name(page), "exec"), names)
+    out = names.get("out")
+    assert out is None or out.isfinite().all()
+
+
+def test_the_model_of_the_readme_computes_with_sagebwd(names):
+    for code in pages.blocks(ROOT / "README.md", "python"):
+        exec(compile(code, "README.md", "exec"), names)
+    tokens = torch.arange(40)[None] % 64
+    exact = copy.deepcopy(names["model"])
+    exact.set_attn_implementation("sdpa")
+    logits, expected = names["model"](tokens).logits, exact(tokens).logits
+    assert not torch.equal(logits, expected)
+    torch.testing.assert_close(logits, expected, atol=0.05, rtol=0.05)
+
+
+def test_the_replaced_call_takes_the_same_arguments():
+    import sagebwd
+
+    [diff] = pages.blocks(ROOT / "README.md", "diff")
+    q, k, v = torch.randn(3, 1, 2, 64, 32).unbind()
+    results = {}
+    for line in diff.splitlines():
+        given = {"torch": torch, "sagebwd": sagebwd, "q": q, "k": k, "v": v}
+        exec(line[1:], given)
+        results[line[0]] = given["y"]
+    assert results.keys() == {"-", "+"}
+    torch.testing.assert_close(results["+"], results["-"], atol=0.1, rtol=0.1)

@@ -1,0 +1,108 @@
+"""An attention with a setting of its own takes one module and one config file, and nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.cli import ROOT
+
+MODULE = '''
+"""Causal attention to the last `window` tokens."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from model.backends import Backend
+
+
+@dataclass
+class Settings:
+    """Settings of windowed attention."""
+
+    window: int = 4
+
+
+def check(settings: Settings, *, deterministic: bool) -> None:
+    if settings.window < 1:
+        raise ValueError(f"attention.window={settings.window} must be at least 1")
+
+
+def build(settings: Settings, *, device, dtype, d_head, is_gqa) -> Backend:
+    def attend(q, k, v, *, is_causal, enable_gqa):
+        n = q.shape[-2]
+        mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril().triu(1 - settings.window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
+
+    return Backend(attend, f"a window of {settings.window} tokens", title="windowed attention")
+'''
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the program with the two files of a new attention."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in ("model", "data", "trainer", "configs"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", root)
+    (root / "sagebwd").symlink_to(ROOT / "sagebwd")
+    (root / "model" / "backends" / "window.py").write_text(MODULE)
+    (root / "configs" / "attention" / "window.yaml").write_text("backend: window\nwindow: 8\n")
+    return root
+
+
+def train(checkout, datasets, *overrides, code=0):
+    command = [sys.executable, "train.py", *overrides, "experiment=debug", f"data.root={datasets}", "steps=3"]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(run_dir):
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_a_new_attention_trains_is_swept_and_resumed_with_a_setting_of_its_own(checkout, datasets):
+    output = train(
+        checkout, datasets, "-m", "attention=window,fpa", "probe.every=1", "attention.smooth_k=false"
+    )
+    assert "2 of 2 runs finished" in output
+    assert "a window of 8 tokens" in output
+    (windowed,) = (checkout / "runs").glob("*attention-window+*")
+    (full,) = (checkout / "runs").glob("*attention-fpa+*")
+    assert yaml.safe_load((windowed / "config.yaml").read_text())["attention"] == {
+        "backend": "window",
+        "window": 8,
+    }
+    assert losses(windowed) != losses(full)
+    assert "probe/layer_0/dq_l2" in (windowed / "metrics.jsonl").read_text()  # its own error
+    assert "Error" not in output
+
+    (windowed / "DONE").unlink()
+    resumed = ("attention=window", f"run_dir={windowed}", "probe.every=1")
+    told = train(checkout, datasets, *resumed, "attention.window=64", code=1)
+    assert "attention.window was 8, is now 64" in told
+    assert "continuing" in train(checkout, datasets, *resumed, "attention.window=8")
+
+
+def test_its_setting_is_checked_and_known(checkout, datasets):
+    assert "attention.window=0 must be at least 1" in train(
+        checkout, datasets, "attention=window", "attention.window=0", code=1
+    )
+    assert "attention.window=wide" in train(
+        checkout, datasets, "attention=window", "attention.window=wide", code=1
+    )
+    told = train(checkout, datasets, "attention=fpa", "attention.window=3", code=1)
+    assert "attention.window=3: has no effect with attention=fpa" in told
+    assert "use attention=window" in told
+    assert "did you mean attention.window" in train(
+        checkout, datasets, "attention=window", "attention.windw=3", code=1
+    )

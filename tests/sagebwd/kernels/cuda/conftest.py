@@ -1,0 +1,82 @@
+"""A small source that compiles quickly, and fixtures of tests that compile or need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sagebwd.kernels.cuda import compile as compiler
+from sagebwd.kernels.cuda import runtime
+from sagebwd.kernels.cuda.compile import Sources, why_no_compiler
+
+MINIMAL = """
+#include "value.cuh"
+extern "C" __global__ void store_kernel(int* x, int n) {
+    for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] = VALUE + OFFSET;
+#ifdef IS_FLAGGED
+    x[n] = VALUE;
+#endif
+}
+extern "C" __global__ void structures_kernel(
+    TokenTensor x, Segments segments, const int* nothing, float scale) {
+    if (nothing != nullptr || segments.start == nullptr) return;
+    extern __shared__ float room[];
+    room[threadIdx.x] = scale;
+    x.data[threadIdx.x * x.stride_d] = room[threadIdx.x] * segments.start[1] + x.stride_b;
+}
+"""
+HEADER = """
+#define OFFSET 1
+using i64 = long long;
+struct TokenTensor { float* data; i64 stride_b, stride_h, stride_n, stride_d; };
+struct Segments { const int *document, *start, *first_block; };
+"""
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Sources in two folders: minimal.cu, which includes value.cuh from the second."""
+    folders = tmp_path / "own", tmp_path / "shared"
+    for folder, name, text in zip(folders, ("minimal.cu", "value.cuh"), (MINIMAL, HEADER), strict=True):
+        folder.mkdir()
+        (folder / name).write_text(text)
+    return Sources("sm_90a", folders)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of the cache on disk, which does not exist yet."""
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The names of the sources that were compiled so far."""
+    done, compile_source = [], compiler.compile_source
+
+    def compile_and_count(sources, source, *arguments):
+        done.append(source)
+        return compile_source(sources, source, *arguments)
+
+    monkeypatch.setattr(compiler, "compile_source", compile_and_count)
+    return done
+
+
+@pytest.fixture(scope="session")
+def nvrtc():
+    """For tests that compile."""
+    pytest.importorskip("cuda.core", exc_type=ImportError)
+    if reason := why_no_compiler():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def architecture():
+    """That of the current GPU, as NVRTC takes it; tests skip on a GPU that cannot run CUDA kernels."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    capability = torch.cuda.get_device_capability()
+    if reason := runtime.why_unavailable(torch.device("cuda"), capability):
+        pytest.skip(reason)
+    return "sm_{}{}{}".format(*capability, "a" if capability == (9, 0) else "")  # "a": as hopper/ has it

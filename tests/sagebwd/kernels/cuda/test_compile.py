@@ -1,0 +1,185 @@
+"""Compiling with NVRTC, and the cache on disk; none of it needs a GPU."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sagebwd.kernels.cuda import compile as compiler
+from sagebwd.kernels.cuda.compile import Sources, load_or_compile
+from tests.cli import ROOT
+
+needs_nvrtc = pytest.mark.usefixtures("nvrtc")
+
+
+# --- Compiling ---------------------------------------------------------------------------------------------
+
+
+def test_a_source_is_of_the_first_folder_that_has_it(sources):
+    assert sources.path("minimal") == sources.folders[0] / "minimal.cu"
+    (sources.folders[1] / "minimal.cu").write_text("")
+    assert sources.path("minimal") == sources.folders[0] / "minimal.cu"
+    (sources.folders[0] / "minimal.cu").unlink()
+    assert sources.path("minimal") == sources.folders[1] / "minimal.cu"
+    with pytest.raises(FileNotFoundError, match=r"there is no other\.cu in .*own, .*shared"):
+        sources.path("other")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120"])
+def test_compiles_for_an_architecture(sources, architecture):
+    sources = Sources(architecture, sources.folders)
+    cubin, _ = compiler.compile_source(sources, "minimal", {"VALUE": 1})
+    assert cubin[:4] == b"\x7fELF"
+    assert struct.unpack_from("<H", cubin, 18) == (190,)  # EM_CUDA
+    assert architecture.encode() in cubin
+    assert b".text.store_kernel" in cubin
+
+
+@needs_nvrtc
+def test_defines_reach_the_source(sources):
+    plain = compiler.compile_source(sources, "minimal", {"VALUE": 1})[0]
+    assert compiler.compile_source(sources, "minimal", {"VALUE": 1})[0] == plain
+    assert compiler.compile_source(sources, "minimal", {"VALUE": 1, "IS_FLAGGED": False})[0] == plain
+    other = compiler.compile_source(sources, "minimal", {"VALUE": 40})[0]
+    flagged = compiler.compile_source(sources, "minimal", {"VALUE": 1, "IS_FLAGGED": True})[0]
+    assert len({plain, other, flagged}) == 3
+
+
+@needs_nvrtc
+def test_what_does_not_compile_is_named_with_the_log(sources):
+    with pytest.raises(RuntimeError, match=r"minimal\.cu \(IS_FLAGGED, SIZE=3\) does not compile") as raised:
+        compiler.compile_source(sources, "minimal", {"SIZE": 3, "IS_FLAGGED": True})
+    assert 'identifier "VALUE" is undefined' in str(raised.value)
+
+
+# --- The cache on disk -------------------------------------------------------------------------------------
+
+
+@needs_nvrtc
+def test_compiles_once(sources, cache, compiled):
+    cubins = {load_or_compile(sources, "minimal", {"VALUE": 1}) for _ in range(3)}
+    assert len(cubins) == len(compiled) == 1
+    assert [path.suffix for path in cache.iterdir()] == [".cubin"]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("folder", "file"), [(0, "minimal.cu"), (0, "new.cuh"), (1, "value.cuh"), (1, "new.cuh"), (1, "other.cu")]
+)
+def test_compiles_again_when_a_source_changes_in_any_folder(folder, file, sources, cache, compiled):
+    load_or_compile(sources, "minimal", {"VALUE": 1})
+    with (sources.folders[folder] / file).open("a") as source:
+        source.write("// changed\n")
+    load_or_compile(sources, "minimal", {"VALUE": 1})
+    assert len(compiled) == 2
+
+
+@needs_nvrtc
+def test_compiles_again_for_other_defines_compilers_and_architectures(sources, cache, compiled, monkeypatch):
+    for defines in ({"VALUE": 1}, {"VALUE": 0}, {"VALUE": 1, "IS_FLAGGED": True}):
+        load_or_compile(sources, "minimal", defines)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (99, 1))
+    load_or_compile(sources, "minimal", {"VALUE": 1})
+    assert len(compiled) == 4
+    load_or_compile(Sources("sm_80", sources.folders), "minimal", {"VALUE": 1})
+    assert len(compiled) == 5
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("damage", [lambda x: b"", lambda x: x[:-1], lambda x: x[:-1] + bytes([x[-1] ^ 1])])
+def test_damaged_files_are_compiled_again(damage, sources, cache, compiled):
+    cubin = load_or_compile(sources, "minimal", {"VALUE": 1})
+    (path,) = cache.iterdir()
+    intact = path.read_bytes()
+    path.write_bytes(damage(intact))
+    assert load_or_compile(sources, "minimal", {"VALUE": 1}) == cubin
+    assert len(compiled) == 2
+    assert path.read_bytes() == intact
+
+
+@needs_nvrtc
+def test_a_folder_that_is_not_writable_is_warned_of_once(sources, cache, compiled):
+    cache.write_text("not a folder")
+    with pytest.warns(UserWarning, match="set SAGEBWD_CACHE_DIR") as warned:
+        cubins = {load_or_compile(sources, "minimal", {"VALUE": 1}) for _ in range(2)}
+    assert len(warned) == 1
+    assert len(cubins) == 1
+    assert len(compiled) == 2
+
+
+@needs_nvrtc
+def test_a_failed_write_leaves_nothing_behind(sources, cache, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.warns(UserWarning, match="disk full"):
+        load_or_compile(sources, "minimal", {"VALUE": 1})
+    assert not list(cache.iterdir())
+
+
+@needs_nvrtc
+def test_processes_and_threads_at_once(sources, cache):
+    code = (
+        "import sys, pathlib; from sagebwd.kernels.cuda.compile import Sources, load_or_compile; "
+        "sources = Sources('sm_90a', tuple(map(pathlib.Path, sys.argv[1:]))); "
+        "sys.stdout.buffer.write(load_or_compile(sources, 'minimal', {'VALUE': 1}))"
+    )
+    command = [sys.executable, "-c", code, *map(str, sources.folders)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(load_or_compile, sources, "minimal", {"VALUE": 1}) for _ in range(8)]
+        cubins = {job.result() for job in jobs}
+    cubins.update(process.communicate()[0] for process in processes)
+    assert len(cubins) == 1
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "chosen"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiler.cache_folder() == tmp_path / "chosen"
+    monkeypatch.delenv("SAGEBWD_CACHE_DIR")
+    assert compiler.cache_folder() == tmp_path / "xdg" / "sagebwd"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert compiler.cache_folder() == tmp_path / ".cache" / "sagebwd"
+
+
+# --- Without a compiler -------------------------------------------------------------------------------------
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    compiler.why_no_compiler.cache_clear()
+    try:
+        assert "install cuda-core and cuda-bindings" in compiler.why_no_compiler()
+    finally:
+        compiler.why_no_compiler.cache_clear()
+
+
+def test_nvrtc_that_does_not_load_is_named(monkeypatch, nvrtc):
+    def fail():
+        raise RuntimeError("libnvrtc.so was not found")
+
+    monkeypatch.setattr(compiler, "nvrtc_version", fail)
+    compiler.why_no_compiler.cache_clear()
+    try:
+        assert "libnvrtc.so was not found" in compiler.why_no_compiler()
+    finally:
+        compiler.why_no_compiler.cache_clear()
+
+
+def test_the_package_imports_without_cuda():
+    code = (
+        "import sys; sys.modules['cuda.core'] = None; import sagebwd; "
+        "import sagebwd.kernels.cuda.compile as c; "
+        "assert 'install cuda-core' in c.why_no_compiler(), c.why_no_compiler()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

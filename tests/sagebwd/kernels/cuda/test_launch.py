@@ -1,0 +1,234 @@
+"""What is handed to the driver, and when kernels are loaded; the last part needs a GPU, of any kind."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sagebwd.kernels.cuda import launch
+from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
+from sagebwd.kernels.cuda.compile import Sources
+from sagebwd.kernels.cuda.launch import Driver, Kernel, load_kernel
+from sagebwd.kernels.layout import Segments
+
+#: More dynamic shared memory than 48 KiB, so that it must be asked for; every GPU since Ampere has it.
+SHARED_BYTES = 96 * 1024
+
+# --- Launching ---------------------------------------------------------------------------------------------
+
+
+class Error(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_INVALID_CONTEXT = 201
+
+
+class FakeDriver:
+    """Reads arguments as CUDA does: from each pointer as many bytes as the parameter has."""
+
+    def __init__(self, sizes, errors=()):
+        self.sizes, self.errors, self.launches, self.made_current = sizes, list(errors), [], []
+
+    def launch(self, *arguments):
+        *dimensions, pointers, extra = arguments
+        assert extra == 0
+        pointers = (ctypes.c_void_p * len(self.sizes)).from_address(pointers)
+        values = [ctypes.string_at(*each) for each in zip(pointers, self.sizes, strict=True)]
+        self.launches.append((dimensions, values))
+        return (self.errors.pop(0) if self.errors else Error.CUDA_SUCCESS,)
+
+    def kernel(self, **options):
+        driver = Driver(self.launch, lambda device: 7000 + device, self.made_current.append)
+        return Kernel("some_kernel", "function", 4096, 3, driver, **options)
+
+
+def test_arguments_are_packed():
+    fake = FakeDriver([8, 8, 4, 4, 24, 40, 4, 3])
+    odd = type("Odd", (ctypes.Structure,), {"_fields_": [("bytes", ctypes.c_char * 3)]})(b"abc")
+    x = torch.zeros(2, 3, 5, 8)
+    arguments = (x, None, -5, 0.5, CSegments(1, 2, 3), CTokenTensor.of(x), True, odd)
+    fake.kernel(parameters=fake.sizes).launch(10, 384, *arguments)
+    ((dimensions, values),) = fake.launches
+    assert dimensions == ["function", 10, 1, 1, 384, 1, 1, 4096, 7003]
+    assert values == [
+        struct.pack("Q", x.data_ptr()),
+        struct.pack("Q", 0),
+        struct.pack("i", -5),
+        struct.pack("f", 0.5),
+        struct.pack("QQQ", 1, 2, 3),
+        struct.pack("Qqqqq", x.data_ptr(), 120, 40, 8, 1),
+        struct.pack("i", 1),
+        b"abc",
+    ]
+
+
+def test_a_parameter_passed_as_tensor_or_none():
+    fake = FakeDriver([8, 4])
+    kernel, x = fake.kernel(), torch.zeros(1)
+    for argument in (x, None, torch.nn.Parameter(x), x):
+        kernel.launch(1, 128, argument, 0)
+    pointers = [struct.unpack("Q", values[0])[0] for _, values in fake.launches]
+    assert pointers == [x.data_ptr(), 0, x.data_ptr(), x.data_ptr()]
+
+
+def test_no_arguments_and_no_blocks():
+    fake = FakeDriver([])
+    fake.kernel().launch(1, 32)
+    fake.kernel().launch(0, 32)
+    assert len(fake.launches) == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "error"),
+    [("text", TypeError), (1j, TypeError), (2**31, struct.error), (1e39, OverflowError), ((1,), TypeError)],
+)
+def test_arguments_that_no_kernel_takes(argument, error):
+    fake = FakeDriver([4])
+    with pytest.raises(error):
+        fake.kernel().launch(1, 32, argument)
+    assert not fake.launches
+
+
+@pytest.mark.parametrize("arguments", [(1.0, 2.0), (None,), (None, 1.0, 1.0), (None, None)])
+def test_arguments_of_other_sizes_than_the_parameters(arguments):
+    fake = FakeDriver([8, 4])
+    with pytest.raises(TypeError, match=r"some_kernel has parameters of \[8, 4\] bytes"):
+        fake.kernel(parameters=[8, 4]).launch(1, 32, *arguments)
+    assert not fake.launches
+
+
+def test_errors_are_named():
+    fake = FakeDriver([], [Error.CUDA_ERROR_INVALID_VALUE])
+    with pytest.raises(RuntimeError, match="some_kernel was not launched: CUDA_ERROR_INVALID_VALUE"):
+        fake.kernel().launch(1, 32)
+    assert not fake.made_current
+
+
+@pytest.mark.parametrize("errors", [1, 2])
+def test_a_thread_without_context_gets_one(errors):
+    fake = FakeDriver([4], [Error.CUDA_ERROR_INVALID_CONTEXT] * errors)
+    if errors == 1:
+        fake.kernel().launch(1, 32, 5)
+    else:
+        with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_CONTEXT"):
+            fake.kernel().launch(1, 32, 5)
+    assert fake.made_current == [3]
+    assert len(fake.launches) == 2
+
+
+def test_threads_do_not_mix_their_arguments():
+    barrier, seen = threading.Barrier(4), []
+
+    def launch(*arguments):
+        pointer = ctypes.c_void_p.from_address(arguments[-2]).value
+        before = ctypes.c_int.from_address(pointer).value
+        barrier.wait(timeout=10)  # all threads are inside the driver now
+        seen.append((before, ctypes.c_int.from_address(pointer).value))
+        return (Error.CUDA_SUCCESS,)
+
+    kernel = Kernel("some_kernel", 1, 0, 0, Driver(launch, lambda device: 0, lambda device: None))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: kernel.launch(1, 32, i), range(40)))
+    assert sorted(seen) == [(i, i) for i in range(40)]
+
+
+# --- Loading -----------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_loaded_once(monkeypatch):
+    """For each device, each set of sources and each variant."""
+    loaded, ours = [], Sources("sm_90a", ())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_load", lambda *arguments: loaded.append(arguments) or len(loaded))
+    variants = [
+        {"HEAD_DIM": 64, "IS_CAUSAL": 0},
+        {"HEAD_DIM": 64, "IS_CAUSAL": 1},
+        {"HEAD_DIM": 64, "IS_CAUSAL": False},
+    ]
+    for _ in range(2):
+        assert [load_kernel(ours, "dq", "dq_kernel", 9, **defines) for defines in variants] == [1, 2, 3]
+    assert loaded == [(ours, "dq", "dq_kernel", 9, 0, defines) for defines in variants]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert load_kernel(ours, "dq", "dq_kernel", 9, **variants[0]) == 4
+    theirs = Sources("sm_80", ours.folders)
+    assert load_kernel(theirs, "dq", "dq_kernel", 9, **variants[0]) == 5
+
+
+# --- On a GPU ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def minimal(sources, cache, architecture):
+    """minimal(name, VALUE=…) -> a kernel of minimal.cu."""
+    sources = Sources(architecture, sources.folders)
+    return lambda name, **defines: load_kernel(sources, "minimal", name, SHARED_BYTES, **defines)
+
+
+@pytest.mark.gpu
+def test_launches_on_the_current_stream_and_in_graphs(minimal):
+    x = torch.zeros(1000, dtype=torch.int32, device="cuda")
+    store = minimal("store_kernel", VALUE=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # on a stream of its own, and the kernel's first launch
+        store.launch(1, 128, x, 900)
+    torch.cuda.synchronize()
+    assert not x.any()
+    graph.replay()
+    assert x[:900].eq(5).all()
+    assert not x[900:].any()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10**7)
+        x.zero_()
+        store.launch(1, 128, x, 1000)
+    stream.synchronize()
+    assert x.eq(5).all()
+
+
+@pytest.mark.gpu
+def test_structures_arrive(minimal):
+    x = torch.zeros(1, 1, 2, 256, device="cuda").transpose(2, 3)
+    start = torch.tensor([0, 6], dtype=torch.int32, device="cuda")
+    structures = minimal("structures_kernel", VALUE=0)
+    segments = CSegments.of(Segments(start, start, start))
+    structures.launch(1, 128, CTokenTensor.of(x.transpose(2, 3)), segments, None, 0.5)
+    assert x[0, 0, :128, 0].eq(0.5 * 6 + 512).all()
+    assert not x[0, 0, 128:].any()
+
+
+@pytest.mark.gpu
+def test_launches_from_new_threads(minimal):
+    x = torch.zeros(100, dtype=torch.int32, device="cuda")
+    store, errors = minimal("store_kernel", VALUE=1), []
+
+    def launch():
+        try:
+            store.launch(1, 128, x, 100)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert x.eq(2).all()
+
+
+@pytest.mark.gpu
+def test_errors_of_the_driver_are_named(minimal):
+    with pytest.raises(RuntimeError, match="store_kernel was not launched: CUDA_ERROR_INVALID_VALUE"):
+        minimal("store_kernel", VALUE=1).launch(1, 4096, None, 0)
+    with pytest.raises(TypeError, match=r"store_kernel has parameters of \[8, 4\] bytes"):
+        minimal("store_kernel", VALUE=1).launch(1, 128, None, None)
+
+
+@pytest.mark.gpu
+def test_more_shared_memory_than_there_is(sources, cache, architecture):
+    with pytest.raises(RuntimeError, match="store_kernel was not loaded: CUDA_ERROR_INVALID_VALUE"):
+        load_kernel(Sources(architecture, sources.folders), "minimal", "store_kernel", 2**20, VALUE=1)

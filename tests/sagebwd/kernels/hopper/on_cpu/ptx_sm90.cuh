@@ -1,0 +1,167 @@
+// Stands in for sagebwd/kernels/hopper/ptx_sm90.cuh on a CPU. Bulk copies and wgmma complete as soon as they are issued. So
+// this shows what the kernels compute and whether they deadlock, not what happens if they wait too little for a copy or a
+// product in flight.
+#pragma once
+
+#include <time.h>
+
+#include <cstdio>
+#include <map>
+
+#include "ptx.cuh"
+
+// --- Shared memory and mbarriers ---------------------------------------------------------------------------
+
+// May be negative: the static variables of a kernel lie outside shared_memory.
+inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - shared_memory); }
+
+struct Barrier {
+    int arrivals, missing;
+    i64 bytes = 0;  // in flight
+    u32 phase = 0;
+};
+static std::map<u32, Barrier> barriers_by_address;
+static pthread_mutex_t barriers_in_use = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t phase_is_over = PTHREAD_COND_INITIALIZER;
+constexpr int PATIENCE = 100;  // seconds
+
+// Changes the barrier, and completes its phase if nothing is pending any more.
+template <class Change>
+inline void change_barrier(u32 address, Change change) {
+    pthread_mutex_lock(&barriers_in_use);
+    Barrier& barrier = barriers_by_address.at(address);
+    change(barrier);
+    if (barrier.missing < 0) std::abort();  // more arrivals than the kernel announced
+    if (barrier.missing == 0 && barrier.bytes == 0) {
+        barrier.missing = barrier.arrivals;
+        barrier.phase ^= 1;
+        pthread_cond_broadcast(&phase_is_over);
+    }
+    pthread_mutex_unlock(&barriers_in_use);
+}
+
+inline void barrier_init(u32 barrier, u32 arrivals) { barriers_by_address[barrier] = {int(arrivals), int(arrivals)}; }
+inline void barrier_init_fence() {}
+inline void barrier_arrive(u32 barrier) {
+    change_barrier(barrier, [](Barrier& b) { --b.missing; });
+}
+inline void barrier_expect_bytes(u32 barrier, u32 bytes) {
+    change_barrier(barrier, [=](Barrier& b) { b.bytes += bytes, --b.missing; });
+}
+inline void barrier_wait(u32 barrier, u32 parity) {
+    timespec deadline;
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += PATIENCE;
+    pthread_mutex_lock(&barriers_in_use);
+    while (barriers_by_address.at(barrier).phase == parity)
+        if (pthread_cond_timedwait(&phase_is_over, &barriers_in_use, &deadline)) {
+            std::fprintf(stderr, "thread %u has waited for %d s: the kernel hangs\n", threadIdx.x, PATIENCE);
+            std::abort();
+        }
+    pthread_mutex_unlock(&barriers_in_use);
+}
+inline void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
+    if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory) std::abort();
+    std::memcpy(shared_memory + shared, global, bytes);
+    change_barrier(barrier, [=](Barrier& b) { b.bytes -= bytes; });
+}
+
+template <int>
+inline void setmaxnreg_inc() {}
+template <int>
+inline void setmaxnreg_dec() {}
+inline void fence_proxy_async() {}
+
+// --- wgmma -------------------------------------------------------------------------------------------------
+
+// A descriptor: the address / 16 in the low half, above it the bytes of a row (descriptor), or of a chunk
+// (descriptor_mn_major).
+inline u32 descriptor_base(u32 address) { return address >> 4; }
+template <int ROW_BYTES>
+inline u64 descriptor(u32 low) {
+    return u64(ROW_BYTES) << 32 | low;
+}
+template <int CHUNK_BYTES>
+inline u64 descriptor_mn_major(u32 low) {
+    return u64(CHUNK_BYTES) << 32 | low;
+}
+inline u64 descriptor_unswizzled(u32) { return 0; }  // a tile of ones
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int>
+inline void wgmma_wait() {}
+template <class T, int N>
+inline void pin(T (&)[N]) {}
+
+// Where byte `i` of a row lies in a swizzled tile whose rows have 64 or 128 bytes.
+inline const u8* in_tile(u32 first, u32 row_bytes, int row, int i) {
+    const u32 address = first + row * row_bytes + i;
+    return shared_memory + (address ^ (address >> 3 & (row_bytes - 16)));
+}
+inline const u8* in_row(u64 tile, int row, int i) { return in_tile(u32(tile) << 4, tile >> 32, row, i); }
+inline int int8_at(u64 tile, int row, int k) { return static_cast<signed char>(*in_row(tile, row, k)); }
+inline float value_at(const u8* place) {
+    u16 bits;
+    std::memcpy(&bits, place, 2);
+    return to_float(bits);
+}
+
+// Element i of a thread's part of a result, see int8.cuh.
+inline int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+inline int row_of(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
+
+template <int ACCUMULATE, int N>
+inline void wgmma_int8(int (&sum)[N], u64 a, u64 b) {
+    for (int i = 0; i < N; ++i) {
+        if (!ACCUMULATE) sum[i] = 0;
+        for (int k = 0; k < 32; ++k) sum[i] += int8_at(a, row_of(i), k) * int8_at(b, column_of(i), k);
+    }
+}
+template <int ACCUMULATE, int N>
+inline void wgmma_16bit(int (&sum)[N], u64 a, u64 b) {
+    for (int i = 0; i < N; ++i) {
+        float x = ACCUMULATE ? __int_as_float(sum[i]) : 0.0f;
+        for (int k = 0; k < 16; ++k) x += value_at(in_row(a, row_of(i), 2 * k)) * value_at(in_row(b, column_of(i), 2 * k));
+        sum[i] = __float_as_int(x);
+    }
+}
+
+// The two rows of a left operand of which this thread has results, from the registers of the warp: of each row four
+// lanes hold 4 PER_WORD columns in words 0 and 1 (which is the second row), and as many in words 2 and 3.
+template <class T, int PER_WORD, class Read>
+inline auto rows_in_registers(const u32* own, Read read) {
+    struct Rows {
+        T x[2][8 * PER_WORD];
+    };
+    return of_all_lanes(own, 4, [&](OfLanes& lanes) {
+        Rows rows;
+        for (int lane = 0; lane < 4; ++lane)
+            for (int word = 0; word < 4; ++word)
+                for (int k = 0; k < PER_WORD; ++k)
+                    rows.x[word % 2][word / 2 * 4 * PER_WORD + lane * PER_WORD + k] =
+                        read(lanes[threadIdx.x % 32 / 4 * 4 + lane][word] >> 32 / PER_WORD * k);
+        return rows;
+    });
+}
+
+template <int ACCUMULATE, bool LEFT_UNSIGNED>
+inline void wgmma_int8(int (&sum)[32], const u32* a, u64 b) {
+    const auto rows = rows_in_registers<int, 4>(
+        a, [](u32 word) { return LEFT_UNSIGNED ? int(static_cast<u8>(word)) : int(static_cast<signed char>(word)); });
+    for (int i = 0; i < 32; ++i) {
+        if (!ACCUMULATE) sum[i] = 0;
+        for (int k = 0; k < 32; ++k) sum[i] += rows.x[i / 2 % 2][k] * int8_at(b, column_of(i), k);
+    }
+}
+template <int N>
+inline void wgmma_16bit(float (&sum)[N], const u32* a, u64 b) {
+    const auto rows = rows_in_registers<float, 2>(a, [](u32 word) { return to_float(static_cast<u16>(word)); });
+    for (int i = 0; i < N; ++i) {
+        const int column = column_of(i);
+        for (int k = 0; k < 16; ++k) {
+            const u32 chunk = (u32(b) << 4) + column / 64 * u32(b >> 32);
+            const float right = b ? value_at(in_tile(chunk, 128, k, column % 64 * 2)) : 1.0f;
+            sum[i] += rows.x[i / 2 % 2][k] * right;
+        }
+    }
+}

@@ -1,0 +1,102 @@
+"""What NVRTC makes of the sources for Hopper: spills, serialized products, types; needs no GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import pytest
+import triton
+
+from sagebwd.kernels.cuda.compile import compile_source, why_no_compiler
+from sagebwd.kernels.hopper.attention import SOURCES
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    """For tests that compile."""
+    pytest.importorskip("cuda.core", exc_type=ImportError)
+    if reason := why_no_compiler():
+        pytest.skip(reason)
+
+
+needs_nvrtc = pytest.mark.usefixtures("nvrtc")
+
+SPILLED_BYTES = 64
+ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
+
+
+def entries():
+    """(source, entry) of all kernels."""
+    for path in sorted(path for folder in SOURCES.folders for path in folder.glob("*.cu")):
+        for name in ENTRY.findall(path.read_text(encoding="utf-8")):
+            yield path.stem, name
+
+
+#: Macros of the sources that know any; those together that can be.
+MACROS = {
+    "forward": ((), ("SMOOTH_V",), ("P_16BIT",), ("P_16BIT", "COMPENSATE_O")),
+    "dk_dv": ((), ("P_16BIT",)),
+    "packing": ((), ("P_16BIT", "COMPENSATE_O")),
+}
+#: Every pair of settings occurs in the quick ones.
+QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
+
+
+def variants():
+    """Every source with every combination of its macros."""
+    for source in sorted({source for source, _ in entries()}):
+        for d, causal, bf16, macros in product((64, 128), (0, 1), (False, True), MACROS.get(source, ((),))):
+            names = (source, str(d), "causal" if causal else "full", "bf16" if bf16 else "fp16", *macros)
+            defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
+            marks = () if (d, causal, bf16) in QUICK else pytest.mark.gpu
+            yield pytest.param(source, defines, marks=marks, id="-".join(names))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("source", "defines"), list(variants()))
+def test_kernels_compile_without_spills(source, defines):
+    cubin, log = compile_source(SOURCES, source, defines, ptxas_options=["-v"])
+    for name in (name for file, name in entries() if file == source):
+        assert f".text.{name}".encode() in cubin
+        assert f"Compiling entry function '{name}'" in log
+    assert_runs_freely(log)
+
+
+def assert_runs_freely(log):
+    """ptxas spilled hardly anything, and did not serialize wgmma, which it reports."""
+    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+    assert spilled, log
+    assert max(spilled) <= SPILLED_BYTES, log
+    assert "serialized" not in log, log
+
+
+def unsigned_variants():
+    """The sources that round P to INT8 with every combination of their macros."""
+    for source, d, causal, bf16 in product(("forward", "dk_dv"), (64, 128), (0, 1), (False, True)):
+        for macros in (macros for macros in MACROS[source] if "P_16BIT" not in macros):
+            variant = (source, d, causal, bf16, macros)
+            is_quick = variant in (("forward", 64, 1, True, ("SMOOTH_V",)), ("dk_dv", 128, 0, False, ()))
+            yield pytest.param(*variant, marks=() if is_quick else pytest.mark.gpu)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("source", "d", "causal", "bf16", "macros"), list(unsigned_variants()))
+def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
+    source, d, causal, bf16, macros, tmp_path
+):
+    """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
+    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
+    cubin, log = compile_source(SOURCES, source, {**defines, "UNSIGNED_P": True}, ptxas_options=["-v"])
+    assert_runs_freely(log)
+    file = tmp_path / f"{source}.cubin"
+    file.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([str(tool), "-c", str(file)], capture_output=True, text=True, check=True).stdout
+    found = Counter(re.findall(r"\bIGMMA\.\w+\.(\w+)\.(\w+)", text))
+    assert found.keys() == {("U8", "S8"), ("S8", "S8")}
+    tokens = 128 if source == "forward" else 64
+    assert found["U8", "S8"] == d // 64 * tokens // 32

@@ -1,0 +1,268 @@
+"""Which kernels are chosen on which GPU, what is said of it, and that a tracer asks no driver."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import sagebwd
+from sagebwd import SageConfig, dispatch, sage_attention
+from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, PRESETS, encode
+from sagebwd.dispatch import GPU, Call, explain_call
+
+H200 = GPU("NVIDIA H200", (9, 0))
+A100 = GPU("NVIDIA A100", (8, 0))
+HOPPER_HEAD_DIMS = range(40, 129, 8)
+
+
+def call(gpu=H200, config=DEFAULT_CONFIG, head_dim=64, dtype=torch.bfloat16):
+    return Call("cpu" if gpu is None else "cuda", gpu, dtype, head_dim, config)
+
+
+def without_int8(*products, **settings):
+    names = tuple(name for name in PAPER_INT8_MATMULS if name not in products)
+    return SageConfig(int8_matmuls=names, **settings)
+
+
+# --- The rules ---------------------------------------------------------------------------------------------
+
+#: For every setting other values than the default, and the kernels that run it on a Hopper GPU.
+OTHER_SETTINGS = {
+    "smooth_k": [(False, "hopper")],
+    "smooth_q": [(True, "triton")],
+    "smooth_v": [(True, "hopper")],
+    "unsigned_p": [(True, "hopper")],
+    "exact_delta": [(True, "none")],
+    "operand_scales": [("token", "triton")],
+    "granularity": [("block", "triton")],
+    "int8_matmuls": [
+        (PAPER_INT8_MATMULS[::-1], "hopper"),  # the order says nothing
+        ((*PAPER_INT8_MATMULS, "dp"), "triton"),
+        ((), "triton"),
+        *(
+            (without_int8(name).int8_matmuls, "hopper" if name in ("o", "dv") else "triton")
+            for name in PAPER_INT8_MATMULS
+        ),
+        (without_int8("o", "dv").int8_matmuls, "hopper"),
+        (without_int8("o", "dv", "dq").int8_matmuls, "triton"),
+    ],
+    "compensate_o": [],  # needs an O in 16 bit, see below
+    "add_mean_k_term": [(True, "none")],
+    "s_levels": [(2, "none")],
+    "block_q": [(64, "hopper"), (32, "triton"), (128, "triton"), (16, "none")],
+    "block_kv": [(128, "hopper"), (64, "triton"), (32, "triton"), (256, "none")],
+}
+
+
+def test_every_setting_has_its_kernels():
+    """A setting that is added to SageConfig must be added here, and looked at in the rules."""
+    assert {*OTHER_SETTINGS} == {field.name for field in fields(SageConfig)}
+    for name, cases in OTHER_SETTINGS.items():
+        for value, kernels in cases:
+            for head_dim in (64, 128):
+                config = replace(DEFAULT_CONFIG, **{name: value})
+                assert explain_call(call(config=config, head_dim=head_dim)).kernels == kernels, (name, value)
+    for config in (without_int8("dv", smooth_v=True), without_int8("o", compensate_o=True)):
+        assert explain_call(call(config=config)).kernels == "hopper"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 136, 256])
+def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
+    fast = name in ("default", "consistent") and head_dim in HOPPER_HEAD_DIMS
+    on_hopper = explain_call(call(config=PRESETS[name], head_dim=head_dim))
+    assert on_hopper.kernels == ("hopper" if fast else "triton")
+    for capability in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
+        gpu = GPU("another GPU", capability)
+        assert explain_call(call(gpu, PRESETS[name], head_dim)).kernels == "triton"
+    assert explain_call(call(None, PRESETS[name], head_dim)).kernels == "reference"
+
+
+def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
+    reasons = explain_call(call(config=SageConfig.paper())).reasons
+    assert reasons == {
+        "hopper": "block_q is 128 and block_kv 64 (set both to None); "
+        "granularity is 'block' (set granularity='row')"
+    }
+    assert explain_call(call(A100)).reasons == {
+        "hopper": "NVIDIA A100 has compute capability 8.0, not 9.0 (Hopper)"
+    }
+    assert explain_call(call(head_dim=256)).reasons == {
+        "hopper": "the head size is 256, and the Hopper kernels have sizes from 40 to 128"
+    }
+    assert explain_call(call()).reasons == {}
+    assert "NVRTC" in explain_call(call(H200._replace(no_cuda_kernels="no NVRTC"))).reasons["hopper"]
+
+
+def test_where_nothing_runs_the_explanation_says_why():
+    found = explain_call(call(dtype=torch.float32))
+    assert found.kernels == "none"
+    assert found.reasons["triton"] == "q, k, v are float32 (cast them to bfloat16 or float16)"
+    old = explain_call(call(GPU("Some GPU", (7, 5))))
+    assert old.kernels == "none"
+    assert "Ampere" in old.reasons["triton"]
+    assert explain_call(call(GPU("Some AMD GPU", (9, 4), is_amd=True))).kernels == "none"
+
+
+def test_explain_looks_at_a_call():
+    q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
+    found = sagebwd.explain(q, q, q, config=SageConfig.paper())
+    assert found.kernels == "reference"
+    assert str(found).splitlines()[0] == "kernels: reference"
+    assert "not triton: the tensors are on the CPU (move them to a GPU)" in str(found)
+
+
+def test_the_table_covers_presets_and_head_sizes():
+    rows = dispatch.table()
+    assert {row.preset for row in rows} == {*PRESETS}
+    for preset in PRESETS:
+        sizes = [row.head_dims for row in rows if row.preset == preset]
+        assert sizes[0][0] == 8
+        assert sizes[-1][1] == 256
+        assert all(stop + 8 == start for (_, stop), (start, _) in pairwise(sizes))
+    (row,) = (row for row in rows if row.preset == "default" and row.head_dims == (40, 128))
+    assert row[2:] == ("hopper", "triton", "reference", "")
+    assert all(row.cpu == "reference" and row.nvidia == "triton" for row in rows)
+    assert all((row.hopper == "hopper") != bool(row.why_not_hopper) for row in rows)
+
+
+# --- The choice --------------------------------------------------------------------------------------------
+
+
+class OnGPU:
+    """What the choice reads of a tensor on the first GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, head_dim=64, dtype=torch.bfloat16):
+        self.shape, self.dtype = (1, 1, 8, head_dim), dtype
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """choose(gpu, config, kernels=, …) -> the kernel set on such a GPU."""
+
+    def choose(gpu=H200, config=DEFAULT_CONFIG, kernels=None, scale=1.0, **tensor):
+        dispatch._choose_once.cache_clear()
+        monkeypatch.setattr(dispatch, "gpu_of", lambda index: gpu)
+        return dispatch.choose(OnGPU(**tensor), scale, encode(config), kernels)
+
+    dispatch._warn_once.cache_clear()
+    yield choose
+    dispatch._choose_once.cache_clear()
+    dispatch._warn_once.cache_clear()
+
+
+def test_the_fastest_is_chosen_without_a_word(choose):
+    assert choose() == "hopper"
+    assert choose(head_dim=256) == "triton"  # nothing that a setting could change
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        assert choose(GPU("another", capability), SageConfig.paper()) == "triton"
+
+
+def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
+    message = r"slower than those for this GPU: operand_scales is 'token' \(set operand_scales='block'\)"
+    with pytest.warns(UserWarning, match=message):
+        assert choose(config=SageConfig(operand_scales="token")) == "triton"
+    assert choose(config=SageConfig(operand_scales="token")) == "triton"  # a second warning would be an error
+    assert choose(config=SageConfig(operand_scales="token", smooth_v=True)) == "triton"
+    assert choose(config=SageConfig(granularity="block"), kernels="triton") == "triton"  # as was asked for
+    with pytest.warns(UserWarning, match="granularity"):
+        choose(config=SageConfig(granularity="block"))
+
+
+def test_a_hopper_gpu_without_a_compiler_warns_once(choose):
+    gpu = H200._replace(no_cuda_kernels="NVRTC cannot be loaded")
+    with pytest.warns(UserWarning, match="slower than those for this GPU: NVRTC cannot be loaded"):
+        assert choose(gpu) == "triton"
+    assert choose(gpu) == "triton"
+    assert choose(gpu, head_dim=256) == "triton"
+
+
+def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
+    assert choose(kernels="triton") == "triton"
+    assert choose(kernels="reference") == "reference"
+    assert choose(kernels="hopper") == "hopper"
+    message = 'kernels="hopper" cannot run: NVIDIA A100 has compute capability 8.0, not 9.0'
+    with pytest.raises(NotImplementedError, match=message):
+        choose(A100, kernels="hopper")
+    with pytest.raises(ValueError, match="kernels is 'cuda'; use one of 'hopper', 'triton', 'reference', or"):
+        choose(kernels="cuda")
+
+
+def test_what_no_kernels_run_names_the_fix(choose):
+    with pytest.raises(
+        ValueError, match="q, k, v are float32; cast them to bfloat16 or float16, or pass ker"
+    ):
+        choose(dtype=torch.float32)
+    with pytest.raises(
+        NotImplementedError, match="exact_delta=True has no kernel; use compensate_o=True, or"
+    ):
+        choose(config=SageConfig(exact_delta=True))
+    with pytest.raises(ValueError, match=r"scale is -1\.0; pass one that is not negative"):
+        choose(scale=-1.0)
+    for gpu in (GPU("Some GPU", (7, 5)), GPU("Some GPU", (9, 4), is_amd=True)):
+        message = (
+            "Some GPU has no kernels: they need an NVIDIA GPU of the Ampere generation or later; pass ker"
+        )
+        with pytest.raises(NotImplementedError, match=message):
+            choose(gpu)
+
+
+def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    assert choose() == "hopper"
+    with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
+        choose(A100)
+
+
+def test_cpu_tensors_run_the_reference_unless_asked():
+    q = torch.ones(1, 1, 8, 32)
+    assert dispatch.choose(q, 1.0, encode(DEFAULT_CONFIG)) == "reference"
+    with pytest.raises(ValueError, match="the tensors are on the CPU"):
+        sage_attention(q, q, q, kernels="hopper")
+
+
+# --- Tracing -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_driver(monkeypatch):
+    """Whoever asks the driver fails."""
+
+    def asked(*arguments, **settings):
+        raise AssertionError("the driver was asked")
+
+    for name in ("get_device_capability", "get_device_properties", "get_device_name", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+
+
+@pytest.mark.parametrize("kernels", dispatch.KERNEL_SETS)
+@pytest.mark.parametrize("pack", [False, True])
+def test_fakes_ask_no_driver(no_driver, kernels, pack):
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(2, 2, 130, 64, dtype=torch.bfloat16, device="cuda")
+        options = (None, None, True, 0.125, encode(SageConfig.consistent()), kernels)
+        out, lse, k_mean, out_residual, packed_kv = torch.ops.sagebwd.forward(q, k, k, *options, pack)
+        assert out.shape == out_residual.shape == q.shape
+        assert lse.shape == q.shape[:-1]
+        assert k_mean.shape == ((0,) if kernels == "reference" else (2, 2, 64))
+        assert packed_kv.shape == ((2 * 2 * 2, 128 * 3 * 64 + 16) if kernels == "hopper" and pack else (0,))
+        saved = (out, lse, k_mean, out_residual, packed_kv)
+        dq, dk, dv = torch.ops.sagebwd.backward(q, q, k, k, 2, 130, *saved, *options)
+        assert dq.shape == q.shape
+        assert dk.shape == dv.shape == k.shape
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_fake_cuda_tensors_need_no_gpu():
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, device="cuda")
+        out = sage_attention(q, q, q, is_causal=True)
+        assert out.device.type == "cuda"
+        assert out.shape == q.shape

@@ -1,0 +1,73 @@
+"""What `import sagebwd` costs, and what it works without; each in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli import ROOT
+
+
+def run_python(code):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cpu_tensors_need_the_interpreter():
+    printed = run_python(
+        "import torch, sagebwd\n"
+        "q = torch.ones(1, 1, 40, 32, dtype=torch.float16)\n"
+        "print(sagebwd.sage_attention(q, q, q).sum().item())\n"
+        "try:\n"
+        "    sagebwd.sage_attention(q, q, q, kernels='triton')\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    total, message = printed.splitlines()
+    assert float(total) == pytest.approx(40 * 32, rel=1e-2)
+    assert message == (
+        'the tensors are on the CPU; move them to a GPU, or pass kernels="reference", '
+        "which runs, slowly, anywhere"
+    )
+
+
+def test_the_library_works_without_triton():
+    """Triton exists only where there are GPUs it knows."""
+    printed = run_python(
+        "import sys\n"
+        "sys.modules['triton'] = None  # to import it is an error now\n"
+        "import sagebwd, torch\n"
+        "q = torch.ones(1, 1, 40, 32)\n"
+        "print(sagebwd.sage_attention(q, q, q).sum().item())\n"
+    )
+    assert float(printed) == pytest.approx(40 * 32, rel=1e-2)
+
+
+def test_importing_the_library_registers_the_operators_and_imports_no_kernels():
+    printed = run_python(
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import sagebwd\n"
+        "print(sorted(set(sys.modules) - before))\n"
+        "assert torch.ops.sagebwd.forward and torch.ops.sagebwd.backward\n"
+        "print(torch.cuda.is_initialized())"
+    )
+    modules, is_initialized = printed.splitlines()
+    assert "sagebwd.attention" in modules
+    for name in ("triton", "hopper", "torch", "cuda"):
+        assert name not in modules
+    assert is_initialized == "False"
+
+
+def test_the_reference_needs_neither_triton_nor_dynamo():
+    printed = run_python(
+        "import sys, torch, sagebwd\n"
+        "q = torch.ones(1, 1, 40, 32, requires_grad=True)\n"
+        "sagebwd.sage_attention(q, q, q).sum().backward()\n"
+        "print([name for name in ('triton', 'torch._dynamo', 'cuda.core') if name in sys.modules])"
+    )
+    assert printed.strip() == "[]"

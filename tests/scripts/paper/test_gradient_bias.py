@@ -1,0 +1,392 @@
+"""Bias and noise of gradients: the estimators against closed forms, and from a run to its numbers."""
+
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import model.huggingface
+from data.loader import BatchLoader
+from model.llama import Llama
+from sagebwd import SageConfig, sage_attention
+from scripts.paper import gradient_bias
+from scripts.paper.gradient_bias import (
+    SETTINGS,
+    Grams,
+    critical_tokens,
+    cross_mean,
+    estimate_gradient,
+    estimate_setting,
+    gram,
+    jackknife,
+    moments,
+    own_mean,
+    parts,
+    signed_root,
+)
+from scripts.paper.gradient_bias_tables import CONTROL, GROUP_TITLES, STYLES, Row, share
+
+WEIGHTS, BATCHES, REPEATS = 300, 8, 400
+GRADIENT, BIAS = 0.5, 0.1  # every element of G and of b
+MINIBATCH, QUANTIZATION = 1.0, 0.4  # standard deviations of every element
+
+
+def drawn_grams(generator, bias=BIAS):
+    """Of batches with d_i = b + noise and g_i = G + noise, b along G in half of the elements."""
+    towards = np.where(np.arange(WEIGHTS) % 4 == 0, -1, 1)  # ⟨b, G⟩ is half of |b| |G|
+    g = GRADIENT + MINIBATCH * generator.standard_normal((BATCHES, WEIGHTS))
+    d = bias * towards + QUANTIZATION * generator.standard_normal((BATCHES, WEIGHTS))
+    return Grams(d @ d.T, d @ g.T, g @ g.T)
+
+
+@pytest.fixture(scope="module")
+def repeated():
+    generator = np.random.default_rng(0)
+    return [moments(drawn_grams(generator)) for _ in range(REPEATS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bias", WEIGHTS * BIAS**2),
+        ("along", WEIGHTS * BIAS * GRADIENT / 2),
+        ("gradient", WEIGHTS * GRADIENT**2),
+        ("quantization_noise", WEIGHTS * QUANTIZATION**2),
+        ("minibatch_noise", WEIGHTS * MINIBATCH**2),
+    ],
+)
+def test_the_estimates_have_no_bias_of_their_own(repeated, name, expected):
+    found = np.array([getattr(each, name)[0] for each in repeated])
+    error = found.std(ddof=1) / math.sqrt(REPEATS)
+    assert abs(found.mean() - expected) < 4 * error
+    assert error < 0.02 * expected  # or the line above would show nothing
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say(repeated):
+    """95% of 400: 380, give or take 4.4; eight batches make an interval of a ratio somewhat rough."""
+    true = {
+        "bias": BIAS / GRADIENT,
+        "along": BIAS / GRADIENT / 2,
+        "noise": (QUANTIZATION / MINIBATCH) ** 2,
+        "critical_tokens": 1000 * (MINIBATCH / BIAS) ** 2,
+    }
+    held = dict.fromkeys(true, 0)
+    for found in repeated:
+        for name, (_, low, high) in estimate_setting(found, 1000).items():
+            held[name] += low <= true[name] <= high
+    assert all(count > 0.9 * REPEATS for count in held.values()), held
+    assert all(count < REPEATS for count in held.values()), held
+
+
+def test_without_bias_intervals_cover_zero_and_critical_tokens_have_no_end():
+    generator = np.random.default_rng(1)
+    covered, unbounded = 0, 0
+    for _ in range(REPEATS):
+        estimates = estimate_setting(moments(drawn_grams(generator, bias=0.0)), 1000)
+        _, low, high = estimates["bias"]
+        covered += low <= 0 <= high
+        unbounded += estimates["critical_tokens"][2] == math.inf
+    assert covered > 0.93 * REPEATS
+    assert unbounded > 0.93 * REPEATS
+
+
+def test_means_of_pairs_and_of_batches_with_and_without_each():
+    values = np.random.default_rng(2).standard_normal((5, 5))
+    chosen = [range(5), *([i for i in range(5) if i != left] for left in range(5))]
+    pairs = [np.mean([values[i, j] for i in some for j in some if i != j]) for some in chosen]
+    own = [np.mean([values[i, i] for i in some]) for some in chosen]
+    np.testing.assert_allclose(cross_mean(values), pairs)
+    np.testing.assert_allclose(own_mean(values), own)
+
+
+def test_the_jackknife_of_a_mean_is_its_students_interval():
+    """Of 1, 2, 6: mean 3, standard deviation √7, and t = 4.303 with two degrees of freedom."""
+    half = 4.303 * math.sqrt(7 / 3)
+    without_each = [3.0, (2 + 6) / 2, (1 + 6) / 2, (1 + 2) / 2]
+    assert jackknife(np.array(without_each)) == pytest.approx((3, 3 - half, 3 + half))
+    found = gradient_bias.mean_and_interval(np.array([1.0, 2.0, 6.0]))
+    assert found == pytest.approx([3, 3 - half, 3 + half])
+
+
+def test_critical_tokens():
+    """Batches of 1000 tokens whose noise is 4, 5 or 2 times bias²: bias wins from so many times 1000 on."""
+    assert critical_tokens([1 / 4, 1 / 5, 1 / 2], 1000) == pytest.approx([4000, 2000, 5000])
+    assert critical_tokens([1 / 4, -1 / 5, 1 / 2], 1000) == pytest.approx([4000, 2000, math.inf])
+    assert critical_tokens([-1 / 4, -1 / 5, 0.0], 1000) == [math.inf] * 3
+    assert all(map(math.isnan, critical_tokens([math.nan] * 3, 1000)))
+    row = Row("run", 1, 1, "paper", "raw", "qk", 0, [], [], [], [4000.0, 2000.0, None])
+    assert share(row, 8000) == 2.0
+
+
+def test_an_exact_case_by_hand():
+    """Three batches with g = G and d = −G/10 in all: pure bias, no noise, and nobody knows where noise is."""
+    gg = np.full((3, 3), 25.0)
+    found = estimate_setting(moments(Grams(gg / 100, -gg / 10, gg)), 1000)
+    assert found["bias"] == pytest.approx([0.1] * 3)
+    assert found["along"] == pytest.approx([-0.1] * 3)
+    assert all(map(math.isnan, found["critical_tokens"]))
+    noisy = gg + 75 * np.eye(3)
+    assert estimate_gradient(moments(Grams(gg, gg, noisy)), 1000)["norm"] == pytest.approx([5.0] * 3)
+    assert estimate_gradient(moments(Grams(gg, gg, noisy)), 1000)["noise_tokens"] == pytest.approx([3000] * 3)
+
+
+def test_roots_keep_the_sign():
+    assert signed_root([4.0, -9.0, 0.0]) == [2.0, -3.0, 0.0]
+
+
+def test_inner_products_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(gradient_bias, "COLUMNS_AT_ONCE", 7)
+    monkeypatch.setattr(gradient_bias, "COLUMNS_OF_PIECE", 3)
+    left, right = torch.randn(4, 16), torch.randn(4, 16)
+    scale = torch.rand(16)
+    np.testing.assert_allclose(gram(left, right), (left.double() @ right.double().T).numpy(), rtol=1e-12)
+    scaled = (left.double() * scale.double()) @ (right.double() * scale.double()).T
+    np.testing.assert_allclose(gram(left, right, scale), scaled.numpy(), rtol=1e-12)
+    itself = (left.double() * scale.double()) @ (left.double() * scale.double()).T
+    np.testing.assert_allclose(gram(left, left, scale), itself.numpy(), rtol=1e-12)
+
+
+def test_every_weight_is_in_its_group_and_layer(compose_settings):
+    llama = Llama(compose_settings("experiment=debug").model, scaled_dot_product_attention)
+    names = [name for name, _ in llama.named_parameters()]
+    found = parts(names)
+    assert found["all", None] == names
+    assert sorted(
+        name for group in GROUP_TITLES if group not in ("all", "qk") for name in found[group, None]
+    ) == (sorted(names))
+    assert found["qk", 1] == ["layers.1.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight"]
+    assert found["norms", None] == [name for name in names if "layernorm" in name] + ["norm.weight"]
+    assert len(found["gains", None]) == 4
+    assert len(found["all", 0]) == 11
+    assert ("norms", 0) not in found
+
+
+def test_settings_are_those_asked_for():
+    int8 = {name: set(config.int8_matmuls) for name, config in SETTINGS.items() if name.startswith("only")}
+    assert int8["only_s"] == {"s_fwd", "s_bwd"}
+    assert set().union(*int8.values()) == set(SageConfig().int8_matmuls)
+    assert set(SETTINGS["all_int8"].int8_matmuls) == {*SageConfig().int8_matmuls, "dp"}
+    assert not SETTINGS["paper_no_smooth_k"].smooth_k
+    assert set(STYLES) <= {CONTROL, *SETTINGS}
+
+
+class Tokens:
+    """Ten sequences of eight tokens; token i is i."""
+
+    name = "ten"
+
+    def __len__(self):
+        return 81
+
+    def window(self, first, count):
+        return np.arange(first, first + count)
+
+
+@pytest.mark.parametrize(("last_step", "unseen"), [(0, True), (2, True), (4, False), (7, False)])
+def test_batches_are_disjoint_and_behind_the_end_of_the_run(compose_settings, last_step, unseen):
+    settings = compose_settings("experiment=debug", "context=8", "tps.tokens_per_step=16", "tps.divide_by=1")
+    run = SimpleNamespace(name="run", settings=settings, corpus=SimpleNamespace(train=Tokens()))
+    batches, found_unseen = gradient_bias.draw_batches(run, last_step, 3, 16)
+    loader = BatchLoader(Tokens(), context=8, sequences_per_step=2, micro_batch=1, seed=settings.seed)
+    before = {index for step in range(last_step) for index in loader.sequence_indices(step)}
+    chosen = [int(index) // 8 for inputs, _ in batches for index in inputs[:, 0]]
+    assert [len(inputs) for inputs, _ in batches] == [2, 2, 2]
+    assert len(set(chosen)) == 6
+    assert chosen[:2] == loader.sequence_indices(last_step).tolist()
+    assert found_unseen == unseen == before.isdisjoint(chosen)
+
+
+SHAPE = ("model.n_heads=4", "model.n_kv_heads=2", "context=37", "hardware.micro_batch=2")
+
+
+def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys, monkeypatch):
+    trainer = train_here(
+        tmp_path / "run", "steps=3", *SHAPE, "tps.tokens_per_step=148", "tps.divide_by=1",
+        "eval_every=99", "sample_tokens=0", "probe.every=0", "checkpoint_every=2", "milestone_every=2",
+        "keep_checkpoints=1", "optimizer.beta2=0.9",
+    )  # fmt: skip
+    out = tmp_path / "out" / "bias"
+    chosen = ["--settings", CONTROL, "paper", "all_int8", "--batches", "4", "--tokens-per-batch", "222"]
+    gradient_bias.main(
+        [str(tmp_path / "run"), "--milestones", *chosen, "--device", "cpu",
+         "--out", str(out)]
+    )  # fmt: skip
+    result = json.loads((tmp_path / "out" / "bias.json").read_text())
+    assert [place["step"] for place in result["checkpoints"]] == [3, 2]
+    assert {place["adam"] for place in result["checkpoints"]} == {"v of the checkpoint"}
+    assert result["runs"]["run"]["batches_unseen"]
+    assert result["left_out"] == {}
+
+    expected = expected_at_the_end(trainer, tmp_path / "run")
+    rows = [Row(**row) for row in result["rows"]]
+    for setting, views in expected.items():
+        for view, found in views.items():
+            row = next(
+                row for row in rows
+                if (row.step, row.setting, row.view) == (3, setting, view)
+                and (row.group, row.layer) == ("qk", 1)
+            )  # fmt: skip
+            for name, values in found.items():
+                actual = [math.inf if x is None else x for x in getattr(row, name)]
+                assert actual == pytest.approx(values, rel=2e-3), (setting, view, name)
+    last = [row for row in rows if (row.step, row.view, row.group, row.layer) == (3, "raw", "all", None)]
+    assert [row.setting for row in last] == [CONTROL, "paper", "all_int8"]
+    assert abs(last[0].bias[0]) < 1e-4 < last[1].bias[0]
+    own = [item for item in result["gradients"] if (item["step"], item["layer"]) == (3, None)]
+    assert {item["group"] for item in own} == set(GROUP_TITLES)
+    differences = result["checkpoints"][0]["loss_differences"]
+    assert abs(differences[CONTROL][0]) < 1e-5 < abs(differences["paper"][0])
+
+    text = (tmp_path / "out" / "bias.md").read_text()
+    assert re.search(r"\| `paper` +\|", text)
+    assert "Trained with fpa with QK-norm on 444 tokens, 148 a step" in text
+    assert (tmp_path / "out" / "bias.png").stat().st_size > 10_000
+    check_without_checkpoint(tmp_path, rows)
+    check_a_setting_that_fails(tmp_path, monkeypatch)
+    check_joining(tmp_path)
+    check_refusals(tmp_path, capsys)
+
+
+def expected_at_the_end(trainer, path):
+    """Bias, its part along the gradient and noise of the second layer's q and k, by loops over batches."""
+    indices = np.concatenate([trainer.loader.sequence_indices(step) for step in range(3, 9)])
+    windows = [
+        torch.from_numpy(trainer.corpus.train.window(int(i) * 37, 38).astype("int64")) for i in indices
+    ]
+    batches = [torch.stack(windows[first : first + 6]) for first in range(0, 24, 6)]
+
+    def gradients(attend):
+        llama = model.huggingface.load(path / "weights", attend)
+        weights = [getattr(llama.layers[1].self_attn, name).weight for name in ("q_proj", "k_proj")]
+        losses = [llama(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in batches]
+        found = [torch.autograd.grad(loss, weights) for loss in losses]
+        return torch.stack([torch.cat([x.flatten() for x in each]) for each in found]).double()
+
+    attention = trainer.llama.layers[1].self_attn
+    states = [trainer.optimizer.state[x.weight] for x in (attention.q_proj, attention.k_proj)]
+    v = torch.cat([state["exp_avg_sq"].flatten() for state in states]).double() / (1 - 0.9**3)
+    g, expected = gradients(scaled_dot_product_attention), {}
+    for setting in ("paper", "all_int8"):
+
+        def attend(q, k, v, config=SETTINGS[setting], **options):
+            return sage_attention(q, k, v, config=config, **options)
+
+        d = gradients(attend) - g
+        expected[setting] = {
+            "raw": naive(d, g),
+            "adam": naive(*(x / (v.sqrt() + 1e-8) for x in (d, g))),
+        }
+    return expected
+
+
+def naive(d, g):
+    def estimates(some):
+        pairs = [(i, j) for i in some for j in some if i != j]
+        bias, along, gradient = (
+            torch.stack([left[i] @ right[j] for i, j in pairs]).mean().item()
+            for left, right in ((d, d), (d, g), (g, g))
+        )
+        noise, minibatch = (x[some].square().sum(1).mean().item() for x in (d, g))
+        noise, minibatch = noise - bias, minibatch - gradient
+        return along / gradient, noise / minibatch, bias / gradient, bias / minibatch
+
+    whole = list(range(len(d)))
+    left_out = np.array([estimates([i for i in whole if i != left]) for left in whole])
+    found = {}
+    names = ("along", "noise", "bias", "critical_tokens")
+    for name, estimate, without in zip(names, estimates(whole), left_out.T, strict=True):
+        half = 3.182 * math.sqrt(3 * np.var(without))  # (n − 1)/n Σ(x − mean)², with n = 4
+        found[name] = [estimate, estimate - half, estimate + half]
+    found["bias"] = [math.copysign(math.sqrt(abs(x)), x) for x in found["bias"]]
+    tokens = [222 / x if x > 0 else math.inf for x in found["critical_tokens"]]
+    return found | {"critical_tokens": [tokens[0], tokens[2], tokens[1]]}
+
+
+def check_without_checkpoint(folder, rows):
+    """Raw numbers as before; Adam's from the gradients' own size, which is said."""
+    checkpoints = folder / "run" / "checkpoints"
+    checkpoints.rename(folder / "away")
+    gradient_bias.main(
+        [str(folder / "run"), "--settings", "paper", "--batches", "4", "--tokens-per-batch", "222",
+         "--micro-batch", "4", "--device", "cpu", "--out", str(folder / "out" / "without")]
+    )  # fmt: skip
+    (folder / "away").rename(checkpoints)
+    result = json.loads((folder / "out" / "without.json").read_text())
+    assert result["checkpoints"][0]["adam"] == "mean square of g over batches"
+    before = {
+        (row.view, row.group, row.layer): row for row in rows if (row.step, row.setting) == (3, "paper")
+    }
+    for row in (Row(**row) for row in result["rows"]):
+        other = before[row.view, row.group, row.layer]
+        if row.view == "raw":  # though in micro-batches of 4 and 2 sequences
+            assert row.along == pytest.approx(other.along, rel=0.01, abs=1e-3)
+    adam = [row for row in result["rows"] if row["view"] == "adam" and row["group"] == "mlp"]
+    assert adam[0]["bias"] != before["adam", "mlp", adam[0]["layer"]].bias
+
+
+def check_a_setting_that_fails(folder, monkeypatch):
+    """It is left out, the others are measured, and the tables say so; here at another step, too."""
+    working = gradient_bias.try_attention
+
+    def try_attention(attend, **options):
+        if getattr(attend, "keywords", None) == {"config": SETTINGS["default"]}:
+            raise RuntimeError("no such kernel")
+        working(attend, **options)
+
+    monkeypatch.setattr(gradient_bias, "try_attention", try_attention)
+    gradient_bias.main(
+        [str(folder / "run"), "--steps", "2", "--settings", "default", "only_o", "--batches", "3",
+         "--tokens-per-batch", "37", "--device", "cpu", "--out", str(folder / "out" / "partly")]
+    )  # fmt: skip
+    result = json.loads((folder / "out" / "partly.json").read_text())
+    assert {(row["step"], row["setting"]) for row in result["rows"]} == {(2, "only_o"), (3, "only_o")}
+    left_out = "Left out of run: `default`: RuntimeError: no such kernel"
+    assert left_out in (folder / "out" / "partly.md").read_text()
+
+
+def check_joining(folder):
+    """Two results become one; not those with the same run."""
+    first = json.loads((folder / "out" / "bias.json").read_text())
+    text = (
+        json.dumps(first)
+        .replace('"run": "run"', '"run": "twin"')
+        .replace('"runs": {"run"', '"runs": {"twin"')
+    )
+    (folder / "twin.json").write_text(text)
+    files = [str(folder / "out" / "bias.json"), str(folder / "twin.json")]
+    gradient_bias.main(["--join", *files, "--out", str(folder / "joined")])
+    joined = json.loads((folder / "joined.json").read_text())
+    assert set(joined["runs"]) == {"run", "twin"}
+    assert len(joined["rows"]) == 2 * len(first["rows"])
+    assert joined["joined_with"][0]["command"] == first["command"]
+    assert "## twin" in (folder / "joined.md").read_text()
+    with pytest.raises(SystemExit, match="a run is in several results: run, run"):
+        gradient_bias.main(["--join", files[0], files[0], "--out", str(folder / "joined")])
+
+
+def check_refusals(folder, capsys):
+    run = str(folder / "run")
+    for arguments, message in (
+        ([run, "--tokens-per-batch", "100"], "not a multiple of the 37 tokens .*use --tokens-per-batch 111"),
+        ([run, "--tokens-per-batch", "37", "--batches", "9999999"], r"use --batches \d+ or fewer"),
+        ([run, run], "a run is given twice"),
+        ([run, "--steps", "1"], "no checkpoint of step 1; there: 2, 3"),
+        ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            gradient_bias.main([*arguments, "--device", "cpu", "--out", str(folder / "refused")])
+    assert not list(folder.glob("refused*"))
+    for arguments, message in (
+        ([], "give directories of runs, or --join"),
+        ([run, "--join", "x.json"], "not both"),
+        ([run, "--batches", "2"], "use --batches 3 or more"),
+        ([run, "--settings", "unheard_of"], "invalid choice: 'unheard_of'"),
+    ):
+        with pytest.raises(SystemExit):
+            gradient_bias.main(arguments)
+        assert message in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""scripts.compare: which runs it finds, what it calls them, its table, and where the picture goes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import compare
+
+
+def records(loss, steps=20, **last):
+    """A metrics.jsonl: the loss falls to `loss`, which the last tenth has."""
+    lines = [
+        {"step": step, "tokens": 100 * step, "loss": loss + (step <= 18), "tokens_per_second": 1000 + step}
+        for step in range(1, steps + 1)
+    ]
+    return [*lines, {"step": steps, "tokens": 100 * steps} | last] if last else lines
+
+
+def run(folder, *args, **kwargs):
+    folder.mkdir(parents=True)
+    lines = map(json.dumps, records(*args, **kwargs))
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def cells(text):
+    """{first cell: the others} of a Markdown table."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows if not row[0].startswith("-")}
+
+
+def test_the_table_has_the_losses_and_the_speed_of_every_run():
+    rows = cells(compare.table({"fpa": records(3.0, val_loss=3.5), "sagebwd": records(3.25)}))
+    assert rows["run"] == ["steps", "tokens", "training loss", "validation loss", "tokens/s"]
+    assert rows["fpa"] == ["20", "2,000", "3.0000", "3.5000", "1,010"]
+    assert rows["sagebwd"] == ["20", "2,000", "3.2500", "", "1,010"]
+
+
+def test_a_run_that_has_just_started_is_a_row():
+    assert cells(compare.table({"new": []}))["new"] == ["0", "0", "", "", ""]
+
+
+def test_seeds_stand_together_with_mean_and_standard_deviation():
+    runs = {
+        "attention-fpa+seed-1": records(3.0, val_loss=4.0),
+        "attention-sagebwd+seed-1": records(5.0),
+        "attention-fpa+seed-2": records(3.2, val_loss=4.2),
+    }
+    rows = cells(compare.table(runs))
+    assert [*rows] == [
+        "run",
+        "attention-fpa+seed-1",
+        "attention-fpa+seed-2",
+        "attention-fpa: mean ± std of 2 seeds",
+        "attention-sagebwd+seed-1",
+    ]
+    assert rows["attention-fpa: mean ± std of 2 seeds"] == [
+        *("", "", "3.1000 ± 0.1414", "4.1000 ± 0.1414", ""),
+    ]
+
+
+def test_a_mean_needs_a_value_of_every_seed():
+    rows = cells(compare.table({"seed-1": records(3.0, val_loss=4.0), "seed-2": records(3.0)}))
+    assert rows["mean ± std of 2 seeds"] == ["", "", "3.0000 ± 0.0000", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("label", "group"),
+    [
+        ("attention-fpa+seed-12", "attention-fpa"),
+        ("seed-3", ""),
+        ("seed-3+tps-260k", "tps-260k"),
+        ("large/fpa-seed1", "large/fpa"),
+        ("seedling", "seedling"),
+    ],
+)
+def test_the_seed_is_found_in_a_label(label, group):
+    assert compare.without_seed(label) == group
+
+
+def test_runs_are_found_in_folders_and_shown_once(tmp_path, capsys):
+    a, b = run(tmp_path / "runs" / "a", 3.0), run(tmp_path / "runs" / "b", 3.0)
+    (tmp_path / "runs" / "no_run").mkdir()
+    assert compare.find_runs([tmp_path / "runs"]) == [a, b]
+    compare.main([str(b), str(tmp_path / "runs")])
+    assert [*cells(capsys.readouterr().out.split("\n\n")[0])] == ["run", "b", "a"]
+
+
+def test_labels_are_what_differs_and_never_the_same_twice():
+    def of(*paths):
+        return compare.labels_of([Path(path) for path in paths])
+
+    assert of("runs/attention-fpa+tps-260k", "runs/attention-sagebwd+tps-260k") == [
+        "attention-fpa",
+        "attention-sagebwd",
+    ]
+    assert of("runs/default") == ["default"]
+    assert of("one/fpa", "two/fpa") == ["one/fpa", "two/fpa"]
+    assert of("a/x/fpa", "b/x/fpa") == ["a/x/fpa", "b/x/fpa"]
+
+
+def test_the_picture_goes_next_to_the_runs(tmp_path, capsys):
+    run(tmp_path / "fpa", 3.0)
+    run(tmp_path / "sagebwd", 3.0)
+    compare.main([str(tmp_path)])
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "| sagebwd |" in printed
+    assert f"written: {tmp_path}/comparison.png" in printed
+
+
+def test_the_picture_goes_where_the_user_says(tmp_path):
+    run(tmp_path / "runs" / "fpa", 3.0)
+    compare.main([str(tmp_path / "runs"), "--out", str(tmp_path / "new" / "x.png")])
+    assert (tmp_path / "new" / "x.png").exists()
+    assert not (tmp_path / "runs" / "comparison.png").exists()
+
+
+def test_committed_results_are_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "RESULTS", tmp_path / "results")
+    committed = [tmp_path / "results" / "quickstart" / name for name in ("fpa", "sagebwd")]
+    assert compare.default_out(committed) == Path("runs/comparison.png")
+    assert compare.default_out([tmp_path / "mine" / "fpa"]) == tmp_path / "mine" / "comparison.png"
+    apart = [tmp_path / "a" / "fpa", tmp_path / "b" / "fpa"]
+    assert compare.default_out(apart) == Path("runs/comparison.png")
+    assert compare.default_out([Path("runs/fpa"), Path("runs/sagebwd")]) == Path("runs/comparison.png")
+
+
+def test_a_path_without_a_run_is_refused(tmp_path, capsys):
+    run(tmp_path / "fpa", 3.0)
+    with pytest.raises(SystemExit) as end:
+        compare.main([str(tmp_path / "fpa"), str(tmp_path / "gone")])
+    assert end.value.code == 2
+    assert f"{tmp_path}/gone holds no run: there is no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_damaged_metrics_end_with_a_message(tmp_path):
+    folder = run(tmp_path / "fpa", 3.0)
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text("{damaged\n" + text)
+    with pytest.raises(SystemExit, match=r"metrics\.jsonl is damaged"):
+        compare.main([str(folder)])
