@@ -108,7 +108,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--scale",
         choices=SCALES,
         default="scaled",
-        help="full: the paper's; scaled: hours of one H200; debug: a look on a CPU (default %(default)s)",
+        help="full: the paper's; scaled: hours of one H200; debug: seconds on a CPU, the numbers mean "
+        "nothing (default %(default)s)",
     )
     parser.add_argument(
         "--gpus", default="", metavar="N[,N …]", help="GPUs to spread runs over (default: what CUDA has)"

@@ -89,11 +89,16 @@ def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], col
 def save(figure: Any, path: Path) -> None:
     """Write a picture, whole or not at all, with a palette instead of full colour: half the size."""
     import matplotlib.pyplot as plt
-    from PIL import Image
 
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=DPI, format="png")
     plt.close(figure)
-    picture = Image.open(buffer).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
     path.parent.mkdir(parents=True, exist_ok=True)
+    save_with_palette(buffer.getvalue(), path)
+
+
+def save_with_palette(png: bytes, path: Path) -> None:
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(COLORS, dither=Image.Dither.NONE)
     replace_file(path, lambda temporary: picture.save(temporary, format="PNG", optimize=True))

@@ -81,7 +81,7 @@ QK_NORM_GRID = {
     "fpa-no_qk_norm": ("attention=fpa", "model.qk_norm=false"),
     "sagebwd-no_qk_norm": ("attention=sagebwd", "model.qk_norm=false"),
 }
-#: Runs of QK_NORM_GRID whose layers are looked at as training goes on, at the first seed.
+#: Runs of QK_NORM_GRID whose layers are measured during training, at the first seed.
 MILESTONES_OF = ("sagebwd", "sagebwd-no_qk_norm")
 SMOOTHING = {
     "sagebwd": ("attention=sagebwd",),
@@ -168,7 +168,7 @@ MILESTONES = {
 
 
 def one_seed(*groups: Mapping[str, tuple[tuple[Run, ...], ...]]) -> dict[str, tuple[tuple[Run, ...], ...]]:
-    """The SageBwd runs of these experiments at the first seed, each once, for a look at their layers."""
+    """The SageBwd runs of these experiments at the first seed, each once, to measure their layers."""
     return {
         scale: (
             tuple(

@@ -86,9 +86,9 @@ def everywhere(*command: str) -> dict[str, tuple[tuple[str, ...], ...]]:
     return dict.fromkeys(SCALES, (command,))
 
 
-def on_gpu(*command: str, look: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """A command for the GPU, and at the debug scale its `look`: what it takes on a CPU."""
-    return {"full": (command,), "scaled": (command,), "debug": (look,)}
+def on_gpu(*command: str, debug: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """A command for the GPU, and at the debug scale a smaller one for a CPU."""
+    return {"full": (command,), "scaled": (command,), "debug": (debug,)}
 
 
 def one_after_the_other(*commands: dict[str, tuple[tuple[str, ...], ...]]) -> dict:
@@ -96,8 +96,8 @@ def one_after_the_other(*commands: dict[str, tuple[tuple[str, ...], ...]]) -> di
     return {scale: sum((own[scale] for own in commands), ()) for scale in SCALES}
 
 
-#: scripts.bench.attention for a look on a CPU.
-ATTENTION_LOOK = (
+#: scripts.bench.attention at the debug scale.
+ATTENTION_DEBUG = (
     *("scripts.bench.attention", "--device", "cpu", "--lengths", "64", "--tokens", "64"),
     *("--width", "128", "--repetitions", "2"),
 )
@@ -130,7 +130,7 @@ TRAINING_STEPS = (
         *("--attention", "fpa-cudnn", "fpa-graphs", "sagebwd", "sagebwd-graphs", "--baselines"),
     ),
 )
-TRAINING_LOOK = (
+TRAINING_DEBUG = (
     *("scripts.bench.training", "--device", "cpu", "--model", "llama_debug", "--contexts", "64"),
     *("--tokens-per-micro-batch", "256", "--attention", "fpa", "sagebwd", "--baselines"),
     *("--steps", "3", "--warm-up", "1", "--out", "{results}/bench_training"),
@@ -191,7 +191,7 @@ ITEMS = (
         on_gpu(
             *("scripts.bench.attention", "--graphs", "--configs", "default", "16-bit-p", "consistent"),
             *("--out", "{results}/bench_attention"),
-            look=(*ATTENTION_LOOK, "--out", "{results}/bench_attention"),
+            debug=(*ATTENTION_DEBUG, "--out", "{results}/bench_attention"),
         ),
         also=("figure2", "figure3"),
         minutes={"full": 15, "scaled": 15, "debug": 1},
@@ -265,7 +265,7 @@ ITEMS = (
         "accuracy.json",
         on_gpu(
             *("scripts.paper.accuracy", "--device", "cuda", "--out", "{results}/accuracy.json"),
-            look=(
+            debug=(
                 *("scripts.paper.accuracy", "--tokens", "96", "--head-dims", "32", "--heads", "2"),
                 *("--out", "{results}/accuracy.json"),
             ),
@@ -276,7 +276,7 @@ ITEMS = (
         "training_speed",
         "Speed of a training step",
         "bench_training.json",
-        {"full": TRAINING_STEPS, "scaled": TRAINING_STEPS, "debug": (TRAINING_LOOK,)},
+        {"full": TRAINING_STEPS, "scaled": TRAINING_STEPS, "debug": (TRAINING_DEBUG,)},
         minutes={"full": 25, "scaled": 25, "debug": 1},
     ),
     Item(
@@ -285,7 +285,7 @@ ITEMS = (
         "bench_gpus.json",
         on_gpu(
             *("scripts.bench.gpus", "--out", "{results}/bench_gpus"),
-            look=(
+            debug=(
                 *("scripts.bench.gpus", "--device", "cpu", "--devices", "1", "--steps", "4"),
                 *("--warm-up", "1", "--out", "{results}/bench_gpus", "--", "experiment=debug"),
             ),

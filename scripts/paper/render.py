@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,23 +131,22 @@ def study(data: dict[str, Any]) -> tuple[list[Source], list[ErrorRow]]:
 
 def copied_runs(results: Results) -> dict[str, Callable[[Path], None]]:
     """Loss curves of the training runs whose directories were copied into the folder."""
-    drawn: dict[str, Callable[[Path], None]] = {}
     compared = {
-        "quickstart": "quickstart.png",
-        "llama_325m_pair": "llama_325m_pair/comparison.png",
-        "llama_tiny_gpt2": "llama_tiny_gpt2/comparison.png",
+        "quickstart.png": {name: f"quickstart/{name}" for name in ("fpa", "sagebwd")},
+        "llama_325m_pair/comparison.png": {name: f"llama_325m_pair/{name}" for name in ("fpa", "sagebwd")},
+        "llama_tiny_gpt2/comparison.png": {name: f"llama_tiny_gpt2/{name}" for name in ("fpa", "sagebwd")},
+        "llama_325m_fpa/loss.png": {"fpa": "llama_325m_fpa"},
     }
-    for folder, picture in compared.items():
-        names = {name: f"{folder}/{name}" for name in ("fpa", "sagebwd")}
-        if results.has(*(f"{path}/metrics.jsonl" for path in names.values())):
-            drawn[picture] = lambda path, names=names: plot_losses(
-                {name: results.run(run) for name, run in names.items()}, path
-            )
-    if results.has("llama_325m_fpa/metrics.jsonl"):
-        drawn["llama_325m_fpa/loss.png"] = lambda path: plot_losses(
-            {"fpa": results.run("llama_325m_fpa")}, path
-        )
-    return drawn
+
+    def draw(runs: dict[str, str], path: Path) -> None:
+        plot_losses({name: results.run(run) for name, run in runs.items()}, path)
+        drawing.save_with_palette(path.read_bytes(), path)
+
+    return {
+        picture: partial(draw, runs)
+        for picture, runs in compared.items()
+        if results.has(*(f"{run}/metrics.jsonl" for run in runs.values()))
+    }
 
 
 if __name__ == "__main__":

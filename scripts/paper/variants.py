@@ -6,7 +6,7 @@ JSON files hold these names; older ones spell out the settings of what is a pres
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from sagebwd import SageConfig
@@ -20,36 +20,51 @@ PRESETS = {
     "consistent": SageConfig.consistent(),
     "strictly causal": SageConfig.strictly_causal(),
 }
+SWITCHES = {field.name for field in fields(SageConfig)}
+#: Settings that say how, not what, an attention computes.
+OF_NO_VARIANT = {"backend", "implementation", "sdpa", "preset"}
 #: As older files name presets: as they are named now.
 OLD_NAMES = {"SageBwd, granularity=block, block_q=128, block_kv=64": "SageBwd, paper"}
 
 
 def variant_of(config: dict[str, Any]) -> str:
     """The attention's settings and QK-norm of a run's config.yaml, in words: "SageBwd, no QK-norm"."""
-    attention = dict(config["attention"])
-    if preset := preset_of(attention):
-        return ", ".join([f"{SAGE}, {preset}", *([] if config["model"]["qk_norm"] else ["no QK-norm"])])
-    backend, smooth_k, smooth_q = (attention.pop(name, None) for name in ("backend", "smooth_k", "smooth_q"))
-    parts = [{"fpa": FULL_PRECISION, "sagebwd": SAGE}.get(backend, backend)]
-    if not config["model"]["qk_norm"]:
-        parts.append("no QK-norm")
-    if backend == "sagebwd" and not (smooth_k and not smooth_q):
-        smoothed = [name for name, on in (("Q", smooth_q), ("K", smooth_k)) if on]
-        parts.append(f"{'+'.join(smoothed) or 'no'} smoothing")
-    defaults = json.loads(json.dumps(asdict(SageConfig())))  # config.yaml has every setting, and lists
-    for name, value in attention.items():
-        if value not in (None, defaults.get(name)) and name not in ("implementation", "sdpa"):
-            parts.append(f"{name}={json.dumps(value).strip(chr(34))}")
-    return ", ".join(parts)
+    attention = config["attention"]
+    if attention["backend"] == "sagebwd":
+        name, *changes = names_of(sage_config(attention))
+    else:
+        name = {"fpa": FULL_PRECISION}.get(attention["backend"], attention["backend"])
+        own = {key: value for key, value in attention.items() if key not in OF_NO_VARIANT | SWITCHES}
+        changes = [in_words(key, value) for key, value in own.items() if value is not None]
+    norm = [] if config["model"]["qk_norm"] else ["no QK-norm"]
+    if changes and changes[0] in PRESETS:  # a preset comes first
+        return ", ".join([name, changes[0], *norm, *changes[1:]])
+    return ", ".join([name, *norm, *changes])
 
 
-def preset_of(attention: dict[str, Any]) -> str | None:
-    """The name of the preset whose settings these are, if of any but the default."""
-    switches = {field.name for field in fields(SageConfig)}
-    given = {name: value for name, value in attention.items() if name in switches and value is not None}
-    if attention["backend"] != "sagebwd":
-        return None
-    return next((name for name, preset in PRESETS.items() if SageConfig(**given) == preset), None)
+def sage_config(attention: dict[str, Any]) -> SageConfig:
+    """What the settings of a run's attention amount to. None, or none given: the preset's value."""
+    named = (attention.get("preset") or "default").replace("_", " ")
+    given = {name: value for name, value in attention.items() if name in SWITCHES and value is not None}
+    return replace(PRESETS.get(named, SageConfig()), **given)
+
+
+def names_of(config: SageConfig) -> list[str]:
+    """SAGE, then its preset if it is one, or else what differs from the default."""
+    for name, preset in PRESETS.items():
+        if config == preset:
+            return [SAGE, name]
+    found, default = asdict(config), asdict(SageConfig())
+    changes = []
+    if (config.smooth_k, config.smooth_q) != (True, False):
+        smoothed = [name for name, on in (("Q", config.smooth_q), ("K", config.smooth_k)) if on]
+        changes.append(f"{'+'.join(smoothed) or 'no'} smoothing")
+    others = [name for name in found if name not in ("smooth_k", "smooth_q") and found[name] != default[name]]
+    return [SAGE, *changes, *(in_words(name, found[name]) for name in others)]
+
+
+def in_words(name: str, value: Any) -> str:
+    return f"{name}={json.dumps(value).strip(chr(34))}"
 
 
 def title_of(variant: str) -> str:

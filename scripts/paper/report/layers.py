@@ -21,6 +21,7 @@ from scripts.paper.report.verdicts import (
     rms_verdict,
 )
 from scripts.paper.result_files import Results
+from scripts.paper.variants import sage_config
 from trainer.plot import PROBED
 
 VARIANTS = {"paper": "`paper()`", "default": "default"}
@@ -55,9 +56,11 @@ class Layers:
 
 
 def smooths_k_alone(attention: dict[str, Any]) -> bool:
-    """Whether these settings, which full precision has none of, smooth K and nothing else."""
-    others = attention.get("smooth_q") or attention.get("smooth_v")
-    return attention.get("smooth_k") is not False and not others
+    """Whether an attention is trained with the paper's smoothing; full precision needs none."""
+    if attention.get("backend", "sagebwd") != "sagebwd":
+        return True
+    config = sage_config(attention)
+    return config.smooth_k and not config.smooth_q and not config.smooth_v
 
 
 def layers(results: Results) -> Section:

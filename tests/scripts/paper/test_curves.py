@@ -153,6 +153,20 @@ def test_variants_are_named_by_what_differs_from_the_paper(compose_settings):
             assert variant_of(config) == NAMES[name]
 
 
+def test_presets_are_recognized_by_their_values_or_their_name():
+    def name(qk_norm=True, **attention):
+        return variant_of({"model": {"qk_norm": qk_norm}, "attention": {"backend": "sagebwd"} | attention})
+
+    assert name() == name(preset="default", smooth_k=None) == "SageBwd"
+    assert name(preset="paper") == name(granularity="block", block_q=128, block_kv=64) == "SageBwd, paper"
+    assert name(preset="strictly_causal", qk_norm=False) == "SageBwd, strictly causal, no QK-norm"
+    assert name(preset="paper", block_q=64) == "SageBwd, granularity=block, block_q=64, block_kv=64"
+    assert name(smooth_k=False, qk_norm=False) == "SageBwd, no QK-norm, no smoothing"
+    assert name(smooth_q=True, unsigned_p=True) == "SageBwd, Q+K smoothing, unsigned_p=true"
+    assert name(backend="fpa", sdpa="cudnn", smooth_k=True) == "full precision"
+    assert name(backend="windowed", window=8, qk_norm=False) == "windowed, no QK-norm, window=8"
+
+
 LARGE_TPS = "tps.tokens_per_step=2097152"
 SAGE = ("attention.backend=sagebwd", "attention.smooth_k=true", "attention.smooth_q=false")
 
