@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import cosine_similarity, relative_l2
+from sagebwd.reference import exact_attention
 
 TITLES = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 TENSORS = tuple(TITLES)
@@ -33,25 +34,16 @@ def measure(
         (std * torch.randn(shape, generator=generator)).to(arguments.device, dtype)
         for std in (sigma, sigma, 1.0, 1.0)
     )
-    exact = dict(zip(TENSORS, exact_attention(q, k, v, grad_out, arguments.causal), strict=True))
+    exact = exact_attention(q, k, v, grad_out, is_causal=arguments.causal)
     errors = {}
     for variant, config in variants.items():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = sage_attention(*leaves, is_causal=arguments.causal, config=config)
         found = (out, *torch.autograd.grad(out, leaves, grad_out))
-        errors[variant] = {name: compare(x, exact[name]) for name, x in zip(TENSORS, found, strict=True)}
+        errors[variant] = {
+            name: compare(x, getattr(exact, name)) for name, x in zip(TENSORS, found, strict=True)
+        }
     return errors
-
-
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-    """Float64 attention: out, dq, dk, dv, each (batch, heads, tokens, head size)."""
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    s = q @ k.mT * q.shape[-1] ** -0.5
-    if is_causal:
-        later = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
-        s = s.masked_fill(later, -torch.inf)
-    out = s.softmax(-1) @ v
-    return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out.double()))
 
 
 def compare(actual: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -23,9 +23,10 @@ from torch import Tensor
 from data.files import write_json
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
+from sagebwd.reference import exact_attention
 from scripts.bench.measuring import describe_run
 from scripts.paper.arguments import OUT, positive_int
-from scripts.paper.attention_errors import exact_attention, settings_of
+from scripts.paper.attention_errors import settings_of
 
 PROGRAM = "python -m scripts.paper.causal_leak"
 
@@ -105,7 +106,8 @@ def measure(arguments: argparse.Namespace) -> list[dict]:
         (std * torch.randn(shape, generator=generator)).to(getattr(torch, arguments.dtype))
         for std in (arguments.sigma, arguments.sigma, 1.0, 1.0)
     ]
-    exact = exact_attention(*inputs, is_causal=True)[:2]
+    result = exact_attention(*inputs, is_causal=True)
+    exact = result.out, result.dq
     rows = []
     for name, config in CONFIGS.items():
         tile = largest_tile(config, arguments.head_dim)

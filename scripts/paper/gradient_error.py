@@ -32,11 +32,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l2
+from sagebwd.reference import exact_attention
 from scripts.bench.measuring import beside, choose_device, describe_run
 from scripts.paper import drawing
 from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.attention_emulation import Head, Result, Scheme, emulate
-from scripts.paper.attention_errors import exact_attention
 from scripts.paper.gradient_error_pictures import draw_costs, draw_progress
 from scripts.paper.gradient_error_rows import PARTS, TITLES, Row, Source, runs_with_progress
 from scripts.paper.gradient_error_tables import to_markdown
@@ -175,7 +175,8 @@ def gaussian(sigma: float, arguments: Namespace) -> Head:
 
 def measure(source: Source, layer: int, number: int, head: Head) -> list[Row]:
     """Every step and every variant on one head; before a run's last trace the default and single steps."""
-    exact = Result(*(x[0, 0] for x in exact_attention(*(x[None, None] for x in head), is_causal=True)))
+    whole = exact_attention(*(x[None, None] for x in head), is_causal=True)
+    exact = Result(*(getattr(whole, name)[0, 0] for name in Result._fields))
     head_dim, dtype = head.q.shape[-1], torch.bfloat16
     schemes: dict[tuple[str, str], Variant | Scheme] = {
         ("variant", name): variant for name, variant in variants(head_dim, dtype).items()

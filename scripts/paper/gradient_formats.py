@@ -35,6 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
+from sagebwd.reference import exact_attention
 from scripts.bench.measuring import align, choose_device, describe_run, origin_of
 from scripts.paper import published as paper
 from scripts.paper.arguments import OUT, positive_int
@@ -188,24 +189,24 @@ def draw(sigma: float, arguments: Namespace) -> Layer:
 
 def measure(trace: str, layer: int, tensors: Layer, arguments: Namespace) -> list[Row]:
     """One layer under every scheme."""
-    exact = layer_gradients(tensors, None, torch.float64)
+    exact = exact_attention(*tensors, is_causal=True)
     rows = []
-    for name, dp_bits, granularity in itertools.product(FORMATS, (16, 8), arguments.granularity):
-        scheme = Scheme(name, dp_bits, granularity, tuple(arguments.tile))
-        found = layer_gradients(tensors, scheme, torch.float32)
+    for form, dp_bits, granularity in itertools.product(FORMATS, (16, 8), arguments.granularity):
+        scheme = Scheme(form, dp_bits, granularity, tuple(arguments.tile))
+        found = layer_gradients(tensors, scheme)
         errors = {
-            gradient: {measure: f(found[gradient], exact[gradient]) for measure, f in MEASURES.items()}
-            for gradient in GRADIENTS
+            name: {measure: f(found[name], getattr(exact, name)) for measure, f in MEASURES.items()}
+            for name in GRADIENTS
         }
         rows.append(Row(trace, layer, scheme, errors))
     return rows
 
 
-def layer_gradients(layer: Layer, scheme: Scheme | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """dq (B, H, N, D), dk and dv (B, G, N, D), computed in `dtype`, head by head."""
+def layer_gradients(layer: Layer, scheme: Scheme) -> dict[str, Tensor]:
+    """dq (B, H, N, D), dk and dv (B, G, N, D), float32, computed head by head."""
     group = layer.q.shape[1] // layer.k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (layer.k, layer.v))
-    heads = (x.to(dtype).flatten(0, 1) for x in (layer.q, k, v, layer.grad_out))
+    heads = (x.float().flatten(0, 1) for x in (layer.q, k, v, layer.grad_out))
     gradients = [head_gradients(*head, scheme) for head in zip(*heads, strict=True)]
     dq, dk, dv = (torch.stack(x).view_as(layer.q) for x in zip(*gradients, strict=True))
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
@@ -213,9 +214,9 @@ def layer_gradients(layer: Layer, scheme: Scheme | None, dtype: torch.dtype) -> 
 
 
 def head_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, scheme: Scheme | None
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, scheme: Scheme
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv (N, D) of causal attention of one head (N, D); exact without a scheme."""
+    """dq, dk, dv (N, D) of causal attention of one head (N, D)."""
     operands = Operands(scheme)
     scale = q.shape[-1] ** -0.5
     k = k - k.mean(0)
@@ -235,24 +236,22 @@ def head_gradients(
 
 
 class Operands:
-    """Operands of the backward as a scheme stores them; as they are without one."""
+    """Operands of the backward as a scheme stores them."""
 
-    def __init__(self, scheme: Scheme | None):
+    def __init__(self, scheme: Scheme):
         self.scheme = scheme
-        self.dp_is_low = scheme is not None and scheme.dp_bits == 8
+        self.dp_is_low = scheme.dp_bits == 8
 
     def queries(self, x: Tensor) -> Tensor:
         """Q or dO (N, D): a scale per block of tokens."""
-        return self._store(x, (self.scheme.tile[0], x.shape[1]), PER_TILE) if self.scheme else x
+        return self._store(x, (self.scheme.tile[0], x.shape[1]), PER_TILE)
 
     def keys(self, x: Tensor) -> Tensor:
         """K or V (N, D): a scale per block of tokens."""
-        return self._store(x, (self.scheme.tile[1], x.shape[1]), PER_TILE) if self.scheme else x
+        return self._store(x, (self.scheme.tile[1], x.shape[1]), PER_TILE)
 
     def scores(self, x: Tensor, row: tuple[int, ...]) -> Tensor:
         """P or dS (N, N); row: the axes of a tile that an output row of the product sums over."""
-        if self.scheme is None:
-            return x
         return self._store(x, self.scheme.tile, row if self.scheme.granularity == "row" else PER_TILE)
 
     def _store(self, x: Tensor, tile: tuple[int, int], shared: tuple[int, ...]) -> Tensor:

@@ -7,6 +7,7 @@ import sagebwd.reference
 import sagebwd.reference.quantization
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l1, relative_l2
+from sagebwd.reference import exact_attention
 from scripts.paper import gradient_formats
 from scripts.paper.gradient_formats import (
     FORMATS,
@@ -22,16 +23,9 @@ from scripts.paper.report import gradients
 from scripts.paper.report.verdicts import CANNOT_TELL
 from scripts.paper.result_files import Results, read_json
 from scripts.paper.traces import Layer, Origin, save_trace
-from tests.exact import draw, float64_attention
+from tests.inputs import draw
 
 GRADIENTS = ("dq", "dk", "dv")
-
-
-def test_without_a_scheme_it_is_exact():
-    layer = Layer(*draw(heads=6, kv_heads=2, sigma=2.0))
-    found = layer_gradients(layer, None, torch.float64)
-    for name, expected in zip(GRADIENTS, float64_attention(*layer)[1:4], strict=True):
-        torch.testing.assert_close(found[name], expected, msg=name)
 
 
 @pytest.mark.parametrize("dp_bits", [16, 8])
@@ -42,12 +36,12 @@ def test_in_int8_it_is_the_reference(dp_bits, granularity):
     int8 = {"s_fwd", "s_bwd", "dv", "dq", "dk"} | ({"dp"} if dp_bits == 8 else set())
     config = SageConfig(granularity=granularity, int8_matmuls=int8, block_q=64, block_kv=32)
     expected = sagebwd.reference.attention(*layer, is_causal=True, enable_gqa=True, config=config)
-    found = layer_gradients(layer, Scheme("int8", dp_bits, granularity, (64, 32)), torch.float32)
-    exact = layer_gradients(layer, None, torch.float64)
+    found = layer_gradients(layer, Scheme("int8", dp_bits, granularity, (64, 32)))
+    exact = exact_attention(*layer, is_causal=True)
     for name in GRADIENTS:
         # A number near the middle between two others may be rounded to either.
         assert relative_l2(found[name], getattr(expected, name)) < 2e-3, name
-        assert relative_l2(found[name], exact[name]) > 1e-2, name
+        assert relative_l2(found[name], getattr(exact, name)) > 1e-2, name
 
 
 @pytest.mark.parametrize(("shared", "axes"), [(PER_TILE, (0, 1)), (PER_ROW, (1,)), (PER_COLUMN, (0,))])
@@ -105,13 +99,14 @@ def test_from_a_trace_to_the_table(tmp_path, capsys):
     rows = read_json(tmp_path / "made" / "gradient_formats.json")["rows"]
     expected = [("a run, step 1", n) for n in (3, 7) for _ in range(6)]
     assert [(row["trace"], row["layer"]) for row in rows] == expected
-    exact = float64_attention(*layer)
+    exact = exact_attention(*layer, is_causal=True)
     for row in rows[:6]:
         scheme = Scheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})
         assert (scheme.granularity, scheme.tile) == ("row", (32, 16))
-        found = layer_gradients(layer, scheme, torch.float32)
-        for name, expected in zip(GRADIENTS, exact[1:4], strict=True):
-            assert row["errors"][name]["l1"] == pytest.approx(relative_l1(found[name], expected), rel=1e-4)
+        found = layer_gradients(layer, scheme)
+        for name in GRADIENTS:
+            error = relative_l1(found[name], getattr(exact, name))
+            assert row["errors"][name]["l1"] == pytest.approx(error, rel=1e-4)
     text = (tmp_path / "made" / "gradient_formats.md").read_text()
     assert text in capsys.readouterr().out
     assert "a run, step 1 (2 layers)" in text
