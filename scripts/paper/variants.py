@@ -31,7 +31,7 @@ def variant_of(config: dict[str, Any]) -> str:
     """The attention's settings and QK-norm of a run's config.yaml, in words: "SageBwd, no QK-norm"."""
     attention = config["attention"]
     if attention["backend"] == "sagebwd":
-        name, *changes = names_of(sage_config(attention))
+        name, *changes = names_of(sage_config(attention), preset_of(attention))
     else:
         name = {"fpa": FULL_PRECISION}.get(attention["backend"], attention["backend"])
         own = {key: value for key, value in attention.items() if key not in OF_NO_VARIANT | SWITCHES}
@@ -44,22 +44,27 @@ def variant_of(config: dict[str, Any]) -> str:
 
 def sage_config(attention: dict[str, Any]) -> SageConfig:
     """What the settings of a run's attention amount to. None, or none given: the preset's value."""
-    named = (attention.get("preset") or "default").replace("_", " ")
     given = {name: value for name, value in attention.items() if name in SWITCHES and value is not None}
-    return replace(PRESETS.get(named, SageConfig()), **given)
+    return replace(PRESETS.get(preset_of(attention), SageConfig()), **given)
 
 
-def names_of(config: SageConfig) -> list[str]:
-    """SAGE, then its preset if it is one, or else what differs from the default."""
-    for name, preset in PRESETS.items():
-        if config == preset:
+def preset_of(attention: dict[str, Any]) -> str:
+    """The preset that a run's attention names, as PRESETS spells it; "default" if none."""
+    return (attention.get("preset") or "default").replace("_", " ")
+
+
+def names_of(config: SageConfig, preset: str = "default") -> list[str]:
+    """SAGE and the preset that it equals; or else `preset`, unless the default, and what differs from it."""
+    for name, known in PRESETS.items():
+        if config == known:
             return [SAGE, name]
-    found, default = asdict(config), asdict(SageConfig())
-    changes = []
-    if (config.smooth_k, config.smooth_q) != (True, False):
+    base = PRESETS.get(preset, SageConfig())
+    found, before = asdict(config), asdict(base)
+    changes = [preset] if preset in PRESETS else []
+    if (config.smooth_k, config.smooth_q) != (base.smooth_k, base.smooth_q):
         smoothed = [name for name, on in (("Q", config.smooth_q), ("K", config.smooth_k)) if on]
         changes.append(f"{'+'.join(smoothed) or 'no'} smoothing")
-    others = [name for name in found if name not in ("smooth_k", "smooth_q") and found[name] != default[name]]
+    others = [name for name in found if name not in ("smooth_k", "smooth_q") and found[name] != before[name]]
     return [SAGE, *changes, *(in_words(name, found[name]) for name in others)]
 
 

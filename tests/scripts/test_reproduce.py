@@ -71,7 +71,7 @@ def test_runs_of_one_name_are_the_same_run_in_every_item():
 
 def test_the_grid_has_every_seed_and_variant():
     runs = find("figure1a").runs("scaled")
-    assert len(runs) == 16  # at two learning rates
+    assert len(runs) == 24  # six variants, two seeds, two learning rates
     assert runs[0].name == "35m-131k/fpa-seed1"
     assert {run.overrides[-1] for run in runs} == {"seed=1", "seed=2"}
     assert [run.name for run in find("layers").runs("scaled")].count("35m-131k/sagebwd-seed1") == 1

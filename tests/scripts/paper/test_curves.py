@@ -139,6 +139,9 @@ NAMES = {
     "sagebwd-no_smoothing": "SageBwd, no smoothing",
     "sagebwd-smooth_qk": "SageBwd, Q+K smoothing",
     "sagebwd-paper": "SageBwd, paper",
+    "sagebwd-paper-no_qk_norm": "SageBwd, paper, no QK-norm",
+    "sagebwd-paper-no_smoothing": "SageBwd, paper, no smoothing",
+    "sagebwd-paper-smooth_qk": "SageBwd, paper, Q+K smoothing",
     "sagebwd-accurate": "SageBwd, accurate",
     "sagebwd-consistent": "SageBwd, consistent",
 }
@@ -160,7 +163,9 @@ def test_presets_are_recognized_by_their_values_or_their_name():
     assert name() == name(preset="default", smooth_k=None) == "SageBwd"
     assert name(preset="paper") == name(granularity="block", block_q=128, block_kv=64) == "SageBwd, paper"
     assert name(preset="strictly_causal", qk_norm=False) == "SageBwd, strictly causal, no QK-norm"
-    assert name(preset="paper", block_q=64) == "SageBwd, granularity=block, block_q=64, block_kv=64"
+    assert name(preset="paper", block_q=64) == "SageBwd, paper, block_q=64"
+    assert name(granularity="block", block_q=64) == "SageBwd, granularity=block, block_q=64"
+    assert name(preset="paper", smooth_k=False, qk_norm=False) == "SageBwd, paper, no QK-norm, no smoothing"
     assert name(smooth_k=False, qk_norm=False) == "SageBwd, no QK-norm, no smoothing"
     assert name(smooth_q=True, unsigned_p=True) == "SageBwd, Q+K smoothing, unsigned_p=true"
     assert name(backend="fpa", sdpa="cudnn", smooth_k=True) == "full precision"

@@ -10,7 +10,7 @@ import pytest
 from scripts.paper import report
 from scripts.paper.attention_errors import TITLES
 from scripts.paper.experiments import ITEMS
-from scripts.paper.report import template
+from scripts.paper.report import template, training
 from scripts.paper.report.__main__ import main
 from scripts.paper.report.claims import CLAIMS
 from scripts.paper.report.speed import presets_speed
@@ -293,3 +293,11 @@ def test_table1_agrees_when_nine_tenths_of_its_errors_do():
     rows[1]["dv"][1] = 0.01
     assert table1_verdict(rows, "row", TITLES).answer == DIFFERS
     assert "10 of 12" in table1_verdict(rows, "row", TITLES).numbers
+
+
+def test_the_papers_algorithm_is_judged_where_it_was_run():
+    group = {"variants": [{"variant": SAGE}]}
+    assert training.algorithms(group, "lr 1") == [("SageBwd", "lr 1")]
+    group["variants"].append({"variant": "SageBwd, paper"})
+    assert training.algorithms(group, "lr 1")[1] == ("SageBwd, paper", "lr 1, `paper()`")
+    assert training.algorithms(group, "")[1] == ("SageBwd, paper", "`paper()`")
