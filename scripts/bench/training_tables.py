@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from scripts.bench.looks import (
-    CONTESTANTS,
     STEP_PARTS,
+    TRAINING_LOOKS,
     add_legend,
     fill,
     finish,
@@ -126,7 +126,7 @@ def draw(rows: list[Row], path: Path, result: dict) -> None:
         draw_parts(parts, timed)
         speed.set_title(f"context {context:,}")
         for axes in (speed, parts):
-            titles = [two_lines(look_of(row.contestant, CONTESTANTS).title) for row in timed]
+            titles = [two_lines(look_of(row.contestant, TRAINING_LOOKS).title) for row in timed]
             axes.set_xticks(range(len(timed)), titles, fontsize=8.5)
             axes.yaxis.set_major_formatter("{x:,.0f}")
     grid[0, 0].set_ylabel("tokens/s")
@@ -137,7 +137,7 @@ def draw(rows: list[Row], path: Path, result: dict) -> None:
 
 def draw_speed(axes: Any, rows: list[Row]) -> None:
     for place, row in enumerate(rows):
-        bar = axes.bar(place, row.tokens_per_second, 0.7, **fill(look_of(row.contestant, CONTESTANTS)))
+        bar = axes.bar(place, row.tokens_per_second, 0.7, **fill(look_of(row.contestant, TRAINING_LOOKS)))
         axes.bar_label(bar, fmt="{:,.0f}", padding=2)
     axes.margins(y=0.1)  # room for the labels
 

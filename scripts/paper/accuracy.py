@@ -26,10 +26,10 @@ from tqdm import tqdm
 from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
-from scripts.bench.measuring import choose_device
+from scripts.bench.measuring import choose_device, positive_int
 from scripts.paper import published as paper
-from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.attention_errors import TENSORS, TITLES, VARIANTS, measure, settings_of
+from scripts.paper.result_files import OUT
 
 #: Named sets of products in INT8; an S in the backward is that of the forward.
 INT8_SETS = {

@@ -24,9 +24,9 @@ from data.files import write_json
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import describe_run
-from scripts.paper.arguments import OUT, positive_int
+from scripts.bench.measuring import describe_run, positive_int
 from scripts.paper.attention_errors import settings_of
+from scripts.paper.result_files import OUT
 
 PROGRAM = "python -m scripts.paper.causal_leak"
 

@@ -27,9 +27,9 @@ from scripts.bench.attention_tables import DEFAULT, relative_times
 from scripts.bench.measuring import beside, describe_run
 from scripts.paper import drawing
 from scripts.paper import gradient_error_rows as study
-from scripts.paper.arguments import OUT
-from scripts.paper.gradient_error_rows import PARTS, TITLES
-from scripts.paper.result_files import DamagedResult, Results
+from scripts.paper.attention_errors import TITLES
+from scripts.paper.gradient_error_rows import PARTS
+from scripts.paper.result_files import OUT, DamagedResult, Results
 
 PROGRAM = "python -m scripts.paper.error_against_time"
 GRAPH = "both, graph"
@@ -120,7 +120,7 @@ def newest_times(files: list[dict], head_dim: int) -> dict[str, dict[str, Any]]:
 
 def errors_of(data: dict[str, Any]) -> dict[str, dict[str, float]]:
     """{variant: {"dq": …, "dk": …}}."""
-    sources = [study.Source(**source) for source in data["sources"].values()]
+    sources = [study.HeadSource(**source) for source in data["sources"].values()]
     rows = [study.Row(**row) for row in data["rows"]]
     panels = {
         tensor: [study.points_of(rows, source, tensor) for source in sources if source.is_last]

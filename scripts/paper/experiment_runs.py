@@ -1,6 +1,6 @@
 """The training runs of the experiments: models, schedules, what is compared, and what it costs.
 
-A further setting of SageBwd to compare with is one line of PRESETS.
+A further setting of SageBwd to compare with is one line of PRESET_GRID.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ SMOOTHING = {
     "sagebwd-paper-smooth_qk": ("attention=sagebwd_paper", "attention.smooth_q=true"),
 }
 #: Settings of SageConfig to be compared at the large number of tokens per step, where the paper leaves a gap.
-PRESETS = {
+PRESET_GRID = {
     "fpa": ("attention=fpa",),
     "sagebwd": ("attention=sagebwd",),
     "sagebwd-paper": ("attention=sagebwd_paper",),
@@ -118,7 +118,7 @@ def runs_of(setup: Setup, variants: Mapping[str, tuple[str, ...]]) -> tuple[Run,
     return tuple(
         Run(
             f"{setup.name}/{variant}-seed{seed}",
-            (*setup.overrides, *overrides, *milestones(setup, variant, seed), f"seed={seed}"),
+            (*setup.overrides, *overrides, *milestone_overrides(setup, variant, seed), f"seed={seed}"),
             setup.minutes,
         )
         for seed in setup.seeds
@@ -126,7 +126,7 @@ def runs_of(setup: Setup, variants: Mapping[str, tuple[str, ...]]) -> tuple[Run,
     )
 
 
-def milestones(setup: Setup, variant: str, seed: int) -> tuple[str, ...]:
+def milestone_overrides(setup: Setup, variant: str, seed: int) -> tuple[str, ...]:
     """What makes a run keep checkpoints on its way; nothing for most, because they are large."""
     keeps = setup.milestone_every and variant in MILESTONES_OF and seed == setup.seeds[0]
     return (f"milestone_every={setup.milestone_every}",) if keeps else ()

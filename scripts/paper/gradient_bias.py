@@ -55,13 +55,13 @@ from model.backends import AttentionFn
 from model.llama import Llama
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
-from scripts.bench.measuring import choose_device, describe_run, finite
-from scripts.compare import find_runs
-from scripts.paper.arguments import OUT, positive_int
+from scripts.bench.measuring import choose_device, describe_run, finite, positive_int
+from scripts.compare import find_runs, labels_of
 from scripts.paper.gradient_bias_tables import CONTROL, Row, write
 from scripts.paper.layers import dtype_of, load_model
-from scripts.paper.layers_runs import Run, UnusableWeights, at_step, milestones_of, names_of, open_run
+from scripts.paper.layers_runs import TrainedRun, UnusableWeights, at_step, milestones_of, open_run
 from scripts.paper.loss_statistics import quantile
+from scripts.paper.result_files import OUT
 from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, steps_in
 from trainer.optimizer import adamw
 from trainer.plan import tokens_per_step
@@ -353,7 +353,7 @@ def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str
 # --- Adam ---------------------------------------------------------------------------------------------------
 
 
-def second_moments(run: Run, llama: Llama) -> dict[str, Tensor] | None:
+def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
     """Adam's v̂ (elements,) by weight from the run's checkpoint; None if it has no checkpoint of that step.
 
     `llama` has the weights of that checkpoint, on the CPU. Raises UnusableWeights if it is damaged.
@@ -380,7 +380,7 @@ def second_moments(run: Run, llama: Llama) -> dict[str, Tensor] | None:
 
 
 @torch.no_grad()
-def adam_scales(run: Run, moments: Mapping[str, Tensor] | None, g: Gradients) -> dict[str, Tensor]:
+def adam_scales(run: TrainedRun, moments: Mapping[str, Tensor] | None, g: Gradients) -> dict[str, Tensor]:
     """1 / (√v̂ + eps) by weight, (elements,); where there is no v̂, from the mean square of g over batches."""
     scales = {}
     for name, rows in g.items():
@@ -392,7 +392,9 @@ def adam_scales(run: Run, moments: Mapping[str, Tensor] | None, g: Gradients) ->
 # --- Batches and attentions ---------------------------------------------------------------------------------
 
 
-def draw_batches(run: Run, last_step: int, count: int, tokens_per_batch: int) -> tuple[list[Batch], bool]:
+def draw_batches(
+    run: TrainedRun, last_step: int, count: int, tokens_per_batch: int
+) -> tuple[list[Batch], bool]:
     """Disjoint batches behind the end of the run, in its data order, and whether the run has not seen them.
 
     Raises ValueError if the text has too few sequences, or a batch is not made of whole ones.
@@ -473,7 +475,7 @@ def try_attention(
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
-def measure_all(runs: list[list[Run]], result: dict[str, Any], arguments: Namespace) -> None:
+def measure_all(runs: list[list[TrainedRun]], result: dict[str, Any], arguments: Namespace) -> None:
     """Measure each run's checkpoints, and write what there is after each.
 
     Raises UnusableWeights, and ValueError if the text is too short for the batches.
@@ -496,7 +498,9 @@ def measure_all(runs: list[list[Run]], result: dict[str, Any], arguments: Namesp
                 write(Path(arguments.out), result, rows)
 
 
-def working_attentions(run: Run, result: dict[str, Any], arguments: Namespace) -> dict[str, AttentionFn]:
+def working_attentions(
+    run: TrainedRun, result: dict[str, Any], arguments: Namespace
+) -> dict[str, AttentionFn]:
     """Those that run on this device; what the others say goes to the result and to the terminal."""
     shape, working = run.settings.model, {}
     for name, attend in attentions(arguments.settings, torch.device(arguments.device)).items():
@@ -523,7 +527,7 @@ def working_attentions(run: Run, result: dict[str, Any], arguments: Namespace) -
 
 
 def measure_checkpoint(
-    run: Run,
+    run: TrainedRun,
     batches: Sequence[Batch],
     found: Mapping[str, AttentionFn],
     result: dict[str, Any],
@@ -564,7 +568,7 @@ def measure_checkpoint(
     return rows
 
 
-def sequences_of_pass(run: Run, arguments: Namespace) -> int:
+def sequences_of_pass(run: TrainedRun, arguments: Namespace) -> int:
     return arguments.micro_batch or max(TOKENS_PER_PASS // run.settings.context, 1)
 
 
@@ -681,12 +685,12 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     return arguments
 
 
-def open_checkpoints(arguments: Namespace) -> list[list[Run]]:
+def open_checkpoints(arguments: Namespace) -> list[list[TrainedRun]]:
     """The checkpoints of each run, the end last. Raises ValueError or FileNotFoundError."""
     paths = find_runs([Path(path) for path in arguments.runs])
     if not paths:
         raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
-    names = names_of([path.resolve() for path in paths])
+    names = labels_of(paths)
     if len(set(names)) < len(names):
         raise ValueError(f"a run is given twice: {', '.join(names)}; name each once")
     ends = [open_run(name, RunDirectory(path), None) for name, path in zip(names, paths, strict=True)]
@@ -696,7 +700,7 @@ def open_checkpoints(arguments: Namespace) -> list[list[Run]]:
     ]
 
 
-def at_steps(end: Run, steps: Sequence[int]) -> list[Run]:
+def at_steps(end: TrainedRun, steps: Sequence[int]) -> list[TrainedRun]:
     """The run at these steps before its end. Raises ValueError, naming those there are, for one without."""
     for step in steps:
         checkpoint_of(end.directory.checkpoints, step)
@@ -704,7 +708,7 @@ def at_steps(end: Run, steps: Sequence[int]) -> list[Run]:
     return [replace(end, checkpoint=step, origin=at_step(end.origin, step)) for step in earlier]
 
 
-def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[Run]]) -> dict[str, Any]:
+def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[TrainedRun]]) -> dict[str, Any]:
     """What the numbers are, of which runs, measured how and where."""
     return {
         **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
@@ -723,7 +727,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[Run]]
     }
 
 
-def describe_trained(run: Run) -> dict[str, Any]:
+def describe_trained(run: TrainedRun) -> dict[str, Any]:
     settings = run.settings
     return asdict(run.origin) | {
         "context": settings.context,

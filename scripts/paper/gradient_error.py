@@ -33,15 +33,15 @@ from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import beside, choose_device, describe_run
+from scripts.bench.measuring import beside, choose_device, describe_run, positive_int
 from scripts.paper import drawing
-from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.attention_emulation import Head, Result, Scheme, emulate
+from scripts.paper.attention_errors import TITLES
 from scripts.paper.gradient_error_pictures import draw_costs, draw_progress
-from scripts.paper.gradient_error_rows import PARTS, TITLES, Row, Source, runs_with_progress
+from scripts.paper.gradient_error_rows import PARTS, HeadSource, Row, runs_with_progress
 from scripts.paper.gradient_error_tables import to_markdown
 from scripts.paper.gradient_variants import Variant, ladder, variants
-from scripts.paper.result_files import write_result
+from scripts.paper.result_files import OUT, write_result
 from scripts.paper.traces import Layer, find_traces, load_trace
 
 
@@ -114,10 +114,10 @@ def shown(arguments: Namespace) -> Namespace:
 
 # --- Heads --------------------------------------------------------------------------------------------------
 
-Heads = list[tuple[Source, int, int, Head]]
+Heads = list[tuple[HeadSource, int, int, Head]]
 
 
-def find_heads(arguments: Namespace) -> tuple[list[Source], Heads]:
+def find_heads(arguments: Namespace) -> tuple[list[HeadSource], Heads]:
     """Every source, and every head to compute: (source, layer, head, tensors).
 
     Raises:
@@ -132,7 +132,9 @@ def find_heads(arguments: Namespace) -> tuple[list[Source], Heads]:
             raise ValueError(f"{path} has no layer {', '.join(absent)}, only {', '.join(map(str, layers))}")
         if origin.name in (source.name for source in sources):
             raise ValueError(f"{path} is another trace of {origin.name}; leave one out")
-        sources.append(Source(origin.name, origin.run, origin.tokens, origin.qk_norm, origin.tokens_per_step))
+        sources.append(
+            HeadSource(origin.name, origin.run, origin.tokens, origin.qk_norm, origin.tokens_per_step)
+        )
         for number in arguments.layers or layers:
             numbers = origin.heads or range(layers[number].q.shape[1])
             cut = heads_of(layers[number], arguments.tokens)
@@ -141,13 +143,13 @@ def find_heads(arguments: Namespace) -> tuple[list[Source], Heads]:
                 for head, tensors in list(zip(numbers, cut, strict=True))[: arguments.heads]
             ]
     for sigma in arguments.sigmas:
-        sources.append(Source(f"Gaussian, σ {sigma:g}", "Gaussian", None, None))
+        sources.append(HeadSource(f"Gaussian, σ {sigma:g}", "Gaussian", None, None))
         heads.append((sources[-1], 0, 0, gaussian(sigma, arguments)))
     marked = {source.name: replace(source, is_last=is_last(source, sources)) for source in sources}
     return list(marked.values()), [(marked[source.name], *rest) for source, *rest in heads]
 
 
-def is_last(source: Source, sources: list[Source]) -> bool:
+def is_last(source: HeadSource, sources: list[HeadSource]) -> bool:
     """Whether no other trace of the run is of a later step. Random numbers are a run each."""
     return source.tokens is None or all(
         source.tokens >= other.tokens for other in sources if other.run == source.run
@@ -173,7 +175,7 @@ def gaussian(sigma: float, arguments: Namespace) -> Head:
 # --- Measuring ----------------------------------------------------------------------------------------------
 
 
-def measure(source: Source, layer: int, number: int, head: Head) -> list[Row]:
+def measure(source: HeadSource, layer: int, number: int, head: Head) -> list[Row]:
     """Every step and every variant on one head; before a run's last trace the default and single steps."""
     whole = exact_attention(*(x[None, None] for x in head), is_causal=True)
     exact = Result(*(getattr(whole, name)[0, 0] for name in Result._fields))

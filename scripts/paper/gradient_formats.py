@@ -36,10 +36,9 @@ from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import align, choose_device, describe_run, origin_of
+from scripts.bench.measuring import align, choose_device, describe_run, origin_of, positive_int
 from scripts.paper import published as paper
-from scripts.paper.arguments import OUT, positive_int
-from scripts.paper.result_files import write_result
+from scripts.paper.result_files import OUT, write_result
 from scripts.paper.roundings import inverse
 from scripts.paper.traces import Layer, Origin, find_traces, load_trace
 
@@ -79,7 +78,7 @@ PER_TILE, PER_ROW, PER_COLUMN = (1, 3), (3,), (1,)
 
 
 @dataclass(frozen=True)
-class Scheme:
+class StorageScheme:
     """How the backward's operands are stored. tile: (queries, keys)."""
 
     format: str
@@ -94,7 +93,7 @@ class Row:
 
     trace: str
     layer: int
-    scheme: Scheme
+    scheme: StorageScheme
     errors: dict[str, dict[str, float]]
 
 
@@ -192,7 +191,7 @@ def measure(trace: str, layer: int, tensors: Layer, arguments: Namespace) -> lis
     exact = exact_attention(*tensors, is_causal=True)
     rows = []
     for form, dp_bits, granularity in itertools.product(FORMATS, (16, 8), arguments.granularity):
-        scheme = Scheme(form, dp_bits, granularity, tuple(arguments.tile))
+        scheme = StorageScheme(form, dp_bits, granularity, tuple(arguments.tile))
         found = layer_gradients(tensors, scheme)
         errors = {
             name: {measure: f(found[name], getattr(exact, name)) for measure, f in MEASURES.items()}
@@ -202,7 +201,7 @@ def measure(trace: str, layer: int, tensors: Layer, arguments: Namespace) -> lis
     return rows
 
 
-def layer_gradients(layer: Layer, scheme: Scheme) -> dict[str, Tensor]:
+def layer_gradients(layer: Layer, scheme: StorageScheme) -> dict[str, Tensor]:
     """dq (B, H, N, D), dk and dv (B, G, N, D), float32, computed head by head."""
     group = layer.q.shape[1] // layer.k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (layer.k, layer.v))
@@ -214,7 +213,7 @@ def layer_gradients(layer: Layer, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def head_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, scheme: Scheme
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, scheme: StorageScheme
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv (N, D) of causal attention of one head (N, D)."""
     operands = Operands(scheme)
@@ -238,7 +237,7 @@ def head_gradients(
 class Operands:
     """Operands of the backward as a scheme stores them."""
 
-    def __init__(self, scheme: Scheme):
+    def __init__(self, scheme: StorageScheme):
         self.scheme = scheme
         self.dp_is_low = scheme.dp_bits == 8
 
@@ -275,7 +274,7 @@ def quantize(x: Tensor, form: Format, tile: tuple[int, int], shared: tuple[int, 
 def rows_of(result: dict) -> list[Row]:
     """The rows of a JSON file of this command."""
     return [
-        Row(**row | {"scheme": Scheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})})
+        Row(**row | {"scheme": StorageScheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})})
         for row in result["rows"]
     ]
 

@@ -46,14 +46,13 @@ from model import backends
 from model.backends import FULL_PRECISION, AttentionFn, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
-from scripts.bench.measuring import beside, choose_device, describe_run
+from scripts.bench.measuring import beside, choose_device, describe_run, positive_int
 from scripts.paper import drawing, intermediates
 from scripts.paper import published as paper
-from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.layers_pictures import draw_layers, draw_smoothing
-from scripts.paper.layers_runs import Run, UnusableWeights, milestones_of, open_runs
+from scripts.paper.layers_runs import TrainedRun, UnusableWeights, milestones_of, open_runs
 from scripts.paper.layers_tables import MAIN_VARIANTS, Row, most_error_prone, to_markdown
-from scripts.paper.result_files import write_result
+from scripts.paper.result_files import OUT, write_result
 from scripts.paper.traces import Layer, save_trace, trace_file
 from trainer.checkpoint import load_weights
 from trainer.probe import (
@@ -156,7 +155,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     return arguments
 
 
-def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> dict[str, Any]:
+def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun]) -> dict[str, Any]:
     """What the numbers are, of which runs, measured how and where."""
     return {
         **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
@@ -181,7 +180,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> d
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
-def measure_all(runs: list[Run], result: dict[str, Any], arguments: Namespace) -> None:
+def measure_all(runs: list[TrainedRun], result: dict[str, Any], arguments: Namespace) -> None:
     """Measure run after run, and write what there is after each. Raises UnusableWeights."""
     rows: list[Row] = []
     with tqdm(total=sum(run.settings.model.n_layers + 1 for run in runs), disable=None) as progress:
@@ -200,7 +199,7 @@ def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
     drawing.save(draw_smoothing(rows), beside(out, "_smoothing.png"))
 
 
-def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
+def measure_run(run: TrainedRun, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
     """A row for each layer; adds Table 2 and what computed the variants to the result."""
     variants = {name: sage(config, run, arguments) for name, config in VARIANTS.items()}
     captured = capture_run(run, range(run.settings.model.n_layers), arguments)
@@ -212,28 +211,28 @@ def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress
     return rows
 
 
-def sage(config: SageConfig, run: Run, arguments: Namespace) -> Backend:
+def sage(config: SageConfig, run: TrainedRun, arguments: Namespace) -> Backend:
     """SageBwd for the run's heads: kernels on a GPU, where they take the run's dtype."""
     attention = {"backend": "sagebwd", **asdict(config)}
     return backends.build_first(
-        [attention, {**attention, "implementation": "reference"}], **heads_of(run, arguments)
+        [attention, {**attention, "implementation": "reference"}], **build_keywords(run, arguments)
     )
 
 
-def heads_of(run: Run, arguments: Namespace) -> dict[str, Any]:
+def build_keywords(run: TrainedRun, arguments: Namespace) -> dict[str, Any]:
     """The keywords of `backends.build` for the run's heads."""
     shape = run.settings.model
     where = {"device": torch.device(arguments.device), "dtype": dtype_of(run)}
     return {**where, "d_head": shape.d_head, "is_gqa": shape.is_gqa}
 
 
-def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[int, Captured]:
+def capture_run(run: TrainedRun, layers: Sequence[int], arguments: Namespace) -> dict[int, Captured]:
     """q, k, v, O and dO of some layers, on the first validation sequences, with full-precision attention.
 
     Raises UnusableWeights.
     """
     device, dtype = torch.device(arguments.device), dtype_of(run)
-    attention = backends.build(FULL_PRECISION, **heads_of(run, arguments))
+    attention = backends.build(FULL_PRECISION, **build_keywords(run, arguments))
     llama = load_model(run, attention.attend).to(device)
     tokens = stack_sequences(run.corpus.val, np.arange(arguments.sequences), run.settings.context)
     return capture(
@@ -244,7 +243,7 @@ def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[i
     )
 
 
-def load_model(run: Run, attention: AttentionFn) -> Llama:
+def load_model(run: TrainedRun, attention: AttentionFn) -> Llama:
     """Raises UnusableWeights if the weights are damaged."""
     try:
         if run.checkpoint is None:
@@ -256,13 +255,13 @@ def load_model(run: Run, attention: AttentionFn) -> Llama:
     return llama
 
 
-def dtype_of(run: Run) -> torch.dtype:
+def dtype_of(run: TrainedRun) -> torch.dtype:
     """What q, k and v have in the run."""
     return getattr(torch, run.settings.hardware.dtype)
 
 
 def measure_layers(
-    run: Run, captured: dict[int, Captured], variants: dict[str, Backend], progress: tqdm
+    run: TrainedRun, captured: dict[int, Captured], variants: dict[str, Backend], progress: tqdm
 ) -> list[Row]:
     """Every layer under every variant."""
     rows = []
@@ -274,7 +273,7 @@ def measure_layers(
     return rows
 
 
-def with_step(values: dict[str, float], run: Run) -> dict[str, float]:
+def with_step(values: dict[str, float], run: TrainedRun) -> dict[str, float]:
     """The statistics and, `_in_step`, the RMS of dP and dS where the loss is the mean over a step."""
     in_step = {f"{name}_in_step": values[name] / run.sequences_per_step for name in ("dp_rms", "ds_rms")}
     return values | in_step
@@ -288,7 +287,7 @@ def measure_table2(captured: Captured, layer: int) -> dict[str, Any]:
 # --- Traces -------------------------------------------------------------------------------------------------
 
 
-def trace_all(runs: list[Run], arguments: Namespace) -> None:
+def trace_all(runs: list[TrainedRun], arguments: Namespace) -> None:
     """Write the traces of all runs, and of their milestones if asked to. Raises UnusableWeights."""
     earlier = [found for run in runs for found in milestones_of(run)] if arguments.milestones else []
     with tqdm([*earlier, *runs], disable=None) as progress:
@@ -297,7 +296,7 @@ def trace_all(runs: list[Run], arguments: Namespace) -> None:
             write_trace(run, arguments)
 
 
-def write_trace(run: Run, arguments: Namespace) -> None:
+def write_trace(run: TrainedRun, arguments: Namespace) -> None:
     """The chosen layers and heads in bfloat16."""
     folder = Path(arguments.traces) / run.name if arguments.traces else run.directory.traces
     chosen = chosen_layers(arguments.trace_layers, run.settings.model.n_layers)

@@ -18,6 +18,8 @@ from data.files import write_text
 from scripts.bench.measuring import beside, finite, replace_file
 from trainer.run_directory import RunDirectory
 
+#: Commands write below this folder by default, never into results/.
+OUT = Path("runs/paper")
 FIX = "restore it (git checkout), or delete it and run its command again"
 
 

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_json
-from scripts.bench.measuring import choose_device, describe_run
+from scripts.bench.measuring import choose_device, describe_run, positive_int
 from scripts.paper import drawing
-from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.attention_errors import TENSORS, TITLES, VARIANTS, measure, settings_of
 from scripts.paper.published import TABLE_1
+from scripts.paper.result_files import OUT
 from trainer.style import Style
 
 PROGRAM = "python -m scripts.paper.table1"

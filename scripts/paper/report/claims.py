@@ -6,7 +6,7 @@ from scripts.paper import published as paper
 from scripts.paper.report.markdown import decimal
 from scripts.paper.report.verdicts import (
     DP_FACTOR,
-    EXACT,
+    EXACT_BELOW,
     MARGIN,
     ORDER,
     SAME,
@@ -83,7 +83,7 @@ CLAIMS: dict[str, dict[str, tuple[str, str]]] = {
             "dS has a larger error than P, dP and δ, of which it is made",
             f"relative L2 in the layer of Table 2; {_ALL}",
         ),
-        "dp": ("dP is exact", f"relative L2 in the layer of Table 2 below {EXACT:g}; {_ALL}"),
+        "dp": ("dP is exact", f"relative L2 in the layer of Table 2 below {EXACT_BELOW:g}; {_ALL}"),
         "rms": (
             f"the RMS of dS is far below that of dP ({paper.RMS['dp'] / paper.RMS['ds']:,.0f} times)",
             f"{ORDER} times or more; {_ALL}",

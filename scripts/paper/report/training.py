@@ -16,11 +16,10 @@ from scripts.paper.report.verdicts import (
     match_verdict,
 )
 from scripts.paper.result_files import Results
-from scripts.paper.variants import FULL_PRECISION, SAGE, title_of
+from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM, SAGE, title_of
 
 #: The paper's own algorithm; SAGE is the default of SageConfig.
 PAPER = f"{SAGE}, paper"
-NO_QK_NORM = ", no QK-norm"
 #: Pairs of variants whose difference the front page of the report shows, by experiment.
 SHOWN = {
     "figure1a": ((SAGE, FULL_PRECISION), (SAGE + NO_QK_NORM, FULL_PRECISION + NO_QK_NORM)),

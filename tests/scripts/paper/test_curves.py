@@ -149,7 +149,9 @@ NAMES = {
 
 def test_variants_are_named_by_what_differs_from_the_paper(compose_settings):
     """Those of the experiments, whose names the report's verdicts look for."""
-    for name, overrides in (experiments.QK_NORM_GRID | experiments.SMOOTHING | experiments.PRESETS).items():
+    for name, overrides in (
+        experiments.QK_NORM_GRID | experiments.SMOOTHING | experiments.PRESET_GRID
+    ).items():
         settings = compose_settings("experiment=debug", *overrides)
         config = OmegaConf.to_container(OmegaConf.structured(settings))
         if name in NAMES:  # a preset that was added later needs no test of its own

@@ -10,7 +10,7 @@ from sagebwd import SageConfig
 from scripts.paper import gradient_error
 from scripts.paper.attention_emulation import Head, Result, emulate, scheme_of
 from scripts.paper.gradient_error import gain, heads_of
-from scripts.paper.gradient_error_rows import Row, Source, front, mean_error
+from scripts.paper.gradient_error_rows import HeadSource, Row, front, mean_error
 from scripts.paper.gradient_error_tables import BIAS_OF
 from scripts.paper.gradient_variants import ROUNDINGS, STEPS, ladder, rounded_in, variants
 from scripts.paper.report import gradients
@@ -181,4 +181,4 @@ def test_one_tensor_of_zeros_does_not_stop_the_tables():
     assert errors["relative_l2"] == dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     row = Row("s", 0, 0, "variant", "default", 11, **errors)
     assert mean_error([row], "dq") == 0
-    assert Source("s", "s", None, None).tokens is None
+    assert HeadSource("s", "s", None, None).tokens is None

@@ -15,7 +15,7 @@ from scripts.paper.gradient_formats import (
     PER_ROW,
     PER_TILE,
     PUBLISHED,
-    Scheme,
+    StorageScheme,
     layer_gradients,
     quantize,
 )
@@ -36,7 +36,7 @@ def test_in_int8_it_is_the_reference(dp_bits, granularity):
     int8 = {"s_fwd", "s_bwd", "dv", "dq", "dk"} | ({"dp"} if dp_bits == 8 else set())
     config = SageConfig(granularity=granularity, int8_matmuls=int8, block_q=64, block_kv=32)
     expected = sagebwd.reference.attention(*layer, is_causal=True, enable_gqa=True, config=config)
-    found = layer_gradients(layer, Scheme("int8", dp_bits, granularity, (64, 32)))
+    found = layer_gradients(layer, StorageScheme("int8", dp_bits, granularity, (64, 32)))
     exact = exact_attention(*layer, is_causal=True)
     for name in GRADIENTS:
         # A number near the middle between two others may be rounded to either.
@@ -101,7 +101,7 @@ def test_from_a_trace_to_the_table(tmp_path, capsys):
     assert [(row["trace"], row["layer"]) for row in rows] == expected
     exact = exact_attention(*layer, is_causal=True)
     for row in rows[:6]:
-        scheme = Scheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})
+        scheme = StorageScheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})
         assert (scheme.granularity, scheme.tile) == ("row", (32, 16))
         found = layer_gradients(layer, scheme)
         for name in GRADIENTS:

@@ -1,7 +1,6 @@
 """From a run that was trained here to its layers' errors, RMS, Table 2 and traces."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -199,16 +198,6 @@ def test_options_that_do_not_go_together_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):
         layers.main(["runs/NAME", *options])
     assert message in capsys.readouterr().err
-
-
-def test_runs_are_named_from_where_their_folders_part():
-    def names(*paths):
-        return layers_runs.names_of([Path("/runs") / path for path in paths])
-
-    assert names("a") == ["a"]
-    assert names("large/a-seed1", "large/b-seed1") == ["a-seed1", "b-seed1"]
-    assert names("large/a-seed1", "small/a-seed1") == ["large/a-seed1", "small/a-seed1"]
-    assert names("steps-3+tps-1", "steps-3+tps-2") == ["tps-1", "tps-2"]
 
 
 def test_heads_that_are_chosen_attend_as_before():
