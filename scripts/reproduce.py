@@ -112,7 +112,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "nothing (default %(default)s)",
     )
     parser.add_argument(
-        "--gpus", default="", metavar="N[,N …]", help="GPUs to spread runs over (default: what CUDA has)"
+        "--gpus", default="", metavar="N[,N …]", help="GPUs to distribute runs over (default: what CUDA has)"
     )
     parser.add_argument(
         "--per-gpu", type=int, default=1, metavar="N", help="runs at a time on each (default 1)"

@@ -1,7 +1,7 @@
 """The error of INT8 attention, measured while a run trains, on the run's own q, k, v and dO.
 
 INT8 attention fails slowly: dQ and dK become noise long before the loss shows it. Every `probe.every` steps
-the probe takes sequences of the step's batch through the model with the current weights and captures q, k and
+the probe runs sequences of the step's batch through the model with the current weights and captures q, k and
 v of some layers and the gradient dO that reaches them. It computes attention from these three times: with the
 INT8 attention, with 16-bit attention, and exactly. The error of 16-bit attention is the baseline: INT8 cannot
 be blamed for it. Training is unchanged, bit for bit: the probe touches no parameter's .grad, no optimizer and
@@ -52,7 +52,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact attention, float32. An RMS is over all N · N entries; entries behind the mask are 0."""
+    """Exact attention, float32. An RMS is over all N · N entries; entries that the mask hides are 0."""
 
     o: Tensor  # (B, H, N, D)
     dq: Tensor  # (B, H, N, D)
@@ -326,4 +326,4 @@ def advice(settings: Settings, probe: Probe) -> str:
         f"fewer tokens per step than {tokens_per_step(settings):,}",
         *(probe.backend.advice if probe.is_own else ()),
     ]
-    return "What may help, in a run of its own: " + "; ".join(options)
+    return "What may help, in a new run: " + "; ".join(options)

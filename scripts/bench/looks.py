@@ -104,7 +104,7 @@ def two_lines(title: str) -> str:
 
 def new_figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     """A figure of `size` inches and its grid of axes, without the upper and right frame."""
-    import matplotlib  # slow to import; only needed when everything is measured
+    import matplotlib  # slow to import; only needed for pictures
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

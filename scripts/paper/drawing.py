@@ -55,7 +55,7 @@ def preset(name: str) -> str | None:
 
 def grid(rows: int, columns: int, *, width: float, height: float, **options: Any) -> tuple[Any, Any]:
     """A figure and its rows × columns of axes; width and height: inches of each."""
-    import matplotlib  # slow to import; only needed when all is measured
+    import matplotlib  # slow to import; only needed for pictures
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -46,13 +46,13 @@ PAPER_TOKENS = 78_643_200_000
 FULL_LARGE = Setup("325m-2.1m", ("tps=2.1m",), PAPER_TOKENS, 186_000, milestone_every=10_000)
 FULL_SMALL = Setup("325m-260k", ("tps=260k",), PAPER_TOKENS, 186_000)
 # An eighth of the tokens per step against the full number, as in the paper, at a sixteenth of both.
-# All runs of the three leave some 65 GB: a checkpoint of the 325M model has 3.9 GB, one of the 35M 0.42 GB.
+# All runs of the three take about 65 GB on disk: a checkpoint has 3.9 GB (325M model) or 0.42 GB (35M).
 LARGE = Setup(
     "35m-131k", ("experiment=scaled_131k",), 50_069_504, 1_200_000, seeds=(1, 2), milestone_every=96
 )
-# What 78 billion tokens do to the logits, 50 million may not: the same pushed by a high learning rate.
+# 50M tokens may not grow the logits as far as 78 billion do, so the same at a high learning rate.
 PUSHED = replace(LARGE, name="35m-131k-lr6e-3", overrides=(*LARGE.overrides, "optimizer.lr=6.0e-3"))
-# LARGE's first steps, and the same with a steep warm-up, in which values become alike. For their traces.
+# LARGE's first steps, and the same with a steep warm-up, in which the rows of V become similar. For traces.
 BEGINNING = Setup(
     "35m-131k-beginning",
     ("experiment=scaled_131k", "total_tokens=8388608", "checkpoint_every=16", "probe.every=8"),
@@ -127,7 +127,7 @@ def runs_of(setup: Setup, variants: Mapping[str, tuple[str, ...]]) -> tuple[Run,
 
 
 def milestone_overrides(setup: Setup, variant: str, seed: int) -> tuple[str, ...]:
-    """What makes a run keep checkpoints on its way; nothing for most, because they are large."""
+    """Overrides that make a run save milestone checkpoints; none for most runs, because these are large."""
     keeps = setup.milestone_every and variant in MILESTONES_OF and seed == setup.seeds[0]
     return (f"milestone_every={setup.milestone_every}",) if keeps else ()
 

@@ -50,7 +50,7 @@ class Item:
     json: the file, which may be compressed (json.gz).
     commands: by scale; modules of scripts/, with {results} for the folder of results, RUNS for the runs, and
         TRACES for their traces.
-    of_weights: the commands look into trained models, which runs that diverged do not leave.
+    of_weights: the commands read trained weights, which diverged runs do not have.
     minutes: by scale, of the commands.
     """
 

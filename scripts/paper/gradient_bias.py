@@ -2,7 +2,7 @@
 
     python -m scripts.paper.gradient_bias runs/NAME [runs/NAME …] --milestones --out runs/paper/gradient_bias
 
-At each checkpoint of a run, the gradient of every weight is taken on n batches of the run's training text:
+At each checkpoint of a run, the gradient of every weight is computed on n batches of the run's training text:
 with FlashAttention-2 (g_i), with cuDNN as the control, and with each setting of SageBwd (g'_i). With
 d_i = g'_i − g_i, means over pairs of different batches estimate without bias
 
@@ -10,8 +10,8 @@ d_i = g'_i − g_i, means over pairs of different batches estimate without bias
     |G|²  = mean ⟨g_i, g_j⟩    the gradient itself
     ⟨b, G⟩ = mean ⟨d_i, g_j⟩   bias along the gradient
 
-and the rest is noise: mean |d_i|² − |b|² of quantization, mean |g_i|² − |G|² of the minibatch. The noise of
-the minibatch falls as 1/T with the tokens T of a step, the bias does not. They are equal at
+and what remains is noise: mean |d_i|² − |b|² of quantization, mean |g_i|² − |G|² of the minibatch. The noise
+of the minibatch falls as 1/T with the tokens T of a step, the bias does not. They are equal at
 
     T* = tokens per batch · noise of the minibatch / |b|²
 
@@ -21,14 +21,13 @@ group of weights, for each layer and for all weights; raw, and as Adam sees it: 
 gradient over the batches stands in for √v̂, and the JSON says so. Intervals are 95%, by the jackknife over
 batches; where there is no bias they are wider than that.
 
-The batches lie behind the end of the run in its own data order. They are the same for all checkpoints and
+The batches follow the end of the run in its own data order. They are the same for all checkpoints and
 settings, disjoint, and unseen by the run as long as it has not gone through its text once. The model is not
 compiled; all else is as in training.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -55,7 +54,7 @@ from model.backends import AttentionFn
 from model.llama import Llama
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
-from scripts.bench.measuring import choose_device, describe_run, finite, positive_int
+from scripts.bench.measuring import choose_device, command_parser, describe_run, finite, positive_int
 from scripts.compare import find_runs, labels_of
 from scripts.paper.gradient_bias_tables import CONTROL, Row, write
 from scripts.paper.layers import dtype_of, load_model
@@ -190,7 +189,7 @@ def jackknife(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def signed_root(squares: Sequence[float]) -> list[float]:
-    """√x, or −√−x of a square that was estimated to be negative, which says that it is about zero."""
+    """√x, or −√−x of a square whose estimate is negative, which means about zero."""
     return [float(np.sign(x) * np.sqrt(abs(x))) for x in squares]
 
 
@@ -224,7 +223,7 @@ def estimate_gradient(found: Moments, tokens_per_batch: int) -> dict[str, list[f
 
 
 def ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Quotients; NaN where what is below, which should be positive, was not found to be."""
+    """above / below; NaN where `below`, which should be positive, was estimated as zero or negative."""
     return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
 
 
@@ -395,7 +394,7 @@ def adam_scales(run: TrainedRun, moments: Mapping[str, Tensor] | None, g: Gradie
 def draw_batches(
     run: TrainedRun, last_step: int, count: int, tokens_per_batch: int
 ) -> tuple[list[Batch], bool]:
-    """Disjoint batches behind the end of the run, in its data order, and whether the run has not seen them.
+    """Disjoint batches that follow the run's end in its data order, and whether the run has not seen them.
 
     Raises ValueError if the text has too few sequences, or a batch is not made of whole ones.
     """
@@ -422,7 +421,7 @@ def draw_batches(
         )
     indices: dict[int, None] = {}
     step = last_step
-    while len(indices) < count * size:  # a sequence comes again when the text does
+    while len(indices) < count * size:  # a sequence repeats when the text does
         indices.update(dict.fromkeys(loader.sequence_indices(step).tolist()))
         step += 1
     chosen = np.array(list(indices)[: count * size]).reshape(count, size)
@@ -476,7 +475,7 @@ def try_attention(
 
 
 def measure_all(runs: list[list[TrainedRun]], result: dict[str, Any], arguments: Namespace) -> None:
-    """Measure each run's checkpoints, and write what there is after each.
+    """Measure each run's checkpoints, and write all results so far after each.
 
     Raises UnusableWeights, and ValueError if the text is too short for the batches.
     """
@@ -516,7 +515,7 @@ def working_attentions(
                 device=arguments.device,
                 dtype=dtype_of(run),
             )
-        except Exception as error:  # a kernel that does not compile must not cost the others their turn
+        except Exception as error:  # a kernel that does not compile must not stop the others
             reason = f"{type(error).__name__}: {error}"
             result["left_out"].setdefault(run.name, {})[name] = reason
             tqdm.write(f"{run.name}: {name} is left out. {reason}")
@@ -620,7 +619,7 @@ def mean_and_interval(values: np.ndarray) -> list[float]:
 
 
 def rounded(estimates: dict[str, list[float]]) -> dict[str, list[float | None]]:
-    """To as many digits as they are good for; None for NaN and infinities, which JSON does not have."""
+    """Rounded to DIGITS significant digits; None for NaN and infinities, which JSON does not have."""
     return finite(
         {name: [float(f"{x:.{DIGITS - 1}e}") for x in values] for name, values in estimates.items()}
     )
@@ -644,12 +643,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(PROGRAM, __doc__, EXAMPLES)
     parser.add_argument("runs", nargs="*", help="directories of finished runs, or folders that hold some")
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--milestones", action="store_true", help="all checkpoints of milestone_every, too")
@@ -671,7 +665,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         metavar="NAME",
         help=f"some of {', '.join((CONTROL, *SETTINGS))} (default: all)",
     )
-    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
+    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if available)")
     parser.add_argument("--join", nargs="+", metavar="JSON", help="put earlier results together")
     parser.add_argument(
         "--out", default=str(OUT / "gradient_bias"), help="beginning of the files (default %(default)s)"
@@ -709,7 +703,7 @@ def at_steps(end: TrainedRun, steps: Sequence[int]) -> list[TrainedRun]:
 
 
 def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[TrainedRun]]) -> dict[str, Any]:
-    """What the numbers are, of which runs, measured how and where."""
+    """What was measured, of which runs, how and where."""
     return {
         **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
         "values": "estimate, lower and upper end of the 95% interval (jackknife over batches)",

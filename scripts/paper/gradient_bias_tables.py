@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_text
-from scripts.bench.measuring import align, beside, finite, number, origin_of, save_figure
+from scripts.bench.measuring import align, finite, number, origin_of, save_figure, with_ending
 from trainer.style import ATTENTION, CYCLE, Style
 
 CONTROL = "control"  # full precision with another kernel
@@ -72,9 +72,9 @@ class Row:
 def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
     """OUT.json, a row to a line; OUT.md and OUT.png."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(beside(out, ".json"), to_json(result, rows))
-    write_text(beside(out, ".md"), to_markdown(result, rows))
-    draw(rows, beside(out, ".png"))
+    write_text(with_ending(out, ".json"), to_json(result, rows))
+    write_text(with_ending(out, ".md"), to_markdown(result, rows))
+    draw(rows, with_ending(out, ".png"))
 
 
 def to_json(result: dict[str, Any], rows: list[Row]) -> str:

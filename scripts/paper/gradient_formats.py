@@ -3,23 +3,21 @@
     python -m scripts.paper.gradient_formats runs/NAME/traces [more traces]
     python -m scripts.paper.gradient_formats                                           on Gaussians
 
-Traces, which `python -m scripts.paper.layers --traces` writes, hold q, k, v and dO of a trained model. Of
-each head
-causal attention is computed exactly, in float64, and again with the operands of the backward in 8 bits
+Traces, which `python -m scripts.paper.layers --traces` writes, hold q, k, v and dO of a trained model. For
+each head, causal attention is computed in float64, and again with 8-bit operands in the backward:
 
     int8   round(x / s), s = max|x| / 127
-    e4m3   x / s as an FP8 number of 3 bits of mantissa, s = max|x| / 448
-    e5m2   x / s as an FP8 number of 2 bits of mantissa, s = max|x| / 57344
+    e4m3   x / s in FP8 with 3 bits of mantissa, s = max|x| / 448
+    e5m2   x / s in FP8 with 2 bits of mantissa, s = max|x| / 57344
 
 with the same scales: one per block of tokens for Q, K, V and dO; for P and dS one per tile ("block") or one
-per output row of the product within a tile ("row"). K is smoothed. dP = dO·Vᵀ stays in 16 bits, as in the
-paper, or is in 8 bits as well. S is that of the forward, so that P has the error of its 8 bits and rows that
+per output row of the product within a tile ("row"). K is smoothed. dP = dO·Vᵀ stays 16-bit, as in the paper,
+or is 8-bit as well. S is that of the forward, so that P has the error of its 8 bits and rows that
 sum to one; O = PV is exact, which leaves the errors of the backward alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -36,8 +34,16 @@ from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import align, choose_device, describe_run, origin_of, positive_int
+from scripts.bench.measuring import (
+    align,
+    choose_device,
+    command_parser,
+    describe_run,
+    origin_of,
+    positive_int,
+)
 from scripts.paper import published as paper
+from scripts.paper.attention_errors import draw_inputs
 from scripts.paper.result_files import OUT, write_result
 from scripts.paper.roundings import inverse
 from scripts.paper.traces import Layer, Origin, find_traces, load_trace
@@ -48,7 +54,7 @@ GRADIENTS = {"dq": "dQ", "dk": "dK", "dv": "dV"}
 MEASURES = {"l1": relative_l1, "l2": relative_l2, "cos": cosine_similarity}
 
 #: Of dQ, as SageAttention3 prints it: relative L1 over the layers of CogVideoX-2B, and its Table 1c, where
-#: only dP differs. Its tensors are others than those here, so the ratios compare, the numbers do not.
+#: only dP differs. Its tensors differ from those here, so ratios can be compared and absolute values cannot.
 PUBLISHED = {
     "INT8 gradients": {"l1": paper.S3_FORMATS["int8"]},
     "FP8 gradients": {"l1": paper.S3_FORMATS["fp8"]},
@@ -61,7 +67,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit number: its largest magnitude, and rounding to the nearest that there is."""
+    """An 8-bit format: its largest magnitude, and rounding to the nearest representable value."""
 
     largest: float
     round: Callable[[Tensor], Tensor]
@@ -120,9 +126,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(PROGRAM, __doc__)
     parser.add_argument(
         "traces",
         nargs="*",
@@ -141,7 +145,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     gaussians.add_argument("--head-dim", type=positive_int, default=64, help="D (default 64)")
     gaussians.add_argument("--heads", type=positive_int, default=4, help="(default 4)")
     gaussians.add_argument("--seed", type=int, default=0, help="(default 0)")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda if there is)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if available)")
     parser.add_argument(
         "--out",
         default=str(OUT / "gradient_formats"),
@@ -177,10 +181,8 @@ def read_inputs(arguments: Namespace) -> Iterator[Input]:
 
 def draw(sigma: float, arguments: Namespace) -> Layer:
     """Gaussian q, k, v, dO in bfloat16, as those of a trace."""
-    generator = torch.Generator().manual_seed(arguments.seed)
     shape = (1, arguments.heads, arguments.tokens, arguments.head_dim)
-    tensors = (std * torch.randn(shape, generator=generator) for std in (sigma, sigma, 1.0, 1.0))
-    return Layer(*(x.to(arguments.device, torch.bfloat16) for x in tensors))
+    return Layer(*draw_inputs(sigma, shape, torch.bfloat16, seed=arguments.seed, device=arguments.device))
 
 
 # --- Attention ----------------------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ class Operands:
 
 
 def quantize(x: Tensor, form: Format, tile: tuple[int, int], shared: tuple[int, ...]) -> Tensor:
-    """x (M, N) rounded to numbers of the format times a scale, max|x| / form.largest.
+    """x (M, N) rounded to values of the format times a scale, max|x| / form.largest.
 
     tile: rows and columns of a tile. shared: along which of its axes the scale is shared, one of PER_TILE,
     PER_ROW and PER_COLUMN.

@@ -28,7 +28,6 @@ errors as training goes on.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ from model import backends
 from model.backends import FULL_PRECISION, AttentionFn, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
-from scripts.bench.measuring import beside, choose_device, describe_run, positive_int
+from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int, with_ending
 from scripts.paper import drawing, intermediates
 from scripts.paper import published as paper
 from scripts.paper.layers_pictures import draw_layers, draw_smoothing
@@ -78,7 +77,7 @@ PAPER_RMS = {f"{name}_rms": value for name, value in paper.RMS.items()}
 NORMALISATION = (
     "dO, and with it dP and dS, is the gradient of each sequence's own mean loss (nats per token) towards O. "
     "In step: divided by the sequences of a training step, over which its loss is the mean. The RMS is over "
-    "all N × N entries of all heads and sequences, those behind the causal mask being 0; times "
+    "all N × N entries of all heads and sequences, those hidden by the causal mask being 0; times "
     "sqrt(2N / (N + 1)) it is that of the others alone."
 )
 
@@ -88,7 +87,7 @@ examples:
       python -m scripts.paper.layers runs/attention-sagebwd+* --device cuda --sequences 4
   and q, k, v, dO of two layers and heads for other scripts to study, in runs/NAME/traces/step_N.safetensors
       python -m scripts.paper.layers runs/NAME --traces --trace-layers 0 11 --trace-heads 0 5
-  these alone, at the end and at every checkpoint that milestone_every kept
+  these alone, at the end and at every checkpoint saved by milestone_every
       python -m scripts.paper.layers runs/NAME --traces --milestones --only-traces --trace-heads 0 1
 
 written after every run:
@@ -116,18 +115,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(PROGRAM, __doc__, EXAMPLES)
     parser.add_argument("runs", nargs="+", help="directories of finished runs, or folders that hold some")
     parser.add_argument(
         "--sequences", type=positive_int, default=1, help="validation sequences, all in one pass (default 1)"
     )
     parser.add_argument("--step", type=positive_int, help="the checkpoint of this step (default: the end)")
-    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
+    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if available)")
     parser.add_argument(
         "--traces",
         nargs="?",
@@ -156,7 +150,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 
 
 def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun]) -> dict[str, Any]:
-    """What the numbers are, of which runs, measured how and where."""
+    """What was measured, of which runs, how and where."""
     return {
         **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
         "figures": "SageBwd (arXiv 2603.02170), Figures 5 and 6, Table 2 and the RMS of §4.2",
@@ -181,7 +175,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun
 
 
 def measure_all(runs: list[TrainedRun], result: dict[str, Any], arguments: Namespace) -> None:
-    """Measure run after run, and write what there is after each. Raises UnusableWeights."""
+    """Measure run after run, and write all results so far after each. Raises UnusableWeights."""
     rows: list[Row] = []
     with tqdm(total=sum(run.settings.model.n_layers + 1 for run in runs), disable=None) as progress:
         for run in runs:
@@ -195,8 +189,8 @@ def measure_all(runs: list[TrainedRun], result: dict[str, Any], arguments: Names
 def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
     """OUT.json.gz, OUT.md and the pictures."""
     write_result(out, result, rows, to_markdown(result, rows))
-    drawing.save(draw_layers(result["runs"], rows), beside(out, ".png"))
-    drawing.save(draw_smoothing(rows), beside(out, "_smoothing.png"))
+    drawing.save(draw_layers(result["runs"], rows), with_ending(out, ".png"))
+    drawing.save(draw_smoothing(rows), with_ending(out, "_smoothing.png"))
 
 
 def measure_run(run: TrainedRun, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
@@ -256,7 +250,7 @@ def load_model(run: TrainedRun, attention: AttentionFn) -> Llama:
 
 
 def dtype_of(run: TrainedRun) -> torch.dtype:
-    """What q, k and v have in the run."""
+    """The dtype of q, k and v in the run."""
     return getattr(torch, run.settings.hardware.dtype)
 
 

@@ -50,8 +50,8 @@ def test_every_setup_is_a_run_of_the_tokens_it_says(compose_settings, monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     plans = {}
     for setup in SETUPS:
-        kept = experiment_runs.milestone_overrides(setup, "sagebwd", setup.seeds[0])
-        settings, plan = plan_of(compose_settings, *setup.overrides, *kept, "init_from=x")
+        overrides = experiment_runs.milestone_overrides(setup, "sagebwd", setup.seeds[0])
+        settings, plan = plan_of(compose_settings, *setup.overrides, *overrides, "init_from=x")
         assert plan.steps * plan.tokens_per_step == setup.tokens, setup.name
         plans[setup.name] = settings, plan
     large, small = plans["35m-131k"], plans["35m-16k"]

@@ -97,7 +97,7 @@ CLAIMS: dict[str, dict[str, tuple[str, str]]] = {
             f"error of dQ with INT8 below that with either FP8 format; {_ALL}",
         ),
         "dp": (
-            f"dP must stay in 16 bit: INT8 multiplies the error of dQ by {_S3_DP:.1f}",
+            f"dP must stay 16-bit: INT8 multiplies the error of dQ by {_S3_DP:.1f}",
             f"factor {DP_FACTOR} or more; {_ALL}",
         ),
     },

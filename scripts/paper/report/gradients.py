@@ -33,10 +33,10 @@ def gradient_formats(results: Results) -> Section:
     granularities = list(dict.fromkeys(granularity for _, granularity in measured))
     queries, keys = data["settings"]["tile"]
     tables = {
-        "dP in 16 bit, relative L1 of dQ; S3: over the layers of CogVideoX-2B, its FP8 not named": (
+        "16-bit dP, relative L1 of dQ; S3: over the layers of CogVideoX-2B, its FP8 not named": (
             formats_table(measured)
         ),
-        "dP in 16 bit and in INT8, all else in INT8; S3: Table 1c": dp_table(measured),
+        "16-bit and INT8 dP, all else INT8; S3: Table 1c": dp_table(measured),
     }
     verdicts = [
         verdict(measured, granularity, seen)
@@ -85,7 +85,7 @@ def formats_summary(measured: FormatErrors, granularities: Sequence[str]) -> str
         factors = list(dp_factors(measured, granularity).values())
         shown = [span(errors, decimal), *(span(values, "{:.2f}".format) for values in (ratios, factors))]
         rows.append([f"a scale per {granularity}", *shown])
-    header = ["", "INT8, relative L1 of dQ", "better FP8 / INT8", "dP in INT8 / in 16 bit"]
+    header = ["", "INT8, relative L1 of dQ", "better FP8 / INT8", "INT8 dP / 16-bit dP"]
     return table(header, rows)
 
 

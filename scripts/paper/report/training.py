@@ -95,7 +95,7 @@ def section(name: str, data: dict, verdicts: list[Verdict], printed: dict | None
 
 
 def clear_gaps(groups: list[dict]) -> str:
-    """Per group: the settings whose interval around the difference to full precision leaves out zero."""
+    """Per group: the settings whose difference to full precision has an interval without zero."""
     parts = []
     for group in groups:
         gaps = {

@@ -34,7 +34,7 @@ SAME = 1.1
 EXACT_BELOW = 1e-3
 #: An RMS that is smaller by this factor is far below.
 ORDER = 10
-#: dP in INT8 must multiply the error of dQ by this to be the reason for 16 bit.
+#: dP in INT8 must multiply the error of dQ by this to be the reason for a 16-bit dP.
 DP_FACTOR = 2
 
 
@@ -236,7 +236,7 @@ def gap_verdict(claim: str, data: dict, group: dict, of: str, minus: str, case: 
 
 
 def match_verdict(claim: str, data: dict, group: dict, of: str, minus: str, case: str = "") -> Verdict:
-    """The paper sees two losses that are alike."""
+    """The paper sees two equal losses."""
     found = difference(group, of, minus)
     if found is None or found.half_width is None:
         return without_interval(claim, data, group, of, minus, case)

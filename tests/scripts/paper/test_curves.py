@@ -231,7 +231,7 @@ def test_runs_become_groups_variants_and_files(make_run, make_pairs, tmp_path):
     assert first["held_out_loss"] == pytest.approx(5.5)
     gap = next(d for d in small["differences"] if d["of"] == second["variant"])
     assert gap["mean"] == pytest.approx(0.1)
-    assert gap["half_width"] == pytest.approx(0, abs=1e-9)  # the seeds' offset is no noise
+    assert gap["half_width"] == pytest.approx(0, abs=1e-9)  # the seeds' offset is not noise
     assert [run["finished"] for run in result["runs"]] == [True] * 5 + [False]
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "figure.json.gz",
@@ -327,6 +327,9 @@ def test_of_places_on_a_machine_only_names_are_kept():
         "init_from": "/disk/base/weights",
         "data": data,
     }
-    kept = without_places(config)
-    assert kept["data"] == {"source": "parquet", "path": "train-*.parquet", "val_path": None}
-    assert {name: value for name, value in kept.items() if name != "data"} == {"seed": 1, "init_from": "base"}
+    found = without_places(config)
+    assert found["data"] == {"source": "parquet", "path": "train-*.parquet", "val_path": None}
+    assert {name: value for name, value in found.items() if name != "data"} == {
+        "seed": 1,
+        "init_from": "base",
+    }

@@ -64,7 +64,7 @@ def test_costs():
 
 
 def test_every_variant_runs_on_odd_sizes():
-    """A head size that is no power of two; the largest error is that of dV by the paper's blocks, 0.063."""
+    """A head size other than a power of two; the largest error is dV's with the paper's blocks, 0.063."""
     generator = torch.Generator().manual_seed(0)
     odd = Head(*torch.randn(4, 131, 40, generator=generator).bfloat16().float())
     exact = emulate(odd, rounded_in((), 40, torch.bfloat16))

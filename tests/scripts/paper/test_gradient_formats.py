@@ -1,4 +1,4 @@
-"""The emulated backward against float64, the library's reference, and every number that FP8 has."""
+"""The emulated backward against float64, the library's reference, and every FP8 value."""
 
 import pytest
 import torch
@@ -39,21 +39,21 @@ def test_in_int8_it_is_the_reference(dp_bits, granularity):
     found = layer_gradients(layer, StorageScheme("int8", dp_bits, granularity, (64, 32)))
     exact = exact_attention(*layer, is_causal=True)
     for name in GRADIENTS:
-        # A number near the middle between two others may be rounded to either.
+        # A value near the middle between two others may be rounded to either.
         assert relative_l2(found[name], getattr(expected, name)) < 2e-3, name
         assert relative_l2(found[name], getattr(exact, name)) > 1e-2, name
 
 
 @pytest.mark.parametrize(("shared", "axes"), [(PER_TILE, (0, 1)), (PER_ROW, (1,)), (PER_COLUMN, (0,))])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_number_goes_to_the_nearest_of_its_format(name, shared, axes):
+def test_every_value_goes_to_the_nearest_of_its_format(name, shared, axes):
     x = torch.randn(37, 50, generator=torch.Generator().manual_seed(0)) ** 3
     x[:16, :32] = 0
-    form, numbers = FORMATS[name], all_numbers(name)
+    form, values = FORMATS[name], all_values(name)
     found = quantize(x, form, (16, 32), shared)
     for tile, stored in zip(tiles(x), tiles(found), strict=True):
-        scale = tile.abs().amax(axes, keepdim=True) / numbers.max()
-        nearest = numbers[((tile / scale).nan_to_num().unsqueeze(-1) - numbers).abs().argmin(-1)]
+        scale = tile.abs().amax(axes, keepdim=True) / values.max()
+        nearest = values[((tile / scale).nan_to_num().unsqueeze(-1) - values).abs().argmin(-1)]
         step = (stored - nearest * scale).abs() / (tile.abs() + scale)
         assert (step > 1e-4).float().mean() < 0.01  # but for the middle between two
 
@@ -67,13 +67,13 @@ def test_no_scale_is_too_small_for_the_format(name, size):
     assert ((found - x).abs() <= max(0.2 * x.abs().max(), 1e-35)).all()
 
 
-def all_numbers(name):
-    """Every finite number that the format has."""
+def all_values(name):
+    """Every finite value of the format."""
     if name == "int8":
         return torch.arange(-127.0, 128.0)
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
-    numbers = torch.arange(256).to(torch.uint8).view(dtype).float()
-    return numbers[numbers.isfinite()]
+    values = torch.arange(256).to(torch.uint8).view(dtype).float()
+    return values[values.isfinite()]
 
 
 def tiles(x):
@@ -146,7 +146,7 @@ def test_gaussians_without_a_trace(tmp_path, capsys):
         assert errors[name, 8, "row"]["dv"] == errors[name, 16, "row"]["dv"]
 
 
-def test_what_is_no_trace_is_refused(tmp_path):
+def test_what_is_not_a_trace_is_refused(tmp_path):
     (tmp_path / "text").write_text("no tensors")
     for name, message in (("text", "is not a trace, or is damaged"), ("missing", "missing is not there")):
         with pytest.raises(SystemExit, match=message):

@@ -40,7 +40,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     origin, traced = load_trace(traces / "run" / "step_00000003.safetensors")
     assert (origin.run, origin.step, origin.tokens, origin.tokens_per_step) == ("run", 3, 444, 148)
     assert (origin.attention, origin.qk_norm, origin.heads) == ("fpa", True, None)
-    check_held_out_text(trainer, tmp_path / "run", traced[0].v)
+    check_validation_text(trainer, tmp_path / "run", traced[0].v)
     assert [(row["run"], row["layer"]) for row in result["rows"]] == [("run", 0), ("run", 1)]
     for row in result["rows"]:
         check_row(row, traced[row["layer"]], sequences_per_step=4)
@@ -85,7 +85,7 @@ def check_section(section, result):
 
 
 def check_traces_of_milestones(path, at_the_end, capsys):
-    """At the kept checkpoint and at the end, in the run's folder, two heads of each layer; nothing else."""
+    """At the saved checkpoint and at the end, in the run's folder, two heads of each layer; nothing else."""
     layers.main([str(path), "--traces", "--milestones", "--only-traces", "--trace-heads", "0", "3",
                  "--sequences", "2", "--device", "cpu"])  # fmt: skip
     assert capsys.readouterr().out == ""
@@ -100,8 +100,8 @@ def check_traces_of_milestones(path, at_the_end, capsys):
     assert not torch.equal(before[1].q, last[1].q)
 
 
-def check_held_out_text(trainer, run, v):
-    """The values of the first layer are those of the first two held-out sequences."""
+def check_validation_text(trainer, run, v):
+    """The values of the first layer are those of the first two validation sequences."""
     llama = model.huggingface.load(run / "weights", scaled_dot_product_attention)
     tokens = torch.from_numpy(trainer.corpus.val.window(0, 74).astype("int64")).view(2, 37)
     block = llama.layers[0]
@@ -141,7 +141,7 @@ def check_row(row, layer, sequences_per_step):
 
 
 def check_refusals(folder):
-    """Before anything is measured, with what is wrong and the way out."""
+    """Before anything is measured, with what is wrong and how to fix it."""
     run = str(folder / "run")
     for arguments, message in (
         (

@@ -139,7 +139,7 @@ def test_the_report_says_what_attention_is_measured_and_what_is_open():
     assert "**without** QK-norm" in table2
 
 
-def test_several_gpus_stand_beside_one(tmp_path):
+def test_several_gpus_are_compared_with_one(tmp_path):
     runs = [
         (1, "none", 1000.0, 1.0, 0.0, None),
         (2, "ddp", 1950.0, 0.975, 0.0123, 55.66),
@@ -158,7 +158,7 @@ def test_several_gpus_stand_beside_one(tmp_path):
     assert "| 4, fsdp |  |  |  |  |" in text
 
 
-def test_settings_stand_beside_the_default_where_both_were_timed():
+def test_settings_are_compared_with_the_default_where_both_were_timed():
     def row(name, tokens, ms, mode="both, graph"):
         shape = {"causal": True, "head_dim": 64, "tokens": tokens}
         return {"implementation": name, "shape": shape, "mode": mode, "status": "passed", "median_ms": ms}
