@@ -17,7 +17,7 @@ VOCABULARY_SIZES = {"gpt2": 50257, "bytes": 257}
 
 @dataclass
 class DataSettings:
-    """Which text, how it becomes tokens, and where the tokens are kept."""
+    """Which text, how it becomes tokens, and where the tokens are stored."""
 
     source: str = "openwebtext"  # one of SOURCES
     path: str | None = None  # parquet, jsonl, text: a file, a folder or a glob

@@ -39,7 +39,7 @@ class Task:
 
 
 def run(tasks: list[Task], processes: int, report: Report) -> None:
-    """Run the tasks; report each batch in this process. Raises the first task's error and stops the rest."""
+    """Run the tasks; report each batch in this process. Raises the first error and stops the others."""
     processes = min(processes, len(tasks))
     if processes <= 1:
         for task in tasks:

@@ -9,7 +9,7 @@ Give run directories, or folders that hold some. Columns of the table:
   validation loss   of the last evaluation, in nats per token
   tokens/s          median
 
-Runs that differ only in `seed=N` stand together, followed by their mean ± standard deviation. A run is named
+Runs that differ only in `seed=N` are grouped, followed by their mean ± standard deviation. A run is named
 after the overrides that not all runs share. Takes seconds and no GPU.
 """
 
@@ -18,14 +18,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.bench.measuring import align, number
+from scripts.bench.measuring import align, command_parser, number
 from trainer.plot import plot_losses, series
 from trainer.run_directory import RunDirectory, read_metrics
 
@@ -50,9 +50,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
     """The arguments. Ends with a message, and exit code 2, if a path holds no run."""
-    parser = ArgumentParser(
-        prog="python -m scripts.compare", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = command_parser("python -m scripts.compare", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, or folders that hold some")
     where = "the picture (default: comparison.png next to the runs; runs/comparison.png if they lie apart)"
     parser.add_argument("--out", type=Path, metavar="FILE.png", help=where)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from scripts.paper import report
 from scripts.paper.experiment_runs import SCALES, Run
-from scripts.paper.experiments import ITEMS, RESULTS, RUNS, TRACES, Item, find, in_words, total_cost
+from scripts.paper.experiments import ITEMS, RESULTS, RUNS, TRACES, Item, duration_in_words, find, total_cost
 from scripts.paper.report.template import UnknownField
 from scripts.paper.result_files import DamagedResult
 from scripts.paper.run_pool import Job, Stopped, run_all, run_here, slots
@@ -112,7 +112,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "nothing (default %(default)s)",
     )
     parser.add_argument(
-        "--gpus", default="", metavar="N[,N …]", help="GPUs to spread runs over (default: what CUDA has)"
+        "--gpus", default="", metavar="N[,N …]", help="GPUs to distribute runs over (default: what CUDA has)"
     )
     parser.add_argument(
         "--per-gpu", type=int, default=1, metavar="N", help="runs at a time on each (default 1)"
@@ -186,7 +186,7 @@ def listing() -> str:
     rows = []
     for item in ITEMS:
         runs = [len(item.runs(scale)) for scale in ("scaled", "full")]
-        costs = [in_words(item.cost(scale)) for scale in ("scaled", "full")]
+        costs = [duration_in_words(item.cost(scale)) for scale in ("scaled", "full")]
         rows.append([item.name, *costs, " / ".join(map(str, runs)) if any(runs) else "", item.title])
     width = max(len(row[0]) for row in rows)
     lines = [f"{'item':{width}}  {'scaled':>8}  {'full':>8}  {'runs':>7}  what"]
@@ -199,9 +199,9 @@ def listing() -> str:
         [
             *lines,
             "",
-            f"All: {' / '.join(map(in_words, map(total_cost, SCALES[1::-1])))}. Estimated time of one "
-            "H200; runs that items share are counted in each and once in all. table1 and causal_leak run "
-            "on a CPU.",
+            f"All: {' / '.join(duration_in_words(total_cost(scale)) for scale in SCALES[1::-1])}. Estimated "
+            "time of one H200; runs that items share are counted in each and once in all. table1 and "
+            "causal_leak run on a CPU.",
             f"Further names: {'; '.join(also)}.",
         ]
     )

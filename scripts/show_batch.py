@@ -37,7 +37,7 @@ from trainer.settings import Settings
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
-        run = Run.open(arguments.run)
+        run = RunData.open(arguments.run)
         steps = spike_steps(run.directory) if arguments.spikes else [arguments.step]
         for step in steps:
             show(run, step, arguments.sequence, arguments.characters)
@@ -74,7 +74,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunData:
     """A run and the data it trained on."""
 
     directory: RunDirectory
@@ -82,7 +82,7 @@ class Run:
     loader: BatchLoader
 
     @classmethod
-    def open(cls, path: Path) -> "Run":
+    def open(cls, path: Path) -> "RunData":
         """Raises ValueError or FileNotFoundError if this is not a run, or its data has changed."""
         directory = RunDirectory(path)
         settings = read_settings(directory)
@@ -184,7 +184,7 @@ def odd(sequences: list[Sequence]) -> set[int]:
     }
 
 
-def show(run: Run, step: int, indices: list[int] | None, characters: int) -> None:
+def show(run: RunData, step: int, indices: list[int] | None, characters: int) -> None:
     """Print the table of a step's sequences, then their texts.
 
     Raises ValueError if the step did not train on one of `indices`.

@@ -78,7 +78,7 @@ def check_attention(settings: Settings, ranks: int) -> Problems:
 
 
 def check_ranges(settings: Settings, ranks: int) -> Problems:
-    """Single values that make no sense by themselves."""
+    """Single values that are out of range."""
     optimizer = settings.optimizer
     for name, value in _positive(settings).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -128,7 +128,7 @@ def _positive(settings: Settings) -> dict[str, float | None]:
 
 
 def check_choices(settings: Settings, ranks: int) -> Problems:
-    """Words out of a fixed set."""
+    """Settings with a fixed set of values."""
     hardware = settings.hardware
     for name, value, choices in (
         ("hardware.dtype", hardware.dtype, ("bfloat16", "float32")),

@@ -1,7 +1,7 @@
 """The error of INT8 attention, measured while a run trains, on the run's own q, k, v and dO.
 
 INT8 attention fails slowly: dQ and dK become noise long before the loss shows it. Every `probe.every` steps
-the probe takes sequences of the step's batch through the model with the current weights and captures q, k and
+the probe runs sequences of the step's batch through the model with the current weights and captures q, k and
 v of some layers and the gradient dO that reaches them. It computes attention from these three times: with the
 INT8 attention, with 16-bit attention, and exactly. The error of 16-bit attention is the baseline: INT8 cannot
 be blamed for it. Training is unchanged, bit for bit: the probe touches no parameter's .grad, no optimizer and
@@ -25,6 +25,8 @@ from model import backends
 from model.backends import FULL_PRECISION, AttentionFn, Backend
 from model.llama import Llama
 from sagebwd.metrics import cosine_similarity, relative_l2
+from sagebwd.reference import exact_attention
+from sagebwd.reference.exact import ExactRows
 from trainer.plan import tokens_per_step
 from trainer.settings import Settings
 
@@ -33,7 +35,7 @@ log = logging.getLogger(__name__)
 TENSORS = ("o", "dq", "dk", "dv")
 GRADIENTS = {"dq": "dQ", "dk": "dK", "dv": "dV"}
 
-SCORES_AT_ONCE = 2**22  # elements of P (16 MiB in float32); about six such matrices are alive at a time
+ELEMENTS_AT_ONCE = 2**22  # of P (16 MiB in float32); about six such matrices are alive at a time
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact attention, float32. An RMS is over all N · N entries; entries behind the mask are 0."""
+    """Exact attention, float32. An RMS is over all N · N entries; entries that the mask hides are 0."""
 
     o: Tensor  # (B, H, N, D)
     dq: Tensor  # (B, H, N, D)
@@ -217,9 +219,32 @@ def measure_layer(
 
 
 def exact_layer(captured: Captured) -> Exact:
-    """:func:`exact_attention` of a layer's input."""
+    """Exact attention of a layer's input, and statistics of its matrices.
+
+    In float32, because float64 is slow on most GPUs. Memory is linear in N.
+    """
+    q, k, v, grad_out = captured.q, captured.k, captured.v, captured.grad_out
+    squares = torch.zeros(3, dtype=torch.float64, device=q.device)  # of P, dP and dS, summed
+    largest = torch.zeros((), device=q.device)
+
+    def add(rows: ExactRows) -> None:
+        norms = [vector_norm(x, dtype=torch.float64) for x in (rows.p, rows.dp, rows.ds)]
+        squares.add_(torch.stack(norms).square_())
+        torch.maximum(largest, rows.s.abs().max(), out=largest)
+
     with without_tf32():
-        return exact_attention(captured.q, captured.k, captured.v, captured.grad_out)
+        result = exact_attention(
+            q,
+            k,
+            v,
+            grad_out,
+            is_causal=True,
+            dtype=torch.float32,
+            elements_at_once=ELEMENTS_AT_ONCE,
+            on_rows=add,
+        )
+    p_rms, dp_rms, ds_rms = (squares / (q[..., 0].numel() * q.shape[2])).sqrt().tolist()
+    return Exact(result.out, result.dq, result.dk, result.dv, p_rms, dp_rms, ds_rms, largest.item())
 
 
 def errors(captured: Captured, attend: AttentionFn, exact: Exact) -> dict[str, float]:
@@ -250,52 +275,6 @@ def without_tf32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-
-
-@torch.no_grad()
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Exact:
-    """Causal attention and its gradients in float32, a block of queries at a time: memory is linear in N.
-
-    q, grad_out: (B, H, N, D); k, v: (B, G, N, D) with G dividing H.
-    """
-    batch, heads, length, d_head = q.shape
-    group = heads // k.shape[1]
-    q, grad_out = q.float(), grad_out.float()
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scale = d_head**-0.5
-    out, dq, dk, dv = (torch.zeros_like(q) for _ in range(4))
-    squares = torch.zeros(3, dtype=torch.float64, device=q.device)  # of P, dP and dS, summed
-    largest = torch.zeros((), device=q.device)
-
-    rows = max(SCORES_AT_ONCE // (batch * heads * length), 1)
-    for first in range(0, length, rows):
-        last = min(first + rows, length)
-        queries, keys = (..., slice(first, last), slice(None)), (..., slice(0, last), slice(None))
-        s, p, dp, ds = exact_scores(q[queries], k[keys], v[keys], grad_out[queries])
-        largest = torch.maximum(largest, s.abs().max())
-        out[queries] = p @ v[keys]
-        dv[keys] += p.mT @ grad_out[queries]
-        dq[queries] = ds @ k[keys] * scale
-        dk[keys] += ds.mT @ q[queries] * scale
-        squares += torch.stack([vector_norm(x, dtype=torch.float64).square() for x in (p, dp, ds)])
-
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    p_rms, dp_rms, ds_rms = (squares / (batch * heads * length**2)).sqrt().tolist()
-    return Exact(out, dq, dk, dv, p_rms, dp_rms, ds_rms, largest.item())
-
-
-def exact_scores(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """S, P, dP and dS (B, H, n, N) of the last n of N queries; zero behind the causal mask.
-
-    q, grad_out: (B, H, n, D); k, v: (B, H, N, D).
-    """
-    rows, columns = q.shape[2], k.shape[2]
-    later = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
-    s = q @ k.mT * q.shape[3] ** -0.5
-    p = s.masked_fill(later, -torch.inf).softmax(-1)
-    dp = (grad_out @ v.mT).masked_fill_(later, 0.0)
-    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-    return s.masked_fill_(later, 0.0), p, dp, ds
 
 
 class Alarm:
@@ -347,4 +326,4 @@ def advice(settings: Settings, probe: Probe) -> str:
         f"fewer tokens per step than {tokens_per_step(settings):,}",
         *(probe.backend.advice if probe.is_own else ()),
     ]
-    return "What may help, in a run of its own: " + "; ".join(options)
+    return "What may help, in a new run: " + "; ".join(options)

@@ -183,7 +183,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _differences(stored: dict[str, Any], current: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """(name, stored value, current value) of the settings that make it another run."""
     if "attention" in stored:
-        with suppress(ValueError):  # a backend or setting that is gone differs as it is
+        with suppress(ValueError):  # a backend or setting that was removed is compared as stored
             stored = {**stored, "attention": backends.resolve(stored["attention"])}
     # A setting that came later has its default in the runs before it.
     defaults = _flat(OmegaConf.to_container(OmegaConf.structured(Settings)))

@@ -61,7 +61,7 @@ def empty_result(x: Tensor) -> Tensor:
     return x.new_empty(batch, tokens, heads, channels).transpose(1, 2)
 
 
-class Operand(NamedTuple):
+class PackedOperand(NamedTuple):
     """A tensor as matrix products take it, block by block; what no product asks for is None.
 
     Blocks are numbered over all heads: ``head * blocks + block``. Rows past the end of a sequence and
@@ -86,7 +86,7 @@ class Operand(NamedTuple):
 
 
 #: For a product that takes its tensors as they are.
-NO_OPERAND = Operand(None, None, None, None, None, None)
+NO_PACKED_OPERAND = PackedOperand(None, None, None, None, None, None)
 
 
 class Segments(NamedTuple):

@@ -43,13 +43,13 @@ from scripts.bench.attention_tables import Row, draw, not_measured, overview, ro
 from scripts.bench.attention_timing import measure_shape
 from scripts.bench.measuring import (
     add_output_options,
-    bench_parser,
-    beside,
+    command_parser,
     describe_run,
     positive_int,
     read_result,
     resolve_out,
     say_written,
+    with_ending,
     write_markdown,
     write_tables,
 )
@@ -111,13 +111,13 @@ def main(argv: list[str] | None = None) -> None:
 def draw_pictures(rows: list[Row], result: dict[str, Any], arguments: Namespace) -> None:
     """Draw the modes that have a picture, and say where all files are."""
     for mode, ending in PICTURES.items():
-        draw(rows, mode, beside(arguments.out, ending), result)
+        draw(rows, mode, with_ending(arguments.out, ending), result)
     say_written(arguments, ".json", ".md", *PICTURES.values())
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
     """The arguments. Ends with a message, and exit code 2, if they cannot work here."""
-    parser = bench_parser(PROGRAM, __doc__, EXAMPLES)
+    parser = command_parser(PROGRAM, __doc__, EXAMPLES)
     add_shape_options(parser.add_argument_group("shapes").add_argument)
     add_implementation_options(parser.add_argument_group("implementations").add_argument)
     add_timing_options(parser.add_argument_group("timing").add_argument)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from model.backends.fpa import TITLES
 from scripts.bench.attention_peers import Shape
 from scripts.bench.looks import (
-    IMPLEMENTATIONS,
+    ATTENTION_LOOKS,
     add_legend,
     fill,
     finish,
@@ -69,7 +69,7 @@ def rows_of(result: dict) -> list[Row]:
 
 def title(name: str) -> str:
     """What tables and pictures call an implementation; rows keep their names."""
-    return look_of(name, IMPLEMENTATIONS).title
+    return look_of(name, ATTENTION_LOOKS).title
 
 
 def relative_times(rows: list[dict], mode: str, head_dim: int, causal: bool) -> dict[str, dict[int, float]]:
@@ -213,15 +213,15 @@ def draw(rows: list[Row], mode: str, path: Path, result: dict) -> None:
         axes.set_xlabel("sequence length" if i == len(masks) - 1 else "")
         axes.set_ylabel("TFLOP/s" if j == 0 else "")
     if names:
-        looks = [look_of(name, IMPLEMENTATIONS) for name in names]
+        looks = [look_of(name, ATTENTION_LOOKS) for name in names]
         add_legend(figure, looks, columns=min(len(names), 3 * len(head_dims)))
     hardware = result["hardware"]["name"]
     finish(figure, f"Attention, {MODES[mode].title.lower()}, on {hardware}", conditions(result), path)
 
 
 def names_with_speed(rows: list[Row]) -> list[str]:
-    """Implementations that were timed at any shape, in the order of IMPLEMENTATIONS, unknown ones last."""
-    order = [*IMPLEMENTATIONS]
+    """Implementations that were timed at any shape, in the order of ATTENTION_LOOKS, unknown ones last."""
+    order = [*ATTENTION_LOOKS]
     timed = dict.fromkeys(row.implementation for row in rows if row.tflops is not None)
     return sorted(timed, key=lambda name: order.index(name) if name in order else len(order))
 
@@ -233,7 +233,7 @@ def draw_panel(axes: Any, rows: list[Row], names: list[str]) -> None:
     for index, name in enumerate(names):
         own = [row for row in rows if row.implementation == name and row.tflops is not None]
         places = [lengths.index(row.shape.tokens) + (index - (len(names) - 1) / 2) * width for row in own]
-        look = look_of(name, IMPLEMENTATIONS)
+        look = look_of(name, ATTENTION_LOOKS)
         bars = axes.bar(places, [row.tflops for row in own], 0.92 * width, **fill(look))
         axes.bar_label(bars, fmt="{:.3g}", rotation=90, fontsize=7, padding=2)
     axes.set_xticks(range(len(lengths)), [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths])

@@ -6,7 +6,6 @@ in between. Q, K and V are strided like the output of a projection, (B, N, H, D)
 
 from __future__ import annotations
 
-import math
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -19,12 +18,11 @@ import torch
 from torch import Tensor
 
 from sagebwd.metrics import cosine_similarity, relative_l2
+from sagebwd.reference import AttentionResult, exact_attention
 from scripts.bench.attention_peers import Attend, Implementation, Shape, explain
 from scripts.bench.attention_tables import BASELINES, FAILED, MODES, PASSED, REFUSED, TENSORS, Row
 from scripts.bench.measuring import mark, milliseconds, synchronize
 
-#: Float64 attention is computed for as many queries at a time as keep a tile of S within this.
-EXACT_BYTES = 256 << 20
 #: A second set of inputs is drawn if this many sets fit into memory: results and graphs need room, too.
 SETS_THAT_MUST_FIT = 40
 
@@ -87,35 +85,6 @@ def sample(x: Tensor) -> Tensor:
     return x.detach()[-1:, sorted({0, x.shape[1] - 1})]
 
 
-def exact_attention(inputs: Inputs, causal: bool, chunk_bytes: int = EXACT_BYTES) -> dict[str, Tensor]:
-    """Float64 attention and its gradients, {out, dq, dk, dv}, each (B, H, N, D).
-
-    Queries are taken in chunks, so that S of a chunk takes at most ``chunk_bytes`` (or one row of it, if
-    that is more).
-    """
-    q, k, v, grad_out = (x.detach().double() for x in inputs)
-    tokens, scale = q.shape[-2], q.shape[-1] ** -0.5
-    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
-    chunk = max(chunk_bytes // (8 * q[..., 0].numel()), 1)
-    for start in range(0, tokens, chunk):
-        stop = min(start + chunk, tokens)
-        queries, keys = slice(start, stop), slice(0, stop if causal else tokens)
-        q_i, grad_i = q[..., queries, :], grad_out[..., queries, :]
-        k_j, v_j = k[..., keys, :], v[..., keys, :]
-        s = q_i @ k_j.mT * scale
-        if causal:
-            later = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(start + 1)
-            s.masked_fill_(later, -math.inf)
-        p = s.softmax(-1)
-        out[..., queries, :] = p @ v_j
-        dv[..., keys, :] += p.mT @ grad_i
-        delta = (grad_i * out[..., queries, :]).sum(-1, keepdim=True)
-        ds = p * (grad_i @ v_j.mT - delta)
-        dq[..., queries, :] = ds @ k_j * scale
-        dk[..., keys, :] += ds.mT @ q_i * scale
-    return dict(zip(TENSORS, (out, dq, dk, dv), strict=True))
-
-
 # --- Measuring one shape ------------------------------------------------------------------------------------
 
 
@@ -125,7 +94,7 @@ def measure_shape(shape: Shape, implementations: list[Implementation], arguments
         torch.cuda.empty_cache()  # so that mem_get_info counts what other shapes no longer use
     try:
         sets = draw_sets(shape, arguments)
-        exact = exact_attention(Inputs(*map(sample, sets[0])), shape.causal)
+        exact = exact_attention(*map(sample, sets[0]), is_causal=shape.causal)
     except torch.OutOfMemoryError as error:
         sets = []
         trials = [Trial(x, status=REFUSED, reason=explain(error)) for x in implementations]
@@ -135,7 +104,7 @@ def measure_shape(shape: Shape, implementations: list[Implementation], arguments
     return [row for mode in modes for row in measure_mode(mode, shape, trials, sets, arguments)]
 
 
-def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact: dict[str, Tensor]) -> Trial:
+def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact: AttentionResult) -> Trial:
     """Run once, which also compiles; compare with ``exact``; measure memory."""
     trial = Trial(implementation)
     with warnings.catch_warnings(record=True) as caught:
@@ -152,11 +121,11 @@ def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact:
 
 
 def measure_errors(
-    implementation: Implementation, attend: Attend, inputs: Inputs, exact: dict[str, Tensor]
+    implementation: Implementation, attend: Attend, inputs: Inputs, exact: AttentionResult
 ) -> dict[str, tuple[float, float]]:
     """{tensor: (cosine similarity, relative L2)} of the sampled heads."""
     found = run_both(attend, inputs) if implementation.has_backward else [run_forward(attend, inputs)]
-    pairs = {name: (sample(x), exact[name]) for name, x in zip(TENSORS, found, strict=False)}
+    pairs = {name: (sample(x), getattr(exact, name)) for name, x in zip(TENSORS, found, strict=False)}
     return {name: (cosine_similarity(*pair), relative_l2(*pair)) for name, pair in pairs.items()}
 
 

@@ -41,9 +41,8 @@ from scripts.bench.looks import finish, new_figure
 from scripts.bench.measuring import (
     add_output_options,
     align,
-    bench_parser,
-    beside,
     choose_device,
+    command_parser,
     describe_run,
     number,
     origin_of,
@@ -51,6 +50,7 @@ from scripts.bench.measuring import (
     read_result,
     resolve_out,
     say_written,
+    with_ending,
     write_markdown,
     write_tables,
 )
@@ -125,14 +125,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def show(lines: list[str], rows: list[Row], result: dict[str, Any], arguments: Namespace) -> None:
     """Print the table, draw the picture, and say where all files are."""
-    draw(rows, beside(arguments.out, ".png"), result)
+    draw(rows, with_ending(arguments.out, ".png"), result)
     print("\n".join(["", *lines, ""]))
     say_written(arguments, ".json", ".md", ".png")
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
     """The arguments. Ends with a message, and exit code 2, if they cannot work here."""
-    parser = bench_parser(PROGRAM, __doc__, EXAMPLES)
+    parser = command_parser(PROGRAM, __doc__, EXAMPLES)
     add = parser.add_argument
     count = {"type": positive_int, "metavar": "N"}
     add("--devices", **count, nargs="+", help="numbers of GPUs (default: 1, 2 and 4, if there are as many)")

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.bench.measuring import save_figure
-from trainer.style import ATTENTION as PRESETS
-from trainer.style import CYCLE
+from trainer.style import ATTENTION, CYCLE
 
 
 class Look(NamedTuple):
@@ -25,20 +24,20 @@ class Look(NamedTuple):
 
 def preset(title: str, name: str) -> Look:
     """A preset of SageBwd, by its name in ``configs/attention/``."""
-    return Look(title, PRESETS[name].color, PRESETS[name].hatch)
+    return Look(title, ATTENTION[name].color, ATTENTION[name].hatch)
 
 
 def variant(title: str, hatch: str) -> Look:
     """A setting of SageBwd that is not a preset."""
-    return Look(f"SageBwd, {title}", CYCLE[len(PRESETS)].color, hatch)
+    return Look(f"SageBwd, {title}", CYCLE[len(ATTENTION)].color, hatch)
 
 
-CUDNN = Look("cuDNN", PRESETS["fpa"].color, "")
+CUDNN = Look("cuDNN", ATTENTION["fpa"].color, "")
 FLASH = Look("FlashAttention-2", "#7f7f7f", "///")
 SAGEBWD = preset("SageBwd", "sagebwd")
 
 #: Rows of scripts.bench.attention.
-IMPLEMENTATIONS = {
+ATTENTION_LOOKS = {
     "sagebwd": SAGEBWD,
     "sagebwd paper": preset("SageBwd, paper", "sagebwd_paper"),
     "sagebwd consistent": preset("SageBwd, consistent", "sagebwd_consistent"),
@@ -58,7 +57,7 @@ IMPLEMENTATIONS = {
 }
 
 #: Rows of scripts.bench.training.
-CONTESTANTS = {
+TRAINING_LOOKS = {
     "fpa-cudnn": CUDNN,
     "fpa-flash": FLASH,
     "fpa": CUDNN._replace(title="full precision"),
@@ -67,8 +66,8 @@ CONTESTANTS = {
     "sagebwd": SAGEBWD,
     "sagebwd-deterministic": SAGEBWD._replace(title="SageBwd, deterministic", hatch="|||"),
     "sagebwd-graphs": SAGEBWD._replace(title="SageBwd, CUDA graphs", hatch="---"),
-    "sagebwd-16-bit-p": IMPLEMENTATIONS["sagebwd P in 16 bit"],
-    "sagebwd-consistent": IMPLEMENTATIONS["sagebwd consistent"],
+    "sagebwd-16-bit-p": ATTENTION_LOOKS["sagebwd P in 16 bit"],
+    "sagebwd-consistent": ATTENTION_LOOKS["sagebwd consistent"],
     "hf": Look("transformers Llama", "#9a9a9a", "xxx"),
     "hf-causal": Look("transformers Llama, no mask", "#b8b8b8", "..."),
     "nanogpt": Look("nanoGPT-style GPT", "#d8d8d8", "ooo"),
@@ -105,7 +104,7 @@ def two_lines(title: str) -> str:
 
 def new_figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     """A figure of `size` inches and its grid of axes, without the upper and right frame."""
-    import matplotlib  # slow to import; only needed when everything is measured
+    import matplotlib  # slow to import; only needed for pictures
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

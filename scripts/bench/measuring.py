@@ -54,7 +54,7 @@ def synchronize(device: torch.device) -> None:
 # --- Options ------------------------------------------------------------------------------------------------
 
 
-def bench_parser(program: str, description: str | None, examples: str | None = None) -> ArgumentParser:
+def command_parser(program: str, description: str | None, examples: str | None = None) -> ArgumentParser:
     """A parser whose help shows the module's docstring and the examples as they are."""
     return ArgumentParser(
         prog=program,
@@ -85,7 +85,7 @@ def resolve_out(arguments: Namespace, name: str, parser: ArgumentParser) -> None
 def say_written(arguments: Namespace, *endings: str) -> None:
     """Tell which files were written; --draw writes no JSON."""
     files = [
-        beside(arguments.out, ending) for ending in endings if not (arguments.draw and ending == ".json")
+        with_ending(arguments.out, ending) for ending in endings if not (arguments.draw and ending == ".json")
     ]
     print(f"written: {', '.join(map(str, files))}")
 
@@ -108,7 +108,7 @@ def choose_device(asked: str | None, parser: ArgumentParser) -> str:
 # --- Files and tables ---------------------------------------------------------------------------------------
 
 
-def beside(out: Path, ending: str) -> Path:
+def with_ending(out: Path, ending: str) -> Path:
     """OUT with an ending appended, whatever dots its name has."""
     return out.with_name(out.name + ending)
 
@@ -140,13 +140,13 @@ def align(header: list[str], rows: list[list[str]]) -> list[str]:
 def write_tables(out: Path, result: dict, rows: list[Any], markdown: str) -> None:
     """Write OUT.json, the result with its rows (dataclasses), and OUT.md."""
     write_markdown(out, markdown)
-    write_json(beside(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
+    write_json(with_ending(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
 
 
 def write_markdown(out: Path, markdown: str) -> None:
     """Write OUT.md, in a folder that is made if need be."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(beside(out, ".md"), markdown)
+    write_text(with_ending(out, ".md"), markdown)
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def save_figure(figure: Any, path: Path) -> None:
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` on a temporary name, then rename the file to `path`."""
-    temporary = beside(path, f".{os.getpid()}.tmp")
+    temporary = with_ending(path, f".{os.getpid()}.tmp")
     try:
         write(temporary)
         os.replace(temporary, path)

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    # Not bench_parser: importing scripts.bench.measuring imports torch, in every process that is timed.
+    # Not command_parser: importing scripts.bench.measuring imports torch, in every process that is timed.
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("files", help="parquet files: a file, a folder or a quoted glob")

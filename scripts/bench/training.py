@@ -51,13 +51,13 @@ from tqdm import tqdm
 from data.files import read_json, write_json
 from scripts.bench.measuring import (
     add_output_options,
-    bench_parser,
-    beside,
+    command_parser,
     describe_run,
     positive_int,
     read_result,
     resolve_out,
     say_written,
+    with_ending,
     write_markdown,
     write_tables,
 )
@@ -136,13 +136,13 @@ def main(argv: list[str] | None = None) -> None:
 def show(rows: list[Row], result: dict[str, Any], arguments: Namespace) -> None:
     """Print the tables, draw the picture, and say where all files are."""
     print("\n".join(["", *tables(rows)]))
-    draw(rows, beside(arguments.out, ".png"), result)
+    draw(rows, with_ending(arguments.out, ".png"), result)
     say_written(arguments, ".json", ".md", ".png")
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
     """The arguments. Ends with a message, and exit code 2, if they cannot work here."""
-    parser = bench_parser(PROGRAM, __doc__, EXAMPLES)
+    parser = command_parser(PROGRAM, __doc__, EXAMPLES)
     several = {"nargs": "*", "metavar": "NAME"}
     add = parser.add_argument_group("contestants").add_argument
     ours = [*SPEEDUP_OVER, "sagebwd"]
@@ -222,7 +222,7 @@ def job_of(contestant: str, context: int, arguments: Namespace) -> Job:
         f"hardware.micro_batch={micro_batch}",
         f"tps.tokens_per_step={arguments.tokens_per_micro_batch * arguments.accumulation}",
         "tps.warmup_steps=0",
-        f"steps={1 + 2 * sum(counts)}",  # more than are taken
+        f"steps={1 + 2 * sum(counts)}",  # more than are run
         f"context={context}",
         *arguments.set,
     ]

@@ -30,7 +30,7 @@ from data.tokens import TokenShards
 from model.config import LlamaConfig
 from scripts.bench.measuring import finite, mark, milliseconds, synchronize
 from scripts.bench.training_peers import BASELINES
-from scripts.bench.training_tables import ATTENTION, PRODUCTS, REST
+from scripts.bench.training_tables import ATTENTION, OTHER_KERNELS, PRODUCTS
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer, make_deterministic
@@ -41,9 +41,12 @@ from trainer.throughput import flops_per_token, peak_memory_gib
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 
-#: The class of a kernel: that of the first pattern found in its name, ignoring case; otherwise REST.
+#: The class of a kernel: that of the first pattern found in its name, ignoring case; otherwise OTHER_KERNELS.
 KERNEL_CLASSES = (
-    (REST, r"^triton_(poi|red|per|for)_"),  # Inductor puts the names of fused operators into its kernels'
+    (
+        OTHER_KERNELS,
+        r"^triton_(poi|red|per|for)_",
+    ),  # Inductor puts the names of fused operators into its kernels'
     (ATTENTION, r"sdpa|scaled_dot_product|flash|fmha|attention|cudnn::fusion"),
     (PRODUCTS, r"gemm|gemv|nvjet|cutlass|cublas|triton_tem|^aten::(add|b|badd)?mm$"),
     (ATTENTION, r"^\w+_kernel$"),  # ours; all others have a namespace or a template
@@ -215,14 +218,14 @@ def median_ms(call: Callable[[], None], times: int) -> float:
 
 
 def classify(kernel: str) -> str:
-    """ATTENTION, PRODUCTS or REST, by the name of a kernel."""
+    """ATTENTION, PRODUCTS or OTHER_KERNELS, by the name of a kernel."""
     matching = (kind for kind, pattern in KERNEL_CLASSES if re.search(pattern, kernel, re.IGNORECASE))
-    return next(matching, REST)
+    return next(matching, OTHER_KERNELS)
 
 
 def summarise(times: dict[str, float]) -> dict[str, Any]:
     """The fields `class_ms` and `kernels` of a row, from {kernel: ms}."""
-    classes = dict.fromkeys((ATTENTION, PRODUCTS, REST), 0.0)
+    classes = dict.fromkeys((ATTENTION, PRODUCTS, OTHER_KERNELS), 0.0)
     for name, spent in times.items():
         classes[classify(name)] += spent
     longest = sorted(times.items(), key=lambda item: -item[1])[:KERNELS_KEPT]

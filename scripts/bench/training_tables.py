@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from scripts.bench.looks import (
-    CONTESTANTS,
     STEP_PARTS,
+    TRAINING_LOOKS,
     add_legend,
     fill,
     finish,
@@ -22,8 +22,8 @@ from scripts.bench.measuring import align, number, origin_of
 
 #: Each row has its speedup over these.
 SPEEDUP_OVER = ("fpa-cudnn", "fpa-flash")
-#: Classes of kernels, as the JSON files name them; REST is shown as "other kernels".
-ATTENTION, PRODUCTS, REST = "attention", "matrix products", "rest"
+#: Classes of kernels, as the JSON files name them; OTHER_KERNELS is shown as "other kernels".
+ATTENTION, PRODUCTS, OTHER_KERNELS = "attention", "matrix products", "rest"
 
 
 @dataclass
@@ -55,7 +55,7 @@ def shares(row: Row) -> dict[str, float | None]:
     """Shares of the time in kernels by class, and of a step in kernels ("busy")."""
     busy = sum(row.class_ms.values())
     if not busy:
-        return dict.fromkeys((ATTENTION, PRODUCTS, REST, "busy"))
+        return dict.fromkeys((ATTENTION, PRODUCTS, OTHER_KERNELS, "busy"))
     parts = {kind: time_ms / busy for kind, time_ms in row.class_ms.items()}
     return parts | {"busy": min(busy / row.step_ms, 1.0)}
 
@@ -98,7 +98,7 @@ def speed_table(rows: list[Row]) -> list[str]:
     context, batch = rows[0].context, rows[0].micro_batch
     header = [f"context {context}, micro-batch {batch}", "tokens/s", "MFU", "step, ms", "p10 – p90"]
     header += ["peak memory, GiB", "first step, s"]
-    header += [*(STEP_PARTS[kind].title for kind in (ATTENTION, PRODUCTS, REST)), "GPU busy"]
+    header += [*(STEP_PARTS[kind].title for kind in (ATTENTION, PRODUCTS, OTHER_KERNELS)), "GPU busy"]
     others = [name for name in SPEEDUP_OVER if any(name in row.speedup for row in rows)]
     with_loader = any(row.loader_ms for row in rows)
     table = []
@@ -126,7 +126,7 @@ def draw(rows: list[Row], path: Path, result: dict) -> None:
         draw_parts(parts, timed)
         speed.set_title(f"context {context:,}")
         for axes in (speed, parts):
-            titles = [two_lines(look_of(row.contestant, CONTESTANTS).title) for row in timed]
+            titles = [two_lines(look_of(row.contestant, TRAINING_LOOKS).title) for row in timed]
             axes.set_xticks(range(len(timed)), titles, fontsize=8.5)
             axes.yaxis.set_major_formatter("{x:,.0f}")
     grid[0, 0].set_ylabel("tokens/s")
@@ -137,14 +137,16 @@ def draw(rows: list[Row], path: Path, result: dict) -> None:
 
 def draw_speed(axes: Any, rows: list[Row]) -> None:
     for place, row in enumerate(rows):
-        bar = axes.bar(place, row.tokens_per_second, 0.7, **fill(look_of(row.contestant, CONTESTANTS)))
+        bar = axes.bar(place, row.tokens_per_second, 0.7, **fill(look_of(row.contestant, TRAINING_LOOKS)))
         axes.bar_label(bar, fmt="{:,.0f}", padding=2)
     axes.margins(y=0.1)  # room for the labels
 
 
 def draw_parts(axes: Any, rows: list[Row]) -> None:
     """Stacked bars: the time of a step by class of kernel, and what is left of it."""
-    parts = {kind: [row.class_ms.get(kind, 0) for row in rows] for kind in (ATTENTION, PRODUCTS, REST)}
+    parts = {
+        kind: [row.class_ms.get(kind, 0) for row in rows] for kind in (ATTENTION, PRODUCTS, OTHER_KERNELS)
+    }
     parts["idle"] = [max(row.step_ms - sum(row.class_ms.values()), 0) for row in rows]
     bottom = np.zeros(len(rows))
     for kind, heights in parts.items():

@@ -12,7 +12,6 @@ On a CPU the plain PyTorch reference is measured, with `--device cuda` the kerne
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from argparse import Namespace
@@ -26,10 +25,10 @@ from tqdm import tqdm
 from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
-from scripts.bench.measuring import choose_device
+from scripts.bench.measuring import choose_device, command_parser, positive_int
 from scripts.paper import published as paper
-from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.attention_errors import TENSORS, TITLES, VARIANTS, measure, settings_of
+from scripts.paper.result_files import OUT
 
 #: Named sets of products in INT8; an S in the backward is that of the forward.
 INT8_SETS = {
@@ -44,7 +43,7 @@ INT8_SETS = {
     "all seven": MATMULS,
 }
 
-#: SageAttention3, Table 1c: cosine similarity of dQ with dP in INT8 and in 16 bit. It is of real tensors, so
+#: SageAttention3, Table 1c: cosine similarity of dQ with INT8 and 16-bit dP. It is of real tensors, so
 #: the difference of the two compares with ours, the values do not.
 PAPER_DQ_COSINE = {"all seven": paper.S3_DP["int8"][0], "the paper's six": paper.S3_DP["fp16"][0]}
 
@@ -76,11 +75,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.paper.accuracy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("python -m scripts.paper.accuracy", __doc__)
     parser.add_argument(
         "--tokens", type=positive_int, nargs="+", default=[1024, 4096], help="sequence lengths"
     )
@@ -141,7 +136,7 @@ def to_markdown(result: dict) -> str:
     lines += ["## Table 1 over shapes", "", *shape_table(result), ""]
     lines += ["## Which products may be INT8", "", *int8_table(result), ""]
     lines += [
-        "Cosine similarity of dQ in SageAttention3's Table 1c, with dP in INT8 and in 16 bit, real tensors: "
+        "Cosine similarity of dQ in SageAttention3's Table 1c, with INT8 and 16-bit dP, real tensors: "
         + ", ".join(f"{value} ({name})" for name, value in PAPER_DQ_COSINE.items())
         + ".",
         "",

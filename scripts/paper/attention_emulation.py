@@ -1,15 +1,14 @@
-"""One head's attention whose products take their operands in a precision of one's choice, for studies.
+"""One head's attention whose products take their operands in any chosen precision, for studies.
 
 `emulate` runs the algorithms of SageBwd (arXiv 2603.02170) on whole N × N matrices in float32, so that a new
 idea about a product is one small function instead of a kernel. Where `sagebwd.reference` has the same switch,
-the two agree (tests/scripts/paper/test_attention_emulation.py), but for numbers next to a tie between two
-steps.
+the two agree (tests/scripts/paper/test_attention_emulation.py), except for values next to a rounding tie.
 
-A scheme is made of three kinds of parts:
+A scheme has three kinds of parts:
 
     Rounding   x → what a product sees of x, such as INT8 with one scale per 64 × 1 entries (roundings.py)
     Product    (weights, tokens) → weights @ tokens, made of two roundings (products.py)
-    Scheme     the five products, and how δ is taken
+    Scheme     the five products, and how δ is computed
 
 Shapes: N tokens, D channels. Weights are (N, N), one row for each row of the result; tokens are (N, D).
 """
@@ -43,7 +42,7 @@ DELTAS = ("output", "exact", "exact in dK", "projected")
 
 
 class Head(NamedTuple):
-    """What one head of a causal attention got: q, k, v and dO, each (N, D) float32."""
+    """Inputs of one head of causal attention: q, k, v and dO, each (N, D) float32."""
 
     q: Tensor
     k: Tensor
@@ -52,7 +51,7 @@ class Head(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What it gave, each (N, D) float32; dk and dv are this query head's own part."""
+    """Results, each (N, D) float32; dk and dv are this query head's own part."""
 
     out: Tensor
     dq: Tensor
@@ -62,7 +61,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one attention computes its products. dP = dO·Vᵀ has none: it is exact, as 16-bit inputs make it.
+    """How one attention computes its products. dP = dO·Vᵀ is always exact, as a product of 16-bit inputs.
 
     Attributes:
         scores: (q, k) → QKᵀ, the same in the forward and the backward.
@@ -73,8 +72,8 @@ class Scheme:
         delta: δ in dS = P ∘ (dP − δ).
             "output": rowsum(dO ∘ O), as in the paper.
             "exact": rowsum(P ∘ dP) of the backward's own P and dP, so that rows of dS sum to 0.
-            "exact in dK": dQ takes the first and dK the second. The dQ kernel finds the second on its way, as
-            δ + rowsum(dS), and hands it on, at the cost of no further product.
+            "exact in dK": dQ uses the first and dK the second. The dQ kernel computes the second anyway, as
+            δ + rowsum(dS), and passes it on, so no further product is needed.
             "projected": the same, and dQ −= rowsum(dS) · (P K), which is what the wrong δ put into it. Costs
             one further product, that of `output` with K instead of V.
     """
@@ -138,7 +137,8 @@ def scheme_of(config: SageConfig, head_dim: int, dtype: torch.dtype) -> Scheme:
     """
     if config.add_mean_k_term or config.is_int8("dp") or config.is_int8("s_fwd") != config.is_int8("s_bwd"):
         raise ValueError(
-            f"{config} has no emulation; leave add_mean_k_term off, dP in 16 bit and S alike in both passes"
+            f"{config} has no emulation; leave add_mean_k_term off, leave dp out of int8_matmuls, and give "
+            "both s_fwd and s_bwd or neither"
         )
     block_q, block_kv = config.tile(head_dim)
     scores = _scores_of(config, head_dim, dtype)

@@ -7,8 +7,8 @@ is measured, relative L2: of the queries in the tile that holds i, and of those 
 is the larger of the blocks of queries and keys, so that only μ_K and μ_V reach earlier tiles. At a border i
 is the last token of its tile, which then shares no scale with later tokens.
 
-Next to it stands the error of the same queries against float64 attention. A leak as large as the error means
-that the error, which should be noise, is in good part a function of the future.
+The error of the same queries against float64 attention is printed for comparison. A leak as large as the
+error means that the error, which should be noise, largely depends on the future.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch import Tensor
 from data.files import write_json
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
-from scripts.bench.measuring import describe_run
-from scripts.paper.arguments import OUT, positive_int
-from scripts.paper.attention_errors import exact_attention, settings_of
+from sagebwd.reference import exact_attention
+from scripts.bench.measuring import command_parser, describe_run, positive_int
+from scripts.paper.attention_errors import add_input_options, draw_inputs, settings_of
+from scripts.paper.result_files import OUT
 
 PROGRAM = "python -m scripts.paper.causal_leak"
 
@@ -37,7 +38,7 @@ CONFIGS = {
     "smooth_v=True": SageConfig(smooth_v=True),
     "strictly_causal": SageConfig.strictly_causal(),
 }
-#: How the later tokens of all four tensors are drawn: (standard deviation, what channel 0 has on top).
+#: How the later tokens of all four tensors are drawn: (standard deviation, offset of channel 0).
 REDRAWS = {"σ 1": (1.0, 0.0), "σ 3": (3.0, 0.0), "σ 10": (10.0, 0.0), "outlier channel": (1.0, 20.0)}
 CUTS = (150, 200, 255, 300, 383, 420)
 TENSORS = ("out", "dq")
@@ -55,14 +56,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--tokens", type=positive_int, default=512, help="sequence length N (default 512)")
-    parser.add_argument("--head-dim", type=positive_int, default=64, help="head size D (default 64)")
-    parser.add_argument("--heads", type=positive_int, default=4, help="heads (default 4)")
+    parser = command_parser(PROGRAM, __doc__)
+    add_input_options(parser, tokens=512, heads=4)
     parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of Q and K (default 1)")
     parser.add_argument(
         "--cuts",
@@ -72,13 +67,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="I",
         help=f"positions after which tokens are drawn anew (default {' '.join(map(str, CUTS))})",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float16", "bfloat16", "float32"),
-        default="float16",
-        help="dtype of the inputs (default float16)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default 0)")
     parser.add_argument(
         "--out",
         type=Path,
@@ -99,13 +87,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace) -> list[dict]:
     """One row for each setting, position and redraw: the leak, and the error of the same queries."""
-    generator = torch.Generator().manual_seed(arguments.seed)
     shape = (1, arguments.heads, arguments.tokens, arguments.head_dim)
-    inputs = [
-        (std * torch.randn(shape, generator=generator)).to(getattr(torch, arguments.dtype))
-        for std in (arguments.sigma, arguments.sigma, 1.0, 1.0)
-    ]
-    exact = exact_attention(*inputs, is_causal=True)[:2]
+    inputs = draw_inputs(
+        arguments.sigma, shape, getattr(torch, arguments.dtype), seed=arguments.seed, device="cpu"
+    )
+    result = exact_attention(*inputs, is_causal=True)
+    exact = result.out, result.dq
     rows = []
     for name, config in CONFIGS.items():
         tile = largest_tile(config, arguments.head_dim)

@@ -3,8 +3,8 @@
     python -m scripts.paper.curves runs/35m-131k/* --out runs/paper/figure1a
 
 Reads run directories (config.yaml, metrics.jsonl, environment.jsonl) and writes OUT.json.gz, with thinned
-loss curves, and OUT.png. Such a JSON file stands for its runs, which need not be kept: name it together with
-further runs to merge them into one comparison:
+loss curves, and OUT.png. Such a JSON file replaces its runs, whose directories may be deleted: name it
+together with further runs to merge them into one comparison:
 
     python -m scripts.paper.curves results/figure1a.json.gz runs/more/* --out runs/paper/figure1a
 
@@ -14,19 +14,18 @@ Runs of one model and schedule make a group; within it, runs that differ in the 
     diverged     a loss or gradient that is not finite, or at the end a final loss more than 0.3 above the
                  lowest mean of an earlier tenth
     difference   of two variants' final losses, with a 95% interval. The runs of a seed share initialisation
-                 and order of the data, so a loss is taken as variant + seed + noise, by least squares over
+                 and order of the data, so a loss is modeled as variant + seed + noise, by least squares over
                  the group; the noise is what that leaves. One seed gives no interval, unless a run of it
                  was repeated: then the noise is that between repetitions.
 """
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.measuring import beside, describe_run
+from scripts.bench.measuring import command_parser, describe_run, with_ending
 from scripts.paper import drawing
 from scripts.paper.loss_pictures import TITLES, draw
 from scripts.paper.loss_statistics import compare
@@ -49,16 +48,14 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     result = {**describe(argv, arguments, finished), "runs": runs, "groups": groups}
-    written = write_compressed_json(beside(arguments.out, ".json"), result)
+    written = write_compressed_json(with_ending(arguments.out, ".json"), result)
     title = TITLES.get(arguments.item, "Training loss")
-    drawing.save(draw(groups, finished, title), beside(arguments.out, ".png"))
+    drawing.save(draw(groups, finished, title), with_ending(arguments.out, ".png"))
     print(f"{len(finished)} of {len(runs)} runs compared, written to {written} and {arguments.out}.png")
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(PROGRAM, __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, or OUT.json.gz of this command")
     parser.add_argument("--out", type=Path, required=True, help="beginning of the files' names")
     parser.add_argument("--item", help="the experiment these runs belong to (scripts/paper/experiments.py)")

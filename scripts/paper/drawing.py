@@ -24,7 +24,7 @@ OTHERS = (
 )
 
 #: Names in tables and files: those of configs/attention/.
-PRESETS = {
+CONFIG_NAMES = {
     "full precision": "fpa",
     "all in 16 bit": "fpa",
     "cuDNN": "fpa",
@@ -50,12 +50,12 @@ def styles(names: Sequence[str]) -> dict[str, Style]:
 def preset(name: str) -> str | None:
     """ "SageBwd, consistent", "sagebwd consistent" and "consistent" are one preset, "SageBwd" the default."""
     short = name.removeprefix("SageBwd, ").removeprefix("sagebwd ")
-    return PRESETS.get("default" if short == "SageBwd" else short)
+    return CONFIG_NAMES.get("default" if short == "SageBwd" else short)
 
 
 def grid(rows: int, columns: int, *, width: float, height: float, **options: Any) -> tuple[Any, Any]:
     """A figure and its rows × columns of axes; width and height: inches of each."""
-    import matplotlib  # slow to import; only needed when all is measured
+    import matplotlib  # slow to import; only needed for pictures
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -11,12 +11,11 @@ Brings together what other commands measured, from one folder of results:
              trained model, mean over layers and heads, geometric mean over models
 
 Writes OUT.json and OUT.png. 16-bit attention is included with the time of PyTorch's kernels; its error is
-that of SageBwd with all products in 16 bit.
+that of SageBwd with 16-bit products.
 """
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from pathlib import Path
 from statistics import geometric_mean
@@ -24,18 +23,18 @@ from typing import Any
 
 from data.files import write_json
 from scripts.bench.attention_tables import DEFAULT, relative_times
-from scripts.bench.measuring import beside, describe_run
+from scripts.bench.measuring import command_parser, describe_run, with_ending
 from scripts.paper import drawing
 from scripts.paper import gradient_error_rows as study
-from scripts.paper.arguments import OUT
-from scripts.paper.gradient_error_rows import PARTS, TITLES
-from scripts.paper.result_files import DamagedResult, Results
+from scripts.paper.attention_errors import TITLES
+from scripts.paper.gradient_error_rows import PARTS
+from scripts.paper.result_files import OUT, DamagedResult, Results
 
 PROGRAM = "python -m scripts.paper.error_against_time"
 GRAPH = "both, graph"
 
 #: What scripts.bench.attention calls it: what scripts.paper.gradient_error does.
-VARIANTS = {
+VARIANT_OF = {
     DEFAULT: "default",
     "sagebwd paper": "paper",
     "sagebwd smooth V": "V-smoothing",
@@ -60,10 +59,10 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(str(error)) from error
     times = newest_times(timed, arguments.head_dim)
     rows = [
-        {"setting": name, "variant": VARIANTS[name], "commit": times[name]["commit"]}
-        | {"time": times[name]["time"], "relative_l2": errors[VARIANTS[name]]}
-        for name in VARIANTS
-        if name in times and VARIANTS[name] in errors
+        {"setting": name, "variant": VARIANT_OF[name], "commit": times[name]["commit"]}
+        | {"time": times[name]["time"], "relative_l2": errors[VARIANT_OF[name]]}
+        for name in VARIANT_OF
+        if name in times and VARIANT_OF[name] in errors
     ]
     if not rows:
         print(f"no setting in {folder} was both timed on a GPU and studied, so nothing is written")
@@ -72,8 +71,8 @@ def main(argv: list[str] | None = None) -> None:
     values = "time: multiple of the default's, by tokens; relative_l2: geometric mean over models"
     result = {"values": values, **describe_run(PROGRAM, argv, shown, ()), "rows": rows}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(beside(arguments.out, ".json"), result)
-    drawing.save(draw(rows, arguments.head_dim), beside(arguments.out, ".png"))
+    write_json(with_ending(arguments.out, ".json"), result)
+    drawing.save(draw(rows, arguments.head_dim), with_ending(arguments.out, ".png"))
     print(f"{len(rows)} settings, written to {arguments.out}.json and .png")
 
 
@@ -84,9 +83,7 @@ def names_of_benchmarks(folder: Path) -> list[str]:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(PROGRAM, __doc__)
     parser.add_argument(
         "--results", type=Path, default=Path("results"), help="folder to read (default %(default)s)"
     )
@@ -120,7 +117,7 @@ def newest_times(files: list[dict], head_dim: int) -> dict[str, dict[str, Any]]:
 
 def errors_of(data: dict[str, Any]) -> dict[str, dict[str, float]]:
     """{variant: {"dq": …, "dk": …}}."""
-    sources = [study.Source(**source) for source in data["sources"].values()]
+    sources = [study.HeadSource(**source) for source in data["sources"].values()]
     rows = [study.Row(**row) for row in data["rows"]]
     panels = {
         tensor: [study.points_of(rows, source, tensor) for source in sources if source.is_last]

@@ -1,6 +1,6 @@
 """The training runs of the experiments: models, schedules, what is compared, and what it costs.
 
-A further setting of SageBwd to compare with is one line of PRESETS.
+A further setting of SageBwd to compare with is one line of PRESET_GRID.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PAPER_TOKENS = 78_643_200_000
 FULL_LARGE = Setup("325m-2.1m", ("tps=2.1m",), PAPER_TOKENS, 186_000, milestone_every=10_000)
 FULL_SMALL = Setup("325m-260k", ("tps=260k",), PAPER_TOKENS, 186_000)
 # An eighth of the tokens per step against the full number, as in the paper, at a sixteenth of both.
-# All runs of the three leave some 65 GB: a checkpoint of the 325M model has 3.9 GB, one of the 35M 0.42 GB.
+# All runs of the three take about 65 GB on disk: a checkpoint has 3.9 GB (325M model) or 0.42 GB (35M).
 LARGE = Setup(
     "35m-131k", ("experiment=scaled_131k",), 50_069_504, 1_200_000, seeds=(1, 2), milestone_every=96
 )
-# What 78 billion tokens do to the logits, 50 million may not: the same pushed by a high learning rate.
+# 50M tokens may not grow the logits as far as 78 billion do, so the same at a high learning rate.
 PUSHED = replace(LARGE, name="35m-131k-lr6e-3", overrides=(*LARGE.overrides, "optimizer.lr=6.0e-3"))
-# LARGE's first steps, and the same with a steep warm-up, in which values become alike. For their traces.
+# LARGE's first steps, and the same with a steep warm-up, in which the rows of V become similar. For traces.
 BEGINNING = Setup(
     "35m-131k-beginning",
     ("experiment=scaled_131k", "total_tokens=8388608", "checkpoint_every=16", "probe.every=8"),
@@ -75,33 +75,42 @@ SHORT = Setup("325m-260k-short", ("experiment=scaled_325m",), 100_139_008, 186_0
 DEBUG_LARGE = Setup("debug-2k", ("experiment=debug", "tps=2.1m"), 16_384, 10_000, milestone_every=4)
 DEBUG_SMALL = Setup("debug-256", ("experiment=debug", "tps=260k"), 2_048, 10_000)
 
-QK_NORM_GRID = {
+#: Full precision and the default of SageConfig, with and without QK-norm.
+DEFAULT_GRID = {
     "fpa": ("attention=fpa",),
     "sagebwd": ("attention=sagebwd",),
     "fpa-no_qk_norm": ("attention=fpa", "model.qk_norm=false"),
     "sagebwd-no_qk_norm": ("attention=sagebwd", "model.qk_norm=false"),
 }
-#: Runs of QK_NORM_GRID whose layers are measured during training, at the first seed.
+#: The same and the paper's own algorithm.
+QK_NORM_GRID = {
+    **DEFAULT_GRID,
+    "sagebwd-paper": ("attention=sagebwd_paper",),
+    "sagebwd-paper-no_qk_norm": ("attention=sagebwd_paper", "model.qk_norm=false"),
+}
+#: Runs of DEFAULT_GRID whose layers are measured during training, at the first seed.
 MILESTONES_OF = ("sagebwd", "sagebwd-no_qk_norm")
 SMOOTHING = {
     "sagebwd": ("attention=sagebwd",),
     "sagebwd-no_smoothing": ("attention=sagebwd", "attention.smooth_k=false"),
     "sagebwd-smooth_qk": ("attention=sagebwd", "attention.smooth_q=true"),
+    "sagebwd-paper": ("attention=sagebwd_paper",),
+    "sagebwd-paper-no_smoothing": ("attention=sagebwd_paper", "attention.smooth_k=false"),
+    "sagebwd-paper-smooth_qk": ("attention=sagebwd_paper", "attention.smooth_q=true"),
 }
 #: Settings of SageConfig to be compared at the large number of tokens per step, where the paper leaves a gap.
-PRESETS = {
+PRESET_GRID = {
     "fpa": ("attention=fpa",),
     "sagebwd": ("attention=sagebwd",),
-    "sagebwd-paper": (
-        "attention=sagebwd",
-        "attention.granularity=block",
-        "attention.block_q=128",
-        "attention.block_kv=64",
-    ),
+    "sagebwd-paper": ("attention=sagebwd_paper",),
     "sagebwd-consistent": ("attention=sagebwd_consistent",),
     "sagebwd-accurate": ("attention=sagebwd_accurate",),
 }
-FINE_TUNINGS = {"fpa": ("attention=fpa",), "sagebwd": ("attention=sagebwd",)}
+FINE_TUNINGS = {
+    "fpa": ("attention=fpa",),
+    "sagebwd": ("attention=sagebwd",),
+    "sagebwd-paper": ("attention=sagebwd_paper",),
+}
 
 
 def runs_of(setup: Setup, variants: Mapping[str, tuple[str, ...]]) -> tuple[Run, ...]:
@@ -109,7 +118,7 @@ def runs_of(setup: Setup, variants: Mapping[str, tuple[str, ...]]) -> tuple[Run,
     return tuple(
         Run(
             f"{setup.name}/{variant}-seed{seed}",
-            (*setup.overrides, *overrides, *milestones(setup, variant, seed), f"seed={seed}"),
+            (*setup.overrides, *overrides, *milestone_overrides(setup, variant, seed), f"seed={seed}"),
             setup.minutes,
         )
         for seed in setup.seeds
@@ -117,15 +126,15 @@ def runs_of(setup: Setup, variants: Mapping[str, tuple[str, ...]]) -> tuple[Run,
     )
 
 
-def milestones(setup: Setup, variant: str, seed: int) -> tuple[str, ...]:
-    """What makes a run keep checkpoints on its way; nothing for most, because they are large."""
+def milestone_overrides(setup: Setup, variant: str, seed: int) -> tuple[str, ...]:
+    """Overrides that make a run save milestone checkpoints; none for most runs, because these are large."""
     keeps = setup.milestone_every and variant in MILESTONES_OF and seed == setup.seeds[0]
     return (f"milestone_every={setup.milestone_every}",) if keeps else ()
 
 
 def fine_tuning(setup: Setup, base: Setup) -> tuple[tuple[Run, ...], ...]:
     """First the full-precision run of `base`, if it is not there yet, then its weights trained further."""
-    first = runs_of(base, {"fpa": QK_NORM_GRID["fpa"]})[:1]
+    first = runs_of(base, {"fpa": DEFAULT_GRID["fpa"]})[:1]
     then = tuple(
         Run(run.name, run.overrides, run.minutes, starts_from=first[0].name, own_text=True)
         for run in runs_of(setup, FINE_TUNINGS)
@@ -159,16 +168,16 @@ FIGURE_4 = {
 
 #: The runs that keep milestones, at many tokens per step, and of the paper's model.
 MILESTONES = {
-    "full": (runs_of(FULL_LARGE, QK_NORM_GRID),),
+    "full": (runs_of(FULL_LARGE, DEFAULT_GRID),),
     "scaled": (
-        sum((runs_of(setup, QK_NORM_GRID) for setup in (STEEP, BEGINNING, LARGE, PUSHED, SHORT)), ()),
+        sum((runs_of(setup, DEFAULT_GRID) for setup in (STEEP, BEGINNING, LARGE, PUSHED, SHORT)), ()),
     ),
-    "debug": (runs_of(DEBUG_LARGE, QK_NORM_GRID),),
+    "debug": (runs_of(DEBUG_LARGE, DEFAULT_GRID),),
 }
 
 
 def one_seed(*groups: Mapping[str, tuple[tuple[Run, ...], ...]]) -> dict[str, tuple[tuple[Run, ...], ...]]:
-    """The SageBwd runs of these experiments at the first seed, each once, to measure their layers."""
+    """The runs with SageBwd's default, first seed, each once: the models whose layers are measured."""
     return {
         scale: (
             tuple(
@@ -177,7 +186,7 @@ def one_seed(*groups: Mapping[str, tuple[tuple[Run, ...], ...]]) -> dict[str, tu
                     for group in groups
                     for stage in group[scale]
                     for run in stage
-                    if "/sagebwd" in run.name and run.name.endswith("-seed1")
+                    if "attention=sagebwd" in run.overrides and run.name.endswith("-seed1")
                 )
             ),
         )

@@ -26,7 +26,7 @@ from scripts.paper.experiment_runs import (
     FULL_SMALL,
     LARGE,
     MILESTONES,
-    PRESETS,
+    PRESET_GRID,
     PUSHED,
     SCALES,
     SHORT,
@@ -50,7 +50,7 @@ class Item:
     json: the file, which may be compressed (json.gz).
     commands: by scale; modules of scripts/, with {results} for the folder of results, RUNS for the runs, and
         TRACES for their traces.
-    of_weights: the commands look into trained models, which runs that diverged do not leave.
+    of_weights: the commands read trained weights, which diverged runs do not have.
     minutes: by scale, of the commands.
     """
 
@@ -71,10 +71,10 @@ class Item:
         return sum(run.minutes for run in self.runs(scale)) + self.minutes.get(scale, 0.0)
 
     def cost_in_words(self) -> str:
-        return ", ".join(f"{in_words(self.cost(scale))} ({scale})" for scale in ("scaled", "full"))
+        return ", ".join(f"{duration_in_words(self.cost(scale))} ({scale})" for scale in ("scaled", "full"))
 
 
-def in_words(minutes: float) -> str:
+def duration_in_words(minutes: float) -> str:
     """A rough length of time: "3 min", "2.5 h", "5,000 h"."""
     if minutes < 90:
         return f"{max(minutes, 1):.0f} min"
@@ -109,7 +109,7 @@ def training_step(name: str, *options: str) -> tuple[str, ...]:
     return "scripts.bench.training", *steps, *options, "--out", f"{{results}}/{name}"
 
 
-TRAINING_STEPS = (
+TRAINING_SPEED = (
     training_step(
         "bench_training",
         *("--loader", "--attention", "fpa-cudnn", "sagebwd", "sagebwd-consistent", "sagebwd-16-bit-p"),
@@ -130,7 +130,7 @@ TRAINING_STEPS = (
         *("--attention", "fpa-cudnn", "fpa-graphs", "sagebwd", "sagebwd-graphs", "--baselines"),
     ),
 )
-TRAINING_DEBUG = (
+TRAINING_SPEED_DEBUG = (
     *("scripts.bench.training", "--device", "cpu", "--model", "llama_debug", "--contexts", "64"),
     *("--tokens-per-micro-batch", "256", "--attention", "fpa", "sagebwd", "--baselines"),
     *("--steps", "3", "--warm-up", "1", "--out", "{results}/bench_training"),
@@ -239,9 +239,9 @@ ITEMS = (
         "presets.json",
         curves("presets"),
         stages={
-            "full": (runs_of(FULL_LARGE, PRESETS),),
-            "scaled": (runs_of(LARGE, PRESETS) + runs_of(PUSHED, PRESETS),),
-            "debug": (runs_of(DEBUG_SMALL, PRESETS),),
+            "full": (runs_of(FULL_LARGE, PRESET_GRID),),
+            "scaled": (runs_of(LARGE, PRESET_GRID) + runs_of(PUSHED, PRESET_GRID),),
+            "debug": (runs_of(DEBUG_SMALL, PRESET_GRID),),
         },
     ),
     Item(
@@ -276,7 +276,7 @@ ITEMS = (
         "training_speed",
         "Speed of a training step",
         "bench_training.json",
-        {"full": TRAINING_STEPS, "scaled": TRAINING_STEPS, "debug": (TRAINING_DEBUG,)},
+        {"full": TRAINING_SPEED, "scaled": TRAINING_SPEED, "debug": (TRAINING_SPEED_DEBUG,)},
         minutes={"full": 25, "scaled": 25, "debug": 1},
     ),
     Item(

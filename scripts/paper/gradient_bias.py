@@ -2,7 +2,7 @@
 
     python -m scripts.paper.gradient_bias runs/NAME [runs/NAME …] --milestones --out runs/paper/gradient_bias
 
-At each checkpoint of a run, the gradient of every weight is taken on n batches of the run's training text:
+At each checkpoint of a run, the gradient of every weight is computed on n batches of the run's training text:
 with FlashAttention-2 (g_i), with cuDNN as the control, and with each setting of SageBwd (g'_i). With
 d_i = g'_i − g_i, means over pairs of different batches estimate without bias
 
@@ -10,8 +10,8 @@ d_i = g'_i − g_i, means over pairs of different batches estimate without bias
     |G|²  = mean ⟨g_i, g_j⟩    the gradient itself
     ⟨b, G⟩ = mean ⟨d_i, g_j⟩   bias along the gradient
 
-and the rest is noise: mean |d_i|² − |b|² of quantization, mean |g_i|² − |G|² of the minibatch. The noise of
-the minibatch falls as 1/T with the tokens T of a step, the bias does not. They are equal at
+and what remains is noise: mean |d_i|² − |b|² of quantization, mean |g_i|² − |G|² of the minibatch. The noise
+of the minibatch falls as 1/T with the tokens T of a step, the bias does not. They are equal at
 
     T* = tokens per batch · noise of the minibatch / |b|²
 
@@ -21,14 +21,13 @@ group of weights, for each layer and for all weights; raw, and as Adam sees it: 
 gradient over the batches stands in for √v̂, and the JSON says so. Intervals are 95%, by the jackknife over
 batches; where there is no bias they are wider than that.
 
-The batches lie behind the end of the run in its own data order. They are the same for all checkpoints and
+The batches follow the end of the run in its own data order. They are the same for all checkpoints and
 settings, disjoint, and unseen by the run as long as it has not gone through its text once. The model is not
 compiled; all else is as in training.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from argparse import Namespace
@@ -49,9 +48,8 @@ from tqdm import tqdm
 from model.backends import AttentionFn
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
-from scripts.bench.measuring import choose_device, describe_run
-from scripts.compare import find_runs
-from scripts.paper.arguments import OUT, positive_int
+from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int
+from scripts.compare import find_runs, labels_of
 from scripts.paper.gradient_bias_estimates import (
     Grams,
     estimate_gradient,
@@ -74,8 +72,8 @@ from scripts.paper.gradient_bias_gradients import (
 )
 from scripts.paper.gradient_bias_tables import CONTROL, Row, write
 from scripts.paper.layers import dtype_of, load_model
-from scripts.paper.layers_runs import Run, UnusableWeights, at_step, milestones_of, names_of, open_run
-from scripts.paper.result_files import read_json
+from scripts.paper.layers_runs import TrainedRun, UnusableWeights, at_step, milestones_of, open_run
+from scripts.paper.result_files import OUT, read_json
 from trainer.checkpoint import checkpoint_of
 from trainer.run_directory import RunDirectory
 
@@ -215,8 +213,8 @@ def try_attention(
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
-def measure_all(runs: list[list[Run]], result: dict[str, Any], arguments: Namespace) -> None:
-    """Measure each run's checkpoints, and write what there is after each.
+def measure_all(runs: list[list[TrainedRun]], result: dict[str, Any], arguments: Namespace) -> None:
+    """Measure each run's checkpoints, and write all results so far after each.
 
     Raises UnusableWeights, and ValueError if the text is too short for the batches.
     """
@@ -238,7 +236,9 @@ def measure_all(runs: list[list[Run]], result: dict[str, Any], arguments: Namesp
                 write(Path(arguments.out), result, rows)
 
 
-def working_attentions(run: Run, result: dict[str, Any], arguments: Namespace) -> dict[str, AttentionFn]:
+def working_attentions(
+    run: TrainedRun, result: dict[str, Any], arguments: Namespace
+) -> dict[str, AttentionFn]:
     """Those that run on this device; what the others say goes to the result and to the terminal."""
     shape, working = run.settings.model, {}
     for name, attend in attentions(arguments.settings, torch.device(arguments.device)).items():
@@ -254,7 +254,7 @@ def working_attentions(run: Run, result: dict[str, Any], arguments: Namespace) -
                 device=arguments.device,
                 dtype=dtype_of(run),
             )
-        except Exception as error:  # a kernel that does not compile must not cost the others their turn
+        except Exception as error:  # a kernel that does not compile must not stop the others
             reason = f"{type(error).__name__}: {error}"
             result["left_out"].setdefault(run.name, {})[name] = reason
             tqdm.write(f"{run.name}: {name} is left out. {reason}")
@@ -265,7 +265,7 @@ def working_attentions(run: Run, result: dict[str, Any], arguments: Namespace) -
 
 
 def measure_checkpoint(
-    run: Run,
+    run: TrainedRun,
     batches: Sequence[Batch],
     found: Mapping[str, AttentionFn],
     result: dict[str, Any],
@@ -306,7 +306,7 @@ def measure_checkpoint(
     return rows
 
 
-def sequences_of_pass(run: Run, arguments: Namespace) -> int:
+def sequences_of_pass(run: TrainedRun, arguments: Namespace) -> int:
     return arguments.micro_batch or max(TOKENS_PER_PASS // run.settings.context, 1)
 
 
@@ -369,12 +369,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(PROGRAM, __doc__, EXAMPLES)
     parser.add_argument("runs", nargs="*", help="directories of finished runs, or folders that hold some")
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--milestones", action="store_true", help="all checkpoints of milestone_every, too")
@@ -396,7 +391,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         metavar="NAME",
         help=f"some of {', '.join((CONTROL, *SETTINGS))} (default: all)",
     )
-    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
+    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if available)")
     parser.add_argument("--join", nargs="+", metavar="JSON", help="put earlier results together")
     parser.add_argument(
         "--out", default=str(OUT / "gradient_bias"), help="beginning of the files (default %(default)s)"
@@ -410,12 +405,12 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     return arguments
 
 
-def open_checkpoints(arguments: Namespace) -> list[list[Run]]:
+def open_checkpoints(arguments: Namespace) -> list[list[TrainedRun]]:
     """The checkpoints of each run, the end last. Raises ValueError or FileNotFoundError."""
     paths = find_runs([Path(path) for path in arguments.runs])
     if not paths:
         raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
-    names = names_of([path.resolve() for path in paths])
+    names = labels_of(paths)
     if len(set(names)) < len(names):
         raise ValueError(f"a run is given twice: {', '.join(names)}; name each once")
     ends = [open_run(name, RunDirectory(path), None) for name, path in zip(names, paths, strict=True)]
@@ -425,7 +420,7 @@ def open_checkpoints(arguments: Namespace) -> list[list[Run]]:
     ]
 
 
-def at_steps(end: Run, steps: Sequence[int]) -> list[Run]:
+def at_steps(end: TrainedRun, steps: Sequence[int]) -> list[TrainedRun]:
     """The run at these steps before its end. Raises ValueError, naming those there are, for one without."""
     for step in steps:
         checkpoint_of(end.directory.checkpoints, step)
@@ -433,8 +428,8 @@ def at_steps(end: Run, steps: Sequence[int]) -> list[Run]:
     return [replace(end, checkpoint=step, origin=at_step(end.origin, step)) for step in earlier]
 
 
-def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[Run]]) -> dict[str, Any]:
-    """What the numbers are, of which runs, measured how and where."""
+def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[TrainedRun]]) -> dict[str, Any]:
+    """What was measured, of which runs, how and where."""
     return {
         **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
         "values": "estimate, lower and upper end of the 95% interval (jackknife over batches)",
@@ -452,7 +447,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[Run]]
     }
 
 
-def describe_trained(run: Run) -> dict[str, Any]:
+def describe_trained(run: TrainedRun) -> dict[str, Any]:
     settings = run.settings
     return asdict(run.origin) | {
         "context": settings.context,

@@ -76,7 +76,7 @@ def jackknife(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def signed_root(squares: Sequence[float]) -> list[float]:
-    """√x, or −√−x of a square that was estimated to be negative, which says that it is about zero."""
+    """√x, or −√−x of a square whose estimate is negative, which means about zero."""
     return [float(np.sign(x) * np.sqrt(abs(x))) for x in squares]
 
 
@@ -110,7 +110,7 @@ def estimate_gradient(found: Moments, tokens_per_batch: int) -> dict[str, list[f
 
 
 def ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Quotients; NaN where what is below, which should be positive, was not found to be."""
+    """above / below; NaN where `below`, which should be positive, was estimated as zero or negative."""
     return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
 
 
@@ -121,7 +121,7 @@ def mean_and_interval(values: np.ndarray) -> list[float]:
 
 
 def rounded(estimates: dict[str, list[float]]) -> dict[str, list[float | None]]:
-    """To as many digits as they are good for; None for NaN and infinities, which JSON does not have."""
+    """Rounded to DIGITS significant digits; None for NaN and infinities, which JSON does not have."""
     return finite(
         {name: [float(f"{x:.{DIGITS - 1}e}") for x in values] for name, values in estimates.items()}
     )

@@ -16,7 +16,7 @@ from data.loader import BatchLoader, stack_sequences
 from model.backends import AttentionFn
 from model.llama import Llama
 from scripts.paper.gradient_bias_estimates import Grams
-from scripts.paper.layers_runs import Run, UnusableWeights
+from scripts.paper.layers_runs import TrainedRun, UnusableWeights
 from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, steps_in
 from trainer.optimizer import adamw
 from trainer.plan import tokens_per_step
@@ -117,7 +117,7 @@ def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str
 # --- Adam ---------------------------------------------------------------------------------------------------
 
 
-def second_moments(run: Run, llama: Llama) -> dict[str, Tensor] | None:
+def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
     """Adam's v̂ (elements,) by weight from the run's checkpoint; None if it has no checkpoint of that step.
 
     `llama` has the weights of that checkpoint, on the CPU. Raises UnusableWeights if it is damaged.
@@ -144,7 +144,7 @@ def second_moments(run: Run, llama: Llama) -> dict[str, Tensor] | None:
 
 
 @torch.no_grad()
-def adam_scales(run: Run, moments: Mapping[str, Tensor] | None, g: Gradients) -> dict[str, Tensor]:
+def adam_scales(run: TrainedRun, moments: Mapping[str, Tensor] | None, g: Gradients) -> dict[str, Tensor]:
     """1 / (√v̂ + eps) by weight, (elements,); where there is no v̂, from the mean square of g over batches."""
     scales = {}
     for name, rows in g.items():
@@ -156,8 +156,10 @@ def adam_scales(run: Run, moments: Mapping[str, Tensor] | None, g: Gradients) ->
 # --- Batches ------------------------------------------------------------------------------------------------
 
 
-def draw_batches(run: Run, last_step: int, count: int, tokens_per_batch: int) -> tuple[list[Batch], bool]:
-    """Disjoint batches behind the end of the run, in its data order, and whether the run has not seen them.
+def draw_batches(
+    run: TrainedRun, last_step: int, count: int, tokens_per_batch: int
+) -> tuple[list[Batch], bool]:
+    """Disjoint batches that follow the run's end in its data order, and whether the run has not seen them.
 
     Raises ValueError if the text has too few sequences, or a batch is not made of whole ones.
     """
@@ -184,7 +186,7 @@ def draw_batches(run: Run, last_step: int, count: int, tokens_per_batch: int) ->
         )
     indices: dict[int, None] = {}
     step = last_step
-    while len(indices) < count * size:  # a sequence comes again when the text does
+    while len(indices) < count * size:  # a sequence repeats when the text does
         indices.update(dict.fromkeys(loader.sequence_indices(step).tolist()))
         step += 1
     chosen = np.array(list(indices)[: count * size]).reshape(count, size)

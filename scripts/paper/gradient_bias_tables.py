@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.measuring import align, beside, number, origin_of, save_figure
+from scripts.bench.measuring import align, number, origin_of, save_figure, with_ending
 from scripts.paper.result_files import write_result
 from trainer.style import ATTENTION, CYCLE, Style, pyplot
 
@@ -71,7 +71,7 @@ class Row:
 def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
     """OUT.json.gz, OUT.md and OUT.png."""
     write_result(out, result, rows, to_markdown(result, rows))
-    draw(rows, beside(out, ".png"))
+    draw(rows, with_ending(out, ".png"))
 
 
 # --- Tables -------------------------------------------------------------------------------------------------

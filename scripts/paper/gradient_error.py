@@ -21,7 +21,6 @@ and `--heads 2` looks at two heads per layer only.
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,16 +31,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l2
-from scripts.bench.measuring import beside, choose_device, describe_run
+from sagebwd.reference import exact_attention
+from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int, with_ending
 from scripts.paper import drawing
-from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.attention_emulation import Head, Result, Scheme, emulate
-from scripts.paper.attention_errors import exact_attention
+from scripts.paper.attention_errors import TITLES, draw_inputs
 from scripts.paper.gradient_error_pictures import draw_costs, draw_progress
-from scripts.paper.gradient_error_rows import PARTS, TITLES, Row, Source, runs_with_progress
+from scripts.paper.gradient_error_rows import PARTS, HeadSource, Row, runs_with_progress
 from scripts.paper.gradient_error_tables import to_markdown
 from scripts.paper.gradient_variants import Variant, ladder, variants
-from scripts.paper.result_files import write_result
+from scripts.paper.result_files import OUT, write_result
 from scripts.paper.traces import Layer, find_traces, load_trace
 
 
@@ -63,22 +62,18 @@ def main(argv: list[str] | None = None) -> None:
     }
     markdown = to_markdown(sources, rows)
     write_result(arguments.out, result, rows, markdown)
-    drawing.save(draw_costs(sources, rows), beside(arguments.out, ".png"))
+    drawing.save(draw_costs(sources, rows), with_ending(arguments.out, ".png"))
     if runs_with_progress(sources):
         for tensor in PARTS:
             drawing.save(
-                draw_progress(sources, rows, tensor), beside(arguments.out, f"_progress_{tensor}.png")
+                draw_progress(sources, rows, tensor), with_ending(arguments.out, f"_progress_{tensor}.png")
             )
     print(markdown)
-    print(f"written to {beside(arguments.out, '.json.gz')}, .md and .png")
+    print(f"written to {with_ending(arguments.out, '.json.gz')}, .md and .png")
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.paper.gradient_error",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("python -m scripts.paper.gradient_error", __doc__)
     parser.add_argument(
         "traces",
         nargs="*",
@@ -94,7 +89,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser.add_argument("--tokens", type=positive_int, help="only the first tokens (default: all; σ: 1024)")
     parser.add_argument("--head-dim", type=positive_int, default=64, help="of Gaussian heads (default 64)")
     parser.add_argument("--seed", type=int, default=0, help="of what is random (default 0)")
-    parser.add_argument("--device", help="where to compute: cpu or cuda (default: cuda if there is)")
+    parser.add_argument("--device", help="where to compute: cpu or cuda (default: cuda if available)")
     parser.add_argument(
         "--out", type=Path, default=OUT / "gradient_error", help="beginning of the files' names"
     )
@@ -114,15 +109,15 @@ def shown(arguments: Namespace) -> Namespace:
 
 # --- Heads --------------------------------------------------------------------------------------------------
 
-Heads = list[tuple[Source, int, int, Head]]
+Heads = list[tuple[HeadSource, int, int, Head]]
 
 
-def find_heads(arguments: Namespace) -> tuple[list[Source], Heads]:
+def find_heads(arguments: Namespace) -> tuple[list[HeadSource], Heads]:
     """Every source, and every head to compute: (source, layer, head, tensors).
 
     Raises:
-        ValueError: a file is not there or no trace, lacks a layer that was asked for, or is of a run and step
-            that another one is of.
+        ValueError: a file is missing or not a trace, lacks a requested layer, or has the same run and step as
+            another one.
     """
     sources, heads = [], []
     for path in find_traces(arguments.traces):
@@ -132,7 +127,9 @@ def find_heads(arguments: Namespace) -> tuple[list[Source], Heads]:
             raise ValueError(f"{path} has no layer {', '.join(absent)}, only {', '.join(map(str, layers))}")
         if origin.name in (source.name for source in sources):
             raise ValueError(f"{path} is another trace of {origin.name}; leave one out")
-        sources.append(Source(origin.name, origin.run, origin.tokens, origin.qk_norm, origin.tokens_per_step))
+        sources.append(
+            HeadSource(origin.name, origin.run, origin.tokens, origin.qk_norm, origin.tokens_per_step)
+        )
         for number in arguments.layers or layers:
             numbers = origin.heads or range(layers[number].q.shape[1])
             cut = heads_of(layers[number], arguments.tokens)
@@ -141,14 +138,14 @@ def find_heads(arguments: Namespace) -> tuple[list[Source], Heads]:
                 for head, tensors in list(zip(numbers, cut, strict=True))[: arguments.heads]
             ]
     for sigma in arguments.sigmas:
-        sources.append(Source(f"Gaussian, σ {sigma:g}", "Gaussian", None, None))
+        sources.append(HeadSource(f"Gaussian, σ {sigma:g}", "Gaussian", None, None))
         heads.append((sources[-1], 0, 0, gaussian(sigma, arguments)))
     marked = {source.name: replace(source, is_last=is_last(source, sources)) for source in sources}
     return list(marked.values()), [(marked[source.name], *rest) for source, *rest in heads]
 
 
-def is_last(source: Source, sources: list[Source]) -> bool:
-    """Whether no other trace of the run is of a later step. Random numbers are a run each."""
+def is_last(source: HeadSource, sources: list[HeadSource]) -> bool:
+    """Whether no other trace of the run is of a later step. Each Gaussian head is a run of its own."""
     return source.tokens is None or all(
         source.tokens >= other.tokens for other in sources if other.run == source.run
     )
@@ -164,18 +161,18 @@ def heads_of(layer: Layer, tokens: int | None) -> Iterator[Head]:
 
 def gaussian(sigma: float, arguments: Namespace) -> Head:
     """Q and K of standard deviation `sigma`, V and dO of 1, in values that bf16 has."""
-    generator = torch.Generator().manual_seed(arguments.seed)
     shape = (arguments.tokens or 1024, arguments.head_dim)
-    draws = (std * torch.randn(shape, generator=generator) for std in (sigma, sigma, 1.0, 1.0))
-    return Head(*(x.bfloat16().float().to(arguments.device) for x in draws))
+    draws = draw_inputs(sigma, shape, torch.bfloat16, seed=arguments.seed, device=arguments.device)
+    return Head(*(x.float() for x in draws))
 
 
 # --- Measuring ----------------------------------------------------------------------------------------------
 
 
-def measure(source: Source, layer: int, number: int, head: Head) -> list[Row]:
+def measure(source: HeadSource, layer: int, number: int, head: Head) -> list[Row]:
     """Every step and every variant on one head; before a run's last trace the default and single steps."""
-    exact = Result(*(x[0, 0] for x in exact_attention(*(x[None, None] for x in head), is_causal=True)))
+    whole = exact_attention(*(x[None, None] for x in head), is_causal=True)
+    exact = Result(*(getattr(whole, name)[0, 0] for name in Result._fields))
     head_dim, dtype = head.q.shape[-1], torch.bfloat16
     schemes: dict[tuple[str, str], Variant | Scheme] = {
         ("variant", name): variant for name, variant in variants(head_dim, dtype).items()
@@ -204,7 +201,7 @@ def compare(found: Result, exact: Result) -> dict[str, dict[str, float]]:
 
 
 def six_digits(value: float) -> float:
-    """Files of many heads get large."""
+    """Rounded to six significant digits: files of many heads would be large otherwise."""
     return float(f"{value:.6g}")
 
 

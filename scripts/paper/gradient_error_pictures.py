@@ -8,11 +8,11 @@ from statistics import geometric_mean
 from typing import Any
 
 from scripts.paper import drawing
+from scripts.paper.attention_errors import TITLES
 from scripts.paper.gradient_error_rows import (
     PARTS,
-    TITLES,
+    HeadSource,
     Row,
-    Source,
     chosen,
     front,
     mean_error,
@@ -27,7 +27,7 @@ NAMED = ("paper", "default", "consistent", "accurate", "strictly causal", "all i
 PART_STYLES = CYCLE[1:5]
 
 
-def draw_costs(sources: Sequence[Source], rows: Sequence[Row]) -> Any:
+def draw_costs(sources: Sequence[HeadSource], rows: Sequence[Row]) -> Any:
     """Error of dQ and dK against cost: geometric mean over the runs' last steps, some with their range."""
     figure, panels = drawing.grid(1, len(PARTS), width=5, height=4.2)
     last = [source for source in sources if source.is_last]
@@ -69,7 +69,7 @@ def mean_points(panels: Sequence[dict[str, tuple[float, float]]]) -> dict[str, t
     }
 
 
-def draw_progress(sources: Sequence[Source], rows: Sequence[Row], tensor: str) -> Any:
+def draw_progress(sources: Sequence[HeadSource], rows: Sequence[Row], tensor: str) -> Any:
     """The default's error of `tensor` and its parts over the tokens seen; a panel for each run."""
     runs = runs_with_progress(sources)
     columns = min(3, len(runs))

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-TITLES = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
-
 #: The steps that make up the error of a gradient, without overlap.
 PARTS = {"dq": ("S", "O and δ", "dS in dQ", "K in dQ"), "dk": ("S", "O and δ", "dS in dK", "Q in dK")}
 
 
 @dataclass(frozen=True)
-class Source:
+class HeadSource:
     """Where a head is from: a trace, or random numbers."""
 
     name: str
@@ -59,7 +57,7 @@ def costs_of(rows: Sequence[Row]) -> dict[str, float]:
     return {row.name: row.cost for row in rows if row.kind == "variant" and row.cost is not None}
 
 
-def points_of(rows: Sequence[Row], source: Source, tensor: str) -> dict[str, tuple[float, float]]:
+def points_of(rows: Sequence[Row], source: HeadSource, tensor: str) -> dict[str, tuple[float, float]]:
     """(cost, error) of every variant but means over draws, which no training step has."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
@@ -82,7 +80,7 @@ def front(points: dict[str, tuple[float, float]]) -> list[str]:
     return names
 
 
-def runs_with_progress(sources: Sequence[Source]) -> list[str]:
+def runs_with_progress(sources: Sequence[HeadSource]) -> list[str]:
     """The runs with traces of several steps."""
     runs = [source.run for source in sources if source.tokens is not None]
     return sorted({run for run in runs if runs.count(run) > 1})

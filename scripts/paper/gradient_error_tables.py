@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from scripts.bench.measuring import align
+from scripts.paper.attention_errors import TITLES
 from scripts.paper.gradient_error_rows import (
     PARTS,
-    TITLES,
+    HeadSource,
     Row,
-    Source,
     chosen,
     costs_of,
     front,
@@ -23,7 +23,7 @@ from scripts.paper.gradient_variants import STEPS
 BIAS_OF = ("default", "stochastic dS", "stochastic dS, mean of 8", "16-bit dQ, dK")
 
 
-def to_markdown(sources: Sequence[Source], rows: Sequence[Row]) -> str:
+def to_markdown(sources: Sequence[HeadSource], rows: Sequence[Row]) -> str:
     last = [source for source in sources if source.is_last]
     lines = [
         "# Error of the gradients",
@@ -42,7 +42,7 @@ def to_markdown(sources: Sequence[Source], rows: Sequence[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
-def cost_table(sources: Sequence[Source], rows: Sequence[Row], tensor: str) -> list[str]:
+def cost_table(sources: Sequence[HeadSource], rows: Sequence[Row], tensor: str) -> list[str]:
     """Every variant, the cheap ones first; * marks those on the Pareto front."""
     costs = costs_of(rows)
     fronts = {source.name: front(points_of(rows, source, tensor)) for source in sources}
@@ -56,7 +56,7 @@ def cost_table(sources: Sequence[Source], rows: Sequence[Row], tensor: str) -> l
     return align(["variant", "cost", *(source.name for source in sources)], cells)
 
 
-def step_table(sources: Sequence[Source], rows: Sequence[Row], tensor: str) -> list[str]:
+def step_table(sources: Sequence[HeadSource], rows: Sequence[Row], tensor: str) -> list[str]:
     cells = [
         [
             step,
@@ -73,7 +73,7 @@ def step_table(sources: Sequence[Source], rows: Sequence[Row], tensor: str) -> l
     return align(["rounding", *(source.name for source in sources)], cells)
 
 
-def layer_table(sources: Sequence[Source], rows: Sequence[Row], tensor: str) -> list[str]:
+def layer_table(sources: Sequence[HeadSource], rows: Sequence[Row], tensor: str) -> list[str]:
     cells = []
     for source in sources:
         own = chosen(rows, source=source.name)
@@ -87,7 +87,7 @@ def layer_table(sources: Sequence[Source], rows: Sequence[Row], tensor: str) -> 
     return align(["source", "layer", "default", *PARTS[tensor]], cells)
 
 
-def bias_table(sources: Sequence[Source], rows: Sequence[Row]) -> list[str]:
+def bias_table(sources: Sequence[HeadSource], rows: Sequence[Row]) -> list[str]:
     """Gain − 1: how much too long (or, negative, too short) dQ and dK are along the exact ones."""
     cells = []
     for name in BIAS_OF:

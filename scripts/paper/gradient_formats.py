@@ -3,23 +3,21 @@
     python -m scripts.paper.gradient_formats runs/NAME/traces [more traces]
     python -m scripts.paper.gradient_formats                                           on Gaussians
 
-Traces, which `python -m scripts.paper.layers --traces` writes, hold q, k, v and dO of a trained model. Of
-each head
-causal attention is computed exactly, in float64, and again with the operands of the backward in 8 bits
+Traces, which `python -m scripts.paper.layers --traces` writes, hold q, k, v and dO of a trained model. For
+each head, causal attention is computed in float64, and again with 8-bit operands in the backward:
 
     int8   round(x / s), s = max|x| / 127
-    e4m3   x / s as an FP8 number of 3 bits of mantissa, s = max|x| / 448
-    e5m2   x / s as an FP8 number of 2 bits of mantissa, s = max|x| / 57344
+    e4m3   x / s in FP8 with 3 bits of mantissa, s = max|x| / 448
+    e5m2   x / s in FP8 with 2 bits of mantissa, s = max|x| / 57344
 
 with the same scales: one per block of tokens for Q, K, V and dO; for P and dS one per tile ("block") or one
-per output row of the product within a tile ("row"). K is smoothed. dP = dO·Vᵀ stays in 16 bits, as in the
-paper, or is in 8 bits as well. S is that of the forward, so that P has the error of its 8 bits and rows that
+per output row of the product within a tile ("row"). K is smoothed. dP = dO·Vᵀ stays 16-bit, as in the paper,
+or is 8-bit as well. S is that of the forward, so that P has the error of its 8 bits and rows that
 sum to one; O = PV is exact, which leaves the errors of the backward alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -35,10 +33,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
-from scripts.bench.measuring import align, choose_device, describe_run, origin_of
+from sagebwd.reference import exact_attention
+from scripts.bench.measuring import (
+    align,
+    choose_device,
+    command_parser,
+    describe_run,
+    origin_of,
+    positive_int,
+)
 from scripts.paper import published as paper
-from scripts.paper.arguments import OUT, positive_int
-from scripts.paper.result_files import write_result
+from scripts.paper.attention_errors import draw_inputs
+from scripts.paper.result_files import OUT, write_result
 from scripts.paper.roundings import inverse
 from scripts.paper.traces import Layer, Origin, find_traces, load_trace
 
@@ -48,7 +54,7 @@ GRADIENTS = {"dq": "dQ", "dk": "dK", "dv": "dV"}
 MEASURES = {"l1": relative_l1, "l2": relative_l2, "cos": cosine_similarity}
 
 #: Of dQ, as SageAttention3 prints it: relative L1 over the layers of CogVideoX-2B, and its Table 1c, where
-#: only dP differs. Its tensors are others than those here, so the ratios compare, the numbers do not.
+#: only dP differs. Its tensors differ from those here, so ratios can be compared and absolute values cannot.
 PUBLISHED = {
     "INT8 gradients": {"l1": paper.S3_FORMATS["int8"]},
     "FP8 gradients": {"l1": paper.S3_FORMATS["fp8"]},
@@ -61,7 +67,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit number: its largest magnitude, and rounding to the nearest that there is."""
+    """An 8-bit format: its largest magnitude, and rounding to the nearest representable value."""
 
     largest: float
     round: Callable[[Tensor], Tensor]
@@ -78,7 +84,7 @@ PER_TILE, PER_ROW, PER_COLUMN = (1, 3), (3,), (1,)
 
 
 @dataclass(frozen=True)
-class Scheme:
+class StorageScheme:
     """How the backward's operands are stored. tile: (queries, keys)."""
 
     format: str
@@ -93,7 +99,7 @@ class Row:
 
     trace: str
     layer: int
-    scheme: Scheme
+    scheme: StorageScheme
     errors: dict[str, dict[str, float]]
 
 
@@ -120,9 +126,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(PROGRAM, __doc__)
     parser.add_argument(
         "traces",
         nargs="*",
@@ -141,7 +145,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     gaussians.add_argument("--head-dim", type=positive_int, default=64, help="D (default 64)")
     gaussians.add_argument("--heads", type=positive_int, default=4, help="(default 4)")
     gaussians.add_argument("--seed", type=int, default=0, help="(default 0)")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda if there is)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if available)")
     parser.add_argument(
         "--out",
         default=str(OUT / "gradient_formats"),
@@ -177,10 +181,8 @@ def read_inputs(arguments: Namespace) -> Iterator[Input]:
 
 def draw(sigma: float, arguments: Namespace) -> Layer:
     """Gaussian q, k, v, dO in bfloat16, as those of a trace."""
-    generator = torch.Generator().manual_seed(arguments.seed)
     shape = (1, arguments.heads, arguments.tokens, arguments.head_dim)
-    tensors = (std * torch.randn(shape, generator=generator) for std in (sigma, sigma, 1.0, 1.0))
-    return Layer(*(x.to(arguments.device, torch.bfloat16) for x in tensors))
+    return Layer(*draw_inputs(sigma, shape, torch.bfloat16, seed=arguments.seed, device=arguments.device))
 
 
 # --- Attention ----------------------------------------------------------------------------------------------
@@ -188,24 +190,24 @@ def draw(sigma: float, arguments: Namespace) -> Layer:
 
 def measure(trace: str, layer: int, tensors: Layer, arguments: Namespace) -> list[Row]:
     """One layer under every scheme."""
-    exact = layer_gradients(tensors, None, torch.float64)
+    exact = exact_attention(*tensors, is_causal=True)
     rows = []
-    for name, dp_bits, granularity in itertools.product(FORMATS, (16, 8), arguments.granularity):
-        scheme = Scheme(name, dp_bits, granularity, tuple(arguments.tile))
-        found = layer_gradients(tensors, scheme, torch.float32)
+    for form, dp_bits, granularity in itertools.product(FORMATS, (16, 8), arguments.granularity):
+        scheme = StorageScheme(form, dp_bits, granularity, tuple(arguments.tile))
+        found = layer_gradients(tensors, scheme)
         errors = {
-            gradient: {measure: f(found[gradient], exact[gradient]) for measure, f in MEASURES.items()}
-            for gradient in GRADIENTS
+            name: {measure: f(found[name], getattr(exact, name)) for measure, f in MEASURES.items()}
+            for name in GRADIENTS
         }
         rows.append(Row(trace, layer, scheme, errors))
     return rows
 
 
-def layer_gradients(layer: Layer, scheme: Scheme | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """dq (B, H, N, D), dk and dv (B, G, N, D), computed in `dtype`, head by head."""
+def layer_gradients(layer: Layer, scheme: StorageScheme) -> dict[str, Tensor]:
+    """dq (B, H, N, D), dk and dv (B, G, N, D), float32, computed head by head."""
     group = layer.q.shape[1] // layer.k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (layer.k, layer.v))
-    heads = (x.to(dtype).flatten(0, 1) for x in (layer.q, k, v, layer.grad_out))
+    heads = (x.float().flatten(0, 1) for x in (layer.q, k, v, layer.grad_out))
     gradients = [head_gradients(*head, scheme) for head in zip(*heads, strict=True)]
     dq, dk, dv = (torch.stack(x).view_as(layer.q) for x in zip(*gradients, strict=True))
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
@@ -213,9 +215,9 @@ def layer_gradients(layer: Layer, scheme: Scheme | None, dtype: torch.dtype) -> 
 
 
 def head_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, scheme: Scheme | None
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, scheme: StorageScheme
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv (N, D) of causal attention of one head (N, D); exact without a scheme."""
+    """dq, dk, dv (N, D) of causal attention of one head (N, D)."""
     operands = Operands(scheme)
     scale = q.shape[-1] ** -0.5
     k = k - k.mean(0)
@@ -235,24 +237,22 @@ def head_gradients(
 
 
 class Operands:
-    """Operands of the backward as a scheme stores them; as they are without one."""
+    """Operands of the backward as a scheme stores them."""
 
-    def __init__(self, scheme: Scheme | None):
+    def __init__(self, scheme: StorageScheme):
         self.scheme = scheme
-        self.dp_is_low = scheme is not None and scheme.dp_bits == 8
+        self.dp_is_low = scheme.dp_bits == 8
 
     def queries(self, x: Tensor) -> Tensor:
         """Q or dO (N, D): a scale per block of tokens."""
-        return self._store(x, (self.scheme.tile[0], x.shape[1]), PER_TILE) if self.scheme else x
+        return self._store(x, (self.scheme.tile[0], x.shape[1]), PER_TILE)
 
     def keys(self, x: Tensor) -> Tensor:
         """K or V (N, D): a scale per block of tokens."""
-        return self._store(x, (self.scheme.tile[1], x.shape[1]), PER_TILE) if self.scheme else x
+        return self._store(x, (self.scheme.tile[1], x.shape[1]), PER_TILE)
 
     def scores(self, x: Tensor, row: tuple[int, ...]) -> Tensor:
         """P or dS (N, N); row: the axes of a tile that an output row of the product sums over."""
-        if self.scheme is None:
-            return x
         return self._store(x, self.scheme.tile, row if self.scheme.granularity == "row" else PER_TILE)
 
     def _store(self, x: Tensor, tile: tuple[int, int], shared: tuple[int, ...]) -> Tensor:
@@ -260,7 +260,7 @@ class Operands:
 
 
 def quantize(x: Tensor, form: Format, tile: tuple[int, int], shared: tuple[int, ...]) -> Tensor:
-    """x (M, N) rounded to numbers of the format times a scale, max|x| / form.largest.
+    """x (M, N) rounded to values of the format times a scale, max|x| / form.largest.
 
     tile: rows and columns of a tile. shared: along which of its axes the scale is shared, one of PER_TILE,
     PER_ROW and PER_COLUMN.
@@ -276,7 +276,7 @@ def quantize(x: Tensor, form: Format, tile: tuple[int, int], shared: tuple[int, 
 def rows_of(result: dict) -> list[Row]:
     """The rows of a JSON file of this command."""
     return [
-        Row(**row | {"scheme": Scheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})})
+        Row(**row | {"scheme": StorageScheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})})
         for row in result["rows"]
     ]
 

@@ -1,13 +1,13 @@
 """What `scripts.paper.gradient_error` compares: the default's roundings one by one, variants, costs.
 
-Cost is in units of one INT8 product of N × N × D; a product in 16 bit costs two, one of 8-bit floating point
+Cost is in units of one INT8 product of N × N × D; a 16-bit product costs two, one in 8-bit floating point
 one. There are seven products, ten in all, because both kernels of the backward need S and dP:
 
     forward        S, O                1 + 1
     dK/dV kernel   S, dP, dV, dK       1 + 2 + 1 + 1
     dQ kernel      S, dP, dQ           1 + 2 + 1
 
-which makes 11 for the paper's six products in INT8, and 18 for all in 16 bit. What is not a product
+which makes 11 for the paper's six products in INT8, and 18 for all in 16-bit. What is not a product
 (exponentials, maxima, rounding) is not counted, although Hopper's kernels spend most of their time on it.
 """
 
@@ -35,7 +35,7 @@ from scripts.paper.roundings import (
     uint8,
 )
 
-#: Units that each product costs by default, over all kernels. In 16 bit an INT8 product costs as much more.
+#: Units that each product costs by default, over all kernels. In 16-bit, a product costs as much more.
 COST = {"s": 3, "o": 1, "dv": 1, "dp": 4, "dq": 1, "dk": 1}
 DEFAULT_COST = sum(COST.values())
 
@@ -96,13 +96,13 @@ def variants(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
 
 
 def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
-    """What `SageConfig` can say today."""
+    """Variants that are settings of `SageConfig`."""
 
     def variant(cost: float = DEFAULT_COST, **settings: object) -> Variant:
         return Variant(scheme_of(SageConfig(**settings), head_dim, dtype), cost)
 
     def but(*products: str, **settings: object) -> Variant:
-        """The default with some products in 16 bit."""
+        """The default with some 16-bit products."""
         names = [
             name for product in products for name in (("s_fwd", "s_bwd") if product == "s" else (product,))
         ]
@@ -147,7 +147,7 @@ def switches(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
 
 
 def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
-    """One change of the default each, which no switch says."""
+    """Changes of the default that no setting of `SageConfig` covers, one each."""
     default = scheme_of(SageConfig(), head_dim, dtype)
     block_q, block_kv = SageConfig().tile(head_dim)
     queries, keys = int8(block_q, None), int8(block_kv, None)
@@ -179,7 +179,7 @@ def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
 
     def hard_s(share: float) -> Variant:
         scores = scores_but_hard_tiles(default.scores, block_q, block_kv, share)
-        # The forward computes a hard tile in INT8 and again in 16 bit, the backward twice in 16 bit.
+        # The forward computes a hard tile in INT8 and again in 16-bit, the backward twice in 16-bit.
         return variant(DEFAULT_COST + 4 * share, scores=scores)
 
     return {
@@ -196,7 +196,7 @@ def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
         "K of two levels in S": variant(
             DEFAULT_COST + 3, scores=scores_of(queries, int8(block_kv, None, levels=2))
         ),
-        # Q and K choose each their own, so that up to two of eight channels of the product are in 16 bit.
+        # Q and K choose channels independently, so up to two of eight channels of the product are 16-bit.
         "16-bit channels in S, 1 of 8": variant(
             DEFAULT_COST + 3 / 4, scores=scores_of(but_channels(queries, 1 / 8), but_channels(keys, 1 / 8))
         ),
@@ -216,7 +216,7 @@ def ideas(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
 
 
 def combinations(head_dim: int, dtype: torch.dtype) -> dict[str, Variant]:
-    """Several ideas at once: those that cost no product ("free"), more of them, and with S or O in 16 bit."""
+    """Several ideas at once: those that cost no product ("free"), more of them, and with a 16-bit S or O."""
     unsigned = scheme_of(SageConfig(unsigned_p=True, smooth_v=True), head_dim, dtype)
     block_q, block_kv = SageConfig().tile(head_dim)
     queries, keys, rounded = int8(block_q, None), int8(block_kv, None), to_dtype(dtype)

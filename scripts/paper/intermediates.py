@@ -12,7 +12,8 @@ from torch import Tensor
 
 import sagebwd.reference
 from sagebwd import SageConfig
-from trainer.probe import Captured, exact_scores, without_tf32
+from sagebwd.reference import exact_attention
+from trainer.probe import Captured, without_tf32
 
 TITLES = {
     "delta": "δ",
@@ -24,6 +25,9 @@ TITLES = {
     "dk": "dK",
     "dv": "dV",
 }
+
+#: Fields of AttentionResult whose names differ.
+FIELDS = {"o": "out"}
 
 ENTRIES_AT_ONCE = 2**26  # of P (256 MiB in float32); some twelve such matrices are alive together
 
@@ -56,9 +60,14 @@ def measure(captured: Captured, config: SageConfig) -> dict[str, tuple[float, fl
     comparisons = {name: Comparison() for name in TITLES}
     with without_tf32():
         for q, k, v, grad_out in parts(captured):
-            actual, exact = quantized(q, k, v, grad_out, config), exact_attention(q, k, v, grad_out)
+            is_gqa = q.shape[1] != k.shape[1]
+            actual = sagebwd.reference.attention(
+                q, k, v, grad_out, is_causal=True, enable_gqa=is_gqa, config=config
+            )
+            exact = exact_attention(q, k, v, grad_out, is_causal=True, matrices=True, dtype=torch.float32)
             for name, comparison in comparisons.items():
-                comparison.add(actual[name], exact[name])
+                field = FIELDS.get(name, name)
+                comparison.add(getattr(actual, field), getattr(exact, field))
     return {name: comparison.values() for name, comparison in comparisons.items()}
 
 
@@ -73,31 +82,3 @@ def parts(captured: Captured) -> list[tuple[Tensor, ...]]:
         for sequence in zip(*(x.split(1) for x in tensors), strict=True)
         for part in zip(*(x.split(n, dim=1) for x, n in zip(sequence, heads, strict=True)), strict=True)
     ]
-
-
-def quantized(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, config: SageConfig) -> dict[str, Tensor]:
-    """The tensors of TITLES under SageBwd's reference."""
-    is_gqa = q.shape[1] != k.shape[1]
-    found = sagebwd.reference.attention(q, k, v, grad_out, is_causal=True, enable_gqa=is_gqa, config=config)
-    return {name: getattr(found, "out" if name == "o" else name) for name in TITLES}
-
-
-@torch.no_grad()
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
-    """The tensors of TITLES in float32, by whole matrices. q, grad_out: (B, H, N, D); k, v: (B, G, N, D)."""
-    group = q.shape[1] // k.shape[1]
-    q, grad_out = q.float(), grad_out.float()
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    scale = q.shape[-1] ** -0.5
-    _, p, dp, ds = exact_scores(q, k, v, grad_out)
-    dk, dv = ((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, grad_out)))
-    return {
-        "delta": (p * dp).sum(-1),
-        "p": p,
-        "dp": dp,
-        "ds": ds,
-        "o": p @ v,
-        "dq": ds @ k * scale,
-        "dk": dk * scale,
-        "dv": dv,
-    }

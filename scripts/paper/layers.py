@@ -28,7 +28,6 @@ errors as training goes on.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -46,14 +45,13 @@ from model import backends
 from model.backends import FULL_PRECISION, AttentionFn, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
-from scripts.bench.measuring import beside, choose_device, describe_run
+from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int, with_ending
 from scripts.paper import drawing, intermediates
 from scripts.paper import published as paper
-from scripts.paper.arguments import OUT, positive_int
 from scripts.paper.layers_pictures import draw_layers, draw_smoothing
-from scripts.paper.layers_runs import Run, UnusableWeights, milestones_of, open_runs
+from scripts.paper.layers_runs import TrainedRun, UnusableWeights, milestones_of, open_runs
 from scripts.paper.layers_tables import MAIN_VARIANTS, Row, most_error_prone, to_markdown
-from scripts.paper.result_files import write_result
+from scripts.paper.result_files import OUT, write_result
 from scripts.paper.traces import Layer, save_trace, trace_file
 from trainer.checkpoint import load_weights
 from trainer.probe import (
@@ -79,7 +77,7 @@ PAPER_RMS = {f"{name}_rms": value for name, value in paper.RMS.items()}
 NORMALISATION = (
     "dO, and with it dP and dS, is the gradient of each sequence's own mean loss (nats per token) towards O. "
     "In step: divided by the sequences of a training step, over which its loss is the mean. The RMS is over "
-    "all N × N entries of all heads and sequences, those behind the causal mask being 0; times "
+    "all N × N entries of all heads and sequences, those hidden by the causal mask being 0; times "
     "sqrt(2N / (N + 1)) it is that of the others alone."
 )
 
@@ -89,7 +87,7 @@ examples:
       python -m scripts.paper.layers runs/attention-sagebwd+* --device cuda --sequences 4
   and q, k, v, dO of two layers and heads for other scripts to study, in runs/NAME/traces/step_N.safetensors
       python -m scripts.paper.layers runs/NAME --traces --trace-layers 0 11 --trace-heads 0 5
-  these alone, at the end and at every checkpoint that milestone_every kept
+  these alone, at the end and at every checkpoint saved by milestone_every
       python -m scripts.paper.layers runs/NAME --traces --milestones --only-traces --trace-heads 0 1
 
 written after every run:
@@ -117,18 +115,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser(PROGRAM, __doc__, EXAMPLES)
     parser.add_argument("runs", nargs="+", help="directories of finished runs, or folders that hold some")
     parser.add_argument(
         "--sequences", type=positive_int, default=1, help="validation sequences, all in one pass (default 1)"
     )
     parser.add_argument("--step", type=positive_int, help="the checkpoint of this step (default: the end)")
-    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if there is)")
+    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if available)")
     parser.add_argument(
         "--traces",
         nargs="?",
@@ -156,8 +149,8 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     return arguments
 
 
-def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> dict[str, Any]:
-    """What the numbers are, of which runs, measured how and where."""
+def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun]) -> dict[str, Any]:
+    """What was measured, of which runs, how and where."""
     return {
         **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
         "figures": "SageBwd (arXiv 2603.02170), Figures 5 and 6, Table 2 and the RMS of §4.2",
@@ -181,8 +174,8 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[Run]) -> d
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
-def measure_all(runs: list[Run], result: dict[str, Any], arguments: Namespace) -> None:
-    """Measure run after run, and write what there is after each. Raises UnusableWeights."""
+def measure_all(runs: list[TrainedRun], result: dict[str, Any], arguments: Namespace) -> None:
+    """Measure run after run, and write all results so far after each. Raises UnusableWeights."""
     rows: list[Row] = []
     with tqdm(total=sum(run.settings.model.n_layers + 1 for run in runs), disable=None) as progress:
         for run in runs:
@@ -196,11 +189,11 @@ def measure_all(runs: list[Run], result: dict[str, Any], arguments: Namespace) -
 def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
     """OUT.json.gz, OUT.md and the pictures."""
     write_result(out, result, rows, to_markdown(result, rows))
-    drawing.save(draw_layers(result["runs"], rows), beside(out, ".png"))
-    drawing.save(draw_smoothing(rows), beside(out, "_smoothing.png"))
+    drawing.save(draw_layers(result["runs"], rows), with_ending(out, ".png"))
+    drawing.save(draw_smoothing(rows), with_ending(out, "_smoothing.png"))
 
 
-def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
+def measure_run(run: TrainedRun, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
     """A row for each layer; adds Table 2 and what computed the variants to the result."""
     variants = {name: sage(config, run, arguments) for name, config in VARIANTS.items()}
     captured = capture_run(run, range(run.settings.model.n_layers), arguments)
@@ -212,28 +205,28 @@ def measure_run(run: Run, result: dict[str, Any], arguments: Namespace, progress
     return rows
 
 
-def sage(config: SageConfig, run: Run, arguments: Namespace) -> Backend:
+def sage(config: SageConfig, run: TrainedRun, arguments: Namespace) -> Backend:
     """SageBwd for the run's heads: kernels on a GPU, where they take the run's dtype."""
     attention = {"backend": "sagebwd", **asdict(config)}
     return backends.build_first(
-        [attention, {**attention, "implementation": "reference"}], **heads_of(run, arguments)
+        [attention, {**attention, "implementation": "reference"}], **build_keywords(run, arguments)
     )
 
 
-def heads_of(run: Run, arguments: Namespace) -> dict[str, Any]:
+def build_keywords(run: TrainedRun, arguments: Namespace) -> dict[str, Any]:
     """The keywords of `backends.build` for the run's heads."""
     shape = run.settings.model
     where = {"device": torch.device(arguments.device), "dtype": dtype_of(run)}
     return {**where, "d_head": shape.d_head, "is_gqa": shape.is_gqa}
 
 
-def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[int, Captured]:
+def capture_run(run: TrainedRun, layers: Sequence[int], arguments: Namespace) -> dict[int, Captured]:
     """q, k, v, O and dO of some layers, on the first validation sequences, with full-precision attention.
 
     Raises UnusableWeights.
     """
     device, dtype = torch.device(arguments.device), dtype_of(run)
-    attention = backends.build(FULL_PRECISION, **heads_of(run, arguments))
+    attention = backends.build(FULL_PRECISION, **build_keywords(run, arguments))
     llama = load_model(run, attention.attend).to(device)
     tokens = stack_sequences(run.corpus.val, np.arange(arguments.sequences), run.settings.context)
     return capture(
@@ -244,7 +237,7 @@ def capture_run(run: Run, layers: Sequence[int], arguments: Namespace) -> dict[i
     )
 
 
-def load_model(run: Run, attention: AttentionFn) -> Llama:
+def load_model(run: TrainedRun, attention: AttentionFn) -> Llama:
     """Raises UnusableWeights if the weights are damaged."""
     try:
         if run.checkpoint is None:
@@ -256,13 +249,13 @@ def load_model(run: Run, attention: AttentionFn) -> Llama:
     return llama
 
 
-def dtype_of(run: Run) -> torch.dtype:
-    """What q, k and v have in the run."""
+def dtype_of(run: TrainedRun) -> torch.dtype:
+    """The dtype of q, k and v in the run."""
     return getattr(torch, run.settings.hardware.dtype)
 
 
 def measure_layers(
-    run: Run, captured: dict[int, Captured], variants: dict[str, Backend], progress: tqdm
+    run: TrainedRun, captured: dict[int, Captured], variants: dict[str, Backend], progress: tqdm
 ) -> list[Row]:
     """Every layer under every variant."""
     rows = []
@@ -274,7 +267,7 @@ def measure_layers(
     return rows
 
 
-def with_step(values: dict[str, float], run: Run) -> dict[str, float]:
+def with_step(values: dict[str, float], run: TrainedRun) -> dict[str, float]:
     """The statistics and, `_in_step`, the RMS of dP and dS where the loss is the mean over a step."""
     in_step = {f"{name}_in_step": values[name] / run.sequences_per_step for name in ("dp_rms", "ds_rms")}
     return values | in_step
@@ -288,7 +281,7 @@ def measure_table2(captured: Captured, layer: int) -> dict[str, Any]:
 # --- Traces -------------------------------------------------------------------------------------------------
 
 
-def trace_all(runs: list[Run], arguments: Namespace) -> None:
+def trace_all(runs: list[TrainedRun], arguments: Namespace) -> None:
     """Write the traces of all runs, and of their milestones if asked to. Raises UnusableWeights."""
     earlier = [found for run in runs for found in milestones_of(run)] if arguments.milestones else []
     with tqdm([*earlier, *runs], disable=None) as progress:
@@ -297,7 +290,7 @@ def trace_all(runs: list[Run], arguments: Namespace) -> None:
             write_trace(run, arguments)
 
 
-def write_trace(run: Run, arguments: Namespace) -> None:
+def write_trace(run: TrainedRun, arguments: Namespace) -> None:
     """The chosen layers and heads in bfloat16."""
     folder = Path(arguments.traces) / run.name if arguments.traces else run.directory.traces
     chosen = chosen_layers(arguments.trace_layers, run.settings.model.n_layers)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.corpus import Corpus
 from data.loader import count_sequences
-from scripts.compare import distinct, find_runs
+from scripts.compare import find_runs, labels_of
 from scripts.paper.traces import Origin
 from scripts.runs import milestones, open_data, read_settings
 from trainer.checkpoint import checkpoint_of
@@ -19,7 +18,7 @@ from trainer.settings import Settings
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainedRun:
     """A run, and which of its weights: those of origin.step.
 
     checkpoint: the step whose checkpoint has them; None: they are the finished ones.
@@ -41,7 +40,7 @@ class UnusableWeights(Exception):
     """The weights of a run are damaged, or not those of its model; the message says which and why."""
 
 
-def open_runs(arguments: Namespace) -> list[Run]:
+def open_runs(arguments: Namespace) -> list[TrainedRun]:
     """All runs, checked before any is measured.
 
     Raises ValueError or FileNotFoundError for a run that is unfinished, or lacks its data or what is asked.
@@ -49,7 +48,7 @@ def open_runs(arguments: Namespace) -> list[Run]:
     paths = find_runs([Path(path) for path in arguments.runs])
     if not paths:
         raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
-    names = names_of([path.resolve() for path in paths])
+    names = labels_of(paths)
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"several runs are called {', '.join(twice)}; name each once")
@@ -61,13 +60,7 @@ def open_runs(arguments: Namespace) -> list[Run]:
     return runs
 
 
-def names_of(paths: list[Path]) -> list[str]:
-    """The runs' folders, from where their paths part, without the overrides that all share."""
-    shared = os.path.commonpath([path.parent for path in paths])
-    return distinct([path.relative_to(shared).as_posix() for path in paths])
-
-
-def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
+def open_run(name: str, directory: RunDirectory, step: int | None) -> TrainedRun:
     """The run at its end, or at the checkpoint of a step.
 
     Raises ValueError or FileNotFoundError if it is unfinished then, or its data not what it was.
@@ -91,10 +84,10 @@ def open_run(name: str, directory: RunDirectory, step: int | None) -> Run:
         qk_norm=settings.model.qk_norm,
         attention=settings.attention["backend"],
     )
-    return Run(name, directory, settings, open_data(directory, settings), origin, checkpoint=step)
+    return TrainedRun(name, directory, settings, open_data(directory, settings), origin, checkpoint=step)
 
 
-def check(run: Run, arguments: Namespace) -> None:
+def check(run: TrainedRun, arguments: Namespace) -> None:
     """Raise ValueError if the run has too few validation sequences, layers or heads for the arguments."""
     sequences = count_sequences(run.corpus.val, run.settings.context)
     if sequences < arguments.sequences:
@@ -112,7 +105,7 @@ def check(run: Run, arguments: Namespace) -> None:
             raise ValueError(f"{name} {foreign[0]}: {run.name} has 0 to {there - 1}; choose among these")
 
 
-def milestones_of(run: Run) -> list[Run]:
+def milestones_of(run: TrainedRun) -> list[TrainedRun]:
     """The run at each of its milestones before its end."""
     return [
         replace(run, checkpoint=step, origin=at_step(run.origin, step))

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from scripts.paper import drawing
-from scripts.paper.variants import title_of
+from scripts.paper.variants import NO_QK_NORM, title_of
 from trainer.style import Style
-
-NO_QK_NORM = ", no QK-norm"
 
 #: By experiment.
 TITLES = {

@@ -61,7 +61,7 @@ def compare_group(group: dict[str, Any], runs: list[dict]) -> dict[str, Any]:
 
 
 def check_runs(runs: list[dict]) -> None:
-    """Raise ValueError if two runs are one and the same: a repetition of a seed has a curve of its own."""
+    """Raise ValueError if a run is given twice; a repetition of a seed has a different curve."""
     for one, other in itertools.combinations(runs, 2):
         if one["seed"] == other["seed"] and one["curve"] == other["curve"]:
             raise ValueError(

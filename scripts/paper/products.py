@@ -29,12 +29,12 @@ def row_sum(x: Tensor) -> Tensor:
 
 
 def product_of(weights: Rounding, tokens: Rounding) -> Product:
-    """The product of two operands that are rounded each for itself; for S tokens are queries and keys."""
+    """The product of two operands, each rounded independently; for S, tokens are queries and keys."""
     return lambda w, x: weights(w) @ tokens(x)
 
 
 def scores_of(queries: Rounding, keys: Rounding) -> Product:
-    """QKᵀ of queries and keys that are rounded each for itself."""
+    """QKᵀ of queries and keys, each rounded independently."""
     return lambda q, k: queries(q) @ keys(k).mT
 
 
@@ -57,7 +57,7 @@ def split_mean(x: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 def over_rounded_sums(weights: Rounding, tokens: Rounding) -> Product:
     """`product_of` where each row is divided by the sum of P as it was rounded, not as it is.
 
-    Then no rounding of P touches what values have in common.
+    Rounding P then leaves the common part of the values exact.
     """
 
     def product(p: Tensor, v: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ def smooth_tokens(contraction: Product, tokens: int) -> Product:
 def scores_but_hard_tiles(scores: Product, rows: int, columns: int, share: float) -> Product:
     """`scores`, but exact in the `share` of tiles that hold the most softmax.
 
-    Whether a tile does is known to the forward alone; it would leave one bit a tile to the backward, which
-    must compute the same S.
+    Only the forward knows these tiles; it would save one bit per tile for the backward, which must
+    compute the same S.
     """
 
     def product(q: Tensor, k: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from typing import Any
 from data.files import write_text
 from scripts.paper import accuracy, drawing, error_against_time, gradient_formats, table1
 from scripts.paper.gradient_error_pictures import draw_costs, draw_progress
+from scripts.paper.gradient_error_rows import HeadSource, runs_with_progress
 from scripts.paper.gradient_error_rows import Row as ErrorRow
-from scripts.paper.gradient_error_rows import Source, runs_with_progress
 from scripts.paper.gradient_error_tables import to_markdown as error_markdown
 from scripts.paper.layers_pictures import draw_layers, draw_smoothing
 from scripts.paper.layers_tables import Row as LayerRow
@@ -121,12 +121,12 @@ def layer_rows(data: dict[str, Any]) -> list[LayerRow]:
     return rows
 
 
-def study(data: dict[str, Any]) -> tuple[list[Source], list[ErrorRow]]:
+def study(data: dict[str, Any]) -> tuple[list[HeadSource], list[ErrorRow]]:
     rows = [
         ErrorRow(**row | {"relative_l2": {name: known(x) for name, x in row["relative_l2"].items()}})
         for row in data["rows"]
     ]
-    return [Source(**source) for source in data["sources"].values()], rows
+    return [HeadSource(**source) for source in data["sources"].values()], rows
 
 
 def copied_runs(results: Results) -> dict[str, Callable[[Path], None]]:

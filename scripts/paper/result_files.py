@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_text
-from scripts.bench.measuring import beside, finite, replace_file
+from scripts.bench.measuring import finite, replace_file, with_ending
 from trainer.run_directory import RunDirectory
 
+#: Commands write below this folder by default, never into results/.
+OUT = Path("runs/paper")
 FIX = "restore it (git checkout), or delete it and run its command again"
 
 
@@ -79,8 +81,8 @@ def write_compressed_json(path: Path, content: dict[str, Any]) -> Path:
 
 def write_result(out: Path, result: dict[str, Any], rows: Sequence[Any], markdown: str) -> None:
     """OUT.json.gz, the result with its rows (dataclasses), and OUT.md."""
-    write_compressed_json(beside(out, ".json"), result | {"rows": [asdict(row) for row in rows]})
-    write_text(beside(out, ".md"), markdown)
+    write_compressed_json(with_ending(out, ".json"), result | {"rows": [asdict(row) for row in rows]})
+    write_text(with_ending(out, ".md"), markdown)
 
 
 def write_compressed(path: Path, text: str) -> Path:

@@ -1,4 +1,4 @@
-"""How an operand of a matrix product is rounded, for studies: INT8, unsigned INT8, FP8, 16 bit, and mixtures.
+"""How an operand of a matrix product is rounded, for studies: INT8, unsigned INT8, FP8, 16-bit, and mixtures.
 
 A Rounding is a function of x that returns what a product sees of x, in float32. x has shape (rows, columns).
 """
@@ -22,7 +22,7 @@ def exact(x: Tensor) -> Tensor:
 
 
 def to_dtype(dtype: torch.dtype) -> Rounding:
-    """Rounded to a dtype of 16 bit."""
+    """Rounded to a 16-bit dtype."""
     return lambda x: x.to(dtype).float()
 
 
@@ -162,7 +162,7 @@ def but_hard_tiles(rounding: Rounding, rows: int, columns: int, share: float) ->
 
 
 def hard_tiles(hardness: Tensor, share: float) -> Tensor:
-    """True for the `share` of tiles with the largest hardness > 0; tiles behind the mask have hardness 0."""
+    """True for the `share` of tiles with the largest hardness > 0; that of hidden tiles is 0."""
     count = round(share * int((hardness > 0).sum()))
     chosen = torch.zeros_like(hardness, dtype=torch.bool)
     chosen.view(-1)[hardness.flatten().topk(count).indices] = True

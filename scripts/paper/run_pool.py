@@ -1,4 +1,4 @@
-"""Run commands side by side, spread over GPUs, each with its output in a file."""
+"""Run commands in parallel, distributed over GPUs, each with its output in a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """A command and where its output goes. ended_well: whether its exit code is to be taken as success."""
+    """A command and where its output goes. ended_well: whether its exit code counts as success."""
 
     name: str
     command: list[str]

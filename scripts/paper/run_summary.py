@@ -1,4 +1,4 @@
-"""What a comparison keeps of a training run: losses, a thinned curve, settings, how it ended."""
+"""What a comparison stores of a training run: losses, a thinned curve, settings, how it ended."""
 
 from __future__ import annotations
 

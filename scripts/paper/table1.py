@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_json
-from scripts.bench.measuring import choose_device, describe_run
+from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int
 from scripts.paper import drawing
-from scripts.paper.arguments import OUT, positive_int
-from scripts.paper.attention_errors import TENSORS, TITLES, VARIANTS, measure, settings_of
+from scripts.paper.attention_errors import TENSORS, TITLES, VARIANTS, add_input_options, measure, settings_of
 from scripts.paper.published import TABLE_1
+from scripts.paper.result_files import OUT
 from trainer.style import Style
 
 PROGRAM = "python -m scripts.paper.table1"
@@ -62,25 +62,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--tokens", type=positive_int, default=1024, help="sequence length N (default 1024)")
-    parser.add_argument("--head-dim", type=positive_int, default=64, help="head size D (default 64)")
+    parser = command_parser(PROGRAM, __doc__)
+    add_input_options(parser, tokens=1024, heads=8)
     parser.add_argument("--batch", type=positive_int, default=1, help="sequences (default 1)")
-    parser.add_argument("--heads", type=positive_int, default=8, help="heads (default 8)")
     parser.add_argument(
         "--causal", action=argparse.BooleanOptionalAction, default=True, help="mask later tokens (default)"
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float16", "bfloat16", "float32"),
-        default="float16",
-        help="dtype of the inputs, and of dP, the product outside INT8 (default float16; float32: CPU only)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default 0)")
     parser.add_argument("--device", default="cpu", help="where to compute: cpu or cuda (default cpu)")
     parser.add_argument(
         "--out",

@@ -19,7 +19,7 @@ FIX = "python -m scripts.paper.layers RUN --traces writes them"
 
 
 class Layer(NamedTuple):
-    """What one layer's attention got, in a causal model: q, grad_out (B, H, N, D); k, v (B, G, N, D)."""
+    """Inputs of one layer's attention, in a causal model: q, grad_out (B, H, N, D); k, v (B, G, N, D)."""
 
     q: Tensor
     k: Tensor
@@ -37,7 +37,7 @@ class Origin:
     tokens_per_step: int
     qk_norm: bool
     attention: str  # the run's own, "fpa" or "sagebwd"
-    heads: list[int] | None = None  # the query heads that were kept; None: all
+    heads: list[int] | None = None  # the query heads that were saved; None: all
 
     @property
     def name(self) -> str:

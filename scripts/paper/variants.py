@@ -10,16 +10,14 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from sagebwd import SageConfig
+from sagebwd.config import PRESETS
 
 FULL_PRECISION, SAGE = "full precision", "SageBwd"
+#: Ending of the names of runs without QK-norm.
+NO_QK_NORM = ", no QK-norm"
 
-#: Presets that have a name of their own; the default is "SageBwd" alone.
-PRESETS = {
-    "paper": SageConfig.paper(),
-    "accurate": SageConfig.accurate(),
-    "consistent": SageConfig.consistent(),
-    "strictly causal": SageConfig.strictly_causal(),
-}
+#: Presets that have a name of their own, as tables write it; the default is "SageBwd" alone.
+NAMED_PRESETS = {name.replace("_", " "): config for name, config in PRESETS.items() if name != "default"}
 SWITCHES = {field.name for field in fields(SageConfig)}
 #: Settings that say how, not what, an attention computes.
 OF_NO_VARIANT = {"backend", "implementation", "sdpa", "preset"}
@@ -31,39 +29,44 @@ def variant_of(config: dict[str, Any]) -> str:
     """The attention's settings and QK-norm of a run's config.yaml, in words: "SageBwd, no QK-norm"."""
     attention = config["attention"]
     if attention["backend"] == "sagebwd":
-        name, *changes = names_of(sage_config(attention))
+        name, *changes = settings_in_words(sage_config(attention), preset_of(attention))
     else:
         name = {"fpa": FULL_PRECISION}.get(attention["backend"], attention["backend"])
         own = {key: value for key, value in attention.items() if key not in OF_NO_VARIANT | SWITCHES}
-        changes = [in_words(key, value) for key, value in own.items() if value is not None]
+        changes = [setting_in_words(key, value) for key, value in own.items() if value is not None]
     norm = [] if config["model"]["qk_norm"] else ["no QK-norm"]
-    if changes and changes[0] in PRESETS:  # a preset comes first
+    if changes and changes[0] in NAMED_PRESETS:  # a preset comes first
         return ", ".join([name, changes[0], *norm, *changes[1:]])
     return ", ".join([name, *norm, *changes])
 
 
 def sage_config(attention: dict[str, Any]) -> SageConfig:
     """What the settings of a run's attention amount to. None, or none given: the preset's value."""
-    named = (attention.get("preset") or "default").replace("_", " ")
     given = {name: value for name, value in attention.items() if name in SWITCHES and value is not None}
-    return replace(PRESETS.get(named, SageConfig()), **given)
+    return replace(NAMED_PRESETS.get(preset_of(attention), SageConfig()), **given)
 
 
-def names_of(config: SageConfig) -> list[str]:
-    """SAGE, then its preset if it is one, or else what differs from the default."""
-    for name, preset in PRESETS.items():
-        if config == preset:
+def preset_of(attention: dict[str, Any]) -> str:
+    """The preset that a run's attention names, as NAMED_PRESETS spells it; "default" if none."""
+    return (attention.get("preset") or "default").replace("_", " ")
+
+
+def settings_in_words(config: SageConfig, preset: str = "default") -> list[str]:
+    """SAGE and the preset that it equals; or else `preset`, unless the default, and what differs from it."""
+    for name, known in NAMED_PRESETS.items():
+        if config == known:
             return [SAGE, name]
-    found, default = asdict(config), asdict(SageConfig())
-    changes = []
-    if (config.smooth_k, config.smooth_q) != (True, False):
+    base = NAMED_PRESETS.get(preset, SageConfig())
+    found, before = asdict(config), asdict(base)
+    changes = [preset] if preset in NAMED_PRESETS else []
+    if (config.smooth_k, config.smooth_q) != (base.smooth_k, base.smooth_q):
         smoothed = [name for name, on in (("Q", config.smooth_q), ("K", config.smooth_k)) if on]
         changes.append(f"{'+'.join(smoothed) or 'no'} smoothing")
-    others = [name for name in found if name not in ("smooth_k", "smooth_q") and found[name] != default[name]]
-    return [SAGE, *changes, *(in_words(name, found[name]) for name in others)]
+    others = [name for name in found if name not in ("smooth_k", "smooth_q") and found[name] != before[name]]
+    return [SAGE, *changes, *(setting_in_words(name, found[name]) for name in others)]
 
 
-def in_words(name: str, value: Any) -> str:
+def setting_in_words(name: str, value: Any) -> str:
     return f"{name}={json.dumps(value).strip(chr(34))}"
 
 

@@ -15,7 +15,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 
 @pytest.fixture(autouse=True)
 def _reproducible() -> Iterator[None]:
-    """One thread, as the tests run beside each other, and the same random numbers in every run."""
+    """One thread, as the tests run in parallel, and the same random numbers in every run."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -75,7 +75,7 @@ def test_paper_model_has_324_million_parameters():
         ({"init_std": float("nan")}, ["model.init_std=nan"]),
     ],
 )
-def test_check_names_the_setting_and_the_mend(changes, fragments):
+def test_check_names_the_setting_and_the_fix(changes, fragments):
     with pytest.raises(ValueError, match=r"^model\.") as caught:
         check(LlamaConfig(**changes))
     for fragment in fragments:

@@ -136,7 +136,9 @@ def test_initial_weights_have_the_configured_spread(make_config):
 def test_initial_loss_is_that_of_guessing(make_config, tokens):
     model = Llama(make_config(tie_embeddings=False), F.scaled_dot_product_attention)
     loss = model(tokens, torch.randint(61, tokens.shape))
-    assert loss.item() == pytest.approx(math.log(61), abs=0.05)  # logits spread by 0.02 · √24 ≈ 0.1
+    assert loss.item() == pytest.approx(
+        math.log(61), abs=0.05
+    )  # logits have a standard deviation of 0.02 · √24 ≈ 0.1
 
 
 def test_loss_is_the_mean_cross_entropy(make_model, tokens):

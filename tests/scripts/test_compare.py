@@ -98,6 +98,7 @@ def test_labels_are_what_differs_and_never_the_same_twice():
     assert of("runs/default") == ["default"]
     assert of("one/fpa", "two/fpa") == ["one/fpa", "two/fpa"]
     assert of("a/x/fpa", "b/x/fpa") == ["a/x/fpa", "b/x/fpa"]
+    assert of("large/a-seed1", "large/b-seed1") == ["a-seed1", "b-seed1"]
 
 
 def test_the_picture_goes_next_to_the_runs(tmp_path, capsys):

@@ -50,8 +50,8 @@ def test_every_setup_is_a_run_of_the_tokens_it_says(compose_settings, monkeypatc
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     plans = {}
     for setup in SETUPS:
-        kept = experiment_runs.milestones(setup, "sagebwd", setup.seeds[0])
-        settings, plan = plan_of(compose_settings, *setup.overrides, *kept, "init_from=x")
+        overrides = experiment_runs.milestone_overrides(setup, "sagebwd", setup.seeds[0])
+        settings, plan = plan_of(compose_settings, *setup.overrides, *overrides, "init_from=x")
         assert plan.steps * plan.tokens_per_step == setup.tokens, setup.name
         plans[setup.name] = settings, plan
     large, small = plans["35m-131k"], plans["35m-16k"]
@@ -71,7 +71,7 @@ def test_runs_of_one_name_are_the_same_run_in_every_item():
 
 def test_the_grid_has_every_seed_and_variant():
     runs = find("figure1a").runs("scaled")
-    assert len(runs) == 16  # at two learning rates
+    assert len(runs) == 24  # six variants, two seeds, two learning rates
     assert runs[0].name == "35m-131k/fpa-seed1"
     assert {run.overrides[-1] for run in runs} == {"seed=1", "seed=2"}
     assert [run.name for run in find("layers").runs("scaled")].count("35m-131k/sagebwd-seed1") == 1
@@ -135,9 +135,9 @@ def test_list_shows_every_item_with_its_cost(capsys):
     shown = capsys.readouterr().out.splitlines()
     for item in ITEMS:
         line = next(line for line in shown if line.startswith(f"{item.name} "))
-        assert experiments.in_words(item.cost("full")) in line
-    assert experiments.in_words(89) == "89 min"
-    assert experiments.in_words(5 * 60 * 24) == "120 h"
+        assert experiments.duration_in_words(item.cost("full")) in line
+    assert experiments.duration_in_words(89) == "89 min"
+    assert experiments.duration_in_words(5 * 60 * 24) == "120 h"
 
 
 def test_further_names_lead_to_their_item():

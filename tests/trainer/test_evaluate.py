@@ -37,7 +37,7 @@ def test_it_is_the_mean_over_tokens_of_unequal_batches(llama):
 
 
 class OneOfSeveral(Ranks):
-    """A rank beside others that have up to three batches."""
+    """A rank among others that have up to three batches."""
 
     def largest(self, value):
         return max(value, 3)

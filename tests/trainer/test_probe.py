@@ -16,10 +16,11 @@ from model import backends
 from model.config import LlamaConfig
 from model.llama import Llama
 from sagebwd import SageConfig
+from sagebwd.reference import exact_attention
 from tests.cli import losses, metrics
-from tests.exact import draw, float64_attention
+from tests.inputs import draw, largest_logit
 from trainer import probe
-from trainer.probe import Alarm, Captured, Probe, capture, chosen_layers, exact_attention, measure_layer
+from trainer.probe import Alarm, Captured, Probe, capture, chosen_layers, exact_layer, measure_layer
 
 SHAPE = LlamaConfig(
     vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=48, max_context=64,
@@ -33,18 +34,19 @@ def in_bfloat16(q, k, v, **settings):
     return FULL(q.bfloat16(), k.bfloat16(), v.bfloat16(), **settings).float()
 
 
-@pytest.mark.parametrize("scores_at_once", [1, 2 * 4 * 37 * 5, 2**22])  # 1, 5 and all queries at a time
+@pytest.mark.parametrize("elements_at_once", [1, 2 * 4 * 37 * 5, 2**22])  # 1, 5 and all queries at a time
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1)])
-def test_exact_attention_is_that_of_float64(monkeypatch, scores_at_once, heads, kv_heads):
-    monkeypatch.setattr(probe, "SCORES_AT_ONCE", scores_at_once)
-    inputs = draw(heads, kv_heads, sigma=2.0)
-    found = exact_attention(*inputs)
-    *tensors, p, dp, ds, s = float64_attention(*inputs)
-    for name, expected in zip(("o", "dq", "dk", "dv"), tensors, strict=True):
+def test_exact_layer_is_float64_attention(monkeypatch, elements_at_once, heads, kv_heads):
+    monkeypatch.setattr(probe, "ELEMENTS_AT_ONCE", elements_at_once)
+    q, k, v, grad_out = draw(heads, kv_heads, sigma=2.0)
+    found = exact_layer(Captured(q, k, v, q, {}, grad_out))
+    wanted = exact_attention(q, k, v, grad_out, is_causal=True, matrices=True)
+    for name in ("o", "dq", "dk", "dv"):
+        expected = getattr(wanted, {"o": "out"}.get(name, name))
         torch.testing.assert_close(getattr(found, name).double(), expected, rtol=1e-4, atol=1e-5, msg=name)
-    for name, matrix in (("p_rms", p), ("dp_rms", dp), ("ds_rms", ds)):
+    for name, matrix in (("p_rms", wanted.p), ("dp_rms", wanted.dp), ("ds_rms", wanted.ds)):
         assert getattr(found, name) == pytest.approx(matrix.square().mean().sqrt().item(), rel=1e-5)
-    assert found.largest_logit == pytest.approx(s.abs().max().item(), rel=1e-5)
+    assert found.largest_logit == pytest.approx(largest_logit(q, k), rel=1e-5)
 
 
 @pytest.mark.parametrize("length", [1, 37, 130])
@@ -57,10 +59,9 @@ def test_errors_are_those_against_float64(length):
         in_bfloat16,
     )
     sage = sagebwd.reference.attention(*inputs, is_causal=True, enable_gqa=True, config=config)
-    exact = float64_attention(*inputs)
-    for name, found, expected in zip(
-        ("o", "dq", "dk", "dv"), (sage.out, sage.dq, sage.dk, sage.dv), exact[:4], strict=True
-    ):
+    exact = exact_attention(*inputs, is_causal=True)
+    for name, field in (("o", "out"), ("dq", "dq"), ("dk", "dk"), ("dv", "dv")):
+        found, expected = getattr(sage, field), getattr(exact, field)
         error = ((found.double() - expected).norm() / expected.norm()).item()
         if expected.norm() > 1e-9:  # a single token attends to itself, whatever q and k are
             assert values[f"{name}_l2"] == pytest.approx(error, rel=1e-3), name
@@ -170,9 +171,9 @@ def test_ranks_but_the_main_one_only_take_part(llama, batch, compose_settings):
 def test_tf32_is_off_for_the_exact_attention_only(monkeypatch):
     precisions = []
 
-    def exact(*inputs):
+    def exact(*inputs, **options):
         precisions.append(torch.get_float32_matmul_precision())
-        return exact_attention(*inputs)
+        return exact_attention(*inputs, **options)
 
     monkeypatch.setattr(probe, "exact_attention", exact)
     before = torch.get_float32_matmul_precision()

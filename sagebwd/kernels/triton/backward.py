@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.config import SageConfig
-from sagebwd.kernels.layout import NO_OPERAND, SIZES, Axis, TokenTensor, padded_head_dim
+from sagebwd.kernels.layout import NO_PACKED_OPERAND, SIZES, Axis, TokenTensor, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.launch import launch_options
 from sagebwd.kernels.triton.quantize import quantize, quantize_grad, quantize_q_and_k
@@ -257,7 +257,9 @@ def backward(
         {"rows": int8["s_bwd"], "columns": int8["dk"], "rounded": not (int8["s_bwd"] and int8["dk"])},
         {"rows": int8["s_bwd"], "columns": int8["dq"], "rounded": not (int8["s_bwd"] and int8["dq"])},
     )  # fmt: skip
-    v_operand = quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_OPERAND
+    v_operand = (
+        quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_PACKED_OPERAND
+    )
     grad_operand, delta = quantize_grad(
         grad_out, out, q_axis, out_residual=out_residual if config.compensate_o else None,
         rows=int8["dp"], columns=int8["dv"], sums=config.is_unsigned("dv"), token_scales=token_scales,

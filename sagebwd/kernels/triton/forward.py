@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.config import SageConfig
-from sagebwd.kernels.layout import NO_OPERAND, SIZES, Axis, Operand, TokenTensor, padded_head_dim
+from sagebwd.kernels.layout import NO_PACKED_OPERAND, SIZES, Axis, PackedOperand, TokenTensor, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.launch import launch_options
 from sagebwd.kernels.triton.quantize import quantize, quantize_q_and_k, token_mean
@@ -149,7 +149,7 @@ def forward(
     s_int8, o_int8 = config.is_int8("s_fwd"), config.is_int8("o")
     forms = {"rows": s_int8, "rounded": not s_int8}
     q_operand, k_operand = quantize_q_and_k(q, k, k_mean, q_axis, kv_axis, config, forms, forms)
-    v_operand = _quantize_v(v, kv_axis, config) if o_int8 else NO_OPERAND
+    v_operand = _quantize_v(v, kv_axis, config) if o_int8 else NO_PACKED_OPERAND
     out = torch.empty_like(q)
     out_residual = torch.empty_like(q) if config.compensate_o else q.new_empty(0)
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
@@ -170,7 +170,7 @@ def forward(
     return out, lse, k_mean, out_residual
 
 
-def _quantize_v(v: Tensor, axis: Axis, config: SageConfig) -> Operand:
+def _quantize_v(v: Tensor, axis: Axis, config: SageConfig) -> PackedOperand:
     """V for an INT8 O, minus its mean if ``config`` smooths it, with its sums if P is unsigned."""
     mean = token_mean(v, axis) if config.smooth_v else None
     subtract, token_scales = "given" if config.smooth_v else "", config.operand_scales == "token"

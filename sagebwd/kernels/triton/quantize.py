@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.config import SageConfig
-from sagebwd.kernels.layout import SIZES, Axis, Operand, TokenTensor, padded_head_dim
+from sagebwd.kernels.layout import SIZES, Axis, PackedOperand, TokenTensor, padded_head_dim
 from sagebwd.kernels.triton import device
 
 
@@ -155,7 +155,7 @@ def quantize_q_and_k(
     config: SageConfig,
     q_forms: dict[str, bool],
     k_forms: dict[str, bool],
-) -> tuple[Operand, Operand]:
+) -> tuple[PackedOperand, PackedOperand]:
     """Smooth Q and K as ``config`` says and quantize them into the forms that are asked for.
 
     ``k_mean`` is that of :func:`token_mean`; it counts only if ``config`` smooths K.
@@ -180,8 +180,8 @@ def quantize(
     subtract: str = "",
     mean: Tensor | None = None,
     token_scales: bool,
-) -> Operand:
-    """The forms of x (B, H, N, D) that are asked for; see :class:`Operand`.
+) -> PackedOperand:
+    """The forms of x (B, H, N, D) that are asked for; see :class:`PackedOperand`.
 
     Args:
         subtract: ``"given"`` subtracts ``mean``, that of :func:`token_mean`; ``"own"`` that of each block.
@@ -209,7 +209,7 @@ def quantize_grad(
     columns: bool,
     sums: bool = False,
     token_scales: bool,
-) -> tuple[Operand, Tensor]:
+) -> tuple[PackedOperand, Tensor]:
     """dO as products take it, and δ (B · H, N_q) fp32, from ``out`` and its residual."""
     residual = out if out_residual is None else out_residual  # one that nothing reads
     operand = _allocate(grad_out, axis, rows, columns, False, sums, token_scales)
@@ -231,10 +231,10 @@ def operand_tiles(x: Tensor, axis: Axis) -> int:
 
 def _allocate(
     x: Tensor, axis: Axis, rows: bool, columns: bool, rounded: bool, sums: bool, token_scales: bool
-) -> Operand:
+) -> PackedOperand:
     tiles, d_pad = operand_tiles(x, axis), padded_head_dim(x.shape[3])
     scales = tiles * (axis.block if token_scales else 1)
-    return Operand(
+    return PackedOperand(
         rows=x.new_empty((tiles, axis.block, d_pad), dtype=torch.int8) if rows else None,
         columns=x.new_empty((tiles, d_pad, axis.block), dtype=torch.int8) if columns else None,
         rounded=x.new_empty((tiles, axis.block, d_pad)) if rounded else None,

@@ -6,7 +6,7 @@ from scripts.paper import published as paper
 from scripts.paper.report.markdown import decimal
 from scripts.paper.report.verdicts import (
     DP_FACTOR,
-    EXACT,
+    EXACT_BELOW,
     MARGIN,
     ORDER,
     SAME,
@@ -83,7 +83,7 @@ CLAIMS: dict[str, dict[str, tuple[str, str]]] = {
             "dS has a larger error than P, dP and δ, of which it is made",
             f"relative L2 in the layer of Table 2; {_ALL}",
         ),
-        "dp": ("dP is exact", f"relative L2 in the layer of Table 2 below {EXACT:g}; {_ALL}"),
+        "dp": ("dP is exact", f"relative L2 in the layer of Table 2 below {EXACT_BELOW:g}; {_ALL}"),
         "rms": (
             f"the RMS of dS is far below that of dP ({paper.RMS['dp'] / paper.RMS['ds']:,.0f} times)",
             f"{ORDER} times or more; {_ALL}",
@@ -97,7 +97,7 @@ CLAIMS: dict[str, dict[str, tuple[str, str]]] = {
             f"error of dQ with INT8 below that with either FP8 format; {_ALL}",
         ),
         "dp": (
-            f"dP must stay in 16 bit: INT8 multiplies the error of dQ by {_S3_DP:.1f}",
+            f"dP must stay 16-bit: INT8 multiplies the error of dQ by {_S3_DP:.1f}",
             f"factor {DP_FACTOR} or more; {_ALL}",
         ),
     },

@@ -65,7 +65,7 @@ def accuracy(results: Results) -> Section:
         f"{settings['dtype']}, {settings['heads']} heads",
         {
             f"Products in INT8, relative L2, {shape}": table(header, lines),
-            "Cosine similarity of dQ": table(["", "dP in 16 bit", "dP in INT8"], cosines),
+            "Cosine similarity of dQ": table(["", "16-bit dP", "INT8 dP"], cosines),
         },
         fields={"dp_factor": f"{seven[1] / six[1]:.2f}", "sigma": f"{low:g}"},
     )

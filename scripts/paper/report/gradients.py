@@ -9,6 +9,7 @@ from typing import Any
 
 from scripts.paper import gradient_error_rows as study
 from scripts.paper import published as paper
+from scripts.paper.attention_errors import TITLES
 from scripts.paper.report.markdown import bold, decimal, hardware, known, span, table
 from scripts.paper.report.section import Section
 from scripts.paper.report.verdicts import (
@@ -32,10 +33,10 @@ def gradient_formats(results: Results) -> Section:
     granularities = list(dict.fromkeys(granularity for _, granularity in measured))
     queries, keys = data["settings"]["tile"]
     tables = {
-        "dP in 16 bit, relative L1 of dQ; S3: over the layers of CogVideoX-2B, its FP8 not named": (
+        "16-bit dP, relative L1 of dQ; S3: over the layers of CogVideoX-2B, its FP8 not named": (
             formats_table(measured)
         ),
-        "dP in 16 bit and in INT8, all else in INT8; S3: Table 1c": dp_table(measured),
+        "16-bit and INT8 dP, all else INT8; S3: Table 1c": dp_table(measured),
     }
     verdicts = [
         verdict(measured, granularity, seen)
@@ -84,7 +85,7 @@ def formats_summary(measured: FormatErrors, granularities: Sequence[str]) -> str
         factors = list(dp_factors(measured, granularity).values())
         shown = [span(errors, decimal), *(span(values, "{:.2f}".format) for values in (ratios, factors))]
         rows.append([f"a scale per {granularity}", *shown])
-    header = ["", "INT8, relative L1 of dQ", "better FP8 / INT8", "dP in INT8 / in 16 bit"]
+    header = ["", "INT8, relative L1 of dQ", "better FP8 / INT8", "INT8 dP / 16-bit dP"]
     return table(header, rows)
 
 
@@ -124,7 +125,7 @@ class Study:
     """gradient_error.json, as scripts.paper.gradient_error has it in memory."""
 
     def __init__(self, data: dict[str, Any]):
-        self.sources = [study.Source(**source) for source in data["sources"].values()]
+        self.sources = [study.HeadSource(**source) for source in data["sources"].values()]
         self.rows = [
             study.Row(**row | {"relative_l2": all_known(row["relative_l2"])}) for row in data["rows"]
         ]
@@ -133,11 +134,11 @@ class Study:
         for row in self.rows:
             self._by_name.setdefault((row.source, row.kind, row.name), []).append(row)
 
-    def error(self, source: study.Source, kind: str, name: str, tensor: str) -> float:
+    def error(self, source: study.HeadSource, kind: str, name: str, tensor: str) -> float:
         """Relative L2, mean over layers and heads."""
         return study.mean_error(self._by_name[source.name, kind, name], tensor)
 
-    def parts(self, source: study.Source, tensor: str) -> dict[str, float]:
+    def parts(self, source: study.HeadSource, tensor: str) -> dict[str, float]:
         """The error that each part of the default leaves alone."""
         return {part: self.error(source, "alone", part, tensor) for part in study.PARTS[tensor]}
 
@@ -183,7 +184,7 @@ def against_time(data: dict[str, Any]) -> str:
         ]
         for row in data["rows"]
     ]
-    titles = [study.TITLES[tensor] for tensor in study.PARTS]
+    titles = [TITLES[tensor] for tensor in study.PARTS]
     return table(["setting", "commit", *(f"N {n}" for n in lengths), *titles], rows, left=2)
 
 
@@ -200,9 +201,7 @@ def parts_table(found: Study) -> str:
         seen = "" if source.tokens is None else f"{source.tokens:,}"
         rows.append([source.run if source.tokens else source.name, seen, *cells])
     header = [
-        title
-        for tensor, parts in study.PARTS.items()
-        for title in (f"{study.TITLES[tensor]}, default", *parts)
+        title for tensor, parts in study.PARTS.items() for title in (f"{TITLES[tensor]}, default", *parts)
     ]
     return table(["run", "tokens seen", *header], rows)
 
@@ -223,7 +222,7 @@ def largest_parts_table(found: Study, with_runs: bool = True) -> str:
             by_part.setdefault(part, []).append(name)
         for part, names in by_part.items():
             count = f"{len(names)} of {len(found.last)}"
-            rows.append([study.TITLES[tensor], part, count, *([", ".join(names)] if with_runs else [])])
+            rows.append([TITLES[tensor], part, count, *([", ".join(names)] if with_runs else [])])
     return table(
         ["gradient", "largest part", "runs", *([""] if with_runs else [])], rows, left=4 if with_runs else 3
     )

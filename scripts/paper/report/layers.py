@@ -24,7 +24,7 @@ from scripts.paper.result_files import Results
 from scripts.paper.variants import sage_config
 from trainer.plot import PROBED
 
-VARIANTS = {"paper": "`paper()`", "default": "default"}
+SHOWN_VARIANTS = {"paper": "`paper()`", "default": "default"}
 SMOOTHINGS = {"smooth-none": "no smoothing", "default": "K (default)", "smooth-qk": "Q and K"}
 
 
@@ -138,10 +138,10 @@ def summary_table(found: Layers) -> str:
     """A line for each plain run: errors of dQ and dK under the paper's algorithm and the default."""
     rows = []
     for name in found.plain():
-        cells = [decimal(found.mean(name, v, f"{x}_l2")) for v in VARIANTS for x in ("dq", "dk")]
+        cells = [decimal(found.mean(name, v, f"{x}_l2")) for v in SHOWN_VARIANTS for x in ("dq", "dk")]
         logit = found.statistic(name, "largest_logit", max)
         rows.append([name, norm_of(found.runs[name]), *cells, f"{logit:.1f}"])
-    header = [f"{title}, {x}" for title in VARIANTS.values() for x in ("dQ", "dK")]
+    header = [f"{title}, {x}" for title in SHOWN_VARIANTS.values() for x in ("dQ", "dK")]
     return table(["run", "QK-norm", *header, "largest logit"], rows, left=2)
 
 
@@ -149,7 +149,7 @@ def error_table(found: Layers) -> str:
     """Two lines for each run and variant: cosine similarity, relative L2."""
     rows = []
     for run in found.runs:
-        for variant, title in VARIANTS.items():
+        for variant, title in SHOWN_VARIANTS.items():
             for kind, label, worst in (("cos", "CosSim", min), ("l2", "L2", max)):
                 values = [found.errors(run, variant, f"{name}_{kind}") for name in PROBED]
                 cells = [f"{decimal(fmean(v))} ({decimal(extreme(v, worst))})" for v in values]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from scripts.bench.attention_tables import DEFAULT, relative_times
+from scripts.bench.looks import TRAINING_LOOKS, look_of
 from scripts.bench.measuring import number
 from scripts.paper import published as paper
 from scripts.paper.report.markdown import hardware, table
@@ -109,21 +110,8 @@ def extra_memory(rows: list[dict]) -> str:
 
 # --- Speed of a training step -------------------------------------------------------------------------------
 
-CONTESTANTS = {
-    "sagebwd": "SageBwd",
-    "sagebwd-consistent": "SageBwd, `consistent()`",
-    "sagebwd-16-bit-p": "SageBwd, 16-bit P",
-    "sagebwd-deterministic": "SageBwd, `hardware.deterministic=true`",
-    "fpa-cudnn": "cuDNN",
-    "fpa-flash": "FlashAttention-2",
-    "fpa-deterministic": "full precision, `hardware.deterministic=true`",
-    "fpa-graphs": "full precision, `hardware.cuda_graphs=true`",
-    "sagebwd-graphs": "SageBwd, `hardware.cuda_graphs=true`",
-    "hf-causal": "transformers' Llama",
-    "nanogpt": "a GPT like nanoGPT's",
-}
 #: {a file's name: what it compares}; each file is of one GPU.
-TRAINING_STEPS = {
+STEP_FILES = {
     "bench_training": "Attentions",
     "bench_training_peers": "Other models of the same size in the same trainer, compiled alike",
     "bench_training_deterministic": "Runs that repeat to the last bit",
@@ -135,7 +123,7 @@ def training_speed(results: Results) -> Section:
     data = results.json("bench_training.json")
     settings = data["settings"]
     tables = {}
-    for name, what in TRAINING_STEPS.items():
+    for name, what in STEP_FILES.items():
         if results.has(f"{name}.json"):
             own = results.json(f"{name}.json")
             tables[f"{what}, {tokens_of(own['settings'])}"] = step_table(own)
@@ -158,7 +146,10 @@ def step_table(data: dict[str, Any]) -> str:
     for context in contexts:
         header += [f"tokens/s, context {context}", "MFU", "attention's share"]
     lines = [
-        [CONTESTANTS.get(name, name), *(cell for n in contexts for cell in step_cells(rows.get((name, n))))]
+        [
+            look_of(name, TRAINING_LOOKS).title,
+            *(cell for n in contexts for cell in step_cells(rows.get((name, n)))),
+        ]
         for name in dict.fromkeys(name for name, _ in rows)
     ]
     return table(header, lines)

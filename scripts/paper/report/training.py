@@ -16,9 +16,10 @@ from scripts.paper.report.verdicts import (
     match_verdict,
 )
 from scripts.paper.result_files import Results
-from scripts.paper.variants import FULL_PRECISION, SAGE, title_of
+from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM, SAGE, title_of
 
-NO_QK_NORM = ", no QK-norm"
+#: The paper's own algorithm; SAGE is the default of SageConfig.
+PAPER = f"{SAGE}, paper"
 #: Pairs of variants whose difference the front page of the report shows, by experiment.
 SHOWN = {
     "figure1a": ((SAGE, FULL_PRECISION), (SAGE + NO_QK_NORM, FULL_PRECISION + NO_QK_NORM)),
@@ -30,12 +31,13 @@ SHOWN = {
 
 def figure1a(results: Results) -> Section:
     data = results.json("figure1a.json")
-    without = SAGE + NO_QK_NORM
     verdicts = []
     for group in data["groups"]:
-        case = f"learning rate {group['lr']:g}" if len(data["groups"]) > 1 else ""
-        verdicts.append(gap_verdict("gap", data, group, SAGE, FULL_PRECISION, case))
-        verdicts.append(divergence_verdict(data, group, without, FULL_PRECISION + NO_QK_NORM, case))
+        place = f"learning rate {group['lr']:g}" if len(data["groups"]) > 1 else ""
+        for own, case in algorithms(group, place):
+            without = own + NO_QK_NORM
+            verdicts.append(gap_verdict("gap", data, group, own, FULL_PRECISION, case))
+            verdicts.append(divergence_verdict(data, group, without, FULL_PRECISION + NO_QK_NORM, case))
     return section("figure1a", data, verdicts, paper.FIGURE_1[2097152])
 
 
@@ -43,9 +45,11 @@ def figure1b(results: Results) -> Section:
     data = results.json("figure1b.json")
     verdicts = []
     for group in data["groups"]:
-        case = size(group) if len(data["groups"]) > 1 else ""
-        for claim, ending in (("qk_norm", ""), ("no_qk_norm", NO_QK_NORM)):
-            verdicts.append(match_verdict(claim, data, group, SAGE + ending, FULL_PRECISION + ending, case))
+        place = size(group) if len(data["groups"]) > 1 else ""
+        for own, case in algorithms(group, place):
+            for claim, ending in (("qk_norm", ""), ("no_qk_norm", NO_QK_NORM)):
+                full = FULL_PRECISION + ending
+                verdicts.append(match_verdict(claim, data, group, own + ending, full, case))
     return section("figure1b", data, verdicts, paper.FIGURE_1[262144])
 
 
@@ -53,15 +57,19 @@ def figure4(results: Results) -> Section:
     data = results.json("figure4.json")
     verdicts = []
     for group in data["groups"]:
-        case = f"{group['tokens_per_step']:,} tokens per step"
-        verdicts.append(k_smoothing_verdict(data, group, f"{SAGE}, no smoothing", SAGE, case))
-        verdicts.append(match_verdict("q_smoothing", data, group, f"{SAGE}, Q+K smoothing", SAGE, case))
+        for own, case in algorithms(group, f"{group['tokens_per_step']:,} tokens per step"):
+            verdicts.append(k_smoothing_verdict(data, group, f"{own}, no smoothing", own, case))
+            verdicts.append(match_verdict("q_smoothing", data, group, f"{own}, Q+K smoothing", own, case))
     return section("figure4", data, verdicts)
 
 
 def finetune(results: Results) -> Section:
     data = results.json("finetune.json")
-    verdicts = [match_verdict("match", data, group, SAGE, FULL_PRECISION) for group in data["groups"]]
+    verdicts = [
+        match_verdict("match", data, group, own, FULL_PRECISION, case)
+        for group in data["groups"]
+        for own, case in algorithms(group, "")
+    ]
     return section("finetune", data, verdicts)
 
 
@@ -69,6 +77,12 @@ def presets(results: Results) -> Section:
     data = results.json("presets.json")
     made = section("presets", data, [])
     return Section(made.setting, made.tables, [], made.fields | {"clear": clear_gaps(data["groups"])})
+
+
+def algorithms(group: dict, place: str) -> list[tuple[str, str]]:
+    """Variants that stand for SageBwd, the default and, if run, PAPER; and the case of a verdict on each."""
+    was_run = any(own["variant"] == PAPER for own in group["variants"])
+    return [(SAGE, place), *([(PAPER, f"{place}, `paper()`".removeprefix(", "))] if was_run else [])]
 
 
 def section(name: str, data: dict, verdicts: list[Verdict], printed: dict | None = None) -> Section:
@@ -81,7 +95,7 @@ def section(name: str, data: dict, verdicts: list[Verdict], printed: dict | None
 
 
 def clear_gaps(groups: list[dict]) -> str:
-    """Per group: the settings whose interval around the difference to full precision leaves out zero."""
+    """Per group: the settings whose difference to full precision has an interval without zero."""
     parts = []
     for group in groups:
         gaps = {
@@ -123,7 +137,7 @@ def variant_table(group: dict, printed: dict) -> str:
     rows = []
     for own in group["variants"]:
         key = own["attention"], own["qk_norm"]
-        plain = own["variant"] in (FULL_PRECISION, SAGE, SAGE + NO_QK_NORM)
+        plain = own["variant"] in (FULL_PRECISION, SAGE, SAGE + NO_QK_NORM, PAPER, PAPER + NO_QK_NORM)
         on_paper = "" if key not in printed or not plain else loss_or_diverges(printed[key])
         gap = difference(group, own["variant"], first)
         rows.append(

@@ -31,10 +31,10 @@ SPEED_UP_TOLERANCE = 0.10
 #: Errors that differ by less than this factor count as equal; there is one seed.
 SAME = 1.1
 #: A relative L2 below this counts as exact.
-EXACT = 1e-3
+EXACT_BELOW = 1e-3
 #: An RMS that is smaller by this factor is far below.
 ORDER = 10
-#: dP in INT8 must multiply the error of dQ by this to be the reason for 16 bit.
+#: dP in INT8 must multiply the error of dQ by this to be the reason for a 16-bit dP.
 DP_FACTOR = 2
 
 
@@ -134,7 +134,8 @@ def ds_verdict(found: Layers) -> Verdict:
 def dp_verdict(found: Layers) -> Verdict:
     errors = {run: known(found.data["table2"][run]["paper"]["dp"][1]) for run in found.plain()}
     cases = [
-        Case(run, found.runs[run]["tokens"], error < EXACT, f"{error:.1e}") for run, error in errors.items()
+        Case(run, found.runs[run]["tokens"], error < EXACT_BELOW, f"{error:.1e}")
+        for run, error in errors.items()
     ]
     return by_share("dp", cases)
 
@@ -235,7 +236,7 @@ def gap_verdict(claim: str, data: dict, group: dict, of: str, minus: str, case: 
 
 
 def match_verdict(claim: str, data: dict, group: dict, of: str, minus: str, case: str = "") -> Verdict:
-    """The paper sees two losses that are alike."""
+    """The paper sees two equal losses."""
     found = difference(group, of, minus)
     if found is None or found.half_width is None:
         return without_interval(claim, data, group, of, minus, case)

@@ -95,9 +95,9 @@ def test_a_target_that_is_no_word_makes_the_loss_nan(no_word):
 
 def test_strides_do_not_matter():
     logits, targets = inputs(5, 40)
-    spread = torch.stack((logits, logits)).permute(1, 2, 0)[..., 0]
+    strided = torch.stack((logits, logits)).permute(1, 2, 0)[..., 0]
     every_second = torch.stack((targets, targets), 1).flatten()[::2]
-    torch.testing.assert_close(by_kernel(spread, every_second), by_kernel(logits, targets), atol=0, rtol=0)
+    torch.testing.assert_close(by_kernel(strided, every_second), by_kernel(logits, targets), atol=0, rtol=0)
 
 
 def test_it_is_a_well_behaved_operator():

@@ -60,9 +60,9 @@ def test_16_bit_numbers_are_rounded_once(dtype):
 
 def test_strides_do_not_matter():
     x, gain, cos, sin, grad_out = inputs((2, 37, 3, 16), torch.float32)
-    spread = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, grad_out)]
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, grad_out)]
     torch.testing.assert_close(
-        by_kernel(spread[0], gain, cos, sin, spread[1]),
+        by_kernel(strided[0], gain, cos, sin, strided[1]),
         by_kernel(x, gain, cos, sin, grad_out),
         atol=0,
         rtol=0,

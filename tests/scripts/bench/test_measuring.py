@@ -7,7 +7,7 @@ import pytest
 
 from scripts.bench import attention, gpus, measuring, prepare, training
 from scripts.bench.attention_peers import CONFIGS, PEERS
-from scripts.bench.looks import CONTESTANTS, IMPLEMENTATIONS, STEP_PARTS, look_of
+from scripts.bench.looks import ATTENTION_LOOKS, STEP_PARTS, TRAINING_LOOKS, look_of
 from scripts.paper.experiments import ITEMS, SCALES
 
 COMMANDS = {
@@ -68,16 +68,16 @@ def test_a_file_that_is_no_result_is_refused(tmp_path, text, message):
 
 def test_everything_that_is_measured_has_a_look():
     assert {name for name, _, _ in CONFIGS.values()} | {peer.name for peer in PEERS.values()} == {
-        *IMPLEMENTATIONS
+        *ATTENTION_LOOKS
     }
-    assert {*training.ATTENTIONS, *training.BASELINES} == {*CONTESTANTS}
+    assert {*training.ATTENTIONS, *training.BASELINES} == {*TRAINING_LOOKS}
 
 
-@pytest.mark.parametrize("looks", [IMPLEMENTATIONS, STEP_PARTS])
+@pytest.mark.parametrize("looks", [ATTENTION_LOOKS, STEP_PARTS])
 def test_no_two_bars_look_alike(looks):
     fills = [(look.color, look.hatch) for look in looks.values()]
     assert len(set(fills)) == len(fills)
 
 
 def test_a_name_of_an_old_file_is_shown_as_it_is():
-    assert look_of("sagebwd exact δ", IMPLEMENTATIONS).title == "SageBwd exact δ"
+    assert look_of("sagebwd exact δ", ATTENTION_LOOKS).title == "SageBwd exact δ"

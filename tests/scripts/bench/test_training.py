@@ -18,7 +18,7 @@ from scripts.bench import training as bench
 from scripts.bench import training_peers
 from scripts.bench import training_step as step
 from scripts.bench import training_tables as tables
-from scripts.bench.training_tables import ATTENTION, PRODUCTS, REST, Row
+from scripts.bench.training_tables import ATTENTION, OTHER_KERNELS, PRODUCTS, Row
 from trainer.throughput import flops_per_token
 
 SHAPE = ["--model", "llama_debug", "--contexts", "32", "--tokens-per-micro-batch", "64"]
@@ -35,7 +35,10 @@ def job_of(contestant, *options):
 def row_of(contestant, context=32, step_ms=10.0, **fields):
     speed = step.speed_of([step_ms], tokens=64, flops=1e9, peak=None)
     return Row(
-        contestant, context, 2, **speed | {"class_ms": {ATTENTION: 4.0, PRODUCTS: 3.0, REST: 1.0}} | fields
+        contestant,
+        context,
+        2,
+        **speed | {"class_ms": {ATTENTION: 4.0, PRODUCTS: 3.0, OTHER_KERNELS: 1.0}} | fields,
     )
 
 
@@ -54,7 +57,7 @@ def test_speed_and_mfu_by_hand():
 
 def test_shares_are_of_kernel_time_and_busy_of_the_step():
     found = tables.shares(row_of("fpa", step_ms=10.0))
-    assert found == {ATTENTION: 0.5, PRODUCTS: 0.375, REST: 0.125, "busy": 0.8}
+    assert found == {ATTENTION: 0.5, PRODUCTS: 0.375, OTHER_KERNELS: 0.125, "busy": 0.8}
     assert set(tables.shares(Row("fpa", 32, 2, reason="broken")).values()) == {None}
 
 
@@ -107,7 +110,7 @@ KERNELS = {
         "aten::mm",
         "aten::addmm",
     ],
-    REST: [
+    OTHER_KERNELS: [
         "triton_poi_fused__scaled_dot_product_cudnn_attention_cat_mul_transpose_3",
         "triton_red_fused__to_copy_mm_rms_norm_backward_7",
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>",
@@ -141,7 +144,7 @@ def test_all_our_kernels_are_attention():
 def test_times_add_up_by_class():
     times = {"nvjet_a": 2.0, "nvjet_b": 1.0, "forward_kernel": 4.0} | {f"aten::x{n}": 0.1 for n in range(30)}
     found = step.summarise(times)
-    assert found["class_ms"] == pytest.approx({ATTENTION: 4, PRODUCTS: 3, REST: 3})
+    assert found["class_ms"] == pytest.approx({ATTENTION: 4, PRODUCTS: 3, OTHER_KERNELS: 3})
     assert list(found["kernels"])[:3] == ["forward_kernel", "nvjet_a", "nvjet_b"]
     assert len(found["kernels"]) == step.KERNELS_KEPT
 
@@ -289,7 +292,7 @@ def test_rows_are_measured_or_say_why_not(run):
         assert row["reason"] is None
         assert row["p10_ms"] <= row["step_ms"] <= row["p90_ms"]
         assert row["tokens_per_second"] == pytest.approx(64e3 / row["step_ms"])
-        assert row["class_ms"].keys() == {ATTENTION, PRODUCTS, REST}
+        assert row["class_ms"].keys() == {ATTENTION, PRODUCTS, OTHER_KERNELS}
     assert ours["loader_ms"] > 0
     assert nano["loader_ms"] is None
 

@@ -7,10 +7,9 @@ import torch
 
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l2
-from sagebwd.reference import attention
+from sagebwd.reference import attention, exact_attention
 from scripts.paper import products, roundings
-from scripts.paper.attention_emulation import DELTAS, EXACT, Head, emulate, scheme_of
-from scripts.paper.attention_errors import exact_attention
+from scripts.paper.attention_emulation import DELTAS, EXACT, Head, Result, emulate, scheme_of
 
 CONFIGS = [
     SageConfig.paper(),
@@ -38,21 +37,26 @@ def head_of(tensors: list[torch.Tensor]) -> Head:
     return Head(*(x[0, 0] for x in tensors))
 
 
+def exact_head(tensors: list[torch.Tensor]) -> Result:
+    whole = exact_attention(*tensors, is_causal=True)
+    return Result(*(getattr(whole, name)[0, 0] for name in Result._fields))
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_agrees_with_the_reference(config):
     tensors = draw()
     found = emulate(head_of(tensors), scheme_of(config, 24, torch.bfloat16))
     wanted = attention(*(x.bfloat16() for x in tensors), is_causal=True, config=config)
     for name, x in found._asdict().items():
-        assert relative_l2(x.bfloat16(), getattr(wanted, name)[0, 0]) < 5e-4, name  # numbers next to ties
+        assert relative_l2(x.bfloat16(), getattr(wanted, name)[0, 0]) < 5e-4, name  # values next to ties
 
 
 def test_without_rounding_it_is_attention():
     tensors = draw()
     for delta in DELTAS:
         found = emulate(head_of(tensors), replace(EXACT, delta=delta))
-        for x, wanted in zip(found, exact_attention(*tensors, is_causal=True), strict=True):
-            assert relative_l2(x, wanted[0, 0]) < 2e-6
+        for x, wanted in zip(found, exact_head(tensors), strict=True):
+            assert relative_l2(x, wanted) < 2e-6
 
 
 def test_roundings_group_by_group():
@@ -97,10 +101,10 @@ def test_a_rotation_spreads_an_outlier_and_a_scale_per_channel_isolates_it():
     x = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
     x[:, 5] *= 50
     plain = roundings.int8(128, None)
-    rest = [channel for channel in range(64) if channel != 5]
+    others = [channel for channel in range(64) if channel != 5]
 
     def error(rounding):
-        return relative_l2(rounding(x)[:, rest], x[:, rest])
+        return relative_l2(rounding(x)[:, others], x[:, others])
 
     assert error(roundings.per_channel(plain)) < 0.1 * error(plain)
     assert error(roundings.rotated(plain)) < 0.6 * error(plain)
@@ -117,10 +121,10 @@ def test_the_largest_tiles_stay_exact():
 
 
 def test_delta():
-    """What the wrong δ put into dQ and dK is taken out again, whatever made δ wrong."""
+    """What the wrong δ put into dQ and dK is removed, whatever made δ wrong."""
     tensors = draw()
     wrong = replace(EXACT, stored=lambda out: 0.8 * out)
-    wanted = [x[0, 0] for x in exact_attention(*tensors, is_causal=True)]
+    wanted = exact_head(tensors)
     errors = {}
     for delta in DELTAS:
         found = emulate(head_of(tensors), replace(wrong, delta=delta))
@@ -137,18 +141,18 @@ def test_sums_of_rounded_p_leave_constant_values_as_they_are():
     v = torch.randn(60, 8, generator=torch.Generator().manual_seed(1))
     constant = torch.linspace(-3, 3, 8)
     bf16, exact = roundings.to_dtype(torch.bfloat16), roundings.exact
-    plain, mended = (make(bf16, exact) for make in (products.product_of, products.over_rounded_sums))
+    plain, compensated = (make(bf16, exact) for make in (products.product_of, products.over_rounded_sums))
     wanted = constant.expand(40, 8)
-    torch.testing.assert_close(mended(p, constant.expand(60, 8)), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compensated(p, constant.expand(60, 8)), wanted, rtol=1e-6, atol=1e-6)
     assert relative_l2(plain(p, constant.expand(60, 8)), wanted) > 1e-4
-    assert relative_l2(mended(p, v), p @ v) < 1.5 * relative_l2(plain(p, v), p @ v) < 0.01
+    assert relative_l2(compensated(p, v), p @ v) < 1.5 * relative_l2(plain(p, v), p @ v) < 0.01
 
 
-def test_compensation_mends_delta_where_values_are_alike():
-    """Not compared with the reference, which rounds P in 16 bit at another scale, and so otherwise."""
+def test_compensation_fixes_delta_where_values_are_similar():
+    """Not compared with the reference, which rounds a 16-bit P at another scale."""
     q, k, v, grad_out = draw()
     v = (0.01 * v + 1).bfloat16().float()
-    wanted = exact_attention(q, k, v, grad_out, is_causal=True)[1][0, 0]
+    wanted = exact_head([q, k, v, grad_out]).dq
 
     def error(**settings):
         config = SageConfig(int8_matmuls=("dv", "dk"), **settings)

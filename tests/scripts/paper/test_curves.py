@@ -139,6 +139,9 @@ NAMES = {
     "sagebwd-no_smoothing": "SageBwd, no smoothing",
     "sagebwd-smooth_qk": "SageBwd, Q+K smoothing",
     "sagebwd-paper": "SageBwd, paper",
+    "sagebwd-paper-no_qk_norm": "SageBwd, paper, no QK-norm",
+    "sagebwd-paper-no_smoothing": "SageBwd, paper, no smoothing",
+    "sagebwd-paper-smooth_qk": "SageBwd, paper, Q+K smoothing",
     "sagebwd-accurate": "SageBwd, accurate",
     "sagebwd-consistent": "SageBwd, consistent",
 }
@@ -146,7 +149,9 @@ NAMES = {
 
 def test_variants_are_named_by_what_differs_from_the_paper(compose_settings):
     """Those of the experiments, whose names the report's verdicts look for."""
-    for name, overrides in (experiments.QK_NORM_GRID | experiments.SMOOTHING | experiments.PRESETS).items():
+    for name, overrides in (
+        experiments.QK_NORM_GRID | experiments.SMOOTHING | experiments.PRESET_GRID
+    ).items():
         settings = compose_settings("experiment=debug", *overrides)
         config = OmegaConf.to_container(OmegaConf.structured(settings))
         if name in NAMES:  # a preset that was added later needs no test of its own
@@ -160,7 +165,9 @@ def test_presets_are_recognized_by_their_values_or_their_name():
     assert name() == name(preset="default", smooth_k=None) == "SageBwd"
     assert name(preset="paper") == name(granularity="block", block_q=128, block_kv=64) == "SageBwd, paper"
     assert name(preset="strictly_causal", qk_norm=False) == "SageBwd, strictly causal, no QK-norm"
-    assert name(preset="paper", block_q=64) == "SageBwd, granularity=block, block_q=64, block_kv=64"
+    assert name(preset="paper", block_q=64) == "SageBwd, paper, block_q=64"
+    assert name(granularity="block", block_q=64) == "SageBwd, granularity=block, block_q=64"
+    assert name(preset="paper", smooth_k=False, qk_norm=False) == "SageBwd, paper, no QK-norm, no smoothing"
     assert name(smooth_k=False, qk_norm=False) == "SageBwd, no QK-norm, no smoothing"
     assert name(smooth_q=True, unsigned_p=True) == "SageBwd, Q+K smoothing, unsigned_p=true"
     assert name(backend="fpa", sdpa="cudnn", smooth_k=True) == "full precision"
@@ -224,7 +231,7 @@ def test_runs_become_groups_variants_and_files(make_run, make_pairs, tmp_path):
     assert first["held_out_loss"] == pytest.approx(5.5)
     gap = next(d for d in small["differences"] if d["of"] == second["variant"])
     assert gap["mean"] == pytest.approx(0.1)
-    assert gap["half_width"] == pytest.approx(0, abs=1e-9)  # the seeds' offset is no noise
+    assert gap["half_width"] == pytest.approx(0, abs=1e-9)  # the seeds' offset is not noise
     assert [run["finished"] for run in result["runs"]] == [True] * 5 + [False]
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
         "figure.json.gz",
@@ -320,6 +327,9 @@ def test_of_places_on_a_machine_only_names_are_kept():
         "init_from": "/disk/base/weights",
         "data": data,
     }
-    kept = without_places(config)
-    assert kept["data"] == {"source": "parquet", "path": "train-*.parquet", "val_path": None}
-    assert {name: value for name, value in kept.items() if name != "data"} == {"seed": 1, "init_from": "base"}
+    found = without_places(config)
+    assert found["data"] == {"source": "parquet", "path": "train-*.parquet", "val_path": None}
+    assert {name: value for name, value in found.items() if name != "data"} == {
+        "seed": 1,
+        "init_from": "base",
+    }

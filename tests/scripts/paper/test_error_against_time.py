@@ -75,8 +75,8 @@ def test_the_newest_time_stands_beside_the_mean_error(tmp_path, write):
 
 def test_names_are_those_of_the_scripts_that_measure():
     timed = {title for title, _, _ in CONFIGS.values()} | {peer.name for peer in PEERS.values()}
-    assert timed >= error_against_time.VARIANTS.keys()
-    assert variants(64, torch.bfloat16).keys() >= set(error_against_time.VARIANTS.values())
+    assert timed >= error_against_time.VARIANT_OF.keys()
+    assert variants(64, torch.bfloat16).keys() >= set(error_against_time.VARIANT_OF.values())
 
 
 def test_a_damaged_result_is_named(tmp_path, write):

@@ -10,7 +10,7 @@ from sagebwd import SageConfig
 from scripts.paper import gradient_error
 from scripts.paper.attention_emulation import Head, Result, emulate, scheme_of
 from scripts.paper.gradient_error import gain, heads_of
-from scripts.paper.gradient_error_rows import Row, Source, front, mean_error
+from scripts.paper.gradient_error_rows import HeadSource, Row, front, mean_error
 from scripts.paper.gradient_error_tables import BIAS_OF
 from scripts.paper.gradient_variants import ROUNDINGS, STEPS, ladder, rounded_in, variants
 from scripts.paper.report import gradients
@@ -64,7 +64,7 @@ def test_costs():
 
 
 def test_every_variant_runs_on_odd_sizes():
-    """A head size that is no power of two; the largest error is that of dV by the paper's blocks, 0.063."""
+    """A head size other than a power of two; the largest error is dV's with the paper's blocks, 0.063."""
     generator = torch.Generator().manual_seed(0)
     odd = Head(*torch.randn(4, 131, 40, generator=generator).bfloat16().float())
     exact = emulate(odd, rounded_in((), 40, torch.bfloat16))
@@ -181,4 +181,4 @@ def test_one_tensor_of_zeros_does_not_stop_the_tables():
     assert errors["relative_l2"] == dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     row = Row("s", 0, 0, "variant", "default", 11, **errors)
     assert mean_error([row], "dq") == 0
-    assert Source("s", "s", None, None).tokens is None
+    assert HeadSource("s", "s", None, None).tokens is None

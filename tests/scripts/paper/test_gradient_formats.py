@@ -1,4 +1,4 @@
-"""The emulated backward against float64, the library's reference, and every number that FP8 has."""
+"""The emulated backward against float64, the library's reference, and every FP8 value."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import sagebwd.reference
 import sagebwd.reference.quantization
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l1, relative_l2
+from sagebwd.reference import exact_attention
 from scripts.paper import gradient_formats
 from scripts.paper.gradient_formats import (
     FORMATS,
@@ -14,7 +15,7 @@ from scripts.paper.gradient_formats import (
     PER_ROW,
     PER_TILE,
     PUBLISHED,
-    Scheme,
+    StorageScheme,
     layer_gradients,
     quantize,
 )
@@ -22,16 +23,9 @@ from scripts.paper.report import gradients
 from scripts.paper.report.verdicts import CANNOT_TELL
 from scripts.paper.result_files import Results, read_json
 from scripts.paper.traces import Layer, Origin, save_trace
-from tests.exact import draw, float64_attention
+from tests.inputs import draw
 
 GRADIENTS = ("dq", "dk", "dv")
-
-
-def test_without_a_scheme_it_is_exact():
-    layer = Layer(*draw(heads=6, kv_heads=2, sigma=2.0))
-    found = layer_gradients(layer, None, torch.float64)
-    for name, expected in zip(GRADIENTS, float64_attention(*layer)[1:4], strict=True):
-        torch.testing.assert_close(found[name], expected, msg=name)
 
 
 @pytest.mark.parametrize("dp_bits", [16, 8])
@@ -42,24 +36,24 @@ def test_in_int8_it_is_the_reference(dp_bits, granularity):
     int8 = {"s_fwd", "s_bwd", "dv", "dq", "dk"} | ({"dp"} if dp_bits == 8 else set())
     config = SageConfig(granularity=granularity, int8_matmuls=int8, block_q=64, block_kv=32)
     expected = sagebwd.reference.attention(*layer, is_causal=True, enable_gqa=True, config=config)
-    found = layer_gradients(layer, Scheme("int8", dp_bits, granularity, (64, 32)), torch.float32)
-    exact = layer_gradients(layer, None, torch.float64)
+    found = layer_gradients(layer, StorageScheme("int8", dp_bits, granularity, (64, 32)))
+    exact = exact_attention(*layer, is_causal=True)
     for name in GRADIENTS:
-        # A number near the middle between two others may be rounded to either.
+        # A value near the middle between two others may be rounded to either.
         assert relative_l2(found[name], getattr(expected, name)) < 2e-3, name
-        assert relative_l2(found[name], exact[name]) > 1e-2, name
+        assert relative_l2(found[name], getattr(exact, name)) > 1e-2, name
 
 
 @pytest.mark.parametrize(("shared", "axes"), [(PER_TILE, (0, 1)), (PER_ROW, (1,)), (PER_COLUMN, (0,))])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_number_goes_to_the_nearest_of_its_format(name, shared, axes):
+def test_every_value_goes_to_the_nearest_of_its_format(name, shared, axes):
     x = torch.randn(37, 50, generator=torch.Generator().manual_seed(0)) ** 3
     x[:16, :32] = 0
-    form, numbers = FORMATS[name], all_numbers(name)
+    form, values = FORMATS[name], all_values(name)
     found = quantize(x, form, (16, 32), shared)
     for tile, stored in zip(tiles(x), tiles(found), strict=True):
-        scale = tile.abs().amax(axes, keepdim=True) / numbers.max()
-        nearest = numbers[((tile / scale).nan_to_num().unsqueeze(-1) - numbers).abs().argmin(-1)]
+        scale = tile.abs().amax(axes, keepdim=True) / values.max()
+        nearest = values[((tile / scale).nan_to_num().unsqueeze(-1) - values).abs().argmin(-1)]
         step = (stored - nearest * scale).abs() / (tile.abs() + scale)
         assert (step > 1e-4).float().mean() < 0.01  # but for the middle between two
 
@@ -73,13 +67,13 @@ def test_no_scale_is_too_small_for_the_format(name, size):
     assert ((found - x).abs() <= max(0.2 * x.abs().max(), 1e-35)).all()
 
 
-def all_numbers(name):
-    """Every finite number that the format has."""
+def all_values(name):
+    """Every finite value of the format."""
     if name == "int8":
         return torch.arange(-127.0, 128.0)
     dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
-    numbers = torch.arange(256).to(torch.uint8).view(dtype).float()
-    return numbers[numbers.isfinite()]
+    values = torch.arange(256).to(torch.uint8).view(dtype).float()
+    return values[values.isfinite()]
 
 
 def tiles(x):
@@ -105,13 +99,14 @@ def test_from_a_trace_to_the_table(tmp_path, capsys):
     rows = read_json(tmp_path / "made" / "gradient_formats.json")["rows"]
     expected = [("a run, step 1", n) for n in (3, 7) for _ in range(6)]
     assert [(row["trace"], row["layer"]) for row in rows] == expected
-    exact = float64_attention(*layer)
+    exact = exact_attention(*layer, is_causal=True)
     for row in rows[:6]:
-        scheme = Scheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})
+        scheme = StorageScheme(**row["scheme"] | {"tile": tuple(row["scheme"]["tile"])})
         assert (scheme.granularity, scheme.tile) == ("row", (32, 16))
-        found = layer_gradients(layer, scheme, torch.float32)
-        for name, expected in zip(GRADIENTS, exact[1:4], strict=True):
-            assert row["errors"][name]["l1"] == pytest.approx(relative_l1(found[name], expected), rel=1e-4)
+        found = layer_gradients(layer, scheme)
+        for name in GRADIENTS:
+            error = relative_l1(found[name], getattr(exact, name))
+            assert row["errors"][name]["l1"] == pytest.approx(error, rel=1e-4)
     text = (tmp_path / "made" / "gradient_formats.md").read_text()
     assert text in capsys.readouterr().out
     assert "a run, step 1 (2 layers)" in text
@@ -151,7 +146,7 @@ def test_gaussians_without_a_trace(tmp_path, capsys):
         assert errors[name, 8, "row"]["dv"] == errors[name, 16, "row"]["dv"]
 
 
-def test_what_is_no_trace_is_refused(tmp_path):
+def test_what_is_not_a_trace_is_refused(tmp_path):
     (tmp_path / "text").write_text("no tensors")
     for name, message in (("text", "is not a trace, or is damaged"), ("missing", "missing is not there")):
         with pytest.raises(SystemExit, match=message):

@@ -8,9 +8,10 @@ import torch
 import sagebwd.reference
 from sagebwd import SageConfig
 from sagebwd.metrics import cosine_similarity, relative_l2
+from sagebwd.reference import exact_attention
 from scripts.paper import intermediates
 from scripts.paper.intermediates import Comparison
-from tests.exact import draw, float64_attention
+from tests.inputs import draw
 from trainer.probe import Captured
 
 
@@ -21,12 +22,10 @@ def test_it_is_that_of_whole_matrices(monkeypatch, entries_at_once):
     config = SageConfig.paper()
     found = intermediates.measure(Captured(q, k, v, q, {}, grad_out), config)
     sage = sagebwd.reference.attention(*inputs, is_causal=True, enable_gqa=True, config=config)
-    o, dq, dk, dv, p, dp, ds, _ = float64_attention(*inputs)
-    delta = (o * grad_out).sum(-1)
-    exact = {"delta": delta, "p": p, "dp": dp, "ds": ds, "o": o, "dq": dq, "dk": dk, "dv": dv}
-    assert found.keys() == exact.keys()
-    for name, expected in exact.items():
-        actual = getattr(sage, "out" if name == "o" else name)
+    exact = exact_attention(*inputs, is_causal=True, matrices=True)
+    assert list(found) == ["delta", "p", "dp", "ds", "o", "dq", "dk", "dv"]
+    for name in found:
+        actual, expected = (getattr(x, "out" if name == "o" else name) for x in (sage, exact))
         cosine, error = found[name]
         assert cosine == pytest.approx(cosine_similarity(actual, expected), abs=1e-6), name
         assert error == pytest.approx(relative_l2(actual, expected), rel=1e-3, abs=1e-6), name

@@ -1,7 +1,6 @@
 """From a run that was trained here to its layers' errors, RMS, Table 2 and traces."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import model.huggingface
 import sagebwd.reference
 from sagebwd.metrics import cosine_similarity, relative_l2, rms
+from sagebwd.reference import exact_attention
 from scripts.paper import layers, layers_runs
 from scripts.paper.layers import VARIANTS, choose_heads
 from scripts.paper.layers_tables import Row, most_error_prone
@@ -17,7 +17,7 @@ from scripts.paper.report import layers as layers_section
 from scripts.paper.report.verdicts import CANNOT_TELL
 from scripts.paper.result_files import Results, read_json
 from scripts.paper.traces import find_traces, load_trace
-from tests.exact import draw, float64_attention
+from tests.inputs import draw, largest_logit
 from trainer.probe import Captured
 from trainer.run_directory import RunDirectory
 
@@ -40,7 +40,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     origin, traced = load_trace(traces / "run" / "step_00000003.safetensors")
     assert (origin.run, origin.step, origin.tokens, origin.tokens_per_step) == ("run", 3, 444, 148)
     assert (origin.attention, origin.qk_norm, origin.heads) == ("fpa", True, None)
-    check_held_out_text(trainer, tmp_path / "run", traced[0].v)
+    check_validation_text(trainer, tmp_path / "run", traced[0].v)
     assert [(row["run"], row["layer"]) for row in result["rows"]] == [("run", 0), ("run", 1)]
     for row in result["rows"]:
         check_row(row, traced[row["layer"]], sequences_per_step=4)
@@ -85,7 +85,7 @@ def check_section(section, result):
 
 
 def check_traces_of_milestones(path, at_the_end, capsys):
-    """At the kept checkpoint and at the end, in the run's folder, two heads of each layer; nothing else."""
+    """At the saved checkpoint and at the end, in the run's folder, two heads of each layer; nothing else."""
     layers.main([str(path), "--traces", "--milestones", "--only-traces", "--trace-heads", "0", "3",
                  "--sequences", "2", "--device", "cpu"])  # fmt: skip
     assert capsys.readouterr().out == ""
@@ -100,8 +100,8 @@ def check_traces_of_milestones(path, at_the_end, capsys):
     assert not torch.equal(before[1].q, last[1].q)
 
 
-def check_held_out_text(trainer, run, v):
-    """The values of the first layer are those of the first two held-out sequences."""
+def check_validation_text(trainer, run, v):
+    """The values of the first layer are those of the first two validation sequences."""
     llama = model.huggingface.load(run / "weights", scaled_dot_product_attention)
     tokens = torch.from_numpy(trainer.corpus.val.window(0, 74).astype("int64")).view(2, 37)
     block = llama.layers[0]
@@ -120,17 +120,19 @@ def check_weights_of_a_step(path):
 
 def check_row(row, layer, sequences_per_step):
     """What was measured of a layer, from its trace, which is exact in bfloat16."""
-    o, dq, dk, dv, p, dp, ds, s = float64_attention(*layer)
+    wanted = exact_attention(*layer, is_causal=True, matrices=True)
     for variant, config in VARIANTS.items():
         sage = sagebwd.reference.attention(*layer, is_causal=True, enable_gqa=True, config=config)
-        for name, exact in (("o", o), ("dq", dq), ("dk", dk), ("dv", dv)):
-            actual, found = getattr(sage, "out" if name == "o" else name), row["errors"][variant]
+        found = row["errors"][variant]
+        for name, field in (("o", "out"), ("dq", "dq"), ("dk", "dk"), ("dv", "dv")):
+            actual, exact = getattr(sage, field), getattr(wanted, field)
             assert found[f"{name}_cos"] == pytest.approx(cosine_similarity(actual, exact), abs=1e-5)
             assert found[f"{name}_l2"] == pytest.approx(relative_l2(actual, exact), rel=1e-3)
+    dp_rms, ds_rms = rms(wanted.dp), rms(wanted.ds)
     expected = {
-        "p_rms": rms(p), "dp_rms": rms(dp), "ds_rms": rms(ds),
-        "dp_rms_in_step": rms(dp) / sequences_per_step, "ds_rms_in_step": rms(ds) / sequences_per_step,
-        "largest_logit": s.abs().max().item(),
+        "p_rms": rms(wanted.p), "dp_rms": dp_rms, "ds_rms": ds_rms,
+        "dp_rms_in_step": dp_rms / sequences_per_step, "ds_rms_in_step": ds_rms / sequences_per_step,
+        "largest_logit": largest_logit(layer.q, layer.k),
     }  # fmt: skip
     for name, value in expected.items():
         assert row["statistics"][name] == pytest.approx(value, rel=1e-4), name
@@ -139,7 +141,7 @@ def check_row(row, layer, sequences_per_step):
 
 
 def check_refusals(folder):
-    """Before anything is measured, with what is wrong and the way out."""
+    """Before anything is measured, with what is wrong and how to fix it."""
     run = str(folder / "run")
     for arguments, message in (
         (
@@ -196,16 +198,6 @@ def test_options_that_do_not_go_together_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):
         layers.main(["runs/NAME", *options])
     assert message in capsys.readouterr().err
-
-
-def test_runs_are_named_from_where_their_folders_part():
-    def names(*paths):
-        return layers_runs.names_of([Path("/runs") / path for path in paths])
-
-    assert names("a") == ["a"]
-    assert names("large/a-seed1", "large/b-seed1") == ["a-seed1", "b-seed1"]
-    assert names("large/a-seed1", "small/a-seed1") == ["large/a-seed1", "small/a-seed1"]
-    assert names("steps-3+tps-1", "steps-3+tps-2") == ["tps-1", "tps-2"]
 
 
 def test_heads_that_are_chosen_attend_as_before():

@@ -10,7 +10,7 @@ import pytest
 from scripts.paper import report
 from scripts.paper.attention_errors import TITLES
 from scripts.paper.experiments import ITEMS
-from scripts.paper.report import template
+from scripts.paper.report import template, training
 from scripts.paper.report.__main__ import main
 from scripts.paper.report.claims import CLAIMS
 from scripts.paper.report.speed import presets_speed
@@ -139,7 +139,7 @@ def test_the_report_says_what_attention_is_measured_and_what_is_open():
     assert "**without** QK-norm" in table2
 
 
-def test_several_gpus_stand_beside_one(tmp_path):
+def test_several_gpus_are_compared_with_one(tmp_path):
     runs = [
         (1, "none", 1000.0, 1.0, 0.0, None),
         (2, "ddp", 1950.0, 0.975, 0.0123, 55.66),
@@ -158,7 +158,7 @@ def test_several_gpus_stand_beside_one(tmp_path):
     assert "| 4, fsdp |  |  |  |  |" in text
 
 
-def test_settings_stand_beside_the_default_where_both_were_timed():
+def test_settings_are_compared_with_the_default_where_both_were_timed():
     def row(name, tokens, ms, mode="both, graph"):
         shape = {"causal": True, "head_dim": 64, "tokens": tokens}
         return {"implementation": name, "shape": shape, "mode": mode, "status": "passed", "median_ms": ms}
@@ -293,3 +293,11 @@ def test_table1_agrees_when_nine_tenths_of_its_errors_do():
     rows[1]["dv"][1] = 0.01
     assert table1_verdict(rows, "row", TITLES).answer == DIFFERS
     assert "10 of 12" in table1_verdict(rows, "row", TITLES).numbers
+
+
+def test_the_papers_algorithm_is_judged_where_it_was_run():
+    group = {"variants": [{"variant": SAGE}]}
+    assert training.algorithms(group, "lr 1") == [("SageBwd", "lr 1")]
+    group["variants"].append({"variant": "SageBwd, paper"})
+    assert training.algorithms(group, "lr 1")[1] == ("SageBwd, paper", "lr 1, `paper()`")
+    assert training.algorithms(group, "")[1] == ("SageBwd, paper", "`paper()`")
