@@ -173,6 +173,7 @@ def test_it_says_where_results_go(capsys):
         "accuracy",
         "causal_leak",
         "error_against_time",
+        "gradient_bias",
         "gradient_error",
         "gradient_formats",
         "layers",
@@ -180,7 +181,8 @@ def test_it_says_where_results_go(capsys):
     ],
 )
 def test_no_command_writes_to_results_by_default(module, monkeypatch):
-    required = {"gradient_error": ["--sigmas", "1"], "layers": ["runs/NAME"]}.get(module, [])
+    of_runs = {"layers": ["runs/NAME"], "gradient_bias": ["runs/NAME"]}
+    required = ({"gradient_error": ["--sigmas", "1"]} | of_runs).get(module, [])
     found = import_module(f"scripts.paper.{module}").parse_arguments(required)
     assert Path(found.out).is_relative_to("runs/paper")
 
