@@ -28,42 +28,53 @@ compiled; all else is as in training.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
-from data.loader import BatchLoader, stack_sequences
 from model.backends import AttentionFn
-from model.llama import Llama
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
-from scripts.bench.measuring import choose_device, command_parser, describe_run, finite, positive_int
+from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int
 from scripts.compare import find_runs, labels_of
+from scripts.paper.gradient_bias_estimates import (
+    Grams,
+    estimate_gradient,
+    estimate_setting,
+    mean_and_interval,
+    moments,
+    rounded,
+)
+from scripts.paper.gradient_bias_gradients import (
+    VIEWS,
+    Batch,
+    adam_scales,
+    attending,
+    draw_batches,
+    empty_gradients,
+    gradients,
+    own_grams,
+    second_moments,
+    tensor_grams,
+)
 from scripts.paper.gradient_bias_tables import CONTROL, Row, write
 from scripts.paper.layers import dtype_of, load_model
 from scripts.paper.layers_runs import TrainedRun, UnusableWeights, at_step, milestones_of, open_run
-from scripts.paper.loss_statistics import quantile
-from scripts.paper.result_files import OUT
-from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, steps_in
-from trainer.optimizer import adamw
-from trainer.plan import tokens_per_step
+from scripts.paper.result_files import OUT, read_json
+from trainer.checkpoint import checkpoint_of
 from trainer.run_directory import RunDirectory
 
 PROGRAM = "python -m scripts.paper.gradient_bias"
@@ -102,13 +113,8 @@ TITLES = {
     SDPBackend.MATH: "plain PyTorch",
 }
 
-RAW, ADAM = "raw", "adam"
-VIEWS = (RAW, ADAM)
 
 TOKENS_PER_PASS = 32_768  # unless --micro-batch says otherwise
-COLUMNS_AT_ONCE = 2**20  # of n × P gradients that are converted to float64
-COLUMNS_OF_PIECE = 2**12  # that a thread block of a GPU may sum up
-DIGITS = 4  # significant ones, in the JSON
 
 EXAMPLES = """
 examples:
@@ -117,119 +123,18 @@ examples:
   325M parameters: gradients of 32 batches take 2 x 41 GB, so fewer sequences in a pass
       python -m scripts.paper.gradient_bias runs/NAME --micro-batch 4
   what two processes measured, as one result
-      python -m scripts.paper.gradient_bias --join first.json second.json --out runs/paper/gradient_bias
+      python -m scripts.paper.gradient_bias --join first.json.gz second.json.gz --out runs/paper/gradient_bias
 
 written after every checkpoint, with --out runs/paper/gradient_bias:
-  runs/paper/gradient_bias.json    every number, by setting, group of weights, layer; hardware, versions
-  runs/paper/gradient_bias.md      tables
-  runs/paper/gradient_bias.png     bias by setting, critical tokens by layer, bias along training
+  runs/paper/gradient_bias.json.gz  every number, by setting, group of weights, layer; hardware, versions
+  runs/paper/gradient_bias.md       tables
+  runs/paper/gradient_bias.png      bias by setting, critical tokens by layer, bias along training
 """
-
-
-# --- Estimators ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Grams:
-    """Inner products of n batches' gradients (n, n), float64: of d_i, d_j; of d_i, g_j; and of g_i, g_j."""
-
-    dd: np.ndarray
-    dg: np.ndarray
-    gg: np.ndarray
-
-    def __add__(self, other: Grams) -> Grams:
-        """Those of two tensors together."""
-        return Grams(self.dd + other.dd, self.dg + other.dg, self.gg + other.gg)
-
-
-@dataclass(frozen=True)
-class Moments:
-    """What `Grams` estimate: first with all n batches, then n times with one left out; (n + 1,) each."""
-
-    bias: np.ndarray  # |b|²
-    along: np.ndarray  # ⟨b, G⟩
-    gradient: np.ndarray  # |G|²
-    quantization_noise: np.ndarray  # mean |d_i|² − |b|²
-    minibatch_noise: np.ndarray  # mean |g_i|² − |G|²
-
-
-def moments(grams: Grams) -> Moments:
-    """The unbiased estimates. Needs three batches or more."""
-    bias, gradient = cross_mean(grams.dd), cross_mean(grams.gg)
-    return Moments(
-        bias=bias,
-        along=cross_mean(grams.dg),
-        gradient=gradient,
-        quantization_noise=own_mean(grams.dd) - bias,
-        minibatch_noise=own_mean(grams.gg) - gradient,
-    )
-
-
-def cross_mean(gram: np.ndarray) -> np.ndarray:
-    """Mean of the entries i ≠ j (n, n): of all batches, then without each of them; (n + 1,)."""
-    n, own = len(gram), np.diag(gram)
-    total = gram.sum() - own.sum()
-    without = total - (gram.sum(0) + gram.sum(1) - 2 * own)
-    return np.concatenate([[total / (n * (n - 1))], without / ((n - 1) * (n - 2))])
-
-
-def own_mean(gram: np.ndarray) -> np.ndarray:
-    """Mean of the diagonal: of all batches, then without each of them; (n + 1,)."""
-    n, own = len(gram), np.diag(gram)
-    return np.concatenate([[own.mean()], (own.sum() - own) / (n - 1)])
-
-
-def jackknife(values: np.ndarray) -> tuple[float, float, float]:
-    """Estimate and 95% interval of a statistic: `values` has it with all batches, then without each."""
-    estimate, without = values[0], values[1:]
-    n = len(without)
-    error = np.sqrt((n - 1) / n * np.square(without - without.mean()).sum())
-    half = quantile(n - 1) * error
-    return float(estimate), float(estimate - half), float(estimate + half)
-
-
-def signed_root(squares: Sequence[float]) -> list[float]:
-    """√x, or −√−x of a square whose estimate is negative, which means about zero."""
-    return [float(np.sign(x) * np.sqrt(abs(x))) for x in squares]
-
-
-def critical_tokens(bias_over_noise: Sequence[float], tokens_per_batch: int) -> list[float]:
-    """T* with its interval from those of |b|² / noise of the minibatch of `tokens_per_batch`; ∞: no bias."""
-    found = [np.nan if np.isnan(x) else tokens_per_batch / x if x > 0 else np.inf for x in bias_over_noise]
-    estimate, low, high = found
-    return [estimate, high, low]  # much bias: few tokens
-
-
-def estimate_setting(found: Moments, tokens_per_batch: int) -> dict[str, list[float]]:
-    """Estimate, lower and upper end of what a setting does to some weights; see `Row`."""
-    return {
-        "bias": signed_root(jackknife(ratio(found.bias, found.gradient))),
-        "along": list(jackknife(ratio(found.along, found.gradient))),
-        "noise": list(jackknife(ratio(found.quantization_noise, found.minibatch_noise))),
-        "critical_tokens": critical_tokens(
-            jackknife(ratio(found.bias, found.minibatch_noise)), tokens_per_batch
-        ),
-    }
-
-
-def estimate_gradient(found: Moments, tokens_per_batch: int) -> dict[str, list[float]]:
-    """Of the full-precision gradient: |G|, and the tokens at which |G|² equals the minibatch's noise."""
-    return {
-        "norm": signed_root(jackknife(found.gradient)),
-        "noise_tokens": critical_tokens(
-            jackknife(ratio(found.gradient, found.minibatch_noise)), tokens_per_batch
-        ),
-    }
-
-
-def ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """above / below; NaN where `below`, which should be positive, was estimated as zero or negative."""
-    return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
 
 
 # --- Weights ------------------------------------------------------------------------------------------------
 
-#: Group of a weight by a part of its name; the first that fits.
+
 GROUPS = {
     "q_proj": "q",
     "k_proj": "k",
@@ -259,173 +164,7 @@ def parts(names: Sequence[str]) -> dict[tuple[str, int | None], list[str]]:
     return found
 
 
-# --- Gradients ----------------------------------------------------------------------------------------------
-
-
-Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 (sequences, context)
-Gradients = dict[str, Tensor]  # by weight: (batches, elements), float32
-
-
-def gradients(
-    llama: Llama, batches: Sequence[Batch], micro_batch: int, dtype: torch.dtype, out: Gradients
-) -> list[float]:
-    """Gradients of the mean loss of each batch, written to `out`; the losses, in nats per token."""
-    losses = []
-    for row, (inputs, targets) in enumerate(batches):
-        llama.zero_grad(set_to_none=True)
-        loss = torch.zeros((), device=inputs.device)
-        for tokens, following in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
-            with torch.autocast(inputs.device.type, dtype, enabled=dtype is not torch.float32):
-                share = llama(tokens, following) * (len(tokens) / len(inputs))
-            share.backward()
-            loss += share.detach()
-        for name, parameter in llama.named_parameters():
-            out[name][row].copy_(parameter.grad.flatten())
-        losses.append(loss)
-    llama.zero_grad(set_to_none=True)
-    return torch.stack(losses).tolist()
-
-
-def empty_gradients(llama: Llama, batches: int) -> Gradients:
-    return {
-        name: torch.empty(batches, parameter.numel(), device=parameter.device)
-        for name, parameter in llama.named_parameters()
-    }
-
-
-@contextmanager
-def attending(llama: Llama, attend: AttentionFn) -> Iterator[None]:
-    """While this is open, every layer computes its attention with `attend`."""
-    originals = [block.self_attn.attend for block in llama.layers]
-    try:
-        for block in llama.layers:
-            block.self_attn.attend = attend
-        yield
-    finally:
-        for block, original in zip(llama.layers, originals, strict=True):
-            block.self_attn.attend = original
-
-
-@torch.no_grad()
-def gram(left: Tensor, right: Tensor, scale: Tensor | None = None) -> np.ndarray:
-    """⟨left_i · scale, right_j · scale⟩ in float64 (n, n), of rows (n, P); scale: (P,), None for ones."""
-    total = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
-    for first in range(0, left.shape[1], COLUMNS_AT_ONCE):
-        columns = slice(first, first + COLUMNS_AT_ONCE)
-        rows = [left[:, columns].double()]
-        rows += rows if left is right else [right[:, columns].double()]
-        if scale is not None:
-            squares = scale[columns].double().square()
-            rows[0] = rows[0] * squares
-        total += product(*rows)
-    return total.cpu().numpy()
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left · rightᵀ of few, long rows (n, P): many pieces side by side, or a GPU would be nearly idle."""
-    whole = left.shape[1] // COLUMNS_OF_PIECE * COLUMNS_OF_PIECE
-    pieces = [x[:, :whole].unflatten(1, (-1, COLUMNS_OF_PIECE)).transpose(0, 1) for x in (left, right)]
-    return (pieces[0] @ pieces[1].mT).sum(0) + left[:, whole:] @ right[:, whole:].T
-
-
-def tensor_grams(
-    d: Gradients, g: Gradients, own: Mapping[tuple[str, str], np.ndarray], scales: Mapping[str, Tensor]
-) -> dict[tuple[str, str], Grams]:
-    """By (view, weight). own: the inner products of g by itself."""
-    return {
-        (view, name): Grams(
-            dd=gram(d[name], d[name], scale), dg=gram(d[name], g[name], scale), gg=own[view, name]
-        )
-        for name in d
-        for view, scale in ((RAW, None), (ADAM, scales[name]))
-    }
-
-
-def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str], np.ndarray]:
-    return {
-        (view, name): gram(g[name], g[name], scale)
-        for name in g
-        for view, scale in ((RAW, None), (ADAM, scales[name]))
-    }
-
-
-# --- Adam ---------------------------------------------------------------------------------------------------
-
-
-def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
-    """Adam's v̂ (elements,) by weight from the run's checkpoint; None if it has no checkpoint of that step.
-
-    `llama` has the weights of that checkpoint, on the CPU. Raises UnusableWeights if it is damaged.
-    """
-    step = run.origin.step
-    if step not in steps_in(run.directory.checkpoints):
-        return None
-    optimizer = adamw(llama, run.settings.optimizer)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
-        _, moments_and_groups = get_state_dict(llama, optimizer)
-        try:
-            path = checkpoint_of(run.directory.checkpoints, step)
-            dcp.load({"optimizer": moments_and_groups}, checkpoint_id=path, no_dist=True)
-        except (OSError, ValueError, dcp.CheckpointException) as error:
-            raise UnusableWeights(
-                f"{run.name}: Adam's moments in {path} cannot be read ({str(error).splitlines()[0]})"
-            ) from error
-    beta2, state = run.settings.optimizer.beta2, moments_and_groups["state"]
-    return {
-        name: (state[name]["exp_avg_sq"] / (1 - beta2 ** float(state[name]["step"]))).flatten()
-        for name, _ in llama.named_parameters()
-    }
-
-
-@torch.no_grad()
-def adam_scales(run: TrainedRun, moments: Mapping[str, Tensor] | None, g: Gradients) -> dict[str, Tensor]:
-    """1 / (√v̂ + eps) by weight, (elements,); where there is no v̂, from the mean square of g over batches."""
-    scales = {}
-    for name, rows in g.items():
-        square = rows.square().mean(0) if moments is None else moments[name].to(rows.device)
-        scales[name] = 1 / (square.sqrt() + run.settings.optimizer.eps)
-    return scales
-
-
-# --- Batches and attentions ---------------------------------------------------------------------------------
-
-
-def draw_batches(
-    run: TrainedRun, last_step: int, count: int, tokens_per_batch: int
-) -> tuple[list[Batch], bool]:
-    """Disjoint batches that follow the run's end in its data order, and whether the run has not seen them.
-
-    Raises ValueError if the text has too few sequences, or a batch is not made of whole ones.
-    """
-    context = run.settings.context
-    if tokens_per_batch % context or tokens_per_batch < context:
-        nearest = max(round(tokens_per_batch / context), 1) * context
-        raise ValueError(
-            f"--tokens-per-batch {tokens_per_batch} is not a multiple of the {context} tokens of a sequence "
-            f"of {run.name}; use --tokens-per-batch {nearest}"
-        )
-    size = tokens_per_batch // context
-    loader = BatchLoader(
-        run.corpus.train,
-        context=context,
-        sequences_per_step=tokens_per_step(run.settings) // context,
-        micro_batch=1,
-        seed=run.settings.seed,
-    )
-    if loader.sequences < count * size:
-        raise ValueError(
-            f"{count} batches of {tokens_per_batch} tokens need {count * size} sequences, and the text of "
-            f"{run.name} has {loader.sequences}; use --batches {max(loader.sequences // size, 3)} or fewer, "
-            "or smaller batches (--tokens-per-batch)"
-        )
-    indices: dict[int, None] = {}
-    step = last_step
-    while len(indices) < count * size:  # a sequence repeats when the text does
-        indices.update(dict.fromkeys(loader.sequence_indices(step).tolist()))
-        step += 1
-    chosen = np.array(list(indices)[: count * size]).reshape(count, size)
-    return [stack_sequences(run.corpus.train, batch, context) for batch in chosen], loader.epoch_of(step) <= 1
+# --- Attentions ---------------------------------------------------------------------------------------------
 
 
 def full_precision(kernel: SDPBackend) -> AttentionFn:
@@ -612,19 +351,6 @@ def describe_gradient(
     return described
 
 
-def mean_and_interval(values: np.ndarray) -> list[float]:
-    """Mean over batches and its 95% interval."""
-    without = (values.sum() - values) / (len(values) - 1)
-    return list(jackknife(np.concatenate([[values.mean()], without])))
-
-
-def rounded(estimates: dict[str, list[float]]) -> dict[str, list[float | None]]:
-    """Rounded to DIGITS significant digits; None for NaN and infinities, which JSON does not have."""
-    return finite(
-        {name: [float(f"{x:.{DIGITS - 1}e}") for x in values] for name, values in estimates.items()}
-    )
-
-
 # --- Command ------------------------------------------------------------------------------------------------
 
 
@@ -632,14 +358,14 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
         if arguments.join:
-            result = join([json.loads(Path(path).read_text()) for path in arguments.join])
+            result = join([read_json(plain(path)) for path in arguments.join])
             write(Path(arguments.out), result, [Row(**row) for row in result.pop("rows")])
         else:
             runs = open_checkpoints(arguments)
             measure_all(runs, describe(argv, arguments, runs), arguments)
     except (ValueError, FileNotFoundError, UnusableWeights) as error:
         sys.exit(str(error))
-    print(f"written to {arguments.out}.json, .md and .png")
+    print(f"written to {arguments.out}.json.gz, .md and .png")
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
@@ -737,6 +463,11 @@ def describe_trained(run: TrainedRun) -> dict[str, Any]:
         if isinstance(settings.attention, Mapping)
         else asdict(settings.attention),
     }
+
+
+def plain(path: str) -> Path:
+    """The name of a result without .gz: it is read from either form."""
+    return Path(path.removesuffix(".gz"))
 
 
 def join(results: list[dict[str, Any]]) -> dict[str, Any]:

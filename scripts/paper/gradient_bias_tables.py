@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files import write_text
-from scripts.bench.measuring import align, finite, number, origin_of, save_figure, with_ending
-from trainer.style import ATTENTION, CYCLE, Style
+from scripts.bench.measuring import align, number, origin_of, save_figure, with_ending
+from scripts.paper.result_files import write_result
+from trainer.style import ATTENTION, CYCLE, Style, pyplot
 
 CONTROL = "control"  # full precision with another kernel
 
@@ -70,21 +69,9 @@ class Row:
 
 
 def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
-    """OUT.json, a row to a line; OUT.md and OUT.png."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(with_ending(out, ".json"), to_json(result, rows))
-    write_text(with_ending(out, ".md"), to_markdown(result, rows))
+    """OUT.json.gz, OUT.md and OUT.png."""
+    write_result(out, result, rows, to_markdown(result, rows))
     draw(rows, with_ending(out, ".png"))
-
-
-def to_json(result: dict[str, Any], rows: list[Row]) -> str:
-    head = json.dumps(finite({key: value for key, value in result.items() if key != "gradients"}), indent=1)
-    lists = {"gradients": result["gradients"], "rows": [asdict(row) for row in rows]}
-    lines = [
-        f',\n "{name}": [\n' + ",\n".join(f"  {json.dumps(finite(item))}" for item in items) + "\n ]"
-        for name, items in lists.items()
-    ]
-    return head.removesuffix("\n}") + "".join(lines) + "\n}\n"
 
 
 # --- Tables -------------------------------------------------------------------------------------------------
@@ -263,30 +250,21 @@ def count(value: float | None) -> str:
 
 def draw(rows: list[Row], path: Path) -> None:
     """A line of panels for each run: bias by setting, critical tokens by layer, bias along training."""
-    plt = pyplot()
     steps = checkpoints(rows)
-    size = (16, 1.2 + 4.2 * len(steps))
-    figure, grid = plt.subplots(len(steps), 3, figsize=size, squeeze=False, layout="constrained")
-    for (run, found), (by_setting, by_layer, progress) in zip(steps.items(), grid, strict=True):
-        raw = [row for row in rows if row.run == run and row.view == "raw"]
-        last = [row for row in raw if row.step == found[-1]]
-        draw_settings(by_setting, last)
-        draw_layers(by_layer, last)
-        draw_progress(progress, raw)
-        by_setting.set_title(f"{run}, step {found[-1]}", fontsize=10)
-    figure.legend(*legend(grid[:, 2]), loc="outside lower center", ncols=8, frameon=False)
-    figure.suptitle("What INT8 attention does to raw gradients; bars: 95% intervals", fontsize=11)
-    save_figure(figure, path)
-    plt.close(figure)
-
-
-def pyplot() -> Any:
-    import matplotlib  # slow to import; only needed when there is something to draw
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
+    with pyplot() as plt:
+        size = (16, 1.2 + 4.2 * len(steps))
+        figure, grid = plt.subplots(len(steps), 3, figsize=size, squeeze=False)
+        for (run, found), (by_setting, by_layer, progress) in zip(steps.items(), grid, strict=True):
+            raw = [row for row in rows if row.run == run and row.view == "raw"]
+            last = [row for row in raw if row.step == found[-1]]
+            draw_settings(by_setting, last)
+            draw_layers(by_layer, last)
+            draw_progress(progress, raw)
+            by_setting.set_title(f"{run}, step {found[-1]}")
+        figure.legend(*legend(grid[:, 2]), loc="outside lower center", ncols=8, frameon=False)
+        figure.suptitle("What INT8 attention does to raw gradients; bars: 95% intervals")
+        save_figure(figure, path)
+        plt.close(figure)
 
 
 def legend(panels: Sequence[Any]) -> tuple[list[Any], list[str]]:
@@ -316,7 +294,7 @@ def draw_settings(axes: Any, rows: list[Row]) -> None:
     axes.set_yticks(range(len(settings), 0, -1), settings, fontsize=8)
     axes.set_xlabel("bias / gradient")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
 
 
 def draw_layers(axes: Any, rows: list[Row]) -> None:

@@ -14,22 +14,23 @@ import model.huggingface
 from data.loader import BatchLoader
 from model.llama import Llama
 from sagebwd import SageConfig, sage_attention
-from scripts.paper import gradient_bias
-from scripts.paper.gradient_bias import (
-    SETTINGS,
+from scripts.paper import gradient_bias, gradient_bias_gradients
+from scripts.paper.gradient_bias import SETTINGS, parts
+from scripts.paper.gradient_bias_estimates import (
     Grams,
     critical_tokens,
     cross_mean,
     estimate_gradient,
     estimate_setting,
-    gram,
     jackknife,
+    mean_and_interval,
     moments,
     own_mean,
-    parts,
     signed_root,
 )
+from scripts.paper.gradient_bias_gradients import draw_batches, gram
 from scripts.paper.gradient_bias_tables import CONTROL, GROUP_TITLES, STYLES, Row, share
+from scripts.paper.result_files import read_json
 
 WEIGHTS, BATCHES, REPEATS = 300, 8, 400
 GRADIENT, BIAS = 0.5, 0.1  # every element of G and of b
@@ -109,7 +110,7 @@ def test_the_jackknife_of_a_mean_is_its_students_interval():
     half = 4.303 * math.sqrt(7 / 3)
     without_each = [3.0, (2 + 6) / 2, (1 + 6) / 2, (1 + 2) / 2]
     assert jackknife(np.array(without_each)) == pytest.approx((3, 3 - half, 3 + half))
-    found = gradient_bias.mean_and_interval(np.array([1.0, 2.0, 6.0]))
+    found = mean_and_interval(np.array([1.0, 2.0, 6.0]))
     assert found == pytest.approx([3, 3 - half, 3 + half])
 
 
@@ -140,8 +141,8 @@ def test_roots_keep_the_sign():
 
 
 def test_inner_products_piece_by_piece(monkeypatch):
-    monkeypatch.setattr(gradient_bias, "COLUMNS_AT_ONCE", 7)
-    monkeypatch.setattr(gradient_bias, "COLUMNS_OF_PIECE", 3)
+    monkeypatch.setattr(gradient_bias_gradients, "COLUMNS_AT_ONCE", 7)
+    monkeypatch.setattr(gradient_bias_gradients, "COLUMNS_OF_PIECE", 3)
     left, right = torch.randn(4, 16), torch.randn(4, 16)
     scale = torch.rand(16)
     np.testing.assert_allclose(gram(left, right), (left.double() @ right.double().T).numpy(), rtol=1e-12)
@@ -191,7 +192,7 @@ class Tokens:
 def test_batches_are_disjoint_and_behind_the_end_of_the_run(compose_settings, last_step, unseen):
     settings = compose_settings("experiment=debug", "context=8", "tps.tokens_per_step=16", "tps.divide_by=1")
     run = SimpleNamespace(name="run", settings=settings, corpus=SimpleNamespace(train=Tokens()))
-    batches, found_unseen = gradient_bias.draw_batches(run, last_step, 3, 16)
+    batches, found_unseen = draw_batches(run, last_step, 3, 16)
     loader = BatchLoader(Tokens(), context=8, sequences_per_step=2, micro_batch=1, seed=settings.seed)
     before = {index for step in range(last_step) for index in loader.sequence_indices(step)}
     chosen = [int(index) // 8 for inputs, _ in batches for index in inputs[:, 0]]
@@ -216,7 +217,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys, monkeypatch):
         [str(tmp_path / "run"), "--milestones", *chosen, "--device", "cpu",
          "--out", str(out)]
     )  # fmt: skip
-    result = json.loads((tmp_path / "out" / "bias.json").read_text())
+    result = read_json(tmp_path / "out" / "bias.json")
     assert [place["step"] for place in result["checkpoints"]] == [3, 2]
     assert {place["adam"] for place in result["checkpoints"]} == {"v of the checkpoint"}
     assert result["runs"]["run"]["batches_unseen"]
@@ -316,7 +317,7 @@ def check_without_checkpoint(folder, rows):
          "--micro-batch", "4", "--device", "cpu", "--out", str(folder / "out" / "without")]
     )  # fmt: skip
     (folder / "away").rename(checkpoints)
-    result = json.loads((folder / "out" / "without.json").read_text())
+    result = read_json(folder / "out" / "without.json")
     assert result["checkpoints"][0]["adam"] == "mean square of g over batches"
     before = {
         (row.view, row.group, row.layer): row for row in rows if (row.step, row.setting) == (3, "paper")
@@ -343,7 +344,7 @@ def check_a_setting_that_fails(folder, monkeypatch):
         [str(folder / "run"), "--steps", "2", "--settings", "default", "only_o", "--batches", "3",
          "--tokens-per-batch", "37", "--device", "cpu", "--out", str(folder / "out" / "partly")]
     )  # fmt: skip
-    result = json.loads((folder / "out" / "partly.json").read_text())
+    result = read_json(folder / "out" / "partly.json")
     assert {(row["step"], row["setting"]) for row in result["rows"]} == {(2, "only_o"), (3, "only_o")}
     left_out = "Left out of run: `default`: RuntimeError: no such kernel"
     assert left_out in (folder / "out" / "partly.md").read_text()
@@ -351,7 +352,7 @@ def check_a_setting_that_fails(folder, monkeypatch):
 
 def check_joining(folder):
     """Two results become one; not those with the same run."""
-    first = json.loads((folder / "out" / "bias.json").read_text())
+    first = read_json(folder / "out" / "bias.json")
     text = (
         json.dumps(first)
         .replace('"run": "run"', '"run": "twin"')
@@ -360,7 +361,7 @@ def check_joining(folder):
     (folder / "twin.json").write_text(text)
     files = [str(folder / "out" / "bias.json"), str(folder / "twin.json")]
     gradient_bias.main(["--join", *files, "--out", str(folder / "joined")])
-    joined = json.loads((folder / "joined.json").read_text())
+    joined = read_json(folder / "joined.json")
     assert set(joined["runs"]) == {"run", "twin"}
     assert len(joined["rows"]) == 2 * len(first["rows"])
     assert joined["joined_with"][0]["command"] == first["command"]

@@ -1,0 +1,193 @@
+"""Gradients of every weight on many batches, and their inner products, for scripts.paper.gradient_bias."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from data.loader import BatchLoader, stack_sequences
+from model.backends import AttentionFn
+from model.llama import Llama
+from scripts.paper.gradient_bias_estimates import Grams
+from scripts.paper.layers_runs import TrainedRun, UnusableWeights
+from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, steps_in
+from trainer.optimizer import adamw
+from trainer.plan import tokens_per_step
+
+RAW, ADAM = "raw", "adam"
+VIEWS = (RAW, ADAM)
+
+COLUMNS_AT_ONCE = 2**20  # of n × P gradients that are converted to float64
+COLUMNS_OF_PIECE = 2**12  # that a thread block of a GPU may sum up
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, int64 (sequences, context)
+Gradients = dict[str, Tensor]  # by weight: (batches, elements), float32
+
+
+def gradients(
+    llama: Llama, batches: Sequence[Batch], micro_batch: int, dtype: torch.dtype, out: Gradients
+) -> list[float]:
+    """Gradients of the mean loss of each batch, written to `out`; the losses, in nats per token."""
+    losses = []
+    for row, (inputs, targets) in enumerate(batches):
+        llama.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=inputs.device)
+        for tokens, following in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
+            with torch.autocast(inputs.device.type, dtype, enabled=dtype is not torch.float32):
+                share = llama(tokens, following) * (len(tokens) / len(inputs))
+            share.backward()
+            loss += share.detach()
+        for name, parameter in llama.named_parameters():
+            out[name][row].copy_(parameter.grad.flatten())
+        losses.append(loss)
+    llama.zero_grad(set_to_none=True)
+    return torch.stack(losses).tolist()
+
+
+def empty_gradients(llama: Llama, batches: int) -> Gradients:
+    return {
+        name: torch.empty(batches, parameter.numel(), device=parameter.device)
+        for name, parameter in llama.named_parameters()
+    }
+
+
+@contextmanager
+def attending(llama: Llama, attend: AttentionFn) -> Iterator[None]:
+    """While this is open, every layer computes its attention with `attend`."""
+    originals = [block.self_attn.attend for block in llama.layers]
+    try:
+        for block in llama.layers:
+            block.self_attn.attend = attend
+        yield
+    finally:
+        for block, original in zip(llama.layers, originals, strict=True):
+            block.self_attn.attend = original
+
+
+@torch.no_grad()
+def gram(left: Tensor, right: Tensor, scale: Tensor | None = None) -> np.ndarray:
+    """⟨left_i · scale, right_j · scale⟩ in float64 (n, n), of rows (n, P); scale: (P,), None for ones."""
+    total = torch.zeros(len(left), len(right), dtype=torch.float64, device=left.device)
+    for first in range(0, left.shape[1], COLUMNS_AT_ONCE):
+        columns = slice(first, first + COLUMNS_AT_ONCE)
+        rows = [left[:, columns].double()]
+        rows += rows if left is right else [right[:, columns].double()]
+        if scale is not None:
+            squares = scale[columns].double().square()
+            rows[0] = rows[0] * squares
+        total += product(*rows)
+    return total.cpu().numpy()
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left · rightᵀ of few, long rows (n, P): many pieces side by side, or a GPU would be nearly idle."""
+    whole = left.shape[1] // COLUMNS_OF_PIECE * COLUMNS_OF_PIECE
+    pieces = [x[:, :whole].unflatten(1, (-1, COLUMNS_OF_PIECE)).transpose(0, 1) for x in (left, right)]
+    return (pieces[0] @ pieces[1].mT).sum(0) + left[:, whole:] @ right[:, whole:].T
+
+
+def tensor_grams(
+    d: Gradients, g: Gradients, own: Mapping[tuple[str, str], np.ndarray], scales: Mapping[str, Tensor]
+) -> dict[tuple[str, str], Grams]:
+    """By (view, weight). own: the inner products of g by itself."""
+    return {
+        (view, name): Grams(
+            dd=gram(d[name], d[name], scale), dg=gram(d[name], g[name], scale), gg=own[view, name]
+        )
+        for name in d
+        for view, scale in ((RAW, None), (ADAM, scales[name]))
+    }
+
+
+def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str], np.ndarray]:
+    return {
+        (view, name): gram(g[name], g[name], scale)
+        for name in g
+        for view, scale in ((RAW, None), (ADAM, scales[name]))
+    }
+
+
+# --- Adam ---------------------------------------------------------------------------------------------------
+
+
+def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
+    """Adam's v̂ (elements,) by weight from the run's checkpoint; None if it has no checkpoint of that step.
+
+    `llama` has the weights of that checkpoint, on the CPU. Raises UnusableWeights if it is damaged.
+    """
+    step = run.origin.step
+    if step not in steps_in(run.directory.checkpoints):
+        return None
+    optimizer = adamw(llama, run.settings.optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
+        _, moments_and_groups = get_state_dict(llama, optimizer)
+        try:
+            path = checkpoint_of(run.directory.checkpoints, step)
+            dcp.load({"optimizer": moments_and_groups}, checkpoint_id=path, no_dist=True)
+        except (OSError, ValueError, dcp.CheckpointException) as error:
+            raise UnusableWeights(
+                f"{run.name}: Adam's moments in {path} cannot be read ({str(error).splitlines()[0]})"
+            ) from error
+    beta2, state = run.settings.optimizer.beta2, moments_and_groups["state"]
+    return {
+        name: (state[name]["exp_avg_sq"] / (1 - beta2 ** float(state[name]["step"]))).flatten()
+        for name, _ in llama.named_parameters()
+    }
+
+
+@torch.no_grad()
+def adam_scales(run: TrainedRun, moments: Mapping[str, Tensor] | None, g: Gradients) -> dict[str, Tensor]:
+    """1 / (√v̂ + eps) by weight, (elements,); where there is no v̂, from the mean square of g over batches."""
+    scales = {}
+    for name, rows in g.items():
+        square = rows.square().mean(0) if moments is None else moments[name].to(rows.device)
+        scales[name] = 1 / (square.sqrt() + run.settings.optimizer.eps)
+    return scales
+
+
+# --- Batches ------------------------------------------------------------------------------------------------
+
+
+def draw_batches(
+    run: TrainedRun, last_step: int, count: int, tokens_per_batch: int
+) -> tuple[list[Batch], bool]:
+    """Disjoint batches that follow the run's end in its data order, and whether the run has not seen them.
+
+    Raises ValueError if the text has too few sequences, or a batch is not made of whole ones.
+    """
+    context = run.settings.context
+    if tokens_per_batch % context or tokens_per_batch < context:
+        nearest = max(round(tokens_per_batch / context), 1) * context
+        raise ValueError(
+            f"--tokens-per-batch {tokens_per_batch} is not a multiple of the {context} tokens of a sequence "
+            f"of {run.name}; use --tokens-per-batch {nearest}"
+        )
+    size = tokens_per_batch // context
+    loader = BatchLoader(
+        run.corpus.train,
+        context=context,
+        sequences_per_step=tokens_per_step(run.settings) // context,
+        micro_batch=1,
+        seed=run.settings.seed,
+    )
+    if loader.sequences < count * size:
+        raise ValueError(
+            f"{count} batches of {tokens_per_batch} tokens need {count * size} sequences, and the text of "
+            f"{run.name} has {loader.sequences}; use --batches {max(loader.sequences // size, 3)} or fewer, "
+            "or smaller batches (--tokens-per-batch)"
+        )
+    indices: dict[int, None] = {}
+    step = last_step
+    while len(indices) < count * size:  # a sequence repeats when the text does
+        indices.update(dict.fromkeys(loader.sequence_indices(step).tolist()))
+        step += 1
+    chosen = np.array(list(indices)[: count * size]).reshape(count, size)
+    return [stack_sequences(run.corpus.train, batch, context) for batch in chosen], loader.epoch_of(step) <= 1
