@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 
 from sagebwd import SageConfig, sage_attention
+from scripts.bench.measuring import command_parser
 
 ROOT = Path(__file__).parents[1]
 SANITIZER = "compute-sanitizer"
@@ -97,11 +98,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.sanitize",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("python -m scripts.sanitize", __doc__)
     add = parser.add_argument
     for option, known in (("--tools", TOOLS), ("--cases", CASES)):
         text = f"{', '.join(known)} (default: all)"

@@ -28,6 +28,7 @@ import numpy as np
 
 from data.corpus import Corpus
 from data.loader import BatchLoader
+from scripts.bench.measuring import command_parser
 from scripts.runs import open_data, read_settings
 from trainer.plan import tokens_per_step
 from trainer.run_directory import RunDirectory, read_metrics
@@ -46,11 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.show_batch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("python -m scripts.show_batch", __doc__)
     parser.add_argument("run", type=Path, help="the run's directory, which has its config.yaml")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, help="a step, counted from 1 as in metrics.jsonl")

@@ -9,7 +9,6 @@ scripts.paper.report.
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_text
+from scripts.bench.measuring import command_parser
 from scripts.paper import accuracy, drawing, error_against_time, gradient_formats, table1
 from scripts.paper.gradient_error_pictures import draw_costs, draw_progress
 from scripts.paper.gradient_error_rows import HeadSource, runs_with_progress
@@ -45,11 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.paper.render",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("python -m scripts.paper.render", __doc__)
     parser.add_argument("folder", type=Path, help="folder of results")
     parser.add_argument("files", nargs="*", metavar="FILE", help="pictures and tables to make (default: all)")
     arguments = parser.parse_args(argv)

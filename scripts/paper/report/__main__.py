@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from scripts.bench.measuring import command_parser
 from scripts.paper import report
 from scripts.paper.experiments import RESULTS
 from scripts.paper.report.template import UnknownField
@@ -31,11 +32,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.paper.report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("python -m scripts.paper.report", __doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder (default %(default)s)")
     wish = parser.add_mutually_exclusive_group(required=True)
     wish.add_argument("--write", action="store_true", help="renew README.md and tables/ in that folder")
