@@ -51,7 +51,7 @@ class KernelSet:
     one_key_lengths: the same, where every query sees one key.
     float64_sizes: (tokens, head size, heads).
     packs: by name (tokens of q, cu_seqlens, tokens of k, cu_seqlens_kv); the latter may be None.
-    pack_heads: (query heads, key heads) of packs; other packs than those named here take the first.
+    pack_heads: (query heads, key heads) by pack, "others" for those that are not named.
     variants: settings with code of their own in these kernels, which get tests of lengths and packs.
     main_variants: those of them that get tests of groups of heads and of poisons, too.
     another_config: settings that differ from the default.

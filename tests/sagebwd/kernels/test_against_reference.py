@@ -128,15 +128,15 @@ def test_block_sizes(check, sample, block_q, block_kv, is_causal):
     check(sample(140 if block_q > 32 else 70), config=config, is_causal=is_causal)
 
 
-@over("switches", lambda kernel_set: named({"smooth_k": {}, "no smoothing": {"smooth_k": False}}))
-@over("smooth_v", lambda kernel_set: [False, True])
 @on_gpu
+@pytest.mark.parametrize("smooth_k", [False, True])
+@pytest.mark.parametrize("smooth_v", [False, True])
 @causal_and_full
 @every_head_dim
-def test_smoothing_of_what_has_a_mean(check, sample, switches, smooth_v, is_causal, head_dim):
+def test_smoothing_of_what_has_a_mean(check, sample, smooth_k, smooth_v, is_causal, head_dim):
     inputs = with_means(sample(129, 200, heads=2, head_dim=head_dim))
     inputs[1] += 0.5
-    check(inputs, is_causal=is_causal, config=SageConfig(smooth_v=smooth_v, **switches))
+    check(inputs, is_causal=is_causal, config=SageConfig(smooth_k=smooth_k, smooth_v=smooth_v))
 
 
 # --- Lengths -----------------------------------------------------------------------------------------------
@@ -311,8 +311,8 @@ def test_logsumexp(sample_on_device, kernel_set, device, is_packed, is_causal, h
 
 @pytest.fixture
 def assert_equal(assert_same, kernel_set):
-    """Bit for bit in the interpreter. A GPU may spread another layout otherwise over its threads, and so sum
-    δ and the mean of K in another order.
+    """Bit for bit in the interpreter. A GPU may distribute another layout otherwise over its threads, and so
+    sum δ and the mean of K in another order.
     """
 
     def assert_equal(found, wanted):
