@@ -23,11 +23,6 @@ from tests.sagebwd.kernels.sets import KERNEL_SETS, KernelSet
 HAS_GPU = torch.cuda.is_available()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    for mark in ("over(names, values): parameters by kernel set", "only(condition): some kernel sets"):
-        config.addinivalue_line("markers", mark)
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that uses ``kernel_set`` for each, with the parameters that :func:`sets.over` gives it."""
     if "kernel_set" not in metafunc.fixturenames:
