@@ -11,6 +11,12 @@ from torch import Tensor
 from sagebwd.reference import exact_attention
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marks of kernels/sets.py, before anything imports that."""
+    config.addinivalue_line("markers", "over(names, values): parameters that depend on the kernel set")
+    config.addinivalue_line("markers", "only(condition): run for the kernel sets that meet the condition")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     """Fixed order of summation, and no fight over cores between parallel test processes."""

@@ -1,10 +1,12 @@
-"""Tests of this folder run kernels on the CPU, in Triton's interpreter, and with `-m gpu` on a GPU."""
+"""What tests of kernels share: which kernel sets each runs for, and fixtures that call and compare them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -13,9 +15,53 @@ from torch import Tensor
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels.cuda.compile import why_no_compiler
+from sagebwd.metrics import relative_l2
+from tests.sagebwd.kernels.inputs import NAMES, of_document
+from tests.sagebwd.kernels.sets import KERNEL_SETS, KernelSet
 
 HAS_GPU = torch.cuda.is_available()
-GPU_ONLY = pytest.mark.gpu
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that uses ``kernel_set`` for each, with the parameters that :func:`sets.over` gives it."""
+    if "kernel_set" not in metafunc.fixturenames:
+        return
+    conditions = [mark.args[0] for mark in metafunc.definition.iter_markers("only")]
+    axes = [mark.args for mark in metafunc.definition.iter_markers("over")]
+    rows = [
+        pytest.param(
+            kernel_set,
+            *(value for part in parts for value in part.values),
+            marks=pytest.mark.gpu if kernel_set.is_gpu else (),
+            id="-".join([str(kernel_set), *(part.id for part in parts)]),
+        )
+        for kernel_set in KERNEL_SETS
+        if all(condition(kernel_set) for condition in conditions)
+        for parts in product(*([_row(names, x) for x in values(kernel_set)] for names, values in axes))
+    ]
+    if not rows:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid} runs for no kernel set")
+    names = ["kernel_set", *(name for names, _ in axes for name in _names(names))]
+    metafunc.parametrize(names, rows, indirect=["kernel_set"])
+
+
+def _names(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",")]
+
+
+def _row(names: str, x: Any) -> Any:
+    """``x``, one value or a tuple of them, as a ``pytest.param`` with an id."""
+    if isinstance(x, type(pytest.param())):
+        return x
+    values = x if isinstance(x, tuple) and len(_names(names)) > 1 else (x,)
+    return pytest.param(*values, id="-".join(map(_id, _names(names), values)))
+
+
+def _id(name: str, value: Any) -> str:
+    if name == "is_causal":
+        return "causal" if value else "full"
+    return str(getattr(value, "__name__", value)).removeprefix("torch.")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -54,18 +100,18 @@ def interpreter_that_remembers_builtins() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=GPU_ONLY)])
-def device(request: pytest.FixtureRequest) -> str:
-    """Where the kernels run: "cpu" is Triton's interpreter."""
-    if request.param == "cpu" and HAS_GPU:
-        pytest.skip("with a GPU at hand kernels are compiled, not interpreted")
+@pytest.fixture
+def kernel_set(request: pytest.FixtureRequest) -> KernelSet:
+    """The kernel set under test."""
+    if reason := request.param.why_unavailable():
+        pytest.skip(reason)
     return request.param
 
 
 @pytest.fixture
-def kernel_set() -> str | None:
-    """The kernel set that these tests are about."""
-    return "triton"
+def device(kernel_set) -> str:
+    """Where the kernels run: "cpu" is Triton's interpreter."""
+    return kernel_set.device
 
 
 @pytest.fixture
@@ -82,10 +128,10 @@ def attend(kernel_set) -> Callable[..., dict[str, Tensor]]:
         **settings: object,
     ) -> dict[str, Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        settings = {"kernels": kernel_set, **settings}
+        settings = {"kernels": kernel_set.name, **settings}
         out = sage_attention(*leaves, enable_gqa=True, config=config, **settings)
         gradients = torch.autograd.grad(out, leaves, grad_out)
-        return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+        return dict(zip(NAMES, (out.detach(), *gradients), strict=True))
 
     return attend
 
@@ -115,13 +161,142 @@ def kernels(attend, device) -> Callable[..., dict[str, Tensor]]:
 
 
 @pytest.fixture
-def sample(draw) -> Callable[..., list[Tensor]]:
+def sample(draw, kernel_set) -> Callable[..., list[Tensor]]:
     """:func:`draw` with defaults that suit kernels: fp16, one head."""
+    defaults = {"batch": 1, "heads": 1, "head_dim": kernel_set.head_dims[0], "dtype": torch.float16}
+    return lambda *lengths, **settings: draw(*lengths, **{**defaults, **settings})
 
-    def sample(*lengths: int, **settings: Any) -> list[Tensor]:
-        return draw(*lengths, **{"batch": 1, "heads": 1, "head_dim": 32, "dtype": torch.float16, **settings})
 
-    return sample
+@pytest.fixture
+def sample_on_device(sample, device) -> Callable[..., list[Tensor]]:
+    """:func:`sample` where the kernels run."""
+    return lambda *lengths, **settings: [x.to(device) for x in sample(*lengths, **settings)]
+
+
+# --- Comparing ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def assert_same(kernel_set) -> Callable[..., None]:
+    """Assert that relative L2 is below 1e-3 and no element further off than one step of INT8 for the largest.
+
+    INT8 itself costs 0.02; a wrong scale, tile or mask would cost as much or more. Largest measured: 3e-4 and
+    0.12 steps. Most of that is one element of O that fp16 rounds otherwise, which δ carries into a whole row
+    of dS.
+
+    A GPU is allowed one element more: its 1/127 is off by up to 2 ulp, so that now and then an element of Q,
+    K, V or dO falls to the other side. That one is off by a step where all n are by √(1/12) of one, at
+    random, which together cost 0.02: √12 · 0.02 / √n.
+
+    In bf16 the bound is ``kernel_set.bf16_error``.
+    """
+
+    def assert_same(
+        found: dict[str, Tensor], wanted: dict[str, Tensor], names: tuple[str, ...] = NAMES
+    ) -> None:
+        for name in names:
+            assert found[name].dtype == wanted[name].dtype
+            assert found[name].isfinite().all(), name
+            x, y = found[name].float(), wanted[name].float()
+            if found[name].dtype == torch.bfloat16:
+                assert relative_l2(x, y) < kernel_set.bf16_error, name
+                continue
+            bound, steps = (1e-3 + 0.07 / x.numel() ** 0.5, 2) if kernel_set.is_gpu else (1e-3, 1)
+            assert relative_l2(x, y) < bound, name
+            assert (x - y).abs().max() <= steps * y.abs().max() / 127, name
+
+    return assert_same
+
+
+@pytest.fixture
+def check(kernels, attend_reference, assert_same) -> Callable[..., dict[str, Tensor]]:
+    """Assert that the kernels give on CPU inputs what the reference does; return their result."""
+
+    def check(
+        inputs: list[Tensor], *, names: tuple[str, ...] = NAMES, **settings: object
+    ) -> dict[str, Tensor]:
+        found = kernels(*inputs, **settings)
+        assert_same(found, attend_reference(*inputs, **settings), names)
+        return found
+
+    return check
+
+
+@pytest.fixture
+def errors(exact) -> Callable[..., list[float]]:
+    """Return the relative L2 errors of out, dq, dk, dv of an attention, compared with float64."""
+
+    def errors(
+        attention: Callable[..., dict[str, Tensor]],
+        inputs: list[Tensor],
+        *,
+        is_causal: bool,
+        **settings: object,
+    ) -> list[float]:
+        result = attention(*inputs, is_causal=is_causal, **settings)
+        assert all(result[name].isfinite().all() for name in NAMES)
+        wanted = exact(*inputs, is_causal=is_causal)
+        return [relative_l2(result[name], wanted[name]) for name in NAMES]
+
+    return errors
+
+
+@pytest.fixture
+def check_errors(errors, kernels, attend_reference) -> Callable[..., list[float]]:
+    """Assert that the kernels' errors are those of the reference, at most 1.05 times; return them.
+
+    On top comes one P̃ that lies between two values of fp16 and is rounded to the other: it moves its row by
+    up to 2⁻¹⁰, which shows where no product is INT8 and few rows hold most of the result.
+    """
+
+    def check_errors(inputs: list[Tensor], **settings: object) -> list[float]:
+        found, allowed = (errors(attention, inputs, **settings) for attention in (kernels, attend_reference))
+        other_side = 2**-10 / math.sqrt(inputs[0][..., 0].numel())
+        for name, error, bound in zip(NAMES, found, allowed, strict=True):
+            assert error <= math.hypot(1.05 * bound, other_side), name
+        return found
+
+    return check_errors
+
+
+@pytest.fixture
+def alone(kernels) -> Callable[..., dict[str, Tensor]]:
+    """Return {out, dq, dk, dv} of a pack, put together from one call for each document."""
+
+    def alone(
+        inputs: list[Tensor], boundaries: list[int], boundaries_kv: list[int], **settings: object
+    ) -> dict[str, Tensor]:
+        wanted = {name: torch.zeros_like(inputs[n]) for name, n in zip(NAMES, (0, 0, 1, 2), strict=True)}
+        for row, column in zip(pairwise(boundaries), pairwise(boundaries_kv), strict=True):
+            rows, columns = slice(*row), slice(*column)
+            if rows.start == rows.stop or columns.start == columns.stop:
+                continue
+            result = kernels(*of_document(inputs, rows, columns), **settings)
+            for name in NAMES:
+                tokens = rows if name in ("out", "dq") else columns
+                wanted[name][..., tokens, :] = result[name]
+        return wanted
+
+    return alone
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[..., Any]]:
+    """Return torch.compile(function, fullgraph=True), by default without generated code."""
+    torch._dynamo.reset()
+    yield lambda function, backend="aot_eager": torch.compile(function, fullgraph=True, backend=backend)
+    torch._dynamo.reset()
+
+
+# --- Memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> None:
+    """For tests that compile CUDA."""
+    pytest.importorskip("cuda.core", exc_type=ImportError)
+    if reason := why_no_compiler():
+        pytest.skip(reason)
 
 
 @pytest.fixture

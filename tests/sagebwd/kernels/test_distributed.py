@@ -13,22 +13,22 @@ from torch.nn.parallel import DistributedDataParallel
 from sagebwd import sage_attention
 
 RANKS = 2
-HEADS, HEAD_DIM = 2, 32
-CHANNELS = HEADS * HEAD_DIM
+HEADS = 2
 SEQUENCES, TOKENS = 4, 40
 
 
 class Attention(nn.Module):
     """Projections around a causal attention, as in any transformer."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: str, channels: int) -> None:
         super().__init__()
-        self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS, bias=False)
-        self.out = nn.Linear(CHANNELS, CHANNELS, bias=False)
+        self.kernels = kernels
+        self.qkv = nn.Linear(channels, 3 * channels, bias=False)
+        self.out = nn.Linear(channels, channels, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (y.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        out = sage_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), is_causal=True, kernels="triton")
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        out = sage_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), is_causal=True, kernels=self.kernels)
         return self.out(out.to(x.dtype).transpose(1, 2).flatten(2))
 
 
@@ -40,11 +40,11 @@ def sharded(module: nn.Module, device: str) -> nn.Module:
     return fully_shard(module, mesh=init_device_mesh(device, (RANKS,)))
 
 
-def gradients(device, sequences, prepare=lambda module, device: module):
+def gradients(kernels, channels, device, sequences, prepare=lambda module, device: module):
     """The gradients by name, of a mean over these sequences of a fixed batch."""
     torch.manual_seed(0)
-    model = prepare(Attention().to(device), device)
-    x, target = torch.randn(2, SEQUENCES, TOKENS, CHANNELS)[:, sequences].to(device)
+    model = prepare(Attention(kernels, channels).to(device), device)
+    x, target = torch.randn(2, SEQUENCES, TOKENS, channels)[:, sequences].to(device)
     (model(x) - target).square().mean().backward()
     return {
         name.removeprefix("module."): getattr(x.grad, "full_tensor", lambda x=x: x.grad)().cpu()
@@ -52,7 +52,7 @@ def gradients(device, sequences, prepare=lambda module, device: module):
     }
 
 
-def run_rank(device, rank, folder):
+def run_rank(kernels, channels, device, rank, folder):
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -61,19 +61,23 @@ def run_rank(device, rank, folder):
     try:
         share = SEQUENCES // RANKS
         own = slice(share * rank, share * (rank + 1))
-        found = {prepare.__name__: gradients(device, own, prepare) for prepare in (wrapped, sharded)}
+        found = {
+            prepare.__name__: gradients(kernels, channels, device, own, prepare)
+            for prepare in (wrapped, sharded)
+        }
         torch.save(found, folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-def test_two_ranks_compute_the_gradients_of_one_process(device, tmp_path):
+def test_two_ranks_compute_the_gradients_of_one_process(kernel_set, device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < RANKS:
         pytest.skip("there is one GPU")
-    expected = gradients(device, slice(None))
+    model = kernel_set.name, HEADS * kernel_set.head_dims[0], device
+    expected = gradients(*model, slice(None))
     context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(target=run_rank, args=(device, rank, tmp_path), daemon=True) for rank in range(RANKS)
+        context.Process(target=run_rank, args=(*model, rank, tmp_path), daemon=True) for rank in range(RANKS)
     ]
     for rank in ranks:
         rank.start()

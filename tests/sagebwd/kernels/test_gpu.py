@@ -1,19 +1,33 @@
 """What only a GPU shows: results that never vary, long sequences, large tensors, memory; `-m gpu`."""
 
+from __future__ import annotations
+
+import functools
 import gc
+import threading
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sagebwd import sage_attention
+from sagebwd import explain
 from sagebwd.metrics import relative_l2
+from tests.sagebwd.kernels import operators
+from tests.sagebwd.kernels.inputs import NAMES, assert_bit_equal
+from tests.sagebwd.kernels.operators import assert_same as assert_same_lists
+from tests.sagebwd.kernels.sets import BF16, causal_and_full, cuda_only, every_head_dim, on_gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    on_gpu,
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile itself
+        "ignore:Synchronization debug mode is a prototype feature:UserWarning",
+    ),
+]
 
-NAMES = ("out", "dq", "dk", "dv")
 GIB = 2**30
+whole_and_packed = pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +37,24 @@ def give_memory_back():
     torch.cuda.empty_cache()
 
 
-def draw(batch, heads, tokens, head_dim, *, dtype=torch.bfloat16, n=4):
+@pytest.fixture
+def causal(kernel_set):
+    return operators.attention(kernel_set.name)
+
+
+@pytest.fixture
+def full(kernel_set):
+    return operators.attention(kernel_set.name, is_causal=False)
+
+
+def gradients(function, q, k, v, grad_out):
+    """[out, dq, dk, dv], without the accumulation of ``backward()``."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def draw_on_gpu(batch, heads, tokens, head_dim, *, dtype=torch.bfloat16, n=4):
     """Gaussian tensors (batch, heads, tokens, head_dim), stored token by token as projections leave them."""
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (batch, tokens, heads, head_dim)
@@ -32,28 +63,15 @@ def draw(batch, heads, tokens, head_dim, *, dtype=torch.bfloat16, n=4):
     ]
 
 
-def attend(q, k, v, grad_out, implementation=sage_attention, **settings):
-    """[out, dq, dk, dv]."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = implementation(*leaves, **settings)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
-
-
-def assert_same(found, expected):
-    for name, x, wanted in zip(NAMES, found, expected, strict=True):
-        assert x.isfinite().all(), name
-        assert torch.equal(x, wanted), name
-
-
-# One result
+# --- The same bits, whatever else runs ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_thousand_times_the_same_bits(head_dim, is_busy):
-    """Also while another stream takes a part of the GPU, so that programs start in another order."""
-    inputs = draw(4, 8, 512, head_dim)
-    first = attend(*inputs, is_causal=True)
+def test_a_thousand_times_the_same_bits(causal, head_dim, is_busy):
+    """Also while another stream takes a part of the GPU, so that CTAs start in another order."""
+    inputs = draw_on_gpu(4, 8, 512, head_dim)
+    first = gradients(causal, *inputs)
     differ = torch.zeros(4, dtype=torch.int64, device="cuda")
     matrix = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     other = torch.cuda.Stream()
@@ -62,14 +80,150 @@ def test_a_thousand_times_the_same_bits(head_dim, is_busy):
         if is_busy:
             with torch.cuda.stream(other):
                 torch.mm(matrix, matrix)
-        again = attend(*inputs, is_causal=True)
+        again = gradients(causal, *inputs)
         differ += torch.stack([(x != y).sum() for x, y in zip(again, first, strict=True)])
     torch.cuda.synchronize()
     assert all(x.isfinite().all() for x in first)
     assert differ.tolist() == [0, 0, 0, 0]
 
 
-# Large tensors
+@every_head_dim
+def test_two_hundred_times_the_same_bits(full, sample_on_device, head_dim):
+    """Full, with groups, odd lengths and fp16: what the test above leaves out."""
+    inputs = sample_on_device(301, 517, batch=4, heads=8, kv_heads=2, head_dim=head_dim)
+    first = gradients(full, *inputs)
+    differ = torch.zeros(4, dtype=torch.int64, device="cuda")
+    for _ in range(200):
+        differ += torch.stack([(x != y).sum() for x, y in zip(gradients(full, *inputs), first, strict=True)])
+    assert all(x.isfinite().all() for x in first)
+    assert differ.tolist() == [0, 0, 0, 0]
+
+
+@every_head_dim
+def test_two_streams_at_once(causal, sample_on_device, head_dim):
+    """Packed operands and results of one must not be those of the other."""
+    inputs = [sample_on_device(300, heads=6, kv_heads=3, head_dim=head_dim, seed=seed) for seed in (0, 1)]
+    wanted = [gradients(causal, *x) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    found = [[], []]
+    for _ in range(20):
+        for results, stream, x in zip(found, streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(gradients(causal, *x))
+    torch.cuda.synchronize()
+    for results, expected in zip(found, wanted, strict=True):
+        for result in results:
+            assert_same_lists(result, expected)
+
+
+def test_threads_at_once(causal, sample_on_device):
+    """Each with a stream and a head size of its own, and so other kernels."""
+    inputs = {head_dim: sample_on_device(200, heads=3, head_dim=head_dim) for head_dim in (64, 80, 128)}
+    wanted = {head_dim: gradients(causal, *x) for head_dim, x in inputs.items()}
+    torch.cuda.synchronize()
+    found, failed = {head_dim: [] for head_dim in inputs}, []
+
+    def work(head_dim):
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                found[head_dim] += [gradients(causal, *inputs[head_dim]) for _ in range(20)]
+        except Exception as error:  # it would be lost with the thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(head_dim,)) for head_dim in inputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert not failed
+    for head_dim, results in found.items():
+        assert len(results) == 20
+        for result in results:
+            assert_same_lists(result, wanted[head_dim])
+
+
+@whole_and_packed
+@every_head_dim
+def test_cuda_graphs_replay_with_new_inputs(sample_on_device, kernel_set, device, is_packed, head_dim):
+    cu_seqlens = torch.tensor([0, 65, 65, 300], device=device) if is_packed else None
+    attend = operators.attention(kernel_set.name, cu_seqlens=cu_seqlens)
+    inputs, fresh = (
+        sample_on_device(300, heads=4, kv_heads=2, head_dim=head_dim, seed=seed) for seed in (0, 1)
+    )
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(attend, *inputs)  # compiles the kernels
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(attend, *inputs)
+    for x, new in zip(inputs, fresh, strict=True):
+        x.copy_(new)
+    if is_packed:
+        cu_seqlens.copy_(torch.tensor([0, 10, 200, 300]))
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_lists(captured, gradients(attend, *fresh))
+
+
+@every_head_dim
+def test_compiled_equals_eager(causal, compiled, sample_on_device, head_dim):
+    def tokens_first(q, k, v):
+        """As a model calls it, with a product that rounds nothing."""
+        q, k, v = (x.transpose(1, 2) for x in (2 * q, k, v))
+        return causal(q, k, v).transpose(1, 2) * 0.5
+
+    q, k, v, grad_out = (
+        x.transpose(1, 2).contiguous() for x in sample_on_device(200, heads=2, head_dim=head_dim)
+    )
+    inputs = 0.5 * q, k, v, grad_out
+    found = gradients(compiled(tokens_first, "inductor"), *inputs)
+    assert_same_lists(found, gradients(tokens_first, *inputs))
+
+
+@whole_and_packed
+def test_neither_pass_waits_for_the_device(sample_on_device, kernel_set, device, is_packed):
+    cu_seqlens = torch.tensor([0, 65, 65, 300], device=device) if is_packed else None
+    attend = operators.attention(kernel_set.name, is_causal=False, cu_seqlens=cu_seqlens)
+    inputs = sample_on_device(300, head_dim=64)
+    wanted = gradients(attend, *inputs)  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = gradients(attend, *inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_same_lists(found, wanted)
+
+
+@every_head_dim
+def test_the_same_after_memory_was_given_back(causal, sample_on_device, head_dim):
+    inputs = sample_on_device(300, heads=2, head_dim=head_dim)
+    wanted = [x.cpu() for x in gradients(causal, *inputs)]
+    inputs = [x.cpu() for x in inputs]
+    gc.collect()
+    torch.cuda.empty_cache()
+    found = gradients(causal, *(x.cuda() for x in inputs))
+    assert_same_lists([x.cpu() for x in found], wanted)
+
+
+@every_head_dim
+def test_another_than_the_current_gpu(causal, sample_on_device, head_dim):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    inputs = sample_on_device(300, heads=2, head_dim=head_dim)
+    wanted = gradients(causal, *inputs)
+    other = torch.device("cuda", 1)
+    found = gradients(causal, *(x.to(other) for x in inputs))
+    assert torch.cuda.current_device() == 0
+    assert all(x.device == other for x in found)
+    assert_same_lists([x.to("cuda:0") for x in found], wanted)
+
+
+# --- Large tensors -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -83,61 +237,61 @@ def room():
 
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize(("heads", "tokens"), [(4224, 4096), (139_264, 130)], ids=["long", "wide"])
-def test_the_last_of_many_heads(heads, tokens):
+def test_the_last_of_many_heads(causal, heads, tokens):
     """The same bits as alone. In the wide tensor one token lies more than 2²⁴ elements from the next."""
-    inputs = draw(1, heads, tokens, 128)
+    inputs = draw_on_gpu(1, heads, tokens, 128)
     assert inputs[0].numel() > 2**31
-    found = [x[:, -1:].clone() for x in attend(*inputs, is_causal=True)]
+    found = [x[:, -1:].clone() for x in gradients(causal, *inputs)]
     last = [x[:, -1:].clone() for x in inputs]
     del inputs
-    assert_same(found, attend(*last, is_causal=True))
+    assert_same_lists(found, gradients(causal, *last))
 
 
 @pytest.mark.usefixtures("room")
-def test_the_last_of_many_sequences():
+def test_the_last_of_many_sequences(causal):
     """Heads before tokens in memory."""
-    inputs = [x.transpose(1, 2) for x in draw(2112, 1024, 8, 128)]
+    inputs = [x.transpose(1, 2) for x in draw_on_gpu(2112, 1024, 8, 128)]
     assert inputs[0].is_contiguous()
     assert inputs[0].numel() > 2**31
-    found = [x[-1:].clone() for x in attend(*inputs, is_causal=True)]
+    found = [x[-1:].clone() for x in gradients(causal, *inputs)]
     last = [x[-1:].clone() for x in inputs]
     del inputs
-    assert_same(found, attend(*last, is_causal=True))
+    assert_same_lists(found, gradients(causal, *last))
 
 
-# Long sequences
+# --- Long sequences, memory --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@causal_and_full
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_65536_tokens(head_dim, is_causal):
+def test_65536_tokens(kernel_set, head_dim, is_causal):
     """Near torch's attention, in the last queries and keys too."""
-    inputs = draw(1, 1, 65536, head_dim)
-    found = attend(*inputs, is_causal=is_causal)
-    exact = attend(*inputs, implementation=scaled_dot_product_attention, is_causal=is_causal)
+    inputs = draw_on_gpu(1, 1, 65536, head_dim)
+    found = gradients(operators.attention(kernel_set.name, is_causal=is_causal), *inputs)
+    exact = gradients(functools.partial(scaled_dot_product_attention, is_causal=is_causal), *inputs)
     for name, x, wanted in zip(NAMES, found, exact, strict=True):
         for part in (slice(None), slice(0, 128), slice(-128, None)):
             assert relative_l2(x[..., part, :], wanted[..., part, :]) < 0.1, (name, part)
 
 
-def peak_memory(tokens, **settings):
+def peak_memory(function, tokens):
     """Bytes that a forward and backward pass of 2 heads takes on top of its inputs."""
-    inputs = draw(1, 2, tokens, 64)
+    inputs = draw_on_gpu(1, 2, tokens, 64)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    attend(*inputs, **settings)
+    gradients(function, *inputs)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_memory_grows_with_the_tokens_not_with_their_square(packed):
+@whole_and_packed
+def test_memory_grows_with_the_tokens_not_with_their_square(kernel_set, is_packed):
     def peak(tokens):
-        cu_seqlens = torch.arange(0, tokens + 1, 1024, device="cuda") if packed else None
-        return peak_memory(tokens, is_causal=True, cu_seqlens=cu_seqlens)
+        cu_seqlens = torch.arange(0, tokens + 1, 1024, device="cuda") if is_packed else None
+        return peak_memory(operators.attention(kernel_set.name, cu_seqlens=cu_seqlens), tokens)
 
-    peak(1024)  # what is kept for good: compiled kernels, workspaces
+    peak(1024)  # allocates what stays: compiled kernels, workspaces
     small, large = peak(8192), peak(65536)
     assert large < 8.5 * small
     # Out and three gradients take 4 times what q does, INT8 copies about 3 times; P would take 1024 times.
@@ -145,7 +299,69 @@ def test_memory_grows_with_the_tokens_not_with_their_square(packed):
     assert large < 10 * of_q
 
 
-# What runs
+@causal_and_full
+@every_head_dim
+def test_more_work_tiles_than_ctas(
+    attend, assert_same, attend_reference, sample_on_device, is_causal, head_dim
+):
+    """201 heads of 6 blocks: each CTA takes several work tiles. The same bits as a few heads alone."""
+    inputs = sample_on_device(333, batch=3, heads=67, head_dim=head_dim, dtype=BF16)
+    found = attend(*inputs, is_causal=is_causal)
+    for batch in range(3):
+        for first in range(0, 67, 9):
+            part = (slice(batch, batch + 1), slice(first, first + 9))
+            few = attend(*(x[part] for x in inputs), is_causal=is_causal)
+            assert_bit_equal({name: found[name][part] for name in NAMES}, few)
+    last = (slice(-1, None), slice(-2, None))
+    expected = attend_reference(*(x[last].cpu() for x in inputs), is_causal=is_causal)
+    assert_same({name: found[name][last].cpu() for name in NAMES}, expected)
+
+
+@causal_and_full
+@every_head_dim
+def test_groups_of_many_heads(attend, sample_on_device, is_causal, head_dim):
+    """Each key head meets the queries of 24 heads one after the other; the other key head has no part."""
+    inputs = sample_on_device(333, heads=48, kv_heads=2, head_dim=head_dim)
+    found = attend(*inputs, is_causal=is_causal)
+    for n in range(2):
+        q, kv = slice(24 * n, 24 * n + 24), slice(n, n + 1)
+        half = [x[:, heads] for x, heads in zip(inputs, (q, kv, kv, q), strict=True)]
+        part = {name: found[name][:, q if name in ("out", "dq") else kv] for name in NAMES}
+        assert_bit_equal(part, attend(*half, is_causal=is_causal))
+
+
+@every_head_dim
+def test_33001_tokens(causal, sample_on_device, head_dim):
+    """An odd length in fp16, near torch's attention; in the first and last tokens too."""
+    inputs = sample_on_device(33001, head_dim=head_dim)
+    found = gradients(causal, *inputs)
+
+    def exact(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    for name, x, wanted in zip(NAMES, found, gradients(exact, *inputs), strict=True):
+        for part in (slice(None), slice(0, 128), slice(-128, None)):
+            assert relative_l2(x[..., part, :], wanted[..., part, :]) < 0.1, (name, part)
+
+
+@cuda_only
+@pytest.mark.parametrize(("heads", "head_dim"), [(32, 64), (16, 128)])
+def test_memory(causal, sample_on_device, heads, head_dim):
+    """On top of inputs and results at most 1.5 times what q, k and v take: packed operands of one pass."""
+    inputs = sample_on_device(4096, heads=heads, head_dim=head_dim, dtype=BF16)
+    gradients(causal, *inputs)  # allocates what stays: compiled kernels
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = gradients(causal, *inputs)
+    torch.cuda.synchronize()
+    of_results = sum(x.numel() * x.element_size() for x in results)
+    extra = torch.cuda.max_memory_allocated() - before - of_results
+    assert extra <= 1.5 * sum(x.numel() * x.element_size() for x in inputs[:3])
+
+
+# --- What runs ---------------------------------------------------------------------------------------------
 
 
 class Operators(TorchDispatchMode):
@@ -161,16 +377,25 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.filterwarnings("ignore:.*[Pp]rofiler:UserWarning")
-def test_the_public_function_runs_the_kernels():
-    inputs = draw(1, 2, 300, 64)
-    attend(*inputs, is_causal=True)  # compiles them
+def test_the_kernels_run_and_nothing_else_that_attends(causal):
+    inputs = draw_on_gpu(1, 2, 300, 64)
+    gradients(causal, *inputs)  # compiles them
     with Operators() as called:
-        attend(*inputs, is_causal=True)
+        gradients(causal, *inputs)
     assert called.names.count("sagebwd::forward") == 1
     assert called.names.count("sagebwd::backward") == 1
     assert not any("mm" in name or "attention" in name for name in called.names)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attend(*inputs, is_causal=True)
+        gradients(causal, *inputs)
         torch.cuda.synchronize()
     kernels = {event.key.lstrip("_") for event in profile.key_averages()}  # Hopper's have names of their own
     assert kernels >= {"forward_kernel", "dk_dv_kernel", "dq_kernel"}
+
+
+@every_head_dim
+def test_without_a_name_the_kernels_run_that_explain_names(sample_on_device, head_dim):
+    inputs = sample_on_device(300, head_dim=head_dim)
+    chosen = explain(inputs[0]).kernels
+    assert chosen in ("hopper", "triton")
+    unnamed = operators.attention(None)
+    assert_same_lists(gradients(unnamed, *inputs), gradients(operators.attention(chosen), *inputs))

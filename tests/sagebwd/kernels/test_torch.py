@@ -1,52 +1,53 @@
 """The kernels as PyTorch operators: torch.compile, autograd, checkpoints, autocast, streams, CUDA graphs."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from __future__ import annotations
+
+import importlib
 
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sagebwd import SageConfig, sage_attention
-from sagebwd.config import DEFAULT_CONFIG, encode
-from sagebwd.kernels.triton import attention as triton_attention
-from tests.cli import ROOT
+from sagebwd.config import encode
+from tests.sagebwd.kernels import operators
+from tests.sagebwd.kernels.inputs import NAMES, every_other, token_major
+from tests.sagebwd.kernels.operators import assert_same, gradients
+from tests.sagebwd.kernels.sets import on_gpu, over
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile, of itself
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile itself
     # and what these tests ask of torch
     "ignore:Synchronization debug mode is a prototype feature:UserWarning",
     "ignore:There is a performance drop because we have not yet implemented the batching rule:UserWarning",
 )
 
-SCALE = 32**-0.5
-NAMES = ("out", "dq", "dk", "dv")
-
 #: Documents of 30, 0 and 35 tokens, and 5 tokens of none.
 BOUNDARIES = (0, 30, 30, 65)
 
-#: The kernel set under test. Tests of another one set it to theirs.
-KERNELS = "triton"
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
+def backends(kernel_set):
+    return ["aot_eager", "inductor"] if kernel_set.is_gpu else ["aot_eager"]
+
+
+every_backend = over("backend", backends)
+whole_and_packed = pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 
 
 @pytest.fixture
-def sample(draw, device) -> Callable[..., list[torch.Tensor]]:
-    """Return q, k, v and grad_out on the device, of 70 tokens, 2 heads of 32 channels and 1 of keys."""
+def sample(draw, device, kernel_set):
+    """Return q, k, v and grad_out on the device, of 70 tokens, 2 heads of queries and 1 of keys."""
 
     def sample(tokens=70, *, kv_heads=1, dtype=torch.float16, seed=0):
-        inputs = draw(tokens, head_dim=32, batch=1, kv_heads=kv_heads, dtype=dtype, seed=seed)
+        head_dim = kernel_set.head_dims[0]
+        inputs = draw(tokens, head_dim=head_dim, batch=1, kv_heads=kv_heads, dtype=dtype, seed=seed)
         return [x.to(device) for x in inputs]
 
     return sample
 
 
 @pytest.fixture
-def boundaries(device) -> torch.Tensor:
+def boundaries(device):
     return torch.tensor(BOUNDARIES, device=device)
 
 
@@ -59,153 +60,134 @@ def all_memory_is_nan():
 
 
 @pytest.fixture
-def compiled():
-    """Return torch.compile(function, fullgraph=True), by default without code of its own."""
-    torch._dynamo.reset()
-    yield lambda function, backend="aot_eager": torch.compile(function, fullgraph=True, backend=backend)
-    torch._dynamo.reset()
+def ways(kernel_set):
+    """Ways to call causal attention, by name."""
+    return operators.ways(kernel_set.name)
 
 
-def causal(q, k, v):
-    return sage_attention(q, k, v, is_causal=True, enable_gqa=True, kernels=KERNELS)
+@pytest.fixture
+def causal(ways):
+    return ways["function"]
 
 
-def operator(q, k, v):
-    """The same as :func:`causal`, past the checks."""
-    return forward_op(q, k, v)[0]
+@pytest.fixture
+def function(ways, way):
+    """The way to call causal attention that the test names."""
+    return ways[way]
 
 
-def forward_op(q, k, v, cu_seqlens=None, is_causal=True, config=DEFAULT_CONFIG):
-    scale = q.shape[-1] ** -0.5
-    return torch.ops.sagebwd.forward(q, k, v, cu_seqlens, None, is_causal, scale, encode(config), KERNELS)
+public_and_operator = pytest.mark.parametrize("way", ["function", "operator"])
 
 
-def maybe_packed(boundaries, packed):
-    cu_seqlens = boundaries if packed else None
-    return lambda q, k, v: sage_attention(
-        q,
-        k,
-        v,
-        is_causal=True,
-        enable_gqa=True,
-        cu_seqlens=cu_seqlens,
-        config=SageConfig(smooth_q=packed),
-        kernels=KERNELS,
-    )
+@pytest.fixture
+def maybe_packed(kernel_set):
+    """maybe_packed(boundaries, packed) -> causal attention; a pack has other settings."""
 
+    def maybe_packed(boundaries, packed):
+        config = kernel_set.another_config if packed else SageConfig()
+        cu_seqlens = boundaries if packed else None
+        return operators.attention(kernel_set.name, cu_seqlens=cu_seqlens, config=config)
 
-def gradients(function, q, k, v, grad_out, *others):
-    """[out, dq, dk, dv]."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves, *others)
-    assert out.requires_grad
-    out.backward(grad_out)  # a reentrant checkpoint knows no torch.autograd.grad
-    return [out.detach(), *(x.grad for x in leaves)]
-
-
-def assert_same(found, expected):
-    for name, x, wanted in zip(NAMES, found, expected, strict=True):
-        assert x.dtype == wanted.dtype, name
-        assert torch.equal(x, wanted), name
-
-
-def token_major(x):
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def every_other(x):
-    return x.repeat_interleave(2, -1)[..., ::2]
+    return maybe_packed
 
 
 # The operators' registrations
 
 
-@pytest.mark.parametrize(
-    ("lay", "packed", "config"),
-    [
-        (torch.clone, False, SageConfig()),
-        (torch.clone, True, SageConfig.strictly_causal()),
-        (token_major, False, SageConfig.paper()),
-        (every_other, True, SageConfig(smooth_q=True)),
-        (token_major, True, SageConfig(int8_matmuls=("dq",), compensate_o=True)),
-    ],
-    ids=["contiguous", "packed", "token_major", "every_other", "compensate_o"],
-)
-def test_operators_keep_their_promises(sample, boundaries, lay, packed, config):
-    """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
-    q, k, v, grad_out = map(lay, sample(40 if not packed else 70))
-    settings = (boundaries if packed else None, None, True, SCALE, encode(config), KERNELS)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings))
-    saved = torch.ops.sagebwd.forward(q, k, v, *settings)
-    torch.library.opcheck(
-        torch.ops.sagebwd.backward.default, (grad_out, q, k, v, *k.shape[1:3], *saved, *settings)
+def registrations(kernel_set):
+    """lay, packed, config, pack_kv: the layout, whether there are documents, whether K and V are packed."""
+    default, strict, paper = SageConfig(), SageConfig.strictly_causal(), SageConfig.paper()
+    cases = {
+        "contiguous": (torch.clone, False, default),
+        "packed": (torch.clone, True, strict),
+        "token_major": (token_major, False, paper),
+        "every_other": (every_other, True, SageConfig(smooth_q=True)),
+        "compensate_o": (token_major, True, SageConfig(int8_matmuls=("dq",), compensate_o=True)),
+    }
+    if not kernel_set.is_cuda:
+        return named_rows({name: (*case, False) for name, case in cases.items()})
+    layouts = {"contiguous": torch.clone, "token_major": token_major, "every_other": every_other}
+    return named_rows(
+        {
+            f"{name}-{documents}-{saved}-{setting}": (
+                lay,
+                documents == "packed",
+                config,
+                saved == "packs K, V",
+            )
+            for name, lay in layouts.items()
+            for documents in ("whole", "packed")
+            for saved in ("saves K, V", "packs K, V")
+            for setting, config in (("default", default), ("consistent", SageConfig.consistent()))
+        }
     )
 
 
-def test_the_backward_refuses_to_do_without_k_and_v_where_nothing_was_packed(sample):
+def named_rows(rows):
+    return [pytest.param(*values, id=name) for name, values in rows.items()]
+
+
+@pytest.mark.usefixtures("poisoned_memory")  # or blocks that hold no document differ from call to call
+@over("lay, packed, config, pack_kv", registrations)
+def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, packed, config, pack_kv):
+    """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
+    q, k, v, grad_out = map(lay, sample(70 if packed else 140 if kernel_set.is_gpu else 40))
+    scale = q.shape[-1] ** -0.5
+    settings = (boundaries if packed else None, None, True, scale, encode(config), kernel_set.name)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, pack_kv))
+    saved = torch.ops.sagebwd.forward(q, k, v, *settings, pack_kv)
+    keys_and_values = (None, None) if pack_kv else (k, v)
+    arguments = (grad_out, q, *keys_and_values, *k.shape[1:3], *saved, *settings)
+    torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
+
+
+def test_the_backward_refuses_to_do_without_k_and_v_where_nothing_was_packed(sample, kernel_set):
     q, k, v, grad_out = sample(40)
-    saved = forward_op(q, k, v)
-    settings = (None, None, True, SCALE, encode(SageConfig()), KERNELS)
+    saved = operators.forward(kernel_set.name, q, k, v)
+    settings = (None, None, True, 0.1, encode(SageConfig()), kernel_set.name)
     for k_or_none, v_or_none in ((None, None), (k, None), (None, v)):
         with pytest.raises(ValueError, match="pass k and v"):
             torch.ops.sagebwd.backward(grad_out, q, k_or_none, v_or_none, *k.shape[1:3], *saved, *settings)
 
 
 @pytest.mark.parametrize("lay", [torch.clone, token_major])
-def test_results_lie_in_memory_as_the_inputs_do(sample, lay):
-    *inputs, grad_out = map(lay, sample(40))
+def test_results_lie_in_memory_as_the_inputs_do(sample, kernel_set, causal, lay):
+    *inputs, grad_out = map(lay, sample(40, kv_heads=2))
     q, k, v = (x.requires_grad_() for x in inputs)
     out = causal(q, k, v)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
     assert out.stride() == dq.stride() == q.stride()
-    assert dk.stride() == dv.stride() == k.stride()
+    # Token by token if K and V are saved packed, so that the backward does not see their layout.
+    of_keys = token_major(k) if kernel_set.is_cuda else k
+    assert dk.stride() == dv.stride() == of_keys.stride()
 
 
-def test_tokens_of_no_document_get_numbers_too(sample, boundaries, all_memory_is_nan):
+def test_tokens_of_no_document_are_written_too(sample, boundaries, all_memory_is_nan, kernel_set):
     q, k, v, _ = sample()
-    out, lse, *_ = forward_op(q, k, v, boundaries)
+    out, lse, *_ = operators.forward(kernel_set.name, q, k, v, boundaries)
     assert (out[..., BOUNDARIES[-1] :, :] == 0).all()
     assert (lse[..., BOUNDARIES[-1] :] == -torch.inf).all()
     assert lse[..., : BOUNDARIES[-1]].isfinite().all()
 
 
-def test_tokens_may_lie_far_apart():
-    """So far that offsets in one tile take 64 bits. A wrong one ends the process, hence one of its own."""
-    code = """
-import torch
-from sagebwd import sage_attention
-tokens, stride = 130, 2**24 + 2**20
-memory = torch.empty(4, tokens * stride, dtype=torch.float16)  # the system gives it when it is touched
-far = memory.as_strided((4, 1, 1, tokens, 32), (tokens * stride, 1, 1, stride, 1))
-far.copy_(torch.randn(4, 1, 1, tokens, 32))
-results = []
-for x in (far, far.contiguous()):
-    *inputs, grad_out = x
-    leaves = [x.requires_grad_() for x in inputs]
-    out = sage_attention(*leaves, is_causal=True, kernels="triton")
-    results.append((out, *torch.autograd.grad(out, leaves, grad_out)))
-assert all(torch.equal(x, y) for x, y in zip(*results))
-"""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 # torch.compile
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("function", [causal, operator])
-def test_compiled_equals_eager(sample, compiled, function, backend):
+@every_backend
+@public_and_operator
+def test_compiled_equals_eager(sample, compiled, causal, function, backend):
     inputs = sample()
     assert_same(gradients(compiled(function, backend), *inputs), gradients(causal, *inputs))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_with_views_packed_documents_and_a_config_of_its_own(sample, boundaries, compiled, backend):
+@every_backend
+def test_compiled_with_views_packed_documents_and_a_config_of_its_own(
+    sample, boundaries, compiled, kernel_set, backend
+):
+    config, kernels = kernel_set.another_config, kernel_set.name
+
     def attend(q, k, v, cu_seqlens):
-        config = SageConfig(smooth_q=True, operand_scales="token")
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = sage_attention(
             q,
@@ -216,7 +198,7 @@ def test_compiled_with_views_packed_documents_and_a_config_of_its_own(sample, bo
             scale=0.3,
             cu_seqlens=cu_seqlens,
             config=config,
-            kernels=KERNELS,
+            kernels=kernels,
         )
         return out.transpose(1, 2)
 
@@ -225,16 +207,19 @@ def test_compiled_with_views_packed_documents_and_a_config_of_its_own(sample, bo
     assert_same(found, gradients(attend, *inputs, boundaries))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_once_for_all_lengths(sample, device, compiled, backend):
+@every_backend
+def test_compiled_once_for_all_lengths(sample, device, compiled, kernel_set, backend):
+    kernels = kernel_set.name
+
     def attend(q, k, v, cu_seqlens):
-        packed = {"cu_seqlens": cu_seqlens, "kernels": KERNELS}
+        packed = {"cu_seqlens": cu_seqlens, "kernels": kernels}
         return sage_attention(q, k, v, is_causal=True, enable_gqa=True, **packed)
 
     function = compiled(attend, backend)
+    factor = 4 if kernel_set.is_cuda else 1  # a single block of packed keys would be compiled apart
     for tokens, ends in ((70, (0, 70)), (33, (0, 5, 33)), (90, (0, 40, 40, 90))):
-        q, k, v, grad_out = sample(tokens, seed=tokens)
-        cu_seqlens = torch.tensor(ends, device=device)
+        q, k, v, grad_out = sample(factor * tokens, seed=tokens)
+        cu_seqlens = factor * torch.tensor(ends, device=device)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         for x in leaves:
             torch._dynamo.mark_dynamic(x, 2)
@@ -245,8 +230,8 @@ def test_compiled_once_for_all_lengths(sample, device, compiled, backend):
         assert_same(found, gradients(attend, q, k, v, grad_out, cu_seqlens))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_compiled_under_no_grad(sample, compiled, backend):
+@every_backend
+def test_compiled_under_no_grad(sample, compiled, causal, backend):
     q, k, v, _ = sample()
     with torch.no_grad():
         assert torch.equal(compiled(causal, backend)(q, k, v), causal(q, k, v))
@@ -255,34 +240,13 @@ def test_compiled_under_no_grad(sample, compiled, backend):
 # Gradients are right or refused, never lost
 
 
-SAVE_OUTPUTS = [torch.ops.sagebwd.forward.default]
+COMPILED = ("function", "operator", "checkpoint")
 
 
-def checkpointed(function, **settings):
-    return lambda *inputs: checkpoint(function, *inputs, **settings)
-
-
-#: Ways to call attention that must all give the gradients of a plain call.
-WAYS = {
-    "function": causal,
-    "operator": operator,
-    "checkpoint": checkpointed(causal, use_reentrant=False),
-    "reentrant checkpoint": checkpointed(causal, use_reentrant=True),
-    "selective checkpoint": checkpointed(
-        causal,
-        use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts(SAVE_OUTPUTS),
-    ),
-    "checkpointed operator": checkpointed(operator, use_reentrant=False),
-    "vmap": lambda *inputs: torch.vmap(causal)(*(x[None] for x in inputs))[0],
-}
-COMPILED_WAYS = {f"compiled {name}": WAYS[name] for name in ("function", "operator", "checkpoint")}
-
-
-@pytest.mark.parametrize("way", [*WAYS, *COMPILED_WAYS])
-def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compiled, way):
+@pytest.mark.parametrize("way", [*operators.WAYS, *(f"compiled {name}" for name in COMPILED)])
+def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compiled, causal, ways, way):
     inputs = sample(40)
-    function = WAYS[way] if way in WAYS else compiled(COMPILED_WAYS[way])
+    function = ways[way] if way in ways else compiled(ways[way.removeprefix("compiled ")])
     expected = gradients(causal, *inputs)
     assert_same(gradients(function, *inputs), expected)
     *tensors, grad_out = inputs
@@ -295,20 +259,19 @@ def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compile
         assert torch.equal(leaf.grad, wanted), NAMES[number + 1]
 
 
-def test_a_selective_checkpoint_does_not_attend_again(sample, monkeypatch):
+def test_a_selective_checkpoint_does_not_attend_again(sample, kernel_set, ways, monkeypatch):
     calls = []
-    forward = triton_attention.forward
-    monkeypatch.setattr(
-        triton_attention, "forward", lambda *x, **settings: calls.append(1) or forward(*x, **settings)
-    )
+    module = importlib.import_module(f"sagebwd.kernels.{kernel_set.name}.attention")
+    forward = module.forward
+    monkeypatch.setattr(module, "forward", lambda *x, **settings: calls.append(1) or forward(*x, **settings))
     inputs = sample(40)
-    gradients(WAYS["selective checkpoint"], *inputs)
+    gradients(ways["selective checkpoint"], *inputs)
     assert len(calls) == 1
-    gradients(WAYS["checkpoint"], *inputs)
+    gradients(ways["checkpoint"], *inputs)
     assert len(calls) == 3
 
 
-def test_vmap_over_more_than_one(sample):
+def test_vmap_over_more_than_one(sample, causal):
     inputs, others = sample(40), sample(40, seed=1)
     stacked = [torch.stack(pair) for pair in zip(inputs, others, strict=True)]
     found = gradients(torch.vmap(causal), *stacked)
@@ -316,11 +279,11 @@ def test_vmap_over_more_than_one(sample):
     assert_same(found, [torch.stack(pair) for pair in expected])
 
 
-def test_the_logsumexp_has_no_gradient(sample):
-    """It is a number like any other in what follows; only the path through out is differentiated."""
+def test_the_logsumexp_has_no_gradient(sample, kernel_set, causal):
+    """It is a constant in what follows; only the path through out is differentiated."""
     q, k, v, _ = sample(40)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse, *_ = forward_op(*leaves)
+    out, lse, *_ = operators.forward(kernel_set.name, *leaves)
     assert out.requires_grad
     assert not lse.requires_grad
     factor = lse.half()[..., None].expand_as(out)
@@ -329,7 +292,7 @@ def test_the_logsumexp_has_no_gradient(sample):
 
 
 @pytest.mark.parametrize("wanted", ["q", "grad_out"])
-@pytest.mark.parametrize("function", [causal, operator])
+@public_and_operator
 def test_a_second_derivative_is_refused(sample, function, wanted):
     q, k, v, grad_out = (x.requires_grad_() for x in sample(40))
     (dk,) = torch.autograd.grad(function(q, k, v), k, grad_out, create_graph=True)
@@ -340,7 +303,7 @@ def test_a_second_derivative_is_refused(sample, function, wanted):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("function", [causal, operator])
+@public_and_operator
 def test_forward_mode_is_refused(sample, function, requires_grad):
     q, k, v, _ = (x.requires_grad_(requires_grad) for x in sample(40))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError):
@@ -348,7 +311,7 @@ def test_forward_mode_is_refused(sample, function, requires_grad):
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_forward_mode_through_torch_func_is_refused(sample, number):
+def test_forward_mode_through_torch_func_is_refused(sample, causal, number):
     *inputs, _ = sample(40)
 
     def attend(x):
@@ -359,7 +322,7 @@ def test_forward_mode_through_torch_func_is_refused(sample, number):
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
-def test_torch_func_is_right_or_refused(sample, transform):
+def test_torch_func_is_right_or_refused(sample, causal, transform):
     q, k, v, _ = sample(40)
     with pytest.raises(RuntimeError, match="functorch transforms"):
         transform(lambda q: causal(q, k, v).float().sum())(q)
@@ -368,7 +331,7 @@ def test_torch_func_is_right_or_refused(sample, transform):
 # Autograd's other habits
 
 
-def test_no_grad_and_inference_mode(sample):
+def test_no_grad_and_inference_mode(sample, causal):
     q, k, v, _ = sample(40)
     expected = causal(q, k, v)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -385,7 +348,7 @@ def test_no_grad_and_inference_mode(sample):
         causal(copies[0], *leaves[1:])
 
 
-def test_backward_twice(sample):
+def test_backward_twice(sample, causal):
     q, k, v, grad_out = sample(40)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = causal(*leaves)
@@ -396,7 +359,7 @@ def test_backward_twice(sample):
         torch.autograd.grad(out, leaves, grad_out)
 
 
-def test_gradients_accumulate(sample):
+def test_gradients_accumulate(sample, causal):
     q, k, v, grad_out = sample(40)
     expected = gradients(causal, q, k, v, grad_out)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -406,7 +369,7 @@ def test_gradients_accumulate(sample):
         assert torch.equal(x.grad, 2 * wanted)
 
 
-def test_one_tensor_as_q_k_and_v(sample):
+def test_one_tensor_as_q_k_and_v(sample, causal):
     q, _, _, grad_out = sample(40)
     _, dq, dk, dv = gradients(causal, q, q, q, grad_out)
     leaf = q.requires_grad_()
@@ -414,8 +377,8 @@ def test_one_tensor_as_q_k_and_v(sample):
     torch.testing.assert_close(found.float(), dq.float() + dk.float() + dv.float(), rtol=3e-3, atol=1e-3)
 
 
-def test_a_gradient_without_memory_of_its_own(sample):
-    """The gradient of a sum is one number, expanded."""
+def test_a_gradient_without_memory_of_its_own(sample, causal):
+    """The gradient of a sum is one value, expanded."""
     q, k, v, _ = sample(40)
     expected = gradients(causal, q, k, v, torch.ones_like(q))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -423,7 +386,7 @@ def test_a_gradient_without_memory_of_its_own(sample):
     assert_same([out.detach(), *torch.autograd.grad(out.sum(), leaves)], expected)
 
 
-def test_changes_in_place_are_noticed(sample):
+def test_changes_in_place_are_noticed(sample, causal):
     q, k, v, grad_out = sample(40)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     copy = leaves[0].clone()
@@ -437,7 +400,7 @@ def test_changes_in_place_are_noticed(sample):
         out.backward(grad_out)
 
 
-def test_saved_tensors_may_wait_elsewhere(sample):
+def test_saved_tensors_may_wait_elsewhere(sample, causal):
     inputs = sample(40)
     expected = gradients(causal, *inputs)
     with torch.autograd.graph.save_on_cpu():
@@ -446,7 +409,9 @@ def test_saved_tensors_may_wait_elsewhere(sample):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_autocast_casts_inputs_and_returns_fp32_gradients(sample, device, compiled, dtype, is_compiled):
+def test_autocast_casts_inputs_and_returns_fp32_gradients(
+    sample, device, compiled, causal, dtype, is_compiled
+):
     *inputs, grad_out = sample(40, dtype=torch.float32)
     rounded = [x.to(dtype) for x in (*inputs, grad_out)]
     function = compiled(causal) if is_compiled else causal
@@ -456,7 +421,7 @@ def test_autocast_casts_inputs_and_returns_fp32_gradients(sample, device, compil
     assert_same(found, [out, *(x.float() for x in expected)])
 
 
-def test_autocast_takes_a_mix_of_dtypes(sample, device):
+def test_autocast_takes_a_mix_of_dtypes(sample, device, causal):
     q, k, v, grad_out = sample(40)
     expected = gradients(causal, q, k, v, grad_out)
     with torch.autocast(device, dtype=torch.float16):
@@ -465,8 +430,8 @@ def test_autocast_takes_a_mix_of_dtypes(sample, device):
     assert_same([x.half() for x in found], expected)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_deterministic_algorithms(sample, boundaries, packed, request):
+@whole_and_packed
+def test_deterministic_algorithms(sample, boundaries, maybe_packed, packed, request):
     attend, inputs = maybe_packed(boundaries, packed), sample()
     expected = gradients(attend, *inputs)
     request.getfixturevalue("all_memory_is_nan")
@@ -478,13 +443,9 @@ def test_deterministic_algorithms(sample, boundaries, packed, request):
 # What only a GPU has
 
 
-def on_gpu(test):
-    return pytest.mark.gpu(pytest.mark.parametrize("device", ["cuda"])(test))
-
-
 @on_gpu
-@pytest.mark.parametrize("packed", [False, True])
-def test_neither_pass_waits_for_the_device(sample, boundaries, packed):
+@whole_and_packed
+def test_neither_pass_waits_for_the_device(sample, boundaries, maybe_packed, packed):
     attend, inputs = maybe_packed(boundaries, packed), sample()
     expected = gradients(attend, *inputs)  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
@@ -496,8 +457,8 @@ def test_neither_pass_waits_for_the_device(sample, boundaries, packed):
 
 
 @on_gpu
-@pytest.mark.parametrize("packed", [False, True])
-def test_cuda_graphs_replay_with_new_inputs(sample, boundaries, packed):
+@whole_and_packed
+def test_cuda_graphs_replay_with_new_inputs(sample, boundaries, maybe_packed, packed):
     attend = maybe_packed(boundaries, packed)
     *inputs, grad_out = sample()
     leaves = [x.requires_grad_() for x in inputs]
@@ -526,8 +487,8 @@ def test_cuda_graphs_replay_with_new_inputs(sample, boundaries, packed):
 
 
 @on_gpu
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_stream_of_its_own(sample, boundaries, packed):
+@whole_and_packed
+def test_a_stream_of_its_own(sample, boundaries, maybe_packed, packed):
     """The inputs arrive late, on the same stream: a kernel on any other would read what was there before."""
     attend, inputs = maybe_packed(boundaries, packed), sample()
     expected = gradients(attend, *inputs)
@@ -544,8 +505,8 @@ def test_a_stream_of_its_own(sample, boundaries, packed):
 
 
 @on_gpu
-@pytest.mark.parametrize("packed", [False, True])
-def test_another_than_the_current_gpu(sample, boundaries, packed):
+@whole_and_packed
+def test_another_than_the_current_gpu(sample, boundaries, maybe_packed, causal, packed):
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
     inputs = sample()

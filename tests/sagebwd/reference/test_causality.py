@@ -13,7 +13,7 @@ STRICT = SageConfig.strictly_causal()
 SMALL_TILES = replace(STRICT, block_q=32, block_kv=16)
 UNSIGNED_P = replace(STRICT, unsigned_p=True)
 LATER = {
-    "other numbers": lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x),
+    "other values": lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x),
     "huge": lambda x: 0.9 * torch.finfo(x.dtype).max * x.sign(),
     "NaN": lambda x: torch.full_like(x, torch.nan),
     "Inf": lambda x: torch.full_like(x, torch.inf),
@@ -52,7 +52,7 @@ def test_hidden_tokens_leave_no_trace(draw, config, cut, later):
     assert leaks(inputs, cut, later, config) == []
 
 
-@pytest.mark.parametrize("later", ["other numbers", "huge"])
+@pytest.mark.parametrize("later", ["other values", "huge"])
 @pytest.mark.parametrize("cut", [1, 63, 64, 100])
 def test_finite_hidden_tokens_leave_no_trace_with_the_accurate_preset(draw, cut, later):
     inputs = draw(130, head_dim=24, batch=1, dtype=torch.bfloat16)
@@ -100,7 +100,7 @@ def test_switches_that_keep_it(draw, switches, later):
 
 
 @pytest.mark.parametrize("matmul", MATMULS)
-@pytest.mark.parametrize("later", ["other numbers", "huge"])
+@pytest.mark.parametrize("later", ["other values", "huge"])
 def test_products_outside_int8_keep_it_for_numbers(draw, matmul, later):
     config = replace(STRICT, int8_matmuls=tuple(m for m in MATMULS if m != matmul))
     assert leaks(draw(150, batch=1), 75, LATER[later], config) == []
@@ -117,7 +117,7 @@ def test_products_outside_int8_keep_it_for_numbers(draw, matmul, later):
         (replace(STRICT, granularity="block"), ["dq"]),
     ],
 )
-@pytest.mark.parametrize("later", ["other numbers", "NaN"])
+@pytest.mark.parametrize("later", ["other values", "NaN"])
 def test_every_other_setting_leaks(draw, config, leaking, later):
     assert leaks(draw(150, batch=1), 75, LATER[later], config) == leaking
 

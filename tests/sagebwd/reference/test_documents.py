@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sagebwd import SageConfig, sage_attention
-from sagebwd.reference import attention
+from sagebwd.reference import attention, exact_attention
 from sagebwd.validation import check_documents
 
 CONFIGS = {
@@ -95,24 +95,13 @@ def test_the_operator_runs_packs(pack, dtype):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_is_attention_under_a_block_diagonal_mask(pack, is_causal):
-    """Independent truth: torch's float64 attention with an explicit mask."""
-    inputs, boundaries, spans = pack
-    q, k, v, grad_out = (x.double() for x in inputs)
-    mask = torch.zeros(q.shape[-2], k.shape[-2], dtype=torch.bool)
-    for rows, columns in spans:
-        inside = torch.ones_like(mask[rows, columns])
-        mask[rows, columns] = inside.tril() if is_causal else inside
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
-    s = (q @ keys.mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
-    out = torch.where(mask.any(-1, keepdim=True), s, 0.0).softmax(-1) * mask @ values
-    wanted = (out, *torch.autograd.grad(out, leaves, grad_out))
-
+def test_without_int8_is_exact_attention(pack, is_causal):
+    inputs, boundaries, _ = pack
+    wanted = exact_attention(*inputs, **boundaries, is_causal=is_causal)
     config = SageConfig(int8_matmuls=())
     found = operator_gradients(inputs, **boundaries, is_causal=is_causal, enable_gqa=True, config=config)
-    for x, y in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x.double(), y, rtol=0, atol=1e-5)
+    for x, name in zip(found, ("out", "dq", "dk", "dv"), strict=True):
+        torch.testing.assert_close(x.double(), getattr(wanted, name), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])

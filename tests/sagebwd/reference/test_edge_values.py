@@ -1,4 +1,4 @@
-"""Values at the edges: NaN and Inf, zeros, one token, constants, the largest fp16 numbers."""
+"""Values at the edges: NaN and Inf, zeros, one token, constants, the largest fp16 values."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def alternating(like, value):
 
 
 def test_fp32_sums_that_overflow_are_nan(config):
-    """The largest numbers of fp32 in V and dO: O is their mean, but dP, δ and the sum in dV overflow."""
+    """The largest values of fp32 in V and dO: O is their mean, but dP, δ and the sum in dV overflow."""
     zeros, large = torch.zeros(1, 1, 70, 16), torch.full((1, 1, 70, 16), 3e38)
     result = attention(zeros, zeros, large, large, config=config)
     assert result.delta.isnan().all()

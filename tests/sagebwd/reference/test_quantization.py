@@ -55,11 +55,11 @@ def test_two_levels_leave_at_most_half_of_the_low_step(x, shared):
     assert torch.equal(high.scale, quantize(x, shared).scale)
     assert low.values.abs().max() <= 127
     assert torch.equal(low.values, low.values.round())
-    rest = x.double() - sum(part.values.double() * part.scale.double() for part in (high, low))
+    remainder = x.double() - sum(part.values.double() * part.scale.double() for part in (high, low))
     step = high.scale.double() / 254
     # fp32 rounds the remainder of the high half once more: 127 · 2⁻²³ of a high step.
     bound = step / 2 + high.scale.double() * 127 * 2**-23
-    assert (rest.abs() <= torch.where(high.scale > 127 * TINY, bound, 254 * TINY)).all()
+    assert (remainder.abs() <= torch.where(high.scale > 127 * TINY, bound, 254 * TINY)).all()
 
 
 @given(matrices.map(torch.abs), shared_axes)
@@ -152,6 +152,6 @@ def test_products_outside_int8_round_to_the_dtype():
 
 @pytest.mark.parametrize("x", [torch.inf, -torch.inf, torch.nan, 1e5])
 def test_what_is_infinite_outside_int8_becomes_nan(x):
-    """1e5 overflows fp16. As Inf it could end as a plausible number, such as exp(−Inf)."""
+    """1e5 overflows fp16. As Inf it could end as a plausible value, such as exp(−Inf)."""
     assert round_to(torch.tensor([[x]]), torch.float16).values.isnan().all()
     assert round_to(torch.tensor([[6.5e4]]), torch.float16).values.item() == 64992

@@ -188,7 +188,7 @@ def test_exact_delta_makes_rows_of_ds_sum_to_zero(draw):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_compensation_gives_the_delta_of_the_backwards_own_p_and_dp(draw, dtype, is_causal):
-    """Up to the rounding of the rest, and that of P where it is not the same for all values."""
+    """Up to the rounding of the residual, and that of P where it is not the same for all values."""
     q, k, v, grad_out = draw(200, head_dim=64)
     inputs = [x.to(dtype) for x in (q, k, 0.005 * v + 1, grad_out)]
 
@@ -220,7 +220,7 @@ def test_the_accurate_preset_is_better_in_everything_most_of_all_with_large_logi
     assert all(fine < factor * coarse for fine, coarse in zip(accurate[1:3], default[1:3], strict=True))
 
 
-def test_the_consistent_preset_errs_alike_whatever_values_have_in_common(draw, errors):
+def test_the_consistent_preset_has_the_same_error_whatever_values_have_in_common(draw, errors):
     q, k, v, grad_out = (x.bfloat16() for x in draw(512, head_dim=64, batch=1))
     for inputs in ((q, k, v, grad_out), (q, k, 0.05 * v + 1, grad_out), (q, k, 0.01 * v - 2, grad_out)):
         consistent = errors(inputs, SageConfig.consistent(), is_causal=True)

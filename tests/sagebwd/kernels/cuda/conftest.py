@@ -7,7 +7,7 @@ import torch
 
 from sagebwd.kernels.cuda import compile as compiler
 from sagebwd.kernels.cuda import runtime
-from sagebwd.kernels.cuda.compile import Sources, why_no_compiler
+from sagebwd.kernels.cuda.compile import Sources
 
 MINIMAL = """
 #include "value.cuh"
@@ -61,14 +61,6 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(compiler, "compile_source", compile_and_count)
     return done
-
-
-@pytest.fixture(scope="session")
-def nvrtc():
-    """For tests that compile."""
-    pytest.importorskip("cuda.core", exc_type=ImportError)
-    if reason := why_no_compiler():
-        pytest.skip(reason)
 
 
 @pytest.fixture

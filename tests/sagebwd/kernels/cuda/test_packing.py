@@ -13,7 +13,7 @@ from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.packing import Packer
 from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.reference.quantization import quantize
-from tests.sagebwd.kernels.triton.test_quantize import every_layout
+from tests.sagebwd.kernels.inputs import VIEWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -267,7 +267,7 @@ def test_queries_and_gradients(packer, gaussian, log_sums, shape):
         assert_packed_q_and_grad(packed, axis, q, grad, out, lse, **options)
 
 
-@every_layout
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_strides_do_not_matter(packer, gaussian, log_sums, view):
     """Each tensor has strides of its own."""
     tensors = gaussian(1, 2, 40, 48, FP16, count=3)

@@ -16,7 +16,7 @@ from sagebwd.kernels.cuda.compile import SHARED, why_no_compiler
 from sagebwd.kernels.cuda.packing import packed_kv_shape
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.layout import Axis
-from tests.sagebwd.kernels.hopper.cases import without_int8
+from tests.sagebwd.kernels.sets import without_int8
 
 # --- Python and CUDA agree ---------------------------------------------------------------------------------
 
@@ -95,6 +95,12 @@ def test_cta_shapes_are_those_of_the_sources(source, head_dim, p_16bit):
 
 
 # --- What is launched --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sample(draw):
+    """draw with one sequence and head in fp16."""
+    return lambda tokens, **sizes: draw(tokens, **{"batch": 1, "heads": 1, "dtype": torch.float16, **sizes})
 
 
 @pytest.fixture

@@ -11,17 +11,8 @@ from pathlib import Path
 import pytest
 import triton
 
-from sagebwd.kernels.cuda.compile import compile_source, why_no_compiler
+from sagebwd.kernels.cuda.compile import compile_source
 from sagebwd.kernels.hopper.attention import SOURCES
-
-
-@pytest.fixture(scope="module")
-def nvrtc():
-    """For tests that compile."""
-    pytest.importorskip("cuda.core", exc_type=ImportError)
-    if reason := why_no_compiler():
-        pytest.skip(reason)
-
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 

@@ -88,7 +88,7 @@ class AbsentGPU:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # compiled kernels are kept by device
+        return self.capability  # compiled kernels are cached by device
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0

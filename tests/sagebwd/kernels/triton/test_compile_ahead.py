@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli import ROOT
 
-#: Bytes of shared memory that one program may take, by compute capability.
+#: Bytes of shared memory that one CTA may take, by compute capability.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
 #: Bytes of stack of a thread; what does not fit in registers goes there. Other variants than the default

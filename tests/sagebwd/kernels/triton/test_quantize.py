@@ -17,8 +17,10 @@ from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.kernels.triton.quantize import quantize, quantize_grad, quantize_q_and_k, token_mean
 from sagebwd.reference.quantization import PER_BLOCK, PER_ROW, round_to
 from sagebwd.reference.quantization import quantize as reference_quantize
+from tests.sagebwd.kernels.inputs import VIEWS
+from tests.sagebwd.kernels.sets import over, triton_only
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = [triton_only, pytest.mark.usefixtures("poisoned_memory")]
 
 FORMS = {"rows": True, "columns": True, "rounded": True}
 SHARED = {False: PER_BLOCK, True: PER_ROW}  # by token_scales
@@ -67,7 +69,7 @@ def expected(x, size, token_scales):
 def assert_quantized(operand, x, size, token_scales, forms=FORMS):
     """``operand`` holds these forms of x, bit for bit, and no others.
 
-    A GPU divides by 127 to within 2 units in the last place; then every number must be rounded exactly by
+    A GPU divides by 127 to within 2 units in the last place; then every element must be rounded exactly by
     the scale that this gives.
     """
     stored = {name: value.cpu() for name, value in operand._asdict().items() if value is not None}
@@ -112,20 +114,7 @@ def test_only_what_is_asked_for_is_stored(gaussian, form):
     assert_quantized(operand, x, 32, False, [form])
 
 
-every_layout = pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda x: x.mT.contiguous().mT,
-        lambda x: x.repeat(1, 1, 2, 3)[:, :, : x.shape[2], : x.shape[3]],
-        lambda x: x.repeat_interleave(3, -1)[..., ::3],
-        lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
-    ],
-    ids=["(B, N, H, D)", "channels outside", "slice", "every third channel", "every other token"],
-)
-
-
-@every_layout
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_strides_do_not_matter(gaussian, view):
     x = gaussian(2, 2, 40, 24)
     strided = view(x)
@@ -141,12 +130,12 @@ def test_one_token_expanded_to_all(gaussian):
     assert_quantized(operand, x, 32, False)
 
 
-numbers = st.floats(-6e4, 6e4, width=16) | st.sampled_from([0.0, 2.0**-24, -(2.0**-24), 65504.0, 0.5, 127.0])
+floats = st.floats(-6e4, 6e4, width=16) | st.sampled_from([0.0, 2.0**-24, -(2.0**-24), 65504.0, 0.5, 127.0])
 
 
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(x=hnp.arrays("float16", (1, 2, 3, 5), elements=numbers), token_scales=st.booleans())
-def test_any_finite_numbers_are_quantized_bit_for_bit(device, x, token_scales):
+@given(x=hnp.arrays("float16", (1, 2, 3, 5), elements=floats), token_scales=st.booleans())
+def test_any_finite_values_are_quantized_bit_for_bit(device, x, token_scales):
     x = torch.from_numpy(x).to(device)
     operand = quantize(x, Axis.of(3, 32, None), token_scales=token_scales, **FORMS)
     assert_quantized(operand, x, 32, token_scales)
@@ -154,7 +143,7 @@ def test_any_finite_numbers_are_quantized_bit_for_bit(device, x, token_scales):
 
 @pytest.mark.parametrize("token_scales", [False, True])
 def test_ties_round_to_even(device, token_scales):
-    """With a largest number of 127 they are halves."""
+    """With a largest element of 127 they are halves."""
     x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0, 126.5], dtype=torch.float16, device=device)
     x = x.reshape(1, 1, 1, 8)
     operand = quantize(x, Axis.of(1, 32, None), token_scales=token_scales, **FORMS)
@@ -190,9 +179,9 @@ def test_nan_and_inf_make_the_scale_of_their_block_or_token_nan(gaussian, poison
 
 
 def assert_within_one_step(operand, wanted):
-    """The mean rounds otherwise, so that a number on the border between two steps may fall to either.
+    """The mean rounds otherwise, so that an element on the border between two steps may fall to either.
 
-    fp32 sums of at most 256 numbers differ by about 1e-6 of their size; the numbers lie 1/127 apart. So
+    fp32 sums of at most 256 elements differ by about 1e-6 of their size; steps lie 1/127 apart. So
     hardly any step differs, and a scale by no more than the mean does.
     """
     steps = (operand.rows.cpu().int() - wanted["rows"].int()).abs()
@@ -277,8 +266,8 @@ def test_delta_is_nan_where_it_is_not_finite(gaussian, poison):
 # --- Sums -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("token_scales", [False, pytest.param(True, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("shape", [SHAPES[2], pytest.param(SHAPES[1], marks=pytest.mark.gpu)], ids=str)
+@over("token_scales", lambda kernel_set: [False, True] if kernel_set.is_gpu else [False])
+@over("shape", lambda kernel_set: [SHAPES[2], SHAPES[1]] if kernel_set.is_gpu else [SHAPES[2]])
 def test_sums_of_each_channel_of_each_block(gaussian, shape, token_scales):
     """What pads a block has no part in them, nor has the order in which columns hold the tokens."""
     *sizes, block, dtype = shape
@@ -291,7 +280,7 @@ def test_sums_of_each_channel_of_each_block(gaussian, shape, token_scales):
             assert torch.equal(operand.sums, wanted)
 
 
-def test_sums_of_the_largest_numbers(device):
+def test_sums_of_the_largest_values(device):
     """128 tokens of ± 127, that is ± 16256, which 8 bits do not hold."""
     x = torch.ones(1, 1, 128, 8, dtype=torch.float16, device=device)
     x[..., 1] *= -1

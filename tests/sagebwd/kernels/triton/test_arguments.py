@@ -9,6 +9,9 @@ from triton.runtime.errors import OutOfResources
 from sagebwd import SageConfig
 from sagebwd import sage_attention as public
 from sagebwd.kernels.triton import attention as triton_attention
+from tests.sagebwd.kernels.sets import triton_only
+
+pytestmark = triton_only
 
 #: The fix that always works.
 REFERENCE = 'pass kernels="reference", which runs, slowly, anywhere'

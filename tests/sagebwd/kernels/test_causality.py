@@ -11,24 +11,13 @@ import torch
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
 from sagebwd.metrics import relative_l2
+from tests.sagebwd.kernels.inputs import INPUTS, LATER, POISONS, change_after
+from tests.sagebwd.kernels.sets import only, over
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-gpu = pytest.mark.gpu
 
 STRICT = SageConfig.strictly_causal()
-INPUTS = ("q", "k", "v", "grad_out")
-LATER = {
-    "other numbers": lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x),
-    "huge": lambda x: 0.9 * torch.finfo(x.dtype).max * x.sign(),
-    "NaN": lambda x: torch.full_like(x, torch.nan),
-    "Inf": lambda x: torch.full_like(x, torch.inf),
-    "-Inf": lambda x: torch.full_like(x, -torch.inf),
-}
-
-
-def change_after(x, cut, later):
-    """x with tokens ``cut`` and later replaced by what ``later`` makes of them."""
-    return torch.cat((x[..., :cut, :], later(x[..., cut:, :])), -2)
+strict_only = only(lambda kernel_set: kernel_set.runs(STRICT))
 
 
 @pytest.fixture
@@ -40,7 +29,7 @@ def leaks(kernels):
         assert all(before[name].isfinite().all() for name in ("out", "dq"))
         found = {}
         for name in laters:
-            changed = [change_after(x, cut, LATER[name]) for x in inputs]
+            changed = [change_after(x, cut, name) for x in inputs]
             after = kernels(*changed, is_causal=True, config=config)
             found[name] = [
                 output
@@ -56,42 +45,53 @@ SMALL_TILES = {"block_q": 64, "block_kv": 32}
 CUTS = (1, 31, 32, 33, 63, 64, 65, 98)
 
 
-@pytest.mark.parametrize(
-    ("cut", "laters", "settings"),
-    [
+def cuts(kernel_set):
+    """cut, laters, settings."""
+    few = [
         (1, ["NaN"], {}),
-        (64, ["other numbers", "huge"], {}),
+        (64, ["other values", "huge"], {}),
         (98, ["NaN", "Inf"], {}),
         (33, ["NaN", "huge"], SMALL_TILES),
         (63, ["-Inf"], {**SMALL_TILES, "unsigned_p": True}),
-        *(pytest.param(cut, list(LATER), {"unsigned_p": True}, marks=gpu) for cut in CUTS),
-        *(pytest.param(cut, list(LATER), tiles, marks=gpu) for cut in CUTS for tiles in ({}, SMALL_TILES)),
-    ],
-)
+    ]
+    if not kernel_set.is_gpu:
+        return few
+    more = product(CUTS, [list(LATER)], ({}, SMALL_TILES, {"unsigned_p": True}))
+    return [case for case in (*few, *more) if kernel_set.runs(replace(STRICT, **case[2]))]
+
+
+@strict_only
+@over("cut, laters, settings", cuts)
 def test_hidden_tokens_leave_no_trace(leaks, sample, cut, laters, settings):
     """Unsigned P is −128 where the mask hides, times a hidden value that 128 times its sum must cancel."""
     found = leaks(sample(99), cut, laters, replace(STRICT, **settings))
     assert found == {name: [] for name in laters}
 
 
-@pytest.mark.parametrize("laters", [["NaN"], pytest.param(list(LATER), marks=gpu)], ids=len)
-@pytest.mark.parametrize(
-    ("n", "cut", "head_dim", "heads", "kv_heads", "dtype"),
-    [
-        (37, 20, 40, 4, 2, torch.bfloat16),
-        (65, 64, 64, 2, 1, torch.float16),  # one token in the last tile of queries
-        (33, 30, 256, 1, 1, torch.float16),
-        *(
-            pytest.param(*case, marks=gpu)
-            for case in (
-                (131, 130, 64, 6, 1, torch.float16),
-                (193, 128, 40, 3, 3, torch.bfloat16),
-                (129, 128, 128, 2, 2, torch.bfloat16),
-                (1001, 777, 96, 4, 2, torch.float16),
-            )
-        ),
-    ],
+FEW_SHAPES = (
+    (37, 20, 40, 4, 2, torch.bfloat16),
+    (65, 64, 64, 2, 1, torch.float16),  # one token in the last tile of queries
+    (33, 30, 256, 1, 1, torch.float16),
 )
+MORE_SHAPES = (
+    (131, 130, 64, 6, 1, torch.float16),
+    (193, 128, 40, 3, 3, torch.bfloat16),
+    (129, 128, 128, 2, 2, torch.bfloat16),
+    (1001, 777, 96, 4, 2, torch.float16),
+)
+
+
+def shapes(kernel_set):
+    return [
+        shape
+        for shape in FEW_SHAPES + (MORE_SHAPES if kernel_set.is_gpu else ())
+        if kernel_set.runs(STRICT, shape[2])
+    ]
+
+
+@strict_only
+@over("laters", lambda kernel_set: [["NaN"], list(LATER)] if kernel_set.is_gpu else [["NaN"]])
+@over("n, cut, head_dim, heads, kv_heads, dtype", shapes)
 def test_hidden_tokens_leave_no_trace_in_any_shape(
     leaks, sample, n, cut, head_dim, heads, kv_heads, dtype, laters
 ):
@@ -99,68 +99,77 @@ def test_hidden_tokens_leave_no_trace_in_any_shape(
     assert leaks(inputs, cut, laters, STRICT) == {name: [] for name in laters}
 
 
-@pytest.mark.parametrize(
-    ("name", "later"),
-    [
-        pytest.param(name, later, marks=() if later == "NaN" else gpu)
-        for name, later in product(INPUTS, ("NaN", "Inf", "huge"))
-    ],
-)
-def test_one_hidden_tensor_leaves_no_trace(kernels, sample, name, later):
+@strict_only
+@pytest.mark.parametrize("name", INPUTS)
+@over("later", lambda kernel_set: ["NaN", "Inf", "huge"] if kernel_set.is_gpu else ["NaN"])
+def test_one_hidden_tensor_leaves_no_trace(kernels, sample, kernel_set, name, later):
     """Outside INT8 a NaN of V reaches ``out``, and one of K dq, as 0 · NaN; all others the mask keeps out."""
     products = {"k": ("o", "dq"), "v": ("o",)}.get(name, ())
-    for matmuls in (PAPER_INT8_MATMULS, products):
-        config = replace(STRICT, int8_matmuls=matmuls)
+    configs = (replace(STRICT, int8_matmuls=matmuls) for matmuls in (PAPER_INT8_MATMULS, products))
+    for config in filter(kernel_set.runs, configs):
         inputs = dict(zip(INPUTS, sample(70), strict=True))
         before = kernels(*inputs.values(), is_causal=True, config=config)
-        inputs[name] = change_after(inputs[name], 40, LATER[later])
+        inputs[name] = change_after(inputs[name], 40, later)
         after = kernels(*inputs.values(), is_causal=True, config=config)
         for output in ("out", "dq"):
             assert torch.equal(before[output][..., :40, :], after[output][..., :40, :]), output
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {"int8_matmuls": MATMULS},
-        {"int8_matmuls": ("o", "dq")},
-    ],
-    ids=["all INT8", "only O and dQ INT8"],
-)
-def test_products_that_keep_even_nan_out(leaks, sample, switches):
+def products_of_its_own(*products):
+    """Those of these sets of INT8 products that the kernel set runs."""
+
+    def choose(kernel_set):
+        return [x for x in products if kernel_set.runs(replace(STRICT, int8_matmuls=x))]
+
+    return over("matmuls", lambda kernel_set: [pytest.param(x, id="+".join(x)) for x in choose(kernel_set)])
+
+
+@products_of_its_own(MATMULS, ("o", "dq"))
+@strict_only
+def test_products_that_keep_even_nan_out(leaks, sample, matmuls):
     """All but O and dQ: they alone sum over tokens for a query, where a NaN outside INT8 is 0 · NaN."""
-    assert leaks(sample(70), 40, ["NaN"], replace(STRICT, **switches)) == {"NaN": []}
+    assert leaks(sample(70), 40, ["NaN"], replace(STRICT, int8_matmuls=matmuls)) == {"NaN": []}
 
 
-@pytest.mark.parametrize("matmul", ["o", "dq", *(pytest.param(m, marks=gpu) for m in MATMULS)])
-def test_products_outside_int8_keep_numbers_out(leaks, sample, matmul):
+def products_in_16_bit(kernel_set):
+    return [
+        name
+        for name in (MATMULS if kernel_set.is_gpu else ("o", "dq"))
+        if kernel_set.runs(replace(STRICT, int8_matmuls=tuple(m for m in MATMULS if m != name)))
+    ]
+
+
+@over("matmul", products_in_16_bit)
+@strict_only
+def test_products_outside_int8_keep_finite_values_out(leaks, sample, matmul):
     config = replace(STRICT, int8_matmuls=tuple(m for m in MATMULS if m != matmul))
-    laters = ["other numbers", "huge"]
+    laters = ["other values", "huge"]
     assert leaks(sample(70), 40, laters, config) == {name: [] for name in laters}
 
 
-@pytest.mark.parametrize(
-    ("config", "leaking"),
-    [
-        (replace(STRICT, smooth_k=True), ["out", "dq"]),
-        (replace(STRICT, smooth_q=True), ["out", "dq"]),
-        (replace(STRICT, operand_scales="block"), ["out", "dq"]),
-        (replace(STRICT, granularity="block"), ["dq"]),
-    ],
-    ids=["smooth_k", "smooth_q", "operand_scales", "granularity"],
-)
-def test_every_switch_of_it_is_needed(leaks, sample, config, leaking):
+LEAKS = {
+    "smooth_k": (replace(STRICT, smooth_k=True), ["out", "dq"]),
+    "smooth_q": (replace(STRICT, smooth_q=True), ["out", "dq"]),
+    "operand_scales": (replace(STRICT, operand_scales="block"), ["out", "dq"]),
+    "granularity": (replace(STRICT, granularity="block"), ["dq"]),
+}
+
+
+@strict_only
+@over("name", lambda kernel_set: [name for name, (config, _) in LEAKS.items() if kernel_set.runs(config)])
+def test_every_switch_of_it_is_needed(leaks, sample, name):
     """And these tests would see a leak: whatever leaves ``strictly_causal`` does."""
-    assert leaks(sample(70), 40, ["other numbers"], config) == {"other numbers": leaking}
+    config, leaking = LEAKS[name]
+    assert leaks(sample(70), 40, ["other values"], config) == {"other values": leaking}
 
 
-@pytest.mark.parametrize(("n", "cut"), [(150, 75), pytest.param(1000, 700, marks=gpu)])
+@over("n, cut", lambda kernel_set: [(150, 75), (1000, 700)] if kernel_set.is_gpu else [(150, 75)])
 def test_the_default_leaks_no_more_than_its_error(kernels, exact, sample, n, cut):
     """Later tokens choose how earlier ones are rounded, so that a leak is the difference of two roundings of
-    the same numbers: √2 errors, were they independent. Over twelve seeds and lengths: .8 to 1.3 errors.
+    the same values: √2 errors, were they independent. Over twelve seeds and lengths: .8 to 1.3 errors.
     """
     inputs = sample(n, head_dim=64)
-    changed = [change_after(x, cut, LATER["other numbers"]) for x in inputs]
+    changed = [change_after(x, cut, "other values") for x in inputs]
     before, after = (kernels(*x, is_causal=True) for x in (inputs, changed))
     wanted = exact(*inputs, is_causal=True)
     for name in ("out", "dq"):
@@ -168,6 +177,7 @@ def test_the_default_leaks_no_more_than_its_error(kernels, exact, sample, n, cut
         assert 0 < relative_l2(y, x) < 2**0.5 * relative_l2(x, z), name
 
 
+@strict_only
 @pytest.mark.parametrize(
     ("name", "matmuls"), [("q", PAPER_INT8_MATMULS), ("grad_out", PAPER_INT8_MATMULS), ("grad_out", ("dv",))]
 )
@@ -182,14 +192,14 @@ def test_a_nan_of_an_earlier_query_does_not_reach_keys_that_it_cannot_see(kernel
         assert result[output][..., 41:, :].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("name", "poison"),
-    [
-        pytest.param(name, poison, marks=() if poison == mark else gpu)
-        for name, mark in (("k", torch.inf), ("v", -torch.inf))
-        for poison in (torch.nan, torch.inf, -torch.inf)
-    ],
-)
+def poisoned_keys_and_values(kernel_set):
+    if kernel_set.is_gpu:
+        return list(product(("k", "v"), POISONS))
+    return [("k", torch.inf), ("v", -torch.inf)]
+
+
+@strict_only
+@over("name, poison", poisoned_keys_and_values)
 def test_every_query_that_sees_a_poisoned_token_shows_it(kernels, sample, name, poison):
     inputs = dict(zip(INPUTS, sample(70), strict=True))
     inputs[name][..., 40, 3] = poison

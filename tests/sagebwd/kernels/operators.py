@@ -1,0 +1,99 @@
+"""Ways to call attention with one kernel set, all of which must give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from sagebwd import SageConfig, sage_attention
+from sagebwd.config import DEFAULT_CONFIG, encode
+from tests.sagebwd.kernels.inputs import NAMES
+
+Function = Callable[..., Tensor]
+
+SAVED = [torch.ops.sagebwd.forward.default]
+#: What :func:`ways` returns.
+WAYS = (
+    "function",
+    "operator",
+    "checkpoint",
+    "reentrant checkpoint",
+    "selective checkpoint",
+    "checkpointed operator",
+    "vmap",
+)
+
+
+def attention(kernels: str | None, **settings: object) -> Function:
+    """q, k, v -> out, causal unless ``settings`` say otherwise."""
+    settings = {"is_causal": True, "enable_gqa": True, "kernels": kernels, **settings}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sage_attention(q, k, v, **settings)
+
+    return attention
+
+
+def forward(
+    kernels: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    config: SageConfig = DEFAULT_CONFIG,
+) -> tuple[Tensor, ...]:
+    """All results of the operator ``sagebwd::forward``, past the checks of its arguments."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    settings = (cu_seqlens, cu_seqlens_kv, is_causal, scale, encode(config), kernels)
+    return torch.ops.sagebwd.forward(q, k, v, *settings)
+
+
+def ways(kernels: str) -> dict[str, Function]:
+    """Ways to call causal attention, by name."""
+    function = attention(kernels)
+
+    def operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return forward(kernels, q, k, v)[0]
+
+    def checkpointed(function: Function, **settings: object) -> Function:
+        return lambda *inputs: checkpoint(function, *inputs, **settings)
+
+    return {
+        "function": function,
+        "operator": operator,
+        "checkpoint": checkpointed(function, use_reentrant=False),
+        "reentrant checkpoint": checkpointed(function, use_reentrant=True),
+        "selective checkpoint": checkpointed(
+            function,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(SAVED),
+        ),
+        "checkpointed operator": checkpointed(operator, use_reentrant=False),
+        "vmap": lambda *inputs: torch.vmap(function)(*(x[None] for x in inputs))[0],
+    }
+
+
+def gradients(
+    function: Function, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *others: Tensor
+) -> list[Tensor]:
+    """[out, dq, dk, dv]."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves, *others)
+    assert out.requires_grad
+    out.backward(grad_out)  # a reentrant checkpoint does not support torch.autograd.grad
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    """[out, dq, dk, dv] of the same dtypes and bits, and finite."""
+    for name, x, wanted in zip(NAMES, found, expected, strict=True):
+        assert x.dtype == wanted.dtype, name
+        assert x.isfinite().all(), name
+        assert torch.equal(x, wanted), name

@@ -1,0 +1,344 @@
+"""The kernel sets under test: one description each, from which the tests of this folder make their cases.
+
+A test that uses the fixture ``kernel_set``, which most do by way of other fixtures, runs once for each
+description in :data:`KERNEL_SETS`. :func:`over` gives it parameters that depend on the set, :func:`only` and
+its like leave sets out. To test another kernel set, add its description.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from sagebwd import SageConfig, dispatch
+from sagebwd.config import MATMULS, P_MATMULS, PAPER_INT8_MATMULS
+from sagebwd.kernels.cuda import runtime
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+def without_int8(*products: str, **settings: Any) -> SageConfig:
+    """The default with these products in 16 bits, and ``settings``."""
+    names = tuple(name for name in PAPER_INT8_MATMULS if name not in products)
+    return SageConfig(int8_matmuls=names, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSet:
+    """A kernel set on a device, and what the tests must know of it.
+
+    name: as ``sage_attention(kernels=name)`` takes it.
+    device: where its inputs lie. "cpu" is Triton's interpreter, which affords small cases only.
+    gpu: the kind of GPU whose rules in :mod:`sagebwd.dispatch` say which settings run; None without one.
+    why_unavailable: why it cannot run on this machine, None if it can. Its tests are then skipped.
+    is_cuda: whether it is written in CUDA and takes operands that packing.cu packs.
+
+    head_dims: the head sizes that most tests run.
+    all_head_dims: those of the tests about head sizes.
+    heads: (query heads, key heads) of tests about lengths.
+    tokens: a length of several tiles of queries and of keys, the last of each not full.
+    poisoned_tokens: tokens of these in different tiles, the last one too.
+    short: (queries, keys) of tests that are not about lengths.
+    small_tile: settings of a tile of which ``tokens`` are several, if that of the default is larger.
+    lengths: (queries, keys, is_causal) around its tiles.
+    one_key_lengths: the same, where every query sees one key.
+    float64_sizes: (tokens, head size, heads).
+    packs: by name (tokens of q, cu_seqlens, tokens of k, cu_seqlens_kv); the latter may be None.
+    pack_heads: (query heads, key heads) by pack, "others" for those that are not named.
+    variants: settings with code of their own in these kernels, which get tests of lengths and packs.
+    main_variants: those of them that get tests of groups of heads and of poisons, too.
+    another_config: settings that differ from the default.
+
+    any_lengths, any_head_dims, any_config, examples: what random tests draw, and how many.
+    large_values: ± these as Q and K give logits that choose among keys.
+    exact_from: from which of ``large_values`` on such an output is exact. Below, it may be off by a step of
+        fp16: kernels round the product before they subtract the maximum if it exceeds 2¹³.
+    bf16_error: relative L2 difference from the reference in bf16.
+    """
+
+    name: str
+    device: str
+    gpu: dispatch.GPU | None
+    why_unavailable: Callable[[], str | None]
+    is_cuda: bool = False
+    head_dims: tuple[int, ...]
+    all_head_dims: tuple[int, ...]
+    heads: tuple[int, int]
+    tokens: int
+    poisoned_tokens: tuple[int, ...]
+    short: tuple[int, int]
+    small_tile: Mapping[str, int] = field(default_factory=dict)
+    lengths: tuple[tuple[int, int, bool], ...]
+    one_key_lengths: tuple[tuple[int, int, bool], ...]
+    float64_sizes: tuple[tuple[int, int, int], ...]
+    packs: Mapping[str, tuple[int, list[int], int, list[int] | None]]
+    pack_heads: Mapping[str, tuple[int, int]]
+    variants: Mapping[str, SageConfig]
+    main_variants: tuple[str, ...]
+    another_config: SageConfig
+    any_lengths: st.SearchStrategy[int]
+    any_head_dims: st.SearchStrategy[int]
+    any_config: st.SearchStrategy[SageConfig]
+    examples: int
+    large_values: tuple[int, ...]
+    exact_from: int = 0
+    bf16_error: float = 8e-3
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.device}"
+
+    def runs(self, config: SageConfig, head_dim: int | None = None) -> bool:
+        """Whether the rules of this set let it run these settings; by themselves they need no GPU."""
+        head_dim = self.head_dims[0] if head_dim is None else head_dim
+        call = dispatch.Call(self.device, self.gpu, FP16, head_dim, config, True, not self.is_gpu)
+        return not dispatch.obstacles(self.name, call)
+
+    def config(self, **settings: Any) -> SageConfig:
+        """These settings in small tiles."""
+        return SageConfig(**{**self.small_tile, **settings})
+
+    def those_it_runs(self, configs: Mapping[str, SageConfig]) -> dict[str, SageConfig]:
+        return {name: config for name, config in configs.items() if self.runs(config)}
+
+
+# --- Choosing sets and parameters --------------------------------------------------------------------------
+
+
+def over(names: str, values: Callable[[KernelSet], Iterable[Any]]) -> pytest.MarkDecorator:
+    """As ``pytest.mark.parametrize``, with values that depend on the kernel set. Several give products."""
+    return pytest.mark.over(names, values)
+
+
+def only(condition: Callable[[KernelSet], bool]) -> pytest.MarkDecorator:
+    """Run the test for kernel sets that meet the condition."""
+    return pytest.mark.only.with_args(condition)
+
+
+def needs(**settings: Any) -> pytest.MarkDecorator:
+    """Run the test for kernel sets that run these settings."""
+    return only(lambda kernel_set: kernel_set.runs(SageConfig(**settings)))
+
+
+def named(configs: Mapping[str, Any]) -> list[Any]:
+    """Values of a parameter with their names."""
+    return [pytest.param(value, id=name) for name, value in configs.items()]
+
+
+on_gpu = only(lambda kernel_set: kernel_set.is_gpu)
+cuda_only = only(lambda kernel_set: kernel_set.is_cuda)
+triton_only = only(lambda kernel_set: kernel_set.name == "triton")
+
+every_head_dim = over("head_dim", lambda kernel_set: kernel_set.head_dims)
+#: The interpreter affords one of the two.
+causal_first = over("is_causal", lambda kernel_set: [True, False] if kernel_set.is_gpu else [True])
+full_first = over("is_causal", lambda kernel_set: [False, True] if kernel_set.is_gpu else [False])
+causal_and_full = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+fp16_and_bf16 = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+
+
+# --- Triton ------------------------------------------------------------------------------------------------
+
+
+def _without_gpu() -> str | None:
+    has_gpu = torch.cuda.is_available()
+    return "with a GPU at hand kernels are compiled, not interpreted" if has_gpu else None
+
+
+def _with_gpu() -> str | None:
+    return None if torch.cuda.is_available() else "there is no GPU"
+
+
+def boundaries_of(lengths: Iterable[int], first: int = 0) -> list[int]:
+    """The boundaries of documents of these lengths."""
+    return list(accumulate(lengths, initial=first))
+
+
+_LENGTHS = (
+    (2, 2, True), (1, 70, False), (63, 64, True), (64, 65, False), (65, 63, True), (127, 129, False),
+    (129, 128, True), (33, 150, True), (150, 33, True), (150, 33, False),
+)  # fmt: skip
+_PACKS = {
+    "one": (70, [0, 70], 70, None),
+    "two": (67, [0, 1, 67], 67, None),
+    "several": (103, [0, 66, 67, 103], 103, None),
+    "tokens of no document": (90, [3, 30, 80], 90, None),
+    "empty documents": (70, [0, 0, 40, 40, 40, 70, 70], 70, None),
+    "other keys": (60, [0, 25, 60], 110, [10, 20, 105]),
+    "keys or queries missing": (60, [0, 20, 20, 60], 50, [0, 0, 15, 50]),
+    "long": (1500, [0, 64, 128, 129, 700, 1499], 1500, None),
+}
+
+
+def _with_switches(config: SageConfig, smooth_k: bool, unsigned_p: bool) -> SageConfig:
+    unsigned_p = unsigned_p and any(map(config.is_int8, P_MATMULS))
+    return replace(config, smooth_k=smooth_k, unsigned_p=unsigned_p)
+
+
+INTERPRETER = KernelSet(
+    name="triton",
+    device="cpu",
+    gpu=None,
+    why_unavailable=_without_gpu,
+    head_dims=(32,),
+    all_head_dims=(8, 32, 40, 64, 80, 96, 128, 256),
+    heads=(1, 1),
+    tokens=70,
+    poisoned_tokens=(0, 40, 69),
+    short=(40, 40),
+    small_tile={"block_q": 64, "block_kv": 64},
+    lengths=_LENGTHS,
+    one_key_lengths=((1, 1, False), (70, 1, False)),
+    float64_sizes=((150, 64, 1),),
+    packs=_PACKS,
+    pack_heads={"others": (1, 1), "several": (2, 1), "two": (2, 2)},
+    variants={},
+    main_variants=(),
+    another_config=SageConfig(smooth_q=True, operand_scales="token"),
+    any_lengths=st.integers(1, 50),
+    any_head_dims=st.sampled_from([8, 16, 32, 40]),
+    any_config=st.builds(
+        _with_switches,
+        st.builds(
+            SageConfig,
+            smooth_q=st.booleans(),
+            operand_scales=st.sampled_from(["block", "token"]),
+            granularity=st.sampled_from(["block", "row"]),
+            int8_matmuls=st.sets(st.sampled_from(MATMULS)).map(tuple),
+            block_q=st.sampled_from([32, 64]),
+            block_kv=st.sampled_from([32, 64]),
+        ),
+        smooth_k=st.booleans(),
+        unsigned_p=st.booleans(),
+    ),
+    examples=8,  # each has settings of its own, for which a GPU compiles kernels
+    large_values=(300, 60000),
+    bf16_error=2
+    * 2**-7,  # it cuts digits off where a GPU rounds, in what is stored and in what is multiplied
+)
+
+TRITON = replace(
+    INTERPRETER,
+    device="cuda",
+    gpu=dispatch.EXAMPLES["nvidia"],
+    why_unavailable=_with_gpu,
+    heads=(2, 1),
+    short=(130, 200),
+    lengths=(
+        *_LENGTHS,
+        *(
+            (n_q, n_kv, is_causal)
+            for n_q in (1, 2, 31, 64, 127, 128, 129, 257, 1000)
+            for n_kv in (2, 32, 63, 65, 128, 255, 1000)
+            for is_causal in (False, True)
+            if n_q > 1 or not is_causal  # the only query would see one key
+        ),
+    ),
+    float64_sizes=((150, 64, 1), (1024, 128, 4), (777, 80, 3)),
+    variants={
+        "smooth_v": SageConfig(smooth_v=True),
+        "unsigned_p": SageConfig(unsigned_p=True),
+        "consistent": SageConfig.consistent(),
+    },
+    main_variants=("unsigned_p", "consistent"),
+    large_values=(100, 300, 1000, 3000, 10000, 60000),
+    bf16_error=8e-3,  # steps of bf16 are 8 times those of fp16
+)
+
+# --- Hopper ------------------------------------------------------------------------------------------------
+
+_AROUND_TILES = (1, 63, 64, 65, 0, 127, 128, 129, 300, 2)
+_EQUAL_LENGTHS = (2, 31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 257, 300, 385, 1000)
+_OTHER_LENGTHS = (
+    (2, 65), (2, 1000), (31, 129), (31, 300), (63, 64), (63, 192), (64, 63), (64, 65), (64, 128), (65, 64),
+    (65, 257), (127, 2), (127, 129), (128, 127), (128, 191), (129, 31), (129, 127), (129, 1000), (191, 65),
+    (192, 128), (192, 257), (257, 2), (257, 256), (300, 64), (300, 1000), (1000, 31), (1000, 129),
+    (1000, 300),
+)  # fmt: skip
+
+HOPPER = KernelSet(
+    name="hopper",
+    device="cuda",
+    gpu=dispatch.EXAMPLES["hopper"],
+    why_unavailable=functools.partial(runtime.why_unavailable, torch.device("cuda"), dispatch.HOPPER),
+    is_cuda=True,
+    head_dims=(64, 128),
+    all_head_dims=(40, 48, 56, 72, 80, 96, 104, 120),
+    heads=(2, 1),
+    tokens=140,
+    poisoned_tokens=(
+        0,
+        40,
+        69,
+        130,
+        139,
+    ),  # both blocks of 64 queries that share a tile of 128 keys, the next
+    short=(130, 200),
+    # Around blocks of 64 queries, work tiles of 128 and 192, blocks of 128 keys.
+    lengths=(
+        *(
+            (*n, causal)
+            for n in (*((n, n) for n in _EQUAL_LENGTHS), *_OTHER_LENGTHS)
+            for causal in (True, False)
+        ),
+        *((1, n, False) for n in (2, 63, 128, 129, 1000)),
+    ),
+    one_key_lengths=(
+        *((n, 1, is_causal) for n in (1, 2, 64, 65, 129, 300) for is_causal in (True, False)),
+        *((1, n, True) for n in (2, 64, 128, 129, 300)),
+    ),
+    float64_sizes=((150, 64, 1), (1024, 128, 4), (777, 80, 3), (1024, 64, 1), (777, 128, 1)),
+    packs={
+        "one": (300, [0, 300], 300, None),
+        "around tiles": (879, boundaries_of(_AROUND_TILES), 879, None),
+        "tokens of no document": (920, boundaries_of(_AROUND_TILES, 3), 920, None),
+        "empty documents": (128, [0, 0, 0, 65, 65, 128, 128, 128], 128, None),
+        "short documents": (310, boundaries_of((n % 6 for n in range(120)), 5), 310, None),
+        "other keys": (
+            620,
+            boundaries_of((65, 1, 128, 300, 63, 2), 10),
+            700,
+            boundaries_of((129, 64, 300, 63, 2, 127), 7),
+        ),
+        "keys or queries missing": (
+            400,
+            boundaries_of((64, 0, 129, 65, 0, 100)),
+            330,
+            boundaries_of((0, 130, 65, 0, 0, 130)),
+        ),
+    },
+    pack_heads={"others": (4, 2)},
+    variants={
+        "smooth_v": SageConfig(smooth_v=True),
+        "unsigned_p": SageConfig(unsigned_p=True),
+        "16-bit O, dV": without_int8("o", "dv"),
+        "consistent": SageConfig.consistent(),
+        "unsigned_p, smooth_v": SageConfig(unsigned_p=True, smooth_v=True),
+        "16-bit O": without_int8("o", unsigned_p=True),
+        "16-bit dV": without_int8("dv", smooth_v=True),
+        "compensate_o": without_int8("o", compensate_o=True),
+    },
+    main_variants=("unsigned_p", "16-bit O, dV", "consistent"),
+    another_config=SageConfig(smooth_v=True, unsigned_p=True),
+    any_lengths=st.integers(1, 400),
+    any_head_dims=st.integers(5, 16).map(lambda n: 8 * n),
+    any_config=st.builds(
+        SageConfig, smooth_k=st.booleans(), smooth_v=st.booleans(), unsigned_p=st.booleans()
+    ),
+    examples=60,
+    large_values=(22, 24, 26, 28, 100, 300, 3000, 10000, 60000),
+    exact_from=100,
+)
+
+#: All of them. Tests of the interpreter run without a GPU, others with ``-m gpu``.
+KERNEL_SETS = (INTERPRETER, TRITON, HOPPER)

@@ -1,0 +1,452 @@
+"""Kernels against the reference, in out and every gradient: the same arithmetic, tile by tile.
+
+Only three things may differ: the order of fp32 sums, exp2 for exp, and x · (1/s) for x / s. Each is worth
+2⁻²³ or so. Now and then that carries an element over the border between two steps of INT8, or two of fp16: of
+n elements about n · 127 · 2⁻²² do, so that hundreds of products hold a few. See ``assert_same``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from sagebwd import SageConfig, reference
+from sagebwd.config import DEFAULT_CONFIG, MATMULS, P_MATMULS
+from sagebwd.metrics import relative_l2
+from tests.sagebwd.kernels import operators
+from tests.sagebwd.kernels.inputs import LAYOUTS, NAMES, token_major, with_means
+from tests.sagebwd.kernels.sets import (
+    BF16,
+    FP16,
+    causal_and_full,
+    causal_first,
+    every_head_dim,
+    fp16_and_bf16,
+    full_first,
+    named,
+    needs,
+    on_gpu,
+    only,
+    over,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+# --- Settings ----------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "default": {},
+    "granularity": {"granularity": "block"},
+    "smooth_q": {"smooth_q": True},
+    "no smoothing": {"smooth_k": False},
+    "only smooth_q": {"smooth_q": True, "smooth_k": False},
+    "smooth_v": {"smooth_v": True},
+    "only smooth_v, token scales": {"smooth_v": True, "smooth_k": False, "operand_scales": "token"},
+    "unsigned_p": {"unsigned_p": True},
+    "unsigned_p, token scales, granularity": {
+        "unsigned_p": True,
+        "operand_scales": "token",
+        "granularity": "block",
+    },
+    "compensate_o": {"compensate_o": True, "int8_matmuls": ("s_fwd", "s_bwd", "dv", "dq", "dk")},
+    "token scales": {"operand_scales": "token"},
+    "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
+    "accurate": {"smooth_k": False, "operand_scales": "token", "int8_matmuls": ("dv", "dq", "dk")},
+    "all INT8": {"int8_matmuls": MATMULS},
+    "all INT8, everything": {
+        "int8_matmuls": MATMULS,
+        "operand_scales": "token",
+        "smooth_q": True,
+    },
+    "no INT8": {"int8_matmuls": ()},
+    "no INT8, everything": {"int8_matmuls": (), "smooth_q": True},
+    **{f"only {name}": {"int8_matmuls": (name,)} for name in MATMULS},
+}
+#: For GPUs.
+MORE_SETTINGS = {
+    "unsigned_p, granularity": {"unsigned_p": True, "granularity": "block"},
+    "unsigned_p, token scales": {"unsigned_p": True, "operand_scales": "token", "smooth_k": False},
+    "unsigned_p, smooth_v": {"unsigned_p": True, "smooth_v": True},
+    **{
+        f"unsigned_p, not {name}": {
+            "unsigned_p": True,
+            "int8_matmuls": tuple(x for x in MATMULS if x != name),
+        }
+        for name in P_MATMULS
+    },
+    **{f"not {name}": {"int8_matmuls": tuple(x for x in MATMULS if x != name)} for name in MATMULS},
+    **{
+        f"token scales, only {name}": {"operand_scales": "token", "int8_matmuls": (name,)} for name in MATMULS
+    },
+}
+
+
+def settings_of(kernel_set):
+    switches = {**SETTINGS, **MORE_SETTINGS} if kernel_set.is_gpu else SETTINGS
+    configs = {name: kernel_set.config(**values) for name, values in switches.items()}
+    return named(kernel_set.those_it_runs(configs))
+
+
+@over("config", settings_of)
+@causal_first
+@every_head_dim
+def test_every_setting(check, sample, kernel_set, config, is_causal, head_dim):
+    """Four tiles, the last of them not full, and two query heads to each key head."""
+    inputs = sample(kernel_set.tokens + 5, heads=2, kv_heads=1, head_dim=head_dim)
+    check(inputs, config=config, is_causal=is_causal)
+
+
+@needs(granularity="block", block_q=128, block_kv=64)
+def test_the_paper(check, sample):
+    """Its scales belong to tiles of 128 x 64, which a CTA must own whole."""
+    check(sample(150), config=SageConfig.paper(), is_causal=True)
+
+
+@needs(granularity="block", block_q=64, block_kv=64)
+def test_what_pads_a_tile_has_no_part_in_its_scale(check, sample, kernel_set):
+    """A key past the end would have logit 0, here far above all others: logits of −9 or so."""
+    q, k, v, grad_out = sample(75, sigma=0.1)
+    config = kernel_set.config(granularity="block", smooth_k=False)
+    check([q - 1.3, k + 1.3, v, grad_out], config=config)
+
+
+FEW_TILES = ((32, 32), (32, 128), (128, 64), (128, 128))
+MORE_TILES = ((32, 64), (64, 32), (64, 64), (64, 128), (128, 32))
+
+
+def tiles_of(kernel_set):
+    tiles = (*FEW_TILES, *MORE_TILES) if kernel_set.is_gpu else FEW_TILES
+    return [tile for tile in tiles if kernel_set.runs(SageConfig(block_q=tile[0], block_kv=tile[1]))]
+
+
+@over("block_q, block_kv", tiles_of)
+@causal_first
+def test_block_sizes(check, sample, block_q, block_kv, is_causal):
+    config = SageConfig(block_q=block_q, block_kv=block_kv)
+    check(sample(140 if block_q > 32 else 70), config=config, is_causal=is_causal)
+
+
+@on_gpu
+@pytest.mark.parametrize("smooth_k", [False, True])
+@pytest.mark.parametrize("smooth_v", [False, True])
+@causal_and_full
+@every_head_dim
+def test_smoothing_of_what_has_a_mean(check, sample, smooth_k, smooth_v, is_causal, head_dim):
+    inputs = with_means(sample(129, 200, heads=2, head_dim=head_dim))
+    inputs[1] += 0.5
+    check(inputs, is_causal=is_causal, config=SageConfig(smooth_k=smooth_k, smooth_v=smooth_v))
+
+
+# --- Lengths -----------------------------------------------------------------------------------------------
+
+
+@over("n_q, n_kv, is_causal", lambda kernel_set: kernel_set.lengths)
+@every_head_dim
+def test_lengths(check, sample, kernel_set, n_q, n_kv, is_causal, head_dim):
+    heads, kv_heads = kernel_set.heads
+    check(sample(n_q, n_kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim), is_causal=is_causal)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("n_q", "n_kv"), [(64, 64), (65, 65), (300, 300), (1000, 1000), (130, 400), (400, 130)]
+)
+@causal_and_full
+@every_head_dim
+def test_lengths_in_bf16(check, sample, n_q, n_kv, is_causal, head_dim):
+    check(sample(n_q, n_kv, heads=2, kv_heads=1, head_dim=head_dim, dtype=BF16), is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    ("n_q", "n_kv"),
+    [
+        (2, 2), (63, 63), (64, 128), (65, 129), (128, 127), (129, 31), (31, 300), (192, 192), (193, 257),
+        (300, 64), (300, 1000), (1000, 129), (1000, 1000),
+    ],
+)  # fmt: skip
+@over("config", lambda kernel_set: named(kernel_set.variants))
+@causal_and_full
+@every_head_dim
+def test_lengths_with_other_settings(check, sample, n_q, n_kv, config, is_causal, head_dim):
+    inputs = with_means(sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim))
+    check(inputs, is_causal=is_causal, config=config)
+
+
+@over("n_q, n_kv, is_causal", lambda kernel_set: kernel_set.one_key_lengths)
+@every_head_dim
+def test_queries_that_see_one_key(
+    kernels, attend_reference, assert_same, sample, n_q, n_kv, is_causal, head_dim
+):
+    """All weight lies on it. dQ is 0 if it is the only key, because K is then its own mean. dS and dK are
+    what fp16 and INT8 leave of dP − δ = 0, too little to compare closely: one element of O that rounds
+    otherwise is a good part of it.
+    """
+    inputs = sample(n_q, n_kv, head_dim=head_dim)
+    found, wanted = (attention(*inputs, is_causal=is_causal) for attention in (kernels, attend_reference))
+    assert_same(found, wanted, ("out", "dv"))
+    assert relative_l2(found["dk"], wanted["dk"]) < 0.1
+    if n_kv == 1:
+        assert not found["dq"].any()
+    else:
+        assert relative_l2(found["dq"], wanted["dq"]) < 0.1
+        assert not any(found[name][..., 1:, :].any() for name in ("dk", "dv"))
+
+
+# --- Heads -------------------------------------------------------------------------------------------------
+
+#: Runs of the head sizes, the first of them in the interpreter.
+HEAD_SIZE_SETTINGS = {
+    "default": {},
+    "token scales": {"operand_scales": "token"},
+    "smooth_q, all INT8": {"smooth_q": True, "int8_matmuls": MATMULS},
+    "no INT8": {"int8_matmuls": ()},
+}
+
+
+def head_size_settings(kernel_set):
+    configs = {name: SageConfig(**switches) for name, switches in HEAD_SIZE_SETTINGS.items()}
+    return named(kernel_set.those_it_runs(configs if kernel_set.is_gpu else {"default": DEFAULT_CONFIG}))
+
+
+@over("head_dim", lambda kernel_set: kernel_set.all_head_dims)
+@over("n", lambda kernel_set: [70, 300] if kernel_set.is_gpu else [70])
+@over("config", head_size_settings)
+def test_head_sizes(check, sample, head_dim, n, config):
+    check(sample(n, head_dim=head_dim), config=config, is_causal=True)
+
+
+@over("head_dim", lambda kernel_set: kernel_set.all_head_dims)
+@on_gpu
+@pytest.mark.parametrize(
+    ("n_q", "n_kv", "is_causal", "dtype"),
+    [(129, 200, True, FP16), (200, 129, False, FP16), (257, 257, True, BF16)],
+    ids=["causal", "full", "bf16"],
+)
+def test_head_sizes_and_lengths(check, sample, head_dim, n_q, n_kv, is_causal, dtype):
+    check(sample(n_q, n_kv, heads=2, head_dim=head_dim, dtype=dtype), is_causal=is_causal)
+
+
+FEW_HEADS = ((2, 3, 3), (1, 4, 2), (2, 3, 1))
+MORE_HEADS = ((3, 8, 2), (2, 16, 1), (5, 1, 1), (1, 7, 7))
+
+
+@over("batch, heads, kv_heads", lambda kernel_set: FEW_HEADS + (MORE_HEADS if kernel_set.is_gpu else ()))
+@causal_first
+@every_head_dim
+def test_batches_and_groups_of_heads(check, sample, kernel_set, batch, heads, kv_heads, is_causal, head_dim):
+    """With all that each head has: blocks, scales, the logsumexp, δ, and the means of K and, if they can be
+    subtracted, of Q. dK and dV of a head are sums over its group.
+    """
+    smooth_q = SageConfig(smooth_q=True)
+    config = smooth_q if kernel_set.runs(smooth_q) else DEFAULT_CONFIG
+    inputs = sample(*kernel_set.short, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    check(inputs, config=config, is_causal=is_causal)
+
+
+def smooth_v_and_main_variants(kernel_set):
+    names = [name for name in kernel_set.variants if name in ("smooth_v", *kernel_set.main_variants)]
+    return named({name: kernel_set.variants[name] for name in names})
+
+
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(2, 3, 1), (3, 8, 2), (1, 7, 7), (2, 16, 1)])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@fp16_and_bf16
+@over("config", smooth_v_and_main_variants)
+def test_groups_and_head_sizes_with_other_settings(
+    check, sample, batch, heads, kv_heads, head_dim, dtype, config
+):
+    inputs = sample(130, 200, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    if config.smooth_v:
+        inputs = with_means(inputs, 1.0)
+    check(inputs, config=config, is_causal=heads != 8)
+
+
+# --- Scale, dtype, logsumexp -------------------------------------------------------------------------------
+
+
+@over("scale", lambda kernel_set: [0.0, 0.02, 0.5, *([None] if kernel_set.is_gpu else [])])
+@full_first
+@every_head_dim
+def test_scale(check, sample, kernel_set, scale, is_causal, head_dim):
+    found = check(sample(kernel_set.tokens, head_dim=head_dim), scale=scale, is_causal=is_causal)
+    if scale == 0:
+        assert not found["dq"].any()
+        assert not found["dk"].any()
+
+
+BF16_SETTINGS = {
+    "default": SageConfig(),
+    "token scales, smooth_q": SageConfig(operand_scales="token", smooth_q=True),
+    "no INT8": SageConfig(int8_matmuls=()),
+}
+
+
+@over("config", lambda kernel_set: named(kernel_set.those_it_runs(BF16_SETTINGS)))
+def test_bf16(check, sample, config):
+    check(sample(70, head_dim=64, dtype=BF16), config=config, is_causal=True)
+
+
+@over(
+    "is_packed", lambda kernel_set: named({"packed": True, **({"whole": False} if kernel_set.is_gpu else {})})
+)
+@causal_first
+@every_head_dim
+def test_logsumexp(sample_on_device, kernel_set, device, is_packed, is_causal, head_dim):
+    """To base 2; −inf for queries of no document and of one without keys."""
+    q, k, v, _ = sample_on_device(200, heads=2, kv_heads=1, head_dim=head_dim)
+    boundaries = [torch.tensor(x) if is_packed else None for x in ([0, 70, 199], [5, 160, 160])]
+    on_device = [x if x is None else x.to(device) for x in boundaries]
+    options = {"is_causal": is_causal, "scale": 0.1}
+    _, lse, *_ = operators.forward(kernel_set.name, q, k, v, *on_device, **options)
+    packed = dict(zip(("cu_seqlens", "cu_seqlens_kv"), boundaries, strict=True))
+    inputs = (x.cpu() for x in (q, k, v))
+    wanted = reference.attention(*inputs, enable_gqa=True, **options, **packed).lse
+    torch.testing.assert_close(lse.cpu(), wanted * 1.4426950408889634, rtol=1e-6, atol=2e-6)
+
+
+# --- Layouts -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def assert_equal(assert_same, kernel_set):
+    """Bit for bit in the interpreter. A GPU may distribute another layout otherwise over its threads, and so
+    sum δ and the mean of K in another order.
+    """
+
+    def assert_equal(found, wanted):
+        if kernel_set.is_gpu:
+            assert_same(found, wanted)
+        else:
+            assert all(torch.equal(found[name], wanted[name]) for name in NAMES)
+
+    return assert_equal
+
+
+def layout_cases(kernel_set):
+    """First layout, config, head size and dtype."""
+    reads_16_bit_too = SageConfig(int8_matmuls=("s_fwd", "dv"), smooth_q=True)  # every tensor in both forms
+    configs = {"default": DEFAULT_CONFIG, "smooth_v": SageConfig(smooth_v=True)}
+    if kernel_set.runs(reads_16_bit_too):
+        configs = {"S and dV in INT8": reads_16_bit_too, **configs}
+    if not kernel_set.is_gpu:
+        return [
+            pytest.param(first, reads_16_bit_too, 32, FP16, id=f"{first}-S and dV in INT8-fp16")
+            for first in (0, 1)
+        ]
+    return [
+        pytest.param(first, config, head_dim, dtype, id=f"{first}-{name}-{head_dim}-{dtype}")
+        for first in range(4)
+        for name, config in configs.items()
+        for head_dim in (*kernel_set.head_dims, 80)
+        for dtype in (FP16, BF16)
+    ]
+
+
+@over("first, config, head_dim, dtype", layout_cases)
+def test_layout_does_not_matter(
+    attend, assert_equal, sample_on_device, kernel_set, first, config, head_dim, dtype
+):
+    """Each tensor has another layout, and another one in the next round. NaN lies around one, within the
+    padded head size.
+
+    The gradients of K and V lie token by token if their packed form is saved, not they themselves.
+    """
+    n = 150 if kernel_set.is_gpu else 40
+    inputs = sample_on_device(n, batch=2, heads=2, head_dim=head_dim, dtype=dtype)
+    if config.smooth_v:
+        inputs = [x.to(inputs[0].device) for x in with_means([x.cpu() for x in inputs], 1.0)]
+    strided = [LAYOUTS[(first + n) % 4](x) for n, x in enumerate(inputs)]
+    assert all(x.stride() != y.stride() for x, y in zip(inputs, strided, strict=True))
+    found, wanted = (attend(*x, config=config, is_causal=True) for x in (strided, inputs))
+    assert_equal(found, wanted)
+    of_keys = map(token_major, strided[1:3]) if kernel_set.is_cuda else strided[1:3]
+    for name, like in zip(NAMES, (strided[0], strided[0], *of_keys), strict=True):
+        assert found[name].stride() == torch.empty_like(like).stride(), name
+
+
+@every_head_dim
+def test_a_gradient_that_is_one_value_for_all(attend, assert_equal, sample_on_device, kernel_set, head_dim):
+    """The gradients of ``out.sum()`` and ``out.sum(2)`` have strides of zero."""
+    *inputs, grad_out = sample_on_device(150 if kernel_set.is_gpu else 40, heads=2, head_dim=head_dim)
+    for grad in (grad_out[:, :1, :1, :1], grad_out[:, :, :1]):
+        expanded = grad.expand_as(grad_out)
+        assert 0 in expanded.stride()
+        found, wanted = (attend(*inputs, g) for g in (expanded, expanded.contiguous()))
+        assert_equal(found, wanted)
+
+
+def test_two_runs_give_the_same_bits(kernels, sample):
+    inputs = sample(70, heads=2, kv_heads=1)
+    first, second = (kernels(*inputs, is_causal=True) for _ in range(2))
+    for name in NAMES:
+        assert torch.equal(first[name], second[name]), name
+
+
+# --- Anything ----------------------------------------------------------------------------------------------
+
+
+def test_anything(kernels, attend_reference, exact, sample, kernel_set):
+    """Kernels lie closer to the reference than half of what quantization and fp16 cost it: with few tokens
+    there is no telling how many roundings differ. Nor need there be any error, so one element may fall to the
+    other side in fp16; and where the exact gradient is 0, as with one key, sums in fp32 leave up to 1e-5.
+    """
+
+    @settings(
+        deadline=None,
+        max_examples=kernel_set.examples,
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink takes the interpreter hours
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(
+        n_q=kernel_set.any_lengths,
+        n_kv=kernel_set.any_lengths,
+        batch=st.integers(1, 3) if kernel_set.is_gpu else st.just(1),
+        heads=st.sampled_from([(1, 1), (2, 1), (2, 2), *([(4, 2), (5, 5)] if kernel_set.is_gpu else [])]),
+        head_dim=kernel_set.any_head_dims,
+        is_causal=st.booleans(),
+        sigma=st.sampled_from([0.3, 1.0, 3.0]),
+        config=kernel_set.any_config,
+        seed=st.integers(0, 2**31),
+    )
+    def check_one(n_q, n_kv, batch, heads, head_dim, is_causal, sigma, config, seed):
+        options = {"heads": heads[0], "kv_heads": heads[1], "sigma": sigma, "seed": seed}
+        inputs = sample(n_q, n_kv, batch=batch, head_dim=head_dim, **options)
+        wanted = exact(*inputs, is_causal=is_causal)
+        found, expected = (
+            attention(*inputs, config=config, is_causal=is_causal)
+            for attention in (kernels, attend_reference)
+        )
+        for name in NAMES:
+            x, y = found[name].double(), expected[name].double()
+            bound = 0.5 * (y - wanted[name]).norm() + 2**-10 * y.abs().max() + 1e-5 * y.numel() ** 0.5
+            assert (x - y).norm() <= bound, name
+
+    check_one()
+
+
+# --- Against the Triton kernels ----------------------------------------------------------------------------
+
+
+@only(lambda kernel_set: kernel_set.is_gpu and kernel_set.name != "triton")
+@pytest.mark.parametrize(
+    "config",
+    [SageConfig(), SageConfig(smooth_v=True), SageConfig(unsigned_p=True)],
+    ids=["default", "smooth_v", "unsigned_p"],
+)
+@causal_and_full
+@fp16_and_bf16
+@every_head_dim
+def test_triton_kernels_give_the_same_for_the_same_settings(
+    kernels, attend_reference, assert_same, sample, config, is_causal, dtype, head_dim
+):
+    """Unsigned P reaches the same integers in another way there: P less 128, and 128 times sums of the other
+    operand.
+    """
+    options = {"is_causal": is_causal, "config": config}
+    for n_q, n_kv in ((65, 65), (300, 300), (129, 1000), (257, 65)):
+        inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
+        by_triton = kernels(*inputs, kernels="triton", **options)
+        assert_same(by_triton, attend_reference(*inputs, **options))
+        assert_same(kernels(*inputs, **options), by_triton)

@@ -1,0 +1,208 @@
+"""Packed documents: kernels give each document the bits that it gets alone, and nothing to anyone else."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from sagebwd import SageConfig
+from sagebwd.config import MATMULS
+from tests.sagebwd.kernels.inputs import NAMES, assert_bit_equal, boundary_arguments, clamped
+from tests.sagebwd.kernels.sets import (
+    BF16,
+    FP16,
+    boundaries_of,
+    causal_and_full,
+    every_head_dim,
+    on_gpu,
+    over,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+CONFIGS = {
+    "default": SageConfig(),
+    "paper": SageConfig(granularity="block", block_q=64, block_kv=64),
+    "strictly causal": SageConfig.strictly_causal(),
+    "smooth_q": SageConfig(smooth_q=True, block_q=32, block_kv=64),
+    "smooth_v": SageConfig(smooth_v=True),
+    "unsigned_p": SageConfig(unsigned_p=True),
+    "no INT8": SageConfig(int8_matmuls=()),
+    "compensate_o": SageConfig(int8_matmuls=("dq",), compensate_o=True),
+    "all INT8": SageConfig(int8_matmuls=MATMULS, block_q=64, block_kv=32),
+}
+#: For the interpreter.
+FEW_CASES = [
+    *((config, "two") for config in CONFIGS if config not in ("default", "unsigned_p")),
+    ("smooth_v", "keys or queries missing"),
+    *(
+        ("default", pack)
+        for pack in (
+            "several", "tokens of no document", "empty documents", "other keys", "keys or queries missing"
+        )
+    ),
+]  # fmt: skip
+default_and_smooth_v = pytest.mark.parametrize("smooth_v", [False, True], ids=["default", "smooth_v"])
+
+
+def packs_and_configs(kernel_set):
+    """pack, config, head_dim, is_causal, dtype."""
+    if not kernel_set.is_gpu:
+        for name, pack in FEW_CASES:
+            yield pytest.param(pack, CONFIGS[name], 32, True, FP16, id=f"{pack}-{name}")
+        return
+    head_dim, *_ = kernel_set.head_dims
+    few = [(head_dim, True, FP16), (head_dim, False, BF16)]
+    more = [*product(kernel_set.head_dims, (True, False), [FP16]), (head_dim, False, BF16)]
+    all_of_them = list(product((*kernel_set.head_dims, 80), (True, False), (FP16, BF16)))
+    cases = {
+        **dict.fromkeys(CONFIGS, few),
+        **dict.fromkeys(kernel_set.variants, few),
+        **dict.fromkeys(kernel_set.main_variants, more),
+        **dict.fromkeys(("default", "smooth_v"), all_of_them),
+    }
+    configs = {**kernel_set.those_it_runs(CONFIGS), **kernel_set.variants}
+    for pack, (name, config) in product(kernel_set.packs, configs.items()):
+        for head_dim, is_causal, dtype in cases[name]:
+            mask, bits = "causal" if is_causal else "full", "fp16" if dtype is FP16 else "bf16"
+            names = f"{pack}-{name}-{head_dim}-{mask}-{bits}"
+            yield pytest.param(pack, config, head_dim, is_causal, dtype, id=names)
+
+
+@over("pack, config, head_dim, is_causal, dtype", packs_and_configs)
+def test_a_pack_is_each_of_its_documents_alone(
+    kernels, alone, sample, kernel_set, config, pack, head_dim, is_causal, dtype
+):
+    """Bit for bit, and zero for tokens of no document."""
+    n_q, rows, n_kv, columns = kernel_set.packs[pack]
+    heads, kv_heads = kernel_set.pack_heads.get(pack, kernel_set.pack_heads["others"])
+    inputs = sample(n_q, n_kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    settings = {"is_causal": is_causal, "config": config, "scale": 0.3}
+    packed = kernels(*inputs, **boundary_arguments(rows, columns), **settings)
+    assert_bit_equal(packed, alone(inputs, rows, columns or rows, **settings))
+
+
+@on_gpu
+@pytest.mark.parametrize("switches", [{}, {"smooth_k": False}, {"smooth_v": True}], ids=str)
+@causal_and_full
+@every_head_dim
+def test_a_pack_is_what_the_reference_says(check, sample, switches, is_causal, head_dim):
+    options = {"is_causal": is_causal, "config": SageConfig(**switches)}
+    cu_seqlens = torch.tensor(boundaries_of([65, 129, 0, 300, 64], 3))
+    check(sample(570, heads=2, head_dim=head_dim), cu_seqlens=cu_seqlens, **options)
+
+
+@every_head_dim
+def test_a_document_of_one_token_returns_its_value(kernels, sample, head_dim):
+    q, k, v, grad_out = sample(6, head_dim=head_dim)
+    result = kernels(q, k, v, grad_out, cu_seqlens=torch.arange(7))
+    for name, x in (("out", v), ("dv", grad_out)):
+        step = x.float().abs().amax(-1, keepdim=True) / 127
+        bound = 0.5 * step + 2**-10 * x.float().abs()  # and fp16 rounds the result
+        assert ((result[name] - x).float().abs() <= bound).all(), name
+
+
+@pytest.mark.parametrize("boundaries", [[7, 7, 7], [0, 0], [30, 30], [0, 30]])
+@over("smooth_v", lambda kernel_set: [False, True] if kernel_set.is_gpu else [False])
+@every_head_dim
+def test_without_keys_everything_is_zero(kernels, sample, boundaries, smooth_v, head_dim):
+    result = kernels(
+        *sample(30, 20, head_dim=head_dim),
+        config=SageConfig(smooth_v=smooth_v),
+        cu_seqlens=torch.tensor(boundaries),
+        cu_seqlens_kv=torch.full((len(boundaries),), 5),
+    )
+    assert not any(result[name].any() for name in NAMES)
+
+
+@on_gpu
+@causal_and_full
+@every_head_dim
+def test_the_means_of_a_pack_are_those_of_its_documents(kernels, sample, kernel_set, is_causal, head_dim):
+    """Integers, the same for all tokens of a document; those of its neighbours would show."""
+    n_q, rows, n_kv, columns = kernel_set.packs["keys or queries missing"]
+    q, k, v, grad_out = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(-1000, 1000, (len(rows) - 1, 1, 2, 1, head_dim), generator=generator).half()
+    wanted = torch.zeros_like(q)
+    for n, (row, column) in enumerate(zip(pairwise(rows), pairwise(columns), strict=True)):
+        v[..., slice(*column), :] = values[n]
+        if column[0] < column[1]:
+            wanted[..., slice(*row), :] = values[n].repeat_interleave(2, 1)
+    packed = {"cu_seqlens": torch.tensor(rows), "cu_seqlens_kv": torch.tensor(columns)}
+    found = kernels(q, k, v, grad_out, is_causal=is_causal, config=SageConfig(smooth_v=True), **packed)
+    assert torch.equal(found["out"], wanted)
+
+
+# --- Leaks -------------------------------------------------------------------------------------------------
+
+
+@over("poison", lambda kernel_set: [torch.nan, torch.inf] if kernel_set.is_gpu else [torch.nan])
+def test_nothing_comes_from_outside_a_document(kernels, sample, poison):
+    inputs = sample(100, heads=2, kv_heads=1)
+    cu_seqlens = torch.tensor([10, 45, 90])
+    clean = kernels(*inputs, cu_seqlens=cu_seqlens)
+    for x in inputs:
+        x[..., :10, :] = x[..., 45:, :] = poison
+    poisoned = kernels(*inputs, cu_seqlens=cu_seqlens)
+    for name in NAMES:
+        assert torch.equal(poisoned[name][..., :45, :], clean[name][..., :45, :]), name
+        assert poisoned[name][..., 45:90, :].isnan().all(), name
+        assert not poisoned[name][..., 90:, :].any(), name
+
+
+@on_gpu
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("poisoned", [[1], [0, 2, 4], [0, 1, 3, 4]], ids=str)
+@default_and_smooth_v
+@causal_and_full
+@every_head_dim
+def test_documents_do_not_leak(kernels, sample, poison, poisoned, smooth_v, is_causal, head_dim):
+    """All of some documents is poison, and all tokens of none: the others do not change by a bit."""
+    boundaries = boundaries_of([70, 1, 130, 65, 300], 10)
+    inputs = sample(600, heads=2, kv_heads=1, head_dim=head_dim)
+    options = {"cu_seqlens": torch.tensor(boundaries), "is_causal": is_causal}
+    options["config"] = SageConfig(smooth_v=smooth_v)
+    clean = kernels(*inputs, **options)
+    spans = [slice(*span) for span in pairwise(boundaries)]
+    for x in inputs:
+        for span in (slice(0, 10), slice(boundaries[-1], None), *(spans[n] for n in poisoned)):
+            x[..., span, :] = poison
+    found = kernels(*inputs, **options)
+    for name in NAMES:
+        for n, span in enumerate(spans):
+            if n in poisoned:
+                assert found[name][..., span, :].isnan().all(), (name, n)
+            else:
+                assert torch.equal(found[name][..., span, :], clean[name][..., span, :]), (name, n)
+        for span in (slice(0, 10), slice(boundaries[-1], None)):
+            assert not found[name][..., span, :].any(), name
+
+
+# --- Invalid boundaries ------------------------------------------------------------------------------------
+# Reading their values would wait for the GPU, so they are clamped to the sequence and to the boundary before.
+
+
+def invalid_boundaries(kernel_set):
+    n = kernel_set.tokens
+    few = [[-5, 20, 300], [0, 50, 30, n]]
+    return few + ([[2**40, 3], [-(2**40), 2**40], [n - 10, 10, 0]] if kernel_set.is_gpu else [])
+
+
+@over("boundaries", invalid_boundaries)
+@every_head_dim
+def test_boundaries_out_of_order_or_range_read_nothing_out_of_bounds(
+    kernels, sample, kernel_set, device, boundaries, head_dim
+):
+    """Around the tensors lies NaN, which would show."""
+    n = kernel_set.tokens
+    surrounded = [pad(x, (0, 0, 128, 128), value=torch.nan).to(device) for x in sample(n, head_dim=head_dim)]
+    inputs = [x[..., 128:-128, :] for x in surrounded]
+    found, wanted = (
+        kernels(*inputs, cu_seqlens=torch.tensor(x), is_causal=True)
+        for x in (boundaries, clamped(boundaries, n))
+    )
+    assert_bit_equal(found, wanted)

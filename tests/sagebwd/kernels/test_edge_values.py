@@ -1,0 +1,415 @@
+"""Values at the edges: NaN and Inf, the largest and the smallest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from sagebwd import SageConfig
+from sagebwd.config import MATMULS
+from sagebwd.metrics import relative_l2
+from tests.sagebwd.kernels.inputs import (
+    GRADIENTS,
+    INPUTS,
+    NAMES,
+    POISONS,
+    alternating,
+    constant,
+    poison_one,
+)
+from tests.sagebwd.kernels.sets import (
+    BF16,
+    FP16,
+    causal_and_full,
+    cuda_only,
+    every_head_dim,
+    full_first,
+    named,
+    needs,
+    on_gpu,
+    over,
+)
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def configs_of(kernel_set):
+    """Settings by name, in tiles of which ``kernel_set.tokens`` are several."""
+    config = kernel_set.config
+    return kernel_set.those_it_runs(
+        {
+            "default": config(),
+            "paper": config(granularity="block"),
+            "strictly causal": replace(SageConfig.strictly_causal(), **kernel_set.small_tile),
+            "no INT8": config(int8_matmuls=()),
+            "all INT8": config(int8_matmuls=MATMULS),
+            "unsigned_p": config(unsigned_p=True),
+        }
+    )
+
+
+def all_but_unsigned_p_first(kernel_set):
+    configs = configs_of(kernel_set)
+    if not kernel_set.is_gpu:
+        del configs["unsigned_p"]
+    return named(configs)
+
+
+every_config = over("config", all_but_unsigned_p_first)
+
+
+# --- NaN and Inf -------------------------------------------------------------------------------------------
+
+
+def poisons(kernel_set):
+    """config, name of the poisoned input, poison, token. Each setting with each input that it can matter to;
+    in the interpreter with poisons and tokens in turn.
+    """
+    configs, tokens = configs_of(kernel_set), kernel_set.poisoned_tokens
+    if kernel_set.is_gpu:
+        cases = product(configs, INPUTS, POISONS, tokens)
+    else:
+        cases = (
+            (setting, name, POISONS[(n + m) % 3], tokens[(n + 2 * m) % 3])
+            for n, setting in enumerate(configs)
+            for m, name in enumerate(INPUTS)
+            if setting != "unsigned_p" or name == "v"
+        )
+    for setting, name, poison, token in cases:
+        names = (setting, name, str(poison), str(token))
+        yield pytest.param(configs[setting], name, poison, token, id="-".join(names))
+
+
+def poisoned_channels(config):
+    """Where a NaN in channel 3 of V (or dO) shows in O (or dV): everywhere, but in channel 3 outside INT8."""
+    return slice(None) if config.int8_matmuls else 3
+
+
+@over("config, name, poison, token", poisons)
+@every_head_dim
+def test_nan_and_inf_reach_every_output_that_depends_on_them(
+    kernels, attend_reference, sample, kernel_set, config, name, poison, token, head_dim
+):
+    """Without a mask all that depends on the poison must be NaN, and nothing but what shares a scale."""
+    inputs = poison_one(sample(kernel_set.tokens, head_dim=head_dim), name, token, poison)
+    result = kernels(*inputs, config=config)
+
+    out, dq, dk, dv = (result[x][0, 0] for x in NAMES)
+    channels = poisoned_channels(config)
+    every, query = slice(None), slice(token, token + 1)
+    must_be_nan = {
+        "q": [out[query], dq[query], dk, dv],
+        "k": [out, dq, dk, dv],
+        "v": [out[every, channels], dq, dk],
+        "grad_out": [dq[query], dk, dv[every, channels]],
+    }
+    assert all(x.isnan().all() for x in must_be_nan[name])
+    if name == "v":
+        assert dv.isfinite().all()
+    if name == "grad_out":
+        assert out.isfinite().all()
+    wanted = attend_reference(*inputs, config=config)
+    for x in NAMES:
+        assert not result[x].isinf().any(), x
+        assert torch.equal(result[x].isnan(), wanted[x].isnan()), x
+
+
+every_input = pytest.mark.parametrize("name", INPUTS)
+every_poison = pytest.mark.parametrize("poison", POISONS, ids=str)
+
+
+@on_gpu
+@every_input
+@every_poison
+@pytest.mark.parametrize("token", [0, 40, 69, 130, 139])
+@every_head_dim
+def test_nan_and_inf_under_the_causal_mask(kernels, attend_reference, sample, name, poison, token, head_dim):
+    """All that depends on the poison is NaN, and nothing but what shares a tile with something that does.
+
+    Tiles are of 64 queries and 128 keys.
+    """
+    inputs = poison_one(sample(140, head_dim=head_dim), name, token, poison)
+    found, wanted = (attention(*inputs, is_causal=True) for attention in (kernels, attend_reference))
+    assert not any(found[x].isinf().any() for x in NAMES)
+    for x in ("out", "dq"):  # for dK and dV the hidden half of a tile of keys may be left out
+        assert torch.equal(found[x].isnan(), wanted[x].isnan()), x
+
+    out, dq, dk, dv = (found[x][0, 0] for x in NAMES)
+    query, seeing, seen = slice(token, token + 1), slice(token, None), slice(token + 1)
+    must_be_nan = {
+        "q": [out[query], dq[query], dk[seen], dv[seen]],
+        "k": [out, dq, dk, dv],  # by way of the mean of K
+        "v": [out[seeing], dq[seeing], dk],
+        "grad_out": [dq[query], dk[seen], dv[seen]],
+    }
+    block, tile = slice(token // 64 * 64), slice(token // 128 * 128)
+    hidden = slice(-(-(token // 64 * 64 + 64) // 128) * 128, None)  # tiles of keys after the block of queries
+    must_be_finite = {
+        "q": [out[block], dq[block], dk[hidden], dv[hidden]],
+        "k": [],
+        "v": [out[tile], dq[tile], dv],
+        "grad_out": [out, dq[block], dk[hidden], dv[hidden]],
+    }
+    assert all(x.isnan().all() for x in must_be_nan[name])
+    assert all(x.isfinite().all() for x in must_be_finite[name])
+
+
+@over("config", lambda kernel_set: named({x: kernel_set.variants[x] for x in kernel_set.main_variants}))
+@every_input
+@every_poison
+@pytest.mark.parametrize("token", [70, 130, 200])
+@causal_and_full
+@every_head_dim
+def test_nan_and_inf_with_other_settings(
+    kernels, attend_reference, sample, name, poison, token, is_causal, head_dim, config
+):
+    """Where they reach in the reference. Work tiles may be of 192 queries, 64 at a time."""
+    inputs = poison_one(sample(270, head_dim=head_dim), name, token, poison)
+    options = {"is_causal": is_causal, "config": config}
+    found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
+    assert not any(found[x].isinf().any() for x in NAMES)
+    for x in NAMES if not is_causal else ("out", "dq"):
+        assert torch.equal(found[x].isnan(), wanted[x].isnan()), x
+
+
+@on_gpu
+@every_poison
+@pytest.mark.parametrize("token", [0, 69, 139])
+@causal_and_full
+@every_head_dim
+def test_nan_and_inf_in_smoothed_values(
+    kernels, attend_reference, sample, poison, token, is_causal, head_dim
+):
+    """By way of the mean they reach all queries of the heads that share them; no other head, and not dV."""
+    inputs = sample(140, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
+    inputs[2][1, 0, token, 3] = poison
+    options = {"is_causal": is_causal, "config": SageConfig(smooth_v=True)}
+    found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
+    for name, heads in (("out", 2), ("dq", 2), ("dk", 1), ("dv", 0)):
+        reached = torch.zeros_like(found[name], dtype=torch.bool)
+        reached[1, :heads] = True
+        assert torch.equal(found[name].isnan(), reached), name
+        assert torch.equal(wanted[name].isnan(), reached), name
+        assert not found[name].isinf().any(), name
+
+
+@every_head_dim
+def test_another_batch_and_another_group_stay_clean(kernels, sample, kernel_set, head_dim):
+    """A poisoned key of batch 1, head 0 shows in the two query heads that share it, and nowhere else."""
+    n = 140 if kernel_set.is_gpu else 40
+    inputs = sample(n, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
+    inputs[1][1, 0, 7, 3] = torch.nan
+    result = kernels(*inputs)
+    for name in NAMES:
+        poisoned = torch.zeros_like(result[name], dtype=torch.bool)
+        poisoned[1, : 2 if name in ("out", "dq") else 1] = True
+        assert torch.equal(result[name].isnan(), poisoned), name
+        assert not result[name].isinf().any(), name
+
+
+@needs(operand_scales="token", int8_matmuls=MATMULS)
+@pytest.mark.parametrize("name", ["q", "grad_out"])
+@pytest.mark.parametrize("scales", ["block", "token"])
+def test_a_poisoned_query_poisons_its_block_or_itself(kernels, sample, kernel_set, scales, name):
+    inputs = poison_one(sample(70), name, 40, torch.nan)
+    result = kernels(*inputs, config=kernel_set.config(operand_scales=scales, int8_matmuls=MATMULS))
+    poisoned = range(40, 41) if scales == "token" else range(64)
+    for output in ("out", "dq") if name == "q" else ("dq",):
+        nan_tokens = result[output].isnan().all(-1).flatten().nonzero().flatten()
+        assert nan_tokens.tolist() == list(poisoned), output
+        assert result[output].isnan().sum() == inputs[0].shape[-1] * len(poisoned), output
+
+
+@needs(block_q=32, block_kv=64)
+@over("poison", lambda kernel_set: [torch.nan, torch.inf] if kernel_set.is_gpu else [torch.nan])
+def test_hidden_tiles_are_never_touched(kernels, sample, poison):
+    """Under the causal mask a NaN reaches back to the first query that shares a tile with it, no further."""
+    inputs = sample(70)
+    inputs[2][..., -1, :] = poison
+    config = SageConfig(block_q=32, block_kv=64)  # the last key lies in the tiles of keys 64 … 69
+    result = kernels(*inputs, is_causal=True, config=config)
+    for output in ("out", "dq"):
+        assert result[output][..., :64, :].isfinite().all()
+        assert result[output][..., 64:, :].isnan().all()
+
+
+# --- Large values ------------------------------------------------------------------------------------------
+
+
+@every_config
+@over("size", lambda kernel_set: kernel_set.large_values)
+@over("n_kv", lambda kernel_set: [70, 202] if kernel_set.is_gpu else [70])
+@every_head_dim
+def test_large_logits_choose_the_keys_that_agree(kernels, kernel_set, config, size, n_kv, head_dim):
+    """Logits of ± size² · √D, from 4e3 to 4e10: the keys whose sign is that of Q share all the weight.
+
+    P̃ = exp(S − max) is 1 or 0, so O is exact. The gradients meet the difference between S and the logsumexp,
+    which fp32 rounds to a step of S. With unsigned P a P̃ a little above 1 must not become 256, which is 0 in
+    8 bits.
+    """
+    q = constant(40, head_dim, size)
+    ones = constant(n_kv, head_dim, 1)
+    k, v = (alternating(ones, x) for x in (float(size), 6e4))
+    result = kernels(q, k, v, 1e-4 * torch.ones_like(q), config=config)
+    step = 32  # of fp16 at 6e4
+    assert (result["out"].double() - 6e4).abs().max() <= (0 if size >= kernel_set.exact_from else step)
+    assert all(result[name].isfinite().all() for name in GRADIENTS)
+
+
+@every_config
+@over("scale", lambda kernel_set: [1e2, 1e3, 1e4, 1e5] if kernel_set.is_gpu else [1e4])
+@every_head_dim
+def test_large_logits_of_random_values(kernels, attend_reference, sample, config, scale, head_dim):
+    """All weight on one key, whose logit is up to 1e7: O is its value, dV its query's dO.
+
+    Queries are keys, of few digits, and each key stands next to its negative: so S is exact in fp32, whatever
+    the order of its sums, and the backward's is the forward's. There dP − δ is 0 but for the errors of O and
+    of fp32 sums, whose order is free: dQ and dK are noise of about the same size in both.
+    """
+    _, k, v, grad_out = sample(40, 70, head_dim=head_dim)
+    k = (8 * k).round() / 8
+    k[..., 1::2, :] = -k[..., ::2, :]
+    if head_dim > 32:
+        grad_out *= 2**-6  # so that the noise does not overflow
+    inputs = k[..., 30:, :], k, v, grad_out
+    found, wanted = (
+        attention(*inputs, config=config, scale=scale) for attention in (kernels, attend_reference)
+    )
+    for name in ("out", "dv"):
+        assert relative_l2(found[name], wanted[name]) < 1e-3, name
+    for name in ("dq", "dk"):
+        assert found[name].isfinite().all(), name
+        assert found[name].float().norm() < 4 * wanted[name].float().norm(), name
+
+
+@cuda_only
+@pytest.mark.parametrize("scale", [1e2, 1e3, 1e4, 1e5])
+@pytest.mark.parametrize(("n_q", "n_kv"), [(40, 70), (130, 200)])
+@every_head_dim
+def test_large_logits_of_any_random_values(kernels, attend_reference, sample, scale, n_q, n_kv, head_dim):
+    """The same with S that is exact because the INT8 values of Q and K are those of the reference. packing.cu
+    makes them so for these inputs; elsewhere one that rounds otherwise may choose another key.
+    """
+    inputs = sample(n_q, n_kv, head_dim=head_dim)
+    inputs[3] *= 2**-6
+    found, wanted = (attention(*inputs, scale=scale) for attention in (kernels, attend_reference))
+    for name in ("out", "dv"):
+        assert relative_l2(found[name], wanted[name]) < 1e-3, name
+    for name in ("dq", "dk"):
+        assert found[name].isfinite().all(), name
+        assert found[name].float().norm() < 4 * wanted[name].float().norm(), name
+
+
+@every_config
+@every_head_dim
+def test_the_largest_powers_of_two(kernels, attend_reference, exact, sample, config, head_dim):
+    """± 2¹⁵ with random signs, exact in INT8 and in fp32 sums: logits up to 1e10, with ties at the top.
+
+    Every key stands next to its negative, so that their mean is 0. The gradients need a small dO to be finite
+    in fp16; in them fp32 loses the log of the number of ties, in the reference too. dS has few values, half
+    the largest among them, which is 63.5 steps: dQ and dK may be one step of 127 apart.
+    """
+    q, k, v, grad_out = (x.sign() for x in sample(40, 70, head_dim=head_dim))
+    k[..., 1::2, :] = -k[..., ::2, :]
+    inputs = 2**15 * q, 2**15 * k, 2**15 * v, 2**-20 * grad_out
+    found, wanted = (attention(*inputs, config=config) for attention in (kernels, attend_reference))
+    assert relative_l2(found["out"], exact(*inputs)["out"]) < 1e-3
+    for name in NAMES:
+        assert found[name].isfinite().all(), name
+        assert relative_l2(found[name], wanted[name]) < (1 / 127 if name in ("dq", "dk") else 1e-3), name
+
+
+@every_config
+@every_head_dim
+def test_finite_gradients_that_overflow_fp16_become_inf(kernels, config, head_dim):
+    """As in torch's attention: loss scaling looks for them."""
+    zeros = constant(40, head_dim)
+    grad_out = torch.full_like(zeros, 6e4)
+    one_key = kernels(zeros, zeros[:, :, :1], zeros[:, :, :1], grad_out, config=config)
+    assert one_key["dv"].isposinf().all()
+    k, v = alternating(zeros, 6e4), alternating(zeros, 10.0)
+    assert kernels(zeros, k, v, torch.ones_like(zeros), config=config)["dq"].isposinf().all()
+
+
+@every_config
+@every_head_dim
+def test_fp32_sums_that_overflow_are_nan(kernels, config, head_dim):
+    """3e38 in V and dO: O is their mean, but dP, δ and the sum in dV overflow. Inf would be plausible."""
+    zeros = constant(40, head_dim, dtype=BF16)
+    large = torch.full_like(zeros, 3e38)
+    result = kernels(zeros, zeros, large, large, config=config)
+    assert not result["out"].isinf().any()
+    assert result["dq"].isnan().all()
+    assert result["dk"].isnan().all()
+    one_key = kernels(zeros, zeros[:, :, :1], large[:, :, :1], large, config=config)
+    assert one_key["dv"].isnan().all()
+
+
+# --- Small values ------------------------------------------------------------------------------------------
+
+few_and_many_tokens = over("n", lambda kernel_set: [40, 140] if kernel_set.is_gpu else [40])
+
+
+@every_config
+@few_and_many_tokens
+@every_head_dim
+def test_subnormal_values_of_fp16_count(kernels, attend_reference, sample, config, n, head_dim):
+    """2⁻²⁰ times Gaussian, in steps of 2⁻²⁴. fp32 holds them exactly; results may differ by one step."""
+    inputs = [(2.0**-20 * x.float()).half() for x in sample(n, head_dim=head_dim)]
+    found, wanted = (attention(*inputs, config=config) for attention in (kernels, attend_reference))
+    for name in NAMES:
+        assert (found[name].float() - wanted[name].float()).abs().max() <= 2**-24, name
+    assert found["out"].any()
+    assert found["dv"].any()
+
+
+@every_config
+@few_and_many_tokens
+@every_head_dim
+def test_tiny_grad_out_in_fp16(kernels, attend_reference, sample, config, n, head_dim):
+    *inputs, grad_out = sample(n, head_dim=head_dim)
+    grad_out = (2.0**-20 * grad_out.float()).half()
+    found, wanted = (attention(*inputs, grad_out, config=config) for attention in (kernels, attend_reference))
+    for name in GRADIENTS:
+        assert found[name].any(), name
+        assert (found[name].float() - wanted[name].float()).abs().max() <= 2**-24, name
+
+
+@every_config
+@over("exponent", lambda kernel_set: [-80, -60, 60] if kernel_set.is_gpu else [-80])
+@full_first
+@every_head_dim
+def test_gradients_scale_with_grad_out_bit_for_bit(
+    kernels, sample, kernel_set, config, exponent, is_causal, head_dim
+):
+    """bf16 reaches as far down as fp32. Nothing is flushed to zero, and no constant hides in a division."""
+    n = 140 if kernel_set.is_gpu else 40
+    *inputs, grad_out = sample(n, head_dim=head_dim, dtype=BF16)
+    options = {"config": config, "is_causal": is_causal}
+    scaled = kernels(*inputs, 2.0**exponent * grad_out, **options)
+    plain = kernels(*inputs, grad_out, **options)
+    for name in GRADIENTS:
+        assert torch.equal(scaled[name], 2.0**exponent * plain[name]), name
+
+
+@on_gpu
+@pytest.mark.parametrize(("size", "dtype"), [(1e-4, FP16), (1e-20, BF16)], ids=["1e-4", "1e-20"])
+@pytest.mark.parametrize(("n_q", "n_kv"), [(63, 63), (129, 129), (257, 257), (100, 131), (131, 100)])
+@causal_and_full
+@every_head_dim
+def test_the_mask_holds_where_logits_are_near_zero(
+    check, sample, size, dtype, n_q, n_kv, is_causal, head_dim
+):
+    """A hidden logit, −2³⁰ in INT32, times the scales of such values is near zero as well."""
+    q, k, v, grad_out = sample(n_q, n_kv, head_dim=head_dim, dtype=torch.float32)
+    inputs = [x.to(dtype) for x in (size * q, size * k, v, grad_out)]
+    found = check(inputs, names=("out", "dv"), is_causal=is_causal)
+    # The others are subnormal, so that one step of fp16 shows.
+    assert all(found[name].isfinite().all() for name in ("dq", "dk"))
+    visible = torch.ones(n_q, n_kv, dtype=torch.float64)
+    visible = visible.tril() if is_causal else visible
+    mean = visible / visible.sum(-1, keepdim=True) @ v.double()
+    assert relative_l2(found["out"], mean) < 0.02
