@@ -18,6 +18,9 @@ from typing import Any
 from data.files import write_text
 from scripts.bench.measuring import command_parser
 from scripts.paper import accuracy, drawing, error_against_time, gradient_formats, table1
+from scripts.paper.gradient_bias_tables import Row as BiasRow
+from scripts.paper.gradient_bias_tables import draw as draw_bias
+from scripts.paper.gradient_bias_tables import to_markdown as bias_markdown
 from scripts.paper.gradient_error_pictures import draw_costs, draw_progress
 from scripts.paper.gradient_error_rows import HeadSource, runs_with_progress
 from scripts.paper.gradient_error_rows import Row as ErrorRow
@@ -70,6 +73,7 @@ def tables(results: Results) -> dict[str, Callable[[Path], None]]:
     add("accuracy", accuracy.to_markdown)
     add("layers", lambda data: layers_markdown(data, layer_rows(data)))
     add("gradient_error", lambda data: error_markdown(*study(data)))
+    add("gradient_bias", lambda data: bias_markdown(data, bias_rows(data)))
     add("gradient_formats", lambda data: gradient_formats.to_markdown(data, gradient_formats.rows_of(data)))
     return made
 
@@ -96,6 +100,10 @@ def pictures(results: Results) -> dict[str, Callable[[Path], None]]:
                 "gradient_error.json",
                 lambda data, tensor=tensor: draw_progress(*study(data), tensor),
             )
+    if results.has("gradient_bias.json"):
+        drawn["gradient_bias.png"] = lambda path: draw_bias(
+            bias_rows(results.json("gradient_bias.json")), path
+        )
     add(
         "error_against_time.png",
         "error_against_time.json",
@@ -107,6 +115,10 @@ def pictures(results: Results) -> dict[str, Callable[[Path], None]]:
 def losses(data: dict[str, Any], title: str) -> Any:
     finished = [run for run in data["runs"] if run["finished"] or run["diverged"]]
     return draw_losses(data["groups"], finished, title)
+
+
+def bias_rows(data: dict[str, Any]) -> list[BiasRow]:
+    return [BiasRow(**row) for row in data["rows"]]
 
 
 def layer_rows(data: dict[str, Any]) -> list[LayerRow]:

@@ -93,16 +93,38 @@ def test_a_new_attention_trains_is_swept_and_resumed_with_a_setting_of_its_own(c
     assert "continuing" in train(checkout, datasets, *resumed, "attention.window=8")
 
 
-def test_its_setting_is_checked_and_known(checkout, datasets):
-    assert "attention.window=0 must be at least 1" in train(
-        checkout, datasets, "attention=window", "attention.window=0", code=1
-    )
-    assert "attention.window=wide" in train(
-        checkout, datasets, "attention=window", "attention.window=wide", code=1
-    )
-    told = train(checkout, datasets, "attention=fpa", "attention.window=3", code=1)
-    assert "attention.window=3: has no effect with attention=fpa" in told
-    assert "use attention=window" in told
-    assert "did you mean attention.window" in train(
-        checkout, datasets, "attention=window", "attention.windw=3", code=1
-    )
+CHECK = """
+import json, sys
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from trainer import settings
+from trainer.errors import SettingsError
+from trainer.plan import make_plan
+
+settings.register()
+with initialize_config_dir(sys.argv[1], version_base="1.3"):
+    for overrides in json.loads(sys.argv[2]):
+        chosen = OmegaConf.to_object(compose("train", ["experiment=debug", *overrides]))
+        try:
+            make_plan(chosen, 1)
+        except SettingsError as error:
+            print(error)
+"""
+
+
+def test_its_setting_is_checked_and_known(checkout):
+    """All in one process: to start one takes seconds."""
+    wrong = [
+        ["attention=window", "attention.window=0"],
+        ["attention=window", "attention.window=wide"],
+        ["attention=fpa", "+attention.window=3"],
+        ["attention=window", "+attention.windw=3"],
+    ]
+    command = [sys.executable, "-c", CHECK, str(checkout / "configs"), json.dumps(wrong)]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    told = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=True)
+    assert "attention.window=0 must be at least 1" in told.stdout
+    assert "attention.window=wide" in told.stdout
+    assert "attention.window=3: has no effect with attention=fpa" in told.stdout
+    assert "use attention=window" in told.stdout
+    assert "did you mean attention.window" in told.stdout

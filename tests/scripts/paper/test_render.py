@@ -20,7 +20,9 @@ def test_every_picture_but_those_of_benchmarks_can_be_drawn_again():
     ).keys()
 
 
-@pytest.mark.parametrize("name", ["accuracy", "layers", "gradient_error", "gradient_formats"])
+@pytest.mark.parametrize(
+    "name", ["accuracy", "layers", "gradient_bias", "gradient_error", "gradient_formats"]
+)
 def test_the_committed_tables_are_those_of_the_committed_numbers(name, tmp_path):
     render.files(Results(RESULTS))[f"{name}.md"](tmp_path / "made.md")
     assert (tmp_path / "made.md").read_text() == (RESULTS / f"{name}.md").read_text()
