@@ -48,6 +48,14 @@ def chosen(rows: Sequence[Row], **wanted: Any) -> list[Row]:
     return [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
 
 
+def by_variant(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """The rows of each (source, kind, name): one pass over all of them, where tables ask for thousands."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.source, row.kind, row.name), []).append(row)
+    return found
+
+
 def mean_error(rows: Sequence[Row], tensor: str) -> float:
     """Relative L2, mean over layers and heads."""
     return fmean(row.relative_l2[tensor] for row in rows)

@@ -11,6 +11,7 @@ from scripts.paper.gradient_error_rows import (
     PARTS,
     HeadSource,
     Row,
+    by_variant,
     chosen,
     costs_of,
     front,
@@ -46,23 +47,25 @@ def cost_table(sources: Sequence[HeadSource], rows: Sequence[Row], tensor: str) 
     """Every variant, the cheap ones first; * marks those on the Pareto front."""
     costs = costs_of(rows)
     fronts = {source.name: front(points_of(rows, source, tensor)) for source in sources}
+    grouped = by_variant(rows)
     cells = []
     for name in sorted(costs, key=costs.get):
         errors = []
         for source in sources:
-            error = mean_error(chosen(rows, source=source.name, kind="variant", name=name), tensor)
+            error = mean_error(grouped[source.name, "variant", name], tensor)
             errors.append(f"{error:.4f}" + ("*" if name in fronts[source.name] else " "))
         cells.append([name, f"{costs[name]:.2f}", *errors])
     return align(["variant", "cost", *(source.name for source in sources)], cells)
 
 
 def step_table(sources: Sequence[HeadSource], rows: Sequence[Row], tensor: str) -> list[str]:
+    grouped = by_variant(rows)
     cells = [
         [
             step,
             *(
                 " / ".join(
-                    f"{mean_error(chosen(rows, source=source.name, kind=kind, name=step), tensor):.4f}"
+                    f"{mean_error(grouped[source.name, kind, step], tensor):.4f}"
                     for kind in ("alone", "all but")
                 )
                 for source in sources
