@@ -6,13 +6,11 @@ Every rule takes numbers from the JSON files and returns a `Verdict`. Nothing el
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from scripts.paper import published as paper
+from scripts.paper.report.layer_errors import Layers
 from scripts.paper.report.markdown import decimal, known, span
-
-if TYPE_CHECKING:
-    from scripts.paper.report.layers import Layers
 
 AGREES, DIFFERS, CANNOT_TELL, NOT_RUN = "agrees", "does not agree", "cannot tell at this scale", "not run"
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from scripts.paper.report.layers import Layers, alike_but, extreme, most_against_fewest_tokens
+from scripts.paper.report.layer_errors import Layers
+from scripts.paper.report.layers import alike_but, extreme, most_against_fewest_tokens
 from scripts.paper.report.markdown import without_repeats
 from scripts.paper.report.verdicts import (
     AGREES,
