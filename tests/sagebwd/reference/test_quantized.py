@@ -188,7 +188,7 @@ def test_exact_delta_makes_rows_of_ds_sum_to_zero(draw):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_compensation_gives_the_delta_of_the_backwards_own_p_and_dp(draw, dtype, is_causal):
-    """Up to the rounding of the residual, and that of P where it is not the same for all values."""
+    """Up to the rounding of the residual, and that of P where its values differ."""
     q, k, v, grad_out = draw(200, head_dim=64)
     inputs = [x.to(dtype) for x in (q, k, 0.005 * v + 1, grad_out)]
 
