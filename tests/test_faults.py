@@ -66,7 +66,7 @@ def replaced(name, wrap):
 def slow_writes(seconds=0.001):
     """Every tensor of a checkpoint takes so long more, some 100 of them and the seal."""
     replaced("torch.save", lambda save: lambda *data: (time.sleep(seconds), save(*data)))
-    replaced("trainer.checkpoint._seal", lambda seal: lambda *data: (time.sleep(20 * seconds), seal(*data)))
+    replaced("trainer.seal.write", lambda seal: lambda *data: (time.sleep(20 * seconds), seal(*data)))
 
 
 def dies_in(name, call):
@@ -192,9 +192,9 @@ def half_written(settings):
 SPOTS = {
     "while the first is written": ("torch.save", 5),
     "while the second is written": ("torch.save", 150),
-    "before the seal": ("trainer.checkpoint._seal", 2),
+    "before the seal": ("trainer.seal.write", 2),
     "sealed, without its name": ("os.rename", 2),
-    "named, before old ones are dropped": ("trainer.checkpoint._sync_folder", 3),
+    "named, before old ones are dropped": ("trainer.seal.sync", 8),
 }
 
 
@@ -231,7 +231,7 @@ SHORT_ON_TWO = (*SHORT, "hardware.micro_batch=2")
 FULL_DISKS = {
     "for the part of the first rank": (0, "torch.save", 100),
     "for the part of the second rank": (1, "torch.save", 100),
-    "for the seal": (0, "trainer.checkpoint._seal", 1),
+    "for the seal": (0, "trainer.seal.write", 1),
 }
 
 

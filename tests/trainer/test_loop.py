@@ -24,7 +24,10 @@ def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings):
 
 
 def test_a_full_disk_is_told_without_a_traceback(compose_settings):
-    with pytest.raises(TrainingError, match="No space left"), with_user_facing_errors(compose_settings()):
+    with (
+        pytest.raises(TrainingError, match="the disk is full: metrics.jsonl.*same command"),
+        with_user_facing_errors(compose_settings()),
+    ):
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
 
@@ -96,4 +99,5 @@ def test_a_step_waits_for_the_device_once(train_here, tmp_path, monkeypatch):
     train_here(tmp_path / "run", *overrides, "checkpoint_background=true")
     assert waits.pop("_exchange") == 6
     assert waits.pop("validation_loss") == 1
+    assert waits.pop("_on_any_rank") == 3  # whether a checkpoint is finite; copying it waits anyway
     assert not waits
