@@ -82,11 +82,11 @@ def read(path: Path) -> Records:
     try:
         return read_metrics(metrics)
     except ValueError as error:
-        sys.exit(f"{metrics} is damaged ({error}); leave this run out, or repair the file")
+        sys.exit(f"{error}; or leave this run out")
 
 
 def diverged_at(path: Path) -> int | None:
-    """The step that ended the run because it was not finite, or None. Ends with a message if it is unreadable."""
+    """The step that ended the run because it was not finite, or None. Ends with a message if damaged."""
     try:
         return RunDirectory(path).diverged_at()
     except ValueError as error:
@@ -122,7 +122,7 @@ def without_seed(label: str) -> str:
 
 
 class Summary(NamedTuple):
-    """What the table says about a run; None where metrics.jsonl says nothing, NaN where it says not finite."""
+    """What the table says about a run; None where metrics.jsonl says nothing, NaN for what is not finite."""
 
     steps: int
     tokens: float
@@ -137,11 +137,12 @@ NO_LOSSES = {"training_loss": None, "validation_loss": None}
 def summarize(records: Records) -> Summary:
     tokens, losses = series(records, "loss")
     speed = series(records, "tokens_per_second")[1]
+    last_loss = last(records, "loss")
     tail = losses[-max(len(losses) // 10, 1) :]
     return Summary(
         records[-1]["step"] if records else 0,
         tokens[-1] if len(tokens) else 0,
-        last(records, "loss") and tail.mean(),
+        tail.mean() if len(tail) and np.isfinite(last_loss) else last_loss,
         last(records, "val_loss"),
         np.median(speed) if len(speed) else None,
     )
@@ -156,7 +157,7 @@ def last(records: Records, key: str) -> float | None:
 
 
 def table(runs: dict[str, Records], diverged: dict[str, int] | None = None) -> str:
-    """A row for each run and one for each group of seeds, as Markdown. diverged: by which step a run ended."""
+    """A row for each run and one for each group of seeds, as Markdown. diverged: the steps that ended runs."""
     diverged = diverged or {}
     groups: dict[str, list[str]] = {}
     for label in runs:

@@ -25,7 +25,7 @@ def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings):
 
 def test_a_full_disk_is_told_without_a_traceback(compose_settings):
     with (
-        pytest.raises(TrainingError, match="the disk is full: metrics.jsonl.*same command"),
+        pytest.raises(TrainingError, match=r"the disk is full: metrics\.jsonl.*same command"),
         with_user_facing_errors(compose_settings()),
     ):
         raise OSError(28, "No space left on device", "metrics.jsonl")
