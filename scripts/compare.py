@@ -157,7 +157,7 @@ def last(records: Records, key: str) -> float | None:
 
 
 def table(runs: dict[str, Records], diverged: dict[str, int] | None = None) -> str:
-    """A row for each run and one for each group of seeds, as Markdown. diverged: the steps that ended runs."""
+    """A row for each run and one for each group of seeds, as Markdown. diverged: by label, the step."""
     diverged = diverged or {}
     groups: dict[str, list[str]] = {}
     for label in runs:

@@ -81,8 +81,9 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     if not (isinstance(metadata, Metadata) and isinstance(metadata.storage_data, dict)):
         raise ValueError(f"{METADATA} is not that of a checkpoint")
     for place in metadata.storage_data.values():
-        if not isinstance(place, _StorageInfo) or place.relative_path not in files:
-            raise ValueError(f"{METADATA} points to {place}, which is no file of this checkpoint")
+        name = getattr(place, "relative_path", None)
+        if not (isinstance(place, _StorageInfo) and isinstance(name, str) and name in files):
+            raise ValueError(f"{METADATA} points to {name}, which is no file of this checkpoint")
     return metadata
 
 
