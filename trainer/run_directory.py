@@ -179,7 +179,7 @@ class RunDirectory:
         return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def _stored_settings(self) -> dict[str, Any] | None:
-        """The settings the run was trained with: those of its newest checkpoint, or those in config.yaml.
+        """The settings of the run: those in config.yaml, unless its newest checkpoint says others.
 
         Warns if config.yaml is lost or damaged; None, after a warning, if nothing else says them.
         """
@@ -190,8 +190,8 @@ class RunDirectory:
             problem = "is lost" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
             compared = "they are read from the newest checkpoint" if in_seal else "they cannot be compared"
             log.warning("%s %s. It had the settings of this run; %s", self.config, problem, compared)
-            in_config = None
-        return in_seal or in_config
+            return in_seal
+        return in_seal if in_seal and identity.differences(in_config, in_seal) else in_config
 
     def note_environment(self, device: torch.device, devices: int) -> None:
         """Add what this process runs on to environment.jsonl: a line for every start of the run."""

@@ -5,14 +5,15 @@ from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trainer.run_directory import default_name
 
 
 def refuse_shared_directories(config: DictConfig) -> None:
     """End the program with a message if two runs of the sweep `config` would train in one directory."""
-    parsed = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
+    overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    parsed = OverridesParser.create().parse_overrides(overrides)
     (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)  # the overrides of each run
     first_in: dict[Path, list[str]] = {}
     for run in runs:

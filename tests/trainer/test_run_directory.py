@@ -242,7 +242,7 @@ def test_a_finished_run_whose_text_moved_is_compared_by_the_trainer(tmp_path):
 def test_a_finished_run_of_which_nothing_says_the_settings(tmp_path):
     directory = finished(tmp_path)
     directory.config.unlink()
-    with pytest.raises(TrainingError, match="nothing there says with which settings.*rerun_finished=true"):
+    with pytest.raises(TrainingError, match=r"nothing there says with which settings.*rerun_finished=true"):
         directory.is_finished_with(make_settings())
 
 
