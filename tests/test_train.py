@@ -113,7 +113,7 @@ def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(datasets, tmp_pat
     assert (tmp_path / "run" / "DIVERGED").read_text() == "2\n"
     output = warm.run(warm.debug_settings(datasets, *overrides, "skip_nonfinite=true"), code=1)
     assert output.count("The step is skipped") == 3
-    assert "the loss of the last step is not finite, so the run is not finished" in output
+    assert "the gradient norm of the last step is not finite, so the run is not finished" in output
     assert (tmp_path / "run" / "DIVERGED").read_text() == "4\n"
     assert not (tmp_path / "run" / "DONE").exists()
 

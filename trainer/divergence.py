@@ -68,8 +68,12 @@ class Guard:
         log.warning("%s\nThe step is skipped (skip_nonfinite=true).", diagnosis)
 
     def check_end(self, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Before the run is called finished: its last training and validation loss must be finite."""
-        for key, name in (("loss", "loss of the last step"), ("val_loss", "last validation loss")):
+        """Before the run is called finished: its last step and validation must be finite."""
+        for key, name in (
+            ("loss", "loss of the last step"),
+            ("grad_norm", "gradient norm of the last step"),
+            ("val_loss", "last validation loss"),
+        ):
             values = [record[key] for record in records if key in record]
             if values and values[-1] is None:  # what metrics.jsonl has for NaN and Inf
                 self._end(

@@ -22,6 +22,7 @@ from tests import warm
 from trainer import seal
 from trainer.checkpoint import Checkpoints, load_weights
 from trainer.distributed import Ranks
+from trainer.divergence import not_finite
 from trainer.errors import TrainingError
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -497,6 +498,11 @@ def save_and_restore_shards(rank, folder):
     other, other_optimizer = sharded(seed=1)
     assert background.load_newest(other, other_optimizer)["step"] == 3
     assert_same(own_part(other, other_optimizer), saved)
+    assert not_finite(other, other_optimizer, background.ranks) == []
+    if rank == 1:  # its part alone, of a bias of which rank 0 has another
+        with torch.no_grad():
+            other[1].bias.to_local()[-1] = float("nan")
+    assert not_finite(other, other_optimizer, background.ranks) == ["1.bias"]
     background.close()
     destroy_process_group()
 

@@ -140,15 +140,15 @@ def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(train_here, tm
     assert (tmp_path / "DONE").exists()
 
 
-@pytest.mark.parametrize("key", ["loss", "val_loss"])
-def test_a_run_whose_last_loss_is_not_finite_is_not_finished(train_here, tmp_path, key):
+@pytest.mark.parametrize("key", ["loss", "grad_norm", "val_loss"])
+def test_a_run_whose_last_record_is_not_finite_is_not_finished(train_here, tmp_path, key):
     """As the record of its last step says, also if the process that wrote it was killed before the end."""
     train_here(tmp_path, *SHORT)
     (tmp_path / "DONE").unlink()
     records = read_metrics(tmp_path / "metrics.jsonl")
     next(record for record in reversed(records) if key in record)[key] = None
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    with pytest.raises(TrainingError, match=r"loss.* is not finite, so the run is not finished"):
+    with pytest.raises(TrainingError, match=r"(loss|norm).* is not finite, so the run is not finished"):
         train_here(tmp_path, *SHORT)
     assert (tmp_path / "DIVERGED").exists()
     assert not (tmp_path / "DONE").exists()
