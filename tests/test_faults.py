@@ -14,6 +14,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -424,6 +425,21 @@ def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(debug, tmp_path,
     folder.symlink_to(elsewhere)
     assert "from step 8" in warm.run(settings)
     assert_same_run(whole(*SHORT), run_dir)
+
+
+def test_checkpoint_of_another_run_ends_all_ranks_with_that_message(debug, tmp_path):
+    for seed in (1, 2):
+        warm.run(debug(f"run_{seed}", *SHORT_ON_TWO, f"seed={seed}"))
+    run_dir = tmp_path / "run_1"
+    (run_dir / "DONE").unlink()
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000006")
+    newest = run_dir / "checkpoints" / "step_00000008"
+    seal = newest / "seal.json"
+    seal.write_text(seal.read_text().replace('"seed": 1', '"seed": 3'))  # damaged: the one before is read
+    (tmp_path / "run_2" / "checkpoints" / "step_00000006").rename(newest.with_name("step_00000006"))
+    output = warm.two_ranks(debug("run_1", *SHORT_ON_TWO, "seed=1"), [], [], codes=(1, 1))
+    assert output.count("seed was 2, is now 1") == 2
+    assert "lost the other ranks" not in output
 
 
 def test_damaged_line_of_the_metrics_is_named_and_the_run_goes_on_without_it(debug, tmp_path, whole):

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ from trainer.errors import TrainingError, explain, first
 from trainer.seal import checkpoints_in
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NO_PROCESS_GROUP = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of torch
 
@@ -138,7 +140,7 @@ class Checkpoints:
         checkpoints but none is intact, because starting over is the user's decision, or if the newest intact
         one holds numbers that are not finite.
         """
-        path, sealed = self.ranks.from_main(lambda: self._newest_intact(check))
+        path, sealed = from_main(self.ranks, lambda: self._newest_intact(check))
         if path is None:
             return None
         self._load(path, sealed, model, optimizer)
@@ -271,6 +273,21 @@ class Checkpoints:
         except OSError:
             return "Which checkpoints there are cannot be read."
         return f"Still there: {', '.join(steps)}." if steps else "There is no earlier checkpoint."
+
+
+def from_main(ranks: Ranks, work: Callable[[], T]) -> T:
+    """The result of `work()` on the main rank, or its TrainingError or OSError, on all ranks."""
+
+    def attempt() -> tuple[T | None, TrainingError | OSError | None]:
+        try:
+            return work(), None
+        except (TrainingError, OSError) as error:
+            return None, error
+
+    result, problem = ranks.from_main(attempt)
+    if problem is not None:
+        raise problem
+    return cast(T, result)
 
 
 def load_weights(folder: Path, step: int, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from model.config import parameter_count
 from model.generate import generate
 from model.llama import Llama
 from trainer import distributed, identity, parallel
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, from_main
 from trainer.distributed import Ranks
 from trainer.divergence import Guard
 from trainer.errors import Interrupted, TrainingError, explain, user_facing
@@ -51,8 +51,8 @@ def train(settings: Settings) -> None:
     with distributed.joined(settings.hardware.device) as ranks, with_user_facing_errors(settings):
         directory = RunDirectory(Path(settings.run_dir))
         with directory.locked() if ranks.is_main else nullcontext(), StopRequest() as stop:
+            from_main(ranks, lambda: directory.open(settings))
             if ranks.is_main:
-                directory.open(settings)
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
             with ranks.reporting_lost_ranks():
