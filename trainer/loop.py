@@ -48,15 +48,18 @@ def train(settings: Settings) -> None:
     the state saved, on a signal of StopRequest.
     """
     make_deterministic(settings.hardware.deterministic)
-    with distributed.joined(settings.hardware.device) as ranks, with_user_facing_errors(settings):
+    with (
+        distributed.joined(settings.hardware.device) as ranks,
+        with_user_facing_errors(settings),
+        ranks.reporting_lost_ranks(),
+    ):
         directory = RunDirectory(Path(settings.run_dir))
         with directory.locked() if ranks.is_main else nullcontext(), StopRequest() as stop:
             from_main(ranks, lambda: directory.open(settings))
             if ranks.is_main:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
-            with ranks.reporting_lost_ranks():
-                Trainer(settings, directory, ranks, stop).run()
+            Trainer(settings, directory, ranks, stop).run()
 
 
 def make_deterministic(deterministic: bool) -> None:
