@@ -22,6 +22,8 @@ from sagebwd import SageConfig
 FP32_SUM = 2.0**-20
 #: And to exp, log and the logsumexp in fp32, relative to the magnitude of the logits.
 FP32_LOG = 2.0**-22
+#: Smallest normal number of fp32. Below, a number or an INT8 scale may become zero.
+FP32_TINY = torch.finfo(torch.float32).tiny
 
 
 class Gradients(NamedTuple):
@@ -33,10 +35,15 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Noise:
-    """Random signs for one draw; ``shared`` axes of P and dS have one sign (see :meth:`weights`)."""
+    """Random signs for one draw.
+
+    coherent: the axis of P and dS, -2 for queries or -1 for keys, along which all elements round alike; 0 for
+        none. Weights just below their maximum all round up; nearly equal ones all round to the same integer.
+    q_shared, kv_shared: whether all queries, or all keys, are the same ones, and so round alike.
+    """
 
     generator: torch.Generator | None
-    is_coherent: bool = False
+    coherent: int = 0
     q_shared: bool = False
     kv_shared: bool = False
 
@@ -52,14 +59,10 @@ class Noise:
         return step / 2 * self.signs((batch, heads, 1 if shared else n, channels), x.device)
 
     def weights(self, x: Tensor, step: Tensor) -> Tensor:
-        """Noise for P or dS (B, H, N_q, N_kv).
-
-        Neighbours may round the same way: weights just below their maximum all round up. So every other draw
-        gives the elements of a row one sign.
-        """
+        """Noise for P or dS (B, H, N_q, N_kv)."""
         *heads, rows, columns = x.shape
-        rows = 1 if self.q_shared else rows
-        columns = 1 if self.kv_shared or self.is_coherent else columns
+        rows = 1 if self.q_shared or self.coherent == -2 else rows
+        columns = 1 if self.kv_shared or self.coherent == -1 else columns
         return step / 2 * self.signs((*heads, rows, columns), x.device)
 
 
@@ -76,7 +79,7 @@ class Rounding:
     def to_dtype(self, x: Tensor) -> Tensor:
         """Twice the largest error of rounding x to the dtype."""
         info = torch.finfo(self.dtype)
-        return x.abs() * info.eps + info.tiny * info.eps
+        return x.abs() * info.eps + max(info.tiny * info.eps, FP32_TINY)
 
     def limited(self, x: Tensor) -> Tensor:
         """x as an operand in 16 bit, which overflows where the dtype does."""
@@ -89,7 +92,7 @@ class Rounding:
         largest = x.abs().amax(-1, keepdim=True)
         if self.config.operand_scales == "block":
             largest = _block_max(largest, block, -2)
-        return (largest / 127).expand_as(x)
+        return (largest / 127).expand_as(x) + 2 * 127 * FP32_TINY
 
     def weights(
         self, x: Tensor, contracted: Tensor, axis: int, matmul: str, whole: tuple[int, ...]
@@ -108,7 +111,8 @@ class Rounding:
         for dim, block in zip((-2, -1), whole, strict=True):
             if block:
                 largest = _block_max(largest, block, dim)
-        step = largest / (255 if self.config.is_unsigned(matmul) else 127)
+        levels = 255 if self.config.is_unsigned(matmul) else 127
+        step = largest / levels + 2 * levels * FP32_TINY
         return torch.where(factor > 0, step / factor.clamp_min(1e-300), 0.0)
 
 
