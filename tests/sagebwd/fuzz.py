@@ -171,13 +171,13 @@ def _draw_values(
     largest = 5e3 if dtype == torch.float16 else 1e6
     size = {name: 10 ** choose.uniform(-3, 2) for name in INPUTS}
     if choose.random() < 0.7:  # logits that a softmax is made for
-        size["q"], size["k"] = (10 ** choose.uniform(-1, 0.7) for _ in range(2))
+        size["q"], size["k"] = (10 ** choose.uniform(-1, 0.4) for _ in range(2))
     if choose.random() < 0.05:
         size[choose.choice(INPUTS)] = largest
     values, kinds = {}, {}
     for name, shape in shapes.items():
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        kinds[name] = choose.choice(["plain"] * 3 + ["outlier channel", "outlier tokens", "mean"])
+        kinds[name] = choose.choice(["plain"] * 6 + ["outlier channel", "outlier tokens", "mean"])
         if kinds[name] == "outlier channel":
             x[..., choose.randrange(shape[-1])] *= 10
         elif kinds[name] == "outlier tokens":
