@@ -20,6 +20,14 @@ hypothesis.settings.register_profile("shared cores", deadline=None)  # an exampl
 hypothesis.settings.load_profile("shared cores")
 
 
+@pytest.fixture(autouse=True)
+def float32_matmul_precision():
+    """The trainer sets it for its process: here the next test must not find it changed."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory):
     """A folder for prepared data that the tests share."""

@@ -117,10 +117,10 @@ def test_a_step_waits_for_the_gpu_once(compose_settings, datasets, tmp_path):
         for _ in range(3):  # the first steps allocate and compile
             trainer._train_step()
             trainer.step += 1
-        torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as waits:
                 warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")  # warns, too, that it is a prototype
                 trainer._train_step()
                 trainer.checkpoints.poll(writing=False, failed=False)
                 trainer._stop_if_asked()

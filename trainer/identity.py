@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from model import backends
+from trainer.redaction import redact
 from trainer.settings import Settings
 
 # Settings that may differ when a run resumes: they change how it executes or reports, not what it computes.
@@ -22,9 +23,9 @@ Difference = tuple[str, Any, Any]  # name of a setting, stored value, current va
 
 
 def recorded(settings: Settings) -> dict[str, Any]:
-    """The settings as config.yaml and the seals of checkpoints record them."""
+    """The settings as config.yaml and the seals of checkpoints record them, without secrets."""
     container = OmegaConf.to_container(OmegaConf.structured(settings))
-    return {**container, "attention": backends.resolve(settings.attention)}
+    return redact({**container, "attention": backends.resolve(settings.attention)})
 
 
 def differences(

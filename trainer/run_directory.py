@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.files import write_text
 from trainer import identity, seal
 from trainer.errors import TrainingError, explain, first
+from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
 from trainer.settings import Settings
 
@@ -197,7 +198,7 @@ class RunDirectory:
         """Add what this process runs on to environment.jsonl: a line for every start of the run."""
         line = {
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": sys.argv,
+            "command": redact(sys.argv),
             "commit": find_commit(),
             "device": _device_name(device),
             "devices": devices,

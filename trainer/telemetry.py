@@ -14,6 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from trainer.errors import TrainingError, explain
+from trainer.redaction import RedactingFormatter, redact
+from trainer.run_directory import find_commit
 from trainer.settings import LoggerSettings
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ class Telemetry:
         return self._wandb.id if self._wandb else None
 
     def record(self, values: dict[str, Any]) -> None:
-        values = {key: None if _is_not_finite(value) else value for key, value in values.items()}
+        values = redact({key: None if _is_not_finite(value) else value for key, value in values.items()})
         self._check_file()
         try:
             self._file.write(json.dumps(values) + "\n")
@@ -140,9 +142,12 @@ def start_wandb(
                 id=run_id,
                 resume="allow",
                 dir=folder,
-                config=config,
+                config=redact(config),
                 mode=attempt,
-                settings=wandb.Settings(console="off", silent=True),
+                # The commit, but not the git remote, whose URL names a user.
+                settings=wandb.Settings(
+                    console="off", silent=True, disable_git=True, git_commit=find_commit()
+                ),
             )
         except wandb.Error as error:
             log.warning("W&B (%s): %s", attempt, error)
@@ -154,7 +159,9 @@ def log_to(file: Path | None) -> None:
     handlers: list[logging.Handler] = [_BarSafeHandler()]
     if file is not None:
         handlers.append(_LogFile(file))
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=handlers, force=True)
+    for handler in handlers:
+        handler.setFormatter(RedactingFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in ("trainer", "model", "data", "sagebwd"):  # not those of other libraries
         logging.getLogger(package).setLevel(logging.WARNING if file is None else logging.INFO)
 

@@ -31,7 +31,6 @@ def compose_settings():
 @pytest.fixture
 def train_here(compose_settings, datasets):
     """train_here(run_dir, "steps=3", …) -> the Trainer of a debug run, at its end."""
-    precision = torch.get_float32_matmul_precision()
 
     def trained(run_dir, *overrides):
         run_settings = compose_settings(
@@ -44,5 +43,4 @@ def train_here(compose_settings, datasets):
             trainer.run()
         return trainer
 
-    yield trained
-    torch.set_float32_matmul_precision(precision)
+    return trained
