@@ -1,7 +1,7 @@
 """Compiles CUDA sources with NVRTC, NVIDIA's compiler as a library, so that nobody needs nvcc.
 
-Compiled kernels are cached on disk, in $SAGEBWD_CACHE_DIR or the user's cache folder. They are loaded only if no
-other user can write to the file and its folder. Nothing of CUDA is imported before it is needed.
+Compiled kernels are cached on disk, in $SAGEBWD_CACHE_DIR or the user's cache folder. They are loaded only if
+no other user can write to the file and its folder. Nothing of CUDA is imported before it is needed.
 """
 
 from __future__ import annotations
