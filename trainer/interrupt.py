@@ -67,8 +67,7 @@ class StopRequest:
             self._at_once = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            self._let_go_of_closed_terminals()
+        self._let_go_of_closed_terminals()
         self._remember(number)
 
     def _remember(self, number: int) -> None:
