@@ -24,6 +24,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0  # choice: Llama's
     norm_eps: float = 1e-6  # published
     qk_norm: bool = True  # published both ways, the ablation's toggle; True is what the paper recommends
+    qk_norm_gain: float = 1.0  # choice; of QK-norm before training: logits grow with its square
     tie_embeddings: bool = True  # choice: without tying, the published size leaves too few layers
     init_std: float = 0.02  # choice: GPT-2's and Llama's
 
@@ -56,7 +57,7 @@ def _nonpositive(config: LlamaConfig) -> list[str]:
         for name in sizes
         if getattr(config, name) < 1
     ]
-    for name in ("rope_theta", "norm_eps", "init_std"):
+    for name in ("rope_theta", "norm_eps", "qk_norm_gain", "init_std"):
         value = getattr(config, name)
         if not (value > 0 and math.isfinite(value)):
             problems.append(f"model.{name}={value} must be positive and finite")
@@ -65,6 +66,11 @@ def _nonpositive(config: LlamaConfig) -> list[str]:
 
 def _inconsistent(config: LlamaConfig) -> list[str]:
     problems = []
+    if config.qk_norm_gain != 1.0 and not config.qk_norm:
+        problems.append(
+            f"model.qk_norm_gain={config.qk_norm_gain} has no effect with model.qk_norm=false; "
+            "use model.qk_norm=true, or leave it out"
+        )
     if config.n_heads % config.kv_heads:
         problems.append(
             f"model.n_kv_heads={config.n_kv_heads} does not divide model.n_heads={config.n_heads}; "
@@ -99,7 +105,7 @@ def _alternatives(valid: list[int], wrong: int) -> str:
 #: Fields that may differ between weights and the model they are read into: the length of the rotary table,
 #: which is computed, and the initialization. (n_kv_heads is compared as kv_heads, with its default filled
 #: in.)
-NOT_IN_WEIGHTS = ("max_context", "init_std", "n_kv_heads")
+NOT_IN_WEIGHTS = ("max_context", "qk_norm_gain", "init_std", "n_kv_heads")
 
 
 def differences(stored: LlamaConfig, wanted: LlamaConfig) -> list[tuple[str, object, object]]:

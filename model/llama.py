@@ -153,14 +153,18 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw all matrices from N(0, init_std²), using torch's global generator; gains become one.
+        """Draw all matrices from N(0, init_std²), using torch's global generator.
+
+        The gains of norms become one, those of QK-norm qk_norm_gain.
 
         The two matrices per layer that write to the residual stream are drawn 1/√(2 · n_layers) smaller, so
         that its variance at the start does not grow with depth (as in GPT-2; not published for the paper).
         """
         residual_std = self.config.init_std / (2 * self.config.n_layers) ** 0.5
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.fill_(self.config.qk_norm_gain)
+            elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             elif name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.normal_(0.0, residual_std)

@@ -1,9 +1,11 @@
 """Running train.py in a process of its own, as a user does, and reading what it left."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,18 +25,35 @@ def debug_command(datasets, *overrides):
 
 def run(command, code=0):
     """Run to the end, expecting this exit code; all that was printed."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = start(command, Path(output.name))
+        process.join(300)
+        printed = output.read()
+    assert process.exitcode == code, printed
+    return printed
+
+
+def kill_at_step(command, run_dir, step, kill=signal.SIGKILL):
+    """Start the run and send it a signal as soon as it has reported `step`; its exit code and output."""
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = start(command, Path(output.name))
+        wait_for_step(process.is_alive, run_dir, step)
+        os.kill(process.pid, kill)
+        process.join(120)
+        return process.exitcode, output.read()
+
+
+def run_fresh(command, code=0):
+    """The same in a process that imports everything itself; for any command."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-def kill_at_step(command, run_dir, step, kill=signal.SIGKILL):
-    """Start the run and send it a signal as soon as it has reported `step`; its exit code and output."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for_step(lambda: process.poll() is None, run_dir, step)
-    process.send_signal(kill)
-    output = process.communicate(timeout=120)[0]
-    return process.returncode, output
+def start(command, output):
+    from tests import warm  # imports the trainer
+
+    return warm.start_script(command, output)
 
 
 def wait_for_step(is_running, run_dir, step):

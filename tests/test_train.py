@@ -10,13 +10,13 @@ import time
 import pytest
 
 from tests import warm
-from tests.cli import assert_same_run, kill_at_step, losses, metrics, run, wait_for_step
+from tests.cli import assert_same_run, kill_at_step, losses, metrics, run, run_fresh, wait_for_step
 
 
 @pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
 def test_a_whole_run(command, tmp_path, attention):
     run_dir = tmp_path / "run"
-    output = run(command(f"attention={attention}", f"run_dir={run_dir}"))
+    output = run_fresh(command(f"attention={attention}", f"run_dir={run_dir}"))
     records = metrics(run_dir)
     assert len(losses(run_dir)) == 8
     assert losses(run_dir)[-1] < losses(run_dir)[0]
@@ -199,7 +199,7 @@ def test_missing_data_names_the_command_that_makes_it(command, tmp_path):
 
 
 def test_help_teaches():
-    output = run([sys.executable, "train.py", "--help"])
+    output = run_fresh([sys.executable, "train.py", "--help"])
     for text in (
         "attention: fpa, sagebwd",
         "tps: 2.1m, 260k",
@@ -224,7 +224,7 @@ def test_corrupt_shard_is_refused_by_name(tmp_path):
     os.truncate(shard, 1000)
     assert shard.name in warm.run(settings("third"), code=1)
     shard.unlink()
-    run([sys.executable, "-m", "data.prepare", "data=embedded", f"data.root={tmp_path / 'data'}"])
+    run_fresh([sys.executable, "-m", "data.prepare", "data=embedded", f"data.root={tmp_path / 'data'}"])
     warm.run(settings("third"))
 
 
@@ -235,7 +235,7 @@ def test_full_disk_stops_with_the_previous_checkpoint_kept(command, tmp_path):
     code, output = kill_at_step(whole, run_dir, 5)  # step 4 was not saved before step 2 was
     assert code == -signal.SIGKILL, output
     kept = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
-    output = run(["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *whole], code=1)  # 64 KiB
+    output = run_fresh(["bash", "-c", 'ulimit -f 64; exec "$@"', "bash", *whole], code=1)  # 64 KiB
     assert "could not write the checkpoint" in output
     assert f"Still there: {kept[0]}" in output
     assert "Traceback" not in output

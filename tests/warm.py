@@ -3,8 +3,10 @@
 One process imports torch and the trainer once; the processes of the runs are forked from it.
 """
 
+import atexit
 import multiprocessing
 import os
+import runpy
 import socket
 import sys
 import threading
@@ -53,6 +55,13 @@ def finish(process, settings: Settings, code: int = 0) -> str:
     return output
 
 
+def start_script(command: list[str], output: Path):
+    """A process that does what `python SCRIPT ARGUMENTS` does, seconds sooner, and prints into a file."""
+    process = SERVER.Process(target=_run_script, args=(command[1:], dict(os.environ), output))
+    process.start()
+    return process
+
+
 def run(settings: Settings, *faults: Callable[[], None], code: int = 0) -> str:
     return finish(start(settings, *faults), settings, code)
 
@@ -75,12 +84,18 @@ def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(ranks), **where}
 
 
+def _run_script(arguments: list[str], environment: dict[str, str], output: Path) -> None:
+    _begin(output, environment)
+    os.chdir(ROOT)
+    sys.argv = arguments
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends its processes without them
+
+
 def _train(settings: Settings, output: Path, environment: dict[str, str], faults) -> None:
-    with open(output, "a") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.update(environment)
-    tqdm.set_lock(threading.RLock())  # its usual one is a semaphore, and leaks when killed
+    _begin(output, environment)
     for fault in faults:
         fault()
     try:
@@ -90,3 +105,11 @@ def _train(settings: Settings, output: Path, environment: dict[str, str], faults
         sys.exit(128 + stop.signal)
     except TrainingError as error:
         sys.exit(str(error))
+
+
+def _begin(output: Path, environment: dict[str, str]) -> None:
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(environment)
+    tqdm.set_lock(threading.RLock())  # its usual one is a semaphore, and leaks when killed

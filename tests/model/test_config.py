@@ -73,6 +73,8 @@ def test_paper_model_has_324_million_parameters():
         ({"norm_eps": 0.0}, ["model.norm_eps=0.0", "positive"]),
         ({"rope_theta": float("inf")}, ["model.rope_theta=inf", "finite"]),
         ({"init_std": float("nan")}, ["model.init_std=nan"]),
+        ({"qk_norm_gain": 0.0}, ["model.qk_norm_gain=0.0", "positive"]),
+        ({"qk_norm_gain": 2.0, "qk_norm": False}, ["model.qk_norm_gain=2.0", "model.qk_norm=true"]),
     ],
 )
 def test_check_names_the_setting_and_the_fix(changes, fragments):

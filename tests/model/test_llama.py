@@ -203,6 +203,21 @@ def test_autocast_runs_products_and_the_residual_stream_in_bfloat16(make_config,
     assert loss.item() == pytest.approx(model(tokens, tokens.roll(-1, 1)).item(), rel=0.02)
 
 
+def test_logits_grow_with_the_square_of_the_gain(make_config, tokens):
+    def logits(gain):
+        found = []
+
+        def record(q, k, v, *, is_causal, enable_gqa):
+            found.append(q @ k.mT)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+        torch.manual_seed(0)
+        Llama(make_config(n_kv_heads=None, qk_norm_gain=gain), record)(tokens)
+        return found[0]
+
+    torch.testing.assert_close(logits(3.0), 9 * logits(1.0))
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiles_to_one_graph_with_the_same_loss_and_gradients(make_config, tokens, autocast):
     model = Llama(make_config(n_layers=1, n_kv_heads=2, init_std=0.2), attend("fpa", is_gqa=True))
