@@ -8,6 +8,7 @@ exactly as one that was never stopped.
 """
 
 import logging
+import shlex
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -106,6 +107,6 @@ def report(spike: Spike, directory: RunDirectory, place: dict[str, Any]) -> None
         "; optimizer step skipped" if place["skipped"] else "",
         ", ".join(map(str, first)),
         ", …" if more else "",
-        directory.path,
+        shlex.quote(str(directory.path)),
         place["step"],
     )
