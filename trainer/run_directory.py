@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.files import write_text
+from data.overrides import override
 from trainer import identity, seal
 from trainer.errors import TrainingError, explain, first
 from trainer.redaction import redact
@@ -100,7 +101,7 @@ class RunDirectory:
             return ""
         return (
             ". Its learning rate has come to the end of its schedule; to train its weights for longer, start "
-            f"another run from them: init_from={self.weights} run_dir=…"
+            f"another run from them: {shlex.quote(override('init_from', self.weights))} run_dir=…"
         )
 
     @contextmanager
