@@ -10,7 +10,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import distributed, overrides, settings
+from trainer import distributed, interrupt, launcher, overrides, settings
 from trainer.errors import Interrupted, SettingsError, TrainingError
 from trainer.loop import train
 from trainer.plan import make_plan
@@ -49,9 +49,11 @@ def run(run_settings: Settings) -> None:
     if RunDirectory(Path(run_settings.run_dir)).is_finished and not run_settings.rerun_finished:
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
     elif torchrun or (processes == 1 and not _in_sweep()):
+        if torchrun:
+            interrupt.watch_parent(os.getppid())  # launcher.start does it for the processes that it starts
         train(run_settings)
     else:  # the runs of a sweep get processes of their own, so that none can affect the next
-        distributed.start(train, run_settings, processes=processes)
+        launcher.start(train, run_settings, processes=processes)
 
 
 def _in_sweep() -> bool:

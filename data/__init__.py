@@ -4,6 +4,6 @@ sources/      where text comes from: OpenWebText, parquet, JSON Lines, plain tex
 tokenizers    text → token ids
 prepare       all of a source's text → shards of ids on disk (`python -m data.prepare`)
 corpus        opens what is prepared; prepares small texts on first use
-tokens        memory-mapped view of the shards
+tokens        the shards as one array of ids
 loader        which sequences make up step n, on which rank, in which order
 """

@@ -7,6 +7,7 @@ from pathlib import Path
 from data import tokenizers
 from data.files import matching
 from data.manifest import Manifest, recipe
+from data.overrides import override
 from data.prepare import prepare
 from data.settings import FILE_SUFFIXES, DataSettings, check, named_folder
 from data.shards import SPLITS
@@ -79,8 +80,10 @@ def _without_its_text(settings: DataSettings) -> Path | None:
 def command(settings: DataSettings) -> str:
     """The command that prepares the dataset of these settings."""
     group = {"stdlib": "embedded"}.get(settings.source, settings.source)
-    usual = DataSettings(revision=settings.revision, documents=settings.documents, tokenizer="")
+    usual = DataSettings(tokenizer="")  # always named, as it is not the same in all groups
     keys = ("path", "val_path", "column", "tokenizer", "val_fraction", "repository", "config", "root", "name")
     changed = {key: getattr(settings, key) for key in keys if getattr(settings, key) != getattr(usual, key)}
-    overrides = [f"data.{key}={shlex.quote(str(value))}" for key, value in changed.items()]
-    return " ".join(["python -m data.prepare", f"data={group}", *overrides])
+    if settings.source == "openwebtext":  # its group has values of its own for these
+        changed |= {"revision": settings.revision, "documents": settings.documents}
+    overrides = [override(f"data.{key}", value) for key, value in changed.items()]
+    return shlex.join(["python", "-m", "data.prepare", f"data={group}", *overrides])

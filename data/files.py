@@ -3,33 +3,82 @@
 import glob
 import hashlib
 import json
+import logging
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 FULL_HASH_LIMIT = 256 << 20  # bytes; up to this many in all, files are identified by all of their content
 SAMPLE = 1 << 20  # bytes read from each end of a file that is too large to hash whole
 
+log = logging.getLogger(__name__)
+
 
 def matching(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that a path setting names, sorted: a file, a folder's files with these suffixes, or a glob.
 
-    Raises ValueError when there are none.
+    Each file once, however many links lead to it: text that is read twice would be in both splits. Raises
+    ValueError when there are none.
     """
     path = Path(pattern)
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+        files = _each_once(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
         if not files:
             raise ValueError(
                 f"the folder holds no {' or '.join(suffixes)} file; give a file or a glob instead"
             )
         return files
-    files = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if os.path.isfile(name))
+    files = _each_once(Path(name) for name in _expanded(pattern) if os.path.isfile(name))
     if not files:
         raise ValueError("no such file, and no file matches it as a glob; check the spelling")
     return files
+
+
+def inode(file: Path) -> tuple[int, int]:
+    """What identifies a file on this machine, whatever the name or link that leads to it."""
+    status = file.stat()
+    return status.st_dev, status.st_ino
+
+
+def _each_once(files: Iterable[Path]) -> list[Path]:
+    """The files, sorted, without further names of one that is there already."""
+    names: dict[tuple[int, int], Path] = {}
+    for file in sorted(files, key=lambda file: (file.is_symlink(), file)):
+        first = names.setdefault(inode(file), file)
+        if first != file:
+            log.warning("%s is %s under another name, and is left out", file, first)
+    return sorted(names.values())
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """What a glob matches. `**` enters each folder once, so that a loop of links ends."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        yield from glob.glob(pattern)
+        return
+    at = parts.index("**")
+    rest = Path(*parts[at + 1 :] or ("*",))
+    for start in glob.glob(os.path.join(*parts[:at])) if at else ["."]:
+        for folder in _folders(start):
+            yield from _expanded(os.path.join(glob.escape(folder), rest))
+
+
+def _folders(start: str) -> Iterator[str]:
+    """A folder and all within it that are not hidden, each once; links are followed after the folders."""
+    seen = set()
+    for folder, inner, _ in os.walk(start, followlinks=True):
+        if (here := inode(Path(folder))) in seen:
+            inner.clear()
+            continue
+        seen.add(here)
+        inner[:] = sorted(
+            (name for name in inner if not name.startswith(".")),
+            key=lambda name: (os.path.islink(os.path.join(folder, name)), name),
+        )
+        yield folder
 
 
 def identity(files: list[Path]) -> list[dict]:
@@ -38,8 +87,13 @@ def identity(files: list[Path]) -> list[dict]:
     Small inputs are identified by all of their content, so that copying or touching them changes nothing.
     Beyond FULL_HASH_LIMIT it is the size, the modification time and the content of both ends.
     """
-    whole = sum(file.stat().st_size for file in files) <= FULL_HASH_LIMIT
+    whole = identified_whole(files)
     return [_file_identity(file, whole) for file in files]
+
+
+def identified_whole(files: list[Path]) -> bool:
+    """Whether `identity` reads all of these files."""
+    return sum(file.stat().st_size for file in files) <= FULL_HASH_LIMIT
 
 
 def _file_identity(file: Path, whole: bool) -> dict:
@@ -57,6 +111,11 @@ def _file_identity(file: Path, whole: bool) -> dict:
         "modified_ns": status.st_mtime_ns,
         "sha256_of_ends": digest.hexdigest(),
     }
+
+
+def checksums(files: list[Path]) -> list[dict]:
+    """A JSON object per file with the checksum of all of its content. Reads them, some 2 GB/s."""
+    return [{"name": file.name, "bytes": file.stat().st_size, "sha256": sha256(file)} for file in files]
 
 
 def sha256(file: Path) -> str:

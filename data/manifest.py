@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from data import sources
-from data.files import read_json, write_json
+from data.files import checksums, identified_whole, read_json, write_json
 from data.settings import DataSettings, vocabulary_size
 from data.shards import SPLITS, Shard
 from data.sources import Source
@@ -55,6 +55,7 @@ class Manifest:
     recipe: dict
     vocab_size: int
     shards: dict[str, list[Shard]]  # by split, in order
+    source_files: list[dict]  # data.files.checksums of what was read; none if the recipe has them
 
     @staticmethod
     def read(folder: Path) -> "Manifest | None":
@@ -66,7 +67,8 @@ class Manifest:
             shards = {
                 split: [Shard(**shard) for shard in content["splits"][split]["shards"]] for split in SPLITS
             }
-            return Manifest(content["fingerprint"], content["recipe"], content["vocab_size"], shards)
+            made = (content["fingerprint"], content["recipe"], content["vocab_size"], shards)
+            return Manifest(*made, content.get("source_files", []))  # which older manifests do not have
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{folder / FILE} was not written by this version of data.prepare ({error!r}); delete the "
@@ -88,6 +90,7 @@ class Manifest:
             "vocab_size": self.vocab_size,
             "ids": "unsigned 16-bit integers, little-endian",
             "splits": splits,
+            "source_files": self.source_files,
         }
         write_json(folder / FILE, content)
 
@@ -103,7 +106,9 @@ class Manifest:
 
 
 def manifest_of(made: Recipe, shards: dict[str, list[Shard]]) -> Manifest:
-    return Manifest(made.fingerprint, made.description, vocabulary_size(made.tokenizer), shards)
+    """The manifest of a finished preparation. Reads source files that the recipe does not identify whole."""
+    files = [] if identified_whole(made.source.files) else checksums(made.source.files)
+    return Manifest(made.fingerprint, made.description, vocabulary_size(made.tokenizer), shards, files)
 
 
 def _stem(settings: DataSettings) -> str:

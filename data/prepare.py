@@ -18,9 +18,11 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data import tokenizers, workers
+from data.files import checksums
 from data.manifest import Manifest, Recipe, manifest_of, recipe
 from data.settings import DataSettings, check
 from data.shards import SPLITS, UnitRecord, remove_unfinished
+from data.sources import Source
 from data.tokens import TokenShards
 
 BYTES_WORTH_A_PROCESS = 16 << 20  # tokenized in the second that a process takes to start
@@ -33,7 +35,7 @@ class PrepareSettings:
     """The command line of `python -m data.prepare`."""
 
     data: DataSettings = field(default_factory=DataSettings)
-    verify: bool = False  # afterwards, read every shard and compare its checksum
+    verify: bool = False  # afterwards, read every shard and source file and compare its checksum
 
 
 def prepare(settings: DataSettings) -> Path:
@@ -167,10 +169,22 @@ def run(settings: PrepareSettings) -> None:
     folder = prepare(settings.data)
     manifest = Manifest.read(folder)
     if settings.verify:
+        _check_source(recipe(settings.data).source, manifest, folder)
         for split in SPLITS:
             TokenShards.open(folder, split, verify="full")
     state = "verified" if settings.verify else "ready"
     print(f"{folder}: {state}, {manifest.tokens('train'):,} + {manifest.tokens('val'):,} tokens")
+
+
+def _check_source(source: Source, manifest: Manifest, folder: Path) -> None:
+    """Raise ValueError for a source file that is no longer the one that was read."""
+    now = checksums(source.files if manifest.source_files else [])
+    for file, found, recorded in zip(source.files, now, manifest.source_files, strict=False):
+        if found != recorded:
+            raise ValueError(
+                f"{file} is not what {folder} was made from: its checksum is {found['sha256']} and was "
+                f"{recorded['sha256']}; restore the file, or delete the folder and prepare it again"
+            )
 
 
 def main() -> None:

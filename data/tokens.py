@@ -1,5 +1,8 @@
-"""The shards of one split as one long array of token ids, memory-mapped."""
+"""The shards of one split as one long array of token ids, read as they are asked for."""
 
+import os
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +12,49 @@ from data.manifest import FILE, Manifest
 from data.shards import SPLITS, Shard
 from data.tokenizers import IDS
 
+RESTORE = "restore the file, or run the same data.prepare command again, and start the run again"
+
+
+class ShardFile:
+    """The token ids of one shard; what is sliced is read, and nothing else.
+
+    Not memory-mapped: where a mapped file is cut short, or its disk fails, the process ends with SIGBUS and
+    without a message.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self._descriptor = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._tokens = os.fstat(self._descriptor).st_size // IDS.itemsize
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def __getitem__(self, tokens: slice) -> np.ndarray:
+        """Ids as uint16. Raises OSError if the file cannot be read, or is shorter than when it was opened."""
+        start, stop, _ = tokens.indices(self._tokens)
+        parts, offset, end = [], start * IDS.itemsize, stop * IDS.itemsize
+        while offset < end:  # one read returns at most 2 GiB
+            try:
+                part = os.pread(self._descriptor, end - offset, offset)
+            except OSError as error:
+                raise OSError(f"{self.file} cannot be read: {error.strerror}; {RESTORE}") from error
+            if not part:
+                size = os.fstat(self._descriptor).st_size
+                raise OSError(
+                    f"{self.file} was cut short while it was in use, from {self._tokens * IDS.itemsize} to "
+                    f"{size} bytes; {RESTORE}"
+                )
+            parts.append(part)
+            offset += len(part)
+        return np.frombuffer(b"".join(parts), IDS)
+
 
 class TokenShards:
     """Read-only token ids of a split; only what is accessed is read from disk."""
 
-    def __init__(self, arrays: list[np.ndarray], name: str = "tokens"):
+    def __init__(self, arrays: Sequence[np.ndarray | ShardFile], name: str = "tokens"):
         """`arrays` are one-dimensional, in order; `name` appears in error messages."""
         self.name = name
         self._arrays = arrays
@@ -34,17 +75,15 @@ class TokenShards:
             raise FileNotFoundError(f"{folder} has no {FILE}: it is not prepared; run python -m data.prepare")
         for shard in manifest.shards[split]:
             _check(folder, shard, full=verify == "full")
-        arrays = [
-            np.asarray(np.memmap(folder / shard.name, IDS, mode="r")) for shard in manifest.shards[split]
-        ]
-        return cls(arrays, name=f"{folder} ({split})")
+        files = [ShardFile(folder / shard.name) for shard in manifest.shards[split]]
+        return cls(files, name=f"{folder} ({split})")
 
     def __len__(self) -> int:
         """Number of tokens."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """Tokens start … start + length − 1, uint16; a view where they lie in one shard."""
+        """Tokens start … start + length − 1, uint16. Raises OSError if a shard cannot be read any more."""
         if start < 0 or length < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of {self.name}, which has {len(self)}")
         parts = []

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from model.backends import AttentionFn
-from model.config import LlamaConfig
+from model.config import LlamaConfig, problems
 from model.llama import Llama
+from model.untrusted import Fields, read_fields, read_shards, read_tensors, shown
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -63,8 +63,9 @@ def save(
 def load(folder: str | Path, attention: AttentionFn) -> Llama:
     """Build the model a folder describes, in float32 on the CPU, and read its weights (sharded or not).
 
-    Raises FileNotFoundError if a file is missing, and ValueError, naming the reason, if the folder holds
-    a model that `Llama` does not compute or weights that do not fit its config.
+    Raises FileNotFoundError if a file is missing, and ValueError, naming file, field and fix, if one is
+    damaged, if the folder holds a model that `Llama` does not compute, or weights that do not fit its config
+    or are not finite floating-point numbers.
     """
     model = Llama(read_config(folder), attention)
     load_into(model, folder)
@@ -73,7 +74,7 @@ def load(folder: str | Path, attention: AttentionFn) -> Llama:
 
 def read_config(folder: str | Path) -> LlamaConfig:
     """The shape of the model in a folder. Raises what `load` raises."""
-    return _from_hf_config(_read_json(Path(folder) / CONFIG_FILE))
+    return _from_hf_config(read_fields(Path(folder) / CONFIG_FILE))
 
 
 def load_into(model: Llama, folder: str | Path) -> None:
@@ -128,78 +129,69 @@ def _to_hf_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _from_hf_config(fields: dict[str, Any]) -> LlamaConfig:
-    problems = _unsupported(fields)
-    if problems:
-        raise ValueError(f"this model cannot be represented here: {'; '.join(problems)}")
-    try:
-        return LlamaConfig(
-            vocab_size=fields["vocab_size"],
-            d_model=fields["hidden_size"],
-            n_layers=fields["num_hidden_layers"],
-            n_heads=fields["num_attention_heads"],
-            n_kv_heads=fields.get("num_key_value_heads"),
-            d_head=fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"],
-            d_ffn=fields["intermediate_size"],
-            max_context=fields["max_position_embeddings"],
-            rope_theta=float(_rope(fields).get("rope_theta", 10000.0)),
-            norm_eps=fields["rms_norm_eps"],
-            qk_norm=fields["model_type"] == "qwen3",
-            tie_embeddings=fields.get("tie_word_embeddings", False),
-            init_std=fields.get("initializer_range", 0.02),
-        )
-    except KeyError as error:
-        raise ValueError(f"{CONFIG_FILE} has no field {error}; it is incomplete") from error
+def _from_hf_config(fields: Fields) -> LlamaConfig:
+    if wrong := _unsupported(fields):
+        raise ValueError(f"{fields.path}: this model cannot be represented here: {'; '.join(wrong)}")
+    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    config = LlamaConfig(
+        vocab_size=fields.size("vocab_size"),
+        d_model=width,
+        n_layers=fields.size("num_hidden_layers"),
+        n_heads=heads,
+        n_kv_heads=fields.size("num_key_value_heads", None),
+        d_head=fields.size("head_dim", None) or width // heads,
+        d_ffn=fields.size("intermediate_size"),
+        max_context=fields.size("max_position_embeddings"),
+        rope_theta=_rope(fields).positive("rope_theta", 10000.0),
+        norm_eps=fields.positive("rms_norm_eps"),
+        qk_norm=fields.get("model_type") == "qwen3",
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
+        init_std=fields.positive("initializer_range", 0.02),
+    )
+    if wrong := problems(config):
+        raise ValueError(f"{fields.path} describes a model that cannot be built: {'; '.join(wrong)}")
+    return config
 
 
-def _unsupported(fields: dict[str, Any]) -> list[str]:
+def _unsupported(fields: Fields) -> list[str]:
     """The fields of a config.json that ask for something that `Llama` does not compute."""
-    problems = []
-    if fields.get("model_type") not in ARCHITECTURES:
-        problems.append(f"model_type={fields.get('model_type')}, supported are {', '.join(ARCHITECTURES)}")
+    found = []
+    model_type = fields.get("model_type", None)
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        found.append(f"model_type={_plain(model_type)}, supported are {', '.join(ARCHITECTURES)}")
     for name, supported in FIXED_FIELDS.items():
         value = fields.get(name, supported)
         if value != supported:
-            problems.append(f"{name}={value}, supported is {supported}")
-    layer_types = set(fields.get("layer_types") or ["full_attention"])
+            found.append(f"{name}={_plain(value)}, supported is {supported}")
+    layer_types = {*fields.texts("layer_types", ["full_attention"])} or {"full_attention"}
     if layer_types != {"full_attention"}:
-        problems.append(f"layer_types={', '.join(sorted(layer_types))}, supported is full_attention")
+        found.append(f"layer_types={', '.join(sorted(layer_types))}, supported is full_attention")
     rope = _rope(fields)
-    if rope["rope_type"] != "default":
-        problems.append(f"rope scaling of type {rope['rope_type']}, supported is none")
+    if rope.get("rope_type") != "default":
+        found.append(f"rope scaling of type {_plain(rope.get('rope_type'))}, supported is none")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']}, supported is 1.0")
-    return problems
+        found.append(f"partial_rotary_factor={_plain(rope.get('partial_rotary_factor'))}, supported is 1.0")
+    return found
 
 
-def _rope(fields: dict[str, Any]) -> dict[str, Any]:
+def _plain(value: object) -> str:
+    """A value as the messages above print it."""
+    return shown(value) if isinstance(value, dict | list) else str(value)
+
+
+def _rope(fields: Fields) -> Fields:
     """Rotary settings as transformers 5 groups them, from either spelling of config.json."""
-    scaling = fields.get("rope_scaling") or {}
+    scaling = fields.object("rope_scaling", {})
     rope = {"rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
-    if "rope_theta" in fields:
-        rope["rope_theta"] = fields["rope_theta"]
-    return rope | (fields.get("rope_parameters") or {})
+    if "rope_theta" in fields.values:
+        rope["rope_theta"] = fields.values["rope_theta"]
+    return Fields(rope | fields.object("rope_parameters", {}).values, fields.path)
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     if (folder / SHARDS_FILE).exists():
-        files = sorted(set(_read_json(folder / SHARDS_FILE)["weight_map"].values()))
-    else:
-        files = [WEIGHTS_FILE]
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            weights |= load_file(folder / file)
-        except SafetensorError as error:
-            raise ValueError(f"{folder / file} is damaged ({error}); copy or download it again") from error
-    return weights
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); copy or download it again") from error
+        return read_shards(folder, SHARDS_FILE)
+    return read_tensors(folder / WEIGHTS_FILE)
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:

@@ -19,6 +19,9 @@ PAPER_INT8_MATMULS = ("s_fwd", "o", "s_bwd", "dv", "dq", "dk")
 #: The products whose left operand is P, which is never negative: P̃ in the forward, P in the backward.
 P_MATMULS = ("o", "dv")
 
+#: The products that take K.
+K_MATMULS = ("s_fwd", "s_bwd", "dq")
+
 OPERAND_SCALES = ("block", "token")
 GRANULARITIES = ("block", "row")
 SWITCHES = (
@@ -67,7 +70,7 @@ class SageConfig:
 
     Attributes:
         smooth_k: subtract the mean over all tokens, μ_K, from K before it is quantized. The softmax does
-            not change.
+            not change. Without effect where no product takes K in INT8: see :attr:`smooths_k`.
         smooth_q: subtract from each block of Q its own token mean, μ_Q. Adds the row μ_Q·Kᵀ to S and the
             term (dSᵀ1)·μ_Qᵀ to dK.
         smooth_v: subtract the mean over all tokens, μ_V, from V before it is quantized for O, and add it to
@@ -191,6 +194,15 @@ class SageConfig:
     def is_unsigned(self, matmul: str) -> bool:
         """Whether the left operand of ``matmul``, one of :data:`MATMULS`, is unsigned INT8."""
         return self.unsigned_p and matmul in P_MATMULS and self.is_int8(matmul)
+
+    @property
+    def smooths_k(self) -> bool:
+        """Whether K is smoothed: if ``smooth_k`` asks for it, and a product takes K in INT8.
+
+        In 16 bit, K − μ_K would be rounded, and K is not: with Gaussians of σ = 3 the error of O in fp16
+        would be four times that of torch's attention. ``add_mean_k_term`` needs the mean in any case.
+        """
+        return self.smooth_k and (self.add_mean_k_term or any(map(self.is_int8, K_MATMULS)))
 
     def __post_init__(self) -> None:
         self._check_switches()

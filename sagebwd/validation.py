@@ -31,8 +31,7 @@ def check_arguments(
     _check_tensors(q, k, v)
     check_backward_mode(q, k, v)
     _check_shapes(q, k, v, enable_gqa)
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; pass a finite number, or None for 1/√(head size)")
+    _check_scale(scale)
     if not isinstance(config, SageConfig):
         raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
 
@@ -141,6 +140,20 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
         )
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change one of them")
+
+
+def _check_scale(scale: Any) -> None:
+    """A tensor is taken for its value, which is a number outside autograd: it gets no gradient."""
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise ValueError(f"scale has shape {_show(scale.shape)}; pass one number for all logits")
+        if scale.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "scale is a tensor that wants a gradient, and would get none; multiply q by it and pass "
+                "scale=1.0, or pass scale.detach()"
+            )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; pass a finite number, or None for 1/√(head size)")
 
 
 def _check_boundaries(name: str, boundaries: Any, q: Tensor) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from data.overrides import override
 from scripts.paper import report
 from scripts.paper.experiment_runs import SCALES, Run
 from scripts.paper.experiments import ITEMS, RESULTS, RUNS, TRACES, Item, duration_in_words, find, total_cost
@@ -264,9 +265,9 @@ def train(runs: Sequence[Run], arguments: argparse.Namespace) -> bool:
 def train_command(run: Run, arguments: argparse.Namespace) -> list[str]:
     """The train.py command line of a run."""
     given = [text for text in arguments.overrides if not (run.own_text and text.startswith(TEXT))]
-    own = [*run.overrides, f"run_dir={arguments.runs_dir / run.name}"]
+    own = [*run.overrides, override("run_dir", arguments.runs_dir / run.name)]
     if run.starts_from:
-        own.append(f"init_from={arguments.runs_dir / run.starts_from / 'weights'}")
+        own.append(override("init_from", arguments.runs_dir / run.starts_from / "weights"))
     return [sys.executable, "train.py", *own, *given]
 
 

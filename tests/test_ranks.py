@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from tests import warm
 from tests.cli import ROOT, assert_same_run, metrics, wait_for_step
-from trainer import distributed, settings
+from trainer import distributed, launcher, settings
 from trainer.errors import Interrupted, LostRanks, TrainingError
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer, train
@@ -54,7 +54,7 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         common = ("hardware.micro_batch=1", "eval_sequences=7", f"data.root={datasets}", "attention=sagebwd")
         return composed(*common, f"run_dir={tmp_path / name}", *overrides)
 
-    distributed.start(
+    launcher.start(
         train_all,
         named("two_ddp", "hardware.parallel=ddp"),
         named("two_fsdp", "hardware.parallel=fsdp"),
@@ -62,10 +62,10 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         processes=2,
     )
     rolled_back(tmp_path / "two_fsdp", tmp_path / "fsdp_to_one")
-    distributed.start(train_all, named("one"), named("fsdp_to_one"), processes=1)
+    launcher.start(train_all, named("one"), named("fsdp_to_one"), processes=1)
     rolled_back(tmp_path / "one", tmp_path / "one_to_fsdp")
     rolled_back(tmp_path / "two_ddp", tmp_path / "ddp_to_fsdp")
-    distributed.start(
+    launcher.start(
         train_all,
         named("four_ddp", "hardware.parallel=ddp"),
         named("four_fsdp", "hardware.parallel=fsdp"),
@@ -138,7 +138,7 @@ def fail_on_rank_1() -> None:
 
 def test_an_exception_on_one_rank_is_shown():
     with pytest.raises(TrainingError, match="continues from the newest checkpoint") as caught:
-        distributed.start(fail_on_rank_1, processes=2)
+        launcher.start(fail_on_rank_1, processes=2)
     assert "rank 1 failed: KeyError: 'no such thing'" in str(caught.value)
     assert "in fail_on_rank_1" in str(caught.value)
 
@@ -155,7 +155,7 @@ def hang_on_rank_1() -> None:
 
 def test_a_rank_that_hangs_ends_the_run():
     with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
-        distributed.start(hang_on_rank_1, processes=2)
+        launcher.start(hang_on_rank_1, processes=2)
 
 
 def wait_as_in_a_kernel_of_nccl() -> None:
@@ -169,7 +169,7 @@ def wait_as_in_a_kernel_of_nccl() -> None:
 def test_a_rank_that_does_not_notice_a_death_ends_too():
     began = time.monotonic()
     with pytest.raises(TrainingError, match=r"rank 1 .* was ended by SIGKILL"):
-        distributed.start(wait_as_in_a_kernel_of_nccl, processes=2)
+        launcher.start(wait_as_in_a_kernel_of_nccl, processes=2)
     assert time.monotonic() - began < 30  # the launcher's patience is 30 s from when it sees the death
 
 
@@ -199,7 +199,7 @@ def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
     asking.start()
     try:
         with pytest.raises(Interrupted, match="saved") as stopped:
-            distributed.start(save_when_asked, tmp_path, processes=2)
+            launcher.start(save_when_asked, tmp_path, processes=2)
     finally:
         signal.signal(signal.SIGUSR2, previous)
         asking.join()

@@ -1,8 +1,7 @@
-"""The processes of a run: start them, know which one this is, combine their values."""
+"""The processes of a run: know which one this is, join the others, combine their values."""
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,17 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainer.errors import Interrupted, LostRanks, SettingsError, TrainingError
-from trainer.interrupt import ForwardedStop
+from trainer.errors import Interrupted, LostRanks
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +30,9 @@ REPORT_DELAY_S = 3.0
 
 # A rank whose neighbour died ends after this delay if it has not noticed by itself: NCCL waits forever.
 EXIT_DELAY_S = 10.0
+
+# Environment variable: the file through which ranks find each other that trainer.launcher started.
+RENDEZVOUS_FILE = "SAGEBWD_RENDEZVOUS_FILE"
 
 CONTINUES = "The same command continues from the newest checkpoint"
 
@@ -109,7 +106,7 @@ def under_torchrun() -> bool:
 
 
 def join(device: str) -> Ranks:
-    """Join the process group that torchrun or `start` set up; a lone process needs none."""
+    """Join the ranks that torchrun or trainer.launcher started; a lone process joins none."""
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device == "cuda":
         local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -126,10 +123,14 @@ def join(device: str) -> Ranks:
         if os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0") == "0":
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        file = os.environ.get(RENDEZVOUS_FILE)  # torchrun gives a network address instead
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             device_id=local if device == "cuda" else None,
             timeout=timedelta(seconds=STARTUP_TIMEOUT_S),
+            store=dist.FileStore(file, count) if file else None,
+            rank=rank,
+            world_size=count,
         )
     return Ranks(rank, count, local)
 
@@ -193,72 +194,3 @@ class _NeighbourWatch:
                 return
             log.error("rank %d died, and this one cannot continue without it. %s", self.next, CONTINUES)
             os._exit(1)
-
-
-def start(work: Callable[..., None], *arguments: object, processes: int) -> None:
-    """Run `work(*arguments)` in `processes` fresh processes of this machine and wait for all.
-
-    If one fails the others are stopped, those that do not react within 30 s by SIGKILL. Raises TrainingError
-    with the first failure's message, and Interrupted if the processes were asked to stop.
-    """
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        # The launcher would kill the processes 30 s after a signal it handles, saved or not; ForwardedStop
-        # lets them finish. SIGHUP is not handled either, so that nohup works.
-        signals_to_handle="SIGQUIT",
-    )
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message is raised below
-    with ForwardedStop() as stop:
-        try:
-            stopped = next(filter(None, elastic_launch(launch, _worker)(work, *arguments).values()), None)
-        except SignalException as quit:
-            raise Interrupted(f"ended by SIGQUIT. {CONTINUES}", quit.sigval) from None
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            if stop.signal and failure.exitcode in (-stop.signal, -signal.SIGTERM):
-                raise Interrupted(f"stopped before its first step. {CONTINUES}", stop.signal) from None
-            raise TrainingError(_message(rank, failure)) from None
-    if stopped and stop.signal:
-        stop.call_previous_handler()
-        raise Interrupted(stopped.message, stop.signal)
-    if stopped:
-        raise stopped
-
-
-@record  # passes the error of this process to the one that started it
-def _worker(work: Callable[..., None], *arguments: object) -> Interrupted | None:
-    """Being asked to stop is a result here: on a failure the launcher would kill the other ranks."""
-    try:
-        work(*arguments)
-    except Interrupted as stop:
-        return stop
-    return None
-
-
-def _message(rank: int, failure: ProcessFailure) -> str:
-    """The error of the process: its message if it is meant for the user, otherwise with the traceback."""
-    if not isinstance(failure.message, dict):
-        return f"rank {rank} {_death(failure)}. {CONTINUES}"
-    name, _, text = failure.message["message"].partition(": ")
-    if name in {kind.__name__ for kind in (TrainingError, SettingsError, LostRanks)}:
-        return text
-    return f"{failure.message['extraInfo']['py_callstack']}\nrank {rank} failed: {name}: {text}\n{CONTINUES}"
-
-
-def _death(failure: ProcessFailure) -> str:
-    """How a process ended that left no error."""
-    if failure.exitcode > 0:
-        return f"(process {failure.pid}) ended with exit code {failure.exitcode}"
-    hints = {
-        "SIGKILL": ": the kernel does that when memory runs out (see dmesg), a cluster to end a job",
-        "SIGABRT": ": NCCL does that if another rank keeps it waiting for longer than hardware.timeout_s",
-    }
-    name = failure.signal_name()
-    return f"(process {failure.pid}) was ended by {name}{hints.get(name, '')}"

@@ -1,53 +1,141 @@
-"""Signals that ask a run to stop: it finishes its step, saves, and stops."""
+"""When a run ends early: signals that ask it to stop, and the death of the process that started it."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from trainer.errors import Interrupted
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to get when the parent dies
+POLL_S = 1.0
+
 
 class StopRequest:
-    """Within this context, remembers the first signal that asks to stop.
+    """Within this context, remembers the first signal that asks to stop: the run ends its step and saves.
 
     A second SIGINT stops at once, but a checkpoint that is being written is completed. Clusters send SIGUSR1
-    or SIGUSR2 some time before they end a job.
+    or SIGUSR2 some time before they end a job. SIGHUP comes when a terminal or a connection is closed; under
+    nohup, which ignores it, it stays ignored.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    SIGNALS = (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    )
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._at_once = False
 
     def __enter__(self) -> "StopRequest":
-        self._previous = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        self._previous = {
+            number: signal.signal(number, self._handle) for number in self.SIGNALS if number not in ignored
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.signal == signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
+    @contextmanager
+    def at_once(self, message: str) -> Iterator[None]:
+        """Within this context a signal raises Interrupted, with this message, wherever the run is.
+
+        For work before the first step that has nothing to save.
+        """
+        self._at_once = True
+        try:
+            if self.signal:
+                raise KeyboardInterrupt
+            yield
+        except KeyboardInterrupt:
+            raise Interrupted(message, self.signal or signal.SIGINT) from None
+        finally:
+            self._at_once = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._let_go_of_closed_terminals()
+        self._remember(number)
+
+    def _remember(self, number: int) -> None:
+        twice = self.signal == signal.SIGINT and number == signal.SIGINT
         self.signal = self.signal or number
+        if twice or self._at_once:
+            self._at_once = False  # the next signal must not interrupt the cleaning up
+            # Not Interrupted: code that handles every Exception would go on with its work.
+            raise KeyboardInterrupt
+
+    def _let_go_of_closed_terminals(self) -> None:
+        """Printing to a terminal that is gone would raise an error before the run has saved."""
+        for stream in self._terminals:
+            if not os.isatty(stream):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
 
 
 class ForwardedStop(StopRequest):
-    """In the process that started the ranks: forwards the signal to them."""
+    """In the process that started the ranks: asks them to stop."""
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:
+    def _remember(self, number: int) -> None:
         self.signal = self.signal or number
         ranks = multiprocessing.active_children()
         if not ranks:
             raise Interrupted("stopped before the run began; the same command starts it", number)
         for process in ranks:
-            # Ctrl-C also reaches the ranks directly, and a second SIGINT would stop them at once.
-            os.kill(process.pid, signal.SIGTERM if number == signal.SIGINT else number)
+            # A terminal sends SIGINT to the ranks, too, and a second SIGINT would stop them at once.
+            os.kill(process.pid, signal.SIGTERM)
 
     def call_previous_handler(self) -> None:
         """After the ranks have saved: run the handler installed before, in which submitit requeues a job."""
         previous = self._previous[self.signal]
         if callable(previous) and previous is not signal.default_int_handler:
             previous(self.signal, None)
+
+
+def end_with_parent() -> None:
+    """From now on this process is killed when the one that started it ends, however that ends.
+
+    For a process that multiprocessing started. Without its parent a rank would train on, hold the run's lock,
+    and at the end wait for ever. What it had not saved is trained again.
+    """
+    parent = multiprocessing.parent_process().pid
+    if not _kernel_kills_with_parent():
+        watch_parent(parent)
+    elif os.getppid() != parent:  # it ended before the kernel was asked
+        _kill_myself()
+
+
+def watch_parent(parent: int) -> None:
+    """Kill this process, within a second or two, when its parent is no longer the process `parent`."""
+    threading.Thread(target=_kill_without, args=(parent,), name="parent", daemon=True).start()
+
+
+def _kernel_kills_with_parent() -> bool:
+    """Ask Linux for SIGKILL when the parent dies; whether it will. It works while a kernel hangs, too."""
+    if not sys.platform.startswith("linux"):
+        return False
+    return ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
+
+
+def _kill_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+    _kill_myself()
+
+
+def _kill_myself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

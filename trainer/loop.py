@@ -379,10 +379,18 @@ class Trainer:
     def _open_corpus(self) -> Corpus:
         """Open the data; on first use the main rank prepares it while the others wait."""
         with user_facing(ValueError, OSError):
-            if self.ranks.is_main:
-                corpus = open_corpus(self.settings.data)
-            self.ranks.barrier()
-            return corpus if self.ranks.is_main else open_corpus(self.settings.data)
+            opened = self._open_unless_stopped() if self.ranks.is_main else None
+            stopped = self.ranks.from_main(lambda: opened if isinstance(opened, Interrupted) else None)
+            if stopped:
+                raise stopped  # on all ranks
+            return opened or open_corpus(self.settings.data)
+
+    def _open_unless_stopped(self) -> Corpus | Interrupted:
+        try:
+            with self.stop.at_once("stopped before the first step; the same command continues"):
+                return open_corpus(self.settings.data)
+        except Interrupted as stop:
+            return stop
 
     def _make_loader(self) -> BatchLoader:
         settings, ranks = self.settings, self.ranks

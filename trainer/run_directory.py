@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from data.files import write_text
 from model import backends
 from trainer.errors import TrainingError
+from trainer.redaction import redact
 from trainer.settings import Settings
 
 # Settings that may differ when a run resumes: they change how it executes or reports, not what it computes.
@@ -92,6 +93,7 @@ class RunDirectory:
             self._clear()
         current = OmegaConf.to_container(OmegaConf.structured(settings))
         current["attention"] = backends.resolve(settings.attention)
+        current = redact(current)
         if self.config.exists() and any(self.checkpoints.glob("step_*")):
             changed = _differences(OmegaConf.to_container(OmegaConf.load(self.config)), current)
             if changed:
@@ -107,7 +109,7 @@ class RunDirectory:
         """Add what this process runs on to environment.jsonl: a line for every start of the run."""
         line = {
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": sys.argv,
+            "command": redact(sys.argv),
             "commit": find_commit(),
             "device": _device_name(device),
             "devices": devices,

@@ -9,6 +9,7 @@ exactly as one that was never stopped.
 
 import json
 import logging
+import shlex
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -108,6 +109,6 @@ def report(spike: Spike, directory: RunDirectory, place: dict[str, Any]) -> None
         "; optimizer step skipped" if place["skipped"] else "",
         ", ".join(map(str, first)),
         ", …" if more else "",
-        directory.path,
+        shlex.quote(str(directory.path)),
         place["step"],
     )

@@ -2,6 +2,7 @@
 
 import atexit
 import io
+import shlex
 import sys
 from contextlib import redirect_stderr
 from typing import Any
@@ -29,7 +30,8 @@ class SweepSummary(Callback):
         failed = [job for job in self._jobs if job.status is JobStatus.FAILED]
         print(f"\n{len(self._jobs) - len(failed)} of {len(self._jobs)} runs finished", file=sys.stderr)
         for job in failed:
-            print(f"failed: {' '.join(job.overrides or [])}\n  {_error(job)}", file=sys.stderr)
+            command = shlex.join(["python", "train.py", *(job.overrides or [])])
+            print(f"failed: {command}\n  {_error(job)}", file=sys.stderr)
 
 
 def _error(job: JobReturn) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 from tqdm import tqdm
 
 from trainer.errors import TrainingError
+from trainer.redaction import RedactingFormatter, redact
+from trainer.run_directory import find_commit
 from trainer.settings import LoggerSettings
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class Telemetry:
         return self._wandb.id if self._wandb else None
 
     def record(self, values: dict[str, Any]) -> None:
-        values = {key: None if _is_not_finite(value) else value for key, value in values.items()}
+        values = redact({key: None if _is_not_finite(value) else value for key, value in values.items()})
         try:
             self._file.write(json.dumps(values) + "\n")
         except OSError as error:  # does not say which file
@@ -125,9 +127,12 @@ def start_wandb(
                 id=run_id,
                 resume="allow",
                 dir=folder,
-                config=config,
+                config=redact(config),
                 mode=attempt,
-                settings=wandb.Settings(console="off", silent=True),
+                # The commit, but not the git remote, whose URL names a user.
+                settings=wandb.Settings(
+                    console="off", silent=True, disable_git=True, git_commit=find_commit()
+                ),
             )
         except wandb.Error as error:
             log.warning("W&B (%s): %s", attempt, error)
@@ -139,7 +144,9 @@ def log_to(file: Path | None) -> None:
     handlers: list[logging.Handler] = [_BarSafeHandler()]
     if file is not None:
         handlers.append(logging.FileHandler(file))
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=handlers, force=True)
+    for handler in handlers:
+        handler.setFormatter(RedactingFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in ("trainer", "model", "data", "sagebwd"):  # not those of other libraries
         logging.getLogger(package).setLevel(logging.WARNING if file is None else logging.INFO)
 

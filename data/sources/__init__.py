@@ -7,7 +7,7 @@ yields its documents in batches that fit into memory. Units are pickled to the p
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.files import identity, matching
+from data.files import identity, inode, matching
 from data.settings import FILE_SUFFIXES, DataSettings
 from data.sources import jsonl, openwebtext, parquet, stdlib, text
 from data.sources.base import Batch, Unit
@@ -21,6 +21,7 @@ class Source:
     """All text of a dataset, and what identifies it."""
 
     units: list[Unit]
+    files: list[Path]  # that the text comes from, without those of a download
     identity: dict  # JSON; the same for the same text
     input_bytes: int  # size of the files, which may be compressed
     val_fraction: float  # validation part of the text; 0 if validation has files of its own
@@ -33,13 +34,16 @@ def load(settings: DataSettings) -> Source:
     """
     if settings.source == "openwebtext":
         pinned = {key: getattr(settings, key) for key in ("repository", "config", "revision", "column")}
-        return Source(openwebtext.units(**pinned), pinned, openwebtext.DOWNLOAD_BYTES, settings.val_fraction)
+        return Source(
+            openwebtext.units(**pinned), [], pinned, openwebtext.DOWNLOAD_BYTES, settings.val_fraction
+        )
     if settings.source == "stdlib":
         files, val_files = stdlib.files(), []
     else:
         suffixes = FILE_SUFFIXES[settings.source]
         files = matching(settings.path, suffixes)
         val_files = matching(settings.val_path, suffixes) if settings.val_path else []
+        _check_apart(files, val_files)
 
     units = _units(settings, files, settings.val_fraction if not val_files else None)
     if not any(unit.text_bytes for unit in units):
@@ -52,7 +56,17 @@ def load(settings: DataSettings) -> Source:
     found = {"files": identity(files), "val_files": identity(val_files)}
     if settings.source in ("parquet", "jsonl"):
         found["column"] = settings.column
-    return Source(units, found, sum(file.stat().st_size for file in files + val_files), val_fraction)
+    input_bytes = sum(file.stat().st_size for file in files + val_files)
+    return Source(units, files + val_files, found, input_bytes, val_fraction)
+
+
+def _check_apart(files: list[Path], val_files: list[Path]) -> None:
+    """Raise ValueError if a file is both training and validation text."""
+    train = {inode(file): file for file in files}
+    for file in val_files:
+        if (same := train.get(inode(file))) is not None:
+            name = str(file) if file == same else f"{file}, the same file as {same},"
+            raise ValueError(f"{name} matches both data.path and data.val_path; keep it out of one of them")
 
 
 def _units(settings: DataSettings, files: list[Path], val_fraction: float | None) -> list[Unit]:

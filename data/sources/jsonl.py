@@ -41,7 +41,7 @@ class JsonlUnit(Unit):
 
     def _text(self, file: Path, offset: int, line: bytes) -> str:
         try:
-            document = json.loads(line)
+            document = json.loads(line, object_pairs_hook=_with_unique_keys)
         except UnicodeDecodeError:
             raise _wrong(file, offset, "is not valid UTF-8; convert it, or drop that line") from None
         except ValueError as error:
@@ -75,6 +75,16 @@ def units(files: list[Path], key: str) -> list[Unit]:
         JsonlUnit(text_bytes=sum(part.stop - part.start for part in group), ranges=group, key=key)
         for group in grouped(ranges, lambda part: part.stop - part.start)
     ]
+
+
+def _with_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. Raises ValueError for a key that appears twice: Python would take the last value."""
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} appears {keys.count(twice)} times")
+    return document
 
 
 def _lines(part: ByteRange) -> Iterator[tuple[int, bytes]]:

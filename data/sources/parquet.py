@@ -1,4 +1,8 @@
-"""Parquet files: a document per row, the text in one column. A unit is some neighbouring row groups."""
+"""Parquet files: a document per row, the text in one column. A unit is some neighbouring row groups.
+
+Checksums of pages are verified where the file has them (pyarrow's `write_page_checksum=True`). Without them a
+flipped byte often gives other text, and nothing tells.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -39,11 +43,15 @@ class ParquetUnit(Unit):
             for column in self._read(file, [group.index for group in groups], rows_at_once):
                 yield Batch(usable(column, str(file), row))
                 row += len(column)
+            missing = groups[0].first_row + sum(group.rows for group in groups) - row
+            if missing:  # no checksum covers the number of values in the header of a page
+                raise unreadable(file, f"{missing} rows are missing before row {row + missing}")
 
     def _read(self, file: Path, row_groups: list[int], rows_at_once: int) -> Iterator[pa.Array]:
         try:
+            parquet = pq.ParquetFile(file, memory_map=True, page_checksum_verification=True)
             # One thread each: units are what runs in parallel.
-            for batch in pq.ParquetFile(file, memory_map=True).iter_batches(
+            for batch in parquet.iter_batches(
                 rows_at_once, row_groups=row_groups, columns=[self.column], use_threads=False
             ):
                 yield batch.column(0)
@@ -61,7 +69,7 @@ def units(files: list[Path], column: str) -> list[Unit]:
 
 
 def check_column(file: Path, column: str) -> None:
-    """Raise ValueError unless the file has a text column of that name."""
+    """Raise ValueError unless the file has one column of that name, with text."""
     try:
         schema = pq.read_schema(file)
     except (pa.ArrowException, OSError) as error:
@@ -70,6 +78,11 @@ def check_column(file: Path, column: str) -> None:
         raise ValueError(
             f"{file} has no column data.column={column!r}; it has {', '.join(map(repr, schema.names))}"
         )
+    if schema.names.count(column) > 1:
+        raise ValueError(
+            f"{file} has {schema.names.count(column)} columns called data.column={column!r}, and only one "
+            "can be meant; rename the others"
+        )
     kind = schema.field(column).type
     if isinstance(kind, pa.DictionaryType):
         kind = kind.value_type
@@ -77,7 +90,7 @@ def check_column(file: Path, column: str) -> None:
         raise ValueError(f"{file}: column {column!r} holds {kind}, not text; choose another data.column")
 
 
-def unreadable(file: Path, error: Exception) -> ValueError:
+def unreadable(file: Path, error: Exception | str) -> ValueError:
     return ValueError(f"{file} cannot be read as parquet ({error}); is it complete? Fetch it again")
 
 

@@ -82,7 +82,7 @@ def _fake_forward(
     out_residual = torch.empty_like(q) if settings.compensate_o else q.new_empty(0)
     k_mean_shape: tuple[int, ...] = (0,)
     if kernels != "reference":
-        channels = padded_head_dim(k.shape[-1]) if settings.smooth_k else 0
+        channels = padded_head_dim(k.shape[-1]) if settings.smooths_k else 0
         k_mean_shape = (*k.shape[:2], documents * channels)
     k_mean = k.new_empty(k_mean_shape, dtype=torch.float32)
     packed_kv = k.new_empty((0,), dtype=torch.uint8)

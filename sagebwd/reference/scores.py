@@ -49,7 +49,7 @@ class ScoreTiles:
         self.block_q, self.block_kv = config.tile(q.shape[-1])
 
         k_smooth, self.k_mean = k.float(), torch.zeros_like(k[..., :1, :], dtype=torch.float32)
-        if config.smooth_k:
+        if config.smooths_k:
             k_smooth, self.k_mean = subtract_token_mean(k_smooth)
         self.k_blocks = k_smooth.split(self.block_kv, -2)
 

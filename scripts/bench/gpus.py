@@ -37,6 +37,7 @@ from hydra.errors import HydraException
 from tqdm import tqdm
 
 import trainer.settings
+from data.overrides import override
 from scripts.bench.looks import finish, new_figure
 from scripts.bench.measuring import (
     add_output_options,
@@ -207,7 +208,9 @@ def job(row: Row, folder: Path, arguments: Namespace) -> Job:
     brings_text = any(text.startswith(("data=", "experiment=")) for text in arguments.overrides)
     own_text = () if brings_text else ("data=embedded",)
     command = [sys.executable, "train.py", "logger=files", *own_text, *arguments.overrides]
-    return Job(row.name, [*command, *(f"{key}={value}" for key, value in settings.items())], log_of(folder))
+    return Job(
+        row.name, [*command, *(override(key, value) for key, value in settings.items())], log_of(folder)
+    )
 
 
 def log_of(folder: Path) -> Path:

@@ -155,7 +155,7 @@ def scheme_of(config: SageConfig, head_dim: int, dtype: torch.dtype) -> Scheme:
         dq=_contraction_of(config, dtype, "dq", block_q, block_kv),
         dk=dk,
         stored=exact if config.compensate_o else to_dtype(dtype),
-        smooth_k=config.smooth_k,
+        smooth_k=config.smooths_k,
         delta="exact" if config.exact_delta else "output",
     )
 

@@ -16,6 +16,7 @@ that of SageBwd with 16-bit products.
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from statistics import geometric_mean
@@ -98,7 +99,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     if not Results(arguments.results).has("gradient_error.json"):
         parser.error(
             f"{arguments.results} has no gradient_error.json; python -m scripts.paper.gradient_error --out "
-            f"{arguments.results}/gradient_error makes it"
+            f"{shlex.quote(str(arguments.results / 'gradient_error'))} makes it"
         )
     return arguments
 

@@ -2,13 +2,18 @@
 
 import dataclasses
 import re
+import shlex
 import shutil
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from data import corpus, prepare
 from data.corpus import open_corpus
 from data.settings import DataSettings
+from tests.cli import ROOT
 
 
 @pytest.fixture
@@ -45,6 +50,36 @@ def test_openwebtext_names_the_command(tmp_path):
     with pytest.raises(ValueError, match=re.escape("python -m data.prepare data=openwebtext")):
         open_corpus(settings)
     assert list(tmp_path.iterdir()) == []
+
+
+AWKWARD = (
+    *("a b", "a,b", "key=value", "it's", 'say "so"', "cost$", "${oc.env:HOME}", "[x]", "{a: 1}", "#1", "ä"),
+    *("back\\slash\\", "null", "1e3", "glob(x)", " led and trailed ", "~", "*.txt", "a;b&c|d>e"),
+)
+
+
+def composed(*overrides):
+    """The data settings of `python -m data.prepare` with these arguments."""
+    ConfigStore.instance().store(name="prepare_schema", node=prepare.PrepareSettings)
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return OmegaConf.to_object(compose("prepare", list(overrides))).data
+
+
+def pasted(line):
+    python, option, module, *overrides = shlex.split(line)
+    assert (python, option, module) == ("python", "-m", "data.prepare")
+    return composed(*overrides)
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_the_command_is_read_as_the_settings_by_the_shell_and_hydra(tmp_path, name):
+    settings = DataSettings(source="text", path=name, column=name, root=f"{tmp_path}/{name}", name=name)
+    assert pasted(corpus.command(settings)) == settings
+
+
+def test_settings_of_the_openwebtext_group_are_named_where_they_are_others():
+    settings = composed("data=openwebtext", "data.documents=null", "data.revision=null")
+    assert pasted(corpus.command(settings)) == settings
 
 
 def test_a_named_dataset_opens_where_its_text_is_not(settings, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from data import shards, sources, workers
+from data import files, shards, sources, workers
 from data.manifest import Manifest
 from data.prepare import PrepareSettings, prepare, run
 from data.settings import DataSettings
@@ -246,6 +247,27 @@ def test_verify_reads_every_shard(settings, capsys):
     shard.write_bytes(content)
     run(PrepareSettings(settings, verify=False))
     with pytest.raises(ValueError, match=r"val_00002.bin has changed since it was written"):
+        run(PrepareSettings(settings, verify=True))
+
+
+def test_verify_reads_source_files_that_are_too_large_to_read_each_time(settings, monkeypatch):
+    """Their identity is that of both ends; a byte in between is found by the checksum of the preparation."""
+    monkeypatch.setattr(files, "FULL_HASH_LIMIT", 0)
+    monkeypatch.setattr(files, "SAMPLE", 100)
+    run(PrepareSettings(settings, verify=True))
+    text = Path(settings.path)
+    status, content = text.stat(), bytearray(text.read_bytes())
+    manifest = Manifest.read(next(Path(settings.root).iterdir()))
+    assert manifest.source_files == [
+        {"name": text.name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    ]
+    content[len(content) // 2] ^= 1
+    text.write_bytes(content)
+    os.utime(text, ns=(status.st_atime_ns, status.st_mtime_ns))
+    run(PrepareSettings(settings, verify=False))
+    with pytest.raises(
+        ValueError, match=r"texts.jsonl is not what .* was made from: its checksum is .*resto"
+    ):
         run(PrepareSettings(settings, verify=True))
 
 

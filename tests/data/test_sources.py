@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import sources
+from data.files import matching
 from data.settings import DataSettings
 from data.sources import base, jsonl, openwebtext, parquet, stdlib, text
 
@@ -113,6 +114,32 @@ def test_a_broken_parquet_file_is_named(tmp_path):
         documents(load("parquet", tmp_path).units)
 
 
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
+    table = pa.table([["right"], ["wrong"], [1]], names=["text", "text", "id"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet has 2 columns called data.column='text', .*rename"):
+        load("parquet", tmp_path)
+
+
+@pytest.mark.parametrize(("compression", "dictionary"), [("none", False), ("snappy", True)])
+def test_a_flipped_byte_of_parquet_with_checksums_is_named_or_harmless(tmp_path, compression, dictionary):
+    """Without the checks, most flips in the pages were read as other text, or as fewer rows."""
+    path = tmp_path / "a.parquet"
+    write_parquet(path, TEXTS, write_page_checksum=True, compression=compression, use_dictionary=dictionary)
+    whole = path.read_bytes()
+    pages = pq.read_metadata(path).row_group(0).column(1)
+    start = pages.dictionary_page_offset or pages.data_page_offset
+    faults = []
+    for offset in range(start, start + pages.total_compressed_size, pages.total_compressed_size // 50):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 4]) + whole[offset + 1 :])
+        try:
+            assert documents(load("parquet", tmp_path).units) == TEXTS
+        except ValueError as error:
+            faults.append(str(error))
+    assert len(faults) > 30
+    assert all(f"{path} cannot be read as parquet" in fault for fault in faults)
+
+
 # ------------------------------------------------------------------ JSON Lines
 
 
@@ -151,6 +178,12 @@ def test_jsonl_that_can_not_be_used_is_named_by_line(tmp_path, line, complaint):
         documents(load("jsonl", path).units)
 
 
+def test_jsonl_with_a_key_twice_is_named_by_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "right", "text": "wrong"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl, line 2 is not JSON \(the key 'text' appears 2 times\)"):
+        documents(load("jsonl", tmp_path).units)
+
+
 def test_jsonl_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
     (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b \ud83d\ude00"}')
     assert documents(load("jsonl", tmp_path).units) == ["a\ufffdb \U0001f600"]
@@ -165,11 +198,12 @@ def test_text_is_a_document_per_file(tmp_path):
         path = tmp_path / f"{name}.txt"
         path.parent.mkdir(exist_ok=True)
         path.write_text(content)
-    source = load("text", tmp_path, val_path=str(tmp_path / "a.txt"))
+    (tmp_path / "val").write_text("held out")
+    source = load("text", tmp_path, val_path=str(tmp_path / "val"))
     assert len(source.units) > 5
     train = [unit for unit in source.units if unit.split == "train"]
     assert documents(train) == ["short", "x y\n" * 400, "日本 語\n" * 90]
-    assert documents(unit for unit in source.units if unit.split == "val") == ["short"]
+    assert documents(unit for unit in source.units if unit.split == "val") == ["held out"]
 
 
 @given(st.text(alphabet="aé \n\t.7\u00a0\u3000語\U0001f600", max_size=200), st.integers(1, 30))
@@ -197,7 +231,8 @@ def test_text_without_a_place_to_cut_is_cut_between_characters(tmp_path, monkeyp
     monkeypatch.setattr(text, "CUT_WINDOW", 8)
     path = tmp_path / "a.txt"
     path.write_text("語" * 100)
-    source = load("text", path, val_path=str(path))
+    (tmp_path / "val.txt").write_text("語" * 100)
+    source = load("text", path, val_path=str(tmp_path / "val.txt"))
     assert documents(unit for unit in source.units if unit.split == "train") == ["語" * 100]
     assert len(source.units) == 12
 
@@ -291,6 +326,57 @@ def test_openwebtext_without_network_names_the_unit_and_says_to_rerun(monkeypatc
     message = r"file 2 of 80 could not be read .*no route to host.* run the same command again to continue"
     with pytest.raises(OSError, match=message):
         documents(openwebtext_units()[1:2])
+
+
+# ------------------------------------------------------------------ which files
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """One file in each of two folders, and links that lead from both to both; the working folder."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(f"text of {name}")
+        (tmp_path / name / "up").symlink_to("..")
+        (tmp_path / name / "again").symlink_to(".")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("pattern", ["**/*.txt", "./**/*.txt", "**", "**/**/*.txt", "?/**/?.txt", "."])
+def test_a_loop_of_links_is_read_once(folders, pattern):
+    """Python's glob found each file hundreds of times, in training and validation text."""
+    for where in (pattern, os.path.join(folders, pattern)):
+        names = [file.name for file in matching(where, (".txt",))]
+        assert names == ["a.txt", "b.txt"]
+
+
+def test_a_file_under_two_names_is_read_once_and_said(folders, caplog):
+    (folders / "0.txt").symlink_to("a/a.txt")
+    os.link(folders / "b" / "b.txt", folders / "b" / "c.txt")
+    assert [str(file) for file in matching("**/*.txt", (".txt",))] == ["a/a.txt", "b/b.txt"]
+    assert "0.txt is a/a.txt under another name, and is left out" in caplog.text
+    assert "b/c.txt is b/b.txt under another name, and is left out" in caplog.text
+
+
+def test_folders_behind_links_are_found(tmp_path):
+    (tmp_path / "elsewhere [1]").mkdir()
+    (tmp_path / "elsewhere [1]" / "x.txt").touch()
+    (tmp_path / "data" / ".hidden").mkdir(parents=True)
+    (tmp_path / "data" / ".hidden" / "h.txt").touch()
+    (tmp_path / "data" / "part [2]").symlink_to(tmp_path / "elsewhere [1]")
+    for pattern in ("**/*.txt", "*/*.txt", "**"):
+        found = matching(str(tmp_path / "data" / pattern), (".txt",))
+        assert found == [tmp_path / "data" / "part [2]" / "x.txt"]
+
+
+def test_validation_text_that_is_also_training_text_is_refused(folders):
+    (folders / "val.txt").symlink_to("b/b.txt")
+    with pytest.raises(ValueError, match=r"val.txt, the same file as b/b.txt, matches both data.path and"):
+        load("text", "?/*.txt", val_path="val.txt")
+    with pytest.raises(ValueError, match=r"a/a.txt matches both data.path and data.val_path; keep it out of"):
+        load("text", "?/*.txt", val_path="a/a.txt")
+    load("text", "a/*.txt", val_path="b/b.txt")
 
 
 # ------------------------------------------------------------------ identity and emptiness

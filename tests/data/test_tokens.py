@@ -1,8 +1,12 @@
 """Shards on disk: one array in front, and refused by name when they have changed."""
 
+import errno
+import os
+
 import numpy as np
 import pytest
 
+from data.loader import BatchLoader
 from data.prepare import prepare
 from data.settings import DataSettings
 from data.tokens import TokenShards
@@ -65,6 +69,42 @@ def test_a_truncated_shard_is_named(folder):
     ):
         TokenShards.open(folder, "train")
     TokenShards.open(folder, "val", verify="full")  # the other split is as it was
+
+
+def test_a_shard_that_is_cut_short_while_in_use_is_named(folder):
+    """A memory map ended the process with SIGBUS."""
+    tokens = TokenShards.open(folder, "train")
+    shard = folder / "train_00000.bin"
+    size = shard.stat().st_size
+    whole = tokens.window(0, len(tokens))
+    os.truncate(shard, 4097)
+    assert (tokens.window(0, 2048) == whole[:2048]).all()
+    for start, length in ((2048, 1), (2000, 100), (len(tokens) - 1, 1)):
+        with pytest.raises(
+            OSError, match=rf"train_00000.bin was cut short .*from {size} to 4097 bytes; rest"
+        ):
+            tokens.window(start, length)
+
+
+def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
+    tokens = TokenShards.open(folder, "train")
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(OSError, match=r"train_00000.bin cannot be read: Input/output error; restore"):
+        tokens.window(0, 1)
+
+
+def test_a_training_run_names_a_shard_that_is_cut_short(folder):
+    """Batches are made in a thread."""
+    loader = BatchLoader(
+        TokenShards.open(folder, "train"), context=64, sequences_per_step=4, micro_batch=2, seed=1
+    )
+    os.truncate(folder / "train_00000.bin", 0)
+    with pytest.raises(OSError, match=r"train_00000.bin was cut short while it was in use"):
+        list(loader.micro_batches(0))
 
 
 def test_an_altered_shard_is_named_by_the_full_check_only(folder):

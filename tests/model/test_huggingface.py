@@ -1,12 +1,14 @@
 """The independent truth here is transformers: same weights, same logits, same gradients."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
 from transformers import LlamaConfig as HFLlamaConfig
 from transformers import Qwen3Config as HFQwen3Config
@@ -177,6 +179,181 @@ def test_incomplete_or_damaged_folders_are_refused_by_name(make_model, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 3}')
     with pytest.raises(ValueError, match="no field 'hidden_size'"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "fragment"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"model_type": "llama",', "not valid JSON"),
+        (b"\xff\xfe{}", "not text in UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b"null", "holds null, not an object"),
+        (b"[]", "holds [], not an object"),
+        (b'"llama"', 'holds "llama", not an object'),
+        (b"7", "holds 7, not an object"),
+        (b"{}", "model_type=None, supported are llama, qwen3"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, content, fragment):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
+        load(tmp_path)
+    assert fragment in str(caught.value)
+
+
+SIZE = "not a whole number from 1 to 2147483647; correct it, or copy or download it again"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "fragment"),
+    [
+        ("vocab_size", "61", f'vocab_size is "61", {SIZE}'),
+        ("vocab_size", 61.0, f"vocab_size is 61.0, {SIZE}"),
+        ("vocab_size", None, f"vocab_size is null, {SIZE}"),
+        ("vocab_size", True, f"vocab_size is true, {SIZE}"),
+        ("vocab_size", 10**30, SIZE),
+        ("hidden_size", [24], f"hidden_size is [24], {SIZE}"),
+        ("hidden_size", -24, f"hidden_size is -24, {SIZE}"),
+        ("hidden_size", 25, "describes a model that cannot be built: model.d_model=25 is not a multiple"),
+        ("num_attention_heads", 0, f"num_attention_heads is 0, {SIZE}"),
+        ("num_key_value_heads", "two", f'num_key_value_heads is "two", {SIZE}'),
+        ("num_key_value_heads", 3, "cannot be built: model.n_kv_heads=3 does not divide model.n_heads=4"),
+        ("num_hidden_layers", {}, f"num_hidden_layers is {{}}, {SIZE}"),
+        ("head_dim", 2.5, f"head_dim is 2.5, {SIZE}"),
+        ("head_dim", 9, "cannot be built: model.d_head=9 is odd"),
+        ("intermediate_size", False, f"intermediate_size is false, {SIZE}"),
+        ("max_position_embeddings", "x" * 99, f'max_position_embeddings is "{"x" * 59}…, {SIZE}'),
+        ("rms_norm_eps", "1e-6", 'rms_norm_eps is "1e-6", not a positive number'),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps is NaN, not a positive number"),
+        ("rms_norm_eps", 0, "rms_norm_eps is 0, not a positive number"),
+        ("initializer_range", float("inf"), "initializer_range is Infinity, not a positive number"),
+        ("initializer_range", 10**400, "not a positive number below 1.8e308"),
+        ("tie_word_embeddings", "false", 'tie_word_embeddings is "false", not true or false'),
+        ("model_type", ["llama"], 'model_type=["llama"], supported are llama, qwen3'),
+        ("layer_types", 3, "layer_types is 3, not a list of strings"),
+        ("layer_types", [["full_attention"]], "not a list of strings"),
+        ("rope_scaling", "linear", 'rope_scaling is "linear", not an object'),
+        ("rope_parameters", [1], "rope_parameters is [1], not an object"),
+        ("rope_parameters", {"rope_theta": "10000"}, 'rope_theta is "10000", not a positive number'),
+        ("rope_parameters", {"rope_type": None}, "rope scaling of type None"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_fields_of_another_kind_are_refused_by_name(make_model, tmp_path, field, value, fragment):
+    huggingface.save(make_model(), tmp_path)
+    edit(tmp_path, **{field: value})
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
+        load(tmp_path)
+    assert fragment in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("index", "fragment"),
+    [
+        ([], "holds [], not an object"),
+        ({}, "no field 'weight_map'"),
+        ({"weight_map": None}, "weight_map is null, not an object"),
+        ({"weight_map": ["model.safetensors"]}, "not an object"),
+        ({"weight_map": {}}, "weight_map is empty"),
+        ({"weight_map": {"w": 3}}, "weight_map.w is 3, not the name of a .safetensors file in that folder"),
+        ({"weight_map": {"w": None}}, "weight_map.w is null"),
+        ({"weight_map": {"w": ""}}, 'weight_map.w is ""'),
+        ({"weight_map": {"w": "../other/model.safetensors"}}, 'weight_map.w is "../other/model.safetensors"'),
+        ({"weight_map": {"w": "sub/model.safetensors"}}, 'weight_map.w is "sub/model.safetensors"'),
+        ({"weight_map": {"w": "/etc/passwd"}}, 'weight_map.w is "/etc/passwd"'),
+        ({"weight_map": {"w": "config.json"}}, 'weight_map.w is "config.json"'),
+        ({"weight_map": {"w": "a\0.safetensors"}}, "weight_map.w is"),
+        (
+            {"weight_map": {"w": "model.safetensors"}},
+            "which model.safetensors.index.json does not place there",
+        ),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_damaged_indexes_are_refused_by_name(make_model, tmp_path, index, fragment):
+    huggingface.save(make_model(), tmp_path / "weights")
+    huggingface.save(make_model(), tmp_path / "other")
+    (tmp_path / "weights" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model\.safetensors") as caught:
+        load(tmp_path / "weights")
+    assert fragment in str(caught.value)
+
+
+def test_a_weight_must_be_in_the_shard_that_the_index_names(tmp_path):
+    saved_by_transformers(tmp_path, True, "10KB")
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first, *_, last = sorted(set(index["weight_map"].values()))
+    moved = next(name for name, file in index["weight_map"].items() if file == first)
+    path.write_text(json.dumps({"weight_map": index["weight_map"] | {moved: last}}))
+    with pytest.raises(ValueError, match=f"{first} holds {moved}, which .* does not place there"):
+        load(tmp_path)
+    path.write_text(json.dumps({"weight_map": index["weight_map"] | {"model.extra": last}}))
+    with pytest.raises(ValueError, match=f"places model.extra in {last}, which does not hold it"):
+        load(tmp_path)
+    (tmp_path / last).unlink()
+    path.write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=last):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused_and_not_waited_for(make_model, tmp_path, name, make):
+    huggingface.save(make_model(), tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is not a regular file; replace it"):
+        load(tmp_path)
+
+
+def test_links_to_files_are_read(make_model, tmp_path):
+    """The cache of the Hugging Face Hub is made of them."""
+    huggingface.save(make_model(), tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    load(tmp_path / "snapshot")
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (lambda x: x.to(torch.int32), "is int32, supported are float16, bfloat16, float32, float64"),
+        (lambda x: x.to(torch.int8), "is int8, supported"),
+        (lambda x: x > 0, "is bool, supported"),
+        (lambda x: x.to(torch.complex64), "is complex64, supported"),
+        (lambda x: x.to(torch.float8_e4m3fn), "is float8_e4m3fn, supported"),
+        (lambda x: x.index_fill(0, torch.tensor([1, 3]), torch.nan), "has 48 of 1464 values that are NaN"),
+        (
+            lambda x: x.index_fill(0, torch.tensor([1]), -torch.inf),
+            "has 24 of 1464 values that are NaN or inf",
+        ),
+        (
+            lambda x: x.double().index_fill(0, torch.tensor([1]), 1e300),
+            "has 24 of 1464 values that are NaN or",
+        ),
+    ],
+)
+def test_weights_that_are_not_finite_floating_point_are_refused(make_model, tmp_path, change, fragment):
+    huggingface.save(make_model(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    save_file(weights | {name: change(weights[name])}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.safetensors: model\.embed_tokens\.weight") as caught:
+        load(tmp_path)
+    assert fragment in str(caught.value)
+
+
+def test_double_precision_is_rounded(make_model, tmp_path):
+    model = make_model()
+    huggingface.save(model, tmp_path, dtype=torch.float64)
+    again = load(tmp_path)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight)
 
 
 def test_special_tokens_are_left_to_the_tokenizer(make_model, tmp_path):

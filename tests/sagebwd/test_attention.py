@@ -188,6 +188,9 @@ X = torch.ones(2, 4, 8, 16)
         ((X, X, X), {"attn_mask": torch.ones(8, 8)}, "attn_mask is not supported; use is_causal=True"),
         ((X, X, X), {"dropout_p": 0.1}, "dropout_p=0.1 is not supported; use dropout_p=0.0"),
         ((X, X, X), {"scale": float("nan")}, "scale is nan; pass a finite number"),
+        ((X, X, X), {"scale": torch.ones(4)}, r"scale has shape \(4,\); pass one number for all logits"),
+        ((X, X, X), {"scale": torch.tensor(torch.inf)}, "scale is inf; pass a finite number"),
+        ((X, X, X), {"scale": torch.ones((), requires_grad=True)}, r"wants a gradient, .* scale.detach\(\)"),
         ((X, X, X), {"config": {"smooth_k": True}}, "config is a dict; pass a sagebwd.SageConfig"),
         ((X, X.double(), X), {}, "k is float64; cast it to float16, bfloat16 or float32"),
         ((X.int(), X, X), {}, "q is int32; cast it"),
@@ -207,6 +210,15 @@ X = torch.ones(2, 4, 8, 16)
 def test_refuses_with_the_fix(inputs, settings, message):
     with pytest.raises(ValueError, match=message):
         sage_attention(*inputs, **settings)
+
+
+def test_a_tensor_is_taken_for_its_number_as_scale():
+    """Without a gradient it is one; to refuse it would break calls that work."""
+    scale = torch.full((1,), 0.25, requires_grad=True)
+    wanted = sage_attention(X, X, X, scale=0.25)
+    assert torch.equal(sage_attention(X, X, X, scale=scale.detach()), wanted)
+    with torch.no_grad():
+        assert torch.equal(sage_attention(X, X, X, scale=scale), wanted)
 
 
 @pytest.mark.parametrize(

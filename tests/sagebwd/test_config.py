@@ -85,3 +85,19 @@ def test_is_frozen():
 def test_refuses_with_the_fix(settings, message):
     with pytest.raises(ValueError, match=message):
         SageConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "smooths"),
+    [
+        ({}, True),
+        ({"smooth_k": False}, False),
+        ({"int8_matmuls": ()}, False),
+        ({"int8_matmuls": ("o", "dv", "dp", "dk")}, False),
+        ({"int8_matmuls": ("dq",)}, True),
+        ({"int8_matmuls": ("s_fwd", "s_bwd")}, True),
+        ({"int8_matmuls": (), "add_mean_k_term": True}, True),
+    ],
+)
+def test_k_is_smoothed_where_it_is_quantized(settings, smooths):
+    assert SageConfig(**settings).smooths_k == smooths

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from scripts import reproduce
 from scripts.paper import experiment_runs, experiments
@@ -104,6 +105,17 @@ def test_fine_tuning_follows_its_base_and_brings_its_own_text():
     assert [text for text in tuned if text.startswith("data")] == ["data.root=t"]
     assert then[0].name not in {run.name for run in first}
     assert first[0] not in reproduce.compared(find("finetune"), "scaled")
+
+
+def test_a_folder_with_an_awkward_name_reaches_train_py_as_it_is():
+    asked = arguments("finetune", "--runs-dir", "it's a run, seed=1")
+    first, then = find("finetune").stages["scaled"]
+    given = {
+        one.key_or_group: one.value()
+        for one in OverridesParser.create().parse_overrides(reproduce.train_command(then[0], asked)[2:])
+    }
+    assert given["run_dir"] == f"it's a run, seed=1/{then[0].name}"
+    assert given["init_from"] == f"it's a run, seed=1/{first[0].name}/weights"
 
 
 @pytest.mark.parametrize(

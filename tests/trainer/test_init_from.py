@@ -1,10 +1,11 @@
 """Starting from trained weights: they are the ones that are trained further, and others are refused early."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from trainer.errors import SettingsError, TrainingError
 from trainer.plan import make_plan
@@ -89,3 +90,20 @@ def test_damaged_weights_are_told_without_a_traceback(base, train_here, tmp_path
     (tmp_path / "weights" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(TrainingError, match=r"model.safetensors is damaged"):
         train_here(tmp_path / "run", *FROZEN, f"init_from={tmp_path / 'weights'}")
+
+
+def test_weights_that_are_not_finite_are_named(base, train_here, tmp_path):
+    """A training step would find a loss that is not finite, and blame the learning rate."""
+    shutil.copytree(base, tmp_path / "weights")
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "weights" / "model.safetensors")
+    with pytest.raises(TrainingError, match=r"model\.safetensors: model\.norm\.weight has 1 of 32 values"):
+        train_here(tmp_path / "run", *FROZEN, f"init_from={tmp_path / 'weights'}")
+
+
+@pytest.mark.parametrize("content", ["[]", '{"model_type": ["llama"]}', '{"model_type": "llama"}'])
+def test_a_damaged_config_is_told_before_anything_is_built(compose_settings, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(SettingsError, match=r"init_from=.*config\.json"):
+        plan(compose_settings, f"init_from={tmp_path}")

@@ -1,14 +1,16 @@
 import json
 import math
 import random
+import shlex
 
 import numpy as np
 import pytest
 
 from data.corpus import open_corpus
 from tests.cli import metrics
+from trainer.run_directory import RunDirectory
 from trainer.settings import SpikeSettings
-from trainer.spikes import SpikeDetector
+from trainer.spikes import SpikeDetector, report
 
 NOISE = b"~^|{}[]<>@#$%&*0123456789"
 
@@ -124,3 +126,13 @@ def test_a_run_names_its_odd_sequences_and_leaves_them_out_if_told(
         assert f"step {spike['step']} is a spike" in caplog.text
     parameter = next(trainer.llama.parameters())
     assert trainer.optimizer.state[parameter]["step"] == steps - skip * len(spikes)
+
+
+def test_the_command_that_shows_its_text_can_be_pasted(tmp_path, caplog):
+    directory = RunDirectory(tmp_path / "it's a run, $HOME")
+    directory.path.mkdir()
+    detector = make()
+    spike = [detector.judge(*pair) for pair in [*course(40), (50.0, 1.0)]][-1]
+    report(spike, directory, {"step": 41, "tokens": 1, "skipped": False, "sequences": [3]})
+    command = shlex.split(caplog.text[caplog.text.index("python -m") :])
+    assert command == ["python", "-m", "scripts.show_batch", str(directory.path), "--step", "41"]

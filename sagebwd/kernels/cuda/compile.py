@@ -1,7 +1,7 @@
 """Compiles CUDA sources with NVRTC, NVIDIA's compiler as a library, so that nobody needs nvcc.
 
-Compiled kernels are cached on disk, in $SAGEBWD_CACHE_DIR or the user's cache folder. Nothing of CUDA is
-imported before it is needed.
+Compiled kernels are cached on disk, in $SAGEBWD_CACHE_DIR or the user's cache folder. They are loaded only if
+no other user can write to the file and its folder. Nothing of CUDA is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import functools
 import hashlib
 import io
 import os
+import shlex
+import stat
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -80,9 +82,12 @@ def compile_source(
 
 
 def load_or_compile(sources: Sources, source: str, defines: Defines) -> bytes:
-    """The CUBIN of ``source``.cu, from the disk if it has been compiled before."""
+    """The CUBIN of ``source``.cu, from the disk if it has been compiled before.
+
+    Warns if the folder of the cache cannot be used, or if other users can write to it, and compiles then.
+    """
     folder = cache_folder()
-    if folder is None:
+    if folder is None or not _make_private(folder):
         return compile_source(sources, source, defines)[0]
     path = folder / f"{source}-{_fingerprint(sources, source, defines)}.cubin"
     cubin = _read(path)
@@ -91,7 +96,7 @@ def load_or_compile(sources: Sources, source: str, defines: Defines) -> bytes:
         try:
             _write(path, cubin)
         except OSError as error:
-            _warn_not_cached(str(folder), str(error))
+            _warn_not_cached(folder, str(error), "set SAGEBWD_CACHE_DIR to a writable folder")
     return cubin
 
 
@@ -160,23 +165,66 @@ def _fingerprint(sources: Sources, source: str, defines: Defines) -> str:
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
 
 
-def _read(path: Path) -> bytes | None:
-    """What :func:`_write` wrote; None if there is nothing, or it is damaged."""
+def _make_private(folder: Path) -> bool:
+    """Create the folder for this user alone. Whether it can be used; if not, warns."""
     try:
-        content = path.read_bytes()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        _warn_not_cached(folder, str(error), "set SAGEBWD_CACHE_DIR to a writable folder")
+        return False
+    if problem := _why_not_trusted(status):
+        fix = f"if nobody else uses it: chmod go-w {shlex.quote(str(folder))}"
+        _warn_not_cached(folder, problem, f"set SAGEBWD_CACHE_DIR to a folder of your own, or {fix}")
+        return False
+    return True
+
+
+def _why_not_trusted(status: os.stat_result) -> str | None:
+    """Why another user may have written a file or folder; None if only this user and root can."""
+    if os.name != "posix":
+        return None
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"its mode {stat.S_IMODE(status.st_mode):04o} lets other users write there"
+    return None
+
+
+def _read(path: Path) -> bytes | None:
+    """What :func:`_write` wrote; None if there is nothing, or it is damaged, or it may be of another user."""
+    try:
+        with open(path, "rb", opener=_open_no_link) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            if problem := _why_not_trusted(status):
+                warnings.warn(f"{path} is not used, because {problem}; compiling it again", stacklevel=2)
+                return None
+            content = file.read()
     except OSError:
         return None
     checksum, cubin = content[:32], content[32:]
-    return cubin if hashlib.sha256(cubin).digest() == checksum else None
+    return cubin if _checksum(path, cubin) == checksum else None
+
+
+def _checksum(path: Path, cubin: bytes) -> bytes:
+    """Of the name, too: under another name it is another kernel."""
+    return hashlib.sha256(path.name.encode() + b"\0" + cubin).digest()
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file that is no link, without waiting for the writer of a FIFO."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def _write(path: Path, cubin: bytes) -> None:
     """Write a checksum and the CUBIN. Other processes see the whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(hashlib.sha256(cubin).digest() + cubin)
+            file.write(_checksum(path, cubin) + cubin)
         os.replace(temporary, path)
     except OSError:
         os.unlink(temporary)
@@ -184,9 +232,9 @@ def _write(path: Path, cubin: bytes) -> None:
 
 
 @functools.cache  # once for each folder, not for each kernel
-def _warn_not_cached(folder: str, error: str) -> None:
+def _warn_not_cached(folder: Path, problem: str, fix: str) -> None:
     warnings.warn(
-        f"compiled kernels cannot be cached in {folder} ({error}), so every process compiles them again; "
-        "set SAGEBWD_CACHE_DIR to a writable folder",
+        f"compiled kernels cannot be cached in {folder} ({problem}), so every process compiles them again; "
+        f"{fix}",
         stacklevel=2,
     )

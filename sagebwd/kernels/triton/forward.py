@@ -142,7 +142,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, k_mean and out_residual of a :class:`~sagebwd.kernels.layout.ForwardResult`."""
     token_scales = config.operand_scales == "token"
-    if config.smooth_k:
+    if config.smooths_k:
         k_mean = token_mean(k, kv_axis)
     else:
         k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)

@@ -161,8 +161,8 @@ def quantize_q_and_k(
     ``k_mean`` is that of :func:`token_mean`; it counts only if ``config`` smooths K.
     """
     token_scales = config.operand_scales == "token"
-    q_subtract, k_subtract = "own" if config.smooth_q else "", "given" if config.smooth_k else ""
-    mean = k_mean if config.smooth_k else None
+    q_subtract, k_subtract = "own" if config.smooth_q else "", "given" if config.smooths_k else ""
+    mean = k_mean if config.smooths_k else None
     return (
         quantize(q, q_axis, subtract=q_subtract, token_scales=token_scales, **q_forms),
         quantize(k, kv_axis, subtract=k_subtract, mean=mean, token_scales=token_scales, **k_forms),

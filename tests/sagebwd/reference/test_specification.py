@@ -23,7 +23,9 @@ class Independent:
         self.q, self.k, self.v, self.grad_out = q, k, v, grad_out
         self.is_causal, self.config = is_causal, config
         self.scale = 1 / np.sqrt(q.shape[1])
-        self.mean_k = k.mean(0) if config.smooth_k else np.zeros(k.shape[1])
+        quantizes_k = not {"s_fwd", "s_bwd", "dq"}.isdisjoint(config.int8_matmuls)
+        smooth = config.smooth_k and (quantizes_k or config.add_mean_k_term)
+        self.mean_k = k.mean(0) if smooth else np.zeros(k.shape[1])
         self.smooth_k = k - self.mean_k
         self.mean_v = v.mean(0) if config.smooth_v else np.zeros(v.shape[1])
         self.out, self.lse = np.zeros_like(q), np.zeros(len(q))

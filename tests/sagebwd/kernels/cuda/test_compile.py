@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import subprocess
 import sys
@@ -122,6 +123,99 @@ def test_a_failed_write_leaves_nothing_behind(sources, cache, monkeypatch):
     with pytest.warns(UserWarning, match="disk full"):
         load_or_compile(sources, "minimal", {"VALUE": 1})
     assert not list(cache.iterdir())
+
+
+# NVRTC is not needed to see what is trusted: the compiler is a stand-in.
+ours, theirs = b"compiled here", b"left there by another user"
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(compiler, "compile_source", lambda *_: (ours, ""))
+
+
+@pytest.fixture
+def planted(sources, cache, compiles):
+    """A file of the cache with another kernel in it, whose checksum is right."""
+    load_or_compile(sources, "minimal", {"VALUE": 1})
+    (path,) = cache.iterdir()
+    path.write_bytes(compiler._checksum(path, theirs) + theirs)
+    assert (
+        load_or_compile(sources, "minimal", {"VALUE": 1}) == theirs
+    )  # the checksum protects from damage only
+    return path
+
+
+def belong_to_another_user(monkeypatch, *paths):
+    """These files, as far as this process sees; giving them away would need root."""
+    inodes = {path.stat().st_ino for path in paths}
+
+    def replaced(original):
+        def status(*arguments, **options):
+            found = original(*arguments, **options)
+            return os.stat_result((*found[:4], 12345, *found[5:])) if found.st_ino in inodes else found
+
+        return status
+
+    monkeypatch.setattr(os, "stat", replaced(os.stat))
+    monkeypatch.setattr(os, "fstat", replaced(os.fstat))
+
+
+def test_the_folder_and_its_files_are_for_this_user_alone(sources, cache, compiles):
+    before = os.umask(0)  # the loosest
+    try:
+        load_or_compile(sources, "minimal", {"VALUE": 1})
+    finally:
+        os.umask(before)
+    (file,) = cache.iterdir()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache, file)] == [0o700, 0o600]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777, 0o720, 0o702])
+def test_a_folder_that_others_can_write_to_is_not_used(mode, sources, cache, planted):
+    cache.chmod(mode)
+    with pytest.warns(
+        UserWarning, match=rf"{cache} \(its mode {mode:04o} .*set SAGEBWD_CACHE_DIR .*chmod go-w {cache}"
+    ):
+        assert load_or_compile(sources, "minimal", {"VALUE": 1}) == ours
+    assert planted.read_bytes().endswith(theirs)  # nor written to
+
+
+def test_a_folder_of_another_user_is_not_used(sources, cache, planted, monkeypatch):
+    belong_to_another_user(monkeypatch, cache)
+    with pytest.warns(UserWarning, match=r"belongs to user 12345.*set SAGEBWD_CACHE_DIR"):
+        assert load_or_compile(sources, "minimal", {"VALUE": 1}) == ours
+
+
+@pytest.mark.parametrize("mode", [0o660, 0o606])
+def test_a_file_that_others_can_write_to_is_made_again(mode, sources, cache, planted):
+    planted.chmod(mode)
+    with pytest.warns(UserWarning, match=rf"{planted} is not used, because its mode 0{mode:o}"):
+        assert load_or_compile(sources, "minimal", {"VALUE": 1}) == ours
+    assert stat.S_IMODE(planted.stat().st_mode) == 0o600
+    assert load_or_compile(sources, "minimal", {"VALUE": 1}) == ours
+
+
+def test_a_file_of_another_user_is_made_again(sources, cache, planted, monkeypatch):
+    belong_to_another_user(monkeypatch, planted)
+    with pytest.warns(UserWarning, match=r"belongs to user 12345"):
+        assert load_or_compile(sources, "minimal", {"VALUE": 1}) == ours
+
+
+def test_a_kernel_under_another_name_is_not_loaded(sources, cache, planted):
+    load_or_compile(sources, "minimal", {"VALUE": 2})
+    (other,) = set(cache.iterdir()) - {planted}
+    planted.replace(other)
+    assert load_or_compile(sources, "minimal", {"VALUE": 2}) == ours
+
+
+@pytest.mark.parametrize("kind", ["link", "FIFO"])
+def test_what_is_no_file_is_replaced(kind, sources, cache, planted):
+    elsewhere = planted.rename(cache.parent / "elsewhere")
+    planted.symlink_to(elsewhere) if kind == "link" else os.mkfifo(planted)
+    assert load_or_compile(sources, "minimal", {"VALUE": 1}) == ours
+    assert planted.read_bytes().endswith(ours)
 
 
 @needs_nvrtc

@@ -1,0 +1,187 @@
+"""Reading JSON and safetensors files that others wrote. What is wrong with one is a ValueError that names it.
+
+No file here can run code or make the reader wait: only regular files of the folder are opened.
+"""
+
+import json
+import math
+import stat
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+AGAIN = "copy or download it again"
+LARGEST_SIZE = 2**31 - 1  # of a model's axis; more is damage, and would end in an error of the allocator
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REQUIRED = object()
+
+
+class Fields:
+    """The fields of a JSON object, each read as what it must be.
+
+    Every method raises ValueError that names file, field, value and fix. `default` replaces a field that is
+    missing; without one the field is required.
+    """
+
+    def __init__(self, values: dict[str, Any], path: Path, inside: str = ""):
+        self.values, self.path, self.inside = values, path, inside
+
+    def get(self, name: str, default: Any = REQUIRED) -> Any:
+        """The field, of any type."""
+        if name in self.values:
+            return self.values[name]
+        if default is REQUIRED:
+            raise ValueError(f"{self.path} has no field '{self.inside}{name}'; it is incomplete, {AGAIN}")
+        return default
+
+    def size(self, name: str, default: Any = REQUIRED) -> int:
+        """A whole number from 1 to LARGEST_SIZE; null where that is the default."""
+        value = self.get(name, default)
+        if value is None and default is None:
+            return value
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
+            raise self.wrong(name, f"a whole number from 1 to {LARGEST_SIZE}")
+        return value
+
+    def positive(self, name: str, default: Any = REQUIRED) -> float:
+        """A positive finite number."""
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.wrong(name, "a positive number")
+        try:
+            return float(value)
+        except OverflowError:
+            raise self.wrong(name, "a positive number below 1.8e308") from None
+
+    def flag(self, name: str, default: Any = REQUIRED) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def texts(self, name: str, default: Any = REQUIRED) -> list[str]:
+        """A list of strings; null is the default."""
+        value = self.get(name, default)
+        if value is None:
+            value = default
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self.wrong(name, "a list of strings")
+        return value
+
+    def object(self, name: str, default: Any = REQUIRED) -> "Fields":
+        """A JSON object; null is the default."""
+        value = self.get(name, default)
+        if value is None:
+            value = default
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object, {…}")
+        return Fields(value, self.path, f"{self.inside}{name}.")
+
+    def wrong(self, name: str, wanted: str) -> ValueError:
+        value = shown(self.values.get(name))
+        return ValueError(
+            f"{self.path}: {self.inside}{name} is {value}, not {wanted}; correct it, or {AGAIN}"
+        )
+
+
+def shown(value: object) -> str:
+    """A JSON value as a message prints it, cut off where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def read_fields(path: Path) -> Fields:
+    """The JSON object in a file. Raises FileNotFoundError without a file, ValueError for anything else."""
+    check_regular(path)
+    try:
+        values = json.loads(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}); {AGAIN}"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{path} is not valid JSON that one can read (nested too deeply); {AGAIN}") from None
+    except ValueError as error:  # a JSONDecodeError, or a number of thousands of digits
+        raise ValueError(f"{path} is not valid JSON ({error}); {AGAIN}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds {shown(values)}, not an object, {{…}}; {AGAIN}")
+    return Fields(values, path)
+
+
+def check_regular(path: Path) -> None:
+    """Raise ValueError for what is no file: to open a FIFO would wait for ever.
+
+    A symbolic link to a file is one: the Hugging Face cache is made of them.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError(f"{path} is not a regular file; replace it by the file itself")
+
+
+def read_shards(folder: Path, index: str) -> dict[str, Tensor]:
+    """The weights of all files that an index names, as :func:`read_tensors` reads them.
+
+    Raises ValueError for a file outside the folder, and for a weight that is not where the index says.
+    """
+    path = folder / index
+    weight_map = read_fields(path).object("weight_map").values
+    if not weight_map:
+        raise ValueError(f"{path}: weight_map is empty; {AGAIN}")
+    for weight, name in weight_map.items():
+        _check_file_name(path, weight, name)
+    shards = {name: read_tensors(folder / name) for name in sorted(set(weight_map.values()))}
+    for name, tensors in shards.items():
+        for weight in tensors:
+            if weight_map.get(weight) != name:
+                raise ValueError(
+                    f"{folder / name} holds {weight}, which {index} does not place there; {AGAIN}"
+                )
+    for weight, name in weight_map.items():
+        if weight not in shards[name]:
+            raise ValueError(f"{path}: weight_map places {weight} in {name}, which does not hold it; {AGAIN}")
+    return {weight: tensor for tensors in shards.values() for weight, tensor in tensors.items()}
+
+
+def _check_file_name(path: Path, weight: str, name: object) -> None:
+    if (
+        not isinstance(name, str)
+        or Path(name).name != name
+        or not name.endswith(".safetensors")
+        or "\0" in name
+    ):
+        raise ValueError(
+            f"{path}: weight_map.{weight} is {shown(name)}, not the name of a .safetensors file in that "
+            f"folder; correct it, or {AGAIN}"
+        )
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises ValueError unless all are finite floating-point numbers."""
+    check_regular(path)
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {AGAIN}") from error
+    for name, tensor in tensors.items():
+        _check_tensor(path, name, tensor)
+    return tensors
+
+
+def _check_tensor(path: Path, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in WEIGHT_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHT_DTYPES)
+        raise ValueError(
+            f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, supported are {supported}; "
+            "convert the weights before"
+        )
+    finite = tensor.float().isfinite()
+    if not finite.all():
+        bad = tensor.numel() - int(finite.sum())
+        raise ValueError(
+            f"{path}: {name} has {bad} of {tensor.numel()} values that are NaN or infinite in float32; the "
+            "training that wrote it diverged, or the file is damaged: take weights of an earlier checkpoint, "
+            f"or {AGAIN}"
+        )

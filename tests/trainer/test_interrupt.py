@@ -1,0 +1,120 @@
+"""Signals that ask a run to stop, at any stage of it."""
+
+import functools
+import os
+import pty
+import signal
+import time
+
+import pytest
+
+from data.tokenizers import Bytes
+from tests import warm
+from trainer.errors import Interrupted
+from trainer.interrupt import StopRequest
+from trainer.loop import Trainer
+
+SHORT = ("steps=8", "checkpoint_every=100", "sample_tokens=0")
+
+
+# ------------------------------------------------------------------ faults: called in the process of the run
+
+
+def at_step(step, act):
+    original = Trainer._train_step
+
+    def train_step(trainer):
+        if trainer.step == step:
+            act()
+        return original(trainer)
+
+    Trainer._train_step = train_step
+
+
+def sends_itself(number):
+    at_step(3, lambda: os.kill(os.getpid(), number))
+
+
+def ignores_hangups():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def loses_its_terminal():
+    """As when a connection breaks: the terminal that it prints to is gone, and SIGHUP says so."""
+    screen, terminal = pty.openpty()
+    for stream in (1, 2):
+        os.dup2(terminal, stream)
+    os.close(terminal)
+
+    def hang_up():
+        os.close(screen)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    at_step(3, hang_up)
+
+
+def is_asked_while_it_prepares_data(number):
+    """The signal comes while text is tokenized, which then takes longer than anyone waits."""
+
+    def encode_batch(self, texts):
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    Bytes.encode_batch = encode_batch
+
+
+# ------------------------------------------------------------------ tests
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_it_saves_and_stops_as_on_sigterm(datasets, tmp_path, number):
+    settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
+    output = warm.run(settings, functools.partial(sends_itself, number), code=128 + number)
+    assert "stopped at step 4 of 8 and saved" in output
+    assert "from step 4" in warm.run(settings)
+
+
+def test_under_nohup_a_hangup_stays_ignored(datasets, tmp_path):
+    settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
+    warm.run(settings, ignores_hangups, functools.partial(sends_itself, signal.SIGHUP))
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+def test_it_saves_when_its_terminal_is_gone(datasets, tmp_path):
+    settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
+    warm.run(settings, loses_its_terminal, code=128 + signal.SIGHUP)
+    assert "from step 4" in warm.run(settings)
+
+
+@pytest.fixture
+def unprepared(tmp_path):
+    """Settings of a run whose text is prepared at first use."""
+    (tmp_path / "book.jsonl").write_text('{"text": "It was a dark and stormy night."}\n' * 500)
+    text = ("data=jsonl", f"data.path={tmp_path / 'book.jsonl'}", "data.tokenizer=bytes", "context=16")
+    run = (*SHORT, "hardware.micro_batch=2", f"run_dir={tmp_path / 'run'}")
+    return warm.debug_settings(tmp_path / "data", *text, *run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_while_it_prepares_data_it_ends_at_once(unprepared, number):
+    began = time.monotonic()
+    asked = functools.partial(is_asked_while_it_prepares_data, number)
+    output = warm.run(unprepared, asked, code=128 + number)
+    assert time.monotonic() - began < 20  # with the start of the process
+    assert "stopped before the first step; the same command continues" in output
+    assert "Traceback" not in output
+    warm.run(unprepared)
+
+
+def test_all_ranks_end_when_the_one_that_prepares_is_asked_to_stop(unprepared):
+    asked = functools.partial(is_asked_while_it_prepares_data, signal.SIGTERM)
+    output = warm.two_ranks(unprepared, [asked], [], codes=(128 + signal.SIGTERM,) * 2)
+    assert output.count("stopped before the first step") == 2
+
+
+def test_at_once_raises_for_a_signal_that_came_before():
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted, match="nothing to save") as raised, stop.at_once("nothing to save"):
+            pytest.fail("went on")
+    assert raised.value.signal == signal.SIGTERM

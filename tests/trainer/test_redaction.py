@@ -1,0 +1,131 @@
+"""Secrets are used and not recorded."""
+
+import json
+import logging
+import os
+import weakref
+
+import pytest
+import wandb
+
+from tests import warm
+from trainer.redaction import redact
+from trainer.settings import LoggerSettings
+from trainer.telemetry import Telemetry, log_to, start_wandb
+
+SECRET = "s3cret-value-123"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["KEY", "WANDB_API_KEY", "HF_TOKEN", "aws_secret_access_key", "DB_PASSWORD", "GITHUB_AUTH", "MY_PW"],
+)
+def test_values_of_variables_that_are_called_secret_are_replaced(monkeypatch, name):
+    monkeypatch.setenv(name, SECRET)
+    assert redact({"a": [f"x{SECRET}y", 3, None], "b": {"c": SECRET}, "d": 1.5}) == {
+        "a": [f"x<redacted: {name}>y", 3, None],
+        "b": {"c": f"<redacted: {name}>"},
+        "d": 1.5,
+    }
+
+
+@pytest.mark.parametrize("name", ["TIKTOKEN_CACHE_DIR", "HF_TOKEN_PATH", "SSH_AUTH_SOCK", "HOME", "MONKEY"])
+def test_other_variables_are_recorded(monkeypatch, name):
+    monkeypatch.setenv(name, SECRET)
+    assert redact(SECRET) == SECRET
+
+
+def test_short_values_are_recorded(monkeypatch):
+    """TOKENS_KEY=true must not replace every true."""
+    monkeypatch.setenv("TOKENS_KEY", "true")
+    assert redact("skip=true") == "skip=true"
+
+
+def test_the_longest_of_two_secrets_goes_first(monkeypatch):
+    monkeypatch.setenv("SHORT_KEY", SECRET)
+    monkeypatch.setenv("LONG_KEY", f"{SECRET}-and-more")
+    assert redact(f"{SECRET}-and-more, {SECRET}") == "<redacted: LONG_KEY>, <redacted: SHORT_KEY>"
+
+
+@pytest.mark.parametrize(
+    ("given", "recorded"),
+    [
+        ("https://alice:pw@example.com/x@y", "https://<redacted>@example.com/x@y"),
+        ("git+ssh://alice@example.com", "git+ssh://<redacted>@example.com"),
+        ("https://example.com/a@b", "https://example.com/a@b"),
+        ("alice@example.com", "alice@example.com"),
+    ],
+)
+def test_users_in_urls_are_replaced(given, recorded):
+    assert redact(given) == recorded
+
+
+def set_key():
+    os.environ["MY_API_KEY"] = SECRET
+
+
+def test_a_run_records_no_secret(monkeypatch, datasets, tmp_path):
+    """Not even that of a prompt, which every text sample repeats."""
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    run_dir = tmp_path / "run"
+    settings = warm.debug_settings(
+        datasets,
+        "steps=3",
+        f"run_dir={run_dir}",
+        "sample_prompt='The ${oc.env:MY_API_KEY}'",
+        "logger.group=${oc.env:MY_API_KEY}",
+        "logger.tags=[https://alice:pw@example.com]",
+    )
+    assert settings.logger.group == SECRET  # it is used
+    warm.run(settings, set_key)
+    recorded = {file.name: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}
+    assert {"config.yaml", "environment.jsonl", "metrics.jsonl", "log.txt"} <= recorded.keys()
+    assert [name for name, content in recorded.items() if SECRET.encode() in content] == []
+    assert [name for name, content in recorded.items() if b"alice" in content] == []
+    assert b"The <redacted: MY_API_KEY>" in recorded["metrics.jsonl"]
+    assert b"group: '<redacted: MY_API_KEY>'" in recorded["config.yaml"]
+
+    warm.run(settings, set_key)  # a run that goes on compares what was recorded
+
+
+def test_wandb_gets_no_secret(monkeypatch, tmp_path):
+    """W&B itself would record the git remote with its user. The command line it records as it was typed."""
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    given = {}
+    monkeypatch.setattr(wandb, "init", lambda **arguments: given.update(arguments))
+    settings = LoggerSettings(wandb="offline")
+    start_wandb(settings, folder=tmp_path, config={"data": {"path": [SECRET]}}, run_id=None)
+    assert given["config"] == {"data": {"path": ["<redacted: MY_API_KEY>"]}}
+    assert given["settings"].disable_git
+    assert len(given["settings"].git_commit.rstrip("+")) == 40
+
+    class Run:
+        def log(self, values, step):
+            given["logged"] = values
+
+        def finish(self):
+            pass
+
+    telemetry = Telemetry(tmp_path / "metrics.jsonl", Run(), steps=1, first_step=0, name="run")
+    telemetry.record({"step": 1, "loss": 2.0, "sample": f"The {SECRET}"})
+    telemetry.close()
+    assert given["logged"] == {"loss": 2.0, "sample": "The <redacted: MY_API_KEY>"}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, **given["logged"]}
+
+
+@pytest.fixture
+def _usual_logging():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    logging.shutdown([weakref.ref(handler) for handler in root.handlers if handler not in handlers])
+    root.handlers[:], root.level = handlers, level
+
+
+@pytest.mark.usefixtures("_usual_logging")
+def test_messages_hold_no_secret(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    log_to(tmp_path / "log.txt")
+    logging.getLogger("trainer").warning("reading %s", f"https://alice@x/{SECRET}")
+    expected = "reading https://<redacted>@x/<redacted: MY_API_KEY>\n"
+    assert (tmp_path / "log.txt").read_text() == capsys.readouterr().err == expected
