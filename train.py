@@ -46,7 +46,7 @@ def run(run_settings: Settings) -> None:
     if run_settings.run_dir is None:
         name = default_name(list(HydraConfig.get().overrides.task))
         run_settings.run_dir = str(Path(run_settings.runs_dir) / name)
-    if RunDirectory(Path(run_settings.run_dir)).is_finished and not run_settings.rerun_finished:
+    if RunDirectory(Path(run_settings.run_dir)).is_finished_with(run_settings):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
     elif torchrun or (processes == 1 and not _in_sweep()):
         if torchrun:

@@ -10,7 +10,8 @@ Give run directories, or folders that hold some. Columns of the table:
   tokens/s          median
 
 Runs that differ only in `seed=N` are grouped, followed by their mean ± standard deviation. A run is named
-after the overrides that not all runs share. Takes seconds and no GPU.
+after the overrides that not all runs share. A run that ended because it was not finite has DIVERGED and the
+step in place of its losses, and counts in no mean. Takes seconds and no GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     paths = [*{path.resolve(): path for path in find_runs(arguments.runs)}.values()]
     runs = dict(zip(labels_of(paths), map(read, paths), strict=True))
-    print(table(runs))
+    diverged = {
+        label: step
+        for label, path in zip(runs, paths, strict=True)
+        if (step := diverged_at(path)) is not None
+    }
+    print(table(runs, diverged))
     out = arguments.out or default_out(paths)
     out.parent.mkdir(parents=True, exist_ok=True)
     written = plot_losses(runs, out) or [out]
@@ -76,7 +82,15 @@ def read(path: Path) -> Records:
     try:
         return read_metrics(metrics)
     except ValueError as error:
-        sys.exit(f"{metrics} is damaged ({error}); leave this run out, or repair the file")
+        sys.exit(f"{error}; or leave this run out")
+
+
+def diverged_at(path: Path) -> int | None:
+    """The step that ended the run because it was not finite, or None. Ends with a message if damaged."""
+    try:
+        return RunDirectory(path).diverged_at()
+    except ValueError as error:
+        sys.exit(f"{path}/DIVERGED is damaged ({error}); it should hold the number of a step: correct it")
 
 
 def default_out(paths: Sequence[Path]) -> Path:
@@ -108,7 +122,7 @@ def without_seed(label: str) -> str:
 
 
 class Summary(NamedTuple):
-    """What the table says about a run; None where metrics.jsonl says nothing."""
+    """What the table says about a run; None where metrics.jsonl says nothing, NaN for what is not finite."""
 
     steps: int
     tokens: float
@@ -117,30 +131,46 @@ class Summary(NamedTuple):
     tokens_per_second: float | None
 
 
+NO_LOSSES = {"training_loss": None, "validation_loss": None}
+
+
 def summarize(records: Records) -> Summary:
     tokens, losses = series(records, "loss")
-    validation = series(records, "val_loss")[1]
     speed = series(records, "tokens_per_second")[1]
+    last_loss = last(records, "loss")
     tail = losses[-max(len(losses) // 10, 1) :]
     return Summary(
         records[-1]["step"] if records else 0,
         tokens[-1] if len(tokens) else 0,
-        tail.mean() if len(tail) else None,
-        validation[-1] if len(validation) else None,
+        tail.mean() if len(tail) and np.isfinite(last_loss) else last_loss,
+        last(records, "val_loss"),
         np.median(speed) if len(speed) else None,
     )
 
 
-def table(runs: dict[str, Records]) -> str:
-    """A row for each run and one for each group of seeds, as Markdown."""
+def last(records: Records, key: str) -> float | None:
+    """The last value of `key`, NaN if it was not finite, None if there is none."""
+    values = [record[key] for record in records if key in record]
+    if not values:
+        return None
+    return float("nan") if values[-1] is None else values[-1]
+
+
+def table(runs: dict[str, Records], diverged: dict[str, int] | None = None) -> str:
+    """A row for each run and one for each group of seeds, as Markdown. diverged: by label, the step."""
+    diverged = diverged or {}
     groups: dict[str, list[str]] = {}
     for label in runs:
         groups.setdefault(without_seed(label), []).append(label)
     rows = []
     for group, labels in groups.items():
-        summaries = [summarize(runs[label]) for label in labels]
+        summaries = [
+            summarize(runs[label])._replace(**(NO_LOSSES if label in diverged else {})) for label in labels
+        ]
         for label, run in zip(labels, summaries, strict=True):
             losses = [number(loss, ".4f") for loss in (run.training_loss, run.validation_loss)]
+            if label in diverged:
+                losses = [f"DIVERGED at step {diverged[label]}", ""]
             counts = [str(run.steps), f"{run.tokens:,.0f}"]
             rows.append([label, *counts, *losses, number(run.tokens_per_second, ",.0f")])
         if len(labels) > 1:
@@ -154,8 +184,8 @@ def table(runs: dict[str, Records]) -> str:
 
 
 def mean_and_deviation(values: list[float | None]) -> str:
-    """Mean ± sample standard deviation; empty if a run has no value."""
-    if None in values:
+    """Mean ± sample standard deviation; empty if a run has no value, or one that is not finite."""
+    if not all(value is not None and np.isfinite(value) for value in values):
         return ""
     return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
 

@@ -32,7 +32,8 @@ from scripts.paper.experiments import ITEMS, RESULTS, RUNS, TRACES, Item, durati
 from scripts.paper.report.template import UnknownField
 from scripts.paper.result_files import DamagedResult
 from scripts.paper.run_pool import Job, Stopped, run_all, run_here, slots
-from trainer.run_directory import MAY_CHANGE, RunDirectory, read_metrics
+from trainer.identity import MAY_CHANGE
+from trainer.run_directory import RunDirectory, read_lines
 
 #: Overrides that choose the text; runs that bring their own do without them.
 TEXT = (
@@ -291,7 +292,7 @@ def unlike_finished(run: Run, command: list[str], arguments: argparse.Namespace)
     own = directory(run, arguments)
     if not is_settled(own):
         return None
-    before = set(overrides_of(read_metrics(own.path / "environment.jsonl")[-1]["command"]))
+    before = set(overrides_of(read_lines(own.path / "environment.jsonl")[-1]["command"]))
     changed = sorted(before ^ set(overrides_of(command)))
     if not changed:
         return None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.corpus import Corpus, open_corpus
-from trainer.checkpoint import SEAL, steps_in
+from trainer import seal
+from trainer.checkpoint import steps_in
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
@@ -22,7 +22,7 @@ def read_settings(directory: RunDirectory) -> Settings:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(directory.config))
         return OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{directory.config} is not of this version of the code: {str(error).splitlines()[0]}; use the "
             "commit that environment.jsonl in the same folder names"
@@ -52,13 +52,13 @@ def fingerprint(directory: RunDirectory) -> str | None:
 
     Raises ValueError if that checkpoint is damaged.
     """
-    seals = sorted(directory.checkpoints.glob(f"step_*/{SEAL}"))
-    if not seals:
+    checkpoints = seal.checkpoints_in(directory.checkpoints)
+    if not checkpoints:
         return None
     try:
-        return json.loads(seals[-1].read_text())["data"]
-    except (KeyError, ValueError) as error:
+        return seal.read(checkpoints[-1])["data"]
+    except (OSError, KeyError, ValueError) as error:
         raise ValueError(
-            f"checkpoint {seals[-1].parent} is damaged ({SEAL} cannot be read); delete that folder, and the "
-            "checkpoint before it is used"
+            f"checkpoint {checkpoints[-1]} is damaged ({error}); delete that folder, and the checkpoint "
+            "before it is used"
         ) from error

@@ -14,7 +14,9 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ import pytest
 
 import trainer.loop
 from tests import warm
-from tests.cli import assert_same_run, metrics
+from tests.cli import assert_same_run, metrics, wait_for_step
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def replaced(name, wrap):
 def slow_writes(seconds=0.001):
     """Every tensor of a checkpoint takes so long more, some 100 of them and the seal."""
     replaced("torch.save", lambda save: lambda *data: (time.sleep(seconds), save(*data)))
-    replaced("trainer.checkpoint._seal", lambda seal: lambda *data: (time.sleep(20 * seconds), seal(*data)))
+    replaced("trainer.seal.write", lambda seal: lambda *data: (time.sleep(20 * seconds), seal(*data)))
 
 
 def dies_in(name, call):
@@ -99,18 +101,27 @@ def disk_is_full(after, name="torch.save"):
     replaced(name, wrap)
 
 
+def slow_steps(seconds):
+    replaced(
+        "trainer.parallel.clip_gradients", lambda clip: lambda *data: (time.sleep(seconds), clip(*data))[1]
+    )
+
+
 def files_cannot_grow_beyond(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def permissions_bind_root():
-    """Give up root's right to write where the permissions forbid it (CAP_DAC_OVERRIDE, the capability 1)."""
+    """Give up root's rights to write and read where the permissions forbid it.
+
+    They are CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, the capabilities 1 and 2.
+    """
     if os.geteuid() == 0:
         header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
         capabilities = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then for numbers from 32
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.capget(header, capabilities) == 0
-        capabilities[0] &= ~(1 << 1)
+        capabilities[0] &= ~(1 << 1 | 1 << 2)
         assert libc.capset(header, capabilities) == 0
 
 
@@ -192,9 +203,9 @@ def half_written(settings):
 SPOTS = {
     "while the first is written": ("torch.save", 5),
     "while the second is written": ("torch.save", 150),
-    "before the seal": ("trainer.checkpoint._seal", 2),
+    "before the seal": ("trainer.seal.write", 2),
     "sealed, without its name": ("os.rename", 2),
-    "named, before old ones are dropped": ("trainer.checkpoint._sync_folder", 3),
+    "named, before old ones are dropped": ("trainer.seal.sync", 8),
 }
 
 
@@ -231,7 +242,7 @@ SHORT_ON_TWO = (*SHORT, "hardware.micro_batch=2")
 FULL_DISKS = {
     "for the part of the first rank": (0, "torch.save", 100),
     "for the part of the second rank": (1, "torch.save", 100),
-    "for the seal": (0, "trainer.checkpoint._seal", 1),
+    "for the seal": (0, "trainer.seal.write", 1),
 }
 
 
@@ -286,7 +297,164 @@ def test_disk_is_full_for_the_metrics(debug, tmp_path, whole):
     assert_same_run(whole(*overrides), tmp_path / "run")
 
 
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 16 MiB in memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "sagebwd-test", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(disk, leave):
+    """Write until the disk refuses, then free `leave` bytes."""
+    filler = disk / "filler"
+    with contextlib.suppress(OSError), filler.open("ab", buffering=0) as file:
+        while file.write(bytes(1 << 16)):
+            pass
+    os.truncate(filler, max(filler.stat().st_size - leave, 0))
+
+
+def disk_fills_before(name, call, disk, leave):
+    """The disk is full, but for some bytes, from the given call of a function on, counted from 1."""
+    calls = itertools.count(1)
+
+    def wrap(function):
+        def wrapped(*arguments, **options):
+            if next(calls) == call:
+                fill(disk, leave)
+            return function(*arguments, **options)
+
+        return wrapped
+
+    replaced(name, wrap)
+
+
+#: Before which call of which function the disk is full, up to how many bytes; and what is said.
+FULL = {
+    "at the start": ("trainer.loop.make_deterministic", 1, 0, "the disk is full"),
+    "for config.yaml": ("trainer.run_directory.write_text", 1, 0, "the disk is full"),
+    "for the metrics": ("trainer.loop.start_wandb", 1, 0, "metrics.jsonl"),
+    "in a checkpoint": ("torch.save", 150, 1 << 16, "could not write the checkpoint of step 4"),
+    "for the seal": ("trainer.seal.write", 2, 0, "could not write the checkpoint of step 4"),
+    "for the weights": ("model.huggingface.save", 1, 1 << 16, "could not write the trained weights"),
+    "for the pictures": ("trainer.export.plot_losses", 1, 0, "could not draw the curves"),
+}
+
+
+@pytest.mark.parametrize("moment", FULL)
+def test_disk_that_is_really_full_and_then_is_not(debug, disk, tmp_path, whole, moment):
+    name, call, leave, told = FULL[moment]
+    settings, run_dir = debug("run", *SHORT), tmp_path / "run"
+    (disk / "run").mkdir()
+    run_dir.symlink_to(disk / "run")
+    output = warm.run(settings, functools.partial(disk_fills_before, name, call, disk, leave), code=1)
+    assert "the disk is full" in output
+    assert told in output
+    assert "Traceback" not in output
+    assert not (run_dir / "DONE").exists()
+    (disk / "filler").unlink()
+    warm.run(settings)
+    assert_same_run(whole(*SHORT), run_dir)
+
+
+@pytest.mark.parametrize("place", ["", "weights"])
+def test_places_that_became_read_only(debug, tmp_path, whole, place):
+    settings = debug("run", *SHORT)
+    path = tmp_path / "run" / place
+    path.mkdir(parents=True, mode=0o555)
+    output = warm.run(settings, permissions_bind_root, code=1)
+    assert "Permission denied" in output
+    assert str(path) in output
+    assert "Traceback" not in output
+    path.chmod(0o755)
+    warm.run(settings, permissions_bind_root)
+    assert_same_run(whole(*SHORT), tmp_path / "run")
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_run_directory_is_removed_while_training(debug, tmp_path, every):
+    """Noticed by the next record of the metrics, or the next checkpoint, and not made again."""
+    run_dir = tmp_path / "run"
+    other = 1000 if every == 1 else 2
+    settings = debug(
+        "run",
+        "steps=4000",
+        f"log_every={every}",
+        f"checkpoint_every={other}",
+        "eval_every=4000",
+        "probe.every=0",
+    )
+    process = warm.start(settings, functools.partial(slow_steps, 0.01))
+    wait_for_step(process.is_alive, run_dir, every)
+    run_dir.rename(tmp_path / "moved")
+    output = warm.finish(process, settings, code=1)
+    assert "removed" in output
+    assert "Traceback" not in output
+    assert not run_dir.exists()
+
+
 # ------------------------------------------------------------------ a past that is not what it was
+
+
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(debug, tmp_path, whole):
+    """Neither unreadable, nor unmounted, nor deleted ones: nothing is touched, and the run can go on."""
+    settings, run_dir = debug("run", *SHORT), tmp_path / "run"
+    warm.run(settings)
+    (run_dir / "DONE").unlink()
+    metrics_before = (run_dir / "metrics.jsonl").read_bytes()
+    folder, elsewhere = run_dir / "checkpoints", tmp_path / "elsewhere"
+
+    def refused(told):
+        output = warm.run(settings, permissions_bind_root, code=1)
+        assert told in output
+        assert "Traceback" not in output
+        assert (run_dir / "metrics.jsonl").read_bytes() == metrics_before
+
+    folder.chmod(0)
+    refused("cannot be read: Permission denied")
+    folder.chmod(0o755)
+    folder.rename(elsewhere)
+    refused("was saved at step 8, but")
+    folder.symlink_to(tmp_path / "unmounted")
+    refused("cannot be read: No such file or directory")
+    folder.unlink()
+    folder.symlink_to(elsewhere)
+    assert "from step 8" in warm.run(settings)
+    assert_same_run(whole(*SHORT), run_dir)
+
+
+def test_checkpoint_of_another_run_ends_all_ranks_with_that_message(debug, tmp_path):
+    for seed in (1, 2):
+        warm.run(debug(f"run_{seed}", *SHORT_ON_TWO, f"seed={seed}"))
+    run_dir = tmp_path / "run_1"
+    (run_dir / "DONE").unlink()
+    shutil.rmtree(run_dir / "checkpoints" / "step_00000006")
+    newest = run_dir / "checkpoints" / "step_00000008"
+    seal = newest / "seal.json"
+    seal.write_text(seal.read_text().replace('"seed": 1', '"seed": 3'))  # damaged: the one before is read
+    (tmp_path / "run_2" / "checkpoints" / "step_00000006").rename(newest.with_name("step_00000006"))
+    output = warm.two_ranks(debug("run_1", *SHORT_ON_TWO, "seed=1"), [], [], codes=(1, 1))
+    assert output.count("seed was 2, is now 1") == 2
+    assert "lost the other ranks" not in output
+
+
+def test_damaged_line_of_the_metrics_is_named_and_the_run_goes_on_without_it(debug, tmp_path, whole):
+    settings, run_dir = debug("run", *SHORT), tmp_path / "run"
+    warm.run(settings)
+    (run_dir / "DONE").unlink()
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:2], "{damaged\n", *lines[2:]]))
+    output = warm.run(settings, code=1)
+    assert f"line 3 of {file} is damaged" in output
+    assert "Traceback" not in output
+    subprocess.run(output.rpartition("delete that line: ")[2], shell=True, check=True)
+    warm.run(settings)
+    assert_same_run(whole(*SHORT), run_dir)
 
 
 def test_torn_checkpoint_is_passed_over_for_the_one_before(debug, tmp_path, whole):

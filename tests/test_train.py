@@ -33,7 +33,7 @@ def test_a_whole_run(command, tmp_path, attention):
     ):
         assert (run_dir / name).exists(), name
     assert "8/8" in output
-    assert "is finished" in run(command(f"attention={attention}", f"run_dir={run_dir}"))
+    assert "is finished; rerun" in run(command(f"attention={attention}", f"run_dir={run_dir}"))
     assert metrics(run_dir) == records
 
 
@@ -111,9 +111,11 @@ def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(datasets, tmp_pat
     assert "training sequences" in output
     assert "Traceback" not in output
     assert (tmp_path / "run" / "DIVERGED").read_text() == "2\n"
-    assert "The step is skipped" in warm.run(warm.debug_settings(datasets, *overrides, "skip_nonfinite=true"))
-    assert (tmp_path / "run" / "DONE").exists()
-    assert not (tmp_path / "run" / "DIVERGED").exists()
+    output = warm.run(warm.debug_settings(datasets, *overrides, "skip_nonfinite=true"), code=1)
+    assert output.count("The step is skipped") == 3
+    assert "the gradient norm of the last step is not finite, so the run is not finished" in output
+    assert (tmp_path / "run" / "DIVERGED").read_text() == "4\n"
+    assert not (tmp_path / "run" / "DONE").exists()
 
 
 SWEEP = ("-m", "attention=fpa,sagebwd", "tps=260k,2.1m", "model.qk_norm=false", "steps=3")
@@ -150,6 +152,7 @@ REFUSED = [
     (["optimiser.lr=1"], "optimizer.lr"),
     (["optimizer.lr=fast"], "optimizer.lr"),
     (["tps=1m"], "2.1m"),
+    (["-m", "attention=fpa,sagebwd"], "two runs of this sweep would train in"),
     (["hardware.micro_batch=3"], "hardware.micro_batch=2 or 4"),
     (["data=text", "data.path=no_such_book.txt"], "no_such_book.txt"),
 ]

@@ -1,9 +1,9 @@
 """Checkpoints that are complete or absent.
 
-A checkpoint is a folder `step_<n>`. It is written under a temporary name, sealed (seal.json has the size and
-checksum of every file in it), and renamed. Reading verifies the seal; if that fails the previous checkpoint
-is used. The state itself is stored by torch.distributed.checkpoint, so a run can resume on another number of
-devices.
+A checkpoint is a folder `step_<n>`. It is written under a temporary name, sealed (trainer/seal.py), and
+renamed. Reading verifies the seal; if that fails the previous checkpoint is used. The state itself is stored
+by torch.distributed.checkpoint, so a run can resume on another number of devices, and read by
+trainer/safe_load.py.
 
 In the background mode, training pauses only while the state is copied to CPU memory. A thread then writes,
 seals, renames and deletes old checkpoints. With several ranks each has such a thread and writes its part. The
@@ -11,18 +11,15 @@ threads use a process group of their own, because the order of collectives withi
 all ranks, and training goes on in the other group.
 """
 
-import errno
-import json
 import logging
 import os
 import shutil
 import time
 import warnings
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,12 +33,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from trainer import divergence, safe_load, seal
 from trainer.distributed import Ranks
-from trainer.errors import TrainingError
+from trainer.errors import TrainingError, explain, first
+from trainer.seal import checkpoints_in
 
 log = logging.getLogger(__name__)
 
-SEAL = "seal.json"
+T = TypeVar("T")
+
 NO_PROCESS_GROUP = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of torch
 
 
@@ -50,7 +50,8 @@ class Checkpoints:
 
     The newest `keep` are kept; those whose step is a multiple of `milestone_every` permanently. With
     `background`, `save` returns as soon as the state is copied; every rank then calls `poll` in each step,
-    and `wait` before it relies on the checkpoint. All ranks make all calls, in the same order.
+    and `wait` before it relies on the checkpoint. All ranks make all calls, in the same order. `published` is
+    called with the step of each complete checkpoint, on the main rank, in the thread that wrote it.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class Checkpoints:
         ranks: Ranks,
         milestone_every: int | None = None,
         background: bool = False,
+        published: Callable[[int], None] | None = None,
     ):
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self.milestone_every, self.background = milestone_every, background
+        self.published = published
         self._group = dist.new_group(backend="gloo") if ranks.count > 1 else None
         # Keeps its memory for the next copy. (The public DefaultStager works only once in torch 2.11.)
         self._stager = StateDictStager(pin_memory=ranks.device.type == "cuda")
@@ -127,19 +130,51 @@ class Checkpoints:
         self._thread.shutdown()
         self._stager.close()
 
-    def load_newest(self, model: nn.Module, optimizer) -> dict[str, Any] | None:
+    def load_newest(
+        self, model: nn.Module, optimizer, check: Callable[[Path, dict[str, Any]], None] | None = None
+    ) -> dict[str, Any] | None:
         """Restore the newest intact checkpoint. Returns the `extra` saved with it, or None if there is none.
 
-        Raises TrainingError if there are checkpoints but none is intact: starting over is the user's
-        decision.
+        check: is called on the main rank, before anything is restored, with the checkpoint and what was saved
+        with it. It raises TrainingError if that is not of this run. This raises TrainingError if there are
+        checkpoints but none is intact, because starting over is the user's decision, or if the newest intact
+        one holds numbers that are not finite.
         """
-        sealed = self.ranks.from_main(self._newest_intact)
-        if sealed is None:
+        path, sealed = from_main(self.ranks, lambda: self._newest_intact(check))
+        if path is None:
             return None
-        state = _state(model, optimizer)
-        dcp.load(state, checkpoint_id=_path(self.folder, sealed["step"]))
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self._load(path, sealed, model, optimizer)
+        bad = divergence.not_finite(model, optimizer, self.ranks)
+        if bad:
+            raise TrainingError(self._advice_on(path, bad, model, optimizer))
         return sealed
+
+    def _load(self, path: Path, sealed: dict[str, Any], model: nn.Module, optimizer) -> None:
+        state = _state(model, optimizer)
+        try:
+            safe_load.load(state, path, sealed["files"])
+        except ValueError as error:
+            raise TrainingError(
+                f"checkpoint {path} cannot be loaded: {error}. Delete that folder, and the same command "
+                "continues from the checkpoint before it"
+            ) from error
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def _advice_on(self, path: Path, bad: list[str], model: nn.Module, optimizer) -> str:
+        """What to do about a checkpoint with numbers that are not finite. Loads those before it."""
+        found = f"{path} holds NaN or Inf in {len(bad)} tensors ({first(bad)})"
+        older = [other for other in checkpoints_in(self.folder) if other.name < path.name]
+        for candidate in reversed(older):
+            _, sealed = self.ranks.from_main(lambda candidate=candidate: _verified(candidate))
+            if sealed is None:
+                continue
+            self._load(candidate, sealed, model, optimizer)
+            if not divergence.not_finite(model, optimizer, self.ranks):
+                return (
+                    f"{found}; {candidate.name} is good. To continue from there, delete {path.name} and "
+                    "whatever lies between them, and run the same command again"
+                )
+        return f"{found}, and no earlier checkpoint is good. {divergence.ADVICE}"
 
     # ------------------------------------------------------------------ writing, on the thread or not
 
@@ -172,15 +207,21 @@ class Checkpoints:
             ) from error
 
     def _make_folder(self, temporary: Path) -> None:
+        if not self.folder.parent.is_dir():
+            raise OSError(f"{self.folder.parent} was removed while the run trains")
+        self.folder.mkdir(exist_ok=True)
         for leftover in self.folder.glob(".writing_*"):  # of a process that was killed
             shutil.rmtree(leftover)
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
 
     def _publish(self, temporary: Path, final: Path, sealed: dict[str, Any]) -> None:
-        _seal(temporary, sealed)
+        seal.write(temporary, sealed)
         shutil.rmtree(final, ignore_errors=True)  # exists only if it was damaged
         os.rename(temporary, final)
-        _sync_folder(self.folder)
+        seal.sync(self.folder)
+        seal.sync(self.folder.parent)  # which names that folder
+        if self.published:
+            self.published(sealed["step"])
         self._drop_old()
 
     def _on_main(self, work: Callable[[], None]) -> None:
@@ -199,32 +240,54 @@ class Checkpoints:
             raise problem
 
     def _drop_old(self) -> None:
-        for path in sorted(self.folder.glob("step_*"))[: -self.keep]:
+        for path in checkpoints_in(self.folder)[: -self.keep]:
             if not self._is_milestone(path):
                 shutil.rmtree(path)
 
     def _is_milestone(self, path: Path) -> bool:
-        return self.milestone_every is not None and _step(path) % self.milestone_every == 0
+        return self.milestone_every is not None and seal.step_of(path) % self.milestone_every == 0
 
     # ------------------------------------------------------------------ what is there
 
-    def _newest_intact(self) -> dict[str, Any] | None:
-        paths = sorted(self.folder.glob("step_*"), reverse=True)
-        for path in paths:
-            try:
-                return _verify(path)
-            except (OSError, ValueError) as error:
-                log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
+    def _newest_intact(
+        self, check: Callable[[Path, dict[str, Any]], None] | None
+    ) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+        """The newest checkpoint whose files are what its seal says, and the seal's contents."""
+        paths = checkpoints_in(self.folder)
+        for path in reversed(paths):
+            _, sealed = _verified(path)
+            if sealed is not None:
+                if check:
+                    check(path, sealed)
+                return path, sealed
         if paths:
             raise TrainingError(
-                f"every checkpoint in {self.folder} is damaged. Restore one from a copy, or delete that "
-                "folder to train from the start"
+                f"every checkpoint in {self.folder} is damaged. Restore one from a copy, or delete the run "
+                f"directory {self.folder.parent} to train from the start"
             )
-        return None
+        return None, None
 
     def _remaining(self) -> str:
-        steps = sorted(path.name for path in self.folder.glob("step_*"))
+        try:
+            steps = [path.name for path in checkpoints_in(self.folder)]
+        except OSError:
+            return "Which checkpoints there are cannot be read."
         return f"Still there: {', '.join(steps)}." if steps else "There is no earlier checkpoint."
+
+
+def from_main(ranks: Ranks, work: Callable[[], T]) -> T:
+    """The result of `work()` on the main rank, or its TrainingError or OSError, on all ranks."""
+
+    def attempt() -> tuple[T | None, TrainingError | OSError | None]:
+        try:
+            return work(), None
+        except (TrainingError, OSError) as error:
+            return None, error
+
+    result, problem = ranks.from_main(attempt)
+    if problem is not None:
+        raise problem
+    return cast(T, result)
 
 
 def load_weights(folder: Path, step: int, model: nn.Module) -> None:
@@ -232,18 +295,25 @@ def load_weights(folder: Path, step: int, model: nn.Module) -> None:
 
     Raises ValueError if there is none of that step, or it is damaged.
     """
-    path = checkpoint_of(folder, step)
+    weights = get_model_state_dict(model)
+    load_alone({"model": weights}, checkpoint_of(folder, step))
+    set_model_state_dict(model, weights)
+
+
+def load_alone(state: dict[str, Any], path: Path) -> None:
+    """Read the values of `state` from the checkpoint `path` in a single process.
+
+    Raises ValueError if it is damaged.
+    """
     try:
-        _verify(path)
+        sealed = seal.verify(path)
+        with warnings.catch_warnings():  # of no process group, which takes none here
+            warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
+            safe_load.load(state, path, sealed["files"], alone=True)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"checkpoint {path} is damaged ({error}); use another step, or delete that folder"
         ) from error
-    weights = get_model_state_dict(model)
-    with warnings.catch_warnings():  # of no process group, which takes none here
-        warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
-        dcp.load({"model": weights}, checkpoint_id=path, no_dist=True)
-    set_model_state_dict(model, weights)
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
@@ -257,15 +327,20 @@ def checkpoint_of(folder: Path, step: int) -> Path:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps whose checkpoints are in `folder`."""
-    return [_step(path) for path in sorted(folder.glob("step_*"))]
+    return [seal.step_of(path) for path in checkpoints_in(folder)]
 
 
 def _path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+def _verified(path: Path) -> tuple[Path, dict[str, Any] | None]:
+    """The checkpoint and the contents of its seal, or None, after a warning, if it is damaged."""
+    try:
+        return path, seal.verify(path)
+    except (OSError, ValueError) as error:
+        log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
+        return path, None
 
 
 def _state(model: nn.Module, optimizer) -> dict[str, Any]:
@@ -286,41 +361,6 @@ def _reason(error: BaseException) -> str:
     """The operating system's message, out of torch's wrapper."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return "the disk is full"
+    if isinstance(error, OSError):
+        return explain(error)
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _seal(folder: Path, contents: dict[str, Any]) -> None:
-    files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
-    with open(folder / SEAL, "w") as file:
-        json.dump({**contents, "files": files}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _verify(folder: Path) -> dict[str, Any]:
-    """The contents of the seal. Raises ValueError or OSError naming what does not match it."""
-    sealed = json.loads((folder / SEAL).read_text())
-    for name, expected in sealed["files"].items():
-        found = _fingerprint(folder / name)
-        if found != expected:
-            raise ValueError(f"{name} is {found}, was written as {expected}")
-    return sealed
-
-
-def _fingerprint(path: Path) -> str:
-    """Size and CRC-32: detects truncation and corruption, not tampering."""
-    checksum = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-    return f"{path.stat().st_size} bytes, crc {checksum:08x}"
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,7 +1,9 @@
 """Errors that a user can fix: shown as a message, without a traceback."""
 
-from collections.abc import Iterator
+import errno
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 
 class TrainingError(Exception):
@@ -34,3 +36,16 @@ def user_facing(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise TrainingError(str(error)) from error
+
+
+def explain(error: OSError) -> str:
+    """What the operating system refused, and which file, in plain words."""
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.errno == errno.ENOSPC:
+        reason = "the disk is full"
+    return f"{reason}: {error.filename}" if error.filename else reason
+
+
+def first(items: Sequence[Any], count: int = 6) -> str:
+    """The items for a message, without those after `count`."""
+    return ", ".join(map(str, items[:count])) + (", …" if len(items) > count else "")

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ from model.backends import Backend
 from model.config import parameter_count
 from model.generate import generate
 from model.llama import Llama
-from trainer import distributed, parallel
-from trainer.checkpoint import Checkpoints
+from trainer import distributed, identity, parallel
+from trainer.checkpoint import Checkpoints, from_main
 from trainer.distributed import Ranks
-from trainer.errors import Interrupted, TrainingError, user_facing
+from trainer.divergence import Guard
+from trainer.errors import Interrupted, TrainingError, explain, user_facing
 from trainer.evaluate import validation_loss
+from trainer.export import draw, export
 from trainer.interrupt import StopRequest
 from trainer.optimizer import adamw, learning_rate, set_learning_rate
 from trainer.plan import make_plan
-from trainer.plot import plot_losses, plot_probe
 from trainer.probe import Alarm, Probe, build_probe
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
@@ -47,15 +48,18 @@ def train(settings: Settings) -> None:
     the state saved, on a signal of StopRequest.
     """
     make_deterministic(settings.hardware.deterministic)
-    with distributed.joined(settings.hardware.device) as ranks:
+    with (
+        distributed.joined(settings.hardware.device) as ranks,
+        with_user_facing_errors(settings),
+        ranks.reporting_lost_ranks(),
+    ):
         directory = RunDirectory(Path(settings.run_dir))
         with directory.locked() if ranks.is_main else nullcontext(), StopRequest() as stop:
+            from_main(ranks, lambda: directory.open(settings))
             if ranks.is_main:
-                directory.open(settings)
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
-            with with_user_facing_errors(settings), ranks.reporting_lost_ranks():
-                Trainer(settings, directory, ranks, stop).run()
+            Trainer(settings, directory, ranks, stop).run()
 
 
 def make_deterministic(deterministic: bool) -> None:
@@ -73,8 +77,11 @@ def make_deterministic(deterministic: bool) -> None:
 def with_user_facing_errors(settings: Settings) -> Iterator[None]:
     """Turn a full disk and an out-of-memory GPU into TrainingErrors that name the fix."""
     try:
-        with user_facing(OSError):
-            yield
+        yield
+    except OSError as error:
+        raise TrainingError(
+            f"{explain(error)}. Make room or correct the place; the same command then continues"
+        ) from error
     except torch.OutOfMemoryError as error:
         micro_batch = settings.hardware.micro_batch
         raise TrainingError(
@@ -99,12 +106,14 @@ class Trainer:
             self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
         )
         self.optimizer = adamw(self.llama, settings.optimizer)
+        self.guard = Guard(self.llama, self.optimizer, ranks, directory)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
             ranks=ranks,
             keep=settings.keep_checkpoints,
             milestone_every=settings.milestone_every,
             background=settings.checkpoint_background,
+            published=directory.note_checkpoint,
         )
         restored = self._restore()
         self.step: int = restored.get("step", 0)
@@ -183,7 +192,12 @@ class Trainer:
         mean_loss, norm, *flags = self._exchange(loss, grad_norm, *self._flags())
         self._act_on(*flags)
         if not (math.isfinite(mean_loss) and math.isfinite(norm)):
-            self._not_finite(mean_loss, norm, rate)
+            self.guard.check_step(
+                self.step + 1,
+                f"loss {mean_loss}, gradient norm {norm}, learning rate {rate:.3g}",
+                self.loader.sequence_indices(self.step),
+                skip=settings.skip_nonfinite,
+            )
         elif not self._skips_spike(mean_loss, norm):
             self.optimizer.step()
         parallel.forget_gradients(self.optimizer, settings.hardware)
@@ -288,42 +302,49 @@ class Trainer:
 
     def _finish(self) -> None:
         """Export the weights, draw the pictures, and mark the run finished."""
+        records = self.ranks.from_main(lambda: read_metrics(self.directory.metrics))
+        self.guard.check_end(self.step, records)
         weights = parallel.whole_weights(self.llama)
-        if not self.ranks.is_main:
-            return
-        model.huggingface.save(self.llama, self.directory.weights, weights=weights)
-        records = read_metrics(self.directory.metrics)
-        plot_losses({self.directory.path.name: records}, self.directory.loss_plot)
-        title = self.probe.backend.title if self.probe else "attention"
-        plot_probe(records, self.directory.probe_plot, alarm=self.settings.probe.alarm, title=title)
-        self.directory.finish()
-        log.info("finished: %s (loss.png, metrics.jsonl, weights/)", self.directory.path)
+        if self.ranks.is_main:
+            export(self.llama, weights, self.directory.weights)
+            title = self.probe.backend.title if self.probe else "attention"
+            draw(self.directory, records, alarm=self.settings.probe.alarm, title=title)
+            self.directory.finish()
+            log.info("finished: %s (loss.png, metrics.jsonl, weights/)", self.directory.path)
 
     # ------------------------------------------------------------------ stopping and resuming
 
     def _save(self) -> None:
+        """Save a checkpoint. Raises TrainingError if the state is not finite: it would be of no use."""
+        self.guard.check_state(self.step)
         wandb_id = self.ranks.from_main(lambda: self.telemetry.wandb_id if self.telemetry else None)
         extra = {
             "wandb_id": wandb_id,
             "data": self.corpus.manifest.fingerprint,
+            "settings": identity.recorded(self.settings),
             "recent": self.spikes.history,
         }
         self.checkpoints.save(self.step, self.llama, self.optimizer, extra)
         self.saved_step = self.step
 
     def _restore(self) -> dict[str, Any]:
-        restored = self.checkpoints.load_newest(self.llama, self.optimizer) or {}
+        restored = self.checkpoints.load_newest(self.llama, self.optimizer, self._check_run) or {}
         step = restored.get("step", 0)
-        if step and restored["data"] != self.corpus.manifest.fingerprint:
+        if self.ranks.is_main:
+            with user_facing(ValueError):
+                self.directory.truncate_metrics(step)
+            if step:
+                log.info("continuing %s from step %d", self.directory.path, step)
+        return restored
+
+    def _check_run(self, path: Path, sealed: dict[str, Any]) -> None:
+        """Raise TrainingError if the checkpoint is of another run, or of a run on other text."""
+        self.directory.check_checkpoint(path, sealed, self.settings)
+        if sealed.get("data") != self.corpus.manifest.fingerprint:
             raise TrainingError(
                 f"{self.directory.path} was trained on other text or with another tokenizer than these data "
                 "settings give; set them to the text of the run, or give this run its own run_dir=…"
             )
-        if self.ranks.is_main:
-            self.directory.truncate_metrics(step)
-            if step:
-                log.info("continuing %s from step %d", self.directory.path, step)
-        return restored
 
     def _stop_if_asked(self) -> None:
         """Save and raise Interrupted if any rank was asked to stop.
@@ -341,26 +362,6 @@ class Trainer:
                 f"stopped at step {self.step} of {self.plan.steps} and saved; the same command continues",
                 signal,
             )
-
-    def _not_finite(self, loss: float, grad_norm: float, rate: float) -> None:
-        """Report a step whose loss or gradient is not finite. Raises TrainingError unless it is skipped."""
-        bad = parallel.not_finite_gradients(self.llama, self.ranks)
-        sequences = self.loader.sequence_indices(self.step)
-        diagnosis = (
-            f"step {self.step + 1} is not finite: loss {loss}, gradient norm {grad_norm}, "
-            f"learning rate {rate:.3g}.\n"
-            f"  - {len(bad)} tensors with gradients that are not finite: {_first(bad)}\n"
-            f"  - its training sequences: {_first(sequences)}"
-        )
-        if self.settings.skip_nonfinite:
-            log.warning("%s\nThe step is skipped (skip_nonfinite=true).", diagnosis)
-            return
-        if self.ranks.is_main:
-            self.directory.note_divergence(self.step + 1)
-        raise TrainingError(
-            f"{diagnosis}\nThe weights are those from before this step. Try a lower optimizer.lr, a longer "
-            "tps.warmup_steps or model.qk_norm=true; skip_nonfinite=true skips such steps and continues"
-        )
 
     def _skips_spike(self, loss: float, grad_norm: float) -> bool:
         """Report a step with an outlier loss or gradient norm; return whether its optimizer step is skipped.
@@ -482,7 +483,3 @@ class Trainer:
 
     def _tokens(self) -> int:
         return self.step * self.plan.tokens_per_step
-
-
-def _first(items: Sequence[Any], count: int = 6) -> str:
-    return ", ".join(map(str, items[:count])) + (", …" if len(items) > count else "")

@@ -128,6 +128,17 @@ def _positive(settings: Settings) -> dict[str, float | None]:
     }
 
 
+def check_places(settings: Settings, ranks: int) -> Problems:
+    """Empty names are the current folder to the operating system."""
+    for name, value, example in (
+        ("run_dir", settings.run_dir, "run_dir=runs/NAME, or leave it out"),
+        ("runs_dir", settings.runs_dir, "runs_dir=runs"),
+        ("init_from", settings.init_from, "init_from=runs/NAME/weights, or leave it out"),
+    ):
+        if value is not None and not value.strip():
+            yield f"{name}= is empty; use {example}"
+
+
 def check_choices(settings: Settings, ranks: int) -> Problems:
     """Settings with a fixed set of values."""
     hardware = settings.hardware
@@ -261,8 +272,8 @@ def check_spike(settings: Settings, ranks: int) -> Problems:
 
 def check_init_from(settings: Settings, ranks: int) -> Problems:
     """The folder's config.json alone; its weights are read when the model is built."""
-    if settings.init_from is None:
-        return
+    if not (settings.init_from or "").strip():
+        return  # not set, or reported by check_places
     try:
         stored = model.huggingface.read_config(settings.init_from)
     except OSError as error:
@@ -321,6 +332,7 @@ CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_data,
     check_attention,
     check_ranges,
+    check_places,
     check_choices,
     check_milestones,
     check_gpus,

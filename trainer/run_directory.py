@@ -2,35 +2,35 @@
 
 import fcntl
 import json
+import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from data.files import write_text
-from model import backends
-from trainer.errors import TrainingError
+from data.overrides import override
+from trainer import identity, seal
+from trainer.errors import TrainingError, explain, first
 from trainer.redaction import redact
+from trainer.seal import checkpoints_in, sync
 from trainer.settings import Settings
 
-# Settings that may differ when a run resumes: they change how it executes or reports, not what it computes.
-# (Text may have moved; whether it is the same text is checked against the checkpoint.)
-MAY_CHANGE = re.compile(
-    r"hardware\.(?!dtype)|logger\.|probe\.|spike\.|data\.(root|path|val_path|processes)|"
-    r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|"
-    r"checkpoint_background|keep_checkpoints|milestone_every|skip_nonfinite|runs_dir|run_dir|rerun_finished)$"
-)
+log = logging.getLogger(__name__)
 
 # Overrides that say where things are, not what the run computes.
 UNNAMED = ("run_dir=", "runs_dir=", "rerun_finished=", "data.root=", "data.processes=", "logger=", "logger.")
@@ -63,21 +63,58 @@ class RunDirectory:
         self.traces = path / "traces"  # of its attention: python -m scripts.paper.layers --traces
         self._done = path / "DONE"
         self._diverged = path / "DIVERGED"
+        self._saved = path / ".saved"  # the step of the newest checkpoint
 
     @property
     def is_finished(self) -> bool:
         return self._done.exists()
+
+    def is_finished_with(self, settings: Settings) -> bool:
+        """Whether the run is finished, and nothing of `settings` is left to train.
+
+        False if its text has moved: the trainer then compares the text itself. Raises TrainingError if the
+        run was trained with other settings, which it names, or the folder cannot be read.
+        """
+        try:
+            if settings.rerun_finished or not self.is_finished:
+                return False
+            stored = self._stored_settings()
+        except OSError as error:
+            raise TrainingError(f"cannot use the run directory: {explain(error)}; set run_dir=…") from error
+        if stored is None:
+            raise TrainingError(
+                f"{self.path} is finished, but nothing there says with which settings: restore its "
+                "config.yaml from a copy, or set rerun_finished=true to train it again from the start"
+            )
+        current = identity.recorded(settings)
+        changed = identity.differences(stored, current, also=("spike.skip",))
+        if changed:
+            raise TrainingError(
+                f"{self.path} is finished, but was trained with other settings:\n{identity.listed(changed)}\n"
+                "Give these settings their own run_dir=…, or train them here from the start with "
+                f"rerun_finished=true{self._how_to_extend(changed)}"
+            )
+        return all(stored.get("data", {}).get(key) == current["data"][key] for key in ("path", "val_path"))
+
+    def _how_to_extend(self, changed: list[identity.Difference]) -> str:
+        if not {name for name, _, _ in changed} <= {"steps", "total_tokens"}:
+            return ""
+        return (
+            ". Its learning rate has come to the end of its schedule; to train its weights for longer, start "
+            f"another run from them: {shlex.quote(override('init_from', self.weights))} run_dir=…"
+        )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Create the folder, and lock it against a second process that trains the same run."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            file = open(self.path / ".lock", "w")  # noqa: SIM115 - closed below
         except OSError as error:
             raise TrainingError(
-                f"cannot create the run directory {self.path}: {error.strerror}; set run_dir=…"
+                f"cannot create the run directory {self.path}: {explain(error)}; make room or set run_dir=…"
             ) from error
-        with open(self.path / ".lock", "w") as file:
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -88,22 +125,75 @@ class RunDirectory:
             yield
 
     def open(self, settings: Settings) -> None:
-        """Store the settings. Raises TrainingError if the folder's checkpoints are of a run with others."""
+        """Store the settings. Raises TrainingError, and changes nothing, if the folder is of another run.
+
+        Or if its checkpoints are gone, or cannot be read.
+        """
         if settings.rerun_finished and self.is_finished:
             self._clear()
-        current = OmegaConf.to_container(OmegaConf.structured(settings))
-        current["attention"] = backends.resolve(settings.attention)
-        current = redact(current)
-        if self.config.exists() and any(self.checkpoints.glob("step_*")):
-            changed = _differences(OmegaConf.to_container(OmegaConf.load(self.config)), current)
+        current = identity.recorded(settings)
+        if self._find_checkpoints() or self._has_metrics():
+            stored = self._stored_settings()
+            changed = identity.differences(stored, current) if stored else []
             if changed:
                 raise TrainingError(
-                    f"{self.path} holds a run with other settings:\n"
-                    + "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
-                    + "\nGive the changed run its own run_dir=…, or delete that folder to start over"
+                    f"{self.path} holds a run with other settings:\n{identity.listed(changed)}\n"
+                    "Give the changed run its own run_dir=…, or delete that folder to start over"
                 )
         self._diverged.unlink(missing_ok=True)
         write_text(self.config, OmegaConf.to_yaml(OmegaConf.create(current)))
+
+    def check_checkpoint(self, path: Path, sealed: dict[str, Any], settings: Settings) -> None:
+        """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal.
+
+        Checkpoints from before the seal had settings are not refused.
+        """
+        stored = sealed.get("settings")
+        changed = identity.differences(stored, identity.recorded(settings)) if stored else []
+        if changed:
+            raise TrainingError(
+                f"checkpoint {path} is of a run with other settings:\n{identity.listed(changed)}\n"
+                "Move it to where it came from, or give this run its own run_dir=…"
+            )
+
+    def note_checkpoint(self, step: int) -> None:
+        """Remember that there has been a checkpoint, so that a lost folder of them is not taken for none."""
+        write_text(self._saved, f"{step}\n")
+
+    def _find_checkpoints(self) -> list[Path]:
+        """The checkpoints. Raises TrainingError if they are gone, or cannot be read."""
+        try:
+            found = checkpoints_in(self.checkpoints)
+        except OSError as error:
+            raise TrainingError(
+                f"the checkpoints of this run cannot be read: {explain(error)}. Mount that place or correct "
+                "its permissions, and run the same command again"
+            ) from error
+        if not found and self._saved.exists():
+            step = self._saved.read_text().strip()
+            raise TrainingError(
+                f"{self.path} was saved at step {step}, but {self.checkpoints} holds no checkpoint. Restore "
+                f"them and run the same command again, or delete {self.path} to train from the start"
+            )
+        return found
+
+    def _has_metrics(self) -> bool:
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
+
+    def _stored_settings(self) -> dict[str, Any] | None:
+        """The settings of the run: those in config.yaml, unless its newest checkpoint says others.
+
+        Warns if config.yaml is lost or damaged; None, after a warning, if nothing else says them.
+        """
+        in_seal = next(filter(None, map(_sealed_settings, reversed(checkpoints_in(self.checkpoints)))), None)
+        try:
+            in_config = _read_config(self.config)
+        except (FileNotFoundError, ValueError) as error:
+            problem = "is lost" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
+            compared = "they are read from the newest checkpoint" if in_seal else "they cannot be compared"
+            log.warning("%s %s. It had the settings of this run; %s", self.config, problem, compared)
+            return in_seal
+        return in_seal if in_seal and identity.differences(in_config, in_seal) else in_config
 
     def note_environment(self, device: torch.device, devices: int) -> None:
         """Add what this process runs on to environment.jsonl: a line for every start of the run."""
@@ -117,11 +207,15 @@ class RunDirectory:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
         }
-        with open(self.path / "environment.jsonl", "a") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(self.path / "environment.jsonl", line)
 
     def finish(self) -> None:
+        """Mark the run finished, once its weights and metrics are on the disk and not only in memory."""
+        for path in (*self.weights.glob("*"), self.weights, self.metrics, self.path):
+            if path.exists():
+                sync(path)
         write_text(self._done, "")
+        sync(self.path)
 
     def note_divergence(self, step: int) -> None:
         """Mark the run as ended by `step`, whose loss or gradient is not finite."""
@@ -132,24 +226,33 @@ class RunDirectory:
         return int(self._diverged.read_text()) if self._diverged.exists() else None
 
     def truncate_metrics(self, step: int) -> None:
-        """Drop metrics and spikes after `step`, and incomplete last lines: these steps will run again."""
+        """Drop metrics and spikes after `step`, and incomplete last lines: these steps will run again.
+
+        step: that of the checkpoint that was loaded. Raises ValueError if another line is damaged.
+        """
         for path in (self.metrics, self.spikes):
             if path.exists():
                 kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
                 write_text(path, "".join(kept))
 
     def _clear(self) -> None:
+        """Delete what the finished run left; DONE last, so that the same command clears what is left."""
+        for path in (self.checkpoints, self.weights, self.traces):
+            if path.is_symlink():  # of checkpoints on another disk, for example: empty it, and keep the link
+                for child in path.iterdir():
+                    shutil.rmtree(child) if child.is_dir() else child.unlink()
+            elif path.exists():
+                shutil.rmtree(path)
         for path in (
-            self._done,
             self.metrics,
             self.spikes,
             self.config,
             self.loss_plot,
             self.probe_plot,
+            self._saved,
+            self._done,
         ):
             path.unlink(missing_ok=True)
-        for path in (self.checkpoints, self.weights, self.traces):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _device_name(device: torch.device) -> str:
@@ -174,31 +277,62 @@ def find_commit() -> str | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl or spikes.jsonl; a last line that a crash cut short is left out."""
-    records = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            records.append(json.loads(line))
+    """The records of a metrics.jsonl or spikes.jsonl; a last line that a crash cut short is left out.
+
+    Raises ValueError, naming the line, if any other is damaged.
+    """
+    records = read_lines(path)
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record.get("step"), int):
+            raise ValueError(_damaged(path, number, "it has no step"))
     return records
 
 
-def _differences(stored: dict[str, Any], current: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(name, stored value, current value) of the settings that make it another run."""
-    if "attention" in stored:
-        with suppress(ValueError):  # a backend or setting that was removed is compared as stored
-            stored = {**stored, "attention": backends.resolve(stored["attention"])}
-    # A setting that came later has its default in the runs before it.
-    defaults = _flat(OmegaConf.to_container(OmegaConf.structured(Settings)))
-    old, new = defaults | _flat(stored), _flat(current)
-    return [
-        (key, old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not MAY_CHANGE.match(key)
-    ]
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines. Raises ValueError as `read_metrics` does."""
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(_damaged(path, number, str(error))) from error
+        if not isinstance(record, dict):
+            raise ValueError(_damaged(path, number, "it is no JSON object"))
+        records.append(record)
+    return records
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def _damaged(path: Path, number: int, problem: str) -> str:
+    fix = shlex.join(["sed", "-i", f"{number}d", str(path)])
+    return f"line {number} of {path} is damaged ({problem}). To go on without it, delete that line: {fix}"
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append a line of JSON, in place of one that a crash or a full disk cut short."""
+    with open(path, "ab+") as file:
+        file.seek(0)
+        complete = file.read().rfind(b"\n") + 1
+        file.truncate(complete)
+        file.write(json.dumps(record).encode() + b"\n")
+
+
+def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:
+    """The settings in a checkpoint's seal; None if it is damaged, or from before it had any."""
+    try:
+        return seal.read(checkpoint).get("settings")
+    except (OSError, ValueError):
+        return None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """What config.yaml says. Raises FileNotFoundError, or ValueError if it is damaged."""
+    try:
+        stored = OmegaConf.to_container(OmegaConf.load(path))
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+    if not (isinstance(stored, dict) and all(isinstance(stored.get(k), dict) for k in ("attention", "data"))):
+        raise ValueError("it has no settings of a run")
+    absent = identity.absent(stored)
+    if absent:
+        raise ValueError(f"it has no {first(absent)}")
+    return stored

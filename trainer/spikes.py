@@ -7,7 +7,6 @@ few steps are outliers, so little is skipped. The state is the values themselves
 exactly as one that was never stopped.
 """
 
-import json
 import logging
 import shlex
 from collections import deque
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.run_directory import RunDirectory
+from trainer.run_directory import RunDirectory, append_line
 from trainer.settings import SpikeSettings
 
 log = logging.getLogger(__name__)
@@ -98,8 +97,7 @@ def report(spike: Spike, directory: RunDirectory, place: dict[str, Any]) -> None
     place: `step`, `tokens` after it, the `sequences` of all ranks, and whether its optimizer step was
     `skipped`.
     """
-    with open(directory.spikes, "a") as file:
-        file.write(json.dumps({**place, **spike.record()}) + "\n")
+    append_line(directory.spikes, {**place, **spike.record()})
     first, more = place["sequences"][:6], len(place["sequences"]) > 6
     log.warning(
         "step %d is a spike: %s%s. Its training sequences: %s%s; to read them: "

@@ -11,6 +11,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from trainer.sweep_directories import refuse_shared_directories
+
 
 class SweepSummary(Callback):
     """Hydra callback; Hydra itself makes the sweep's exit code 1 when a run failed."""
@@ -22,6 +24,7 @@ class SweepSummary(Callback):
         self._jobs.append(job_return)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        refuse_shared_directories(config)
         atexit.register(self._report)  # Hydra calls on_multirun_end only when every run succeeded
 
     def _report(self) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trainer.errors import TrainingError
+from trainer.errors import TrainingError, explain
 from trainer.redaction import RedactingFormatter, redact
 from trainer.run_directory import find_commit
 from trainer.settings import LoggerSettings
@@ -24,6 +25,7 @@ class Telemetry:
     """Reports records (flat dicts with `step`) to all of these. Used on the main rank only."""
 
     def __init__(self, metrics: Path, wandb_run: Any | None, *, steps: int, first_step: int, name: str):
+        self._path = metrics
         self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; line-buffered
         self._wandb = wandb_run
         self._wandb_works = wandb_run is not None
@@ -42,15 +44,28 @@ class Telemetry:
 
     def record(self, values: dict[str, Any]) -> None:
         values = redact({key: None if _is_not_finite(value) else value for key, value in values.items()})
+        self._check_file()
         try:
             self._file.write(json.dumps(values) + "\n")
         except OSError as error:  # does not say which file
             raise TrainingError(
-                f"could not write to {self._file.name}: {error.strerror}. Make room or fix the folder; the "
-                "same command then continues from the last checkpoint"
+                f"could not write to {self._path}: {explain(error)}. Make room or fix the folder; the same "
+                "command then continues from the last checkpoint"
             ) from error
         shown = {k: v for k, v in values.items() if k != "step" and v is not None}
         self._call_wandb(lambda run: run.log(shown, step=values["step"]))
+
+    def _check_file(self) -> None:
+        """Raise TrainingError if the file was removed or replaced: what is written to it would be lost."""
+        try:
+            there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except OSError:
+            there = False
+        if not there:
+            raise TrainingError(
+                f"{self._path} was removed or replaced while the run trains, so the run stops. Restore the "
+                "run directory and run the same command again, or give the run another run_dir=…"
+            )
 
     def alert(self, title: str, text: str) -> None:
         """Send a W&B alert (by mail or Slack, as configured there), if W&B is in use."""
@@ -143,12 +158,20 @@ def log_to(file: Path | None) -> None:
     """Send messages to the console, around the progress bar, and to `file`; only warnings if that is None."""
     handlers: list[logging.Handler] = [_BarSafeHandler()]
     if file is not None:
-        handlers.append(logging.FileHandler(file))
+        handlers.append(_LogFile(file))
     for handler in handlers:
         handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
     for package in ("trainer", "model", "data", "sagebwd"):  # not those of other libraries
         logging.getLogger(package).setLevel(logging.WARNING if file is None else logging.INFO)
+
+
+class _LogFile(logging.FileHandler):
+    """log.txt. The console has the same messages, so a disk that refuses them is reported once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        logging.getLogger().removeHandler(self)
+        log.warning("%s cannot be written any more: %s", self.baseFilename, sys.exc_info()[1])
 
 
 class _BarSafeHandler(logging.Handler):

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -17,7 +16,7 @@ from model.backends import AttentionFn
 from model.llama import Llama
 from scripts.paper.gradient_bias_estimates import Grams
 from scripts.paper.layers_runs import TrainedRun, UnusableWeights
-from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, steps_in
+from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, load_alone, steps_in
 from trainer.optimizer import adamw
 from trainer.plan import tokens_per_step
 
@@ -129,13 +128,11 @@ def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
         _, moments_and_groups = get_state_dict(llama, optimizer)
-        try:
-            path = checkpoint_of(run.directory.checkpoints, step)
-            dcp.load({"optimizer": moments_and_groups}, checkpoint_id=path, no_dist=True)
-        except (OSError, ValueError, dcp.CheckpointException) as error:
-            raise UnusableWeights(
-                f"{run.name}: Adam's moments in {path} cannot be read ({str(error).splitlines()[0]})"
-            ) from error
+    path = checkpoint_of(run.directory.checkpoints, step)
+    try:
+        load_alone({"optimizer": moments_and_groups}, path)
+    except ValueError as error:
+        raise UnusableWeights(f"{run.name}: Adam's moments cannot be read: {error}") from error
     beta2, state = run.settings.optimizer.beta2, moments_and_groups["state"]
     return {
         name: (state[name]["exp_avg_sq"] / (1 - beta2 ** float(state[name]["step"]))).flatten()

@@ -13,7 +13,7 @@ from scripts.paper.result_files import read_json
 from scripts.paper.run_metrics import final_loss, validation_loss
 from scripts.paper.variants import variant_of
 from trainer.plot import series
-from trainer.run_directory import RunDirectory, read_metrics
+from trainer.run_directory import RunDirectory, read_lines, read_metrics
 
 POINTS = 100  # of a thinned curve
 DIVERGED_BY = 0.3  # nats above the lowest tenth
@@ -46,7 +46,7 @@ def read_run(path: Path) -> dict[str, Any]:
             )
     config = without_places(OmegaConf.to_container(OmegaConf.load(directory.config)))
     records = read_metrics(directory.metrics)
-    starts = read_metrics(environment)
+    starts = read_lines(environment)
     diverged = divergence(directory, records)
     return {
         "name": path.name,

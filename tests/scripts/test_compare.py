@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import compare
+from trainer.run_directory import RunDirectory
 
 
 def records(loss, steps=20, **last):
@@ -134,6 +135,24 @@ def test_a_path_without_a_run_is_refused(tmp_path, capsys):
         compare.main([str(tmp_path / "fpa"), str(tmp_path / "gone")])
     assert end.value.code == 2
     assert f"{tmp_path}/gone holds no run: there is no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_has_no_final_loss_and_counts_in_no_mean(tmp_path, capsys):
+    for seed in (1, 2):
+        run(tmp_path / f"fpa-seed-{seed}", 3.0, val_loss=3.5)
+    RunDirectory(tmp_path / "fpa-seed-2").note_divergence(21)
+    compare.main([str(tmp_path)])
+    rows = cells(capsys.readouterr().out.split("\n\n")[0])
+    assert rows["fpa-seed-1"][2:4] == ["3.0000", "3.5000"]
+    assert rows["fpa-seed-2"][2:4] == ["DIVERGED at step 21", ""]
+    assert rows["fpa: mean ± std of 2 seeds"][2:4] == ["", ""]
+
+
+def test_a_loss_that_is_not_finite_is_not_hidden_by_the_ones_before():
+    rows = cells(
+        compare.table({"nan": [*records(3.0, val_loss=3.5), {"step": 21, "loss": None, "val_loss": None}]})
+    )
+    assert rows["nan"][2:4] == ["nan", "nan"]
 
 
 def test_damaged_metrics_end_with_a_message(tmp_path):

@@ -3,8 +3,10 @@ import logging
 import os
 import re
 import resource
+import shutil
 import threading
 from concurrent import futures
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests import warm
+from trainer import seal
 from trainer.checkpoint import Checkpoints, load_weights
 from trainer.distributed import Ranks
+from trainer.divergence import not_finite
 from trainer.errors import TrainingError
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -173,6 +177,120 @@ def test_only_damaged_checkpoints_do_not_mean_starting_over(tmp_path):
     damage_flip(tmp_path / "step_00000001")
     with pytest.raises(TrainingError, match=r"every checkpoint in .* is damaged"):
         checkpoints(tmp_path).load_newest(*make())
+
+
+def test_the_folder_that_is_verified_is_the_one_that_is_loaded(tmp_path, caplog):
+    model, optimizer = make()
+    for step in (1, 2):
+        train_step(model, optimizer)
+        checkpoints(tmp_path).save(step, model, optimizer, {})
+    expected = state_of(model, optimizer)
+    (tmp_path / "step_00000001").rename(tmp_path / "step_00000003")
+    other, other_optimizer = make(seed=1)
+    assert checkpoints(tmp_path).load_newest(other, other_optimizer)["step"] == 2
+    assert_same(state_of(other, other_optimizer), expected)
+    assert "step_00000003 is damaged (seal.json is that of step 1)" in caplog.text
+
+
+def test_the_seal_protects_itself(tmp_path):
+    """Each of its bytes is damaged in turn: that is noticed, or what it says is the same."""
+    checkpoints(tmp_path).save(1, *make(), {"recent": [[1.5, 0.25]], "settings": {"seed": 1}})
+    folder = tmp_path / "step_00000001"
+    file, whole = folder / seal.FILE, seal.read(folder)
+    content, noticed = file.read_bytes(), 0
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        file.write_bytes(damaged)
+        try:
+            assert seal.read(folder) == whole
+        except ValueError:
+            noticed += 1
+    assert noticed > 0.8 * len(content)  # the others are spaces
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"step": 1, "files": []}', "[" * 100_000])
+def test_a_seal_that_is_none_is_a_damaged_checkpoint(tmp_path, content):
+    checkpoints(tmp_path).save(1, *make(), {})
+    (tmp_path / "step_00000001" / seal.FILE).write_text(content)
+    with pytest.raises(TrainingError, match=r"every checkpoint in .* is damaged"):
+        checkpoints(tmp_path).load_newest(*make())
+
+
+def spoil(model, optimizer, where):
+    with torch.no_grad():
+        tensor = model.norm.weight if where == "weights" else optimizer.state[model.norm.weight]["exp_avg_sq"]
+        tensor[3, 3] = float("nan") if where == "weights" else float("inf")
+
+
+@pytest.mark.parametrize("where", ["weights", "moments"])
+def test_nan_in_the_newest_names_it_and_the_one_to_go_on_from(tmp_path, where):
+    model, optimizer = make()
+    train_step(model, optimizer)
+    checkpoints(tmp_path, keep=3).save(1, model, optimizer, {})
+    expected = state_of(model, optimizer)
+    spoil(model, optimizer, where)
+    for step in (2, 3):  # as versions that did not look saved it
+        checkpoints(tmp_path, keep=3).save(step, model, optimizer, {})
+    told = r"step_00000003 holds NaN or Inf in 1 tensors \(norm\.weight.*step_00000001 is good.*delete"
+    with pytest.raises(TrainingError, match=told):
+        checkpoints(tmp_path).load_newest(*make())
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / f"step_{step:08d}")
+    other, other_optimizer = make(seed=1)
+    assert checkpoints(tmp_path).load_newest(other, other_optimizer)["step"] == 1
+    assert_same(state_of(other, other_optimizer), expected)
+    shutil.rmtree(tmp_path / "step_00000001")
+    checkpoints(tmp_path).save(2, model, optimizer, {})
+    with pytest.raises(TrainingError, match="no earlier checkpoint is good"):
+        checkpoints(tmp_path).load_newest(*make())
+
+
+def test_a_checkpoint_that_is_refused_is_not_loaded(tmp_path):
+    checkpoints(tmp_path).save(1, *make(), {"settings": {"seed": 1}})
+    model, optimizer = make(seed=1)
+    before = state_of(model, optimizer)
+
+    def refuse(path, sealed):
+        assert (path, sealed["settings"]) == (tmp_path / "step_00000001", {"seed": 1})
+        raise TrainingError("of another run")
+
+    with pytest.raises(TrainingError, match="of another run"):
+        checkpoints(tmp_path).load_newest(model, optimizer, refuse)
+    assert_same(state_of(model, optimizer), before)
+
+
+def test_a_folder_that_was_removed_is_not_made_again(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    run_checkpoints = checkpoints(run / "checkpoints")
+    run_checkpoints.save(1, *make(), {})
+    shutil.rmtree(run)
+    with pytest.raises(TrainingError, match=f"step 2 .*{run} was removed while the run trains"):
+        run_checkpoints.save(2, *make(), {})
+    assert not run.exists()
+
+
+def test_a_published_checkpoint_and_its_names_are_on_the_disk(tmp_path, monkeypatch):
+    """Before the next thing relies on it: files and folder before the rename, then the folders above."""
+    events, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd)
+    )
+    monkeypatch.setattr(os, "rename", lambda *paths: events.append(Path(paths[1]).name) or rename(*paths))
+    written = []
+    run_checkpoints = checkpoints(
+        tmp_path / "checkpoints", published=lambda step: written.append(len(events))
+    )
+    run_checkpoints.save(1, *make(), {})
+    named = events.index("step_00000001")
+    before, after = events[:named], events[named + 1 :]
+    temporary = str(tmp_path / "checkpoints" / ".writing_step_00000001")
+    names = {path.name for path in (tmp_path / "checkpoints" / "step_00000001").iterdir()}
+    synced = {name.removesuffix(".tmp") for name in before}  # .metadata gets its name when it is written
+    assert {temporary, *(f"{temporary}/{name}" for name in names)} <= synced
+    assert after == [str(tmp_path / "checkpoints"), str(tmp_path)]
+    assert written == [len(events)]
 
 
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
@@ -380,6 +498,11 @@ def save_and_restore_shards(rank, folder):
     other, other_optimizer = sharded(seed=1)
     assert background.load_newest(other, other_optimizer)["step"] == 3
     assert_same(own_part(other, other_optimizer), saved)
+    assert not_finite(other, other_optimizer, background.ranks) == []
+    if rank == 1:  # its part alone, of a bias of which rank 0 has another
+        with torch.no_grad():
+            other[1].bias.to_local()[-1] = float("nan")
+    assert not_finite(other, other_optimizer, background.ranks) == ["1.bias"]
     background.close()
     destroy_process_group()
 

@@ -1,3 +1,5 @@
+import itertools
+import json
 import os
 import shutil
 import sys
@@ -12,6 +14,7 @@ from tests.cli import losses
 from trainer import loop, parallel, plan
 from trainer.errors import TrainingError
 from trainer.loop import make_deterministic, with_user_facing_errors
+from trainer.run_directory import read_metrics
 
 
 def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings):
@@ -24,7 +27,10 @@ def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings):
 
 
 def test_a_full_disk_is_told_without_a_traceback(compose_settings):
-    with pytest.raises(TrainingError, match="No space left"), with_user_facing_errors(compose_settings()):
+    with (
+        pytest.raises(TrainingError, match=r"the disk is full: metrics\.jsonl.*same command"),
+        with_user_facing_errors(compose_settings()),
+    ):
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
 
@@ -74,6 +80,108 @@ def test_gradients_in_memory_of_a_cuda_graph_are_not_lost(train_here, tmp_path, 
         assert torch.equal(found, wanted)
 
 
+def spoiling(step, where, value=float("nan")):
+    """In place of trainer.loop.adamw: its optimizer leaves `value` in weights or moments after that step."""
+
+    def adamw(model, settings):
+        optimizer, steps = make_adamw(model, settings), itertools.count(1)
+
+        @torch.no_grad()
+        def spoil(*_):
+            if next(steps) == step:
+                parameter = optimizer.param_groups[0]["params"][1]
+                (parameter if where == "weights" else optimizer.state[parameter]["exp_avg"])[0, 0] = value
+
+        optimizer.register_step_post_hook(spoil)
+        return optimizer
+
+    make_adamw = loop.adamw
+    return adamw
+
+
+SHORT = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
+
+
+@pytest.mark.parametrize("where", ["weights", "moments"])
+def test_a_run_whose_last_step_spoils_its_state_is_not_finished(train_here, tmp_path, monkeypatch, where):
+    monkeypatch.setattr(loop, "adamw", spoiling(4, where, float("inf")))
+    with pytest.raises(TrainingError, match=r"after step 4, 1 weights or moments are not finite: layers"):
+        train_here(tmp_path, *SHORT)
+    assert (tmp_path / "DIVERGED").read_text() == "4\n"
+    assert not (tmp_path / "DONE").exists()
+    assert not (tmp_path / "weights").exists()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+    monkeypatch.undo()
+    train_here(tmp_path, *SHORT)
+    assert (tmp_path / "DONE").exists()
+    assert not (tmp_path / "DIVERGED").exists()
+
+
+@pytest.mark.parametrize("skip", ["true", "false"])
+def test_weights_that_are_not_finite_end_the_run_at_once(train_here, tmp_path, monkeypatch, skip):
+    monkeypatch.setattr(loop, "adamw", spoiling(1, "weights"))
+    overrides = ("steps=40", "checkpoint_every=50", "eval_every=50", f"skip_nonfinite={skip}")
+    with pytest.raises(TrainingError, match=r"(?s)step 2 is not finite.*no step can be trained") as error:
+        train_here(tmp_path, *overrides)
+    assert "skip_nonfinite" not in str(error.value)  # would not help
+    assert (tmp_path / "DIVERGED").read_text() == "2\n"
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(train_here, tmp_path, monkeypatch, caplog):
+    clip, steps = parallel.clip_gradients, itertools.count(1)
+
+    def infinite_in_step_2(*arguments):
+        norm = clip(*arguments)
+        return norm * float("inf") if next(steps) == 2 else norm
+
+    monkeypatch.setattr(parallel, "clip_gradients", infinite_in_step_2)
+    train_here(tmp_path, *SHORT, "skip_nonfinite=true")
+    assert caplog.text.count("The step is skipped") == 1
+    assert (tmp_path / "DONE").exists()
+
+
+@pytest.mark.parametrize("key", ["loss", "grad_norm", "val_loss"])
+def test_a_run_whose_last_record_is_not_finite_is_not_finished(train_here, tmp_path, key):
+    """As the record of its last step says, also if the process that wrote it was killed before the end."""
+    train_here(tmp_path, *SHORT)
+    (tmp_path / "DONE").unlink()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    next(record for record in reversed(records) if key in record)[key] = None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.raises(TrainingError, match=r"(loss|norm).* is not finite, so the run is not finished"):
+        train_here(tmp_path, *SHORT)
+    assert (tmp_path / "DIVERGED").exists()
+    assert not (tmp_path / "DONE").exists()
+
+
+def test_a_checkpoint_of_another_run_is_not_continued(train_here, tmp_path):
+    for seed in (1, 2):
+        train_here(tmp_path / f"run_{seed}", *SHORT, f"seed={seed}")
+    ours, theirs = (tmp_path / f"run_{seed}" / "checkpoints" / "step_00000004" for seed in (1, 2))
+    shutil.rmtree(ours)
+    shutil.copytree(theirs, ours)
+    (tmp_path / "run_1" / "DONE").unlink()
+    before = (tmp_path / "run_1" / "metrics.jsonl").read_bytes()
+    with pytest.raises(TrainingError, match="seed was 2, is now 1"):
+        train_here(tmp_path / "run_1", *SHORT, "seed=1")
+    assert (tmp_path / "run_1" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_whose_text_moved_is_compared_with_it(train_here, tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("It was a dark and stormy night.\n" * 200)
+    own = (*SHORT, "data=text", "data.tokenizer=bytes", f"data.root={tmp_path / 'data'}")
+    train_here(tmp_path / "run", *own, f"data.path={book}")
+    moved = tmp_path / "elsewhere" / "book.txt"
+    moved.parent.mkdir()
+    book.rename(moved)
+    trained = train_here(tmp_path / "run", *own, f"data.path={moved}")
+    assert trained.directory.is_finished_with(trained.settings)
+    moved.write_text("The rain fell in torrents.\n" * 200)
+    with pytest.raises(TrainingError, match="was trained on other text"):
+        train_here(tmp_path / "run", *own, f"data.path={moved}")
+
+
 WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
@@ -96,4 +204,5 @@ def test_a_step_waits_for_the_device_once(train_here, tmp_path, monkeypatch):
     train_here(tmp_path / "run", *overrides, "checkpoint_background=true")
     assert waits.pop("_exchange") == 6
     assert waits.pop("validation_loss") == 1
+    assert waits.pop("_on_any_rank") == 3  # whether a checkpoint is finite; copying it waits anyway
     assert not waits

@@ -1,16 +1,22 @@
 import json
 import multiprocessing
+import os
+import re
+import subprocess
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 from data.files import write_text
+from data.settings import DataSettings
 from sagebwd import SageConfig
+from trainer import identity, seal
 from trainer.errors import TrainingError
-from trainer.run_directory import RunDirectory, default_name, read_metrics
-from trainer.settings import ProbeSettings, Settings, SpikeSettings
+from trainer.run_directory import RunDirectory, append_line, default_name, read_lines, read_metrics
+from trainer.settings import OptimizerSettings, ProbeSettings, Settings, SpikeSettings
 
 
 def test_name_comes_from_the_overrides_in_any_order():
@@ -102,6 +108,206 @@ def test_runs_from_before_presets_can_be_resumed(tmp_path, old, same, other):
 def test_settings_may_be_corrected_while_there_is_nothing_to_lose(tmp_path):
     opened(tmp_path / "run", seed=1)
     assert "seed: 2" in opened(tmp_path / "run", seed=2).config.read_text()
+
+
+def checkpoint_of(directory, step=1, **settings):
+    """A checkpoint of which only the seal is read."""
+    folder = directory.checkpoints / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").touch()
+    seal.write(folder, {"step": step, "settings": identity.recorded(make_settings(**settings))})
+    return folder
+
+
+def everything_in(folder):
+    """Paths, contents and times of change of all files."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def refused(path, match, **settings):
+    """Opening the folder raises TrainingError and changes nothing in it."""
+    before = everything_in(path)
+    with pytest.raises(TrainingError, match=match):
+        opened(path, **settings)
+    assert everything_in(path) == before
+
+
+def test_metrics_without_a_checkpoint_are_of_one_run_only(tmp_path):
+    directory = opened(tmp_path / "run", seed=1)
+    directory.metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    refused(tmp_path / "run", r"(?s)other settings.*seed was 1, is now 2.*run_dir", seed=2)
+    opened(tmp_path / "run", seed=1)  # killed before its first checkpoint, for example
+    assert directory.metrics.exists()
+
+
+def test_checkpoints_that_are_gone_are_not_taken_for_none(tmp_path):
+    directory = opened(tmp_path / "run", seed=1)
+    directory.metrics.write_text('{"step": 6, "loss": 2.0}\n')
+    checkpoint_of(directory, 6, seed=1)
+    directory.note_checkpoint(6)
+    elsewhere = directory.checkpoints.rename(tmp_path / "elsewhere")
+    refused(directory.path, r"was saved at step 6, but .*checkpoints holds no checkpoint. Restore", seed=1)
+    directory.checkpoints.symlink_to(tmp_path / "unmounted")
+    refused(directory.path, r"checkpoints.* cannot be read: .*No such file.*Mount", seed=1)
+    directory.checkpoints.unlink()
+    directory.checkpoints.write_text("")
+    refused(directory.path, "cannot be read: Not a directory", seed=1)
+    directory.checkpoints.unlink()
+    directory.checkpoints.symlink_to(elsewhere)
+    opened(directory.path, seed=1)
+
+
+DAMAGES = {
+    "is lost": None,
+    "is damaged \\(it has no settings": b"",
+    "is damaged \\(it has no tps.tokens_per_step, ": b"attention: {}\ndata: {}\n",
+    "is damaged \\(while parsing": b"seed: [1, 2\ncontext: {\n",
+    "is damaged \\('utf-8' codec": b"seed: \xff\xfe\n",
+}
+
+
+@pytest.mark.parametrize("problem", DAMAGES)
+def test_the_settings_are_read_from_the_checkpoint_if_config_yaml_is_damaged(tmp_path, caplog, problem):
+    directory = opened(tmp_path, seed=1)
+    whole = directory.config.read_text()
+    checkpoint_of(directory, seed=1)
+    content = DAMAGES[problem]
+    directory.config.unlink() if content is None else directory.config.write_bytes(content)
+    refused(tmp_path, "seed was 1, is now 2", seed=2)
+    assert re.search(rf"config\.yaml {problem}.*read from the newest checkpoint", caplog.text)
+    opened(tmp_path, seed=1)
+    assert directory.config.read_text() == whole
+
+
+def test_a_flipped_bit_in_config_yaml_does_not_make_it_another_run(tmp_path):
+    directory = opened(tmp_path, seed=1)
+    checkpoint_of(directory, seed=1)
+    write_text(directory.config, directory.config.read_text().replace("seed: 1", "seed: 3"))
+    opened(tmp_path, seed=1)
+    assert "seed: 1" in directory.config.read_text()
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path):
+    directory = RunDirectory(tmp_path)
+    attention = {"backend": "sagebwd", "preset": "paper"}
+    foreign = checkpoint_of(directory, 4, seed=1, context=32, attention=attention)
+    sealed = seal.read(foreign)
+    directory.check_checkpoint(foreign, sealed, make_settings(seed=1, context=32, attention=attention))
+    told = (
+        r"(?s)step_00000004 is of a run with other settings.*granularity was block.*context was 32, is now 64"
+    )
+    with pytest.raises(TrainingError, match=told):
+        directory.check_checkpoint(
+            foreign, sealed, make_settings(seed=1, context=64, attention={"backend": "fpa"})
+        )
+    refused(tmp_path, "seed was 1, is now 2", seed=2, context=32, attention=attention)
+    old = {name: value for name, value in sealed.items() if name != "settings"}  # from before seals had them
+    directory.check_checkpoint(foreign, old, make_settings(seed=2))
+
+
+def finished(path, **settings):
+    directory = opened(path, **settings)
+    directory.finish()
+    return directory
+
+
+CHANGES = [
+    ({"seed": 2}, "seed was 1, is now 2"),
+    ({"attention": {"backend": "sagebwd"}}, "attention.backend was fpa, is now sagebwd"),
+    ({"optimizer": OptimizerSettings(lr=0.5)}, r"optimizer.lr was \?\?\?, is now 0.5"),
+    ({"spike": SpikeSettings(skip=True)}, "spike.skip was .*, is now True"),
+    ({"steps": 16}, r"(?s)steps was 8, is now 16.*for longer.*init_from=.*run/weights run_dir="),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), CHANGES)
+def test_other_settings_are_not_reported_as_finished(tmp_path, change, told):
+    asked = {"seed": 1, "steps": 8}
+    directory = finished(tmp_path / "run", **asked)
+    assert directory.is_finished_with(make_settings(**asked))
+    assert directory.is_finished_with(make_settings(**asked, log_every=3))
+    with pytest.raises(TrainingError, match=told) as error:
+        directory.is_finished_with(make_settings(**asked | change))
+    assert ("init_from" in str(error.value)) == ("steps" in change)
+    assert not directory.is_finished_with(make_settings(**asked | change, rerun_finished=True))
+
+
+def test_a_finished_run_whose_text_moved_is_compared_by_the_trainer(tmp_path):
+    directory = finished(tmp_path, data=DataSettings(path="a/book.txt"))
+    assert directory.is_finished_with(make_settings(data=DataSettings(path="a/book.txt")))
+    assert not directory.is_finished_with(make_settings(data=DataSettings(path="b/book.txt")))
+
+
+def test_a_finished_run_of_which_nothing_says_the_settings(tmp_path):
+    directory = finished(tmp_path)
+    directory.config.unlink()
+    with pytest.raises(TrainingError, match=r"nothing there says with which settings.*rerun_finished=true"):
+        directory.is_finished_with(make_settings())
+
+
+def test_places_that_cannot_be_looked_into_are_named(tmp_path):
+    with pytest.raises(TrainingError, match=r"File name too long.*set run_dir="):
+        RunDirectory(tmp_path / ("x" * 300)).is_finished_with(make_settings())
+    with pytest.raises(TrainingError, match=r"File name too long.*set run_dir="):
+        opened(tmp_path / ("x" * 300))
+
+
+def test_done_is_written_after_all_it_claims_is_on_the_disk(tmp_path, monkeypatch):
+    directory = RunDirectory(tmp_path)
+    directory.weights.mkdir()
+    claimed = [directory.weights / "model.safetensors", directory.weights / "config.json", directory.metrics]
+    for path in claimed:
+        path.touch()
+    synced, fsync = [], os.fsync
+
+    def record(handle):
+        synced.append((os.readlink(f"/proc/self/fd/{handle}"), directory.is_finished))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    directory.finish()
+    before = {Path(path) for path, done in synced if not done}
+    assert before >= {*claimed, directory.weights, tmp_path}
+    assert synced[-1] == (str(tmp_path), True)  # DONE's own name
+
+
+@pytest.mark.parametrize("line", ["{damaged", "7", "[]", '{"loss": 1.0}', '{"step": "3"}', "\0\0", "\x80"])
+def test_a_damaged_line_of_the_metrics_is_named_with_the_command_that_removes_it(tmp_path, line):
+    directory = RunDirectory(tmp_path / "it's")
+    directory.path.mkdir()
+    good = ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+    directory.metrics.write_bytes("\n".join([*good[:2], line, good[2], ""]).encode("latin-1"))
+    before = directory.metrics.read_bytes()
+    with pytest.raises(
+        ValueError, match=r"line 3 of .*metrics\.jsonl is damaged .*delete that line: "
+    ) as error:
+        directory.truncate_metrics(2)
+    assert directory.metrics.read_bytes() == before
+    subprocess.run(str(error.value).rpartition("delete that line: ")[2], shell=True, check=True)
+    assert directory.metrics.read_text().splitlines() == good
+    directory.truncate_metrics(2)
+    assert directory.metrics.read_text().splitlines() == good[:2]
+
+
+def test_a_line_that_a_full_disk_cut_short_is_replaced_by_the_next(tmp_path):
+    file = tmp_path / "environment.jsonl"
+    append_line(file, {"start": 1})
+    with file.open("a") as handle:
+        handle.write('{"start": 2, "comm')
+    append_line(file, {"start": 3})
+    assert read_lines(file) == [{"start": 1}, {"start": 3}]
+
+
+def test_rerun_empties_checkpoints_on_another_disk_and_keeps_the_link(tmp_path):
+    directory, disk = RunDirectory(tmp_path / "run"), tmp_path / "disk"
+    (disk / "step_00000001").mkdir(parents=True)
+    directory.path.mkdir()
+    directory.checkpoints.symlink_to(disk)
+    directory.finish()
+    opened(directory.path, rerun_finished=True)
+    assert directory.checkpoints.is_symlink()
+    assert list(disk.iterdir()) == []
 
 
 def test_rerun_clears_only_a_finished_run(tmp_path):

@@ -1,0 +1,151 @@
+"""Checkpoints from a stranger: what they ask for is not done. Their seals are valid: anyone can make one."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tests.trainer.test_checkpoint import assert_same, checkpoints, make, state_of, train_step
+from trainer import seal
+from trainer.checkpoint import load_alone, load_weights
+from trainer.errors import TrainingError
+
+
+class Calls:
+    """Pickled, it is a call of a function."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint of a step, and what is in it."""
+    model, optimizer = make()
+    train_step(model, optimizer)
+    checkpoints(tmp_path).save(1, model, optimizer, {})
+    return tmp_path / "step_00000001", state_of(model, optimizer)
+
+
+def seal_again(folder):
+    contents = seal.read(folder)
+    (folder / seal.FILE).unlink()
+    seal.write(folder, {name: value for name, value in contents.items() if name != "files"})
+
+
+def load_to_train(folder):
+    checkpoints(folder.parent).load_newest(*make())
+
+
+def load_to_measure(folder):
+    load_weights(folder.parent, 1, make()[0])
+
+
+def load_moments(folder):
+    model, optimizer = make()
+    load_alone({"optimizer": dcp.state_dict.get_state_dict(model, optimizer)[1]}, folder)
+
+
+WAYS = [load_to_train, load_to_measure, load_moments]
+
+
+@pytest.mark.parametrize("load", WAYS)
+@pytest.mark.parametrize("function", [os.mkdir, Path.mkdir, getattr(torch, "load")])  # noqa: B009
+def test_metadata_runs_no_code(saved, tmp_path, load, function):
+    folder, _ = saved
+    ran = tmp_path / "ran"
+    (folder / ".metadata").write_bytes(
+        pickle.dumps(Calls(function, Path(ran) if function is Path.mkdir else str(ran)))
+    )
+    seal_again(folder)
+    with pytest.raises((TrainingError, ValueError), match=r"asks for [\w.]+, which no checkpoint needs"):
+        load(folder)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("load", [load_to_train, load_moments])
+def test_values_that_are_no_tensors_run_no_code(saved, tmp_path, load):
+    """The optimizer's settings, which torch unpickles as well."""
+    folder, _ = saved
+    ran = tmp_path / "ran"
+    model, optimizer = make()
+    train_step(model, optimizer)
+    weights, moments = dcp.state_dict.get_state_dict(model, optimizer)
+    moments["param_groups"][0]["lr"] = Calls(os.mkdir, str(ran))
+    shutil.rmtree(folder)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    seal.write(folder, {"step": 1})
+    with pytest.raises((TrainingError, ValueError), match="mkdir"):
+        load(folder)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("load", WAYS)
+def test_files_outside_the_checkpoint_are_not_read(saved, tmp_path, load):
+    folder, _ = saved
+    shutil.copytree(folder, tmp_path / "other")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../other/{place.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    seal_again(folder)
+    with pytest.raises((TrainingError, ValueError), match="no file of this checkpoint"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../other", "/etc/passwd", "pipe", "gone"])
+def test_a_seal_that_names_what_is_no_file_of_the_folder(saved, name):
+    folder, _ = saved
+    os.mkfifo(folder / "pipe")  # reading it would wait for ever
+    contents = seal.read(folder)
+    sealed = {**contents, "files": {**contents["files"], name: "0 bytes, crc 00000000"}}
+    (folder / seal.FILE).write_text(seal.json.dumps({**sealed, seal.CHECKSUM: seal._checksum(sealed)}))
+    with pytest.raises(ValueError, match="is missing, or no file of this folder"):
+        seal.verify(folder)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", b"\x80\x04.", pickle.dumps([1]), pickle.dumps(Metadata({}))]
+)
+@pytest.mark.parametrize("load", [load_to_train, load_to_measure])
+def test_damaged_metadata_is_named(saved, load, content):
+    folder, _ = saved
+    (folder / ".metadata").write_bytes(content)
+    seal_again(folder)
+    with pytest.raises((TrainingError, ValueError), match=r"step_00000001 .*\.metadata"):
+        load(folder)
+
+
+def test_a_flipped_bit_anywhere_in_the_metadata_ends_in_no_other_error(saved):
+    """Sealed again, so that only the reader itself stands in the way."""
+    folder, expected = saved
+    content = (folder / ".metadata").read_bytes()
+    for position in range(0, len(content), 97):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << position % 8
+        (folder / ".metadata").write_bytes(damaged)
+        seal_again(folder)
+        model, optimizer = make(seed=1)
+        try:
+            checkpoints(folder.parent).load_newest(model, optimizer)
+        except TrainingError:
+            continue
+        assert len(state_of(model, optimizer)) == len(expected)
+
+
+def test_checkpoints_from_before_seals_had_settings_are_read(saved):
+    """As a version without checksums of the seal wrote them."""
+    folder, expected = saved
+    old = seal.read(folder)
+    (folder / seal.FILE).write_text(seal.json.dumps(old, indent=1))
+    model, optimizer = make(seed=1)
+    assert checkpoints(folder.parent).load_newest(model, optimizer)["step"] == 1
+    assert_same(state_of(model, optimizer), expected)
