@@ -146,8 +146,10 @@ def is_settled(directory: RunDirectory) -> bool:
 
 
 def drop_weights(job: Job) -> None:
-    """Remove what no comparison of losses reads."""
+    """Remove what no comparison of losses reads, once the run has ended: before, it continues from there."""
     directory = RunDirectory(job.log.with_suffix(""))
+    if not is_settled(directory):
+        return
     for folder in (directory.checkpoints, directory.weights):
         shutil.rmtree(folder, ignore_errors=True)
 

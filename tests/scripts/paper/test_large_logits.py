@@ -222,6 +222,13 @@ def test_a_word_that_is_no_override_is_refused(capsys):
     assert "'fast' after -- is not an override" in capsys.readouterr().err
 
 
+def test_a_run_under_way_keeps_its_checkpoints(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.checkpoints.mkdir(parents=True)
+    large_logits_runs.drop_weights(large_logits_runs.job(directory.path, []))
+    assert directory.checkpoints.exists()
+
+
 def test_runs_train_lose_their_weights_and_are_compared(train_here, tmp_path, datasets, capsys):
     """Two runs of the grid, in this process instead of the pool."""
     arguments = asked("--debug", "--gains", "4", "--seeds", "1", "--settings", "fpa", "sagebwd-all_int8")
