@@ -30,14 +30,17 @@ class BatchLoader:
         sequences_per_step: int,
         micro_batch: int,
         seed: int,
+        sequences: int | None = None,
         rank: int = 0,
         ranks: int = 1,
         pin_memory: bool = False,
     ):
         """`sequences_per_step` counts all ranks together; `micro_batch` is sequences per rank and pass.
 
+        `sequences` uses the first so many of the text's sequences only; None: all.
         `pin_memory` gives page-locked tensors, which copy to a GPU asynchronously.
-        Raises ValueError if the sequences cannot be divided evenly, or the data is shorter than one sequence.
+        Raises ValueError if the sequences cannot be divided evenly, or the data has fewer than `sequences`
+        or not one.
         """
         if min(context, sequences_per_step, micro_batch, ranks) < 1 or not 0 <= rank < ranks:
             raise ValueError(
@@ -57,7 +60,7 @@ class BatchLoader:
         self.rank = rank
         self.ranks = ranks
         self.pin_memory = pin_memory
-        self.sequences = count_sequences(tokens, context)  # of an epoch
+        self.sequences = _sequences_of_an_epoch(tokens, context, sequences)
         self._maker = ThreadPoolExecutor(1, "batches", initializer=_use_this_gpu() if pin_memory else None)
         self._ahead: tuple[tuple[int, int], Future] | None = None  # (step, micro-step) and its batch
 
@@ -144,6 +147,16 @@ def count_sequences(tokens: TokenShards, context: int) -> int:
             "text: a greater data.val_fraction)"
         )
     return count
+
+
+def _sequences_of_an_epoch(tokens: TokenShards, context: int, wanted: int | None) -> int:
+    available = count_sequences(tokens, context)
+    if wanted is not None and not 1 <= wanted <= available:
+        raise ValueError(
+            f"train_sequences={wanted}, but {tokens.name} holds {available} sequences of context={context}; "
+            f"use 1 to {available}, or null for all"
+        )
+    return wanted or available
 
 
 def stack_sequences(

@@ -108,6 +108,7 @@ def make_loader(settings: Settings, corpus: Corpus) -> BatchLoader:
         sequences_per_step=tokens_per_step(settings) // settings.context,
         micro_batch=1,
         seed=settings.seed,
+        sequences=settings.train_sequences,
     )
 
 

@@ -403,6 +403,7 @@ class Trainer:
                 sequences_per_step=self.plan.sequences_per_step,
                 micro_batch=settings.hardware.micro_batch,
                 seed=settings.seed,
+                sequences=settings.train_sequences,
                 rank=ranks.rank,
                 ranks=ranks.count,
                 pin_memory=ranks.device.type == "cuda",

@@ -107,6 +107,7 @@ def _positive(settings: Settings) -> dict[str, float | None]:
     """Settings that must be greater than zero, if they are set, by name."""
     return {
         "context": settings.context,
+        "train_sequences": settings.train_sequences,
         "total_tokens": settings.total_tokens,
         "steps": settings.steps,
         "log_every": settings.log_every,

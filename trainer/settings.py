@@ -103,6 +103,7 @@ class Settings:
     init_from: str | None = None  # a Hugging Face folder to start from (a run's weights/); null: random
 
     context: int = MISSING  # tokens per training sequence
+    train_sequences: int | None = None  # train on the first so many of the text, over and over; null: on all
     total_tokens: int = MISSING  # length of the run, in tokens
     steps: int | None = None  # length of the run in optimizer steps; overrides total_tokens
     seed: int = MISSING  # initialisation and data order

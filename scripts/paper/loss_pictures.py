@@ -19,6 +19,9 @@ TITLES = {
     "presets": "Presets: training loss",
 }
 
+#: What `compare` adds to a group.
+COMPARED = ("variants", "noise", "degrees_of_freedom", "differences")
+
 
 def draw(groups: list[dict], runs: list[dict], title: str = "Training loss") -> Any:
     """Loss over tokens, and below it the distance from the group's first variant at the same seed.
@@ -30,7 +33,7 @@ def draw(groups: list[dict], runs: list[dict], title: str = "Training loss") -> 
     looks = variant_styles(names)
     shown: dict[str, Any] = {}
     for (losses, gaps), group in zip(panels.T, groups, strict=True):
-        own = [run for run in runs if all(group[key] == value for key, value in run["group"].items())]
+        own = [run for run in runs if run["group"] == own_settings(group)]
         first = group["variants"][0]["variant"]
         for variant in (variant["variant"] for variant in group["variants"]):
             of_variant = [run for run in own if run["variant"] == variant]
@@ -50,6 +53,11 @@ def draw(groups: list[dict], runs: list[dict], title: str = "Training loss") -> 
     drawing.legend_below(figure, list(shown.values()), list(shown))
     figure.suptitle(f"{title}. Line: mean over seeds, band: range", fontsize=11)
     return figure
+
+
+def own_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What the runs of a group share, without what was made of them."""
+    return {key: value for key, value in group.items() if key not in COMPARED}
 
 
 def variant_styles(names: list[str]) -> dict[str, Style]:

@@ -95,9 +95,11 @@ def without_places(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def group_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What runs that may be compared share."""
+    """What runs that may be compared share; what few runs set is left out where it has its default."""
     tokens_per_step = config["tps"]["tokens_per_step"] // config["tps"]["divide_by"]
     steps = config["steps"] or config["total_tokens"] // tokens_per_step
+    gain, sequences = config["model"].get("qk_norm_gain", 1.0), config.get("train_sequences")
+    unusual = {"qk_norm_gain": (gain, 1.0), "train_sequences": (sequences, None)}
     return {
         "parameters": parameter_count(LlamaConfig(**(config["model"] | {"qk_norm": False}))),
         "context": config["context"],
@@ -107,6 +109,7 @@ def group_of(config: dict[str, Any]) -> dict[str, Any]:
         "warmup_steps": config["tps"]["warmup_steps"],
         "text": config["data"]["path"] or config["data"]["source"],
         "init_from": config.get("init_from"),
+        **{name: value for name, (value, usual) in unusual.items() if value != usual},
     }
 
 

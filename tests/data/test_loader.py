@@ -163,3 +163,18 @@ def test_refuses_a_step_that_can_not_be_shared_out():
         loader(context=0)
     with pytest.raises(ValueError, match="rank=2 below ranks"):
         loader(rank=2, ranks=2)
+
+
+def test_a_step_of_all_sequences_is_the_same_at_every_step_in_another_order():
+    batches = loader(sequences=12)
+    assert batches.sequences == 12
+    orders = [batches.sequence_indices(step) for step in range(4)]
+    assert all((np.sort(order) == np.arange(12)).all() for order in orders)
+    assert (orders[0] != orders[1]).any()
+    assert loader(sequences=None).sequences == 142
+
+
+@pytest.mark.parametrize("wanted", [0, 143])
+def test_more_sequences_than_the_text_has_are_refused(wanted):
+    with pytest.raises(ValueError, match=rf"train_sequences={wanted}, but .* 142 sequences .* use 1 to 142"):
+        loader(sequences=wanted)

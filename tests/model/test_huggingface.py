@@ -14,6 +14,7 @@ from transformers import LlamaConfig as HFLlamaConfig
 from transformers import Qwen3Config as HFQwen3Config
 
 from model import huggingface
+from model.config import differences
 from model.llama import Llama
 
 SHAPES = [
@@ -98,6 +99,15 @@ def test_config_and_weights_survive_the_round_trip_exactly(make_model, tmp_path)
     assert again.config == model.config
     for name, weight in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight)
+
+
+def test_weights_of_a_model_with_other_gains_fit_one_without(make_config, tokens, tmp_path):
+    """The gain is of the initialisation: the file has the gains themselves."""
+    model = Llama(make_config(qk_norm_gain=4.0), F.scaled_dot_product_attention)
+    huggingface.save(model, tmp_path)
+    again = load(tmp_path)
+    assert differences(again.config, model.config) == []
+    assert torch.equal(again(tokens), model(tokens))
 
 
 def test_saving_in_bfloat16_rounds_the_weights_once(make_model, tmp_path):

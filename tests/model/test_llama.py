@@ -218,6 +218,19 @@ def test_logits_grow_with_the_square_of_the_gain(make_config, tokens):
     torch.testing.assert_close(logits(3.0), 9 * logits(1.0))
 
 
+def test_only_the_gains_of_qk_norm_start_elsewhere_and_they_learn(make_config, tokens):
+    models = {}
+    for gain in (1.0, 4.0):
+        torch.manual_seed(0)
+        models[gain] = Llama(make_config(qk_norm_gain=gain), F.scaled_dot_product_attention)
+    usual = dict(models[1.0].named_parameters())
+    models[4.0](tokens, tokens.roll(-1, 1)).backward()
+    for name, parameter in models[4.0].named_parameters():
+        factor = 4 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1
+        assert torch.equal(parameter, factor * usual[name]), name
+        assert parameter.grad.abs().max() > 0, name
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiles_to_one_graph_with_the_same_loss_and_gradients(make_config, tokens, autocast):
     model = Llama(make_config(n_layers=1, n_kv_heads=2, init_std=0.2), attend("fpa", is_gqa=True))

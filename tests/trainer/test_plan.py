@@ -190,6 +190,7 @@ def test_every_problem_is_told_at_once(compose_settings):
         "checkpoint_every=0",
         "hardware.micro_batch=0",
         "context=0",
+        "train_sequences=0",
         "model.n_layers=0",
         "model.n_heads=0",
         "data.tokenizer=x",

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from data.files import write_text
 from scripts.paper import curves
 from scripts.paper import experiment_runs as experiments
+from scripts.paper.loss_pictures import own_settings
 from scripts.paper.loss_statistics import STUDENT, compare, differences, quantile
 from scripts.paper.result_files import read_json
 from scripts.paper.run_summary import POINTS, divergence, read, read_run, thin, without_places
@@ -104,6 +105,17 @@ def records(losses, tokens_per_step=256):
         {"step": i, "tokens": i * tokens_per_step, "loss": loss, "tokens_per_second": 100.0}
         for i, loss in enumerate(losses, start=1)
     ]
+
+
+def test_runs_with_other_gains_or_one_batch_are_groups_of_their_own(make_run, tmp_path):
+    losses = np.linspace(5, 3, 40)
+    overrides = {"usual": (), "gain": ("model.qk_norm_gain=4.0",), "one": ("train_sequences=4",)}
+    runs = [read_run(make_run(name, losses, *own)) for name, own in overrides.items()]
+    added = [run["group"].items() - runs[0]["group"].items() for run in runs]
+    assert added == [set(), {("qk_norm_gain", 4.0)}, {("train_sequences", 4)}]
+    groups = compare(runs)
+    assert len(groups) == 3
+    assert [own_settings(group) for group in groups] == [run["group"] for run in runs]
 
 
 def test_divergence_by_a_rise_and_by_a_value_that_is_not_finite(tmp_path):
