@@ -17,7 +17,7 @@ from typing import Any
 
 from data.files import write_text
 from scripts.bench.measuring import command_parser
-from scripts.paper import accuracy, drawing, error_against_time, gradient_formats, table1
+from scripts.paper import accuracy, drawing, error_against_time, gradient_formats, large_logits, table1
 from scripts.paper.gradient_bias_tables import Row as BiasRow
 from scripts.paper.gradient_bias_tables import draw as draw_bias
 from scripts.paper.gradient_bias_tables import to_markdown as bias_markdown
@@ -25,6 +25,8 @@ from scripts.paper.gradient_error_pictures import draw_costs, draw_progress
 from scripts.paper.gradient_error_rows import HeadSource, runs_with_progress
 from scripts.paper.gradient_error_rows import Row as ErrorRow
 from scripts.paper.gradient_error_tables import to_markdown as error_markdown
+from scripts.paper.large_logits_pictures import draw as draw_large_logits
+from scripts.paper.large_logits_tables import to_markdown as large_logits_markdown
 from scripts.paper.layers_pictures import draw_layers, draw_smoothing
 from scripts.paper.layers_tables import Row as LayerRow
 from scripts.paper.layers_tables import to_markdown as layers_markdown
@@ -74,6 +76,7 @@ def tables(results: Results) -> dict[str, Callable[[Path], None]]:
     add("layers", lambda data: layers_markdown(data, layer_rows(data)))
     add("gradient_error", lambda data: error_markdown(*study(data)))
     add("gradient_bias", lambda data: bias_markdown(data, bias_rows(data)))
+    add("large_logits", lambda data: large_logits_markdown(data, large_logits.compare(data["runs"])))
     add("gradient_formats", lambda data: gradient_formats.to_markdown(data, gradient_formats.rows_of(data)))
     return made
 
@@ -104,6 +107,13 @@ def pictures(results: Results) -> dict[str, Callable[[Path], None]]:
         drawn["gradient_bias.png"] = lambda path: draw_bias(
             bias_rows(results.json("gradient_bias.json")), path
         )
+    add(
+        "large_logits.png",
+        "large_logits.json",
+        lambda data: draw_large_logits(
+            large_logits.compare(data["runs"]), large_logits.curves_of(data["runs"])
+        ),
+    )
     add(
         "error_against_time.png",
         "error_against_time.json",
