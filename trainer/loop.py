@@ -50,11 +50,12 @@ def train(settings: Settings) -> None:
     make_deterministic(settings.hardware.deterministic)
     with (
         distributed.joined(settings.hardware.device) as ranks,
+        StopRequest() as stop,  # outside: torchrun asks the ranks to stop while they report a lost one
         with_user_facing_errors(settings),
         ranks.reporting_lost_ranks(),
     ):
         directory = RunDirectory(Path(settings.run_dir))
-        with directory.locked() if ranks.is_main else nullcontext(), StopRequest() as stop:
+        with directory.locked() if ranks.is_main else nullcontext():
             from_main(ranks, lambda: directory.open(settings))
             if ranks.is_main:
                 directory.note_environment(ranks.device, ranks.count)
