@@ -65,11 +65,12 @@ class Manifest:
             return None
         try:
             shards = {
-                split: [Shard(**shard) for shard in content["splits"][split]["shards"]] for split in SPLITS
+                split: [Shard.from_json(shard) for shard in content["splits"][split]["shards"]]
+                for split in SPLITS
             }
             made = (content["fingerprint"], content["recipe"], content["vocab_size"], shards)
             return Manifest(*made, content.get("source_files", []))  # which older manifests do not have
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{folder / FILE} was not written by this version of data.prepare ({error!r}); delete the "
                 "folder and prepare it again"

@@ -3,8 +3,9 @@
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,19 @@ class Shard:
     documents: int  # end-of-text tokens in it
     sha256: str
 
+    @staticmethod
+    def from_json(content: Any) -> "Shard":
+        """What `asdict` gave. Raises ValueError for anything else, a name elsewhere included."""
+        kinds = {field.name: field.type for field in fields(Shard)}
+        if not (
+            isinstance(content, dict)
+            and content.keys() == kinds.keys()
+            and all(type(content[name]) is kind for name, kind in kinds.items())
+            and Path(content["name"]).name == content["name"]
+        ):
+            raise ValueError(f"it describes no shard: {content!r}")
+        return Shard(**content)
+
     def intact_in(self, folder: Path) -> bool:
         """Whether the file exists with its full size."""
         file = folder / self.name
@@ -43,12 +57,19 @@ class UnitRecord:
 
     @staticmethod
     def read(folder: Path, index: int) -> "UnitRecord | None":
-        """The record of a unit, or None when the unit is not finished."""
-        content = read_json(_record_file(folder, index))
+        """The record of a unit, or None when the unit is not finished. Raises ValueError if it is damaged."""
+        file = _record_file(folder, index)
+        content = read_json(file)
         if content is None:
             return None
-        shards = {split: Shard(**shard) if shard else None for split, shard in content["shards"].items()}
-        return UnitRecord(content["fingerprint"], shards)
+        try:
+            shards = {split: content["shards"][split] for split in SPLITS}
+            described = {split: shard and Shard.from_json(shard) for split, shard in shards.items()}
+            return UnitRecord(content["fingerprint"], described)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file} is damaged ({error}); delete it and run data.prepare again, to make its unit anew"
+            ) from None
 
     def write(self, folder: Path, index: int) -> None:
         write_json(_record_file(folder, index), asdict(self))

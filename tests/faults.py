@@ -197,8 +197,9 @@ FAULTS = (
     ),
     Fault(
         LOSS,
-        "config.yaml or a line of the metrics lost or damaged",
+        "config.yaml, a line of the metrics, or a record of prepared data lost or damaged",
         (
+            "data/test_prepare.py::test_a_damaged_record",
             f"{FAULTS_TESTS}test_damaged_line",
             f"{DIRECTORY}test_a_damaged_line",
             f"{DIRECTORY}test_the_settings_are_read_from",

@@ -297,3 +297,36 @@ def test_the_command_ends_with_a_message_and_without_a_traceback(tmp_path):
     assert "data.prepare: data=text needs data.path=FILE" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+SHARD = {"name": "train_00003.bin", "tokens": 10, "documents": 1, "sha256": "0" * 64}
+DAMAGED_RECORDS = {
+    "cut short": '{"fingerprint": ',
+    "no object": "[]",
+    "nothing in it": "{}",
+    "a split is missing": json.dumps({"fingerprint": "0", "shards": {"train": SHARD}}),
+    "a shard is a number": json.dumps({"fingerprint": "0", "shards": {"train": 7, "val": None}}),
+    "a field is missing": json.dumps({"fingerprint": "0", "shards": {"train": {"name": "a"}, "val": None}}),
+    "tokens in words": json.dumps(
+        {"fingerprint": "0", "shards": {"train": SHARD | {"tokens": "many"}, "val": None}}
+    ),
+    "a name elsewhere": json.dumps(
+        {"fingerprint": "0", "shards": {"train": SHARD | {"name": "../a"}, "val": None}}
+    ),
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED_RECORDS.values(), ids=DAMAGED_RECORDS)
+def test_a_damaged_record_of_a_unit_is_named_and_deleting_it_is_the_way_on(settings, content):
+    folder = prepare(dataclasses.replace(settings, name="mine"))
+    whole = contents(folder)
+    (folder / "manifest.json").unlink()
+    record = folder / "unit_00003.json"
+    record.write_text(content)
+    with pytest.raises(
+        ValueError, match=r"unit_00003.json is damaged .*; delete it and run data.prepare again"
+    ):
+        prepare(dataclasses.replace(settings, name="mine"))
+    record.unlink()
+    prepare(dataclasses.replace(settings, name="mine"))
+    assert contents(folder) == whole
