@@ -40,11 +40,33 @@ def command(datasets):
     return functools.partial(debug_command, datasets)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(session, items):
+#: Files whose tests take longest. A process that begins one of them last keeps the others waiting.
+SLOW = ("test_compile_ahead.py", "test_ranks.py", "test_train.py", "test_faults.py", "test_new_backend.py")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config, session, items):
+    every_fixture_is_there(session, items)  # before pytest deselects tests
+    yield
+    deal_slow_tests(items, processes=getattr(config, "workerinput", {}).get("workercount", 1))
+
+
+def every_fixture_is_there(session, items):
     """A test whose fixture is missing is an error, also where it would be deselected: without a GPU."""
     for item in items:
         given = {"request", *(item.callspec.params if hasattr(item, "callspec") else ())}
         for name in item.fixturenames:
             if name not in given and not session._fixturemanager.getfixturedefs(name, item):
                 raise pytest.UsageError(f"{item.nodeid} asks for a fixture {name!r} that there is not")
+
+
+def deal_slow_tests(items, processes):
+    """Let each process begin with its share of the slow tests: pytest-xdist deals out equal parts."""
+    slow = [item for item in items if item.path.name in SLOW]
+    fast = [item for item in items if item.path.name not in SLOW]
+    size = -(-len(fast) // processes)
+    items[:] = [
+        item
+        for part in range(processes)
+        for item in (*slow[part::processes], *fast[part * size : (part + 1) * size])
+    ]
