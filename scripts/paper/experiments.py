@@ -143,7 +143,10 @@ BIAS_OF_GRADIENTS = (
     *("scripts.paper.gradient_bias", RUNS, "--milestones", "--out", "{results}/gradient_bias"),
 )
 #: The same at the debug scale.
-BIAS_DEBUG = ("--device", "cpu", "--batches", "3", "--tokens-per-batch", "128")
+BIAS_DEBUG = (
+    *("--device", "cpu", "--batches", "3", "--tokens-per-batch", "128"),
+    *("--settings", "control", "paper", "default", "only_o", "only_dq_dk"),
+)
 
 
 def traced(module: str, name: str) -> dict[str, tuple[tuple[str, ...], ...]]:

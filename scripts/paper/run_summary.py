@@ -34,7 +34,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def stored_runs(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of an earlier comparison, as they are named now: older files spell out what is a preset by now.
+    """The runs of an earlier comparison, as they are named now: older files spell out what is a preset.
 
     Raises ValueError if the final loss of a run is not the mean of the losses stored with it, KeyError if
     these are no runs.

@@ -180,7 +180,7 @@ def bias_over_noise(ends: list[End]) -> str:
 
 
 def largest_noise(ends: list[End]) -> float:
-    """Largest variance of quantization over that of the minibatch, of all settings; all weights, and q and k."""
+    """Largest variance of quantization over that of the minibatch, of all settings; all weights, q and k."""
     rows = [end.row(setting, group) for end in ends for setting in end.settings for group in ("all", "qk")]
     return max((row.noise[0] for row in rows if row.noise[0] is not None), default=0.0)
 
@@ -209,7 +209,7 @@ def extremes(values: list[float], form: str) -> str:
 
 
 def provenance(data: dict[str, Any]) -> str:
-    """Hardware, commit, what the runs were trained with, on which text, at which tokens per step, with which seed."""
+    """Hardware, commit, and of the runs: models, attention, text, tokens per step and seeds."""
     runs = list(data["runs"].values())
 
     def all_of(values: list) -> str:

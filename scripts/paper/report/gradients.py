@@ -44,7 +44,10 @@ def gradient_formats(results: Results) -> Section:
         for granularity in granularities
     ]
     inputs = "q, k, v and dO of trained models at their last step" if seen else "Gaussian inputs"
-    setting = f"{hardware(data)}, {commit_of(data)}; {inputs}, causal, tiles of {queries} × {keys}, O exact, mean over layers"
+    setting = (
+        f"{hardware(data)}, {commit_of(data)}; {inputs}, causal, tiles of {queries} × {keys}, O exact, mean "
+        "over layers"
+    )
     return Section(setting, tables, verdicts, {"summary": formats_summary(measured, granularities)})
 
 

@@ -76,8 +76,8 @@ def provenance(found: Layers) -> str:
     steps = sorted({run["tokens_per_step"] for run in runs})
     trained = dict.fromkeys(variant_of({"attention": r["attention_settings"], "model": r}) for r in runs)
     return (
-        f"{hardware(data)}, {commit_of(data)}; {sequences} validation sequence{'s' * (sequences > 1)} per run. "
-        f"Trained with: {'; '.join(trained)}. Tokens per step: {'; '.join(f'{n:,}' for n in steps)}. "
+        f"{hardware(data)}, {commit_of(data)}; {sequences} validation sequence{'s' * (sequences > 1)} per "
+        f"run. Trained with: {'; '.join(trained)}. Tokens per step: {'; '.join(f'{n:,}' for n in steps)}. "
         f"Seeds: {'; '.join(map(str, sorted({run['seed'] for run in runs})))}. "
         f"Text: {'not recorded' if None in texts else '; '.join(sorted(texts))}."
     )
@@ -89,8 +89,8 @@ def readings_in_words(found: Layers) -> str:
     if len(measured) == len(found.runs):
         return "P and dS stand before and after their own rounding to INT8"
     return (
-        "P and dS are those before their own rounding to INT8: what reaches them from Q, K, O and V. After it "
-        f"they were measured in {len(measured)} of {len(found.runs)} runs"
+        "P and dS are those before their own rounding to INT8: what reaches them from Q, K, O and V. After "
+        f"it they were measured in {len(measured)} of {len(found.runs)} runs"
     )
 
 

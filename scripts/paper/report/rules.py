@@ -71,7 +71,7 @@ def wrong(tokens_share: float) -> str:
 
 
 def sees_gap(low: float, high: float, gap: float) -> bool:
-    """Whether an interval shows a gap of this size: no 0 in it and the gap within reach, or most of the gap."""
+    """Whether an interval shows a gap: it excludes 0 and reaches the gap, or lies above the margin."""
     return (low > 0 and high >= gap) or low >= MARGIN_SHARE * gap
 
 
@@ -88,7 +88,7 @@ def by_share(holds: int, cases: int, otherwise: str = CONTRADICTS_HERE) -> str:
 
 
 def between(low: float, high: float, below: float, above: float) -> str:
-    """Whether a number lies between two others, from its 95% interval; beyond the upper one it is not seen."""
+    """Whether a number lies between two others, from its 95% interval; above the upper one: not seen."""
     if below <= low and high <= above:
         return AGREES
     if low > above:

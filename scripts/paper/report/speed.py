@@ -128,7 +128,10 @@ def training_speed(results: Results) -> Section:
         if results.has(f"{name}.json"):
             own = results.json(f"{name}.json")
             tables[f"{what}, {tokens_of(own['settings'])}"] = step_table(own)
-    setting = f"{hardware(data)}, `model={settings['model']}`, bf16, compiled, {commit_of(data)}; `{data['command']}`"
+    setting = (
+        f"{hardware(data)}, `model={settings['model']}`, bf16, compiled, {commit_of(data)}; "
+        f"`{data['command']}`"
+    )
     return Section(setting, tables, fields={"steps": step_table(data), "tokens": tokens_of(settings)})
 
 

@@ -400,7 +400,7 @@ def diverged_alone(group: dict, variant: str, other: str) -> bool:
 
 
 def critical_verdict(critical_tokens: Interval, case: str, numbers: str = "") -> Verdict:
-    """Whether gradient noise hides the bias at the paper's small number of tokens per step and not at its large.
+    """Whether gradient noise hides the bias at the paper's small tokens per step and not at its large.
 
     critical_tokens: tokens per step at which both are equal, with its interval; None: without end.
     """
