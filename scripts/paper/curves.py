@@ -2,8 +2,10 @@
 
     python -m scripts.paper.curves runs/35m-131k/* --out runs/paper/figure1a
 
-Reads run directories (config.yaml, metrics.jsonl, environment.jsonl) and writes OUT.json.gz, with thinned
-loss curves, and OUT.png. Such a JSON file replaces its runs, whose directories may be deleted: name it
+Reads run directories (config.yaml, metrics.jsonl, environment.jsonl) and writes OUT.json.gz, with each run's
+settings, thinned loss curve and the losses behind its final loss, and OUT.png. It prints the differences
+between these runs; the report compares them with the runs of all experiments that share their setup. Such a
+JSON file replaces its runs, whose directories may be deleted: name it
 together with further runs to merge them into one comparison:
 
     python -m scripts.paper.curves results/figure1a.json.gz runs/more/* --out runs/paper/figure1a
@@ -16,7 +18,8 @@ Runs of one model and schedule make a group; within it, runs that differ in the 
     difference   of two variants' final losses, with a 95% interval. The runs of a seed share initialisation
                  and order of the data, so a loss is modeled as variant + seed + noise, by least squares over
                  the group; the noise is what that leaves. One seed gives no interval, unless a run of it
-                 was repeated: then the noise is that between repetitions.
+                 was repeated: then the noise is that between repetitions. A repetition has the same commit
+                 and settings; of a seed that several commits ran, only one commit's runs count.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from typing import Any
 
 from scripts.bench.measuring import command_parser, describe_run, with_ending
 from scripts.paper import drawing
-from scripts.paper.loss_pictures import TITLES, draw
+from scripts.paper.loss_pictures import TITLES, draw, group_name
 from scripts.paper.loss_statistics import compare
 from scripts.paper.result_files import write_compressed_json
 from scripts.paper.run_summary import read
+from scripts.paper.variants import title_of
 
 PROGRAM = "python -m scripts.paper.curves"
 
@@ -47,11 +51,31 @@ def main(argv: list[str] | None = None) -> None:
         groups = compare(finished)
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    result = {**describe(argv, arguments, finished), "runs": runs, "groups": groups}
+    result = {**describe(argv, arguments, finished), "runs": runs}
     written = write_compressed_json(with_ending(arguments.out, ".json"), result)
     title = TITLES.get(arguments.item, "Training loss")
     drawing.save(draw(groups, finished, title), with_ending(arguments.out, ".png"))
+    print("\n".join(lines_of(groups)))
     print(f"{len(finished)} of {len(runs)} runs compared, written to {written} and {arguments.out}.png")
+
+
+def lines_of(groups: list[dict]) -> list[str]:
+    """Final losses of each group, with the difference to its first variant."""
+    lines = []
+    for group in groups:
+        lines += ["", group_name(group).replace("\n", " ")]
+        first = group["variants"][0]["variant"]
+        gaps = {pair["of"]: pair for pair in group["differences"] if pair["minus"] == first}
+        for variant in group["variants"]:
+            loss, gap = variant["final_loss"], gaps.get(variant["variant"])
+            words = [title_of(variant["variant"]), "diverged" if variant["diverged"] else f"{loss:.4f}"]
+            if gap:
+                words.append(f"{gap['mean']:+.4f}")
+            if gap and gap["half_width"] is not None:
+                words.append(f"± {gap['half_width']:.4f}")
+            lines.append("  " + "  ".join(words))
+        lines += [f"  left out, repeated by other code: {run['name']}" for run in group["left_out"]]
+    return [*lines, ""]
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
@@ -68,7 +92,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[dict]) -> 
     settings = Namespace(item=arguments.item, scale=arguments.scale, device="cpu")
     devices = sorted({run["device"] for run in runs})
     return {
-        "values": "losses in nats per token; difference ± half_width: 95% interval",
+        "values": "losses in nats per token; final_loss: mean of last_losses",
         **describe_run(PROGRAM, argv, settings, ()),
         "item": arguments.item,
         "scale": arguments.scale,

@@ -149,6 +149,23 @@ FINE_TUNE_DEBUG = Setup(
 )
 
 
+#: Full precision with and without QK-norm: the models whose gradients are measured under every setting.
+FULL_PRECISION_GRID = {name: DEFAULT_GRID[name] for name in ("fpa", "fpa-no_qk_norm")}
+# With a checkpoint at a quarter and at half of the run, in directories of their own: LARGE's runs keep none.
+BIAS = replace(
+    LARGE,
+    name="35m-131k-bias",
+    overrides=(*LARGE.overrides, "milestone_every=96"),
+    seeds=(1,),
+    milestone_every=None,
+)
+GRADIENT_BIAS = {
+    "full": (runs_of(FULL_LARGE, FULL_PRECISION_GRID),),
+    "scaled": (runs_of(BIAS, FULL_PRECISION_GRID),),
+    "debug": (runs_of(DEBUG_LARGE, FULL_PRECISION_GRID),),
+}
+
+
 FIGURE_1A = {
     "full": (runs_of(FULL_LARGE, QK_NORM_GRID),),
     "scaled": (runs_of(LARGE, QK_NORM_GRID) + runs_of(PUSHED, QK_NORM_GRID),),

@@ -24,6 +24,7 @@ from scripts.paper.experiment_runs import (
     FINE_TUNE_SHORT,
     FULL_LARGE,
     FULL_SMALL,
+    GRADIENT_BIAS,
     LARGE,
     MILESTONES,
     PRESET_GRID,
@@ -134,6 +135,17 @@ TRAINING_SPEED_DEBUG = (
     *("scripts.bench.training", "--device", "cpu", "--model", "llama_debug", "--contexts", "64"),
     *("--tokens-per-micro-batch", "256", "--attention", "fpa", "sagebwd", "--baselines"),
     *("--steps", "3", "--warm-up", "1", "--out", "{results}/bench_training"),
+)
+
+
+#: Of the item's runs and their milestones, under every setting.
+BIAS_OF_GRADIENTS = (
+    *("scripts.paper.gradient_bias", RUNS, "--milestones", "--out", "{results}/gradient_bias"),
+)
+#: The same at the debug scale.
+BIAS_DEBUG = (
+    *("--device", "cpu", "--batches", "3", "--tokens-per-batch", "128"),
+    *("--settings", "control", "paper", "default", "only_o", "only_dq_dk"),
 )
 
 
@@ -257,6 +269,19 @@ ITEMS = (
         ),
         stages=one_seed(MILESTONES),
         minutes={"full": 15, "scaled": 5, "debug": 1},
+        of_weights=True,
+    ),
+    Item(
+        "gradient_bias",
+        "Beyond the paper: bias and noise in the gradients of all weights",
+        "gradient_bias.json",
+        {
+            "full": ((*BIAS_OF_GRADIENTS, "--micro-batch", "4"),),
+            "scaled": (BIAS_OF_GRADIENTS,),
+            "debug": ((*BIAS_OF_GRADIENTS, *BIAS_DEBUG),),
+        },
+        stages=GRADIENT_BIAS,
+        minutes={"full": 240, "scaled": 12, "debug": 1},
         of_weights=True,
     ),
     Item(

@@ -1,5 +1,9 @@
 """What happens in the middle of SageBwd: δ, P, dP and dS of the reference against exact attention (Table 2).
 
+The paper does not say whether its P and dS are those before or after they are rounded to INT8 themselves.
+Both are measured: "p" and "ds" have the errors that reach them from Q, K, V and O, "p_rounded" and
+"ds_rounded" that of their own rounding as well, in the tiles and with the scales of dV and dQ.
+
 Every matrix here has N × N entries for each head, so some heads are computed at a time.
 """
 
@@ -13,13 +17,16 @@ from torch import Tensor
 import sagebwd.reference
 from sagebwd import SageConfig
 from sagebwd.reference import exact_attention
+from sagebwd.reference.quantization import quantize
 from trainer.probe import Captured, without_tf32
 
 TITLES = {
     "delta": "δ",
     "p": "P",
+    "p_rounded": "P, rounded",
     "dp": "dP",
     "ds": "dS",
+    "ds_rounded": "dS, rounded",
     "o": "O",
     "dq": "dQ",
     "dk": "dK",
@@ -28,6 +35,9 @@ TITLES = {
 
 #: Fields of AttentionResult whose names differ.
 FIELDS = {"o": "out"}
+
+#: Tensors after their own rounding: {name: (that before it, the product whose operand it is)}.
+ROUNDED = {"p_rounded": ("p", "dv"), "ds_rounded": ("ds", "dq")}
 
 ENTRIES_AT_ONCE = 2**26  # of P (256 MiB in float32); some twelve such matrices are alive together
 
@@ -66,9 +76,39 @@ def measure(captured: Captured, config: SageConfig) -> dict[str, tuple[float, fl
             )
             exact = exact_attention(q, k, v, grad_out, is_causal=True, matrices=True, dtype=torch.float32)
             for name, comparison in comparisons.items():
-                field = FIELDS.get(name, name)
-                comparison.add(getattr(actual, field), getattr(exact, field))
+                if name in ROUNDED:
+                    before, product = ROUNDED[name]
+                    found = rounded(getattr(actual, before), product, config, q.shape[-1])
+                    comparison.add(found, getattr(exact, before))
+                else:
+                    field = FIELDS.get(name, name)
+                    comparison.add(getattr(actual, field), getattr(exact, field))
     return {name: comparison.values() for name, comparison in comparisons.items()}
+
+
+def rounded(weights: Tensor, product: str, config: SageConfig, head_dim: int) -> Tensor:
+    """P or dS (B, H, N_q, N_kv) quantized and dequantized in tiles, as the product of the backward takes it.
+
+    dV contracts queries, so its scale per row is one per key and tile; that of dQ is one per query and tile.
+    The scales per token of `operand_scales="token"` are left out.
+    """
+    if not config.is_int8(product):
+        return weights
+    block_q, block_kv = config.tile(head_dim)
+    axis = -2 if product == "dv" else -1
+    shared = (axis,) if config.granularity == "row" else (-2, -1)
+    found = torch.empty_like(weights)
+    for row in range(0, weights.shape[-2], block_q):
+        for column in range(0, weights.shape[-1], block_kv):
+            tile = (..., slice(row, row + block_q), slice(column, column + block_kv))
+            values, scale = quantize(weights[tile], shared, unsigned=config.is_unsigned(product))
+            found[tile] = values * scale
+    return found
+
+
+def rounded_too(printed: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The paper's numbers for the tensors of ROUNDED: it prints one of each, which may be either."""
+    return {name: printed[before] for name, (before, _) in ROUNDED.items()}
 
 
 def parts(captured: Captured) -> list[tuple[Tensor, ...]]:

@@ -62,6 +62,7 @@ from trainer.probe import (
     exact_layer,
     explanations,
 )
+from trainer.settings import Settings
 
 PROGRAM = "python -m scripts.paper.layers"
 
@@ -161,7 +162,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun
             run.name: asdict(run.origin)
             | {"context": run.settings.context, "sequences_per_step": run.sequences_per_step}
             | {"dtype": run.settings.hardware.dtype, "seed": run.settings.seed}
-            | {"lr": run.settings.optimizer.lr}
+            | {"lr": run.settings.optimizer.lr, "text": text_of(run.settings)}
             | {"model": asdict(run.settings.model), "attention_settings": dict(run.settings.attention)}
             for run in runs
         },
@@ -169,6 +170,11 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun
         "paper_table2": paper.TABLE_2,
         "table2": {},
     }
+
+
+def text_of(settings: Settings) -> str:
+    """What a run was trained on: the files' names, or the source."""
+    return Path(settings.data.path).name if settings.data.path else settings.data.source
 
 
 # --- Measurements -------------------------------------------------------------------------------------------

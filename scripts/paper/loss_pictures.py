@@ -20,7 +20,7 @@ TITLES = {
 }
 
 #: What `compare` adds to a group.
-COMPARED = ("variants", "noise", "degrees_of_freedom", "differences")
+COMPARED = ("variants", "commits", "left_out", "noise", "degrees_of_freedom", "differences")
 
 
 def draw(groups: list[dict], runs: list[dict], title: str = "Training loss") -> Any:

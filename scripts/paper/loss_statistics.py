@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from trainer.identity import MAY_CHANGE
 
 #: 97.5% quantiles of Student's t for 1, 2, … degrees of freedom, and of the normal distribution.
 STUDENT = (
@@ -29,6 +34,18 @@ STUDENT = (
 NORMAL = 1.96
 
 
+class Estimate(NamedTuple):
+    """A number with its 95% interval, mean ± half_width; degrees: of freedom of the noise behind it."""
+
+    mean: float
+    half_width: float
+    degrees: int
+
+    @property
+    def standard_error(self) -> float:
+        return self.half_width / quantile(self.degrees)
+
+
 def compare(runs: list[dict]) -> list[dict[str, Any]]:
     """The groups, each with its variants and the differences between all of them.
 
@@ -41,11 +58,20 @@ def compare(runs: list[dict]) -> list[dict[str, Any]]:
 
 
 def compare_group(group: dict[str, Any], runs: list[dict]) -> dict[str, Any]:
+    """The variants of a group and their differences. Raises ValueError if one run is given twice.
+
+    left_out: the runs that do not count, see `of_one_code`. commits: of the others.
+    """
+    for one, other in itertools.combinations(runs, 2):
+        if is_same_run(one, other):
+            raise ValueError(
+                f"{one['name']} and {other['name']}, {one['variant']} with seed {one['seed']}, are the same "
+                "run twice; leave one out"
+            )
+    kept, left_out = of_one_code(runs)
     variants: dict[str, list[dict]] = {}
-    for run in runs:
+    for run in kept:
         variants.setdefault(run["variant"], []).append(run)
-    for own in variants.values():
-        check_runs(own)
     # A variant of which one seed diverged has no mean to compare.
     cells = [
         (name, run["seed"], run["final_loss"])
@@ -56,18 +82,59 @@ def compare_group(group: dict[str, Any], runs: list[dict]) -> dict[str, Any]:
     return {
         **group,
         "variants": [summary(name, own) for name, own in variants.items()],
+        "commits": commits_of(kept),
+        "left_out": [{key: run[key] for key in ("name", "variant", "commit")} for run in left_out],
         **differences(cells),
     }
 
 
-def check_runs(runs: list[dict]) -> None:
-    """Raise ValueError if a run is given twice; a repetition of a seed has a different curve."""
-    for one, other in itertools.combinations(runs, 2):
-        if one["seed"] == other["seed"] and one["curve"] == other["curve"]:
-            raise ValueError(
-                f"{one['name']} and {other['name']}, {one['variant']} with seed {one['seed']}, are the same "
-                "run twice; leave one out"
-            )
+def is_same_run(one: dict, other: dict) -> bool:
+    """Whether two entries are of one run; a repetition of a seed has a different curve."""
+    return all(one[key] == other[key] for key in ("variant", "seed", "commit", "curve"))
+
+
+def of_one_code(runs: list[dict]) -> tuple[list[dict], list[dict]]:
+    """The runs that count, and the others.
+
+    A repetition shows the noise only if nothing but chance differs. Of a variant and seed that was run by
+    several commits, or with several settings, those runs count whose commit most of the group's runs have;
+    of equally many the first.
+    """
+    share = Counter(run["commit"] for run in runs)
+    cells: dict[tuple[str, int], list[dict]] = {}
+    for run in runs:
+        cells.setdefault((run["variant"], run["seed"]), []).append(run)
+    first = {cell: max(own, key=lambda run: share[run["commit"]]) for cell, own in cells.items()}
+    counts = [is_repetition(run, first[run["variant"], run["seed"]]) for run in runs]
+    return (
+        [run for run, counted in zip(runs, counts, strict=True) if counted],
+        [run for run, counted in zip(runs, counts, strict=True) if not counted],
+    )
+
+
+def is_repetition(one: dict, other: dict) -> bool:
+    """Whether two runs of a variant and seed differ by chance alone."""
+    return one["commit"] == other["commit"] and computed(one["config"]) == computed(other["config"])
+
+
+def computed(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted name: value} of the settings that say what a run computes, not how it executes or reports."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            found |= computed(value, f"{name}.")
+        elif not MAY_CHANGE.match(name):
+            found[name] = value
+    return found
+
+
+def commits_of(runs: Sequence[dict]) -> list[str]:
+    return list(dict.fromkeys(short(run["commit"]) for run in runs))
+
+
+def short(commit: str | None) -> str:
+    return commit[:7] if commit else "unknown commit"
 
 
 def summary(name: str, runs: list[dict]) -> dict[str, Any]:
@@ -79,6 +146,7 @@ def summary(name: str, runs: list[dict]) -> dict[str, Any]:
         "qk_norm": runs[0]["qk_norm"],
         "seeds": sorted({run["seed"] for run in runs}),
         "runs": len(runs),
+        "commits": commits_of(runs),
         "diverged": sum(bool(run["diverged"]) for run in runs),
         "final_loss": mean_over_seeds(runs, "final_loss"),
         "spread": max(whole) - min(whole) if len(whole) > 1 else None,
@@ -145,3 +213,15 @@ def quantile(degrees: int) -> float:
     if degrees <= len(STUDENT):
         return STUDENT[degrees - 1]
     return NORMAL + (NORMAL**3 + NORMAL) / (4 * degrees)  # its expansion in 1 / degrees, right to 1%
+
+
+def difference_of(one: Estimate, other: Estimate) -> Estimate:
+    """one − other, of independent noise, with the degrees of freedom of Welch and Satterthwaite.
+
+    Rounded down, which makes the interval wider, not narrower.
+    """
+    variances = [one.standard_error**2, other.standard_error**2]
+    variance = sum(variances)
+    spread = sum(v**2 / n for v, n in zip(variances, (one.degrees, other.degrees), strict=True))
+    degrees = math.floor(variance**2 / spread + 1e-9) if spread else one.degrees + other.degrees
+    return Estimate(one.mean - other.mean, quantile(degrees) * math.sqrt(variance), degrees)

@@ -32,8 +32,10 @@ from scripts.paper.layers_tables import Row as LayerRow
 from scripts.paper.layers_tables import to_markdown as layers_markdown
 from scripts.paper.loss_pictures import TITLES
 from scripts.paper.loss_pictures import draw as draw_losses
+from scripts.paper.loss_statistics import compare
 from scripts.paper.report.markdown import known
 from scripts.paper.result_files import DamagedResult, Results
+from scripts.paper.run_summary import stored_runs
 from trainer.plot import plot_losses
 
 
@@ -123,8 +125,8 @@ def pictures(results: Results) -> dict[str, Callable[[Path], None]]:
 
 
 def losses(data: dict[str, Any], title: str) -> Any:
-    finished = [run for run in data["runs"] if run["finished"] or run["diverged"]]
-    return draw_losses(data["groups"], finished, title)
+    finished = [run for run in stored_runs(data) if run["finished"] or run["diverged"]]
+    return draw_losses(compare(finished), finished, title)
 
 
 def bias_rows(data: dict[str, Any]) -> list[BiasRow]:

@@ -11,8 +11,14 @@ from trainer.plot import series
 
 def final_loss(records: list[dict[str, Any]], steps: int | None = None) -> float:
     """Mean training loss of the last `steps` logged steps; None: of the last tenth."""
+    losses = series(records, "loss")[1][-steps:] if steps else last_tenth(records)
+    return float(losses.mean())
+
+
+def last_tenth(records: list[dict[str, Any]]) -> np.ndarray:
+    """Training losses of the last tenth of the logged steps, at least one."""
     losses = series(records, "loss")[1]
-    return float(losses[-(steps or max(len(losses) // 10, 1)) :].mean())
+    return losses[-max(len(losses) // 10, 1) :]
 
 
 def validation_loss(records: list[dict[str, Any]]) -> float | None:

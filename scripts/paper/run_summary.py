@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from model.config import LlamaConfig, parameter_count
 from scripts.paper.result_files import read_json
-from scripts.paper.run_metrics import final_loss, validation_loss
+from scripts.paper.run_metrics import final_loss, last_tenth, validation_loss
 from scripts.paper.variants import variant_of
 from trainer.plot import series
 from trainer.run_directory import RunDirectory, read_lines, read_metrics
@@ -25,14 +25,28 @@ def read(path: Path) -> list[dict[str, Any]]:
     if path.suffix != ".json":
         return [read_run(path)]
     try:
-        runs = read_json(path)["runs"]
-        # Older files spell out settings that have become a preset.
-        return [run | {"variant": variant_of(run["config"])} for run in runs]
+        return stored_runs(read_json(path))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a comparison that scripts.paper.curves wrote ({error!r}); give an OUT.json.gz "
             "of that command"
         ) from error
+
+
+def stored_runs(comparison: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of an earlier comparison, as they are named now: older files spell out what is a preset.
+
+    Raises ValueError if the final loss of a run is not the mean of the losses stored with it, KeyError if
+    these are no runs.
+    """
+    for run in comparison["runs"]:
+        losses = run.get("last_losses")
+        if losses and run["final_loss"] is not None and run["final_loss"] != float(np.mean(losses)):
+            raise ValueError(
+                f"{run['name']} has the final loss {run['final_loss']}, but its last losses have the mean "
+                f"{float(np.mean(losses))}"
+            )
+    return [run | {"variant": variant_of(run["config"])} for run in comparison["runs"]]
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -59,6 +73,7 @@ def read_run(path: Path) -> dict[str, Any]:
         "diverged": diverged,
         "steps": records[-1]["step"] if records else 0,
         "final_loss": None if not records or directory.diverged_at() else final_loss(records),
+        "last_losses": [float(loss) for loss in last_tenth(records)],
         "held_out_loss": validation_loss(records),
         "curve": thin(*series(records, "loss")),
         "last_probe": last_probe(records),

@@ -25,6 +25,7 @@ SETUPS = (
     experiment_runs.LARGE,
     experiment_runs.BEGINNING,
     experiment_runs.STEEP,
+    experiment_runs.BIAS,
     experiment_runs.SMALL,
     experiment_runs.SHORT,
     experiment_runs.DEBUG_LARGE,
@@ -82,6 +83,8 @@ def test_only_the_runs_that_are_traced_keep_milestones():
     """They are large. Each has two or more before its end."""
     for scale in SCALES:
         traced = {run for name in ("gradient_error", "gradient_formats") for run in find(name).runs(scale)}
+        if scale == "scaled":
+            traced |= set(find("gradient_bias").runs(scale))
         runs = {run for item in ITEMS for run in item.runs(scale)}
         assert {run for run in runs if "milestone_every" in str(run.overrides)} == traced
         assert {"no_qk_norm" in run.name for run in traced} == {True, False}
@@ -252,7 +255,7 @@ def test_table1(here, tmp_path, monkeypatch, capfd):
         "table1.png",
         "tables",
     ]
-    assert "N 40, D 16, 2 heads" in (tmp_path / "results" / "tables" / "table1.md").read_text()
+    assert "N 40, D 16, causal, 2 heads" in (tmp_path / "results" / "tables" / "table1.md").read_text()
     reproduce.main(["--all", *paths])
     assert "table1: done before" in capfd.readouterr().out
 
@@ -277,10 +280,10 @@ def test_a_training_item_resumes_and_reports(here, tmp_path, datasets, monkeypat
     reproduce.main(command)
     assert here == ["debug-256/fpa-seed1", "debug-256/sagebwd-seed1"]
     results = tmp_path / "debug-results"
-    groups = read_json(results / "figure1b.json")["groups"]
-    assert [variant["variant"] for variant in groups[0]["variants"]] == ["full precision", "SageBwd"]
+    runs = read_json(results / "figure1b.json")["runs"]
+    assert [run["variant"] for run in runs] == ["full precision", "SageBwd"]
     assert (results / "figure1b.png").exists()
-    assert "cannot tell at this scale" in (results / "README.md").read_text()
+    assert "| open |" in (results / "README.md").read_text()
 
     shutil.rmtree(results)
     reproduce.main(command)
@@ -323,6 +326,22 @@ def test_traces_are_written_and_then_read(here, tmp_path, datasets, monkeypatch,
     trace, read = capsys.readouterr().out.splitlines()[-2:]
     assert "--traces --milestones --only-traces --trace-heads 0 1" in trace
     assert f"scripts.paper.gradient_formats {traces} " in read
+
+
+def test_the_bias_of_gradients_is_measured_and_reported(here, tmp_path, datasets, monkeypatch):
+    item = find("gradient_bias")
+    runs = item.stages["debug"][0][:1]
+    only(monkeypatch, replace(item, stages={"debug": (runs,)}))
+    command = ["gradient_bias", "--scale", "debug", "--runs-dir", str(tmp_path)]
+    reproduce.main([*command, "--", f"data.root={datasets}", "steps=3"])
+    assert here == ["debug-2k/fpa-seed1"]
+    results = tmp_path / "debug-results"
+    assert {row["setting"] for row in read_json(results / "gradient_bias.json")["rows"]} >= {
+        "paper",
+        "only_o",
+    }
+    assert "With QK-norm, end of the run" in (results / "tables" / "gradient_bias.md").read_text()
+    assert "[gradient_bias](tables/gradient_bias.md)" in (results / "README.md").read_text()
 
 
 def test_what_is_not_part_of_the_checkout_is_said_before_training(here, tmp_path, monkeypatch, capsys):

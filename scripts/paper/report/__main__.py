@@ -1,10 +1,11 @@
-"""Write results/README.md and results/tables/ from the JSON files and runs in results/.
+"""Write results/README.md, results/SUMMARY.md and results/tables/ from the JSON files and runs in results/.
 
     python -m scripts.paper.report --write
     python -m scripts.paper.report --check     # writes nothing; fails if they are out of date
 
-The paragraphs of README.md are written by hand, in results/report.template.md; {{NAME.FIELD}} stands there
-for a table, a number or a verdict. `python -m scripts.reproduce` calls this after every experiment.
+The paragraphs are written by hand, in results/report.template.md and results/summary.template.md;
+{{NAME.FIELD}} stands there for a table, a number or a verdict. `python -m scripts.reproduce` calls this after
+every experiment.
 """
 
 from __future__ import annotations

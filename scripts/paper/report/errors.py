@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import mean
+from typing import Any
 
 from scripts.paper import published as paper
 from scripts.paper.attention_errors import TENSORS, TITLES
-from scripts.paper.report.markdown import decimal, hardware, table, tile
+from scripts.paper.report.markdown import commit_of, decimal, hardware, table, tile
 from scripts.paper.report.section import Section
-from scripts.paper.report.verdicts import table1_verdict
+from scripts.paper.report.verdicts import Shape, compare_table1, table1_verdict
 from scripts.paper.result_files import Results
 
 TABLE_1_VARIANTS = {
@@ -29,17 +30,66 @@ def table1(results: Results) -> Section:
     ]
     header = ["σ", "", *TITLES.values()]
     smallest = f"{min(row['sigma'] for row in rows):g}"
+    tiles = data["variants"]
     setting = (
-        f"{hardware(data)}, N {settings['tokens']}, D {settings['head_dim']}, {settings['heads']} heads, "
-        f"{'causal' if settings['causal'] else 'full'}, tiles {tile(data['variants']['block'])} (`block`, "
-        f"`row`) and {tile(data['variants']['default'])} (default)"
+        f"{hardware(data)}, {commit_of(data)}. Shape: {shape_name(settings)}, {settings['heads']} heads, "
+        f"chosen because the paper gives none. Tiles {tile(tiles['block'])} (`block`, `row`) and "
+        f"{tile(tiles['default'])} (default), not published either. Gaussian inputs, one seed."
     )
+    shapes = {variant: table1_shapes(results, variant) for variant in ("row", "block")}
+    chosen = {
+        variant: compare_table1(shape_name(settings), [r for r in rows if r["variant"] == variant], TITLES)
+        for variant in shapes
+    }
+    tables = {"Relative L2 against float64 attention, Gaussian inputs": table(header, lines, left=2)}
+    if shapes["row"]:
+        tables[SHAPES_CAPTION] = shapes_table(shapes)
     return Section(
         setting,
-        {"Relative L2 against float64 attention, Gaussian inputs": table(header, lines, left=2)},
-        [table1_verdict(rows, variant, TITLES) for variant in ("row", "block")],
-        {"small": table(header, [line for line in lines if line[0] == smallest], left=2)},
+        tables,
+        [table1_verdict(variant, chosen[variant], shapes[variant]) for variant in shapes],
+        {
+            "small": table(header, [line for line in lines if line[0] == smallest], left=2),
+            "shapes": shapes_table(shapes) if shapes["row"] else "",
+            **{f"share.{name}": f"{own.same} of {own.entries}" for name, own in chosen.items()},
+            **{
+                f"shapes_that_agree.{name}": f"{sum(shape.agrees for shape in own)} of {len(own)}"
+                for name, own in shapes.items()
+            },
+        },
     )
+
+
+SHAPES_CAPTION = "Entries of Table 1 within the tolerance, by shape; kernels (`accuracy.json`)"
+
+
+def shape_name(settings: dict[str, Any]) -> str:
+    """Of a row of accuracy.json, or of the settings of table1.json."""
+    mask = "causal" if settings["causal"] else "full"
+    return f"N {settings['tokens']}, D {settings['head_dim']}, {mask}"
+
+
+def table1_shapes(results: Results, variant: str) -> list[Shape]:
+    """Table 1 of a variant at every shape of accuracy.json that has all its σ."""
+    if not results.has("accuracy.json"):
+        return []
+    by_shape: dict[str, list[dict]] = {}
+    for row in results.json("accuracy.json")["shapes"]:
+        if row["variant"] == variant and row["sigma"] in paper.TABLE_1:
+            by_shape.setdefault(shape_name(row), []).append(row)
+    return [
+        compare_table1(name, rows, TITLES)
+        for name, rows in by_shape.items()
+        if {row["sigma"] for row in rows} == paper.TABLE_1.keys()
+    ]
+
+
+def shapes_table(shapes: dict[str, list[Shape]]) -> str:
+    rows = [
+        [of_shape[0].name, *(f"{shape.same} of {shape.entries}" for shape in of_shape)]
+        for of_shape in zip(*shapes.values(), strict=True)
+    ]
+    return table(["shape", *(f"`{variant}`" for variant in shapes)], rows)
 
 
 def accuracy(results: Results) -> Section:
@@ -62,7 +112,7 @@ def accuracy(results: Results) -> Section:
     shape = f"D {rows[0]['head_dim']}, {rows[0]['tokens']} tokens, causal, default settings"
     return Section(
         f"{data['implementation']}, {hardware(data)}, torch {data['versions']['torch']}, "
-        f"{settings['dtype']}, {settings['heads']} heads",
+        f"{settings['dtype']}, {settings['heads']} heads, {commit_of(data)}",
         {
             f"Products in INT8, relative L2, {shape}": table(header, lines),
             "Cosine similarity of dQ": table(["", "16-bit dP", "INT8 dP"], cosines),
@@ -100,7 +150,7 @@ def causal_leak(results: Results) -> Section:
     )
     setting = (
         f"reference, {hardware(data)}, N {settings['tokens']}, D {settings['head_dim']}, "
-        f"{settings['heads']} heads, causal, σ {settings['sigma']:g}"
+        f"{settings['heads']} heads, causal, σ {settings['sigma']:g}, {commit_of(data)}"
     )
     small = table(["setting", "error", *(f"later tokens {name}" for name in data["redraws"])], short)
     return Section(setting, {caption: table(header, lines, left=2)}, fields={"small": small})

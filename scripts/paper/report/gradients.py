@@ -10,7 +10,7 @@ from typing import Any
 from scripts.paper import gradient_error_rows as study
 from scripts.paper import published as paper
 from scripts.paper.attention_errors import TITLES
-from scripts.paper.report.markdown import bold, decimal, hardware, known, span, table
+from scripts.paper.report.markdown import bold, commit_of, decimal, hardware, known, span, table
 from scripts.paper.report.section import Section
 from scripts.paper.report.verdicts import (
     FormatErrors,
@@ -44,7 +44,10 @@ def gradient_formats(results: Results) -> Section:
         for granularity in granularities
     ]
     inputs = "q, k, v and dO of trained models at their last step" if seen else "Gaussian inputs"
-    setting = f"{hardware(data)}; {inputs}, causal, tiles of {queries} × {keys}, O exact, mean over layers"
+    setting = (
+        f"{hardware(data)}, {commit_of(data)}; {inputs}, causal, tiles of {queries} × {keys}, O exact, mean "
+        "over layers"
+    )
     return Section(setting, tables, verdicts, {"summary": formats_summary(measured, granularities)})
 
 
@@ -169,7 +172,8 @@ def gradient_error(results: Results) -> Section:
             "L2 of the algorithm, geometric mean over runs"
         )
         tables[caption] = fields["against_time"] = against_time(timed)
-    return Section(f"{hardware(data)}, {len(heads)} heads of trained models", tables, fields=fields)
+    setting = f"{hardware(data)}, {commit_of(data)}, {len(heads)} heads of trained models"
+    return Section(setting, tables, fields=fields)
 
 
 def against_time(data: dict[str, Any]) -> str:

@@ -12,16 +12,17 @@ from model.config import LlamaConfig, parameter_count
 from scripts.paper import intermediates
 from scripts.paper import published as paper
 from scripts.paper.report.layer_errors import Layers
-from scripts.paper.report.markdown import decimal, hardware, known, table, without_repeats
+from scripts.paper.report.markdown import commit_of, decimal, hardware, known, table, without_repeats
+from scripts.paper.report.rules import NOT_SEEN
 from scripts.paper.report.section import Section
 from scripts.paper.report.verdicts import (
-    dp_verdict,
-    ds_verdict,
-    gradients_verdict,
-    ratio_verdict,
-    rms_verdict,
+    ds_verdicts,
+    gradients_verdicts,
+    ratio_verdicts,
+    rms_verdicts,
 )
 from scripts.paper.result_files import Results
+from scripts.paper.variants import variant_of
 from trainer.plot import PROBED
 
 SHOWN_VARIANTS = {"paper": "`paper()`", "default": "default"}
@@ -46,22 +47,51 @@ def layers(results: Results) -> Section:
         ),
     }
     verdicts = [
-        gradients_verdict(found),
-        ds_verdict(found),
-        dp_verdict(found),
-        rms_verdict(found),
-        ratio_verdict(
+        *gradients_verdicts(found),
+        *ds_verdicts(found),
+        *rms_verdicts(found),
+        *ratio_verdicts(
             "qk_norm",
             found,
             [(without, with_it) for with_it, without in alike_but(found, "qk_norm", True, False)],
+            lambda run: f"learning rate {run['lr']:g}",
         ),
-        ratio_verdict("tokens_per_step", found, most_against_fewest_tokens(found)),
+        *ratio_verdicts(
+            "tokens_per_step", found, most_against_fewest_tokens(found), lambda run: "", otherwise=NOT_SEEN
+        ),
     ]
-    shown = extremes(found)
-    fields = {"errors": summary_table(found), "table2": table2(found, shown)}
+    fields = {
+        "errors": summary_table(found),
+        "table2": table2(found, extremes(found)),
+        "table2_readings": readings_in_words(found),
+    }
+    return Section(provenance(found), tables, verdicts, fields)
+
+
+def provenance(found: Layers) -> str:
+    """Hardware, algorithms in training, texts, tokens per step, seeds and commit of what was measured."""
+    data, runs = found.data, found.runs.values()
     sequences = data["settings"]["sequences"]
-    setting = f"{hardware(data)}, {sequences} validation sequence{'s' * (sequences > 1)} per run"
-    return Section(setting, tables, verdicts, fields)
+    texts = {run.get("text") for run in runs}
+    steps = sorted({run["tokens_per_step"] for run in runs})
+    trained = dict.fromkeys(variant_of({"attention": r["attention_settings"], "model": r}) for r in runs)
+    return (
+        f"{hardware(data)}, {commit_of(data)}; {sequences} validation sequence{'s' * (sequences > 1)} per "
+        f"run. Trained with: {'; '.join(trained)}. Tokens per step: {'; '.join(f'{n:,}' for n in steps)}. "
+        f"Seeds: {'; '.join(map(str, sorted({run['seed'] for run in runs})))}. "
+        f"Text: {'not recorded' if None in texts else '; '.join(sorted(texts))}."
+    )
+
+
+def readings_in_words(found: Layers) -> str:
+    """Whether P and dS were also compared after their own rounding."""
+    measured = [name for name in found.runs if "p_rounded" in found.data["table2"][name]["paper"]]
+    if len(measured) == len(found.runs):
+        return "P and dS stand before and after their own rounding to INT8"
+    return (
+        "P and dS are those before their own rounding to INT8: what reaches them from Q, K, O and V. After "
+        f"it they were measured in {len(measured)} of {len(found.runs)} runs"
+    )
 
 
 def extremes(found: Layers) -> list[str]:
@@ -140,7 +170,16 @@ def table2(found: Layers, names: Sequence[str]) -> str:
     """The paper's column, and one of each of these runs."""
     tables = {name: found.data["table2"][name] for name in names}
     rows = [
-        [title, *(pair(column[name]) for column in (paper.TABLE_2, *(t["paper"] for t in tables.values())))]
+        [
+            title,
+            *(
+                pair(column[name]) if name in column else "not measured"
+                for column in (
+                    paper.TABLE_2 | intermediates.rounded_too(paper.TABLE_2),
+                    *(t["paper"] for t in tables.values()),
+                )
+            ),
+        ]
         for name, title in intermediates.TITLES.items()
     ]
     columns = [f"{run}, layer {t['layer']}, QK-norm {norm_of(found.runs[run])}" for run, t in tables.items()]

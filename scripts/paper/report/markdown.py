@@ -51,3 +51,11 @@ def without_repeats(rows: list[list[str]], columns: int) -> list[list[str]]:
         shown.append([*names, *row[columns:]])
         above = row
     return shown
+
+
+def commit_of(data: dict[str, Any]) -> str:
+    """ "commit 719bbd4", of what a JSON was measured with."""
+    commits = dict.fromkeys(own.get("commit") for own in (data, *data.get("joined_with", ())))
+    if not all(commits):
+        return "commit not recorded"
+    return f"commit{'s' * (len(commits) > 1)} {', '.join(commit[:7] for commit in commits)}"

@@ -9,7 +9,7 @@ from scripts.bench.attention_tables import DEFAULT, relative_times
 from scripts.bench.looks import TRAINING_LOOKS, look_of
 from scripts.bench.measuring import number
 from scripts.paper import published as paper
-from scripts.paper.report.markdown import hardware, table
+from scripts.paper.report.markdown import commit_of, hardware, table
 from scripts.paper.report.section import Section
 from scripts.paper.report.verdicts import always_faster_verdict, fastest_verdict
 from scripts.paper.result_files import Results
@@ -36,10 +36,11 @@ def figures2_3(results: Results) -> Section:
     }
     fields = {
         "speed_ups": speed_up_table(own, lengths, "both", with_paper=True, masks=("causal",)),
+        "best": number(max(over_flash, default=None), ".2f"),
         "graph_gain": number(graph_gain(own), ".2f"),
         "extra_memory": extra_memory(own),
     }
-    setting = f"{hardware(data)}, {data['settings']['dtype']}; `{data['command']}`"
+    setting = f"{hardware(data)}, {data['settings']['dtype']}, {commit_of(data)}; `{data['command']}`"
     verdicts = [fastest_verdict(over_flash), always_faster_verdict(over_flash)]
     return Section(setting, {title: text for title, text in tables.items() if text}, verdicts, fields)
 
@@ -127,7 +128,10 @@ def training_speed(results: Results) -> Section:
         if results.has(f"{name}.json"):
             own = results.json(f"{name}.json")
             tables[f"{what}, {tokens_of(own['settings'])}"] = step_table(own)
-    setting = f"{hardware(data)}, `model={settings['model']}`, bf16, compiled; `{data['command']}`"
+    setting = (
+        f"{hardware(data)}, `model={settings['model']}`, bf16, compiled, {commit_of(data)}; "
+        f"`{data['command']}`"
+    )
     return Section(setting, tables, fields={"steps": step_table(data), "tokens": tokens_of(settings)})
 
 
@@ -179,7 +183,7 @@ def many_gpus(results: Results) -> Section:
         for row in data["rows"]
     ]
     efficiency = {row[0]: row[2] for row in lines[1:]}
-    setting = f"{hardware(data)}, {data['settings']['steps']} steps; `{data['command']}`"
+    setting = f"{hardware(data)}, {data['settings']['steps']} steps, {commit_of(data)}; `{data['command']}`"
     fields = {"efficiency": ", ".join(f"{share} ({gpus})" for gpus, share in efficiency.items() if share)}
     return Section(setting, {"One GPU and several": table(header, lines)}, fields=fields)
 

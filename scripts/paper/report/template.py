@@ -1,18 +1,21 @@
-"""The report's template: text written by hand, with {{NAME.FIELD}} for what is generated."""
+"""The report's templates: text written by hand, with {{NAME.FIELD}} for what is generated."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-#: The file of a folder of results that holds its template.
-NAME = "report.template.md"
+#: {what is made: its template}, files of a folder of results.
+NAMES = {"README.md": "report.template.md", "SUMMARY.md": "summary.template.md"}
+NAME = NAMES["README.md"]
 
 #: For a folder that has none, such as that of somebody else's runs.
 WITHOUT_WORDS = """\
 # Results
 
 {{verdicts}}
+
+{{count}}.
 
 {{experiments}}
 """

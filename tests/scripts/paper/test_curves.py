@@ -13,8 +13,16 @@ from data.files import write_text
 from scripts.paper import curves
 from scripts.paper import experiment_runs as experiments
 from scripts.paper.loss_pictures import own_settings
-from scripts.paper.loss_statistics import STUDENT, compare, differences, quantile
-from scripts.paper.result_files import read_json
+from scripts.paper.loss_statistics import (
+    STUDENT,
+    Estimate,
+    compare,
+    difference_of,
+    differences,
+    quantile,
+)
+from scripts.paper.report.pool import ended
+from scripts.paper.result_files import read_json, write_compressed_json
 from scripts.paper.run_summary import POINTS, divergence, read, read_run, thin, without_places
 from scripts.paper.variants import variant_of
 from tests.cli import ROOT
@@ -234,7 +242,7 @@ def test_runs_become_groups_variants_and_files(make_run, make_pairs, tmp_path):
     curves.main([*map(str, paths), "--out", str(tmp_path / "out" / "figure"), "--item", "figure1b"])
 
     result = read_json(tmp_path / "out" / "figure.json")
-    small, large = result["groups"]
+    small, large = compare(ended(result["runs"]))
     assert (small["tokens_per_step"], large["tokens_per_step"]) == (256, 2048)
     first, second = small["variants"]
     assert (first["variant"], first["seeds"], first["diverged"]) == ("full precision", [1, 2], 0)
@@ -257,7 +265,6 @@ def test_runs_that_are_gone_are_compared_from_their_json(make_pairs, tmp_path):
     curves.main([*map(str, paths[:3]), "--out", str(tmp_path / "part")])
     curves.main([str(tmp_path / "part.json.gz"), str(paths[3]), "--out", str(tmp_path / "part")])
     whole, part = (read_json(tmp_path / f"{name}.json") for name in ("whole", "part"))
-    assert part["groups"] == whole["groups"]
     assert part["runs"] == whole["runs"]
 
 
@@ -268,15 +275,114 @@ def test_names_in_older_files_are_renewed():
     assert not any("granularity" in run["variant"] for run in runs)
 
 
-@pytest.mark.parametrize("name", ["figure1a", "figure1b", "figure4", "finetune"])
-def test_the_committed_comparisons_come_out_the_same_again(name):
-    """From their own runs, as when further runs are merged."""
-    stored = read_json(ROOT / "results" / f"{name}.json")
-    finished = [run for run in read(ROOT / "results" / f"{name}.json") if run["finished"] or run["diverged"]]
-    for found, wanted in zip(compare(finished), stored["groups"], strict=True):
-        assert found["variants"] == wanted["variants"]
-        for one, other in zip(found["differences"], wanted["differences"], strict=True):
-            assert one == pytest.approx(other, abs=1e-9)
+def test_a_final_loss_is_the_mean_of_the_losses_stored_with_it(make_run, tmp_path):
+    losses = np.random.default_rng(0).normal(4, 1, 1234)
+    run = read_run(make_run("a", losses))
+    assert run["last_losses"] == list(losses[-123:])
+    assert run["final_loss"] == float(np.mean(run["last_losses"])) == float(losses[-123:].mean())
+    path = write_compressed_json(tmp_path / "x.json", {"runs": [run]})
+    assert read(path)[0]["final_loss"] == run["final_loss"]
+    write_compressed_json(tmp_path / "x.json", {"runs": [run | {"final_loss": run["final_loss"] + 1e-9}]})
+    with pytest.raises(ValueError, match=r"a has the final loss .*, but its last losses have the mean"):
+        read(path)
+
+
+def test_the_differences_are_printed(make_pairs, tmp_path, capsys):
+    _, paths = make_pairs()
+    curves.main([*map(str, paths), "--out", str(tmp_path / "x")])
+    assert "  SageBwd  4.6769  +0.1000  ± 0.0000" in capsys.readouterr().out.splitlines()
+
+
+# --- Which runs count ---------------------------------------------------------------------------------------
+
+
+def made_of(commit, *losses_by_seed, variant="a", lr=1e-3, **config):
+    """Runs of one variant and commit: a seed for each loss."""
+    return [
+        {
+            "name": f"{variant}-seed{seed}",
+            "group": {"lr": lr},
+            "variant": variant,
+            "attention": "fpa",
+            "qk_norm": True,
+            "seed": seed,
+            "diverged": None,
+            "final_loss": loss,
+            "held_out_loss": None,
+            "curve": {"tokens": [1], "loss": [loss]},
+            "commit": commit,
+            "config": {"hardware": {"compile": True, "dtype": "bfloat16"}} | config,
+        }
+        for seed, loss in enumerate(losses_by_seed, start=1)
+    ]
+
+
+def test_a_seed_that_other_code_repeated_does_not_count():
+    """The runs of the commit that most runs of the group have are kept."""
+    runs = made_of("old", 2.0, 2.1) + made_of("old", 2.5, 2.6, variant="b")
+    again = made_of("new", 9.0) + made_of("new", 2.7, 2.8, variant="c")
+    [group] = compare([*again, *runs])
+    assert group["left_out"] == [{"name": "a-seed1", "variant": "a", "commit": "new"}]
+    assert group["commits"] == ["new", "old"]
+    by_name = {own["variant"]: own for own in group["variants"]}
+    assert (by_name["a"]["runs"], by_name["a"]["final_loss"]) == (2, pytest.approx(2.05))
+    assert (by_name["a"]["commits"], by_name["c"]["commits"]) == (["old"], ["new"])
+    assert group["noise"] == pytest.approx(compare(runs + again[1:])[0]["noise"])
+
+
+def test_a_seed_that_the_same_code_repeated_shows_the_noise():
+    runs = made_of("x", 2.0) + made_of("x", 2.1) + made_of("x", 2.5, variant="b")
+    [group] = compare(runs)
+    assert (group["left_out"], group["noise"]) == ([], pytest.approx(stdev([2.0, 2.1])))
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        ({"hardware": {"compile": False, "dtype": "bfloat16"}}, True),  # how it executes
+        ({"hardware": {"compile": True, "dtype": "float32"}}, False),  # what it computes
+        ({"optimizer": {"beta2": 0.99}}, False),
+    ],
+)
+def test_a_repetition_has_the_same_settings(config, counts):
+    runs = made_of("x", 2.0) + made_of("x", 2.1, **config)
+    assert (compare(runs)[0]["left_out"] == []) == counts
+
+
+# --- Differences of differences -----------------------------------------------------------------------------
+
+
+def test_the_difference_of_two_gaps_of_equal_noise_has_twice_the_degrees_of_freedom():
+    """Closed form: both standard errors are s, so that of the difference is s √2, with 2n degrees."""
+    s, n = 0.01, 4
+    gap = Estimate(0.05, quantile(n) * s, n)
+    found = difference_of(gap, gap._replace(mean=-0.01))
+    assert found.mean == pytest.approx(0.06)
+    assert found.degrees == 2 * n
+    assert found.half_width == pytest.approx(quantile(2 * n) * s * math.sqrt(2))
+
+
+def test_the_noisier_gap_decides_how_sure_the_difference_is():
+    noisy, quiet = Estimate(0.0, 1.0, 3), Estimate(0.0, 1e-6, 9)
+    assert difference_of(noisy, quiet).degrees == 3
+    assert difference_of(noisy, quiet).half_width == pytest.approx(1.0, rel=1e-6)
+
+
+def test_intervals_of_differences_hold_the_truth_as_often_as_they_say():
+    """Two variants at two numbers of tokens per step, the noise at one a tenth of that at the other."""
+    generator = np.random.default_rng(0)
+    hits, draws = 0, 2000
+    for _ in range(draws):
+        gaps = []
+        for noise, truth, seeds in ((1.0, 3.0, 3), (0.1, 1.0, 2)):
+            losses = noise * generator.normal(size=(2, seeds)) + generator.normal(size=seeds)
+            own = {"b": losses[1] + truth, "a": losses[0]}
+            found = differences(cells({name: dict(enumerate(row)) for name, row in own.items()}))
+            gap = found["differences"][0]
+            gaps.append(Estimate(gap["mean"], gap["half_width"], found["degrees_of_freedom"]))
+        found = difference_of(*gaps)
+        hits += abs(found.mean - 2.0) < found.half_width
+    assert hits / draws == pytest.approx(0.95, abs=0.03)
 
 
 def test_a_diverged_seed_takes_its_variant_out_of_the_comparison(make_run):

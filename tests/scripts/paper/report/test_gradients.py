@@ -3,14 +3,10 @@
 import pytest
 
 from scripts.paper.report.gradients import format_errors
-from scripts.paper.report.verdicts import (
-    AGREES,
-    CANNOT_TELL,
-    DIFFERS,
-    TRAINED,
-    dp_bits_verdict,
-    formats_verdict,
-)
+from scripts.paper.report.rules import AGREES, CONTRADICTS_HERE, OPEN
+from scripts.paper.report.verdicts import dp_bits_verdict, formats_verdict
+
+TRAINED = 1_000_000
 
 
 def test_formats_are_compared_at_the_last_step_of_each_run():
@@ -44,5 +40,14 @@ def test_formats_are_judged_by_granularity():
         ]
         for granularity in ("row", "block")
     }
-    assert judged == {"row": [AGREES, AGREES], "block": [DIFFERS, CANNOT_TELL]}
-    assert formats_verdict(measured, "row", {}).answer == CANNOT_TELL
+    assert judged == {"row": [AGREES, AGREES], "block": [CONTRADICTS_HERE, OPEN]}
+    assert formats_verdict(measured, "row", {}).answer == OPEN
+    assert dp_bits_verdict(measured, "block", seen).why == "holds in 1 of 2 runs"
+
+
+@pytest.mark.parametrize(("factor", "answer"), [(2.0, AGREES), (1.999, CONTRADICTS_HERE)])
+def test_an_int8_dp_must_double_the_error_to_be_forbidden(factor, answer):
+    values = {("int8", 16): 1.0, ("e4m3", 16): 2.0, ("e5m2", 16): 2.0, ("int8", 8): factor}
+    measured = {("a", "row"): {scheme: {"l1": value, "cos": 1.0} for scheme, value in values.items()}}
+    assert dp_bits_verdict(measured, "row", {"a": TRAINED}).answer == answer
+    assert dp_bits_verdict(measured, "row", {"a": TRAINED - 1}).answer == OPEN

@@ -7,19 +7,17 @@ import pytest
 from scripts.paper.report.layer_errors import Layers
 from scripts.paper.report.layers import alike_but, extreme, most_against_fewest_tokens
 from scripts.paper.report.markdown import without_repeats
+from scripts.paper.report.rules import AGREES, CONTRADICTS_HERE, NOT_SEEN, OPEN
 from scripts.paper.report.verdicts import (
-    AGREES,
-    CANNOT_TELL,
-    DIFFERS,
-    TRAINED,
     Case,
     by_share,
-    dp_verdict,
-    ds_verdict,
-    gradients_verdict,
-    ratio_verdict,
-    rms_verdict,
+    ds_verdicts,
+    gradients_verdicts,
+    ratio_verdicts,
+    rms_verdicts,
 )
+
+TRAINED = 1_000_000
 
 
 def run(qk_norm=True, tokens_per_step=512, tokens=TRAINED, lr=1e-3, **attention):
@@ -50,50 +48,70 @@ def layers_of(runs, errors=None, table=None, statistics=None):
     return Layers({"runs": runs, "rows": rows, "table2": tables})
 
 
-def test_all_cases_agree_or_none_does():
+def answers(verdicts):
+    return {verdict.case: verdict.answer for verdict in verdicts}
+
+
+def test_most_cases_decide_and_young_models_do_not_count():
     def answer(*cases):
         return by_share("", [Case("x", tokens, holds, "0.5") for tokens, holds in cases]).answer
 
     old, young = TRAINED, TRAINED - 1
-    assert answer((old, True), (old, True), (young, False)) == AGREES
-    assert answer((old, False), (young, True)) == DIFFERS
-    assert answer((old, True), (old, False)) == CANNOT_TELL
-    assert answer((young, True)) == answer() == CANNOT_TELL
+    assert answer(*[(old, True)] * 3, (old, False), *[(young, False)] * 9) == AGREES
+    assert answer(*[(old, False)] * 3, (old, True), (young, True)) == CONTRADICTS_HERE
+    assert answer((old, True), (old, False)) == OPEN
+    assert answer((young, True)) == answer() == OPEN
     found = by_share("", [Case("a", old, True, "1"), Case("b", old, False, "0.5")], "0.5 to 1")
     assert found.numbers == "0.5 to 1; 1 of 2 runs; not b: 0.5"
+    assert found.why == "holds in 1 of 2 runs"
 
 
 @pytest.mark.parametrize(
     ("errors", "answer"),
     [
         ([(0.1, 0.3, 0.2, 0.1)], AGREES),
-        ([(0.1, 0.3, 0.2, 0.25)], DIFFERS),  # dV has a larger error than dK
+        ([(0.1, 0.3, 0.2, 0.25)], CONTRADICTS_HERE),  # dV has a larger error than dK
         ([(0.0, 0.3, 0.3, 0.0), (0.3, 0.1, 0.1, 0.3)], AGREES),  # the mean over layers decides
-        ([(0.1, math.nan, 0.2, 0.1)], DIFFERS),
-        ([(0.1, None, 0.2, 0.1)], DIFFERS),
+        ([(0.1, math.nan, 0.2, 0.1)], CONTRADICTS_HERE),
+        ([(0.1, None, 0.2, 0.1)], CONTRADICTS_HERE),
     ],
 )
 def test_gradients_have_larger_errors_than_what_they_come_from(errors, answer):
-    assert gradients_verdict(layers_of({"a": run()}, {"a": errors})).answer == answer
+    assert answers(gradients_verdicts(layers_of({"a": run()}, {"a": errors}))) == {"with QK-norm": answer}
 
 
 def test_runs_with_other_smoothing_are_left_out():
     runs = {"plain": run(), "none": run(smooth_k=False), "qk": run(smooth_q=True), "v": run(smooth_v=True)}
     found = layers_of(runs, {name: [(0.3, 0.1, 0.1, 0.3)] for name in ("none", "qk", "v")})
-    assert gradients_verdict(found).answer == AGREES
+    assert answers(gradients_verdicts(found)) == {"with QK-norm": AGREES}
     assert layers_of({"none": runs["none"]}).plain() == ["none"]
 
 
-def test_ds_dp_and_rms():
+def test_runs_with_and_without_qk_norm_are_judged_apart():
+    runs = {"a": run(), "b": run(qk_norm=False)}
+    found = layers_of(runs, {"b": [(0.3, 0.1, 0.1, 0.3)]})
+    assert answers(gradients_verdicts(found)) == {
+        "with QK-norm": AGREES,
+        "without QK-norm": CONTRADICTS_HERE,
+    }
+
+
+def test_ds_and_rms():
     runs = {"a": run()}
     table = {"ds": 0.2, "p": 0.1, "dp": 0.0, "delta": 0.07}
-    assert ds_verdict(layers_of(runs, table=table)).answer == AGREES
-    assert ds_verdict(layers_of(runs, table=table | {"p": 0.3})).answer == DIFFERS
-    assert dp_verdict(layers_of(runs, table=table)).answer == AGREES
-    assert dp_verdict(layers_of(runs, table=table | {"dp": 0.002})).answer == DIFFERS
-    for ds_rms, answer in ((1e-7, AGREES), (1e-5, DIFFERS)):
-        statistics = {"a": {"dp_rms": 5e-5, "ds_rms": ds_rms}}
-        assert rms_verdict(layers_of(runs, statistics=statistics)).answer == answer
+    for change, answer in (({}, AGREES), ({"p": 0.3}, CONTRADICTS_HERE), ({"delta": 0.3}, CONTRADICTS_HERE)):
+        [verdict] = ds_verdicts(layers_of(runs, table=table | change))
+        assert verdict.answer == answer
+    # 500 times in the paper; within a factor of ten of it, on both sides.
+    for ratio, answer in (
+        (50.001, AGREES),
+        (49.999, CONTRADICTS_HERE),
+        (4999, AGREES),
+        (5001, CONTRADICTS_HERE),
+    ):
+        statistics = {"a": {"dp_rms": ratio * 1e-7, "ds_rms": 1e-7}}
+        [verdict] = rms_verdicts(layers_of(runs, statistics=statistics))
+        assert verdict.answer == answer, ratio
 
 
 def test_pairs_differ_in_one_thing():
@@ -127,11 +145,13 @@ def test_runs_of_other_learning_rates_or_lengths_make_no_pair():
     ("factors", "answer"),
     [
         ((1.2, 3.0), AGREES),
-        ((1.2, 1.05), CANNOT_TELL),
-        ((0.8, 0.7), DIFFERS),
-        ((0.8, 1.2), CANNOT_TELL),
-        ((math.nan, 1.2), CANNOT_TELL),
-        ((), CANNOT_TELL),
+        ((1.1001, 1.1001), AGREES),
+        ((1.0999, 1.0999), NOT_SEEN),
+        ((1.2, 1.05), OPEN),
+        ((0.8, 0.7), NOT_SEEN),
+        ((1.2, 1.2, 1.2, 0.8), AGREES),
+        ((math.nan, 1.2), OPEN),
+        ((), OPEN),
     ],
 )
 def test_ratios_of_errors(factors, answer):
@@ -140,14 +160,24 @@ def test_ratios_of_errors(factors, answer):
         runs[f"{number}"] = run()
         errors[f"{number}"] = [(0.1, 0.2 * factor, 0.2 * factor, 0.1)]
     pairs = [(f"{number}", "base") for number in range(len(factors))]
-    verdict = ratio_verdict("", layers_of(runs, errors), pairs)
+
+    def judged():
+        return ratio_verdicts("", layers_of(runs, errors), pairs, lambda run: "", NOT_SEEN)
+
+    [verdict] = judged()
     assert verdict.answer == answer
-    assert all(
-        f"{factor:.2f} times, {number} against base" in verdict.numbers
-        for number, factor in enumerate(factors)
-    )
-    runs["base"]["tokens"] = 1
-    assert ratio_verdict("", layers_of(runs, errors), pairs).answer == CANNOT_TELL
+    assert (verdict.answer == OPEN) == bool(verdict.why)
+    runs["base"]["tokens"] = TRAINED - 1
+    assert [own.answer for own in judged()] == [OPEN]
+
+
+def test_pairs_of_other_learning_rates_are_judged_apart():
+    runs = {"a": run(), "b": run(), "c": run(lr=6e-3), "d": run(lr=6e-3)}
+    errors = {
+        name: [(0.1, error, error, 0.1)] for name, error in zip("abcd", (0.2, 0.2, 0.6, 0.2), strict=True)
+    }
+    found = ratio_verdicts("", layers_of(runs, errors), [("a", "b"), ("c", "d")], lambda run: f"{run['lr']}")
+    assert answers(found) == {"0.001": CONTRADICTS_HERE, "0.006": AGREES}
 
 
 def test_the_worst_layer_is_one_that_is_no_number():
