@@ -23,11 +23,10 @@ def check_arguments(
     scale: float | None,
     enable_gqa: bool,
     config: SageConfig,
-    attn_mask: Any = None,
     dropout_p: float = 0.0,
 ) -> None:
     """Raise ValueError unless the arguments describe an attention that SageBwd computes."""
-    _check_supported(attn_mask, dropout_p)
+    _check_dropout(dropout_p)
     _check_tensors(q, k, v)
     check_backward_mode(q, k, v)
     _check_shapes(q, k, v, enable_gqa)
@@ -94,12 +93,7 @@ def is_autocast(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def _check_supported(attn_mask: Any, dropout_p: float) -> None:
-    if attn_mask is not None:
-        raise ValueError(
-            "attn_mask is not supported; use is_causal=True for a causal mask, "
-            "or torch.nn.functional.scaled_dot_product_attention for any other"
-        )
+def _check_dropout(dropout_p: float) -> None:
     if dropout_p != 0.0:
         raise ValueError(
             f"dropout_p={dropout_p} is not supported; use dropout_p=0.0, "

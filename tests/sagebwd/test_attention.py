@@ -191,7 +191,6 @@ X = torch.ones(2, 4, 8, 16)
 @pytest.mark.parametrize(
     ("inputs", "settings", "message"),
     [
-        ((X, X, X), {"attn_mask": torch.ones(8, 8)}, "attn_mask is not supported; use is_causal=True"),
         ((X, X, X), {"dropout_p": 0.1}, "dropout_p=0.1 is not supported; use dropout_p=0.0"),
         ((X, X, X), {"scale": float("nan")}, "scale is nan; pass a finite number"),
         ((X, X, X), {"scale": torch.ones(4)}, r"scale has shape \(4,\); pass one number for all logits"),
