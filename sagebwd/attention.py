@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd import dispatch, masks
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
@@ -29,9 +30,9 @@ def sage_attention(
     """Trainable INT8 attention, SageBwd (arXiv 2603.02170), called as ``scaled_dot_product_attention`` is.
 
     CUDA tensors run the fastest kernels that can, CPU tensors the plain PyTorch reference;
-    :func:`sagebwd.explain` tells which, and why. Under autocast the inputs are cast to its dtype. A NaN or
-    Inf in the inputs gives NaN, never a plausible result. The backward has no atomics: the same inputs give
-    the same bits.
+    :func:`sagebwd.explain` tells which, and why. Meta and fake tensors work, and any size may be 0. Under
+    autocast the inputs are cast to its dtype. A NaN or Inf in the inputs gives NaN, never a plausible result.
+    The backward has no atomics: the same inputs give the same bits.
 
     Under ``is_causal`` an output depends slightly, through scales and the mean of K, on tokens that the mask
     hides from it: see :class:`SageConfig`, and :meth:`SageConfig.strictly_causal` for a preset without that.
@@ -68,13 +69,16 @@ def sage_attention(
 
     Raises:
         ValueError: an argument is not supported, or the arguments do not fit together.
-        NotImplementedError: a setting, device or GPU without kernels, or a second derivative.
+        NotImplementedError: a setting, device or GPU without kernels, a second derivative, torch.func.grad.
     """
     q, k, v = query, key, value
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     mask = masks.find_key_mask(q, k, attn_mask, key_padding_mask)
     q, k, v = cast_to_autocast_dtype(q, k, v)
+    if 0 in (*q.shape, *k.shape):
+        # Nothing to compute: the output is empty or zeros, and so are the gradients.
+        return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     settings = encode(config)
     chosen = dispatch.choose(q, scale, settings, kernels)

@@ -35,6 +35,12 @@ def check_arguments(
         raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
 
 
+def check_not_empty(q: Tensor, k: Tensor) -> None:
+    """Raise ValueError if q or k has no elements."""
+    if 0 in (*q.shape, *k.shape):
+        raise ValueError(f"got q {tuple(q.shape)}, k {tuple(k.shape)}; no size may be zero")
+
+
 def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
     """Raise ValueError unless the boundaries can cut q and k into documents.
 
@@ -121,8 +127,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"got {shapes}; each must be (batch, heads, tokens, head size)")
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise ValueError(f"got {shapes}; no size may be zero")
     if k.shape != v.shape:
         raise ValueError(f"got {shapes}; k and v must have the same shape")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -132,7 +136,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
         raise ValueError(
             f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True to share k and v in groups"
         )
-    if heads % kv_heads:
+    if kv_heads == 0 != heads or (kv_heads and heads % kv_heads):
         raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change one of them")
 
 
