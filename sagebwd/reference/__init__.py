@@ -18,7 +18,7 @@ from sagebwd.reference.algorithm import SoftmaxGradientTiles
 from sagebwd.reference.documents import Document
 from sagebwd.reference.exact import exact_attention
 from sagebwd.reference.result import AttentionResult
-from sagebwd.validation import check_arguments, check_documents, check_grad_out
+from sagebwd.validation import check_arguments, check_documents, check_grad_out, check_not_empty
 
 __all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward"]
 
@@ -57,6 +57,7 @@ def attention(
         ValueError: the arguments do not fit together; the message says how to fix it.
     """
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config)
+    check_not_empty(q, k)
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     boundaries = (cu_seqlens, cu_seqlens_kv)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
