@@ -7,6 +7,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
 import threading
@@ -112,4 +113,5 @@ def _begin(output: Path, environment: dict[str, str]) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests themselves run under nohup
     tqdm.set_lock(threading.RLock())  # its usual one is a semaphore, and leaks when killed

@@ -20,7 +20,7 @@ from scripts.paper.gradient_formats import (
     quantize,
 )
 from scripts.paper.report import gradients
-from scripts.paper.report.verdicts import CANNOT_TELL
+from scripts.paper.report.rules import OPEN
 from scripts.paper.result_files import Results, read_json
 from scripts.paper.traces import Layer, Origin, save_trace
 from tests.inputs import draw
@@ -126,7 +126,7 @@ def check_section(section, rows):
     assert f"| a run, step 1 | row | {int8} | {e4m3} | " in formats_table
     assert f"| a run, step 1 | row | {int8} | " in dp_table
     assert f" | {int8_dp} | " in dp_table
-    assert [verdict.answer for verdict in section.verdicts] == [CANNOT_TELL] * 2
+    assert [verdict.answer for verdict in section.verdicts] == [OPEN] * 2
 
 
 def test_gaussians_without_a_trace(tmp_path, capsys):

@@ -14,7 +14,7 @@ from scripts.paper import layers, layers_runs
 from scripts.paper.layers import VARIANTS, choose_heads
 from scripts.paper.layers_tables import Row, most_error_prone
 from scripts.paper.report import layers as layers_section
-from scripts.paper.report.verdicts import CANNOT_TELL
+from scripts.paper.report.rules import OPEN
 from scripts.paper.result_files import Results, read_json
 from scripts.paper.traces import find_traces, load_trace
 from tests.inputs import draw, largest_logit
@@ -81,7 +81,7 @@ def check_section(section, result):
     assert f"| dS | .9789 / .2045 | {pair} |" in text
     logit = max(row["statistics"]["largest_logit"] for row in result["rows"])
     assert f"| {logit:.1f} |" in text
-    assert {verdict.answer for verdict in section.verdicts} == {CANNOT_TELL}
+    assert {verdict.answer for verdict in section.verdicts} == {OPEN}
 
 
 def check_traces_of_milestones(path, at_the_end, capsys):
