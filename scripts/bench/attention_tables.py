@@ -78,7 +78,8 @@ def relative_times(rows: list[dict], mode: str, head_dim: int, causal: bool) -> 
     for row in rows:
         shape = row["shape"]
         is_wanted = (row["mode"], shape["head_dim"], shape["causal"]) == (mode, head_dim, causal)
-        if is_wanted and row["median_ms"] and Shape(**shape).window is None:
+        has_window = max(shape.get("left", -1), shape.get("right", -1)) >= 0
+        if is_wanted and not has_window and row["median_ms"]:
             times.setdefault(row["implementation"], {})[shape["tokens"]] = row["median_ms"]
     default = times.get(DEFAULT, {})
     found = {
