@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd import dispatch, masks
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.kernels import ops
-from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents
+from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents, check_window
+from sagebwd.window import Window
 
 
 def sage_attention(
@@ -21,12 +26,14 @@ def sage_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
+    return_lse: bool = False,
     config: SageConfig = DEFAULT_CONFIG,
     kernels: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Trainable INT8 attention, SageBwd (arXiv 2603.02170), called as ``scaled_dot_product_attention`` is.
 
     CUDA tensors run the fastest kernels that can, CPU tensors the plain PyTorch reference;
@@ -49,23 +56,29 @@ def sage_attention(
         is_causal: query i sees keys 0 … i, counted from the first of each, as in torch's operator.
         scale: factor of the logits; 1/√D by default.
         enable_gqa: allow H to be a multiple of H_kv; consecutive query heads then share keys and values.
+        window_size: (left, right): query i sees keys i − left … i + right, counted from the first of each and
+            within each document; −1 is no limit. With ``is_causal`` right is 0. A query that sees no key
+            gets zeros.
         key_padding_mask: (B, N_kv) bool, True for keys that take part (``nn.MultiheadAttention`` has it the
             other way round). Hidden keys influence nothing, whatever they hold, and their gradients are
-            zero; a sequence without keys gets zeros. With ``is_causal`` there must be as many queries as
-            keys, and a hidden token is hidden as a query, too: its output is zero. Not together with
-            ``cu_seqlens``.
+            zero; a sequence without keys gets zeros. With ``is_causal`` or a window there must be as many
+            queries as keys, and a hidden token is hidden as a query, too: its output is zero. With a
+            window the visible tokens of a sequence must be contiguous. Not together with ``cu_seqlens``.
         cu_seqlens: (documents + 1,) int32 or int64 on the device of query: packed documents, end to end in a
             batch of 1. Document n holds tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1, and attends to itself
             only. Tokens outside all documents get zeros, as does a document without queries or keys. Must
             start at 0 or later, never decrease and end at N_q or earlier. On a GPU that is not checked,
             because reading it would wait for the device; wrong boundaries are moved to the nearest valid.
         cu_seqlens_kv: the same for key and value; by default ``cu_seqlens``.
+        return_lse: return the logsumexp of each query's logits, too.
         config: what is quantized, and how.
         kernels: "hopper", "triton" or "reference" runs that kernel set, or raises an error that says why it
             cannot. None: the fastest that can, on a CPU the reference.
 
     Returns:
-        (B, H, N_q, D), of the dtype of the inputs.
+        (B, H, N_q, D), of the dtype of the inputs. With ``return_lse`` (out, lse): lse is (B, H, N_q) fp32,
+        log Σ exp(scale · q·k) over the keys that a query sees, −inf if it sees none. It is that of the plain
+        logits, with or without smoothing, up to quantization. It has no gradient.
 
     Raises:
         ValueError: an argument is not supported, or the arguments do not fit together.
@@ -74,18 +87,32 @@ def sage_attention(
     q, k, v = query, key, value
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
+    check_window(window_size)
     mask = masks.find_key_mask(q, k, attn_mask, key_padding_mask)
     q, k, v = cast_to_autocast_dtype(q, k, v)
     if 0 in (*q.shape, *k.shape):
         # Nothing to compute: the output is empty or zeros, and so are the gradients.
-        return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
+        out = scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
+        return (out, out.new_full(q.shape[:3], -math.inf, dtype=torch.float32)) if return_lse else out
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     settings = encode(config)
-    chosen = dispatch.choose(q, scale, settings, kernels)
+    window = Window.of(is_causal, window_size).narrowed(q.shape[-2], k.shape[-2])
+    chosen = dispatch.choose(q, scale, settings, kernels, is_windowed=window.is_sliding)
+    attend = partial(
+        ops.attend,
+        window_left=window.left,
+        window_right=window.right,
+        scale=scale,
+        config=settings,
+        kernels=chosen,
+        return_lse=return_lse,
+    )
     if mask is None:
-        return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, settings, chosen)
-    masks.check_combination(q, k, has_documents=cu_seqlens is not None, is_ordered=is_causal)
-    tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=is_causal)
-    documents = (tokens.cu_seqlens, tokens.cu_seqlens_kv)
-    out = ops.attend(*tokens.pack(q, k, v), *documents, is_causal, scale, settings, chosen)
-    return tokens.unpack(out)
+        return attend(q, k, v, cu_seqlens, cu_seqlens_kv)
+    is_ordered = is_causal or window.is_sliding
+    masks.check_combination(q, k, has_documents=cu_seqlens is not None, is_ordered=is_ordered)
+    if window.is_sliding:
+        mask = masks.without_gaps(mask)
+    tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=is_ordered)
+    result = attend(*tokens.pack(q, k, v), tokens.cu_seqlens, tokens.cu_seqlens_kv)
+    return tuple(map(tokens.unpack, result)) if return_lse else tokens.unpack(result)

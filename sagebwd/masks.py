@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 HIDES_FROM = -9000.0
 
 WHAT_FITS = (
-    "SageBwd has is_causal, key_padding_mask=(batch, keys) and cu_seqlens; for any other mask use "
-    "torch.nn.functional.scaled_dot_product_attention or torch.nn.attention.flex_attention"
+    "SageBwd has is_causal, window_size, key_padding_mask=(batch, keys) and cu_seqlens; for any other mask "
+    "use torch.nn.functional.scaled_dot_product_attention or torch.nn.attention.flex_attention"
 )
 
 
@@ -80,9 +80,26 @@ def check_combination(q: Tensor, k: Tensor, *, has_documents: bool, is_ordered: 
         )
     if is_ordered and q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"is_causal=True with a mask needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
-            f"{WHAT_FITS}"
+            f"is_causal or window_size with a mask needs as many queries as keys, "
+            f"got {q.shape[2]} and {k.shape[2]}; {WHAT_FITS}"
         )
+
+
+def without_gaps(mask: KeyMask) -> KeyMask:
+    """The mask for a sliding window, which counts hidden tokens, too: none may lie between visible ones.
+
+    Raises:
+        ValueError: some do. Where the mask cannot be read, such sequences are wrong instead.
+    """
+    visible = mask.visible
+    begins = visible & ~pad(visible, (1, 0))[:, :-1]
+    has_gaps = begins.sum(1) > 1
+    if _can_read(has_gaps) and has_gaps.any():
+        raise ValueError(
+            "a mask hides keys between others that it shows, together with window_size, which counts hidden "
+            f"keys as well; hide keys at the ends of a sequence only. {WHAT_FITS}"
+        )
+    return KeyMask(visible, has_gaps if mask.is_wrong is None else mask.is_wrong | has_gaps)
 
 
 class VisibleTokens:
