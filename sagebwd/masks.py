@@ -108,23 +108,6 @@ def check_combination(
     return KeyMask(mask.visible, has_holes if mask.is_wrong is None else has_holes | mask.is_wrong)
 
 
-def without_gaps(mask: KeyMask) -> KeyMask:
-    """The mask for a sliding window, which counts hidden tokens, too: none may lie between visible ones.
-
-    Raises:
-        ValueError: some do. Where the mask cannot be read, such sequences are wrong instead.
-    """
-    visible = mask.visible
-    begins = visible & ~pad(visible, (1, 0))[:, :-1]
-    has_gaps = begins.sum(1) > 1
-    if _can_read(has_gaps) and has_gaps.any():
-        raise ValueError(
-            "a mask hides keys between others that it shows, together with window_size, which counts hidden "
-            f"keys as well; hide keys at the ends of a sequence only. {WHAT_FITS}"
-        )
-    return KeyMask(visible, has_gaps if mask.is_wrong is None else mask.is_wrong | has_gaps)
-
-
 class VisibleTokens:
     """The visible tokens of a batch as packed documents: one document a sequence, in a batch of 1.
 

@@ -161,7 +161,7 @@ def test_hidden_keys_between_others_do_not_go_with_a_window(draw):
     mask = PADDED.clone()
     mask[1, 20] = False
     with pytest.raises(
-        ValueError, match="hides keys between others that it shows, together with window_size"
+        ValueError, match="with window_size, the mask must hide tokens only before and after"
     ):
         sage_attention(q, k, v, key_padding_mask=mask, window_size=(6, 2))
     attend = torch.compile(sage_attention, backend="eager", fullgraph=True)
