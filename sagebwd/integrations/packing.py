@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sagebwd.attention import sage_attention
+from sagebwd.window import FULL, Window
 
-#: A window (left, right): a query sees this many keys before and after its own; -1 is no limit.
-Window = tuple[int, int]
-EVERYTHING: Window = (-1, -1)
-CAUSAL: Window = (-1, 0)
+CAUSAL = Window(-1, 0)
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,6 @@ class Layout:
         """Whether a query sees only keys up to its own."""
         return self.window[1] == 0
 
-    @property
-    def has_window(self) -> bool:
-        """Whether a query sees only keys near its own."""
-        return self.window not in (EVERYTHING, CAUSAL)
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> Tensor:
     """Attention within the documents of ``layout``, zero for queries of no document.
@@ -76,10 +69,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> 
     if settings.get("scale") is None:
         settings["scale"] = q.shape[3] ** -0.5
     q, k, v = match_widths(q, k, v)
-    settings |= {"is_causal": layout.is_causal, "enable_gqa": True}
-    if layout.has_window:
-        settings["window_size"] = layout.window
-    if layout.window != EVERYTHING and n_q < k.shape[2]:
+    settings |= {"is_causal": layout.is_causal, "window_size": layout.window, "enable_gqa": True}
+    if layout.window != FULL and n_q < k.shape[2]:
         # Queries are counted from the first key, so pad with queries before the given ones. Nothing reads
         # their results, so their gradients are zero and add nothing to those of k and v.
         q = F.pad(q, (0, 0, k.shape[2] - n_q, 0))
@@ -113,11 +104,8 @@ def dense_mask(layout: Layout, batch: int, n_q: int, n_kv: int, device: torch.de
         shown = layout.documents[:, None, None] != 0
         if layout.cu_seqlens_kv is None:  # the queries are tokens of these documents
             shown = shown & (layout.documents[:, None, -n_q:, None] == layout.documents[:, None, None])
-    if layout.window != EVERYTHING:
-        left, right = layout.window
-        distance = torch.arange(n_kv - n_q, n_kv, device=device)[:, None] - torch.arange(n_kv, device=device)
-        near = distance >= (-right if right >= 0 else -n_kv)
-        near &= distance <= (left if left >= 0 else n_kv)
+    if layout.window != FULL:
+        near = layout.window.visible(slice(n_kv - n_q, n_kv), slice(0, n_kv), device)
         shown = near[None, None] if shown is None else shown & near
     return shown
 
@@ -144,7 +132,7 @@ def find_layout(
     if cu_seqlens is not None:
         labels.append(_index_documents(cu_seqlens.to(documents.device), n_kv)[tokens])
     is_start = _differs_from_previous(torch.stack(labels)).any(0)
-    if position_ids is not None and (window != EVERYTHING or n_q == n_kv):
+    if position_ids is not None and (window != FULL or n_q == n_kv):
         is_start |= _restarts(position_ids, batch, n_kv, tokens)
     kv_tokens = None if len(tokens) == batch * n_kv else tokens
     is_one_a_row = int(is_start.sum()) == len(rows.unique())
@@ -152,7 +140,7 @@ def find_layout(
         return Layout(window)
     flat = tokens.new_zeros(batch * n_kv).index_copy(0, tokens, is_start.cumsum(0))
     documents = flat.unflatten(0, (batch, n_kv))
-    if window != EVERYTHING or not is_one_a_row:
+    if window != FULL or not is_one_a_row:
         follows = F.pad(tokens.diff() == 1, (1, 0)) | is_start
         cuts = _boundaries(is_start)
         return Layout(window, documents, cuts, None, kv_tokens, kv_tokens, has_holes=not bool(follows.all()))

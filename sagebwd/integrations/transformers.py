@@ -24,9 +24,7 @@ from sagebwd import dispatch, usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.integrations.packing import (
     CAUSAL,
-    EVERYTHING,
     Layout,
-    Window,
     attend,
     dense_mask,
     find_layout,
@@ -34,16 +32,24 @@ from sagebwd.integrations.packing import (
     remember_last,
 )
 from sagebwd.validation import cast_to_autocast_dtype
+from sagebwd.window import FULL, Window
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 except ImportError as error:
     raise ImportError(
         f"sagebwd.integrations.transformers needs Hugging Face transformers 5 or newer ({error}); "
         "pip install 'transformers>=5'"
     ) from error
 
-from sagebwd.integrations.transformers_masks import USE_ANOTHER, TokenMask, additive, make_mask, read_mask
+from sagebwd.integrations.transformers_masks import (
+    OWN_ATTENTION,
+    USE_ANOTHER,
+    TokenMask,
+    additive,
+    make_mask,
+    read_mask,
+)
 
 #: Arguments with which a model asks for more than softmax(QKᵀ)V, and what they stand for.
 FEATURES = {
@@ -95,8 +101,8 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
     """Make ``attn_implementation=name`` run SageBwd with ``config``, in all models of this process.
 
     Several names with different settings work side by side. Registered again, a name takes the new settings,
-    also in models that use it already. A model of which ``set_attn_implementation`` says that it "does not
-    support setting its attention implementation" computes attention itself, with any name.
+    also in models that use it already. A model that computes attention itself, with any name, is refused when
+    it is built.
 
     Args:
         name: for ``from_pretrained(…, attn_implementation=name)`` or ``model.set_attn_implementation(name)``.
@@ -122,6 +128,30 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
         raise ValueError(f"name {name!r} is already registered by other code; choose another")
     AttentionInterface.register(name, functools.partial(_attention, config, fallback))
     AttentionMaskInterface.register(name, functools.partial(make_mask, fallback))
+    _watch_models()
+
+
+def _watch_models() -> None:
+    """Notice a model that computes attention itself when it is built: it need not call anything of ours.
+
+    transformers asks this method of each model, with the name that was requested, which attention to take.
+    """
+    ask = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(ask, "is_watched_by_sagebwd"):
+        return
+
+    @functools.wraps(ask)
+    def watching(model: PreTrainedModel, requested: str | None, *others: Any, **settings: Any) -> str:
+        attention = AttentionInterface().get(requested, None) if requested else None
+        is_ours = getattr(attention, "func", None) is _attention
+        if is_ours and not type(model)._can_set_attn_implementation():
+            _, fallback = attention.args
+            usage.fall_back(type(model).__name__, OWN_ATTENTION, fallback, fix=USE_ANOTHER)
+            requested = None  # transformers' choice, and its own mask
+        return ask(model, requested, *others, **settings)
+
+    watching.is_watched_by_sagebwd = True
+    PreTrainedModel.get_correct_attn_implementation = watching
 
 
 def _attention(
@@ -162,7 +192,7 @@ def _attention(
     obstacle = obstacle or _find_obstacle(module, key.shape[2], layout, arguments)
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if obstacle is None:
-        kernels, obstacle = _choose_kernels(query, key, value, arguments.get("scaling"), config)
+        kernels, obstacle = _choose_kernels(query, key, value, layout, arguments.get("scaling"), config)
     if obstacle is not None:
         usage.fall_back(name, obstacle.reason, fallback, layer, fix=obstacle.fix)
         return _full_precision(module, query, key, value, attention_mask, layout, arguments)
@@ -196,9 +226,9 @@ def _find_layout(
     if mask is None and is_causal and n_q not in (1, n_kv):
         return None, Obstacle(f"{n_q} queries after {n_kv} keys without a mask that says what they see")
     # A mask knows better than ``is_causal`` what the model asks for.
-    window = mask.window if mask is not None else (CAUSAL if is_causal else EVERYTHING)
+    window = mask.window if mask is not None else (CAUSAL if is_causal else FULL)
     if n_q == 1 and window == CAUSAL:
-        window = EVERYTHING
+        window = FULL
     position_ids = arguments.get("position_ids")
     if not isinstance(position_ids, Tensor) or position_ids.shape not in ((batch, n_q), (1, n_q)):
         position_ids = None  # not positions in a text: those of images have more dimensions
@@ -282,9 +312,7 @@ def _find_obstacle(
 
 def _find_obstacle_of_window(n_kv: int, layout: Layout, sliding_window: Any) -> Obstacle | None:
     """Why a window is not computed; that of the mask counts, as it does for "sdpa"."""
-    if layout.has_window:
-        return Obstacle(f"a sliding window {layout.window}", f"shorten the input, {USE_ANOTHER}")
-    if layout.has_window and layout.has_holes:
+    if layout.window.is_sliding and layout.has_holes:
         return Obstacle("a sliding window over padding inside the text", "pad left or right")
     is_limited = sliding_window is not None and not (
         isinstance(sliding_window, int) and sliding_window >= n_kv
@@ -308,13 +336,13 @@ def _asked_for(module: nn.Module, arguments: dict[str, Any]) -> list[str]:
 
 
 def _choose_kernels(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, config: SageConfig
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, config: SageConfig
 ) -> tuple[str, Obstacle | None]:
     """The kernel set that will run, or "" and why none can."""
     query, *_ = match_widths(*cast_to_autocast_dtype(query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     try:
-        return dispatch.choose(query, scale, encode(config)), None
+        return dispatch.choose(query, scale, encode(config), is_windowed=layout.window.is_sliding), None
     except (ValueError, NotImplementedError) as error:
         return "", Obstacle(f"this input: {error}")
 
@@ -337,7 +365,7 @@ def _full_precision(
     """
     arguments = dict(arguments)
     if layout is not None:
-        is_plain = layout.window == EVERYTHING or (layout.window == CAUSAL and query.shape[2] == key.shape[2])
+        is_plain = layout.window == FULL or (layout.window == CAUSAL and query.shape[2] == key.shape[2])
         arguments["is_causal"] = layout.is_causal
         mask = None
         if layout.documents is not None or not is_plain:

@@ -16,12 +16,15 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, masking_utils
 
 from sagebwd import usage
-from sagebwd.integrations.packing import CAUSAL, EVERYTHING, Layout, Window, dense_mask, remember_last
+from sagebwd.integrations.packing import CAUSAL, Layout, dense_mask, remember_last
+from sagebwd.window import FULL, Window
 
 MaskFunction = Callable[..., Tensor]
 
 #: These compute everything that a model may ask for.
 USE_ANOTHER = 'use attn_implementation="sdpa" or "eager" for this model'
+
+OWN_ATTENTION = "attention that the model computes itself"
 
 #: What added to a logit leaves no weight: some models write -10,000 for minus infinity.
 NO_WEIGHT = -1e4
@@ -145,11 +148,11 @@ def make_mask(
     )
     model = _computes_attention_itself(type(config))
     if model:
-        usage.fall_back(model, "attention that the model computes itself", fallback, fix=USE_ANOTHER)
+        usage.fall_back(model, OWN_ATTENTION, fallback, fix=USE_ANOTHER)
         return additive(dense(attention_mask=attention_mask), dtype)
     n_used = int(q_offset) + q_length - kv_offset  # keys up to the last query
     pattern = None if use_vmap else _read(mask_function)
-    if pattern is None or (pattern.window not in (CAUSAL, EVERYTHING) and n_used != kv_length):
+    if pattern is None or (pattern.window.is_sliding and n_used != kv_length):
         pattern = _recognise(dense(attention_mask=None), n_used)
     if pattern is None:
         if fallback == "error":
@@ -157,12 +160,12 @@ def make_mask(
         return dense(attention_mask=attention_mask)
     is_causal = pattern.window[1] == 0
     n_kv = min(kv_length, n_used) if is_causal or is_static else kv_length
-    window = _without_idle_limits(pattern.window, n_kv)
+    window = pattern.window.narrowed(n_kv, n_kv)
     is_shown = _shown(attention_mask, kv_offset, n_kv)
     may_skip = allow_is_causal_skip if is_causal else allow_is_bidirectional_skip
     # None must not leave open which keys the queries are, nor which slots of a static cache are filled.
     is_clear = n_kv == kv_length and (q_length in (1, n_kv) or not is_causal)
-    is_plain = pattern.documents is None and is_shown is None and window in (CAUSAL, EVERYTHING)
+    is_plain = pattern.documents is None and is_shown is None and not window.is_sliding
     if is_plain and is_clear and may_skip:
         return None
     documents = pattern.documents
@@ -217,12 +220,6 @@ def _shown(attention_mask: Tensor | None, first: int, n: int) -> Tensor | None:
     return None if mask.all() else mask
 
 
-def _without_idle_limits(window: Window, n_kv: int) -> Window:
-    """The same window for n_kv keys, without limits that none of them is beyond."""
-    left, right = (limit if limit < max(n_kv - 1, 1) else -1 for limit in window)
-    return left, right
-
-
 @functools.cache
 def _computes_attention_itself(config_type: type) -> str:
     """The name of a config's model if, as far as transformers knows, it calls no registered attention.
@@ -254,15 +251,15 @@ def _read(mask_function: MaskFunction) -> Pattern | None:
     if mask_function is masking_utils.causal_mask_function:
         return Pattern(None, CAUSAL)
     if mask_function is BIDIRECTIONAL:
-        return Pattern(None, EVERYTHING)
+        return Pattern(None, FULL)
     values = _closure(mask_function)
     match _maker(mask_function), *values.values():
         case "sliding_window_overlay", int(window):
-            return Pattern(None, (window - 1, -1))
+            return Pattern(None, Window(window - 1, -1))
         case "sliding_window_bidirectional_overlay", int(window):
-            return Pattern(None, (window, window))
+            return Pattern(None, Window(window, window))
         case "packed_sequence_mask_function", Tensor() as documents:
-            return Pattern(documents + 1, EVERYTHING)
+            return Pattern(documents + 1, FULL)
         case "remap_positions_for_packed_sequence", *_:
             # Within a document positions rise by one, so distances are what they are without it.
             return _read(values["mask_function"])
@@ -296,8 +293,8 @@ def _intersection(patterns: list[Pattern | None]) -> Pattern | None:
     if len(documents) > 1:
         return None
     limits = zip(*(pattern.window for pattern in patterns), strict=True)
-    left, right = (min((x for x in limit if x >= 0), default=-1) for limit in limits)
-    return Pattern(documents[0] if documents else None, (left, right))
+    window = Window(*(min((x for x in limit if x >= 0), default=-1) for limit in limits))
+    return Pattern(documents[0] if documents else None, window)
 
 
 def _recognise(seen: Tensor, n_used: int) -> Pattern | None:
@@ -312,7 +309,7 @@ def _recognise(seen: Tensor, n_used: int) -> Pattern | None:
     """
     shown = seen[:, 0].any(1)
     if torch.equal(seen, shown[:, None, None].expand_as(seen)):
-        return Pattern(None if shown.all() else shown.int(), EVERYTHING)
+        return Pattern(None if shown.all() else shown.int(), FULL)
     batch, _, n_q, n_kv = seen.shape
     if not n_q <= n_used <= n_kv or seen[..., n_used:].any():
         return None
@@ -322,7 +319,7 @@ def _recognise(seen: Tensor, n_used: int) -> Pattern | None:
         sees_previous = seen[:, 0].diagonal(-1, 1, 2)
         documents[:, 1:] += (~sees_previous).cumsum(1)
     documents *= shown[:, :n_used]
-    for window in (CAUSAL, EVERYTHING, _reach(seen)):
+    for window in (CAUSAL, FULL, _reach(seen)):
         expected = dense_mask(Layout(window, documents), batch, n_q, n_used, seen.device)
         if torch.equal(seen, expected.expand_as(seen)):
             is_one = bool((documents == 1).all())
@@ -335,4 +332,4 @@ def _reach(seen: Tensor) -> Window:
     _, _, n_q, n_kv = seen.shape
     keys = torch.arange(n_kv, device=seen.device)
     distance = (keys[-n_q:, None] - keys) * seen.any(0).any(0)
-    return max(int(distance.max()), 0), max(int(-distance.min()), 0)
+    return Window(max(int(distance.max()), 0), max(int(-distance.min()), 0))

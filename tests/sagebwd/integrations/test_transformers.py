@@ -161,6 +161,49 @@ def test_cross_attention_to_a_padded_source_is_as_with_sdpa(n_target):
     assert error(found.logits, truth.logits) < EXACT
 
 
+# Windows
+
+WINDOWED = {
+    "mistral": {"sliding_window": 9},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9},
+    "gemma3": {"num_hidden_layers": 6, "sliding_window": 9},
+    "modernbert": {"local_attention": 14, "global_attn_every_n_layers": 2},
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_sliding_window_is_that_of_sdpa(name, side):
+    model, inputs = make(name, **WINDOWED[name]), padded(name, side or "left")
+    if side is None:
+        inputs = {"input_ids": inputs["input_ids"], "labels": inputs["input_ids"]}
+    truth, found = (train_step(model, attention, **inputs) for attention in ("sdpa", "sagebwd-exact"))
+    assert found.loss == pytest.approx(truth.loss, rel=EXACT)
+    assert_same_gradients(found.gradients, truth.gradients, EXACT)
+
+
+def test_a_window_in_int8_costs_its_rounding_and_matters():
+    model, inputs = make("mistral", sliding_window=9), padded("mistral", "left")
+    truth = train_step(model, "sdpa", **inputs)
+    found = train_step(model, "sagebwd", **inputs)
+    assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
+    wide = train_step(make("mistral"), "sdpa", **inputs)
+    real = inputs["attention_mask"].bool()
+    assert error(wide.logits[real], truth.logits[real]) > 0.1
+
+
+def test_a_window_over_padding_inside_the_text_is_not_computed_by_its_wrong_distances():
+    model, inputs = make("mistral", sliding_window=9), padded("mistral", "right")
+    inputs["attention_mask"][1, 10:14] = 0
+    inputs["labels"][1, 10:15] = -100
+    truth = train_step(model, "sdpa", **inputs)
+    with pytest.raises(NotImplementedError, match="a sliding window over padding inside the text; pad left"):
+        train_step(model, "sagebwd-exact", **inputs)
+    with pytest.warns(UserWarning, match="a sliding window over padding inside the text"):
+        found = train_step(model, "sagebwd-exact-or-full", **inputs)
+    assert_same_gradients(found.gradients, truth.gradients, EXACT)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("how", ["even", "left", "right", "positions", "cu_seq_lens"])

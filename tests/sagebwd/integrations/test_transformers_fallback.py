@@ -113,6 +113,20 @@ def test_what_sagebwd_does_not_compute_is_refused_or_computed_in_full_precision(
         assert row.calls
 
 
+def test_a_model_that_computes_attention_itself_is_noticed_when_it_is_built():
+    """DeBERTa calls neither the mask nor the attention that is registered, so nothing else would tell."""
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    config = transformers.DebertaV2Config(num_hidden_layers=1, num_attention_heads=2, **sizes)
+    message = "attention that the model computes itself"
+    with pytest.raises(NotImplementedError, match=f"DebertaV2Model: sagebwd does not compute {message}; use"):
+        transformers.AutoModel.from_config(config, attn_implementation="sagebwd")
+    config._attn_implementation = None
+    with pytest.warns(UserWarning, match=f"DebertaV2Model runs in full precision, not in INT8: {message}"):
+        model = transformers.AutoModel.from_config(config, attn_implementation="sagebwd-or-full")
+    assert model.config._attn_implementation == "eager"
+    assert [row.reason for row in sagebwd.report().rows] == [message]
+
+
 def test_a_model_may_run_in_both_and_the_report_says_where():
     """One layer has a bias that its attention passes on, the other has none."""
     model, inputs = make("llama-gqa"), padded("llama-gqa", "left")

@@ -9,9 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, masking_utils
 
 from sagebwd import SageConfig, sage_attention
-from sagebwd.integrations.packing import CAUSAL, EVERYTHING, Window, remember_last
+from sagebwd.integrations.packing import CAUSAL, remember_last
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_masks import TokenMask
+from sagebwd.window import FULL, Window
 from tests.sagebwd.integrations.tiny_models import EXACT, INT8_OUTPUT, call, error, prepare_mask
 
 
@@ -69,7 +70,7 @@ def test_the_last_query_alone_sees_all_real_keys(draw, mask):
 def test_a_mask_says_better_than_the_layer_whether_attention_is_causal(draw):
     q, k, v, _ = draw(6)
     hidden = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]])
-    mask = TokenMask.make(hidden, EVERYTHING)
+    mask = TokenMask.make(hidden, FULL)
     out, _ = call(q, k, v, mask, name="sagebwd-exact", is_causal=True)
     truth = scaled_dot_product_attention(q[:1], k[:1], v[:1], hidden[:1, None, None].bool())
     assert error(out[:1], truth.transpose(1, 2)) < EXACT
@@ -92,7 +93,7 @@ def test_each_sign_of_a_new_document_is_enough(draw, documents, is_causal):
     q, k, v, _ = draw(6, batch=1)
     mask = documents.get("attention_mask")
     others = {name: x for name, x in documents.items() if name != "attention_mask"}
-    mask = None if mask is None else TokenMask.make(mask, CAUSAL if is_causal else EVERYTHING)
+    mask = None if mask is None else TokenMask.make(mask, CAUSAL if is_causal else FULL)
     out, _ = call(q, k, v, mask, is_causal=is_causal, **others)
     for half in (slice(0, 3), slice(3, 6)):
         alone, _ = call(q[:, :, half], k[:, :, half], v[:, :, half], is_causal=is_causal)
@@ -131,14 +132,14 @@ def test_the_mask_function_returns_none_only_where_nothing_is_left_open():
         assert prepare_mask(**whole) is None
     assert show(prepare_mask(allow_is_causal_skip=False)) == ([[1] * 6] * 2, CAUSAL)
     assert show(prepare_mask(q_length=3, q_offset=3)) == ([[1] * 6] * 2, CAUSAL)
-    assert show(prepare_mask(**bidirectional)) == ([[1] * 6] * 2, EVERYTHING)
+    assert show(prepare_mask(**bidirectional)) == ([[1] * 6] * 2, FULL)
     # Cross-attention sees keys past the last query; a static cache says how many of its slots are filled.
-    assert show(prepare_mask(q_length=3, **bidirectional)) == ([[1] * 6] * 2, EVERYTHING)
+    assert show(prepare_mask(q_length=3, **bidirectional)) == ([[1] * 6] * 2, FULL)
     filled = prepare_mask(q_length=3, q_offset=torch.tensor(1), **bidirectional)
-    assert show(filled) == ([[1] * 4] * 2, EVERYTHING)
+    assert show(filled) == ([[1] * 4] * 2, FULL)
     half = torch.tensor([[0, 1], [1, 1]])
     padded = prepare_mask(q_length=2, kv_length=2, attention_mask=half, **bidirectional, **may_skip)
-    assert show(padded) == ([[0, 1], [1, 1]], EVERYTHING)
+    assert show(padded) == ([[0, 1], [1, 1]], FULL)
 
 
 @pytest.mark.parametrize("q_offset", [3, torch.tensor(3)])
@@ -177,7 +178,7 @@ def windows_and_documents() -> dict[str, tuple[dict, list[list[int]], Window]]:
         "window of the last": ({"mask_function": window(5)} | last, one, (4, 0)),
         "window to both sides": ({"mask_function": both(2)}, one, (2, 2)),
         "documents": ({"mask_function": causal}, several, CAUSAL),
-        "documents to both sides": ({"mask_function": split}, several, EVERYTHING),
+        "documents to both sides": ({"mask_function": split}, several, FULL),
         "documents with a window": ({"mask_function": packed_window}, several, (1, 0)),
         "chunks": ({"mask_function": chunks}, [[1, 1, 1, 1, 2, 2]] * 2, CAUSAL),
     }
@@ -210,7 +211,7 @@ def test_a_mask_that_is_neither_a_window_nor_documents_is_refused_or_made_in_ful
 
 
 def test_a_mask_of_tokens_keeps_its_window_where_it_goes_and_is_for_handing_on_alone():
-    mask = TokenMask.make(torch.tensor([[0, 1, 1]]), (2, 0))
+    mask = TokenMask.make(torch.tensor([[0, 1, 1]]), Window(2, 0))
     for same in (
         mask.to("cpu", copy=True),
         mask.detach(),

@@ -40,6 +40,8 @@ MODELS = {
     "llama-gqa": (transformers.LlamaForCausalLM, transformers.LlamaConfig, GQA),
     "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, GQA),
     "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig, {"num_key_value_heads": 1}),
+    "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, {"num_key_value_heads": 2}),
+    "gemma3": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig, GQA),
     "bert": (transformers.BertForMaskedLM, transformers.BertConfig, NO_DROPOUT),
     "modernbert": (transformers.ModernBertForMaskedLM, transformers.ModernBertConfig, MODERNBERT),
 }
