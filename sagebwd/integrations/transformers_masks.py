@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, masking_utils
 
 from sagebwd import usage
-from sagebwd.integrations.packing import CAUSAL, Layout, dense_mask, remember_last
+from sagebwd.integrations.packing import CAUSAL, Layout, dense_mask, remember_recent
 from sagebwd.window import FULL, Window
 
 MaskFunction = Callable[..., Tensor]
@@ -175,7 +175,7 @@ def make_mask(
     return TokenMask.make(documents if is_shown is None else documents * is_shown, window)
 
 
-@remember_last
+@remember_recent
 def read_mask(mask: Any, batch: int, n_q: int, n_kv: int) -> TokenMask | None:
     """A mask that transformers did not make by :func:`make_mask`, if it has documents and a window.
 

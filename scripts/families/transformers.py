@@ -284,9 +284,9 @@ NAMES = [family.name for family in FAMILIES]
 
 def families(names: list[str] | None = None) -> list[Row]:
     """Try the families with these names, or all."""
-    register("sagebwd")
-    register("sagebwd-or-full", fallback="sdpa")
-    register("sagebwd-exact", SageConfig(int8_matmuls=()), fallback="sdpa")
+    register("int8-or-error")
+    register("int8-or-full", fallback="sdpa")
+    register("unquantized", SageConfig(int8_matmuls=()), fallback="sdpa")
     return [_try(family) for family in FAMILIES if names is None or family.name in names]
 
 
@@ -296,15 +296,15 @@ def _try(family: Family) -> Row:
     truth, attention = _step(family, _full_precision_of(family))
     refusal = ""
     try:
-        _step(family, "sagebwd")
+        _step(family, "int8-or-error")
     except NotImplementedError as error:
         refusal = str(error)
     sagebwd.report(clear=True)
     try:
         with warnings.catch_warnings(action="ignore"):  # they are in the report
-            found, _ = _step(family, "sagebwd-or-full")
+            found, _ = _step(family, "int8-or-full")
             calls = calls_of(sagebwd.report())
-            exact, _ = _step(family, "sagebwd-exact")
+            exact, _ = _step(family, "unquantized")
     except NotImplementedError as error:
         return row(refusal=str(error))
     exact_cosine = compare_gradients(exact, truth, attention)["cosine"]
