@@ -18,10 +18,16 @@ from sagebwd.reference.algorithm import SoftmaxGradientTiles
 from sagebwd.reference.documents import Document
 from sagebwd.reference.exact import exact_attention
 from sagebwd.reference.result import AttentionResult
-from sagebwd.validation import check_arguments, check_documents, check_grad_out, check_window
+from sagebwd.validation import (
+    check_arguments,
+    check_documents,
+    check_grad_out,
+    check_not_empty,
+    check_window,
+)
 from sagebwd.window import Window
 
-__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward"]
+__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward", "k_mean"]
 
 
 @torch.no_grad()
@@ -59,6 +65,7 @@ def attention(
         ValueError: the arguments do not fit together; the message says how to fix it.
     """
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config)
+    check_not_empty(q, k)
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     check_window(window_size)
     boundaries = (cu_seqlens, cu_seqlens_kv)
@@ -92,6 +99,16 @@ def forward(
     packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
         return documents.forward(q, k, v, packed, window=window, scale=scale, config=config)
+
+
+def k_mean(
+    k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None, *, config: SageConfig
+) -> Tensor:
+    """What :func:`forward` subtracted from K: (B, H_kv, documents · D) fp32, no columns without smoothing."""
+    if not config.smooths_k:
+        return k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
+    boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
+    return documents.token_means(k, boundaries).flatten(-2)
 
 
 def backward(
