@@ -301,7 +301,8 @@ def _try(family: Family) -> Row:
         refusal = str(error)
     sagebwd.report(clear=True)
     try:
-        with warnings.catch_warnings(action="ignore"):  # they are in the report
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is in the report
             found, _ = _step(family, "int8-or-full")
             calls = calls_of(sagebwd.report())
             exact, _ = _step(family, "unquantized")
