@@ -352,7 +352,9 @@ def _choose_kernels(
     try:
         return dispatch.choose(query, scale, encode(config), is_windowed=layout.window.is_sliding), None
     except (ValueError, NotImplementedError) as error:
-        return "", Obstacle(f"this input: {error}")
+        # The operator's message offers an argument that models do not have.
+        reason = dispatch.explain(query, config=config).reasons.get("triton", str(error))
+        return "", Obstacle(f"this input: {reason}")
 
 
 # --- Full precision ----------------------------------------------------------------------------------------
