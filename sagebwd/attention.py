@@ -7,7 +7,8 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.kernels import ops
-from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents
+from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents, check_window
+from sagebwd.window import Window
 
 
 def sage_attention(
@@ -20,6 +21,7 @@ def sage_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     config: SageConfig = DEFAULT_CONFIG,
@@ -43,6 +45,9 @@ def sage_attention(
         is_causal: query i sees keys 0 … i, counted from the first of each, as in torch's operator.
         scale: factor of the logits; 1/√D by default.
         enable_gqa: allow H to be a multiple of H_kv; consecutive query heads then share keys and values.
+        window_size: (left, right): query i sees keys i − left … i + right, counted from the first of each and
+            within each document; −1 is no limit. With ``is_causal`` right is 0. A query that sees no key
+            gets zeros.
         cu_seqlens: (documents + 1,) int32 or int64 on the device of query: packed documents, end to end in a
             batch of 1. Document n holds tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1, and attends to itself
             only. Tokens outside all documents get zeros, as does a document without queries or keys. Must
@@ -65,8 +70,10 @@ def sage_attention(
         q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, attn_mask=attn_mask, dropout_p=dropout_p
     )
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
+    check_window(window_size)
     q, k, v = cast_to_autocast_dtype(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     settings = encode(config)
-    chosen = dispatch.choose(q, scale, settings, kernels)
-    return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, settings, chosen)
+    window = Window.of(is_causal, window_size).narrowed(q.shape[-2], k.shape[-2])
+    chosen = dispatch.choose(q, scale, settings, kernels, is_windowed=window.is_sliding)
+    return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, settings, chosen)

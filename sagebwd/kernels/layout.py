@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 #: Sizes that vary from batch to batch: kernels are not specialized for their divisibility.
-SIZES = ("n", "n_q", "n_kv", "blocks", "q_blocks", "kv_blocks", "documents")
+SIZES = ("n", "n_q", "n_kv", "blocks", "q_blocks", "kv_blocks", "documents", "left", "right")
 
 
 class ForwardResult(NamedTuple):

@@ -25,6 +25,7 @@ from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.config import SageConfig, decode
 from sagebwd.kernels.layout import Axis, ForwardResult, block_count, empty_result, padded_head_dim, stand_in
 from sagebwd.validation import check_backward_mode
+from sagebwd.window import Window
 
 
 def _forward(
@@ -33,7 +34,8 @@ def _forward(
     v: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
-    is_causal: bool,
+    window_left: int,
+    window_right: int,
     scale: float,
     config: str,
     kernels: str,
@@ -42,6 +44,8 @@ def _forward(
     """Return a :class:`ForwardResult`: out and what the backward needs.
 
     Args:
+        window_left, window_right: query i sees keys i − left … i + right; −1 is no limit. A causal mask is
+            (−1, 0).
         config: settings, from :func:`sagebwd.config.encode`, because operators take no objects.
         kernels: the kernel set, from :func:`sagebwd.dispatch.choose`.
         pack_kv_for_backward: return K and V packed, where ``kernels`` can, so that the backward needs
@@ -49,7 +53,7 @@ def _forward(
     """
     check_backward_mode(q, k, v)  # for those who call the operator itself
     settings = decode(config)
-    options = {"is_causal": is_causal, "scale": scale, "config": settings}
+    options = {"window": _window(q, k, window_left, window_right), "scale": scale, "config": settings}
     if kernels == "reference":
         out, lse, out_residual = reference.forward(q, k, v, cu_seqlens, cu_seqlens_kv, **options)
         out_residual = q.new_empty(0) if out_residual is None else out_residual
@@ -70,7 +74,8 @@ def _fake_forward(
     v: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
-    is_causal: bool,
+    window_left: int,
+    window_right: int,
     scale: float,
     config: str,
     kernels: str,
@@ -107,7 +112,8 @@ def _backward(
     packed_kv: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
-    is_causal: bool,
+    window_left: int,
+    window_right: int,
     scale: float,
     config: str,
     kernels: str,
@@ -117,7 +123,6 @@ def _backward(
     Raises ValueError if there are neither k and v nor ``packed_kv``.
     """
     settings = decode(config)
-    options = {"is_causal": is_causal, "scale": scale, "config": settings}
     if k is None or v is None:
         if not packed_kv.numel():
             raise ValueError(
@@ -125,6 +130,7 @@ def _backward(
                 "packs them only with pack_kv_for_backward=True and the Hopper kernels"
             )
         k = v = stand_in(q, kv_heads, kv_tokens)
+    options = {"window": _window(q, k, window_left, window_right), "scale": scale, "config": settings}
     if kernels == "reference":
         residual = out_residual if settings.compensate_o else None
         boundaries = (cu_seqlens, cu_seqlens_kv)
@@ -158,6 +164,11 @@ def _kernel_set(kernels: str) -> ModuleType:
     return importlib.import_module(f".{kernels}.attention", __package__)
 
 
+def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
+    """The window without limits that hide nothing, which may be too large for the arithmetic of kernels."""
+    return Window(left, right).narrowed(q.shape[-2], k.shape[-2])
+
+
 def _packed_kv_shape(k: Tensor, blocks: int) -> tuple[int, int]:
     from sagebwd.kernels.cuda.packing import packed_kv_shape
 
@@ -180,7 +191,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     """Save K and V packed, 3 bytes per element instead of 4, if the forward packed them."""
     q, k, v, *boundaries = inputs[:5]
     *_, packed_kv = output
-    ctx.settings = inputs[5:9]  # all but pack_kv_for_backward
+    ctx.settings = inputs[5:10]  # all but pack_kv_for_backward
     ctx.kv_sizes = k.shape[1:3]
     if packed_kv.numel():
         k = v = None
@@ -195,10 +206,10 @@ def _set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 10
+        return (None,) * 11
     q, k, v, *saved = ctx.saved_tensors
     gradients = ops.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *saved, *ctx.settings)
-    return (*gradients, *(None,) * 7)
+    return (*gradients, *(None,) * 8)
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -243,14 +254,16 @@ def attend(
     v: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
-    is_causal: bool,
+    window_left: int,
+    window_right: int,
     scale: float,
     config: str,
     kernels: str,
 ) -> Tensor:
-    """The attention output; differentiable. ``config`` and ``kernels`` as of ``sagebwd::forward``."""
+    """The attention output; differentiable. All arguments are those of ``sagebwd::forward``."""
     has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, config, kernels, has_gradient)
+    window = (window_left, window_right)
+    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, config, kernels, has_gradient)
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if is_traced or not torch.is_grad_enabled():
         return ops.forward.default(*inputs)[0]

@@ -247,7 +247,7 @@ def test_fakes_ask_no_driver(no_driver, kernels, pack):
     with FakeTensorMode():
         q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(2, 2, 130, 64, dtype=torch.bfloat16, device="cuda")
-        options = (None, None, True, 0.125, encode(SageConfig.consistent()), kernels)
+        options = (None, None, -1, 0, 0.125, encode(SageConfig.consistent()), kernels)
         out, lse, k_mean, out_residual, packed_kv = torch.ops.sagebwd.forward(q, k, k, *options, pack)
         assert out.shape == out_residual.shape == q.shape
         assert lse.shape == q.shape[:-1]

@@ -20,6 +20,7 @@ from sagebwd.kernels.cuda import launch, packing
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.layout import Axis, empty_result, padded_head_dim
+from sagebwd.window import Window
 
 COMPUTE_CAPABILITY = (9, 0)
 #: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
@@ -119,7 +120,7 @@ CTA_SHAPES = {
 def _launch(
     name: str,
     like: Tensor,
-    is_causal: bool,
+    window: Window,
     arguments: _CForward | _CDq | _CDkDv,
     *,
     p_16bit: bool = False,
@@ -129,7 +130,12 @@ def _launch(
 
     Args:
         p_16bit, defines: macros that only this kernel knows.
+
+    Raises:
+        NotImplementedError: the window is more than a causal mask.
     """
+    if window.is_sliding:
+        raise NotImplementedError(f"the Hopper kernels have no {window}; use the Triton kernels")
     head_dim = padded_head_dim(like.shape[-1])
     cta = CTA_SHAPES[name, head_dim, p_16bit]
     kernel = launch.load_kernel(
@@ -138,7 +144,7 @@ def _launch(
         f"{name}_kernel",
         cta.shared_bytes,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=int(is_causal),
+        IS_CAUSAL=int(window.right == 0),
         IS_BF16=like.dtype == torch.bfloat16,
         LAUNCH_THREADS=cta.threads,
         LAUNCH_BYTES=cta.shared_bytes,
@@ -183,7 +189,7 @@ def forward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
     pack_kv_for_backward: bool,
@@ -226,7 +232,7 @@ def forward(
         "UNSIGNED_P": config.is_unsigned("o"),
         "COMPENSATE_O": config.compensate_o,
     }
-    _launch("forward", q, is_causal, arguments, p_16bit=p_16bit, **defines)
+    _launch("forward", q, window, arguments, p_16bit=p_16bit, **defines)
     out_residual = q.new_empty(0) if residual is None else residual.finish()
     if not pack_kv_for_backward:
         packed_kv = k.new_empty(0, dtype=torch.uint8)
@@ -246,7 +252,7 @@ def backward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -277,7 +283,7 @@ def backward(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(), dk.target, dv.target,
         axes, scale,
     )  # fmt: skip
-    _launch("dk_dv", q, is_causal, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
+    _launch("dk_dv", q, window, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
 
     del packed_q_columns  # frees its memory before more is packed
     packed_k_columns = PACKER.pack_k_columns(packed_kv, k, kv_axis)
@@ -287,7 +293,7 @@ def backward(
     arguments = _CDq(
         packed_q_rows.data_ptr(), packed_kv.data_ptr(), packed_k_columns.data_ptr(), dq.target, axes, scale
     )
-    _launch("dq", q, is_causal, arguments)
+    _launch("dq", q, window, arguments)
     return dq.finish(), dk.finish(), dv.finish()
 
 

@@ -35,6 +35,7 @@ from sagebwd.kernels.layout import Axis
 from sagebwd.kernels.triton import launch as tiles
 from sagebwd.kernels.triton.backward import backward
 from sagebwd.kernels.triton.forward import forward
+from sagebwd.window import Window
 
 #: Bytes of shared memory that one CTA may take, by compute capability.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -162,7 +163,7 @@ def run(head_dim: int, variant: Variant) -> None:
         q, k = q[:1], k[:1]
     cu_seqlens = torch.tensor([0, 100, TOKENS], dtype=torch.int32) if variant.packed else None
     axes = [Axis.of(TOKENS, block, cu_seqlens) for block in variant.config.tile(head_dim)]
-    settings = {"is_causal": variant.is_causal, "scale": head_dim**-0.5, "config": variant.config}
+    settings = {"window": Window.of(variant.is_causal), "scale": head_dim**-0.5, "config": variant.config}
     saved = forward(q, k, k, *axes, **settings)
     backward(q, q, k, k, *saved, *axes, **settings)
 
