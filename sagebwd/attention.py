@@ -24,9 +24,10 @@ def sage_attention(
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
+    return_lse: bool = False,
     config: SageConfig = DEFAULT_CONFIG,
     kernels: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Trainable INT8 attention, SageBwd (arXiv 2603.02170), called as ``scaled_dot_product_attention`` is.
 
     CUDA tensors run the fastest kernels that can, CPU tensors the plain PyTorch reference;
@@ -54,12 +55,15 @@ def sage_attention(
             start at 0 or later, never decrease and end at N_q or earlier. On a GPU that is not checked,
             because reading it would wait for the device; wrong boundaries are moved to the nearest valid.
         cu_seqlens_kv: the same for key and value; by default ``cu_seqlens``.
+        return_lse: return the logsumexp of each query's logits, too.
         config: what is quantized, and how.
         kernels: "hopper", "triton" or "reference" runs that kernel set, or raises an error that says why it
             cannot. None: the fastest that can, on a CPU the reference.
 
     Returns:
-        (B, H, N_q, D), of the dtype of the inputs.
+        (B, H, N_q, D), of the dtype of the inputs. With ``return_lse`` (out, lse): lse is (B, H, N_q) fp32,
+        log Σ exp(scale · q·k) over the keys that a query sees, −inf if it sees none. It is that of the plain
+        logits, with or without smoothing, up to quantization. It has no gradient.
 
     Raises:
         ValueError: an argument is not supported, or the arguments do not fit together.
@@ -76,4 +80,5 @@ def sage_attention(
     settings = encode(config)
     window = Window.of(is_causal, window_size).narrowed(q.shape[-2], k.shape[-2])
     chosen = dispatch.choose(q, scale, settings, kernels, is_windowed=window.is_sliding)
-    return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, settings, chosen)
+    arguments = (q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, settings, chosen)
+    return ops.attend(*arguments, return_lse=return_lse)
