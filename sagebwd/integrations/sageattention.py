@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sagebwd.attention import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.integrations.counted import counted_attention
 
 __all__ = [
     "install",
@@ -139,12 +139,14 @@ def sageattn(
             "rule; use sagebwd.sage_attention (mask from the top left) or "
             "sagebwd.integrations.flash_attn.flash_attn_func (from the bottom right)"
         )
-    options = {"scale": sm_scale if scale is None else scale, "enable_gqa": enable_gqa}
-    config = _smoothing(config, smooth_k, smooth_v)
-    if return_lse:
-        raise NotImplementedError("return_lse=True is not supported; pass return_lse=False")
-    out = sage_attention(q, k, v, attn_mask, dropout_p, is_causal, config=config, **options)
-    return out.transpose(1, 2) if is_nhd else out
+    result = counted_attention(
+        "sageattn", q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+        scale=sm_scale if scale is None else scale, enable_gqa=enable_gqa, return_lse=return_lse,
+        config=_smoothing(config, smooth_k, smooth_v),
+    )  # fmt: skip
+    if not is_nhd:
+        return result
+    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
 
 
 def sageattn_qk_int8_pv_fp16_triton(
@@ -275,10 +277,11 @@ def sageattn_varlen(
             "rule; use sagebwd.integrations.flash_attn.flash_attn_varlen_func (mask from the bottom right)"
         )
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    boundaries = {"cu_seqlens": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_k}
-    config = _smoothing(config, smooth_k, None)
-    options = {"is_causal": is_causal, "scale": sm_scale, "enable_gqa": True, "config": config}
-    return sage_attention(q, k, v, **boundaries, **options)[0].transpose(0, 1)
+    out = counted_attention(
+        "sageattn_varlen", q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=True,
+        cu_seqlens=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, config=_smoothing(config, smooth_k, None),
+    )  # fmt: skip
+    return out[0].transpose(0, 1)
 
 
 def _smoothing(config: SageConfig | None, smooth_k: bool | None, smooth_v: bool | None) -> SageConfig:

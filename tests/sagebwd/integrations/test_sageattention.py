@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sagebwd import SageConfig
+from sagebwd import SageConfig, report
 from sagebwd.integrations import sageattention
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
@@ -52,6 +52,8 @@ def test_layouts_scale_and_shared_heads(function, layout, draw):
     truth = exact_attention(*inputs, is_causal=True, scale=0.3)
     turn = (lambda x: x.transpose(1, 2)) if layout == "NHD" else (lambda x: x)
     settings = {"tensor_layout": layout, "is_causal": True, "sm_scale": 0.3, "config": EXACT}
+    _, lse = function(*map(turn, inputs[:3]), return_lse=True, **settings)
+    torch.testing.assert_close(lse, truth.lse.float())
     found = gradients(lambda q, k, v: function(q, k, v, **settings), *map(turn, inputs))
     assert_same(map(turn, found), [truth.out, truth.dq, truth.dk, truth.dv])
 
@@ -93,10 +95,13 @@ def test_a_model_trains_as_with_full_precision(config, bound):
 
 def test_smoothing_is_what_the_call_says_and_else_what_the_config_says(draw, monkeypatch):
     seen = []
-    real = sageattention.sage_attention
-    monkeypatch.setattr(
-        sageattention, "sage_attention", lambda *x, config, **y: seen.append(config) or real(*x, **y)
-    )
+    real = sageattention.counted_attention
+
+    def noting(*arguments, config, **settings):
+        seen.append(config)
+        return real(*arguments, config=config, **settings)
+
+    monkeypatch.setattr(sageattention, "counted_attention", noting)
     q, k, v, _ = draw(5, head_dim=8)
     plain = dataclasses.replace(SageConfig(), smooth_k=False)
     sageattention.sageattn(q, k, v)
@@ -112,10 +117,12 @@ def test_programs_that_import_sageattention_get_gradients(not_installed, draw, c
     exec("import sageattention; from sageattention import sageattn, sageattn_varlen", program)
     exec("from sageattention.core import sageattn_qk_int8_pv_fp16_cuda", program)
     assert importlib.util.find_spec("sageattention") is not None
+    report(clear=True)
     q, k, v, grad_out = draw(9, head_dim=8)
     truth = exact_attention(q, k, v, grad_out)
     found = gradients(program["sageattn"], q, k, v, grad_out)
     assert_same(found, [truth.out, truth.dq, truth.dk, truth.dv])
+    assert [(row.name, row.kernels, row.calls) for row in report().rows] == [("sageattn", "reference", 1)]
     sageattention.install()  # sets another config
     assert [x.message for x in caplog.records] == [
         "`import sageattention` now gives sagebwd.integrations.sageattention, which trains"
