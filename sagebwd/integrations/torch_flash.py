@@ -404,13 +404,13 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
 
 
 def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
-    """(module, name) of every module that holds ``function``: ``from … import`` copies it."""
-    modules = [(module, getattr(module, "__dict__", None)) for module in [*sys.modules.values()]]
+    """(module, name) of every module that holds ``function``, which ``from … import`` copies; not our own."""
+    own = __name__.partition(".")[0]
     return [
         (module, name)
-        for module, names in modules
-        if isinstance(names, dict)
-        for name, value in [*names.items()]
+        for path, module in [*sys.modules.items()]
+        if path.partition(".")[0] != own and isinstance(getattr(module, "__dict__", None), dict)
+        for name, value in [*module.__dict__.items()]
         if value is function
     ]
 
