@@ -93,11 +93,17 @@ def align_documents(
 
     Raises:
         NotImplementedError: a window that reaches past the causal mask, and two tensors of boundaries.
+        ValueError: the two tensors differ in length.
     """
     if cu_seqlens is cu_seqlens_kv:
         return Alignment(window, cu_seqlens)
     if window == (-1, -1):
         return Alignment(window, cu_seqlens, cu_seqlens_kv)
+    if len(cu_seqlens) != len(cu_seqlens_kv):
+        raise ValueError(
+            f"the boundaries of the queries are {len(cu_seqlens)} and those of the keys "
+            f"{len(cu_seqlens_kv)}; give both one for each sequence and one more"
+        )
     if window[1] != 0:
         raise NotImplementedError(
             f"the window is {window} without a causal mask, and the boundaries of queries and of keys are "

@@ -1,6 +1,6 @@
 """flash_attn's functions: the truth is torch's attention in float64 with flash_attn's mask written out."""
 
-import inspect
+import functools
 import itertools
 
 import pytest
@@ -167,13 +167,32 @@ def test_paged_caches_and_windows_of_two_boundary_tensors_are_refused():
         flash_attn.flash_attn_varlen_func(*arguments, block_table=boundaries)
     with pytest.raises(NotImplementedError, match=r"window is \(1, 1\) .*pass one tensor for both"):
         flash_attn.flash_attn_varlen_func(*arguments, window_size=(1, 1))
+    with pytest.raises(ValueError, match="boundaries of the queries are 2 and those of the keys 3"):
+        flash_attn.flash_attn_varlen_func(q, k, v, boundaries, torch.tensor([0, 2, 5]), 5, 5, causal=True)
 
 
-def test_what_transformers_may_ask_for_is_in_the_signatures():
-    """It drops arguments that a signature does not name."""
+@pytest.mark.parametrize("has_padding", [False, True], ids=["whole", "padded"])
+def test_transformers_calls_it(monkeypatch, has_padding):
+    """transformers' own code around flash_attn: it removes padding, and drops what no signature names."""
     utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
-    asked = set(inspect.signature(utils._process_flash_attention_kwargs).parameters)
-    meant = {"dropout": "dropout_p", "sliding_window": "window_size", "softcap": "softcap", "s_aux": "s_aux"}
-    assert meant.keys() <= asked
-    for function in (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func):
-        assert {*meant.values(), "deterministic"} <= inspect.signature(function).parameters.keys()
+    functions = tuple(
+        functools.wraps(x)(functools.partial(x, config=EXACT))
+        for x in (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func)
+    )
+    imported = (*functions, None, utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: imported)
+    leaves = draw((2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
+    shown = torch.ones(2, 9, dtype=torch.bool)
+    shown[0, :4] = not has_padding
+    seen = is_seen(9, 9, (2, 0)) & shown[:, None, None, :] & shown[:, None, :, None]
+    truth, _ = truth_of(*leaves, seen, None)
+
+    def attend(**asked):
+        mask = shown if has_padding else None
+        settings = {"attn_implementation": f"test {has_padding}", "sliding_window": 3, **asked}
+        return utils._flash_attention_forward(*leaves, mask, 9, is_causal=True, **settings)
+
+    assert_same(attend(), truth, leaves, has_padding)
+    for asked in ({"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}):
+        with pytest.raises(NotImplementedError, match="sagebwd does not compute"):
+            attend(**asked)
