@@ -6,9 +6,9 @@
 >>> activate_flash_attention_impl("sagebwd")  # every call that torch gives to FlashAttention now runs SageBwd
 >>> restore_flash_attention_impl()
 
-Which calls these are is torch's rule: on a GPU, in fp16 or bf16, without a mask, head sizes up to 256. All
-others stay in full precision. With torch before 2.13, or on a CPU, :func:`patch_sdpa` does the same from
-Python.
+Which calls these are is torch's rule: on a GPU, in fp16 or bf16, head sizes up to 256, without a mask, and as
+many queries as keys under ``is_causal``. All others stay in full precision. With torch before 2.13, or on a
+CPU, :func:`patch_sdpa` does the same from Python.
 
 :func:`register` replaces torch's CUDA operators for FlashAttention, forward and backward. Their backward gets
 the tensors, the output and its logsumexp, and nothing else; the mean of K that SageBwd subtracts is computed
@@ -42,7 +42,11 @@ REGISTRY = (
     "register_flash_attention_impl",
     "activate_flash_attention_impl",
     "restore_flash_attention_impl",
+    "list_flash_attention_impls",
 )
+
+#: What :func:`register` registered.
+_names: set[str] = set()
 
 # --- In torch's registry -----------------------------------------------------------------------------------
 
@@ -53,12 +57,12 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG) -> None
     While it is active, torch's cuDNN attention is off, which torch would choose before FlashAttention.
 
     Args:
-        name: for ``activate_flash_attention_impl``. Several names with different settings work side by side.
+        name: for ``activate_flash_attention_impl``; one name for each config that you activate in turn.
         config: what is quantized, and how.
 
     Raises:
-        ValueError: ``config`` is not a SageConfig, or has ``compensate_o``: torch's operators have no place
-            for the residual of O.
+        ValueError: the name is another implementation's; or ``config`` is not a SageConfig, or has
+            ``compensate_o``: torch's operators have no place for the residual of O.
         ImportError: this torch has no such registry.
     """
     _check_config(config)
@@ -73,6 +77,9 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG) -> None
             f"torch {torch.__version__} cannot replace its FlashAttention (2.13 can); use "
             "sagebwd.integrations.torch_flash.patch_sdpa(), which needs no support from torch"
         )
+    if name not in _names and name in torch.nn.attention.list_flash_attention_impls():
+        raise ValueError(f"{name!r} is registered by other code; choose another name")
+    _names.add(name)
     torch.nn.attention.register_flash_attention_impl(name, register_fn=functools.partial(Override, config))
 
 
@@ -80,7 +87,15 @@ class Override:
     """SageBwd in the place of torch's FlashAttention operators, until :meth:`remove`."""
 
     def __init__(self, config: SageConfig, dispatch_key: str = "CUDA") -> None:
-        """Replace the operators. ``dispatch_key`` is another than "CUDA" in tests only."""
+        """Replace the operators. ``dispatch_key`` is another than "CUDA" in tests only.
+
+        Raises RuntimeError where torch is told never to call them.
+        """
+        if not torch.backends.cuda.flash_sdp_enabled():
+            raise RuntimeError(
+                "torch's FlashAttention is switched off, so that SageBwd would never run; call "
+                "torch.backends.cuda.enable_flash_sdp(True) first"
+            )
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", dispatch_key)
         for name, function in OPERATORS.items():
             self._library.impl(name, functools.partial(function, config), dispatch_key)

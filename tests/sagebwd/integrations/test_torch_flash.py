@@ -230,6 +230,14 @@ def test_registration_refuses_what_torch_cannot_hold(monkeypatch):
         torch_flash.register(config=SageConfig.consistent())
     with pytest.raises(ValueError, match="config is a str"):
         torch_flash.register(config="paper")
+    with pytest.raises(ValueError, match="'FA4' is registered by other code"):
+        torch_flash.register("FA4")
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        with pytest.raises(RuntimeError, match=r"switched off.*enable_flash_sdp\(True\)"):
+            torch_flash.Override(EXACT, "CPU")
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
     monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
     with pytest.raises(ImportError, match=r"torch 2.* use sagebwd.integrations.torch_flash.patch_sdpa"):
         torch_flash.register()
