@@ -109,7 +109,7 @@ def sage_attention(
     )
     if mask is None:
         return attend(q, k, v, cu_seqlens, cu_seqlens_kv)
-    is_ordered = is_causal or window.is_sliding
+    is_ordered = any((window.left >= 0, window.right >= 0))  # a causal mask may be given as a window
     masks.check_combination(q, k, has_documents=cu_seqlens is not None, is_ordered=is_ordered)
     if window.is_sliding:
         mask = masks.without_gaps(mask)
