@@ -83,6 +83,20 @@ def test_packed_sequences(is_causal, draw):
     assert_same(found, truth)
 
 
+@pytest.mark.parametrize("function", [DENSE[0], DENSE[2]])
+def test_masks_that_hide_keys(function, draw):
+    """SageAttention drops ``attn_mask`` in silence. One that differs between queries is refused."""
+    q, k, v, grad_out = draw(7, 9, batch=1, head_dim=8)
+    shown = torch.arange(9) % 3 != 1
+    truth = exact_attention(q, k[:, :, shown], v[:, :, shown], grad_out)
+    settings = {"attn_mask": shown[None, None, None], "config": EXACT}
+    out, dq, dk, dv = gradients(lambda q, k, v: function(q, k, v, **settings), q, k, v, grad_out)
+    assert not dk[:, :, ~shown].any()
+    assert_same([out, dq, dk[:, :, shown], dv[:, :, shown]], [truth.out, truth.dq, truth.dk, truth.dv])
+    with pytest.raises(ValueError, match="attn_mask has shape"):
+        function(q, k, v, attn_mask=torch.ones(7, 9, dtype=torch.bool).tril())
+
+
 @pytest.mark.parametrize(("config", "bound"), [(EXACT, 1e-5), (SageConfig(), 0.08)], ids=["exact", "INT8"])
 def test_a_model_trains_as_with_full_precision(config, bound):
     """The bound of INT8 is that of test_hand_written.py."""
