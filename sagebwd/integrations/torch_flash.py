@@ -28,7 +28,7 @@ import torch.nn.attention
 from torch import Tensor
 from torch.nn import functional as F
 
-from sagebwd import _ops, dispatch, usage
+from sagebwd import _ops, dispatch, masks, usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.dispatch import LARGEST_HEAD_DIM
 from sagebwd.integrations.alignment import Alignment, align, align_documents, attend, window_of
@@ -362,7 +362,8 @@ def why_full_precision(
 ) -> str:
     """Why :func:`patch_sdpa` leaves a call to torch, "" if SageBwd computes it.
 
-    The rules are those of torch's FlashAttention, but that SageBwd takes fp32 on a CPU.
+    The rules are those of torch's FlashAttention, but that SageBwd takes fp32 on a CPU, and boolean masks
+    that only hide keys.
     """
     tensors = (query, key, value)
     if not all(isinstance(x, Tensor) for x in tensors) or any(x.is_nested for x in tensors):
@@ -370,8 +371,6 @@ def why_full_precision(
     device = query.device.type
     if device not in ("cpu", "cuda"):
         return f"tensors on {device}"
-    if attn_mask is not None:
-        return "a mask"
     if any(x.dim() != 4 for x in tensors):
         return "tensors that are not (batch, heads, tokens, head size)"
     if any(0 in x.shape for x in tensors):
@@ -386,6 +385,17 @@ def why_full_precision(
         return "heads that torch broadcasts"
     if head_dim > LARGEST_HEAD_DIM or (device == "cuda" and head_dim % 8):
         return f"a head size of {head_dim}"
+    return "" if attn_mask is None else _why_not_this_mask(query, key, attn_mask)
+
+
+def _why_not_this_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> str:
+    """An additive mask may be a bias, which only its values would tell."""
+    if attn_mask.dtype != torch.bool:
+        return "an additive mask"
+    try:
+        masks.find_key_mask(query, key, attn_mask, None)
+    except ValueError:
+        return "a mask that differs between heads or queries"
     return ""
 
 
@@ -404,6 +414,8 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
     ) -> Tensor:
         settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         reason = why_full_precision(query, key, value, attn_mask, enable_gqa)
+        if attn_mask is not None and is_causal:
+            reason = "a mask together with is_causal"
         if reason:
             usage.fall_back(name, reason, "sdpa")
             return original(query, key, value, attn_mask, dropout_p, **settings)
@@ -412,7 +424,7 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
                 f"scaled_dot_product_attention is SageBwd here, and dropout_p is {dropout_p}: sagebwd does "
                 f"not compute {REFUSED['dropout_p']}, or leave torch_flash.patch_sdpa()"
             )
-        return counted_attention(name, query, key, value, config=config, **settings)
+        return counted_attention(name, query, key, value, attn_mask=attn_mask, config=config, **settings)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
     return scaled_dot_product_attention

@@ -281,7 +281,9 @@ def test_what_stays_in_full_precision():
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     large = tuple(torch.randn(3, 1, 1, 4, 264).requires_grad_())
     calls = {
-        "a mask": (q, k, v, mask),
+        "differs between heads or queries": (q, k, v, mask),
+        "an additive mask": (q, k, v, torch.zeros(1, 1, 1, 5)),
+        "a mask together with is_causal": (q, k, v, mask[:1], 0.0, True),
         r"not \(batch, heads": (q[0], k[0], v[0]),
         "float64 on cpu": (q.double(), k.double(), v.double()),
         "other shapes": (q, k, v[..., :4]),
@@ -301,7 +303,16 @@ def test_what_stays_in_full_precision():
         F.scaled_dot_product_attention(q, k, v)
     rows = report(clear=True).rows
     assert {row.name for row in rows} == {"scaled_dot_product_attention"}
-    assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 7, ("reference", 1)]
+    assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 9, ("reference", 1)]
+
+
+def test_the_patch_takes_masks_that_only_hide_keys():
+    q, k, v = draw((2, 2, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+    mask = torch.arange(6) < torch.tensor([6, 4])[:, None, None, None]
+    truth = F.scaled_dot_product_attention(q, k, v, mask)
+    with torch_flash.patch_sdpa(EXACT):
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(2, 2, 5, 6))
+    assert_same(found, truth, [q, k, v], "")
 
 
 def test_the_patch_refuses_dropout_and_other_configs():
