@@ -12,9 +12,9 @@ from sagebwd.window import Window
 
 
 def sage_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -24,9 +24,10 @@ def sage_attention(
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
+    return_lse: bool = False,
     config: SageConfig = DEFAULT_CONFIG,
     kernels: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Trainable INT8 attention, SageBwd (arXiv 2603.02170), called as ``scaled_dot_product_attention`` is.
 
     CUDA tensors run the fastest kernels that can, CPU tensors the plain PyTorch reference;
@@ -38,9 +39,9 @@ def sage_attention(
     hides from it: see :class:`SageConfig`, and :meth:`SageConfig.strictly_causal` for a preset without that.
 
     Args:
-        q: (B, H, N_q, D), any strides. fp16 or bf16, in the reference also fp32. For kernels D is a multiple
-            of 8 up to 256.
-        k, v: (B, H_kv, N_kv, D) as q.
+        query: (B, H, N_q, D), any strides. fp16 or bf16, in the reference also fp32. For kernels D is a
+            multiple of 8 up to 256.
+        key, value: (B, H_kv, N_kv, D) as query.
         attn_mask, dropout_p: not supported; they keep the argument order of torch's operator.
         is_causal: query i sees keys 0 … i, counted from the first of each, as in torch's operator.
         scale: factor of the logits; 1/√D by default.
@@ -48,23 +49,27 @@ def sage_attention(
         window_size: (left, right): query i sees keys i − left … i + right, counted from the first of each and
             within each document; −1 is no limit. With ``is_causal`` right is 0. A query that sees no key
             gets zeros.
-        cu_seqlens: (documents + 1,) int32 or int64 on the device of q: packed documents, end to end in a
+        cu_seqlens: (documents + 1,) int32 or int64 on the device of query: packed documents, end to end in a
             batch of 1. Document n holds tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1, and attends to itself
             only. Tokens outside all documents get zeros, as does a document without queries or keys. Must
             start at 0 or later, never decrease and end at N_q or earlier. On a GPU that is not checked,
             because reading it would wait for the device; wrong boundaries are moved to the nearest valid.
-        cu_seqlens_kv: the same for k and v; by default ``cu_seqlens``.
+        cu_seqlens_kv: the same for key and value; by default ``cu_seqlens``.
+        return_lse: return the logsumexp of each query's logits, too.
         config: what is quantized, and how.
         kernels: "hopper", "triton" or "reference" runs that kernel set, or raises an error that says why it
             cannot. None: the fastest that can, on a CPU the reference.
 
     Returns:
-        (B, H, N_q, D), of the dtype of the inputs.
+        (B, H, N_q, D), of the dtype of the inputs. With ``return_lse`` (out, lse): lse is (B, H, N_q) fp32,
+        log Σ exp(scale · q·k) over the keys that a query sees, −inf if it sees none. It is that of the plain
+        logits, with or without smoothing, up to quantization. It has no gradient.
 
     Raises:
         ValueError: an argument is not supported, or the arguments do not fit together.
         NotImplementedError: a setting, device or GPU without kernels, or a second derivative.
     """
+    q, k, v = query, key, value
     check_arguments(
         q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, attn_mask=attn_mask, dropout_p=dropout_p
     )
@@ -75,4 +80,5 @@ def sage_attention(
     settings = encode(config)
     window = Window.of(is_causal, window_size).narrowed(q.shape[-2], k.shape[-2])
     chosen = dispatch.choose(q, scale, settings, kernels, is_windowed=window.is_sliding)
-    return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, settings, chosen)
+    arguments = (q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, settings, chosen)
+    return ops.attend(*arguments, return_lse=return_lse)

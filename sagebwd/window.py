@@ -27,7 +27,8 @@ class Window(NamedTuple):
     @property
     def is_sliding(self) -> bool:
         """Whether there is a limit beyond that of the causal mask."""
-        return self.left >= 0 or self.right > 0
+        # any, because it branches: a tracer that has symbols for the limits then gets a constant.
+        return any((self.left >= 0, self.right > 0))
 
     def narrowed(self, n_q: int, n_kv: int) -> Window:
         """Without limits that hide none of n_kv keys from any of n_q queries. A causal mask stays one."""

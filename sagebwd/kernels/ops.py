@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from sagebwd import reference
+from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.config import SageConfig, decode
 from sagebwd.kernels.layout import Axis, ForwardResult, block_count, empty_result, padded_head_dim, stand_in
+from sagebwd.kernels.lse import natural_lse
 from sagebwd.validation import check_backward_mode
 from sagebwd.window import Window
 
@@ -56,7 +58,7 @@ def _forward(
     if kernels == "reference":
         out, lse, out_residual = reference.forward(q, k, v, cu_seqlens, cu_seqlens_kv, **options)
         out_residual = q.new_empty(0) if out_residual is None else out_residual
-        k_mean = q.new_empty(0, dtype=torch.float32)
+        k_mean = reference.k_mean(k, cu_seqlens, cu_seqlens_kv, config=settings)
         return ForwardResult(out, lse, k_mean, out_residual, q.new_empty(0, dtype=torch.uint8))
     q_axis, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with torch.cuda.device_of(q):  # which may not be the current one
@@ -85,11 +87,9 @@ def _fake_forward(
     documents = 1 if boundaries is None else boundaries.shape[0] - 1
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     out_residual = torch.empty_like(q) if settings.compensate_o else q.new_empty(0)
-    k_mean_shape: tuple[int, ...] = (0,)
-    if kernels != "reference":
-        channels = padded_head_dim(k.shape[-1]) if settings.smooths_k else 0
-        k_mean_shape = (*k.shape[:2], documents * channels)
-    k_mean = k.new_empty(k_mean_shape, dtype=torch.float32)
+    channels = k.shape[-1] if kernels == "reference" else padded_head_dim(k.shape[-1])
+    channels = channels if settings.smooths_k else 0
+    k_mean = k.new_empty((*k.shape[:2], documents * channels), dtype=torch.float32)
     packed_kv = k.new_empty((0,), dtype=torch.uint8)
     if kernels == "hopper" and pack_kv_for_backward:
         blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
@@ -160,7 +160,7 @@ def _fake_backward(
 @functools.cache
 def _kernel_set(kernels: str) -> ModuleType:
     """``forward`` and ``backward`` of a kernel set, imported at its first use: none needs the others."""
-    return importlib.import_module(f"sagebwd.kernels.{kernels}.attention")
+    return importlib.import_module(f".{kernels}.attention", __package__)
 
 
 def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
@@ -207,7 +207,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor 
     if grad_out is None:
         return (None,) * 11
     q, k, v, *saved = ctx.saved_tensors
-    gradients = torch.ops.sagebwd.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *saved, *ctx.settings)
+    gradients = ops.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *saved, *ctx.settings)
     return (*gradients, *(None,) * 8)
 
 
@@ -219,15 +219,18 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 def _define(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = add_op_namespace_prefix(name)
     torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
     torch.library.impl(name, "default", run)  # on any device, where the reference runs
     torch.library.register_fake(name, fake)
 
 
-_define("sagebwd::forward", _forward, _fake_forward)
-_define("sagebwd::backward", _backward, _fake_backward)
-torch.library.register_autograd("sagebwd::forward", _differentiate, setup_context=_set_up_context)
-torch.library.register_autograd("sagebwd::backward", _refuse)
+_define("forward", _forward, _fake_forward)
+_define("backward", _backward, _fake_backward)
+torch.library.register_autograd(
+    add_op_namespace_prefix("forward"), _differentiate, setup_context=_set_up_context
+)
+torch.library.register_autograd(add_op_namespace_prefix("backward"), _refuse)
 
 
 class _Attention(torch.autograd.Function):
@@ -235,7 +238,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = torch.ops.sagebwd.forward.default(*inputs)
+        output = ops.forward.default(*inputs)
         _save_for_backward(ctx, inputs, output)
         return output[0]
 
@@ -255,12 +258,20 @@ def attend(
     scale: float,
     config: str,
     kernels: str,
-) -> Tensor:
-    """The attention output; differentiable. All arguments are those of ``sagebwd::forward``."""
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The attention output; differentiable. Other arguments are those of ``sagebwd::forward``.
+
+    With ``return_lse`` also :func:`~sagebwd.kernels.lse.natural_lse`, which has no gradient.
+    """
     has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     window = (window_left, window_right)
     inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, config, kernels, has_gradient)
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if return_lse:
+        out, lse, k_mean, *_ = ops.forward.default(*inputs)
+        return out, natural_lse(q.detach(), lse, k_mean, cu_seqlens, scale=scale, kernels=kernels)
     if is_traced or not torch.is_grad_enabled():
-        return torch.ops.sagebwd.forward.default(*inputs)[0]
+        return ops.forward.default(*inputs)[0]
     return _Attention.apply(*inputs)

@@ -21,7 +21,7 @@ from sagebwd.reference.result import AttentionResult
 from sagebwd.validation import check_arguments, check_documents, check_grad_out, check_window
 from sagebwd.window import Window
 
-__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward"]
+__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward", "k_mean"]
 
 
 @torch.no_grad()
@@ -92,6 +92,16 @@ def forward(
     packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
         return documents.forward(q, k, v, packed, window=window, scale=scale, config=config)
+
+
+def k_mean(
+    k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None, *, config: SageConfig
+) -> Tensor:
+    """What :func:`forward` subtracted from K: (B, H_kv, documents · D) fp32, no columns without smoothing."""
+    if not config.smooths_k:
+        return k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
+    boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
+    return documents.token_means(k, boundaries).flatten(-2)
 
 
 def backward(

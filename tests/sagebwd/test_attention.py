@@ -52,6 +52,12 @@ def test_means_what_torch_means(draw, args, kwargs, n_q, n_kv):
     assert all(relative_l2(x, y) < 0.03 for x, y in zip(quantized, torchs, strict=True))
 
 
+def test_arguments_have_the_names_of_torch(draw):
+    named = dict(zip(("query", "key", "value"), draw(40)[:3], strict=True))
+    torchs = scaled_dot_product_attention(**named)
+    torch.testing.assert_close(sage_attention(**named, config=NO_INT8), torchs, rtol=1e-4, atol=1e-5)
+
+
 def test_config_reaches_forward_and_backward(draw):
     inputs = draw(100)
     for config in (SageConfig.paper(), SageConfig(smooth_q=True, exact_delta=True)):
@@ -112,13 +118,14 @@ def test_a_second_derivative_is_refused(draw):
         dq.sum().backward()
 
 
-def test_saves_only_the_inputs_out_and_lse(draw):
+def test_saves_only_the_inputs_out_lse_and_the_mean_of_k(draw):
     q, k, v, _ = (x.requires_grad_() for x in draw(200))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
         sage_attention(q, k, v)
     saved = [shape for shape in saved if shape.numel()]
-    assert saved == [q.shape, k.shape, v.shape, q.shape, q.shape[:-1]]
+    mean = (*k.shape[:2], k.shape[3])
+    assert saved == [q.shape, k.shape, v.shape, q.shape, q.shape[:-1], mean]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
