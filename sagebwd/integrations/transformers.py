@@ -216,15 +216,11 @@ def _find_layout(
     if mask is not None and not isinstance(mask, TokenMask):
         given, mask = mask, read_mask(mask, batch, n_q, n_kv)
         if mask is None:
-            found = (
-                f"{tuple(given.shape)} {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
-            )
-            return None, Obstacle(
-                f"a mask for each pair of tokens ({found})",
-                f"pass the model a mask of padding, (batch, tokens), {USE_ANOTHER}",
-            )
+            is_pairwise = isinstance(given, Tensor) and given.dim() == 4
+            what = "a mask for each pair of tokens" if is_pairwise else "a mask that is not 4-dimensional"
+            return None, Obstacle(what, f"pass the model a mask of padding, (batch, tokens), {USE_ANOTHER}")
     if mask is None and is_causal and n_q not in (1, n_kv):
-        return None, Obstacle(f"{n_q} queries after {n_kv} keys without a mask that says what they see")
+        return None, Obstacle("several queries after cached keys without a mask that says what they see")
     # A mask knows better than ``is_causal`` what the model asks for.
     window = mask.window if mask is not None else (CAUSAL if is_causal else FULL)
     if n_q == 1 and window == CAUSAL:
@@ -319,7 +315,7 @@ def _find_obstacle_of_window(n_kv: int, layout: Layout, sliding_window: Any) -> 
     )
     if is_limited and layout.window[0] < 0:
         return Obstacle(
-            f"a layer's sliding_window of {sliding_window} among {n_kv} keys that its mask does not have",
+            f"a sliding_window of {sliding_window} that the layer's mask does not have",
             f"set config.sliding_window = None, {USE_ANOTHER}",
         )
     return None

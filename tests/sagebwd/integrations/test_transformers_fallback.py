@@ -185,7 +185,7 @@ def test_a_mask_for_each_pair_of_tokens_goes_to_full_precision():
     seen = (torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(10).bool()
     inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": seen}
     truth = train_step(model, "sdpa", **inputs)
-    with pytest.warns(UserWarning, match=r"a mask for each pair of tokens \(\(2, 1, 10, 10\)"):
+    with pytest.warns(UserWarning, match="a mask for each pair of tokens"):
         found = train_step(model, "sagebwd-or-full", **inputs)
     assert_same_gradients(found.gradients, truth.gradients, EXACT)
 
@@ -304,7 +304,7 @@ def test_a_layer_that_leaves_its_scaling_to_the_attention_is_refused(draw, scali
 
 def test_several_queries_after_unknown_keys_are_refused(draw):
     q, k, v, _ = draw(2, 6)
-    with pytest.raises(NotImplementedError, match="2 queries after 6 keys without a mask"):
+    with pytest.raises(NotImplementedError, match="several queries after cached keys without a mask"):
         call(q, k, v)
 
 
