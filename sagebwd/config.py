@@ -55,7 +55,7 @@ class SageConfig:
       of more than 128 channels take 64 × 64, because their rows fill a GPU's shared memory sooner.
 
     Under ``is_causal`` an output depends slightly on tokens that the mask hides from it, in every preset but
-    :meth:`strictly_causal`. Later tokens contribute to
+    :meth:`strictly_causal`; under ``window_size``, likewise. Hidden tokens contribute to
 
     - μ_K, the mean of all keys (``smooth_k``), which shifts what every key rounds to;
     - μ_Q, the mean of a block of queries (``smooth_q``);
@@ -136,6 +136,8 @@ class SageConfig:
     @classmethod
     def strictly_causal(cls) -> SageConfig:
         """Under ``is_causal``, out and dq of a token depend, bit for bit, on it and earlier tokens only.
+
+        With a ``window_size`` they depend on the token and those that its window shows, only.
 
         Not even a NaN or Inf of a later token shows, as long as O and dQ are INT8 products: outside INT8 it
         reaches the queries of its tile as 0 · NaN. This preset is more accurate than the default unless the

@@ -65,6 +65,11 @@ class GPU(NamedTuple):
     no_cuda_kernels: str | None = None
 
 
+#: Of fake tensors where there is no GPU. It runs the Triton kernels, or those that the call names: what is
+#: traced may run elsewhere.
+ABSENT_GPU = GPU("a GPU that is not there", AMPERE)
+
+
 class Call(NamedTuple):
     """What decides which kernels run: device, dtype of q, head size, settings and whether there is a window.
 
@@ -272,7 +277,7 @@ def explain_call(call: Call) -> Explanation:
         if not broken:
             return Explanation(name, reasons)
         reasons[name] = describe(broken)
-    return Explanation("reference" if call.device == "cpu" else "none", reasons)
+    return Explanation("reference" if call.device in ("cpu", "meta") else "none", reasons)
 
 
 def choose(
@@ -280,7 +285,7 @@ def choose(
 ) -> str:
     """The kernel set that runs attention on ``q``: ``kernels``, or the fastest that can.
 
-    A CPU tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
+    A CPU or meta tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
     :func:`sagebwd.config.encode`: a call looks at the settings once. Warns, once for each reason, where
     settings keep a Hopper GPU from its own kernels.
 
@@ -329,7 +334,7 @@ def _choose_once(
     if kernels not in (None, *KERNEL_SETS):
         names = ", ".join(map(repr, KERNEL_SETS))
         return "", "ValueError", f"kernels is {kernels!r}; use one of {names}, or None for the fastest"
-    if kernels == "reference" or (kernels is None and device.type == "cpu"):
+    if kernels == "reference" or (kernels is None and device.type in ("cpu", "meta")):
         return "reference", "", ""
     if device.type not in ("cpu", "cuda"):
         message = f"sagebwd has no kernels for {device.type.upper()} tensors; {USE_REFERENCE}"
@@ -337,6 +342,8 @@ def _choose_once(
     call = _call(device, dtype, head_dim, decode(config), is_windowed=is_windowed)
     if kernels == "triton" and device.type == "cpu":
         call = call._replace(is_interpreted=_is_interpreted())
+    if kernels == "hopper" and call.gpu == ABSENT_GPU:
+        call = call._replace(gpu=EXAMPLES["hopper"])
     not_hopper = [] if kernels == "triton" else obstacles("hopper", call)
     if kernels == "hopper" and not_hopper:
         message = f'kernels="hopper" cannot run: {describe(not_hopper)}; or pass kernels=None'
@@ -369,9 +376,9 @@ def _call(
 
 @functools.cache
 def gpu_of(index: int) -> GPU:
-    """The GPU with this index. Where there is none, for fake tensors: one that runs the Triton kernels."""
+    """The GPU with this index. Where there is none: :data:`ABSENT_GPU`."""
     if not torch.cuda.is_available():
-        return GPU("a GPU that is not there", AMPERE)
+        return ABSENT_GPU
     capability = torch.cuda.get_device_capability(index)
     is_amd = torch.version.hip is not None
     reason = None

@@ -113,7 +113,7 @@ def refusals(rows: list[Row]) -> str:
 def _calls(row: Row) -> str:
     if row.outcome != "INT8 in part":
         return row.outcome
-    return f"INT8 in {row.int8_calls} of {row.int8_calls + row.full_calls} layers"
+    return f"INT8 in {row.int8_calls} of {row.int8_calls + row.full_calls} calls"
 
 
 def _cosine(x: float | None) -> str:

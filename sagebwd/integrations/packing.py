@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from sagebwd.attention import sage_attention
 from sagebwd.window import FULL, Window
 
 CAUSAL = Window(-1, 0)
+
+#: Results that are remembered: layers may alternate between windows and full attention, and between models.
+REMEMBERED = 8
 
 
 @dataclass(frozen=True)
@@ -151,26 +155,26 @@ def find_layout(
     return Layout(window, documents, cu_seqlens, cu_seqlens_kv, kv_tokens=kv_tokens)
 
 
-def remember_last(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the last result again to a call with the same, unmodified arguments.
+def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a recent result again to a call with the same, unmodified arguments.
 
-    All layers of a model pass the same tensors, and reading them waits for the GPU. The version of a tensor
-    tells whether it was modified. Nothing is remembered where that is not reliable: tensors of inference mode
-    have no version, and those on the CPU, where nothing waits, may share memory with numpy.
+    All layers of a model pass the same few tensors, and reading them waits for the GPU. The version of a
+    tensor tells whether it was modified. Nothing is remembered where that is not reliable: tensors of
+    inference mode have no version, and those on the CPU, where nothing waits, may share memory with numpy.
     """
-    last: tuple[list[Any], Any] | None = None
+    recent: deque[tuple[list[Any], Any]] = deque(maxlen=REMEMBERED)
 
     @functools.wraps(function)
     def remembering(*args: Any) -> Any:
-        nonlocal last
         tensors = [x for x in args if isinstance(x, Tensor)]
         if torch.is_inference_mode_enabled() or any(x.is_inference() or x.is_cpu for x in tensors):
             return function(*args)
-        seen = last
-        if seen is None or not all(map(_is_same, seen[0], args)):
-            known = [(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args]
-            last = seen = (known, function(*args))
-        return seen[1]
+        for known, result in tuple(recent):
+            if all(map(_is_same, known, args)):
+                return result
+        result = function(*args)
+        recent.append(([(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args], result))
+        return result
 
     return torch.compiler.disable(remembering, reason="it compares tensors by identity")
 

@@ -29,7 +29,7 @@ from sagebwd.integrations.packing import (
     dense_mask,
     find_layout,
     match_widths,
-    remember_last,
+    remember_recent,
 )
 from sagebwd.validation import cast_to_autocast_dtype
 from sagebwd.window import FULL, Window
@@ -228,10 +228,12 @@ def _find_layout(
     position_ids = arguments.get("position_ids")
     if not isinstance(position_ids, Tensor) or position_ids.shape not in ((batch, n_q), (1, n_q)):
         position_ids = None  # not positions in a text: those of images have more dimensions
+    if mask is None and position_ids is None and boundaries[0] is None:
+        return Layout(window), None
     return _layout(batch, n_q, n_kv, window, mask, position_ids, *boundaries), None
 
 
-@remember_last
+@remember_recent
 def _layout(
     batch: int,
     n_q: int,
@@ -247,8 +249,6 @@ def _layout(
         raise ValueError(
             "cu_seq_lens_q and cu_seq_lens_k differ; with as many queries as keys they are the same"
         )
-    if mask is None and position_ids is None and cu_seq_lens_q is None:
-        return Layout(window)
     if mask is None:
         device = next(x.device for x in (position_ids, cu_seq_lens_q) if x is not None)
         documents = torch.ones(batch, n_kv, dtype=torch.int32, device=device)
@@ -327,8 +327,20 @@ def _asked_for(module: nn.Module, arguments: dict[str, Any]) -> list[str]:
     Models hand on whatever their forward was called with, most of it not meant for attention, so unknown
     arguments must pass. But the model's own eager attention names the arguments that change the result.
     """
-    changing = FEATURES.keys() | _eager_arguments(type(module))
-    return sorted(name for name in changing - KNOWN if arguments.get(name) is not None)
+    return [name for name in _changing_arguments(type(module)) if arguments.get(name) is not None]
+
+
+def _changing_arguments(module_type: type[nn.Module]) -> tuple[str, ...]:
+    return _changing_arguments_once(module_type)
+
+
+# A tracer runs it, as it does for sagebwd.dispatch, instead of tracing and warning of the cache.
+_changing_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _changing_arguments_once(module_type: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(sorted((FEATURES.keys() | _eager_arguments(module_type)) - KNOWN))
 
 
 def _choose_kernels(
@@ -340,7 +352,9 @@ def _choose_kernels(
     try:
         return dispatch.choose(query, scale, encode(config), is_windowed=layout.window.is_sliding), None
     except (ValueError, NotImplementedError) as error:
-        return "", Obstacle(f"this input: {error}")
+        # The operator's message offers an argument that models do not have.
+        reason = dispatch.explain(query, config=config).reasons.get("triton", str(error))
+        return "", Obstacle(f"this input: {reason}")
 
 
 # --- Full precision ----------------------------------------------------------------------------------------
@@ -400,7 +414,6 @@ def _is_own(module: nn.Module, value: Any) -> bool:
     return any(value is own for own in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
-@functools.cache
 def _eager_arguments(module_type: type[nn.Module]) -> frozenset[str]:
     """Names of all arguments of the eager attention in the file of this layer, or of its base classes."""
     eager = (getattr(file, "eager_attention_forward", None) for file in _files(module_type))

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, masking_utils
 
 from sagebwd import usage
-from sagebwd.integrations.packing import CAUSAL, Layout, dense_mask, remember_last
+from sagebwd.integrations.packing import CAUSAL, Layout, dense_mask, remember_recent
+from sagebwd.masks import HIDES_FROM
 from sagebwd.window import FULL, Window
 
 MaskFunction = Callable[..., Tensor]
@@ -25,9 +26,6 @@ MaskFunction = Callable[..., Tensor]
 USE_ANOTHER = 'use attn_implementation="sdpa" or "eager" for this model'
 
 OWN_ATTENTION = "attention that the model computes itself"
-
-#: What added to a logit leaves no weight: some models write -10,000 for minus infinity.
-NO_WEIGHT = -1e4
 
 #: None before transformers had bidirectional masks.
 BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
@@ -175,7 +173,7 @@ def make_mask(
     return TokenMask.make(documents if is_shown is None else documents * is_shown, window)
 
 
-@remember_last
+@remember_recent
 def read_mask(mask: Any, batch: int, n_q: int, n_kv: int) -> TokenMask | None:
     """A mask that transformers did not make by :func:`make_mask`, if it has documents and a window.
 
@@ -191,7 +189,7 @@ def read_mask(mask: Any, batch: int, n_q: int, n_kv: int) -> TokenMask | None:
     seen = mask
     if mask.is_floating_point():
         seen = mask == 0
-        if not bool((seen | (mask <= NO_WEIGHT)).all()):
+        if not bool((seen | (mask <= HIDES_FROM)).all()):
             return None
     if seen.dtype != torch.bool:
         return None

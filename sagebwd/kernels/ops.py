@@ -218,6 +218,17 @@ def _refuse(ctx: Any, *_: Any) -> None:
     )
 
 
+def _refuse_torch_func() -> None:
+    """Raise NotImplementedError under torch.func.grad and its kin: torch's own message has no fix."""
+    functorch = torch._C._functorch
+    levels = functorch.get_interpreter_stack() or ()
+    if any(level.key() == functorch.TransformType.Grad for level in levels):
+        raise NotImplementedError(
+            "sage_attention has no gradient under functorch transforms (torch.func.grad, vjp, jacrev, …); "
+            "call backward or torch.autograd.grad, or use torch.nn.functional.scaled_dot_product_attention"
+        )
+
+
 def _define(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = add_op_namespace_prefix(name)
     torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
@@ -266,12 +277,15 @@ def attend(
     With ``return_lse`` also :func:`~sagebwd.kernels.lse.natural_lse`, which has no gradient.
     """
     has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    is_compiling = torch.compiler.is_compiling()
+    is_transformed = torch._C._are_functorch_transforms_active()
+    if has_gradient and is_transformed and not is_compiling:
+        _refuse_torch_func()
     window = (window_left, window_right)
     inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, config, kernels, has_gradient)
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if return_lse:
         out, lse, k_mean, *_ = ops.forward.default(*inputs)
         return out, natural_lse(q.detach(), lse, k_mean, cu_seqlens, scale=scale, kernels=kernels)
-    if is_traced or not torch.is_grad_enabled():
+    if is_compiling or is_transformed or not torch.is_grad_enabled():
         return ops.forward.default(*inputs)[0]
     return _Attention.apply(*inputs)

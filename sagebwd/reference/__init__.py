@@ -18,7 +18,13 @@ from sagebwd.reference.algorithm import SoftmaxGradientTiles
 from sagebwd.reference.documents import Document
 from sagebwd.reference.exact import exact_attention
 from sagebwd.reference.result import AttentionResult
-from sagebwd.validation import check_arguments, check_documents, check_grad_out, check_window
+from sagebwd.validation import (
+    check_arguments,
+    check_documents,
+    check_grad_out,
+    check_not_empty,
+    check_window,
+)
 from sagebwd.window import Window
 
 __all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward", "k_mean"]
@@ -59,6 +65,7 @@ def attention(
         ValueError: the arguments do not fit together; the message says how to fix it.
     """
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config)
+    check_not_empty(q, k)
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     check_window(window_size)
     boundaries = (cu_seqlens, cu_seqlens_kv)

@@ -167,6 +167,11 @@ FAMILIES = [
                         "laurel_rank": 8,
                     },
                 ),
+                "EmbeddingGemma": (
+                    "Gemma3TextModel",
+                    {"num_hidden_layers": 6, "use_bidirectional_attention": True},
+                ),
+                "VaultGemma": ("VaultGemmaForCausalLM", {}),
                 "GPT-OSS": ("GptOssForCausalLM", {}),
                 "DeepSeek-V2": ("DeepseekV2ForCausalLM", MLA | {"first_k_dense_replace": 2}),
                 "DeepSeek-V3": ("DeepseekV3ForCausalLM", MLA | {"first_k_dense_replace": 2}),
@@ -187,6 +192,14 @@ FAMILIES = [
                 "Cohere 2": ("Cohere2ForCausalLM", {}),
                 "Granite": ("GraniteForCausalLM", {}),
                 "Granite-MoE": ("GraniteMoeForCausalLM", {}),
+                "Granite-SWA": ("GraniteSWAForCausalLM", {}),
+                "MiMo-V2-Flash": ("MiMoV2FlashForCausalLM", {}),
+                "Apertus": ("ApertusForCausalLM", {}),
+                "HunYuan": ("HunYuanDenseV1ForCausalLM", {}),
+                "NanoChat": ("NanoChatForCausalLM", {}),
+                "DiffLlama": ("DiffLlamaForCausalLM", {}),
+                "Doge": ("DogeForCausalLM", {}),
+                "BioGPT": ("BioGptForCausalLM", {}),
                 "Falcon": ("FalconForCausalLM", {"multi_query": False}),
                 "StarCoder2": ("Starcoder2ForCausalLM", {}),
                 "StableLM": ("StableLmForCausalLM", {}),
@@ -216,6 +229,11 @@ FAMILIES = [
                 "ALBERT": ("AlbertForMaskedLM", {}),
                 "ELECTRA": ("ElectraForMaskedLM", {}),
                 "ModernBERT": ("ModernBertForMaskedLM", {"local_attention": 16}),
+                "ModernBERT decoder": ("ModernBertDecoderForCausalLM", {"local_attention": 16}),
+                "XLM-RoBERTa": ("XLMRobertaForMaskedLM", {}),
+                "EuroBERT": ("EuroBertForMaskedLM", {}),
+                "Longformer": ("LongformerForMaskedLM", {"attention_window": 16}),
+                "XLNet": ("XLNetLMHeadModel", {}),
                 "DeBERTa-v2": ("DebertaV2ForMaskedLM", {}),
                 "MPNet": ("MPNetForMaskedLM", {}),
                 "ESM": ("EsmForMaskedLM", {}),
@@ -284,9 +302,9 @@ NAMES = [family.name for family in FAMILIES]
 
 def families(names: list[str] | None = None) -> list[Row]:
     """Try the families with these names, or all."""
-    register("sagebwd")
-    register("sagebwd-or-full", fallback="sdpa")
-    register("sagebwd-exact", SageConfig(int8_matmuls=()), fallback="sdpa")
+    register("int8-or-error")
+    register("int8-or-full", fallback="sdpa")
+    register("unquantized", SageConfig(int8_matmuls=()), fallback="sdpa")
     return [_try(family) for family in FAMILIES if names is None or family.name in names]
 
 
@@ -296,15 +314,16 @@ def _try(family: Family) -> Row:
     truth, attention = _step(family, _full_precision_of(family))
     refusal = ""
     try:
-        _step(family, "sagebwd")
+        _step(family, "int8-or-error")
     except NotImplementedError as error:
         refusal = str(error)
     sagebwd.report(clear=True)
     try:
-        with warnings.catch_warnings(action="ignore"):  # they are in the report
-            found, _ = _step(family, "sagebwd-or-full")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is in the report
+            found, _ = _step(family, "int8-or-full")
             calls = calls_of(sagebwd.report())
-            exact, _ = _step(family, "sagebwd-exact")
+            exact, _ = _step(family, "unquantized")
     except NotImplementedError as error:
         return row(refusal=str(error))
     exact_cosine = compare_gradients(exact, truth, attention)["cosine"]

@@ -14,6 +14,7 @@ from scripts.families import Row, transformers
         ("DeepSeek-V2", "INT8", ""),
         ("Whisper", "INT8", ""),
         ("ViT", "INT8", ""),
+        ("MiMo-V2-Flash", "INT8 in part", "attention sinks (s_aux)"),
         ("Gemma 2", "full precision", "soft-capping of the logits (softcap)"),
         ("DeBERTa-v2", "full precision", "attention that the model computes itself"),
         ("DeepSeek-V3.2", "refused", ""),
@@ -55,5 +56,5 @@ def test_every_family_got_its_gradients_or_a_way_out():
 
 def test_layers_that_differ_are_counted_apart():
     row = Row("library", "Family", "Class", int8_calls=5, full_calls=1, fallback="a bias", refusal="F: no")
-    assert "| INT8 in 5 of 6 layers | – | – | – | a bias |" in integration_table.table([row])
+    assert "| INT8 in 5 of 6 calls | – | – | – | a bias |" in integration_table.table([row])
     assert integration_table.refusals([row]).endswith("| no | Family |\n")

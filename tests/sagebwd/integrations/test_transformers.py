@@ -1,5 +1,7 @@
 """Models of transformers train with SageBwd as with "sdpa", with and without padding."""
 
+import warnings
+
 import pytest
 import torch
 import transformers
@@ -71,6 +73,18 @@ def test_gradient_checkpointing_changes_nothing():
     enable({"use_reentrant": False})
     checkpointed = train_step(model, "sagebwd", **inputs)
     assert_same_gradients(checkpointed.gradients, plain.gradients, EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile reads it
+def test_a_compiled_model_computes_the_same():
+    model, inputs = make("mistral", num_hidden_layers=1, sliding_window=9), padded("mistral", "left")
+    eager = train_step(model, "sagebwd", **inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    model.zero_grad()
+    compiled(**inputs).loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    assert_same_gradients(found, eager.gradients, EXACT)
 
 
 def test_a_few_steps_of_training_lower_the_loss():
@@ -204,18 +218,62 @@ def test_a_window_over_padding_inside_the_text_is_not_computed_by_its_wrong_dist
     assert_same_gradients(found.gradients, truth.gradients, EXACT)
 
 
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+# Hopper's own kernels have no windows, and say so.
+may_run_triton = pytest.mark.filterwarnings("ignore:sage_attention runs the Triton kernels:UserWarning")
+
+
+def to_gpu(inputs: dict[str, object]) -> dict[str, object]:
+    return {name: x.to("cuda") if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("how", ["even", "left", "right", "positions", "cu_seq_lens"])
+@on_a_gpu
+@may_run_triton
+@pytest.mark.parametrize("how", ["even", "left", "right", "window", "positions", "cu_seq_lens"])
 def test_on_a_gpu_a_model_trains_as_with_sdpa_but_for_the_rounding(how):
-    model = make("qwen3", hidden_size=256, head_dim=64, initializer_range=0.06).to("cuda", torch.bfloat16)
-    inputs = packed(how) if how in ("positions", "cu_seq_lens") else padded("qwen3", how)
+    name, window, side = ("mistral", {"sliding_window": 9}, "left") if how == "window" else ("qwen3", {}, how)
+    sizes = {"hidden_size": 256, "head_dim": 64, "initializer_range": 0.06}
+    model = make(name, **sizes, **window).to("cuda", torch.bfloat16)
+    inputs = packed(how) if how in ("positions", "cu_seq_lens") else padded(name, side)
     if how == "even":
         del inputs["attention_mask"]
-    inputs = {name: x.to("cuda") if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    inputs = to_gpu(inputs)
     real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     truth = train_step(model, "sdpa", **inputs)
     found = train_step(model, "sagebwd", **inputs)
     assert found.loss == pytest.approx(truth.loss, rel=2 * INT8_LOSS)
     assert error(found.logits[real], truth.logits[real]) < 2 * INT8_OUTPUT
     assert_same_gradients(found.gradients, truth.gradients, 2 * INT8_GRADIENT)
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@may_run_triton
+def test_on_a_gpu_masks_are_read_once_however_many_layers_there_are():
+    waits = []
+    for layers in (6, 12):
+        sizes = {"num_hidden_layers": layers, "sliding_window": 9, "hidden_size": 256, "head_dim": 64}
+        model, inputs = make("gemma3", **sizes).to("cuda", torch.bfloat16), to_gpu(padded("gemma3", "left"))
+        train_step(model, "sagebwd", **inputs)  # compiles the kernels
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                model(**inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchronizing" in str(warning.message) for warning in said))
+    assert waits[0] == waits[1]
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_on_a_gpu_fp32_falls_back():
+    model, inputs = make("llama").to("cuda"), to_gpu(padded("llama", "left"))
+    truth = train_step(model, "sdpa", **inputs)
+    with pytest.raises(NotImplementedError, match=r"q, k, v are float32 \(cast them to bfloat16"):
+        train_step(model, "sagebwd", **inputs)
+    with pytest.warns(UserWarning, match="LlamaAttention runs in full precision, not in INT8: this input"):
+        found = train_step(model, "sagebwd-or-full", **inputs)
+    assert_same_gradients(found.gradients, truth.gradients, 1e-3)

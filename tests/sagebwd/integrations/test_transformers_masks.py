@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, masking_utils
 
 from sagebwd import SageConfig, sage_attention
-from sagebwd.integrations.packing import CAUSAL, remember_last
+from sagebwd.integrations.packing import CAUSAL, REMEMBERED, remember_recent
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_masks import TokenMask
 from sagebwd.window import FULL, Window
@@ -232,15 +232,18 @@ def test_a_mask_of_tokens_keeps_its_window_where_it_goes_and_is_for_handing_on_a
             compute()
 
 
-def test_the_last_layout_is_remembered_until_a_tensor_changes():
+def test_recent_layouts_are_remembered_until_a_tensor_changes():
     calls = []
-    remembering = remember_last(lambda *arguments: calls.append(arguments) or len(calls))
+    remembering = remember_recent(lambda *arguments: calls.append(arguments) or len(calls))
     x, same = torch.zeros(3, device="meta"), torch.zeros(3, device="meta")
     assert [remembering(x, 1), remembering(x, 1)] == [1, 1]
-    assert [remembering(x, 2), remembering(same, 2), remembering(None, 2), remembering(x, 2)] == [2, 3, 4, 5]
+    assert [remembering(x, 2), remembering(same, 2), remembering(None, 2), remembering(x, 2)] == [2, 3, 4, 2]
     x.add_(1)
-    assert remembering(x, 2) == 6
+    assert [remembering(x, 2), remembering(x, 2)] == [5, 5]
+    for other in range(REMEMBERED):
+        remembering(same, -other)
+    assert remembering(x, 2) == 6 + REMEMBERED
     with torch.inference_mode():
-        assert [remembering(x, 2), remembering(x, 2)] == [7, 8]
+        assert remembering(x, 2) != remembering(x, 2)
     in_memory_of_numpy = torch.zeros(3)
-    assert [remembering(in_memory_of_numpy), remembering(in_memory_of_numpy)] == [9, 10]
+    assert remembering(in_memory_of_numpy) != remembering(in_memory_of_numpy)
