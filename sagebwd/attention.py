@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -13,7 +10,7 @@ from sagebwd import dispatch, masks
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.kernels import ops
 from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents, check_window
-from sagebwd.window import Window
+from sagebwd.window import FULL, Window
 
 
 def sage_attention(
@@ -62,8 +59,10 @@ def sage_attention(
         key_padding_mask: (B, N_kv) bool, True for keys that take part (``nn.MultiheadAttention`` has it the
             other way round). Hidden keys influence nothing, whatever they hold, and their gradients are
             zero; a sequence without keys gets zeros. With ``is_causal`` or a window there must be as many
-            queries as keys, and a hidden token is hidden as a query, too: its output is zero. With a
-            window the visible tokens of a sequence must be contiguous. Not together with ``cu_seqlens``.
+            queries as keys, and a hidden token is hidden as a query, too: its output is zero. With a window
+            the keys that take part must lie side by side, padding before or after them; a mask with holes
+            raises an error on a CPU, and gives NaN as an ``attn_mask`` that is a bias does. Not together with
+            ``cu_seqlens``.
         cu_seqlens: (documents + 1,) int32 or int64 on the device of query: packed documents, end to end in a
             batch of 1. Document n holds tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1, and attends to itself
             only. Tokens outside all documents get zeros, as does a document without queries or keys. Must
@@ -89,30 +88,27 @@ def sage_attention(
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     check_window(window_size)
     mask = masks.find_key_mask(q, k, attn_mask, key_padding_mask)
+    asked = Window.of(is_causal, window_size)
+    window = asked.narrowed(q.shape[-2], k.shape[-2])
+    if mask is not None:
+        has_documents = cu_seqlens is not None
+        mask = masks.check_combination(mask, q, k, asked, window, has_documents=has_documents)
     q, k, v = cast_to_autocast_dtype(q, k, v)
     if 0 in (*q.shape, *k.shape):
-        # Nothing to compute: the output is empty or zeros, and so are the gradients.
-        out = scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
-        return (out, out.new_full(q.shape[:3], -math.inf, dtype=torch.float32)) if return_lse else out
+        return _nothing(q, k, v, return_lse)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     settings = encode(config)
-    window = Window.of(is_causal, window_size).narrowed(q.shape[-2], k.shape[-2])
     chosen = dispatch.choose(q, scale, settings, kernels, is_windowed=window.is_sliding)
-    attend = partial(
-        ops.attend,
-        window_left=window.left,
-        window_right=window.right,
-        scale=scale,
-        config=settings,
-        kernels=chosen,
-        return_lse=return_lse,
-    )
+    others = (*window, scale, settings, chosen)
     if mask is None:
-        return attend(q, k, v, cu_seqlens, cu_seqlens_kv)
-    is_ordered = any((window.left >= 0, window.right >= 0))  # a causal mask may be given as a window
-    masks.check_combination(q, k, has_documents=cu_seqlens is not None, is_ordered=is_ordered)
-    if window.is_sliding:
-        mask = masks.without_gaps(mask)
-    tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=is_ordered)
-    result = attend(*tokens.pack(q, k, v), tokens.cu_seqlens, tokens.cu_seqlens_kv)
+        return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, *others, return_lse=return_lse)
+    tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=asked != FULL)
+    documents = (tokens.cu_seqlens, tokens.cu_seqlens_kv)
+    result = ops.attend(*tokens.pack(q, k, v), *documents, *others, return_lse=return_lse)
     return tuple(map(tokens.unpack, result)) if return_lse else tokens.unpack(result)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of tensors without elements: what torch gives, empty or zeros, with such gradients."""
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return (out, q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)) if return_lse else out

@@ -104,7 +104,7 @@ def fall_back(name: str, reason: str, fallback: str, layer: int | None = None, *
 
     Args:
         name, layer: as of :func:`record`.
-        reason: what SageBwd does not compute, as half a sentence: "a position bias".
+        reason: what SageBwd does not compute, as a noun: "a position bias".
         fallback: "error" refuses, "sdpa" counts and warns.
         fix: for the error, what the user can do instead of falling back: "set it to 0".
 
@@ -112,12 +112,17 @@ def fall_back(name: str, reason: str, fallback: str, layer: int | None = None, *
         NotImplementedError: ``fallback`` is "error".
     """
     if fallback == "error":
-        fix = f"{fix}, or " if fix else ""
-        raise NotImplementedError(
-            f"{name}: {reason}, which sagebwd does not compute; {fix}register sagebwd with fallback='sdpa' "
-            "to compute such layers in full precision"
-        )
+        raise refusal(name, reason, fix)
     _count(name, layer, "", reason)
+
+
+def refusal(name: str, reason: str, fix: str = "") -> NotImplementedError:
+    """The error of :func:`fall_back`."""
+    fix = f"{fix}, or " if fix else ""
+    return NotImplementedError(
+        f"{name}: sagebwd does not compute {reason}; {fix}register sagebwd with fallback='sdpa' to compute "
+        "such layers in full precision"
+    )
 
 
 def check_fallback(fallback: str) -> None:

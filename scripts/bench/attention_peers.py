@@ -187,6 +187,7 @@ class Peer(NamedTuple):
 #: results/ holds these row names; scripts.bench.looks has the titles that people see.
 CONFIGS = {
     "default": ("sagebwd", SageConfig(), BOUND_INT8),
+    "low-bias": ("sagebwd low bias", SageConfig.low_bias(), BOUND_INT8),
     "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
     "strictly-causal": ("sagebwd strictly causal", SageConfig.strictly_causal(), BOUND_INT8),
     "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),

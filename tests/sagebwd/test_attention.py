@@ -291,6 +291,8 @@ def test_empty_tensors_give_what_torch_gives(empty):
             assert x.shape == y.shape
             assert torch.equal(x, y)
             assert not x.any()
+    lse = sage_attention(q, k, k, enable_gqa=True, return_lse=True)[1]
+    assert torch.equal(lse, torch.full(q.shape[:-1], -torch.inf))
 
 
 def test_the_diagnostic_call_refuses_empty_tensors():

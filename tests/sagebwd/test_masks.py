@@ -172,6 +172,36 @@ def test_vmap(draw):
     assert torch.equal(torch.vmap(attend)(q, k, v, mask).flatten(0, 1), wanted)
 
 
+@pytest.mark.parametrize("window_size", [(5, 2), (60, 60)])
+def test_a_window_of_padded_sequences(draw, window_size):
+    """Padding on either side; each sequence gets the bits of its visible tokens alone, logsumexp included."""
+    inputs = draw(41, head_dim=16, batch=3)
+    mask = torch.zeros(3, 41, dtype=torch.bool)
+    mask[0, :30] = mask[1, 11:] = mask[2] = True
+    arguments = {"window_size": window_size, "return_lse": True}
+    out, lse = sage_attention(*inputs[:3], key_padding_mask=mask, **arguments)
+    for row, keys in enumerate(mask):
+        alone = sage_attention(*(x[row : row + 1, :, keys] for x in inputs[:3]), **arguments)
+        assert torch.equal(out[row : row + 1, :, keys], alone[0])
+        assert torch.equal(lse[row : row + 1, :, keys], alone[1])
+        assert not out[row, :, ~keys].any()
+        assert (lse[row, :, ~keys] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("window_size", [(5, 2), (-1, 3)])
+def test_a_window_over_holes_is_refused(sample, window_size):
+    inputs, _ = sample()
+    inputs = [x.nan_to_num(0.5, 0.5) for x in inputs]
+    arguments = {"key_padding_mask": MASK, "window_size": window_size, "enable_gqa": True}
+    with pytest.raises(
+        ValueError, match="hide tokens only before and after all visible ones, and it has holes"
+    ):
+        sage_attention(*inputs[:3], **arguments)
+    out = torch.compile(sage_attention, backend="eager", fullgraph=True)(*inputs[:3], **arguments)
+    assert out[0].isnan().all()
+    assert out[1:].isfinite().all()
+
+
 X = torch.ones(2, 4, 8, 16)
 KEYS = torch.ones(2, 8, dtype=torch.bool)
 
@@ -205,3 +235,5 @@ def test_refuses_combinations():
         sage_attention(X[:1], X[:1], X[:1], key_padding_mask=KEYS[:1], cu_seqlens=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
         sage_attention(X[:, :, :5], X, X, is_causal=True, key_padding_mask=KEYS)
+    with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
+        sage_attention(X[:, :, :5], X, X, window_size=(2, 2), key_padding_mask=KEYS)

@@ -38,7 +38,7 @@ def test_layers_that_ran_alike_share_a_row():
 
 
 def test_without_a_fallback_the_call_is_refused_and_not_counted():
-    with pytest.raises(NotImplementedError, match=r"Attention: a bias, .*; drop it, or .* fallback='sdpa'"):
+    with pytest.raises(NotImplementedError, match=r"does not compute a bias; drop it, or .* fallback='sdpa'"):
         usage.fall_back("Attention", "a bias", "error", fix="drop it")
     assert sagebwd.report().rows == ()
 

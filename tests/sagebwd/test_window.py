@@ -160,9 +160,7 @@ def test_hidden_keys_between_others_do_not_go_with_a_window(draw):
     q, k, v, _ = draw(40, batch=4)
     mask = PADDED.clone()
     mask[1, 20] = False
-    with pytest.raises(
-        ValueError, match="hides keys between others that it shows, together with window_size"
-    ):
+    with pytest.raises(ValueError, match="must hide tokens only before and after"):
         sage_attention(q, k, v, key_padding_mask=mask, window_size=(6, 2))
     attend = torch.compile(sage_attention, backend="eager", fullgraph=True)
     out, lse = attend(q, k, v, key_padding_mask=mask, window_size=(6, 2), return_lse=True)
@@ -170,7 +168,10 @@ def test_hidden_keys_between_others_do_not_go_with_a_window(draw):
         assert x[1].isnan().all()
         assert not x[[0, 2, 3]].isnan().any()
     wide = sage_attention(q, k, v, key_padding_mask=mask, window_size=(39, 39))
-    assert torch.equal(wide, sage_attention(q, k, v, key_padding_mask=mask))
+    full = sage_attention(q, k, v, key_padding_mask=mask)
+    visible = mask[:, None, :, None].expand_as(wide)
+    torch.testing.assert_close(wide[visible], full[visible], rtol=0, atol=0.03)  # other blocks of queries
+    assert not wide[~visible].any()
 
 
 # --- The logsumexp -----------------------------------------------------------------------------------------

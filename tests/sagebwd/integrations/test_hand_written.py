@@ -14,7 +14,7 @@ from tests.sagebwd.integrations.hand_written import VOCABULARY, Model, loss_and_
     ids=["no-int8", "default", "paper"],
 )
 def test_the_swap_costs_the_rounding_and_keeps_every_gradient(config, loss_bound, gradient_bound):
-    """The bounds of INT8 are those of test_transformers.py, for the same depth and width."""
+    """The bounds of INT8 are those of tiny_models.py, for the same depth and width."""
     truth, true_gradients = loss_and_gradients(F.scaled_dot_product_attention)
     loss, gradients = loss_and_gradients(
         lambda *args, **kwargs: sage_attention(*args, **kwargs, config=config)
