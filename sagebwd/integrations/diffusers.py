@@ -28,6 +28,7 @@ from sagebwd import dispatch, usage
 from sagebwd.attention import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.integrations.packing import match_widths
+from sagebwd.masks import find_key_mask
 from sagebwd.validation import cast_to_autocast_dtype
 from sagebwd.window import Window
 
@@ -200,8 +201,10 @@ def _find_obstacle(
     n_q, n_kv = q.shape[2], k.shape[2]
     if Window.of(False, window_size).is_sliding and n_q != n_kv:
         return f"a window over {n_q} queries and {n_kv} keys, which FlashAttention counts from the other end"
-    if mask is not None:
-        return "a mask"
+    try:
+        find_key_mask(q, k, mask, None)
+    except ValueError as error:
+        return f"this mask: {error}"
     return ""
 
 

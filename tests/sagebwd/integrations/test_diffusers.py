@@ -65,7 +65,7 @@ def error(x: Tensor, truth: Tensor) -> float:
 # Models
 
 
-@pytest.mark.parametrize("name", ["Flux", "Wan"])
+@pytest.mark.parametrize("name", ["Flux", "Wan", "Qwen-Image"])
 def test_a_model_has_the_gradients_of_full_precision(name):
     truth, _ = families.train_step(FAMILIES[name], "native")
     exact, _ = families.train_step(FAMILIES[name], "sagebwd_exact")
@@ -112,6 +112,26 @@ def test_layout_heads_mask_and_scale_are_diffusers(heads, arguments):
         assert error(x, truth) < EXACT
 
 
+def hidden_keys(dtype: torch.dtype) -> Tensor:
+    """(2, 19): keys in the middle and at the end of the second row are hidden, in bool or additive."""
+    visible = torch.ones(2, 19, dtype=torch.bool)
+    visible[1, 4:7] = visible[1, 15:] = False
+    return visible if dtype == torch.bool else torch.where(visible, 0.0, -10_000.0).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("expand", [False, True], ids=["keys", "heads-queries-keys"])
+def test_masks_of_keys(dtype, expand):
+    """diffusers' varlen backends keep the first keys of a row, as many as the mask shows, instead."""
+    mask, tensors = hidden_keys(dtype), inputs()
+    mask = mask[:, None, None].expand(2, 4, 13, 19) if expand else mask
+    found = compute("sagebwd_exact", *tensors, attn_mask=mask)
+    for x, truth in zip(found, compute("native", *tensors, attn_mask=mask), strict=True):
+        assert error(x, truth) < EXACT
+    assert not found[2][1, 4:7].any()
+    assert not found[3][1, 15:].any()
+
+
 def test_values_may_have_another_width():
     q, k, _ = inputs()
     v = torch.randn(2, 19, 4, 24, requires_grad=True)
@@ -153,7 +173,7 @@ def test_every_argument_of_diffusers_own_backends_is_named():
         ({"attention_kwargs": {"window_size": (2, 2)}}, "a window over 13 queries and 19 keys"),
         ({"attention_kwargs": {"softcap": 30.0}}, "does not compute soft-capping"),
         ({"attention_kwargs": {"return_attn_probs": True}}, "does not compute attention weights"),
-        ({"attn_mask": torch.ones(13, 19, dtype=torch.bool)}, "does not compute .*mask"),
+        ({"attn_mask": torch.ones(13, 19, dtype=torch.bool)}, "this mask: .* may differ between heads or"),
     ],
     ids=["dropout", "parallel", "window", "softcap", "weights", "mask"],
 )
