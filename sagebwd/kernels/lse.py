@@ -23,15 +23,28 @@ def natural_lse(
     """
     if kernels != "reference":
         lse = lse * math.log(2)
+    # −inf stays, whatever the shift: also NaN, which the mean of keys that no query sees may be.
+    return torch.where(lse == -torch.inf, lse, lse + _shift(q, k_mean, cu_seqlens, scale))
+
+
+def smoothed_lse(
+    q: Tensor, lse: Tensor, k_mean: Tensor, cu_seqlens: Tensor | None, *, scale: float, kernels: str
+) -> Tensor:
+    """The inverse of :func:`natural_lse`: the lse that ``sagebwd::backward`` takes."""
+    lse = torch.where(lse == -torch.inf, lse, lse - _shift(q, k_mean, cu_seqlens, scale)).contiguous()
+    return lse if kernels == "reference" else lse / math.log(2)
+
+
+def _shift(q: Tensor, k_mean: Tensor, cu_seqlens: Tensor | None, scale: float) -> Tensor | float:
+    """scale · q·μ (B, H, N_q) fp32, with the mean of K in each query's document; 0 without smoothing."""
     if not k_mean.shape[-1]:
-        return lse
+        return 0.0
     documents = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     mean = k_mean.unflatten(-1, (documents, -1))[..., : q.shape[-1]]  # (B, H_kv, documents, D)
     if cu_seqlens is not None:
         mean = mean[:, :, _document_of_tokens(cu_seqlens, q.shape[-2])]
     groups = q.float().unflatten(1, (k_mean.shape[1], -1))
-    shift = scale * (groups * mean.unsqueeze(2)).sum(-1).flatten(1, 2)
-    return torch.where(lse == -torch.inf, lse, lse + shift)
+    return scale * (groups * mean.unsqueeze(2)).sum(-1).flatten(1, 2)
 
 
 def _document_of_tokens(cu_seqlens: Tensor, n: int) -> Tensor:

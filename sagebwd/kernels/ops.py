@@ -24,7 +24,8 @@ from sagebwd import reference
 from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.config import SageConfig, decode
 from sagebwd.kernels.layout import Axis, ForwardResult, block_count, empty_result, padded_head_dim, stand_in
-from sagebwd.kernels.lse import natural_lse
+from sagebwd.kernels.lse import natural_lse, smoothed_lse
+from sagebwd.kernels.on_import import when_imported
 from sagebwd.validation import check_backward_mode
 from sagebwd.window import Window
 
@@ -160,7 +161,11 @@ def _fake_backward(
 @functools.cache
 def _kernel_set(kernels: str) -> ModuleType:
     """``forward`` and ``backward`` of a kernel set, imported at its first use: none needs the others."""
-    return importlib.import_module(f".{kernels}.attention", __package__)
+    return _module(f"{kernels}.attention")
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}", __package__)
 
 
 def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
@@ -242,6 +247,8 @@ torch.library.register_autograd(
     add_op_namespace_prefix("forward"), _differentiate, setup_context=_set_up_context
 )
 torch.library.register_autograd(add_op_namespace_prefix("backward"), _refuse)
+when_imported("torch.utils.flop_counter", lambda: _module("flops").register())
+when_imported("torch.distributed.tensor", lambda: _module("sharding").register())
 
 
 class _Attention(torch.autograd.Function):
@@ -282,10 +289,43 @@ def attend(
     if has_gradient and is_transformed and not is_compiling:
         _refuse_torch_func()
     window = (window_left, window_right)
-    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, config, kernels, has_gradient)
+    packs = has_gradient and type(k) is Tensor  # a DTensor cannot shard what is packed
+    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, config, kernels, packs)
     if return_lse:
         out, lse, k_mean, *_ = ops.forward.default(*inputs)
         return out, natural_lse(q.detach(), lse, k_mean, cu_seqlens, scale=scale, kernels=kernels)
     if is_compiling or is_transformed or not torch.is_grad_enabled():
         return ops.forward.default(*inputs)[0]
     return _Attention.apply(*inputs)
+
+
+def saved_for_backward(
+    q: Tensor,
+    k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    scale: float,
+    config: str,
+    kernels: str,
+) -> ForwardResult:
+    """What ``sagebwd::backward`` needs, from ``out`` and the logsumexp of the plain logits alone.
+
+    For operators that save nothing else. The mean of K is computed once more, to the same bits.
+
+    Args:
+        lse: (B, H, N_q) fp32, of the logits without smoothing, to base e.
+        config: without ``compensate_o``; as all other arguments of ``sagebwd::forward``.
+    """
+    settings = decode(config)
+    if kernels == "reference":
+        k_mean = reference.k_mean(k, cu_seqlens, cu_seqlens_kv, config=settings)
+    elif settings.smooths_k:
+        _, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
+        with torch.cuda.device_of(q):
+            k_mean = _kernel_set(kernels).token_mean(k, kv_axis).view(*k.shape[:2], -1)
+    else:
+        k_mean = k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
+    lse = smoothed_lse(q, lse, k_mean, cu_seqlens, scale=scale, kernels=kernels)
+    return ForwardResult(out, lse, k_mean, q.new_empty(0), q.new_empty(0, dtype=torch.uint8))

@@ -74,7 +74,7 @@ def test_every_setting_has_its_kernels():
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 136, 256])
 def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
-    fast = name in ("default", "consistent") and head_dim in HOPPER_HEAD_DIMS
+    fast = name in ("default", "low_bias", "consistent") and head_dim in HOPPER_HEAD_DIMS
     on_hopper = explain_call(call(config=PRESETS[name], head_dim=head_dim))
     assert on_hopper.kernels == ("hopper" if fast else "triton")
     for capability in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):

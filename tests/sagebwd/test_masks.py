@@ -71,6 +71,14 @@ def test_is_exact_attention_on_the_visible_keys(sample, n_q, is_causal):
             assert relative_l2(found, x) < 0.03
 
 
+def test_a_causal_window_is_the_causal_mask(sample):
+    """Hidden tokens are hidden as queries, too."""
+    inputs, _ = sample(is_causal=True)
+    found = gradients(inputs, window_size=(-1, 0), key_padding_mask=MASK)
+    for x, y in zip(found, gradients(inputs, is_causal=True, key_padding_mask=MASK), strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_mask_of_ones_changes_no_bit(draw, is_causal):
     """In the reference: the scales and means of a document are those of its sequence."""

@@ -132,6 +132,48 @@ def test_a_window_that_hides_nothing_changes_no_bit(draw):
     assert all(map(torch.equal, wide, causal))
 
 
+# --- With masks that hide keys -----------------------------------------------------------------------------
+
+#: Padding on the right, on the left and on both sides; no key at all.
+PADDED = torch.zeros(4, 40, dtype=torch.bool)
+PADDED[0, :33] = PADDED[1, 9:] = PADDED[2, 5:30] = True
+
+
+def test_padding_goes_with_a_window(draw):
+    """The window counts tokens where they are. A hidden token is hidden as a query, too."""
+    inputs = draw(40, heads=4, kv_heads=2, batch=4)
+    settings = {"window_size": (6, 2), "config": NO_INT8}
+    ours = gradients(sage_attention, *inputs, key_padding_mask=PADDED, **settings)
+    mask = mask_of(40, 40, 6, 2) & PADDED[:, None, None] & PADDED[:, None, :, None]
+    torchs = gradients(scaled_dot_product_attention, *inputs, attn_mask=mask)
+    for x, y in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    _, lse = sage_attention(
+        *inputs[:3], enable_gqa=True, key_padding_mask=PADDED, return_lse=True, **settings
+    )
+    logits = inputs[0] @ inputs[1].repeat_interleave(2, 1).mT * inputs[0].shape[-1] ** -0.5
+    torch.testing.assert_close(lse, logits.masked_fill(~mask, -torch.inf).logsumexp(-1))
+
+
+def test_hidden_keys_between_others_do_not_go_with_a_window(draw):
+    """Left out, they would bring those around them closer. Where the mask cannot be read, NaN says so."""
+    q, k, v, _ = draw(40, batch=4)
+    mask = PADDED.clone()
+    mask[1, 20] = False
+    with pytest.raises(ValueError, match="must hide tokens only before and after"):
+        sage_attention(q, k, v, key_padding_mask=mask, window_size=(6, 2))
+    attend = torch.compile(sage_attention, backend="eager", fullgraph=True)
+    out, lse = attend(q, k, v, key_padding_mask=mask, window_size=(6, 2), return_lse=True)
+    for x in (out, lse):
+        assert x[1].isnan().all()
+        assert not x[[0, 2, 3]].isnan().any()
+    wide = sage_attention(q, k, v, key_padding_mask=mask, window_size=(39, 39))
+    full = sage_attention(q, k, v, key_padding_mask=mask)
+    visible = mask[:, None, :, None].expand_as(wide)
+    torch.testing.assert_close(wide[visible], full[visible], rtol=0, atol=0.03)  # other blocks of queries
+    assert not wide[~visible].any()
+
+
 # --- The logsumexp -----------------------------------------------------------------------------------------
 
 
@@ -166,3 +208,12 @@ def test_the_gradient_with_a_logsumexp_is_the_same_one(draw):
         lambda *x, **settings: sage_attention(*x, return_lse=True, **settings)[0], q, k, v, grad_out
     )
     assert all(map(torch.equal, with_lse, plain))
+
+
+def test_without_keys_or_queries_the_logsumexp_is_that_of_nothing():
+    q, k = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 0, 8)
+    out, lse = sage_attention(q, k, k, return_lse=True)
+    assert not out.any()
+    assert lse.shape == (2, 3, 5)
+    assert (lse == -torch.inf).all()
+    assert sage_attention(k, q, q, return_lse=True)[1].shape == (2, 3, 0)

@@ -182,6 +182,11 @@ def _multiprocessors(device: int) -> int:
 # --- Attention --------------------------------------------------------------------------------------------
 
 
+def token_mean(x: Tensor, axis: Axis) -> Tensor:
+    """As :func:`sagebwd.kernels.triton.quantize.token_mean`, to the bits of the ``k_mean`` of the forward."""
+    return PACKER.token_mean(x, axis)
+
+
 def forward(
     q: Tensor,
     k: Tensor,

@@ -10,7 +10,10 @@ from sagebwd.config import SageConfig
 from sagebwd.kernels.layout import Axis, ForwardResult
 from sagebwd.kernels.triton import backward as _backward
 from sagebwd.kernels.triton import forward as _forward
+from sagebwd.kernels.triton.quantize import token_mean
 from sagebwd.window import Window
+
+__all__ = ["backward", "forward", "token_mean", "too_large"]
 
 
 def forward(
