@@ -60,8 +60,8 @@ ATTENTION = {
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 
 WHAT_HELPS = (
-    "Use sagebwd.integrations.torch_flash for those that call scaled_dot_product_attention, or replace them "
-    "with model.set_attn_processor"
+    "Keep diffusers' own backend and use sagebwd.integrations.torch_flash, which reaches all that calls "
+    "scaled_dot_product_attention, or replace these processors with model.set_attn_processor"
 )
 
 #: ``fallback`` of each name that is registered here.
@@ -165,8 +165,8 @@ def _attention(
     Returns:
         The output (B, N_q, H, D_v); with ``return_lse`` also (B, H, N_q) fp32, as from FlashAttention.
     """
-    if isinstance(attn_mask, Tensor) and attn_mask.shape == (key.shape[0], key.shape[1]):
-        attn_mask = attn_mask[:, None, None]  # as diffusers' own backend reads it
+    if isinstance(attn_mask, Tensor):
+        attn_mask = _read_mask(attn_mask, query, key)
     q, k, v = match_widths(*(x.transpose(1, 2) for x in (query, key, value)))
     settings = {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "window_size": window_size}
     kernels, reason = _choose_kernels(q, k, v, config, **settings)
@@ -188,6 +188,21 @@ def _attention(
     out, *lse = result if return_lse else (result,)
     out = out[..., : value.shape[-1]].transpose(1, 2)
     return (out, *lse) if return_lse else out
+
+
+def _read_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask that hides keys as (B or 1, 1, 1, N_kv), where its shape tells; any other as it is.
+
+    diffusers' own backend reads (B, N_kv) so. ``Attention.prepare_attention_mask`` repeats a mask for each
+    head, to (B, H, 1, N_kv): where heads differ after all, NaN makes an error of it, on a GPU NaN.
+    """
+    if mask.shape == (key.shape[0], key.shape[1]):
+        return mask[:, None, None]
+    if mask.dim() != 4 or mask.shape[1] == 1 or mask.shape[2] != 1 or query.shape[1] == 1:
+        return mask
+    same = (mask == mask[:, :1]).all(1, keepdim=True)
+    of_head = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
+    return of_head[:, :1].masked_fill(~same, torch.nan)
 
 
 def _find_obstacle(

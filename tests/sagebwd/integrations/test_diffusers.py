@@ -21,6 +21,7 @@ from diffusers.models.attention_dispatch import (
     dispatch_attention_fn,
 )
 
+from sagebwd.integrations import torch_flash
 from sagebwd.integrations.diffusers import check, find_bypasses, register
 from scripts.families import diffusers as families
 
@@ -120,16 +121,30 @@ def hidden_keys(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-@pytest.mark.parametrize("expand", [False, True], ids=["keys", "heads-queries-keys"])
+@pytest.mark.parametrize(
+    "expand",
+    [
+        lambda mask: mask,
+        lambda mask: mask[:, None, None].expand(2, 4, 13, 19),
+        lambda mask: mask[:, None, None].repeat(1, 4, 1, 1),
+    ],
+    ids=["keys", "expanded", "repeated-for-heads"],
+)
 def test_masks_of_keys(dtype, expand):
     """diffusers' varlen backends keep the first keys of a row, as many as the mask shows, instead."""
-    mask, tensors = hidden_keys(dtype), inputs()
-    mask = mask[:, None, None].expand(2, 4, 13, 19) if expand else mask
+    mask, tensors = expand(hidden_keys(dtype)), inputs()
     found = compute("sagebwd_exact", *tensors, attn_mask=mask)
     for x, truth in zip(found, compute("native", *tensors, attn_mask=mask), strict=True):
         assert error(x, truth) < EXACT
     assert not found[2][1, 4:7].any()
     assert not found[3][1, 15:].any()
+
+
+def test_masks_that_differ_between_heads_are_refused():
+    mask = hidden_keys(torch.bool)[:, None, None].repeat(1, 4, 1, 1)
+    mask[0, 2, 0, 3] = False
+    with pytest.raises(NotImplementedError, match="this mask: attn_mask has values other than 0"):
+        dispatch_attention_fn(*inputs(), backend="sagebwd", attn_mask=mask)
 
 
 def test_values_may_have_another_width():
@@ -252,6 +267,15 @@ def test_a_processor_that_calls_pytorch_itself_is_refused_before_the_first_step(
         model.set_attention_backend("sagebwd_or_full")
     assert sagebwd.report().rows[0].name == "JointAttnProcessor2_0"
     model.set_attention_backend("native")
+
+
+def test_torch_flash_reaches_them():
+    family = FAMILIES["SD 3"]
+    truth, _ = families.train_step(family, "native")
+    with torch_flash.patch_sdpa():
+        found, attention = families.train_step(family, "native")
+    assert families.compare_gradients(found, truth, attention)["attention_cosine"] > 0.998
+    assert {row.kernels for row in sagebwd.report().rows} == {"reference"}
 
 
 def _helper(q: Tensor) -> Tensor:
