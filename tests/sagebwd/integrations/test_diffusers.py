@@ -231,6 +231,20 @@ def test_it_compiles_without_a_graph_break():
     assert torch.equal(compiled(q, k, v), attend(q, k, v))
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernels_compute_it():
+    q, k, v = (x.detach().cuda().bfloat16().requires_grad_() for x in inputs())
+    mask = hidden_keys(torch.bool).cuda()
+    for arguments in ({}, {"attn_mask": mask}, {"attn_mask": mask[:, None, None].repeat(1, 4, 1, 1)}):
+        out = dispatch_attention_fn(q, k, v, backend="sagebwd", **arguments)
+        truth = dispatch_attention_fn(q.float(), k.float(), v.float(), backend="native", **arguments)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        true_gradients = torch.autograd.grad(truth.sum(), (q, k, v))
+        for x, y in zip((out.detach(), *gradients), (truth.detach(), *true_gradients), strict=True):
+            assert error(x.float(), y.float()) < 0.1
+    assert "reference" not in {row.kernels for row in sagebwd.report().rows}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
