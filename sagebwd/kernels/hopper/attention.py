@@ -130,12 +130,7 @@ def _launch(
 
     Args:
         p_16bit, defines: macros that only this kernel knows.
-
-    Raises:
-        NotImplementedError: the window is more than a causal mask.
     """
-    if window.is_sliding:
-        raise NotImplementedError(f"the Hopper kernels have no {window}; use the Triton kernels")
     head_dim = padded_head_dim(like.shape[-1])
     cta = CTA_SHAPES[name, head_dim, p_16bit]
     kernel = launch.load_kernel(
@@ -204,7 +199,11 @@ def forward(
     Returns:
         out, lse, k_mean, out_residual, packed_kv. The last is K and V packed for the backward, (blocks,
         bytes) uint8. It is empty without ``pack_kv_for_backward``; the backward then packs them itself.
+
+    Raises:
+        NotImplementedError: the window is more than a causal mask.
     """
+    _check_window(window)
     if config.smooth_k:
         k_mean = PACKER.token_mean(k, kv_axis)
     else:
@@ -267,6 +266,7 @@ def backward(
         packed_kv: of :func:`forward`. If it is not empty, k and v may be stand-ins, see
             :func:`sagebwd.kernels.layout.stand_in`.
     """
+    _check_window(window)
     if not packed_kv.numel():
         packed_kv = PACKER.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
     p_16bit = not config.is_int8("dv")
@@ -300,6 +300,14 @@ def backward(
     )
     _launch("dq", q, window, arguments)
     return dq.finish(), dk.finish(), dv.finish()
+
+
+def _check_window(window: Window) -> None:
+    """Raise NotImplementedError for a sliding window: for those who call the operators themselves."""
+    if window.is_sliding:
+        raise NotImplementedError(
+            f"the Hopper kernels have no windows, and got {tuple(window)}; use the Triton kernels"
+        )
 
 
 class _Result:
