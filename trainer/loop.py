@@ -36,8 +36,9 @@ from trainer.probe import Alarm, Probe, build_probe
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, report
-from trainer.telemetry import Telemetry, log_to, start_wandb
+from trainer.telemetry import Telemetry, log_to
 from trainer.throughput import Stopwatch, flops_per_token, peak_memory_gib, peak_tflops
+from trainer.wandb_run import derived, setup_tags, start_wandb
 
 log = logging.getLogger(__name__)
 
@@ -455,8 +456,10 @@ class Trainer:
             config={
                 **dataclasses.asdict(self.settings),
                 "attention": backends.resolve(self.settings.attention),
+                "derived": derived(self.settings, self.plan, self.ranks.count),
             },
             run_id=wandb_id,
+            tags=setup_tags(self.settings),
         )
         return Telemetry(
             self.directory.metrics,

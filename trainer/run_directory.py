@@ -62,6 +62,7 @@ class RunDirectory:
         self.weights = path / "weights"
         self.exports = path / "export"  # checkpoints in the Hugging Face layout: python -m scripts.export
         self.traces = path / "traces"  # of its attention: python -m scripts.paper.layers --traces
+        self.wandb_id = path / ".wandb_id"  # the run's id in W&B
         self._done = path / "DONE"
         self._diverged = path / "DIVERGED"
         self._saved = path / ".saved"  # the step of the newest checkpoint
@@ -251,6 +252,7 @@ class RunDirectory:
             self.loss_plot,
             self.probe_plot,
             self._saved,
+            self.wandb_id,  # trained anew, it is another run there
             self._done,
         ):
             path.unlink(missing_ok=True)

@@ -43,9 +43,9 @@ class LoggerSettings:
     """Where curves go besides metrics.jsonl, which is always written."""
 
     wandb: str = MISSING  # "auto" (online when configured, offline otherwise), "online", "offline" or "off"
-    project: str = "sagebwd"
+    project: str | None = None  # null: WANDB_PROJECT, or "sagebwd"
     entity: str | None = None
-    group: str | None = None
+    group: str | None = None  # null: WANDB_RUN_GROUP; a sweep sets it
     tags: list[str] = field(default_factory=list)
 
 

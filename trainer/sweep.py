@@ -2,6 +2,7 @@
 
 import atexit
 import io
+import os
 import shlex
 import sys
 from contextlib import redirect_stderr
@@ -9,8 +10,9 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from trainer.run_directory import default_name
 from trainer.sweep_directories import refuse_shared_directories
 
 
@@ -25,6 +27,8 @@ class SweepSummary(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         refuse_shared_directories(config)
+        overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        os.environ.setdefault("WANDB_RUN_GROUP", default_name(overrides))  # W&B's own; the runs inherit it
         atexit.register(self._report)  # Hydra calls on_multirun_end only when every run succeeded
 
     def _report(self) -> None:

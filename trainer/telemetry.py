@@ -1,6 +1,5 @@
 """Where a run's metrics go: the progress bar, metrics.jsonl and W&B."""
 
-import importlib.util
 import json
 import logging
 import math
@@ -15,8 +14,6 @@ from tqdm import tqdm
 
 from trainer.errors import TrainingError, explain
 from trainer.redaction import RedactingFormatter, redact
-from trainer.run_directory import find_commit
-from trainer.settings import LoggerSettings
 
 log = logging.getLogger(__name__)
 
@@ -110,48 +107,6 @@ class Telemetry:
 
 def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)  # JSON has no NaN
-
-
-def start_wandb(
-    settings: LoggerSettings, *, folder: Path, config: dict[str, Any], run_id: str | None
-) -> Any | None:
-    """A W&B run, continued if `run_id` is given; None when it is off, or "auto" and not installed.
-
-    "auto" logs online when an API key is configured and offline otherwise. If the service cannot be reached
-    the run is logged offline, and can be uploaded later with `wandb sync`.
-    """
-    if settings.wandb == "off":
-        return None
-    if importlib.util.find_spec("wandb") is None:
-        if settings.wandb != "auto":
-            log.warning("logger.wandb=%s, but wandb is not installed: pip install wandb", settings.wandb)
-        return None
-    import wandb  # slow to import, and optional
-
-    mode = settings.wandb
-    if mode == "auto":
-        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
-    for attempt in dict.fromkeys((mode, "offline")):
-        try:
-            return wandb.init(
-                project=settings.project,
-                entity=settings.entity,
-                group=settings.group,
-                tags=settings.tags,
-                name=folder.name,
-                id=run_id,
-                resume="allow",
-                dir=folder,
-                config=redact(config),
-                mode=attempt,
-                # The commit, but not the git remote, whose URL names a user.
-                settings=wandb.Settings(
-                    console="off", silent=True, disable_git=True, git_commit=find_commit()
-                ),
-            )
-        except wandb.Error as error:
-            log.warning("W&B (%s): %s", attempt, error)
-    return None
 
 
 def log_to(file: Path | None) -> None:

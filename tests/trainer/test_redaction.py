@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import wandb
@@ -11,7 +12,8 @@ import wandb
 from tests import warm
 from trainer.redaction import redact
 from trainer.settings import LoggerSettings
-from trainer.telemetry import Telemetry, log_to, start_wandb
+from trainer.telemetry import Telemetry, log_to
+from trainer.wandb_run import start_wandb
 
 SECRET = "s3cret-value-123"
 
@@ -92,7 +94,12 @@ def test_wandb_gets_no_secret(monkeypatch, tmp_path):
     """W&B itself would record the git remote with its user. The command line it records as it was typed."""
     monkeypatch.setenv("MY_API_KEY", SECRET)
     given = {}
-    monkeypatch.setattr(wandb, "init", lambda **arguments: given.update(arguments))
+
+    def init(**arguments):
+        given.update(arguments)
+        return SimpleNamespace(id="abc", define_metric=lambda *_, **__: None)
+
+    monkeypatch.setattr(wandb, "init", init)
     settings = LoggerSettings(wandb="offline")
     start_wandb(settings, folder=tmp_path, config={"data": {"path": [SECRET]}}, run_id=None)
     assert given["config"] == {"data": {"path": ["<redacted: MY_API_KEY>"]}}

@@ -1,0 +1,180 @@
+"""A run in W&B: how it starts, what it is called there, and what its samples look like."""
+
+import importlib.util
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from data.files import write_text
+from model.config import parameter_count
+from trainer.plan import Plan
+from trainer.redaction import redact
+from trainer.run_directory import RunDirectory, find_commit, read_metrics
+from trainer.settings import LoggerSettings, Settings
+
+log = logging.getLogger(__name__)
+
+PROJECT = "sagebwd"
+#: Seconds after which W&B is given up at the start and the end. Without a network it would wait for longer.
+TIMEOUTS = {"init_timeout": 20, "finish_timeout": 120}
+
+
+class WandbRun:
+    """A W&B run as a logger: tokens are the x-axis, samples a table."""
+
+    def __init__(self, run: Any, metrics: Path):
+        self._run = run
+        self.id: str = run.id
+        self._samples = _samples_in(metrics)
+        run.define_metric("tokens")
+        run.define_metric("*", step_metric="tokens")
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if "sample" in values:
+            self._samples.append([step, values.get("tokens"), values["sample"]])
+            values = {**values, "sample": self._table()}
+        self._run.log(values, step=step)
+
+    def alert(self, title: str, text: str) -> None:
+        self._run.alert(title=title, text=text)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+    def _table(self) -> Any:
+        import wandb
+
+        # Anew each time: a table that was logged does not change any more.
+        return wandb.Table(columns=["step", "tokens", "text"], data=list(self._samples))
+
+
+def _samples_in(metrics: Path) -> list[list[Any]]:
+    """[step, tokens, text] of the samples before this start of the run."""
+    records = read_metrics(metrics) if metrics.exists() else []
+    return [[one["step"], one.get("tokens"), one["sample"]] for one in records if one.get("sample")]
+
+
+def start_wandb(
+    settings: LoggerSettings,
+    *,
+    folder: Path,
+    config: dict[str, Any],
+    run_id: str | None,
+    tags: tuple[str, ...] = (),
+) -> WandbRun | None:
+    """A W&B run, continued if the run had one; None when it is off, or "auto" and not installed.
+
+    "auto" obeys WANDB_MODE; without it, it logs online when an API key is configured and offline otherwise.
+    If the service cannot be reached the run is logged offline, and can be uploaded later with `wandb sync`.
+    The other WANDB_* variables hold where the settings leave a value out.
+
+    run_id: the run's id in its checkpoint. Without one, the id is that of the run directory, which gets it
+    before W&B starts. tags: are added to those of the settings and of WANDB_TAGS.
+    """
+    mode = settings.wandb
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE", "auto")
+    if mode in ("off", "disabled") or (settings.wandb == "auto" and _is_true("WANDB_DISABLED")):
+        return None
+    if importlib.util.find_spec("wandb") is None:
+        if settings.wandb != "auto":
+            log.warning("logger.wandb=%s, but wandb is not installed: pip install wandb", settings.wandb)
+        return None
+    import wandb  # slow to import, and optional
+
+    if mode == "auto":
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    arguments = _arguments(settings, folder, tags)
+    run_id = run_id or os.environ.get("WANDB_RUN_ID") or _id_of(folder)
+    for attempt in dict.fromkeys((mode, "offline")):
+        try:
+            run = wandb.init(
+                **arguments,
+                id=run_id,
+                config=redact(config),
+                mode=attempt,
+                settings=wandb.Settings(**_client_settings(wandb)),
+            )
+        except wandb.Error as error:
+            log.warning("W&B (%s): %s", attempt, error)
+        else:
+            _say_where(run)
+            return WandbRun(run, RunDirectory(folder).metrics)
+    return None
+
+
+def _arguments(settings: LoggerSettings, folder: Path, tags: tuple[str, ...]) -> dict[str, Any]:
+    """Names and places. A setting that is given wins, then W&B's variable, then our default."""
+    environ = os.environ
+    given = [tag.strip() for tag in environ.get("WANDB_TAGS", "").split(",")]
+    return {
+        "project": settings.project or environ.get("WANDB_PROJECT") or PROJECT,
+        "entity": settings.entity or environ.get("WANDB_ENTITY"),
+        "group": settings.group or environ.get("WANDB_RUN_GROUP"),
+        "tags": [*dict.fromkeys(filter(None, (*settings.tags, *given, *tags)))],
+        "name": environ.get("WANDB_NAME") or folder.name,
+        "dir": environ.get("WANDB_DIR") or folder,
+        "resume": environ.get("WANDB_RESUME") or "allow",
+    }
+
+
+def _client_settings(wandb: Any) -> dict[str, Any]:
+    """Settings of W&B's client: those of its variables win, except that the git remote names a user."""
+    defaults = {"console": "off", "silent": True, **TIMEOUTS}
+    known = wandb.Settings.model_fields
+    chosen = {
+        key: value
+        for key, value in defaults.items()
+        if key in known and f"WANDB_{key.upper()}" not in os.environ  # older versions have fewer
+    }
+    return {**chosen, "disable_git": True, "git_commit": find_commit()}
+
+
+def _id_of(folder: Path) -> str:
+    """The id of the run in this folder. It is stored before W&B starts, so that a killed run keeps it."""
+    file = RunDirectory(folder).wandb_id
+    if not file.exists() or not file.read_text().strip():
+        write_text(file, f"{secrets.token_hex(4)}\n")
+    return file.read_text().strip()
+
+
+def _say_where(run: Any) -> None:
+    """W&B itself is silent, because it would write into the progress bar."""
+    if url := getattr(run, "url", None):
+        log.info("W&B: %s", url)
+    elif getattr(run, "offline", False):
+        log.info("W&B is offline; to upload this run later: wandb sync %s", Path(run.dir).parent)
+
+
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")
+
+
+def derived(settings: Settings, plan: Plan, devices: int) -> dict[str, int]:
+    """What follows from the settings, for W&B's config."""
+    return {
+        "parameters": parameter_count(settings.model),
+        "steps": plan.steps,
+        "tokens_per_step": plan.tokens_per_step,
+        "total_tokens": plan.steps * plan.tokens_per_step,
+        "devices": devices,
+    }
+
+
+def setup_tags(settings: Settings) -> tuple[str, ...]:
+    """Tags that tell setups apart: attention, size, QK-norm, tokens per step and text."""
+    return (
+        settings.attention["backend"],
+        _short(parameter_count(settings.model)),
+        "qk_norm" if settings.model.qk_norm else "no_qk_norm",
+        f"tps_{settings.tps.tokens_per_step // settings.tps.divide_by}",
+        settings.data.source,
+    )
+
+
+def _short(count: int) -> str:
+    """324_200_000 -> "324M"."""
+    unit, size = next(((u, s) for u, s in (("B", 10**9), ("M", 10**6), ("K", 10**3)) if count >= s), ("", 1))
+    return f"{count / size:.3g}{unit}"
