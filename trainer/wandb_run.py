@@ -97,8 +97,9 @@ def start_wandb(
                 mode=attempt,
                 settings=wandb.Settings(**_client_settings(wandb)),
             )
-        except wandb.Error as error:
+        except Exception as error:  # its own, its service's: none of them may end a training run
             log.warning("W&B (%s): %s", attempt, error)
+            wandb.teardown(exit_code=1)  # its service would say that the id is in use
         else:
             _say_where(run)
             return WandbRun(run, RunDirectory(folder).metrics)
@@ -142,10 +143,10 @@ def _id_of(folder: Path) -> str:
 
 def _say_where(run: Any) -> None:
     """W&B itself is silent, because it would write into the progress bar."""
-    if url := getattr(run, "url", None):
-        log.info("W&B: %s", url)
-    elif getattr(run, "offline", False):
+    if run.offline:
         log.info("W&B is offline; to upload this run later: wandb sync %s", Path(run.dir).parent)
+    else:
+        log.info("W&B: %s", run.url)
 
 
 def _is_true(variable: str) -> bool:

@@ -97,7 +97,7 @@ def test_wandb_gets_no_secret(monkeypatch, tmp_path):
 
     def init(**arguments):
         given.update(arguments)
-        return SimpleNamespace(id="abc", define_metric=lambda *_, **__: None)
+        return SimpleNamespace(id="abc", url="", offline=False, define_metric=lambda *_, **__: None)
 
     monkeypatch.setattr(wandb, "init", init)
     settings = LoggerSettings(wandb="offline")

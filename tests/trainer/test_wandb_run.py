@@ -26,6 +26,8 @@ def _no_variables(monkeypatch):
 class Run:
     """Stands in for wandb's run."""
 
+    offline = False
+
     def __init__(self, id="abc", url=None):
         self.id, self.url, self.logged, self.axes = id, url, [], []
 
@@ -54,6 +56,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "login", lambda **_: False)
+    monkeypatch.setattr(wandb, "teardown", lambda exit_code: None)
     return made
 
 
@@ -79,6 +82,25 @@ def test_unreachable_service_means_offline_and_is_not_waited_for(tmp_path, calls
     assert "no route to host" in caplog.text
     assert calls[0]["settings"].init_timeout == 20
     assert calls[0]["settings"].finish_timeout == 120  # its own default waits until there is a network
+
+
+def test_a_service_that_cannot_be_reached_leaves_the_run_its_id(tmp_path, monkeypatch, caplog):
+    """W&B's service on this machine keeps the id of the first attempt in use, unless it is torn down."""
+    attempts = []
+
+    def init(**arguments):
+        attempts.append(arguments["mode"])
+        if arguments["mode"] == "online":
+            raise TimeoutError("no answer")
+        assert torn_down == [1]
+        return Run(arguments["id"])
+
+    torn_down = []
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda exit_code: torn_down.append(exit_code))
+    assert start("online", tmp_path, run_id="abc").id == "abc"
+    assert attempts == ["online", "offline"]
+    assert "W&B (online): no answer" in caplog.text
 
 
 def test_mode_of_the_environment_holds_for_auto_only(tmp_path, monkeypatch, calls):
