@@ -37,6 +37,7 @@ from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, report
 from trainer.telemetry import Telemetry, log_to
+from trainer.tensorboard import start_tensorboard
 from trainer.throughput import Stopwatch, flops_per_token, peak_memory_gib, peak_tflops
 from trainer.wandb_run import derived, setup_tags, start_wandb
 
@@ -467,6 +468,9 @@ class Trainer:
             steps=self.plan.steps,
             first_step=self.step,
             name=self.directory.path.name,
+            tensorboard=start_tensorboard(
+                self.settings.logger, folder=self.directory.path, first_step=self.step
+            ),
         )
 
     # ------------------------------------------------------------------ small things

@@ -3,6 +3,7 @@
 Runs in milliseconds, before any data is read, any model is built or anything is compiled.
 """
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import model.huggingface
 from model import backends
 from trainer.errors import SettingsError
 from trainer.settings import Settings
+from trainer.tensorboard import MISSING_PACKAGE
 
 Problems = Iterator[str]
 
@@ -152,6 +154,11 @@ def check_choices(settings: Settings, ranks: int) -> Problems:
     ):
         if value not in choices:
             yield f"{name}={value} is unknown; choose one of {', '.join(choices)}"
+
+
+def check_tensorboard(settings: Settings, ranks: int) -> Problems:
+    if settings.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        yield MISSING_PACKAGE
 
 
 def check_milestones(settings: Settings, ranks: int) -> Problems:
@@ -334,6 +341,7 @@ CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_ranges,
     check_places,
     check_choices,
+    check_tensorboard,
     check_milestones,
     check_gpus,
     check_cuda_graphs,

@@ -47,6 +47,7 @@ class LoggerSettings:
     entity: str | None = None
     group: str | None = None  # null: WANDB_RUN_GROUP; a sweep sets it
     tags: list[str] = field(default_factory=list)
+    tensorboard: bool = False  # event files below <run_dir>/tensorboard
 
 
 @dataclass

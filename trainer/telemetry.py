@@ -1,4 +1,4 @@
-"""Where a run's metrics go: the progress bar, metrics.jsonl and W&B."""
+"""Where a run's metrics go: the progress bar, metrics.jsonl, W&B and TensorBoard."""
 
 import json
 import logging
@@ -21,11 +21,21 @@ log = logging.getLogger(__name__)
 class Telemetry:
     """Reports records (flat dicts with `step`) to all of these. Used on the main rank only."""
 
-    def __init__(self, metrics: Path, wandb_run: Any | None, *, steps: int, first_step: int, name: str):
+    def __init__(
+        self,
+        metrics: Path,
+        wandb_run: Any | None,
+        *,
+        steps: int,
+        first_step: int,
+        name: str,
+        tensorboard: Any | None = None,
+    ):
         self._path = metrics
         self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; line-buffered
         self._wandb = wandb_run
-        self._wandb_works = wandb_run is not None
+        loggers = {"W&B": wandb_run, "TensorBoard": tensorboard}
+        self._loggers = {name: logger for name, logger in loggers.items() if logger is not None}
         self._bar = tqdm(
             total=steps,
             initial=first_step,
@@ -50,7 +60,7 @@ class Telemetry:
                 "command then continues from the last checkpoint"
             ) from error
         shown = {k: v for k, v in values.items() if k != "step" and v is not None}
-        self._call_wandb(lambda run: run.log(shown, step=values["step"]))
+        self._call_loggers(lambda logger: logger.log(shown, step=values["step"]))
 
     def _check_file(self) -> None:
         """Raise TrainingError if the file was removed or replaced: what is written to it would be lost."""
@@ -88,21 +98,21 @@ class Telemetry:
         self._bar.close()
         with suppress(OSError):  # retries the write whose failure `record` reported
             self._file.close()
-        self._call_wandb(lambda run: run.finish())
+        self._call_loggers(lambda logger: logger.finish())
 
-    def _call_wandb(self, call: Callable[[Any], None]) -> None:
-        """Call W&B until it fails; its failures must not end a training run."""
-        if not self._wandb_works:
-            return
-        try:
-            call(self._wandb)
-        except Exception as error:  # its own, the network's, a broken pipe to its service
-            self._wandb_works = False
-            log.warning(
-                "W&B failed (%s: %s) and is not used any more in this session; metrics.jsonl is complete",
-                type(error).__name__,
-                error,
-            )
+    def _call_loggers(self, call: Callable[[Any], None]) -> None:
+        """Call each logger until it fails; its failures must not end a training run."""
+        for name, logger in list(self._loggers.items()):
+            try:
+                call(logger)
+            except Exception as error:  # its own, the network's, a broken pipe to its service
+                del self._loggers[name]
+                log.warning(
+                    "%s failed (%s: %s) and is not used any more in this session; metrics.jsonl is complete",
+                    name,
+                    type(error).__name__,
+                    error,
+                )
 
 
 def _is_not_finite(value: Any) -> bool:
