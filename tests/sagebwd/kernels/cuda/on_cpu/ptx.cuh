@@ -34,6 +34,9 @@ static Index threadIdx, blockIdx, gridDim;  // threadIdx is that of the running 
 struct float2 {
     float x, y;
 };
+struct int2 {
+    int x, y;
+};
 struct uint2 {
     u32 x, y;
 };

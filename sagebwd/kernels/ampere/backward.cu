@@ -1,0 +1,342 @@
+// dQ, dK and dV. A CTA owns 128 keys of one key head, 16 each warp; it loops over all queries that see them.
+//
+// Tiles of S and dP are transposed, (keys, queries): a scale of P or dS for each key is one for each row. For dQ, dS has a
+// scale for each query, and the warps exchange it through shared memory. dQ of a block of queries is added up in fp32, one
+// CTA after the other in the order of their keys (turns), so the result does not depend on timing.
+
+#include "copies.cuh"
+#include "epilogue.cuh"
+#include "int8.cuh"
+#include "launch.cuh"
+#include "products.cuh"
+#include "scheduler.cuh"
+#include "turns.cuh"
+
+namespace {
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int HALF_BLOCKS = 16 * WARPS / ROWS;  // of keys; four warps share one
+
+// Shared memory: what stays for the whole work tile, then one block of queries, then what the warps exchange.
+constexpr int VALUES = 0;
+constexpr int K_COLUMNS = VALUES + 2 * K_TILE;
+constexpr int Q_ROWS = K_COLUMNS + K_TILE;  // a packed block
+constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
+constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
+constexpr int SCALES = STATISTICS + ROW_STATS;
+constexpr int Q_COLUMNS = Q_ROWS + align_up(PACKED_Q_ROWS_BYTES, 128);  // a packed block
+constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;                        // absent if P is in 16 bits
+constexpr int DS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;                  // (queries, keys) INT8, keys as in tiles by columns
+constexpr int LARGEST = DS + BLOCK_Q * BLOCK_KV;                        // max |dS| of each query, of two tiles in turn
+constexpr int SHARED_BYTES = LARGEST + 2 * BLOCK_Q * 4;
+static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && HALF_BLOCKS * STAGING_BYTES <= LARGEST);
+CHECK_LAUNCH(THREADS, SHARED_BYTES);
+
+struct Arguments {
+    const u8 *packed_q_rows, *packed_q_columns, *packed_kv, *packed_k_columns;
+    TokenTensor dq, dk, dv;
+    float* dq_sums;  // of each packed block of queries, as this kernel's threads hold them
+    int* turns;      // of each packed block of queries: how many blocks of keys are in its sum; zero at the start
+    Axes axes;       // work tiles and `heads` are those of keys
+    float scale;
+};
+
+// One tile: a packed block of queries and the keys of this CTA.
+struct Tile {
+    float factor;          // from INT8 products to logits
+    float2 scales;         // of Q and dO
+    const u8* statistics;  // -lse of 64 queries, then -delta
+    int* largest;          // see LARGEST
+    bool is_cut;           // whether a mask hides a key from a query
+    int keys, first_key;   // the number of keys in the document; the first key minus the first query
+};
+
+// P and dS of 16 keys and 64 queries. P and dS are rounded with a scale for each key, and in 16 bits P has none.
+struct Scores {
+    u32 p[P_IS_16BIT ? 16 : 8], ds[8];
+    float dv_factor[2], dk_factor[2];  // scales per row, times those of dO and Q
+};
+
+// dP of 16 keys, from row `key` on, and 64 queries.
+__device__ __forceinline__ void contract_values(float (&dp)[32], u32 values, u32 grad, int key) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) dp[i] = 0.0f;
+#pragma unroll
+    for (int byte = 0; byte < 2 * D; byte += 64) {
+        u32 v[8];
+        const u32 v_chunk = values + byte / 128 * (BLOCK_KV * 128), grad_chunk = grad + byte / 128 * (BLOCK_Q * 128);
+        load_left<128>(v, v_chunk, key, byte % 128);
+        load_left<128>(v + 4, v_chunk, key, byte % 128 + STEP);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            u32 b[4];
+            load_right<128>(b, grad_chunk, 8 * j, byte % 128);
+            mma_16bit(dp + 4 * j, v, b);
+            mma_16bit(dp + 4 * j, v + 4, b + 2);
+        }
+    }
+}
+
+// P in place of the bits of S, and dS in place of dP. FAST: every logit allows a fused multiply-add, and none is masked.
+// `key`: this thread's first.
+template <bool FAST>
+__device__ __forceinline__ void find_scores(float (&p)[32], float (&ds)[32], const int (&s)[32], const Tile& tile, int key) {
+    const float2* minus_lse = reinterpret_cast<const float2*>(tile.statistics) + threadIdx.x % 4;
+    const float2* minus_delta = minus_lse + BLOCK_Q / 2;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float2 c = minus_lse[4 * j], d = minus_delta[4 * j];
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) {
+            const int r = i / 2 % 2, query = 8 * j + threadIdx.x % 4 * 2 + i % 2;
+            const float x = __int2float_rn(s[i]), minus = pick(c, i % 2);
+            p[i] = exp2_fast(FAST ? fmaf(x, tile.factor, minus) : __fadd_rn(__fmul_rn(x, tile.factor), minus));
+            const bool is_hidden =
+                !FAST && (key + 8 * r >= tile.keys || (IS_CAUSAL && key + 8 * r + tile.first_key > query));
+            if (is_hidden) p[i] = 0.0f;
+            ds[i] = p[i] * (ds[i] + pick(d, i % 2));
+        }
+    }
+}
+
+template <int WORDS>
+__device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[32], const float (&inverse)[2]) {
+    if constexpr (P_IS_16BIT) {
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(p[2 * k], p[2 * k + 1]);
+    } else {
+        round_tile<BLOCK_Q>(rounded, p, inverse);
+    }
+}
+
+// Rounds P and dS with scales for each key.
+__device__ __forceinline__ void round_scores(Scores& scores, const float (&p)[32], const float (&ds)[32], float2 scales) {
+    int p_largest[2] = {0, 0};  // bits: non-negative floats are ordered as their bits, NaN at the top
+    float ds_largest[2] = {0.0f, 0.0f}, p_inverse[2], ds_inverse[2];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+        const int r = i / 2 % 2;
+        if (!P_IS_16BIT) p_largest[r] = max(p_largest[r], __float_as_int(p[i]));
+        ds_largest[r] = nan_max_abs(ds_largest[r], ds[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float ds_scale = scale_of(row_max(ds_largest[r]), INT8_MAX);
+        scores.dk_factor[r] = ds_scale * scales.x;
+        ds_inverse[r] = reciprocal(ds_scale);
+        if (P_IS_16BIT) continue;
+        const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
+        scores.dv_factor[r] = p_scale * scales.y;
+        p_inverse[r] = reciprocal(p_scale);
+    }
+    round_tile<BLOCK_Q>(scores.ds, ds, ds_inverse);
+    round_p(scores.p, p, p_inverse);
+}
+
+// Raises the maxima of |dS| for each query by the 16 keys of this warp. Each step halves the queries of which a lane has the
+// maximum; at last these are 2 lane and 2 lane + 1.
+__device__ __forceinline__ void raise_largest(int* largest, const float (&ds)[32]) {
+    const int lane = threadIdx.x % 32;
+    int found[16];  // bits, as above
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const float* x = ds + i / 2 * 4 + i % 2;
+        found[i] = max(__float_as_int(x[0]) & 0x7fffffff, __float_as_int(x[2]) & 0x7fffffff);
+    }
+#pragma unroll
+    for (int half = 8, bit = 16; half >= 2; half /= 2, bit /= 2) {
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const int kept = lane & bit ? found[i + half] : found[i], given = lane & bit ? found[i] : found[i + half];
+            found[i] = max(kept, __shfl_xor_sync(0xffffffff, given, bit));
+        }
+    }
+    atomicMax(largest + 2 * lane, found[0]);
+    atomicMax(largest + 2 * lane + 1, found[1]);
+}
+
+// Stores dS of 16 keys, from `key` on, rounded with a scale for each query, transposed, for the product with K. Keys r and
+// r + 8 make 16 bits, which can be transposed; then a thread has four keys in the order of tiles by columns.
+__device__ __forceinline__ void store_ds(u8* target, const float (&ds)[32], const int* largest, int key) {
+    const int lane = threadIdx.x % 32;
+    const int2* pairs = reinterpret_cast<const int2*>(largest) + lane % 4;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const int2 bits = pairs[4 * j];
+        const float inverse[2] = {reciprocal(scale_of(__int_as_float(bits.x), INT8_MAX)),
+                                  reciprocal(scale_of(__int_as_float(bits.y), INT8_MAX))};
+        const auto rounded = [&](int r, int e) { return fmaf(ds[4 * j + 2 * r + e], inverse[e], ROUNDING_OFFSET); };
+        const u32 pair = low_bytes(rounded(0, 0), rounded(1, 0), rounded(0, 1), rounded(1, 1));
+        const u32 four_keys = __byte_perm(transpose_matrix(pair), 0, 0x3120);
+        const int query = 8 * j + lane / 4;
+        *reinterpret_cast<u32*>(target + swizzled<BLOCK_KV>(query * BLOCK_KV + key + lane % 4 * 4)) = four_keys;
+    }
+}
+
+// The gradients of a warp's 16 keys.
+struct Sums {
+    float dk[D / 2], dv[D / 2];
+};
+
+template <int WORDS>
+__device__ __forceinline__ void multiply_scores(Sums& sums, const Scores& scores, const u32 (&p)[WORDS], u32 base) {
+    if constexpr (P_IS_16BIT) {
+        contract_tokens_16bit<BLOCK_Q>(sums.dv, p, base + GRAD_ROWS);
+    } else {
+#pragma unroll
+        for (int j = 0; j < D / 8; ++j) {
+            int product[4];
+            contract_tokens<BLOCK_Q, P_IS_UNSIGNED>(product, p, base + GRAD_COLUMNS, 8 * j);
+            accumulate(sums.dv + 4 * j, product, scores.dv_factor);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {
+        int product[4];
+        contract_tokens<BLOCK_Q>(product, scores.ds, base + Q_COLUMNS, 8 * j);
+        accumulate(sums.dk + 4 * j, product, scores.dk_factor);
+    }
+}
+
+// What this warp computes of dQ of a tile: 16 queries, D / 2 channels.
+__device__ __forceinline__ void multiply_keys(float (&dq)[DQ_VALUES], u32 base, const int* largest, float k_scale) {
+    const int row = dq_row(), channel = dq_channel(), lane = threadIdx.x % 32;
+    u32 ds[BLOCK_KV / 8];
+#pragma unroll
+    for (int step = 0; step < BLOCK_KV / STEP; ++step)
+        load_left<BLOCK_KV>(ds + 4 * step, base + DS, row, step * STEP);
+    float factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+        factor[r] = scale_of(__int_as_float(largest[row + lane / 4 + 8 * r]), INT8_MAX) * k_scale;
+#pragma unroll
+    for (int j = 0; j < DQ_VALUES / 4; ++j) {
+        int product[4];
+        contract_tokens<BLOCK_KV>(product, ds, base + K_COLUMNS, channel + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dq[4 * j + i] = __int2float_rn(product[i]) * factor[i / 2];
+    }
+}
+
+// The blocks of queries that a work tile visits, the last one first: under the causal mask all CTAs of a head then begin
+// with the same one. One head of the group after the other.
+struct QueryBlocks {
+    int head, block, left;  // block: counted from the first that is visited; left: blocks to come, this one included
+
+    __device__ __forceinline__ void advance(int blocks) {
+        --left;
+        if (--block < 0) block = blocks - 1, ++head;
+    }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a) {
+    extern __shared__ __align__(1024) u8 shared[];
+    KeyTile work;
+    // Work tiles are taken in the order in which CTAs start: one that waits for its turn waits for CTAs that run already.
+    const int index = take_work_tile(a.axes.tile_counter, reinterpret_cast<int*>(shared));
+    if (!find_key_tile<HALF_BLOCKS>(a.axes, work_tile_at(a.axes, index), work)) return;
+    const u32 base = shared_address(shared);
+    const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * 16;
+    const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
+    const float k_scale = *reinterpret_cast<const float*>(kv + 3 * K_TILE);
+    int* largest = reinterpret_cast<int*>(shared + LARGEST);
+
+    copy_block<THREADS>(base + VALUES, kv + K_TILE, 2 * K_TILE);
+    copy_block<THREADS>(base + K_COLUMNS, a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES,
+                        PACKED_K_COLUMNS_BYTES);
+    copy_block<THREADS>(base + Q_ROWS, kv, K_TILE);  // K by rows is needed in registers only
+    cp_async_commit();
+    if (threadIdx.x < 2 * BLOCK_Q) largest[threadIdx.x] = 0;
+    cp_async_wait<0>();
+    __syncthreads();
+    u32 k[D / 8];
+#pragma unroll
+    for (int step = 0; step < D / STEP; ++step) load_left<D>(k + 4 * step, base + Q_ROWS, warp_key, step * STEP);
+    __syncthreads();
+
+    const auto packed_block = [&](const QueryBlocks& at) {
+        return (i64(work.kv_head) * a.axes.group + at.head) * a.axes.q_blocks + work.q_block + at.block;
+    };
+    const auto copy_rows = [&](const QueryBlocks& at) {
+        copy_block<THREADS>(base + Q_ROWS, a.packed_q_rows + packed_block(at) * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES);
+    };
+    const auto copy_columns = [&](const QueryBlocks& at) {
+        copy_block<THREADS>(base + Q_COLUMNS, a.packed_q_columns + packed_block(at) * PACKED_Q_COLUMNS_BYTES,
+                            PACKED_Q_COLUMNS_BYTES);
+    };
+    QueryBlocks at = {0, work.q_tiles - 1, a.axes.group * work.q_tiles};
+    if (at.left > 0) copy_rows(at);
+    cp_async_commit();
+    if (at.left > 0) copy_columns(at);
+    cp_async_commit();
+
+    Sums sums = {};
+    int* finished = nullptr;  // the turn that this CTA has taken but not yet passed on
+    const int turn = work.first / BLOCK_KV;
+    while (at.left > 0) {
+        QueryBlocks next = at;
+        next.advance(work.q_tiles);
+        cp_async_wait<1>();
+        __syncthreads();  // this block's rows are there; dQ of the last block is written
+        pass_turn(finished, turn);
+
+        const int first_query = work.first_query + at.block * BLOCK_Q;
+        Tile tile;
+        tile.scales = *reinterpret_cast<const float2*>(shared + SCALES);
+        tile.factor = logit_factor(tile.scales.x, k_scale, a.scale);
+        tile.statistics = shared + STATISTICS;
+        tile.largest = largest + at.left % 2 * BLOCK_Q;
+        tile.first_key = work.first - first_query;
+        tile.keys = work.kv.tokens - work.first;
+        tile.is_cut = tile.keys < BLOCK_KV || (IS_CAUSAL && tile.first_key + BLOCK_KV > 1);
+        if (threadIdx.x < BLOCK_Q) largest[(at.left + 1) % 2 * BLOCK_Q + threadIdx.x] = 0;
+
+        int s[32];
+        float p[32], ds[32];
+        contract_channels<BLOCK_Q>(s, k, base + Q_ROWS);
+        contract_values(ds, base + VALUES, base + GRAD_ROWS, warp_key);
+        if (is_fusible(tile.factor) && !tile.is_cut)
+            find_scores<true>(p, ds, s, tile, warp_key + lane / 4);
+        else
+            find_scores<false>(p, ds, s, tile, warp_key + lane / 4);
+        raise_largest(tile.largest, ds);
+        Scores scores;
+        round_scores(scores, p, ds, tile.scales);
+
+        cp_async_wait<0>();
+        __syncthreads();  // the maxima and this block's columns are there; nobody needs its rows but for 16-bit dV
+        if (!P_IS_16BIT && next.left > 0) copy_rows(next);
+        if (!P_IS_16BIT) cp_async_commit();
+        store_ds(shared + DS, ds, tile.largest, warp_key);
+        multiply_scores(sums, scores, scores.p, base);
+        const i64 block = packed_block(at);
+        if (threadIdx.x == 0) wait_for_value(a.turns + block, turn);
+
+        __syncthreads();  // dS is there, it is this CTA's turn, and nobody needs the columns
+        if (P_IS_16BIT && next.left > 0) copy_rows(next);
+        if (P_IS_16BIT) cp_async_commit();
+        if (next.left > 0) copy_columns(next);
+        cp_async_commit();
+        float dq[DQ_VALUES];
+        multiply_keys(dq, base, tile.largest, k_scale);
+        float* sum = a.dq_sums + block * (BLOCK_Q * D);
+        add_to_sum(dq, sum, turn == 0);
+        if (turn + 1 < visible_key_blocks(work, first_query))
+            store_sum(sum, dq);
+        else
+            store_dq(a.dq, dq, a.scale, work.kv_head * a.axes.group + at.head, a.axes.heads * a.axes.group, first_query,
+                     work.q, a.axes.d);
+        finished = a.turns + block;
+        at = next;
+    }
+    __syncthreads();
+    pass_turn(finished, turn);
+
+    const int half = threadIdx.x / 128, first = work.first + half * ROWS;
+    u8* staging = shared + half * STAGING_BYTES;
+    const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
+    store_rows(a.dv, sums.dv, ones, staging, half, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
+    store_rows(a.dk, sums.dk, scales, staging, half, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
+}

@@ -1,0 +1,72 @@
+"""The sources of the Ampere kernels on a CPU, with stand-ins for the instructions of a GPU.
+
+They must agree with the reference. On a GPU the other files of this folder test more.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagebwd import SageConfig, reference
+from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels.ampere import attention as ampere
+from sagebwd.kernels.cuda import launch
+from sagebwd.kernels.layout import Axis
+from sagebwd.metrics import relative_l2
+from tests.sagebwd.kernels.cuda import sources_on_cpu
+from tests.sagebwd.kernels.inputs import NAMES
+
+#: Headers that stand in for those of the same name in sagebwd/kernels/ampere.
+ON_CPU = Path(__file__).parent / "on_cpu"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with all sources and stand-ins."""
+    if not sources_on_cpu.has_compiler():
+        pytest.skip("there is no g++ that knows C++20")
+    folder = tmp_path_factory.mktemp("sources")
+    sources_on_cpu.gather(folder, ampere.sources_for("sm_80"), ON_CPU)
+    return folder
+
+
+@pytest.fixture
+def attend_on_cpu(folder, monkeypatch, poisoned_memory):
+    """Out, dq, dk and dv of the Ampere kernels, on CPU tensors."""
+
+    def load_kernel(sources, source, name, shared_bytes, **defines):
+        assert shared_bytes <= ampere.SHARED_LIMIT
+        return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
+
+    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+
+    def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries=None):
+        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
+        options = {"is_causal": is_causal, "scale": q.shape[3] ** -0.5, "config": config}
+        saved = ampere.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
+        return saved[0], *ampere.backward(grad_out, q, k, v, *saved, *axes, **options)
+
+    return attend_on_cpu
+
+
+CASES = {
+    "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
+    "consistent": (SageConfig.consistent(), 80, True, None),
+    "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 128, False, None),
+}
+
+
+@pytest.mark.parametrize(("config", "head_dim", "is_causal", "documents"), CASES.values(), ids=CASES.keys())
+def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_dim, is_causal, documents):
+    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    tokens = 310 if documents is None else sum(documents)
+    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    found = attend_on_cpu(*inputs, is_causal=is_causal, config=config, boundaries=boundaries)
+    options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries, "enable_gqa": True}
+    wanted = reference.attention(*inputs, **options)
+    for name, x in zip(NAMES, found, strict=True):
+        assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
