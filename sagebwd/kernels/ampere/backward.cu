@@ -61,10 +61,12 @@ struct Scores {
 __device__ __forceinline__ void contract_values(float (&dp)[32], u32 values, u32 grad, int key) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) dp[i] = 0.0f;
-#pragma unroll
+    const u32 v_address = left_address<128>(values), grad_address = right_address<128>(grad);
+#pragma unroll 1
     for (int byte = 0; byte < 2 * D; byte += 64) {
         u32 v[8];
-        const u32 v_chunk = values + byte / 128 * (BLOCK_KV * 128), grad_chunk = grad + byte / 128 * (BLOCK_Q * 128);
+        const u32 v_chunk = v_address + byte / 128 * (BLOCK_KV * 128);
+        const u32 grad_chunk = grad_address + byte / 128 * (BLOCK_Q * 128);
         load_left<128>(v, v_chunk, key, byte % 128);
         load_left<128>(v + 4, v_chunk, key, byte % 128 + STEP);
 #pragma unroll
@@ -99,60 +101,64 @@ __device__ __forceinline__ void find_scores(float (&p)[32], float (&ds)[32], con
     }
 }
 
+// Rounds P, and dS, with scales for each key.
 template <int WORDS>
-__device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[32], const float (&inverse)[2]) {
+__device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], float (&dv_factor)[2], const float (&p)[32], float grad_scale) {
+    int largest[2] = {0, 0};  // bits: non-negative floats are ordered as their bits, NaN at the top
+    float inverse[2];
     if constexpr (P_IS_16BIT) {
 #pragma unroll
         for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(p[2 * k], p[2 * k + 1]);
     } else {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) largest[i / 2 % 2] = max(largest[i / 2 % 2], __float_as_int(p[i]));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float scale = scale_of(__int_as_float(row_max(largest[r])), P_MAX);
+            dv_factor[r] = scale * grad_scale;
+            inverse[r] = reciprocal(scale);
+        }
         round_tile<BLOCK_Q>(rounded, p, inverse);
     }
 }
 
-// Rounds P and dS with scales for each key.
-__device__ __forceinline__ void round_scores(Scores& scores, const float (&p)[32], const float (&ds)[32], float2 scales) {
-    int p_largest[2] = {0, 0};  // bits: non-negative floats are ordered as their bits, NaN at the top
-    float ds_largest[2] = {0.0f, 0.0f}, p_inverse[2], ds_inverse[2];
+__device__ __forceinline__ void round_ds(u32 (&rounded)[8], float (&dk_factor)[2], const float (&ds)[32], float q_scale) {
+    float largest[2] = {0.0f, 0.0f}, inverse[2];
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-        const int r = i / 2 % 2;
-        if (!P_IS_16BIT) p_largest[r] = max(p_largest[r], __float_as_int(p[i]));
-        ds_largest[r] = nan_max_abs(ds_largest[r], ds[i]);
-    }
+    for (int i = 0; i < 32; ++i) largest[i / 2 % 2] = nan_max_abs(largest[i / 2 % 2], ds[i]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float ds_scale = scale_of(row_max(ds_largest[r]), INT8_MAX);
-        scores.dk_factor[r] = ds_scale * scales.x;
-        ds_inverse[r] = reciprocal(ds_scale);
-        if (P_IS_16BIT) continue;
-        const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
-        scores.dv_factor[r] = p_scale * scales.y;
-        p_inverse[r] = reciprocal(p_scale);
+        const float scale = scale_of(row_max(largest[r]), INT8_MAX);
+        dk_factor[r] = scale * q_scale;
+        inverse[r] = reciprocal(scale);
     }
-    round_tile<BLOCK_Q>(scores.ds, ds, ds_inverse);
-    round_p(scores.p, p, p_inverse);
+    round_tile<BLOCK_Q>(rounded, ds, inverse);
 }
 
-// Raises the maxima of |dS| for each query by the 16 keys of this warp. Each step halves the queries of which a lane has the
-// maximum; at last these are 2 lane and 2 lane + 1.
+// Of 2 QUERIES maxima that each lane has, keeps those of one half of the queries, over this lane and its partner.
+template <int QUERIES>
+__device__ __forceinline__ void keep_half(int (&largest)[16], int partner) {
+    const bool is_upper = threadIdx.x & partner;
+#pragma unroll
+    for (int i = 0; i < QUERIES; ++i) {
+        const int kept = is_upper ? largest[i + QUERIES] : largest[i], given = is_upper ? largest[i] : largest[i + QUERIES];
+        largest[i] = max(kept, __shfl_xor_sync(0xffffffff, given, partner));
+    }
+}
+
+// Raises the maxima of |dS| for each query by the 16 keys of this warp.
 __device__ __forceinline__ void raise_largest(int* largest, const float (&ds)[32]) {
-    const int lane = threadIdx.x % 32;
     int found[16];  // bits, as above
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
         const float* x = ds + i / 2 * 4 + i % 2;
         found[i] = max(__float_as_int(x[0]) & 0x7fffffff, __float_as_int(x[2]) & 0x7fffffff);
     }
-#pragma unroll
-    for (int half = 8, bit = 16; half >= 2; half /= 2, bit /= 2) {
-#pragma unroll
-        for (int i = 0; i < half; ++i) {
-            const int kept = lane & bit ? found[i + half] : found[i], given = lane & bit ? found[i] : found[i + half];
-            found[i] = max(kept, __shfl_xor_sync(0xffffffff, given, bit));
-        }
-    }
-    atomicMax(largest + 2 * lane, found[0]);
-    atomicMax(largest + 2 * lane + 1, found[1]);
+    keep_half<8>(found, 16);
+    keep_half<4>(found, 8);
+    keep_half<2>(found, 4);  // this lane now has queries 2 lane and 2 lane + 1
+    atomicMax(largest + threadIdx.x % 32 * 2, found[0]);
+    atomicMax(largest + threadIdx.x % 32 * 2 + 1, found[1]);
 }
 
 // Stores dS of 16 keys, from `key` on, rounded with a scale for each query, transposed, for the product with K. Keys r and
@@ -183,38 +189,32 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, const Scores& scores
     if constexpr (P_IS_16BIT) {
         contract_tokens_16bit<BLOCK_Q>(sums.dv, p, base + GRAD_ROWS);
     } else {
-#pragma unroll
-        for (int j = 0; j < D / 8; ++j) {
-            int product[4];
-            contract_tokens<BLOCK_Q, P_IS_UNSIGNED>(product, p, base + GRAD_COLUMNS, 8 * j);
-            accumulate(sums.dv + 4 * j, product, scores.dv_factor);
-        }
+        contract_tokens<BLOCK_Q, D, P_IS_UNSIGNED>(sums.dv, p, base + GRAD_COLUMNS, scores.dv_factor);
     }
-#pragma unroll
-    for (int j = 0; j < D / 8; ++j) {
-        int product[4];
-        contract_tokens<BLOCK_Q>(product, scores.ds, base + Q_COLUMNS, 8 * j);
-        accumulate(sums.dk + 4 * j, product, scores.dk_factor);
-    }
+    contract_tokens<BLOCK_Q, D>(sums.dk, scores.ds, base + Q_COLUMNS, scores.dk_factor);
 }
 
-// What this warp computes of dQ of a tile: 16 queries, D / 2 channels.
-__device__ __forceinline__ void multiply_keys(float (&dq)[DQ_VALUES], u32 base, const int* largest, float k_scale) {
-    const int row = dq_row(), channel = dq_channel(), lane = threadIdx.x % 32;
+// Adds a tile's share to dQ of packed block `block` of queries of a head. Call it when it is this CTA's turn.
+__device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, int head, i64 block, int first_query, int turn,
+                                       u32 base, const int* largest, float k_scale) {
+    const int row = dq_row(), lane_row = row + threadIdx.x % 32 / 4;
+    const u32 ds_address = left_address<BLOCK_KV>(base + DS);
     u32 ds[BLOCK_KV / 8];
 #pragma unroll
     for (int step = 0; step < BLOCK_KV / STEP; ++step)
-        load_left<BLOCK_KV>(ds + 4 * step, base + DS, row, step * STEP);
-    float factor[2];
+        load_left<BLOCK_KV>(ds + 4 * step, ds_address, row, step * STEP);
+    float factor[2], *sum = a.dq_sums + block * (BLOCK_Q * D);
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-        factor[r] = scale_of(__int_as_float(largest[row + lane / 4 + 8 * r]), INT8_MAX) * k_scale;
-#pragma unroll
-    for (int j = 0; j < DQ_VALUES / 4; ++j) {
-        int product[4];
-        contract_tokens<BLOCK_KV>(product, ds, base + K_COLUMNS, channel + 8 * j);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dq[4 * j + i] = __int2float_rn(product[i]) * factor[i / 2];
+    for (int r = 0; r < 2; ++r) factor[r] = scale_of(__int_as_float(largest[lane_row + 8 * r]), INT8_MAX) * k_scale;
+#pragma unroll 1
+    for (int part = 0; part < DQ_PARTS; ++part) {
+        float dq[DQ_VALUES] = {};
+        contract_tokens<BLOCK_KV, DQ_CHANNELS>(dq, ds, base + K_COLUMNS + dq_channel(part) * BLOCK_KV, factor);
+        add_to_sum(dq, sum, part, turn == 0);
+        if (turn + 1 < visible_key_blocks(work, first_query))
+            store_sum(sum, dq, part);
+        else
+            store_dq(a.dq, dq, part, a.scale, head, a.axes.heads * a.axes.group, first_query, work.q, a.axes.d);
     }
 }
 
@@ -233,10 +233,8 @@ struct QueryBlocks {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a) {
     extern __shared__ __align__(1024) u8 shared[];
-    KeyTile work;
-    // Work tiles are taken in the order in which CTAs start: one that waits for its turn waits for CTAs that run already.
-    const int index = take_work_tile(a.axes.tile_counter, reinterpret_cast<int*>(shared));
-    if (!find_key_tile<HALF_BLOCKS>(a.axes, work_tile_at(a.axes, index), work)) return;
+    __shared__ KeyTile work;
+    if (!take_work_tile<HALF_BLOCKS>(a.axes, work)) return;
     const u32 base = shared_address(shared);
     const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * 16;
     const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
@@ -253,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     __syncthreads();
     u32 k[D / 8];
 #pragma unroll
-    for (int step = 0; step < D / STEP; ++step) load_left<D>(k + 4 * step, base + Q_ROWS, warp_key, step * STEP);
+    for (int step = 0; step < D / STEP; ++step)
+        load_left<D>(k + 4 * step, left_address<D>(base + Q_ROWS), warp_key, step * STEP);
     __syncthreads();
 
     const auto packed_block = [&](const QueryBlocks& at) {
@@ -301,9 +300,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
             find_scores<true>(p, ds, s, tile, warp_key + lane / 4);
         else
             find_scores<false>(p, ds, s, tile, warp_key + lane / 4);
-        raise_largest(tile.largest, ds);
         Scores scores;
-        round_scores(scores, p, ds, tile.scales);
+        round_p(scores.p, scores.dv_factor, p, tile.scales.y);
+        raise_largest(tile.largest, ds);
+        round_ds(scores.ds, scores.dk_factor, ds, tile.scales.x);
 
         cp_async_wait<0>();
         __syncthreads();  // the maxima and this block's columns are there; nobody needs its rows but for 16-bit dV
@@ -319,15 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         if (P_IS_16BIT) cp_async_commit();
         if (next.left > 0) copy_columns(next);
         cp_async_commit();
-        float dq[DQ_VALUES];
-        multiply_keys(dq, base, tile.largest, k_scale);
-        float* sum = a.dq_sums + block * (BLOCK_Q * D);
-        add_to_sum(dq, sum, turn == 0);
-        if (turn + 1 < visible_key_blocks(work, first_query))
-            store_sum(sum, dq);
-        else
-            store_dq(a.dq, dq, a.scale, work.kv_head * a.axes.group + at.head, a.axes.heads * a.axes.group, first_query,
-                     work.q, a.axes.d);
+        add_dq(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, base, tile.largest, k_scale);
         finished = a.turns + block;
         at = next;
     }

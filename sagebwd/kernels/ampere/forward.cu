@@ -109,12 +109,7 @@ __device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WOR
             for (int i = 0; i < BLOCK_KV / 16; ++i) mma_16bit(state.l_rounded, p + 4 * i, ones);
         }
     } else {
-#pragma unroll
-        for (int j = 0; j < D / 8; ++j) {  // 8 channels
-            int product[4];
-            contract_tokens<BLOCK_KV, P_IS_UNSIGNED>(product, p, values, 8 * j);
-            accumulate(state.o + 4 * j, product, factor);
-        }
+        contract_tokens<BLOCK_KV, D, P_IS_UNSIGNED>(state.o, p, values, factor);
     }
 }
 
@@ -166,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     cp_async_wait<0>();
     __syncthreads();
     u32 q[D / 8];
-    const u32 queries = base + STAGE_BYTES + block * QUERY_BYTES;
+    const u32 queries = left_address<D>(base + STAGE_BYTES + block * QUERY_BYTES);
 #pragma unroll
     for (int step = 0; step < D / STEP; ++step) load_left<D>(q + 4 * step, queries, warp % 4 * 16, step * STEP);
     const float q_scale = *reinterpret_cast<const float*>(shared + STAGE_BYTES + block * QUERY_BYTES + Q_TILE);
