@@ -11,9 +11,9 @@ from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_do
 
 
 def sage_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     attn_mask: None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -36,19 +36,19 @@ def sage_attention(
     hides from it: see :class:`SageConfig`, and :meth:`SageConfig.strictly_causal` for a preset without that.
 
     Args:
-        q: (B, H, N_q, D), any strides. fp16 or bf16, in the reference also fp32. For kernels D is a multiple
-            of 8 up to 256.
-        k, v: (B, H_kv, N_kv, D) as q.
+        query: (B, H, N_q, D), any strides. fp16 or bf16, in the reference also fp32. For kernels D is a
+            multiple of 8 up to 256.
+        key, value: (B, H_kv, N_kv, D) as query.
         attn_mask, dropout_p: not supported; they keep the argument order of torch's operator.
         is_causal: query i sees keys 0 … i, counted from the first of each, as in torch's operator.
         scale: factor of the logits; 1/√D by default.
         enable_gqa: allow H to be a multiple of H_kv; consecutive query heads then share keys and values.
-        cu_seqlens: (documents + 1,) int32 or int64 on the device of q: packed documents, end to end in a
+        cu_seqlens: (documents + 1,) int32 or int64 on the device of query: packed documents, end to end in a
             batch of 1. Document n holds tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1, and attends to itself
             only. Tokens outside all documents get zeros, as does a document without queries or keys. Must
             start at 0 or later, never decrease and end at N_q or earlier. On a GPU that is not checked,
             because reading it would wait for the device; wrong boundaries are moved to the nearest valid.
-        cu_seqlens_kv: the same for k and v; by default ``cu_seqlens``.
+        cu_seqlens_kv: the same for key and value; by default ``cu_seqlens``.
         config: what is quantized, and how.
         kernels: "hopper", "triton" or "reference" runs that kernel set, or raises an error that says why it
             cannot. None: the fastest that can, on a CPU the reference.
@@ -60,6 +60,7 @@ def sage_attention(
         ValueError: an argument is not supported, or the arguments do not fit together.
         NotImplementedError: a setting, device or GPU without kernels, or a second derivative.
     """
+    q, k, v = query, key, value
     check_arguments(
         q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, attn_mask=attn_mask, dropout_p=dropout_p
     )

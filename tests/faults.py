@@ -343,14 +343,11 @@ FAULTS = (
 )
 
 
-class Collecting:
-    """A plugin of pytest that notes the names of the tests of the faults."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.names = [item.nodeid for item in session.items if faults_of(item.nodeid)]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """This module is a plugin of pytest, also in xdist's processes: only the tests of the faults run."""
+    others = [item for item in items if not faults_of(item.nodeid)]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if faults_of(item.nodeid)]
 
 
 class Counting:
@@ -393,9 +390,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{fault.area}: {fault.what}" for fault in FAULTS))
         return 0
     files = sorted({f"tests/{test.split('::')[0]}" for fault in FAULTS for test in fault.tests})
-    collecting, counting = Collecting(), Counting()
-    pytest.main(["--collect-only", "-p", "no:terminal", "--rootdir", str(ROOT), *files], plugins=[collecting])
-    pytest.main(["-q", "--rootdir", str(ROOT), *parsed.pytest, *collecting.names], plugins=[counting])
+    counting = Counting()
+    # Plugins that the imports above have imported, such as Hydra's, cannot be rewritten: it does not matter.
+    quiet = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    options = ["-q", *quiet, "-p", "tests.faults", "--rootdir", str(ROOT), *parsed.pytest]
+    pytest.main([*options, *files], plugins=[counting])
     rows = counting.rows()
     print("\n" + table(rows))
     if parsed.out:

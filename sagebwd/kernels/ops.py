@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sagebwd import reference
+from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.config import SageConfig, decode
 from sagebwd.kernels.layout import Axis, ForwardResult, block_count, empty_result, padded_head_dim, stand_in
 from sagebwd.validation import check_backward_mode
@@ -154,7 +155,7 @@ def _fake_backward(
 @functools.cache
 def _kernel_set(kernels: str) -> ModuleType:
     """``forward`` and ``backward`` of a kernel set, imported at its first use: none needs the others."""
-    return importlib.import_module(f"sagebwd.kernels.{kernels}.attention")
+    return importlib.import_module(f".{kernels}.attention", __package__)
 
 
 def _packed_kv_shape(k: Tensor, blocks: int) -> tuple[int, int]:
@@ -196,7 +197,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor 
     if grad_out is None:
         return (None,) * 10
     q, k, v, *saved = ctx.saved_tensors
-    gradients = torch.ops.sagebwd.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *saved, *ctx.settings)
+    gradients = ops.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *saved, *ctx.settings)
     return (*gradients, *(None,) * 7)
 
 
@@ -208,15 +209,18 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 def _define(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = add_op_namespace_prefix(name)
     torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
     torch.library.impl(name, "default", run)  # on any device, where the reference runs
     torch.library.register_fake(name, fake)
 
 
-_define("sagebwd::forward", _forward, _fake_forward)
-_define("sagebwd::backward", _backward, _fake_backward)
-torch.library.register_autograd("sagebwd::forward", _differentiate, setup_context=_set_up_context)
-torch.library.register_autograd("sagebwd::backward", _refuse)
+_define("forward", _forward, _fake_forward)
+_define("backward", _backward, _fake_backward)
+torch.library.register_autograd(
+    add_op_namespace_prefix("forward"), _differentiate, setup_context=_set_up_context
+)
+torch.library.register_autograd(add_op_namespace_prefix("backward"), _refuse)
 
 
 class _Attention(torch.autograd.Function):
@@ -224,7 +228,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = torch.ops.sagebwd.forward.default(*inputs)
+        output = ops.forward.default(*inputs)
         _save_for_backward(ctx, inputs, output)
         return output[0]
 
@@ -249,5 +253,5 @@ def attend(
     inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, config, kernels, has_gradient)
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if is_traced or not torch.is_grad_enabled():
-        return torch.ops.sagebwd.forward.default(*inputs)[0]
+        return ops.forward.default(*inputs)[0]
     return _Attention.apply(*inputs)

@@ -431,7 +431,7 @@ def at_steps(end: TrainedRun, steps: Sequence[int]) -> list[TrainedRun]:
 def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[TrainedRun]]) -> dict[str, Any]:
     """What was measured, of which runs, how and where."""
     return {
-        **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
+        **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-bindings")),
         "values": "estimate, lower and upper end of the 95% interval (jackknife over batches)",
         "bias": "|b| / |G|; negative: the estimate of |b|² is, so it is about zero",
         "along": "⟨b, G⟩ / |G|²",

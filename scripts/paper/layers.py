@@ -153,7 +153,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun]) -> dict[str, Any]:
     """What was measured, of which runs, how and where."""
     return {
-        **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-core")),
+        **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-bindings")),
         "figures": "SageBwd (arXiv 2603.02170), Figures 5 and 6, Table 2 and the RMS of §4.2",
         "values": "_cos: cosine similarity, _l2: relative L2, against exact attention in float32",
         "normalisation": NORMALISATION,

@@ -51,6 +51,12 @@ def test_means_what_torch_means(draw, args, kwargs, n_q, n_kv):
     assert all(relative_l2(x, y) < 0.03 for x, y in zip(quantized, torchs, strict=True))
 
 
+def test_arguments_have_the_names_of_torch(draw):
+    named = dict(zip(("query", "key", "value"), draw(40)[:3], strict=True))
+    torchs = scaled_dot_product_attention(**named)
+    torch.testing.assert_close(sage_attention(**named, config=NO_INT8), torchs, rtol=1e-4, atol=1e-5)
+
+
 def test_config_reaches_forward_and_backward(draw):
     inputs = draw(100)
     for config in (SageConfig.paper(), SageConfig(smooth_q=True, exact_delta=True)):

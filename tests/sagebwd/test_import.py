@@ -68,6 +68,6 @@ def test_the_reference_needs_neither_triton_nor_dynamo():
         "import sys, torch, sagebwd\n"
         "q = torch.ones(1, 1, 40, 32, requires_grad=True)\n"
         "sagebwd.sage_attention(q, q, q).sum().backward()\n"
-        "print([name for name in ('triton', 'torch._dynamo', 'cuda.core') if name in sys.modules])"
+        "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
     )
     assert printed.strip() == "[]"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import os
 import shlex
 import stat
@@ -17,6 +16,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 #: The folder of what kernel sets share: packing.cu and headers.
 SHARED = Path(__file__).parent
@@ -55,30 +55,46 @@ class Sources:
 
 
 def compile_source(
-    sources: Sources, source: str, defines: Defines, ptxas_options: Sequence[str] = ()
+    sources: Sources, source: str, defines: Defines, options: Sequence[str] = ()
 ) -> tuple[bytes, str]:
     """Compile ``source``.cu of ``sources``: the CUBIN and the compiler's log.
+
+    Args:
+        options: more options of NVRTC, for example "--ptxas-options=--verbose".
 
     Raises:
         RuntimeError: it does not compile; with the compiler's log.
     """
-    from cuda.core import Program, ProgramOptions
+    macros = _macros(defines)
+    arguments = [
+        f"--gpu-architecture={sources.architecture}",
+        "--std=c++17",
+        *(f"--include-path={folder}" for folder in sources.folders),
+        *(f"--define-macro={macro}" for macro in macros),
+        *options,
+    ]
+    error, cubin, log = _run_nvrtc(sources.path(source), arguments)
+    if error:
+        raise RuntimeError(f"{source}.cu ({', '.join(macros)}) does not compile: {error}\n{log}")
+    return cubin, log
 
-    options = ProgramOptions(
-        name=f"{source}.cu",
-        arch=sources.architecture,
-        std="c++17",
-        include_path=[str(folder) for folder in sources.folders],
-        define_macro=_macros(defines),
-        ptxas_options=list(ptxas_options) or None,
-    )
-    log = io.StringIO()
+
+def _run_nvrtc(path: Path, arguments: list[str]) -> tuple[str, bytes, str]:
+    """The name of NVRTC's error ("" if there is none), the CUBIN and the log."""
+    from cuda.bindings import nvrtc
+
+    program = checked(nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
     try:
-        program = Program(sources.path(source).read_text(encoding="utf-8"), "c++", options)
-        cubin = bytes(program.compile("cubin", logs=log).code)
-    except Exception as error:  # cuda.core does not export the class of its errors
-        raise RuntimeError(f"{_describe(source, defines)} does not compile: {error}") from error
-    return cubin, log.getvalue()
+        options = [os.fsencode(argument) for argument in arguments]
+        (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        checked(nvrtc.nvrtcGetProgramLog(program, log))
+        cubin = bytearray(0 if error else checked(nvrtc.nvrtcGetCUBINSize(program)))
+        if cubin:
+            checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return error.name if error else "", bytes(cubin), log.rstrip(b"\0").decode(errors="replace")
 
 
 def load_or_compile(sources: Sources, source: str, defines: Defines) -> bytes:
@@ -104,11 +120,9 @@ def load_or_compile(sources: Sources, source: str, defines: Defines) -> bytes:
 def why_no_compiler() -> str | None:
     """Why this installation cannot compile CUDA sources; None if it can. Needs no GPU."""
     try:
-        import cuda.core  # noqa: F401
-
         nvrtc_version()
     except ImportError as error:
-        return f"cuda.core cannot be imported ({error}); install cuda-core and cuda-bindings"
+        return f"cuda.bindings cannot be imported ({error}); install cuda-bindings"
     except RuntimeError as error:  # what cuda.bindings raises when a library is missing
         return f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc"
     return None
@@ -118,23 +132,25 @@ def nvrtc_version() -> tuple[int, int]:
     """Major and minor version of the compiler."""
     from cuda.bindings import nvrtc
 
-    error, major, minor = nvrtc.nvrtcVersion()
+    return checked(nvrtc.nvrtcVersion())
+
+
+def checked(returned: tuple[Any, ...]) -> Any:
+    """What a function of ``cuda.bindings`` returned, without its error code.
+
+    Raises:
+        RuntimeError: with the name of the error.
+    """
+    error, *values = returned
     if error:
         raise RuntimeError(error.name)
-    return major, minor
+    return values[0] if len(values) == 1 else tuple(values)
 
 
-def _macros(defines: Defines) -> list[str | tuple[str, str]]:
-    return [
-        name if value is True else (name, str(value))
-        for name, value in sorted(defines.items())
-        if value is not False
-    ]
-
-
-def _describe(source: str, defines: Defines) -> str:
-    macros = (name if value is True else f"{name}={value}" for name, value in sorted(defines.items()))
-    return f"{source}.cu ({', '.join(macros)})"
+def _macros(defines: Defines) -> list[str]:
+    """NAME or NAME=VALUE of each macro, in the order of their names."""
+    given = ((name, value) for name, value in sorted(defines.items()) if value is not False)
+    return [name if value is True else f"{name}={value}" for name, value in given]
 
 
 # --- The cache on disk -------------------------------------------------------------------------------------

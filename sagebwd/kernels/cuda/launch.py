@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.kernels.cuda.arguments import Signature
-from sagebwd.kernels.cuda.compile import Defines, Sources, load_or_compile
+from sagebwd.kernels.cuda.compile import Defines, Sources, checked, load_or_compile
 
 
 class Driver(NamedTuple):
@@ -35,14 +35,32 @@ class Driver(NamedTuple):
 @functools.cache
 def _driver() -> Driver:
     from cuda.bindings import driver
-    from cuda.core import Device
 
     # The public torch.cuda.current_stream() builds an object each time; Triton calls this one too.
     from torch._C import _cuda_getCurrentRawStream
 
-    return Driver(
-        driver.cuLaunchKernel, _cuda_getCurrentRawStream, lambda device: Device(device).set_current()
-    )
+    return Driver(driver.cuLaunchKernel, _cuda_getCurrentRawStream, _make_current)
+
+
+def _make_current(device: int) -> None:
+    """Make the context that torch uses on ``device`` this thread's current one.
+
+    torch.cuda.set_device would not: it does nothing for the device that CUDA calls current, which is 0 in a
+    thread that has no context yet.
+
+    Raises:
+        RuntimeError: with the name of CUDA's error.
+    """
+    from cuda.bindings import driver
+
+    checked(driver.cuCtxSetCurrent(_primary_context(device)))
+
+
+@functools.cache  # each call takes a reference, which this process never gives back
+def _primary_context(device: int) -> Any:
+    from cuda.bindings import driver
+
+    return checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(device))))
 
 
 class Kernel:
@@ -50,7 +68,6 @@ class Kernel:
 
     Args:
         parameters: size of each parameter in bytes; None if unknown.
-        owner: an object to keep alive, because the code on the device lives as long as it does.
     """
 
     def __init__(
@@ -61,7 +78,6 @@ class Kernel:
         device: int,
         driver: Driver,
         parameters: list[int] | None = None,
-        owner: Any = None,
     ) -> None:
         self.name = name
         self.device = device
@@ -69,7 +85,6 @@ class Kernel:
         self._shared_bytes = shared_bytes
         self._driver = driver
         self._parameters = parameters
-        self._owner = owner
         self._signatures: dict[tuple[type, ...], Signature] = {}
 
     def launch(self, grid: int, threads: int, *arguments: Tensor | ctypes.Structure | float | None) -> None:
@@ -146,25 +161,41 @@ def load_kernel(sources: Sources, source: str, name: str, shared_bytes: int, **d
 def _load(
     sources: Sources, source: str, name: str, shared_bytes: int, device: int, defines: Defines
 ) -> Kernel:
-    """Compile if need be, and load on a device, which becomes this thread's current one."""
+    """Compile if need be, and load on a device, whose context becomes this thread's current one."""
     cubin = load_or_compile(sources, source, defines)
-    from cuda.bindings import driver
-    from cuda.core import ObjectCode
-
     launcher = _driver()
-    launcher.make_current(device)
-    loaded = ObjectCode.from_cubin(cubin, name=name).get_kernel(name)
-    function = _checked(name, driver.cuKernelGetFunction(loaded.handle))
+    try:
+        launcher.make_current(device)
+        function, parameters = _load_function(cubin, name, shared_bytes)
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} was not loaded: {error}") from None
+    return Kernel(name, function, shared_bytes, device, launcher, parameters)
+
+
+def _load_function(cubin: bytes, name: str, shared_bytes: int) -> tuple[Any, list[int]]:
+    """A kernel of a CUBIN in the current context, and the sizes of its parameters in bytes.
+
+    It is never unloaded: a CUDA graph may launch it as long as the process lives.
+    """
+    from cuda.bindings import driver
+
+    library = checked(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+    kernel = checked(driver.cuLibraryGetKernel(library, name.encode()))
+    function = checked(driver.cuKernelGetFunction(kernel))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(name, driver.cuFuncSetAttribute(function, limit, shared_bytes))
-    _checked(name, driver.cuFuncLoad(function))  # now: otherwise CUDA does it at the first launch
-    parameters = [parameter.size for parameter in loaded.arguments_info]
-    return Kernel(name, function, shared_bytes, device, launcher, parameters, owner=loaded)
+    checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    checked(driver.cuFuncLoad(function))  # now: otherwise CUDA does it at the first launch
+    return function, _parameter_sizes(kernel)
 
 
-def _checked(name: str, result: tuple[Any, ...]) -> Any:
-    """What a call of the driver returned, without its error code."""
-    error, *values = result
-    if error:
-        raise RuntimeError(f"{name} was not loaded: {error.name}")
-    return values[0] if values else None
+def _parameter_sizes(kernel: Any) -> list[int]:
+    """Size in bytes of each parameter: CUDA reports an invalid value for the first that does not exist."""
+    from cuda.bindings import driver
+
+    sizes: list[int] = []
+    while True:
+        error, _, size = driver.cuKernelGetParamInfo(kernel, len(sizes))
+        if error == driver.CUresult.CUDA_ERROR_INVALID_VALUE:
+            return sizes
+        checked((error,))
+        sizes.append(size)

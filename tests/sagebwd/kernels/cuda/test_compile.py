@@ -250,10 +250,10 @@ def test_cache_folder(monkeypatch, tmp_path):
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     compiler.why_no_compiler.cache_clear()
     try:
-        assert "install cuda-core and cuda-bindings" in compiler.why_no_compiler()
+        assert "install cuda-bindings" in compiler.why_no_compiler()
     finally:
         compiler.why_no_compiler.cache_clear()
 
@@ -272,8 +272,8 @@ def test_nvrtc_that_does_not_load_is_named(monkeypatch, nvrtc):
 
 def test_the_package_imports_without_cuda():
     code = (
-        "import sys; sys.modules['cuda.core'] = None; import sagebwd; "
+        "import sys; sys.modules['cuda.bindings'] = None; import sagebwd; "
         "import sagebwd.kernels.cuda.compile as c; "
-        "assert 'install cuda-core' in c.why_no_compiler(), c.why_no_compiler()"
+        "assert 'install cuda-bindings' in c.why_no_compiler(), c.why_no_compiler()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

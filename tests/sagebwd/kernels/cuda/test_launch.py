@@ -7,6 +7,7 @@ import enum
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,6 +161,88 @@ def test_kernels_are_loaded_once(monkeypatch):
     assert load_kernel(theirs, "dq", "dq_kernel", 9, **variants[0]) == 5
 
 
+class FakeLoader:
+    """The part of ``cuda.bindings.driver`` that loads kernels: records the calls, returns what it is told.
+
+    A kernel's parameters have 8 and 4 bytes. ``fails`` names the function that returns an error.
+    """
+
+    CUresult = Error
+    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="shared bytes")
+
+    def __init__(self, fails=None):
+        self.fails, self.calls = fails, []
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append((name, *(x for x in arguments if x not in ([], 0))))
+            if name == self.fails:
+                return (Error.CUDA_ERROR_INVALID_CONTEXT, None)
+            return (Error.CUDA_SUCCESS, f"result of {name}")
+
+        return call
+
+    def cuKernelGetParamInfo(self, kernel, index):
+        self.calls.append(("cuKernelGetParamInfo", kernel, index))
+        return (Error.CUDA_SUCCESS, 8 * index, (8, 4)[index]) if index < 2 else (Error(1), None, None)
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """loads(driver) -> what launch._load returns with this driver; the compiler is a stand-in."""
+    bindings = pytest.importorskip("cuda.bindings", exc_type=ImportError)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(launch, "load_or_compile", lambda *_: b"CUBIN")
+
+    def load(driver):
+        monkeypatch.setattr(bindings, "driver", driver, raising=False)
+        for function in (launch._driver, launch._primary_context):
+            function.cache_clear()
+        return launch._load(Sources("sm_90a", ()), "minimal", "store_kernel", SHARED_BYTES, 3, {})
+
+    yield load
+    launch._driver.cache_clear()
+    launch._primary_context.cache_clear()
+
+
+def test_a_kernel_is_loaded_in_the_context_of_torch(loads):
+    fake = FakeLoader()
+    kernel = loads(fake)
+    function = "result of cuKernelGetFunction"
+    assert fake.calls == [
+        ("cuDeviceGet", 3),
+        ("cuDevicePrimaryCtxRetain", "result of cuDeviceGet"),
+        ("cuCtxSetCurrent", "result of cuDevicePrimaryCtxRetain"),
+        ("cuLibraryLoadData", b"CUBIN"),
+        ("cuLibraryGetKernel", "result of cuLibraryLoadData", b"store_kernel"),
+        ("cuKernelGetFunction", "result of cuLibraryGetKernel"),
+        ("cuFuncSetAttribute", function, "shared bytes", SHARED_BYTES),
+        ("cuFuncLoad", function),
+        *(("cuKernelGetParamInfo", "result of cuLibraryGetKernel", index) for index in range(3)),
+    ]
+    fake.calls.clear()
+    kernel.launch(5, 128, torch.zeros(1), 7)
+    assert [call[:-1] for call in fake.calls] == [
+        ("cuLaunchKernel", function, 5, 1, 1, 128, 1, 1, SHARED_BYTES, 7)
+    ]
+    with pytest.raises(TypeError, match=r"store_kernel has parameters of \[8, 4\] bytes"):
+        kernel.launch(5, 128, 7, 7)
+
+
+@pytest.mark.parametrize("fails", ["cuDevicePrimaryCtxRetain", "cuLibraryLoadData", "cuFuncSetAttribute"])
+def test_a_kernel_that_is_not_loaded_is_named(fails, loads):
+    with pytest.raises(RuntimeError, match="store_kernel was not loaded: CUDA_ERROR_INVALID_CONTEXT"):
+        loads(FakeLoader(fails))
+
+
+def test_a_context_is_retained_once(loads):
+    fake = FakeLoader()
+    loads(fake)
+    launch._make_current(3)
+    assert [name for name, *_ in fake.calls].count("cuDevicePrimaryCtxRetain") == 1
+    assert [name for name, *_ in fake.calls].count("cuCtxSetCurrent") == 2
+
+
 # --- On a GPU ----------------------------------------------------------------------------------------------
 
 
@@ -218,6 +301,16 @@ def test_launches_from_new_threads(minimal):
     thread.join()
     assert not errors
     assert x.eq(2).all()
+
+
+@pytest.mark.gpu
+def test_loads_in_a_new_thread(minimal):
+    """Which has no context of CUDA: autograd runs the first backward in a thread of its own."""
+    x = torch.zeros(100, dtype=torch.int32, device="cuda")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: minimal("store_kernel", VALUE=2).launch(1, 128, x, 100)).result()
+    torch.cuda.synchronize()
+    assert x.eq(3).all()
 
 
 @pytest.mark.gpu

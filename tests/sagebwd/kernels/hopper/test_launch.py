@@ -12,7 +12,7 @@ import torch
 from sagebwd import SageConfig
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.cuda import launch
-from sagebwd.kernels.cuda.compile import SHARED, why_no_compiler
+from sagebwd.kernels.cuda.compile import SHARED, compile_source
 from sagebwd.kernels.cuda.packing import packed_kv_shape
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.layout import Axis
@@ -60,37 +60,26 @@ def test_arguments_are_those_of_the_source(source, structure):
 
 def check_syntax(source, head_dim, p_16bit, threads, shared_bytes):
     """Compile as far as static_assert, which takes milliseconds; raise what the compiler says."""
-    from cuda.core import Program, ProgramOptions
-
-    options = ProgramOptions(
-        name=f"{source}.cu",
-        arch=hopper.SOURCES.architecture,
-        std="c++17",
-        include_path=[str(folder) for folder in hopper.SOURCES.folders],
-        define_macro=[
-            ("HEAD_DIM", str(head_dim)),
-            ("IS_CAUSAL", "1"),
-            ("LAUNCH_THREADS", str(threads)),
-            ("LAUNCH_BYTES", str(shared_bytes)),
-            *(["P_16BIT"] if p_16bit else []),
-        ],
-        fdevice_syntax_only=True,
-    )
-    Program(hopper.SOURCES.path(source).read_text("utf-8"), "c++", options).compile("cubin")
+    defines = {
+        "HEAD_DIM": head_dim,
+        "IS_CAUSAL": 1,
+        "LAUNCH_THREADS": threads,
+        "LAUNCH_BYTES": shared_bytes,
+        "P_16BIT": p_16bit,
+    }
+    compile_source(hopper.SOURCES, source, defines, ["--fdevice-syntax-only"])
 
 
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(("source", "head_dim", "p_16bit"), hopper.CTA_SHAPES, ids=str)
 def test_cta_shapes_are_those_of_the_sources(source, head_dim, p_16bit):
-    pytest.importorskip("cuda.core", exc_type=ImportError)
-    if reason := why_no_compiler():
-        pytest.skip(reason)
     cta = hopper.CTA_SHAPES[source, head_dim, p_16bit]
     assert cta.tokens == hopper.CTA_SHAPES[source, head_dim, False].tokens  # _axes relies on it
     assert cta.shared_bytes <= 226 * 1024  # of the 227 KiB that a CTA may have; barriers take a little
     check_syntax(source, head_dim, p_16bit, cta.threads, cta.shared_bytes)
     for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
         wrong = cta._replace(**change)
-        with pytest.raises(Exception, match="static assertion failed"):
+        with pytest.raises(RuntimeError, match="static assertion failed"):
             check_syntax(source, head_dim, p_16bit, wrong.threads, wrong.shared_bytes)
 
 

@@ -50,7 +50,7 @@ def variants():
 @needs_nvrtc
 @pytest.mark.parametrize(("source", "defines"), list(variants()))
 def test_kernels_compile_without_spills(source, defines):
-    cubin, log = compile_source(SOURCES, source, defines, ptxas_options=["-v"])
+    cubin, log = compile_source(SOURCES, source, defines, ["--ptxas-options=-v"])
     for name in (name for file, name in entries() if file == source):
         assert f".text.{name}".encode() in cubin
         assert f"Compiling entry function '{name}'" in log
@@ -81,7 +81,7 @@ def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
 ):
     """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
     defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
-    cubin, log = compile_source(SOURCES, source, {**defines, "UNSIGNED_P": True}, ptxas_options=["-v"])
+    cubin, log = compile_source(SOURCES, source, {**defines, "UNSIGNED_P": True}, ["--ptxas-options=-v"])
     assert_runs_freely(log)
     file = tmp_path / f"{source}.cubin"
     file.write_bytes(cubin)
