@@ -50,8 +50,8 @@ def sage_attention(
             because reading it would wait for the device; wrong boundaries are moved to the nearest valid.
         cu_seqlens_kv: the same for key and value; by default ``cu_seqlens``.
         config: what is quantized, and how.
-        kernels: "hopper", "triton" or "reference" runs that kernel set, or raises an error that says why it
-            cannot. None: the fastest that can, on a CPU the reference.
+        kernels: "hopper", "ampere", "triton" or "reference" runs that kernel set, or raises an error that
+            says why it cannot. None: the fastest that can, on a CPU the reference.
 
     Returns:
         (B, H, N_q, D), of the dtype of the inputs.

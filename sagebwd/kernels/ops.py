@@ -87,7 +87,7 @@ def _fake_forward(
         k_mean_shape = (*k.shape[:2], documents * channels)
     k_mean = k.new_empty(k_mean_shape, dtype=torch.float32)
     packed_kv = k.new_empty((0,), dtype=torch.uint8)
-    if kernels == "hopper" and pack_kv_for_backward:
+    if kernels in ("hopper", "ampere") and pack_kv_for_backward:
         blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
         packed_kv = k.new_empty(_packed_kv_shape(k, blocks), dtype=torch.uint8)
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_kv)
@@ -122,7 +122,7 @@ def _backward(
         if not packed_kv.numel():
             raise ValueError(
                 "sagebwd::backward got neither k and v nor packed_kv; pass k and v, as sagebwd::forward "
-                "packs them only with pack_kv_for_backward=True and the Hopper kernels"
+                "packs them only with pack_kv_for_backward=True and CUDA kernels"
             )
         k = v = stand_in(q, kv_heads, kv_tokens)
     if kernels == "reference":

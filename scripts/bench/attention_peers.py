@@ -59,8 +59,8 @@ class Implementation:
     has_backward: bool = True
 
 
-def build_sagebwd(config: SageConfig, shape: Shape) -> Attend:
-    return partial(sage_attention, is_causal=shape.causal, config=config)
+def build_sagebwd(config: SageConfig, kernels: str | None, shape: Shape) -> Attend:
+    return partial(sage_attention, is_causal=shape.causal, config=config, kernels=kernels)
 
 
 def load_sdpa(kernel: str) -> Build:
@@ -161,10 +161,11 @@ PEERS = {
 
 def find_implementations(arguments: Namespace) -> tuple[list[Implementation], dict[str, str]]:
     """SageBwd and every peer that can run here; and {name: why not} of the others."""
-    found = [
-        Implementation(name, partial(build_sagebwd, config), bound)
-        for name, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs))
-    ]
+    found = []
+    for title, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs)):
+        for kernels in (None, *dict.fromkeys(arguments.kernels)):
+            name = f"{title} ({kernels})" if kernels else title
+            found.append(Implementation(name, partial(build_sagebwd, config, kernels), bound))
     absent = {}
     for option, peer in PEERS.items():
         if option in arguments.without:

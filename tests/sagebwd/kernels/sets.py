@@ -340,5 +340,20 @@ HOPPER = KernelSet(
     exact_from=100,
 )
 
+# --- Ampere ------------------------------------------------------------------------------------------------
+
+
+def _without_ampere() -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < dispatch.AMPERE:
+        return f"compute capability {capability} is older than Ampere"
+    return runtime.why_unavailable(torch.device("cuda"), capability)
+
+
+#: The same tiles, settings and packed operands as Hopper's.
+AMPERE = replace(HOPPER, name="ampere", gpu=dispatch.EXAMPLES["nvidia"], why_unavailable=_without_ampere)
+
 #: All of them. Tests of the interpreter run without a GPU, others with ``-m gpu``.
-KERNEL_SETS = (INTERPRETER, TRITON, HOPPER)
+KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, AMPERE)
