@@ -5,6 +5,7 @@ They must agree with the reference. On a GPU the other files of this folder test
 
 from __future__ import annotations
 
+import ctypes
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels.cuda import sources_on_cpu
-from tests.sagebwd.kernels.inputs import NAMES
+from tests.sagebwd.kernels.inputs import INPUTS, NAMES, poison_one
 
 #: Headers that stand in for those of the same name in sagebwd/kernels/ampere.
 ON_CPU = Path(__file__).parent / "on_cpu"
@@ -53,6 +54,25 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
     return attend_on_cpu
 
 
+@pytest.fixture
+def in_both_orders(folder):
+    """in_both_orders(function): its results, which must be the same in whatever order threads run."""
+
+    def set_order(reverse):
+        for library in folder.glob("*.so"):
+            ctypes.CDLL(str(library)).set_reverse_order(ctypes.c_bool(reverse))
+
+    def in_both_orders(function):
+        found = function()
+        set_order(True)
+        for x, y in zip(found, function(), strict=True):
+            assert torch.equal(x.nan_to_num(777.0), y.nan_to_num(777.0))
+        return found
+
+    yield in_both_orders
+    set_order(False)
+
+
 CASES = {
     "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
     "consistent": (SageConfig.consistent(), 80, True, None),
@@ -61,12 +81,37 @@ CASES = {
 
 
 @pytest.mark.parametrize(("config", "head_dim", "is_causal", "documents"), CASES.values(), ids=CASES.keys())
-def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_dim, is_causal, documents):
+def test_they_compute_what_the_reference_does(
+    attend_on_cpu, in_both_orders, draw, config, head_dim, is_causal, documents
+):
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     tokens = 310 if documents is None else sum(documents)
     inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
-    found = attend_on_cpu(*inputs, is_causal=is_causal, config=config, boundaries=boundaries)
+    settings = {"is_causal": is_causal, "config": config, "boundaries": boundaries}
+    found = in_both_orders(lambda: attend_on_cpu(*inputs, **settings))
     options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries, "enable_gqa": True}
     wanted = reference.attention(*inputs, **options)
     for name, x in zip(NAMES, found, strict=True):
         assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
+
+
+@pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65)])
+def test_lengths(attend_on_cpu, draw, n_q, n_kv):
+    inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    found = attend_on_cpu(*inputs, is_causal=True, config=DEFAULT_CONFIG)
+    wanted = reference.attention(*inputs, is_causal=True, enable_gqa=True)
+    for name, x in zip(NAMES, found, strict=True):
+        y = getattr(wanted, name)
+        assert relative_l2(x, y) < 8e-3 or (x - y).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(attend_on_cpu, draw, name):
+    """Token 70 is in the second block of queries, and in the tile of keys that all blocks see."""
+    inputs = draw(140, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    poison_one(inputs, name, 70, torch.inf)
+    found = attend_on_cpu(*inputs, is_causal=True, config=DEFAULT_CONFIG)
+    wanted = reference.attention(*inputs, is_causal=True)
+    for result, x in zip(NAMES, found, strict=True):
+        assert not x.isinf().any()
+        assert torch.equal(x.isnan(), getattr(wanted, result).isnan()), result

@@ -28,7 +28,7 @@ static jmp_buf scheduler;
 static void (*run_kernel)(const void*);
 static const void* kernel_of_fibers;
 static bool reverse_order = false;
-extern "C" inline void set_reverse_order(bool reverse) { reverse_order = reverse; }
+extern "C" void set_reverse_order(bool reverse) { reverse_order = reverse; }
 
 // Lets the others run. The scheduler comes back when `is_waiting` is false.
 inline void switch_to_others() {
