@@ -138,6 +138,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
     yield from _rules_of_cuda_kernels(call, "Hopper")
+    yield _scales_of_blocks(call.config)
 
 
 def ampere_rules(call: Call) -> Iterator[Rule]:
@@ -147,6 +148,8 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
         return
     yield _since_ampere(call.gpu)
     yield from _rules_of_cuda_kernels(call, "Ampere")
+    if not all(map(call.config.is_int8, CUDA_16_BIT_MATMULS)):
+        yield _scales_of_blocks(call.config)
 
 
 def triton_rules(call: Call) -> Iterator[Rule]:
@@ -178,6 +181,15 @@ def _since_ampere(gpu: GPU) -> Rule:
     )
 
 
+def _scales_of_blocks(config: SageConfig) -> Rule:
+    return Rule(
+        config.operand_scales == "block",
+        f"operand_scales is {config.operand_scales!r}",
+        "set operand_scales='block'",
+        warns=True,
+    )
+
+
 def _rules_of_cuda_kernels(call: Call, name: str) -> Iterator[Rule]:
     config = call.config
     yield from _rules_of_all_kernels(call)
@@ -191,12 +203,6 @@ def _rules_of_cuda_kernels(call: Call, name: str) -> Iterator[Rule]:
         config.granularity == "row",
         f"granularity is {config.granularity!r}",
         "set granularity='row'",
-        warns=True,
-    )
-    yield Rule(
-        config.operand_scales == "block",
-        f"operand_scales is {config.operand_scales!r}",
-        "set operand_scales='block'",
         warns=True,
     )
     yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False", warns=True)

@@ -89,7 +89,7 @@ def _fake_forward(
     packed_kv = k.new_empty((0,), dtype=torch.uint8)
     if kernels in ("hopper", "ampere") and pack_kv_for_backward:
         blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
-        packed_kv = k.new_empty(_packed_kv_shape(k, blocks), dtype=torch.uint8)
+        packed_kv = k.new_empty(_packed_kv_shape(k, blocks, settings), dtype=torch.uint8)
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_kv)
 
 
@@ -158,10 +158,10 @@ def _kernel_set(kernels: str) -> ModuleType:
     return importlib.import_module(f".{kernels}.attention", __package__)
 
 
-def _packed_kv_shape(k: Tensor, blocks: int) -> tuple[int, int]:
+def _packed_kv_shape(k: Tensor, blocks: int, config: SageConfig) -> tuple[int, int]:
     from sagebwd.kernels.cuda.packing import packed_kv_shape
 
-    return packed_kv_shape(k, blocks)
+    return packed_kv_shape(k, blocks, config.operand_scales == "token")
 
 
 def _axes(

@@ -188,7 +188,10 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
     assert choose(kernels="reference") == "reference"
     assert choose(kernels="hopper") == "hopper"
     for gpu in (A100, H200):
-        assert choose(gpu, kernels="ampere") == "ampere"
+        for config in (DEFAULT_CONFIG, SageConfig.consistent(), SageConfig.strictly_causal()):
+            assert choose(gpu, config, kernels="ampere") == "ampere"
+    with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
+        choose(A100, without_int8("dv", operand_scales="token"), kernels="ampere")
     with pytest.raises(NotImplementedError, match='kernels="ampere" cannot run: smooth_q is True'):
         choose(A100, config=SageConfig(smooth_q=True), kernels="ampere")
     message = 'kernels="hopper" cannot run: NVIDIA A100 has compute capability 8.0, not 9.0'

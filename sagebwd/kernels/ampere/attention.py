@@ -1,6 +1,7 @@
 """Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) with mma.sync: packing, then forward.cu and backward.cu.
 
-The same arithmetic as the Hopper kernels, for the same head sizes and settings. The backward is one kernel: S
+The same arithmetic as the Hopper kernels, for the same head sizes and settings, and ``operand_scales="token"``
+with INT8 O and dV (TOKEN_SCALES in the sources). The backward is one kernel: S
 and dP are computed once, and dQ is added up in fp32 in a fixed order.
 """
 
@@ -61,16 +62,20 @@ class CTAShape(NamedTuple):
     shared_bytes: int
 
 
-#: By kernel, padded head size and whether P_16BIT is defined. Each source checks its own at compile time.
+#: By kernel, padded head size and the macro that changes it. Each source checks its own at compile time.
 CTA_SHAPES = {
-    ("forward", 64, False): CTAShape(128, 256, 33_024),
-    ("forward", 64, True): CTAShape(128, 256, 49_408),
-    ("forward", 128, False): CTAShape(128, 256, 65_792),
-    ("forward", 128, True): CTAShape(128, 256, 98_560),
-    ("backward", 64, False): CTAShape(128, 256, 54_400),
-    ("backward", 64, True): CTAShape(128, 256, 50_304),
-    ("backward", 128, False): CTAShape(128, 256, 99_456),
-    ("backward", 128, True): CTAShape(128, 256, 91_264),
+    ("forward", 64, ""): CTAShape(128, 256, 33_024),
+    ("forward", 64, "P_16BIT"): CTAShape(128, 256, 49_408),
+    ("forward", 64, "TOKEN_SCALES"): CTAShape(128, 256, 34_816),
+    ("forward", 128, ""): CTAShape(128, 256, 65_792),
+    ("forward", 128, "P_16BIT"): CTAShape(128, 256, 98_560),
+    ("forward", 128, "TOKEN_SCALES"): CTAShape(128, 256, 67_584),
+    ("backward", 64, ""): CTAShape(128, 256, 54_400),
+    ("backward", 64, "P_16BIT"): CTAShape(128, 256, 50_304),
+    ("backward", 64, "TOKEN_SCALES"): CTAShape(128, 256, 54_784),
+    ("backward", 128, ""): CTAShape(128, 256, 99_456),
+    ("backward", 128, "P_16BIT"): CTAShape(128, 256, 91_264),
+    ("backward", 128, "TOKEN_SCALES"): CTAShape(128, 256, 99_840),
 }
 
 
@@ -81,8 +86,8 @@ def sources_for(architecture: str) -> Sources:
 
 
 @functools.cache
-def _packer_for(architecture: str) -> Packer:
-    return Packer(sources_for(architecture))
+def _packer_for(architecture: str, operand_scales: str) -> Packer:
+    return Packer(sources_for(architecture), token_scales=operand_scales == "token")
 
 
 @functools.cache
@@ -100,15 +105,16 @@ def _launch(
     arguments: CForward | CBackward,
     *,
     p_16bit: bool,
+    token_scales: bool,
     **macros: bool,
 ) -> None:
     """Launch kernel ``name`` with a CTA for each work tile.
 
     Args:
-        p_16bit, macros: macros that only this kernel knows.
+        p_16bit, token_scales, macros: macros that only this kernel knows.
     """
     head_dim = padded_head_dim(like.shape[-1])
-    cta = CTA_SHAPES[name, head_dim, p_16bit]
+    cta = CTA_SHAPES[name, head_dim, "P_16BIT" if p_16bit else "TOKEN_SCALES" if token_scales else ""]
     kernel = launch.load_kernel(
         sources_for(_architecture(like.device)),
         name,
@@ -120,13 +126,14 @@ def _launch(
         LAUNCH_THREADS=cta.threads,
         LAUNCH_BYTES=cta.shared_bytes,
         P_16BIT=p_16bit,
+        TOKEN_SCALES=token_scales,
         **macros,
     )
     kernel.launch(arguments.axes.work_tiles, cta.threads, arguments)
 
 
 def _work_tokens(name: str, x: Tensor) -> int:
-    return CTA_SHAPES[name, padded_head_dim(x.shape[3]), False].tokens
+    return CTA_SHAPES[name, padded_head_dim(x.shape[3]), ""].tokens
 
 
 # --- Attention --------------------------------------------------------------------------------------------
@@ -145,10 +152,12 @@ def forward(
     pack_kv_for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.cuda.forward.forward`."""
-    packer = _packer_for(_architecture(q.device))
+    packer = _packer_for(_architecture(q.device), config.operand_scales)
+    launch_forward = functools.partial(_launch, token_scales=config.operand_scales == "token")
     return cuda_forward.forward(
-        q, k, v, q_axis, kv_axis, packer=packer, launch=_launch, work_tokens=_work_tokens("forward", q),
-        is_causal=is_causal, scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
+        q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward,
+        work_tokens=_work_tokens("forward", q), is_causal=is_causal, scale=scale, config=config,
+        pack_kv_for_backward=pack_kv_for_backward,
     )  # fmt: skip
 
 
@@ -170,7 +179,7 @@ def backward(
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.hopper.attention.backward`."""
-    packer = _packer_for(_architecture(q.device))
+    packer = _packer_for(_architecture(q.device), config.operand_scales)
     if not packed_kv.numel():
         packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
     packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis)
@@ -202,5 +211,6 @@ def backward(
         packed_k_columns.data_ptr(), dq.target, dk.target, dv.target, dq_sums.data_ptr(), turns.data_ptr(),
         axes, scale,
     )  # fmt: skip
-    _launch("backward", q, is_causal, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
+    settings = {"token_scales": config.operand_scales == "token", "UNSIGNED_P": config.is_unsigned("dv")}
+    _launch("backward", q, is_causal, arguments, p_16bit=p_16bit, **settings)
     return dq.finish(), dk.finish(), dv.finish()

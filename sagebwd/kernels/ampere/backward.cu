@@ -29,6 +29,7 @@ constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;                        // absen
 constexpr int DS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;                  // (queries, keys) INT8, keys as in tiles by columns
 constexpr int LARGEST = DS + BLOCK_Q * BLOCK_KV;                        // max |dS| of each query, of two tiles in turn
 constexpr int SHARED_BYTES = LARGEST + 2 * BLOCK_Q * 4;
+static_assert(!(HAS_TOKEN_SCALES && P_IS_16BIT));
 static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && HALF_BLOCKS * STAGING_BYTES <= LARGEST);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
@@ -44,7 +45,10 @@ struct Arguments {
 // One tile: a packed block of queries and the keys of this CTA.
 struct Tile {
     float factor;          // from INT8 products to logits
-    float2 scales;         // of Q and dO
+    float2 scales;         // of Q and dO; 1 if tokens have scales
+    const float2 *q_scales, *grad_scales;  // of the queries of this thread, if they have some; every fourth is one's own
+    float q_factor;        // from scales of Q and K to factors
+    float k_scale[2];      // of the keys of this thread, or of the block
     const u8* statistics;  // -lse of 64 queries, then -delta
     int* largest;          // see LARGEST
     bool is_cut;           // whether a mask hides a key from a query
@@ -92,11 +96,18 @@ __device__ __forceinline__ void find_scores(float (&p)[32], float (&ds)[32], con
         for (int i = 4 * j; i < 4 * j + 4; ++i) {
             const int r = i / 2 % 2, query = 8 * j + threadIdx.x % 4 * 2 + i % 2;
             const float x = __int2float_rn(s[i]), minus = pick(c, i % 2);
-            p[i] = exp2_fast(FAST ? fmaf(x, tile.factor, minus) : __fadd_rn(__fmul_rn(x, tile.factor), minus));
+            float factor = tile.factor;
+            if (HAS_TOKEN_SCALES)
+                factor = __fmul_rn(__fmul_rn(pick(tile.q_scales[4 * j], i % 2), tile.q_factor), tile.k_scale[r]);
+            p[i] = exp2_fast(FAST ? fmaf(x, factor, minus) : __fadd_rn(__fmul_rn(x, factor), minus));
             const bool is_hidden =
                 !FAST && (key + 8 * r >= tile.keys || (IS_CAUSAL && key + 8 * r + tile.first_key > query));
             if (is_hidden) p[i] = 0.0f;
             ds[i] = p[i] * (ds[i] + pick(d, i % 2));
+            if (!HAS_TOKEN_SCALES) continue;
+            // The scale of dO runs along the contraction of dV. What is hidden stays zero, even next to a NaN.
+            p[i] = is_hidden ? 0.0f : p[i] * pick(tile.grad_scales[4 * j], i % 2);
+            if (is_hidden) ds[i] = 0.0f;
         }
     }
 }
@@ -133,6 +144,13 @@ __device__ __forceinline__ void round_ds(u32 (&rounded)[8], float (&dk_factor)[2
         inverse[r] = reciprocal(scale);
     }
     round_tile<BLOCK_Q>(rounded, ds, inverse);
+}
+
+// dS times a scale of each element. Zero stays zero: it may be hidden, and where a scale is NaN all else in dS is NaN, too.
+template <class Scale>
+__device__ __forceinline__ void multiply_ds(float (&scaled)[32], const float (&ds)[32], Scale scale) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) scaled[i] = ds[i] == 0.0f ? 0.0f : ds[i] * scale(i);
 }
 
 // Of 2 QUERIES maxima that each lane has, keeps those of one half of the queries, over this lane and its partner.
@@ -238,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     const u32 base = shared_address(shared);
     const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * 16;
     const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
-    const float k_scale = *reinterpret_cast<const float*>(kv + 3 * K_TILE);
+    const float* k_scales = reinterpret_cast<const float*>(kv + 3 * K_TILE);
     int* largest = reinterpret_cast<int*>(shared + LARGEST);
 
     copy_block<THREADS>(base + VALUES, kv + K_TILE, 2 * K_TILE);
@@ -283,8 +301,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
 
         const int first_query = work.first_query + at.block * BLOCK_Q;
         Tile tile;
-        tile.scales = *reinterpret_cast<const float2*>(shared + SCALES);
-        tile.factor = logit_factor(tile.scales.x, k_scale, a.scale);
+        tile.scales = {1.0f, 1.0f};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) tile.k_scale[r] = k_scales[HAS_TOKEN_SCALES ? warp_key + lane / 4 + 8 * r : 0];
+        if (!HAS_TOKEN_SCALES) tile.scales = *reinterpret_cast<const float2*>(shared + SCALES);
+        tile.factor = logit_factor(tile.scales.x, tile.k_scale[0], a.scale);
+        tile.q_scales = reinterpret_cast<const float2*>(shared + SCALES) + lane % 4;
+        tile.grad_scales = tile.q_scales + BLOCK_Q / 2;
+        tile.q_factor = logit_factor(1.0f, 1.0f, a.scale);
         tile.statistics = shared + STATISTICS;
         tile.largest = largest + at.left % 2 * BLOCK_Q;
         tile.first_key = work.first - first_query;
@@ -296,14 +320,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         float p[32], ds[32];
         contract_channels<BLOCK_Q>(s, k, base + Q_ROWS);
         contract_values(ds, base + VALUES, base + GRAD_ROWS, warp_key);
-        if (is_fusible(tile.factor) && !tile.is_cut)
+        if (!HAS_TOKEN_SCALES && is_fusible(tile.factor) && !tile.is_cut)
             find_scores<true>(p, ds, s, tile, warp_key + lane / 4);
         else
             find_scores<false>(p, ds, s, tile, warp_key + lane / 4);
         Scores scores;
         round_p(scores.p, scores.dv_factor, p, tile.scales.y);
-        raise_largest(tile.largest, ds);
-        round_ds(scores.ds, scores.dk_factor, ds, tile.scales.x);
+        if constexpr (HAS_TOKEN_SCALES) {
+            float scaled[32];
+            multiply_ds(scaled, ds, [&](int i) { return pick(tile.q_scales[i / 4 * 4], i % 2); });
+            round_ds(scores.ds, scores.dk_factor, scaled, 1.0f);
+            multiply_ds(ds, ds, [&](int i) { return tile.k_scale[i / 2 % 2]; });
+            raise_largest(tile.largest, ds);
+        } else {
+            raise_largest(tile.largest, ds);
+            round_ds(scores.ds, scores.dk_factor, ds, tile.scales.x);
+        }
 
         cp_async_wait<0>();
         __syncthreads();  // the maxima and this block's columns are there; nobody needs its rows but for 16-bit dV
@@ -319,7 +351,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         if (P_IS_16BIT) cp_async_commit();
         if (next.left > 0) copy_columns(next);
         cp_async_commit();
-        add_dq(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, base, tile.largest, k_scale);
+        add_dq(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, base, tile.largest,
+               HAS_TOKEN_SCALES ? 1.0f : tile.k_scale[0]);
         finished = a.turns + block;
         at = next;
     }

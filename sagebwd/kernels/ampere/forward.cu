@@ -12,19 +12,19 @@ namespace {
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int BLOCKS = 16 * WARPS / BLOCK_Q;        // packed blocks of queries; four warps share one
-constexpr int CTAS_PER_SM = D == 64 && !P_IS_16BIT ? 2 : 1;
+constexpr int CTAS_PER_SM = D == 64 && !P_IS_16BIT && !HAS_TOKEN_SCALES ? 2 : 1;
 
 #ifdef COMPENSATE_O  // O is divided by the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
 constexpr bool COMPENSATES = true;
 #else
 constexpr bool COMPENSATES = false;
 #endif
-static_assert(P_IS_16BIT || !COMPENSATES);
+static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
 
 // Shared memory: two stages, each a packed block of 128 keys. V is by columns in INT8 or, if P is in 16 bits, as it is. At
 // first the second stage holds the queries, at the end the stages are staging for the epilogue.
 constexpr int KV_BYTES = P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES;
-constexpr int SCALES = KV_BYTES - TAIL;
+constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
 constexpr int STAGE_BYTES = align_up(KV_BYTES, 128), QUERY_BYTES = align_up(PACKED_Q_BYTES, 128);
 constexpr int SHARED_BYTES = 2 * STAGE_BYTES;
 static_assert(BLOCKS * QUERY_BYTES <= STAGE_BYTES && BLOCKS * STAGING_BYTES <= SHARED_BYTES);
@@ -113,6 +113,48 @@ __device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WOR
     }
 }
 
+// As add_tile, where each key and each value has a scale of its own. `q_factor`: from a row of S times a scale of K to logits.
+// P is multiplied by the scales of V before it is rounded, so that its row needs a maximum of its own.
+__device__ __forceinline__ void add_tile_of_token_scales(State& state, const u32 (&q)[D / 8], const float (&q_factor)[2],
+                                                         const u8* scales, u32 stage, bool is_cut, int keys, int query) {
+    const float2 *k_scales = reinterpret_cast<const float2*>(scales) + threadIdx.x % 4, *v_scales = k_scales + BLOCK_KV / 2;
+    int s[BLOCK_KV / 2];
+    float x[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2];
+    contract_channels<BLOCK_KV>(s, q, stage);
+    if (is_cut) mask(s, keys, query);
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+        const int r = i / 2 % 2;
+        const float factor = __fmul_rn(q_factor[r], pick(k_scales[i / 4 * 4], i % 2));
+        x[i] = s[i] == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(s[i]), factor);
+        m_tile[r] = nan_max(m_tile[r], x[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) m_tile[r] = row_max(m_tile[r]);
+    raise_maximum(state, m_tile, share);
+
+    float sum[2] = {0.0f, 0.0f}, largest[2] = {0.0f, 0.0f}, inverse[2], factor[2];
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+        const int r = i / 2 % 2;
+        const bool is_masked = x[i] == -INFINITE;
+        const float p = exp2_fast(__fadd_rn(x[i], -m_tile[r]));
+        sum[r] += p;
+        x[i] = is_masked ? 0.0f : p * pick(v_scales[i / 4 * 4], i % 2);
+        largest[r] = nan_max(largest[r], x[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        state.l[r] = fmaf(sum[r], share[r], state.l[r]);
+        const float scale = scale_of(row_max(largest[r]), P_MAX);
+        inverse[r] = reciprocal(scale);
+        factor[r] = share[r] * scale;
+    }
+    u32 p[BLOCK_KV / 8];
+    round_tile<BLOCK_KV>(p, x, inverse);
+    contract_tokens<BLOCK_KV, D, P_IS_UNSIGNED>(state.o, p, stage + K_TILE, factor);
+}
+
 // One tile of 128 keys for the 16 queries of this warp. `keys` and `query`: the number of keys left, and this thread's first
 // query, counted from the tile's first key.
 __device__ __forceinline__ void add_tile(State& state, const u32 (&q)[D / 8], float factor, float v_scale, u32 stage,
@@ -164,7 +206,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     const u32 queries = left_address<D>(base + STAGE_BYTES + block * QUERY_BYTES);
 #pragma unroll
     for (int step = 0; step < D / STEP; ++step) load_left<D>(q + 4 * step, queries, warp % 4 * 16, step * STEP);
-    const float q_scale = *reinterpret_cast<const float*>(shared + STAGE_BYTES + block * QUERY_BYTES + Q_TILE);
+    const float* q_scales = reinterpret_cast<const float*>(shared + STAGE_BYTES + block * QUERY_BYTES + Q_TILE);
+    float q_scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) q_scale[r] = q_scales[HAS_TOKEN_SCALES ? lane_row + 8 * r : 0];
 
     State state = {};
     state.m[0] = state.m[1] = -INFINITE;
@@ -174,10 +219,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
         if (tile + 1 < work.kv_tiles) copy_keys(tile + 1);
         if (tile >= tiles) continue;
         const int stage = tile % 2 * STAGE_BYTES, first_key = tile * BLOCK_KV;
-        const float2 scales = *reinterpret_cast<const float2*>(shared + stage + SCALES);
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first);
-        add_tile(state, q, logit_factor(q_scale, scales.x, a.scale), scales.y, base + stage, is_cut, work.keys - first_key,
-                 first + lane_row - first_key);
+        const int keys = work.keys - first_key, query = first + lane_row - first_key;
+        if constexpr (HAS_TOKEN_SCALES) {
+            const float q_factor[2] = {logit_factor(q_scale[0], 1.0f, a.scale), logit_factor(q_scale[1], 1.0f, a.scale)};
+            add_tile_of_token_scales(state, q, q_factor, shared + stage + SCALES, base + stage, is_cut, keys, query);
+        } else {
+            const float2 scales = *reinterpret_cast<const float2*>(shared + stage + SCALES);
+            add_tile(state, q, logit_factor(q_scale[0], scales.x, a.scale), scales.y, base + stage, is_cut, keys, query);
+        }
     }
 
     float inverse[2];

@@ -352,8 +352,21 @@ def _without_ampere() -> str | None:
     return runtime.why_unavailable(torch.device("cuda"), capability)
 
 
-#: The same tiles, settings and packed operands as Hopper's.
-AMPERE = replace(HOPPER, name="ampere", gpu=dispatch.EXAMPLES["nvidia"], why_unavailable=_without_ampere)
+#: The same tiles and packed operands as Hopper's, and scales per token.
+AMPERE = replace(
+    HOPPER,
+    name="ampere",
+    gpu=dispatch.EXAMPLES["nvidia"],
+    why_unavailable=_without_ampere,
+    variants={
+        **HOPPER.variants,
+        "strictly_causal": SageConfig.strictly_causal(),
+        "token scales, unsigned_p, smooth_v": SageConfig(
+            operand_scales="token", unsigned_p=True, smooth_v=True
+        ),
+    },
+    main_variants=(*HOPPER.main_variants, "strictly_causal"),
+)
 
 #: All of them. Tests of the interpreter run without a GPU, others with ``-m gpu``.
 KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, AMPERE)

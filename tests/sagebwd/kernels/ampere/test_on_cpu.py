@@ -19,7 +19,7 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels.cuda import sources_on_cpu
-from tests.sagebwd.kernels.inputs import INPUTS, NAMES, poison_one
+from tests.sagebwd.kernels.inputs import INPUTS, NAMES, change_after, poison_one
 
 #: Headers that stand in for those of the same name in sagebwd/kernels/ampere.
 ON_CPU = Path(__file__).parent / "on_cpu"
@@ -76,6 +76,7 @@ def in_both_orders(folder):
 CASES = {
     "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
     "consistent": (SageConfig.consistent(), 80, True, None),
+    "strictly causal": (SageConfig.strictly_causal(), 64, True, None),
     "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 128, False, None),
 }
 
@@ -115,3 +116,13 @@ def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(attend_on_cpu,
     for result, x in zip(NAMES, found, strict=True):
         assert not x.isinf().any()
         assert torch.equal(x.isnan(), getattr(wanted, result).isnan()), result
+
+
+def test_later_tokens_change_nothing_that_is_strictly_causal(attend_on_cpu, draw):
+    """Not even as NaN, within one tile."""
+    inputs = draw(100, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    settings = {"is_causal": True, "config": SageConfig.strictly_causal()}
+    out, dq, *_ = attend_on_cpu(*inputs, **settings)
+    changed = attend_on_cpu(*(change_after(x, 41, "NaN") for x in inputs), **settings)
+    assert torch.equal(changed[0][..., :41, :], out[..., :41, :])
+    assert torch.equal(changed[1][..., :41, :], dq[..., :41, :])
