@@ -23,17 +23,22 @@ def check_arguments(
     scale: float | None,
     enable_gqa: bool,
     config: SageConfig,
-    attn_mask: Any = None,
     dropout_p: float = 0.0,
 ) -> None:
     """Raise ValueError unless the arguments describe an attention that SageBwd computes."""
-    _check_supported(attn_mask, dropout_p)
+    _check_dropout(dropout_p)
     _check_tensors(q, k, v)
     check_backward_mode(q, k, v)
     _check_shapes(q, k, v, enable_gqa)
     _check_scale(scale)
     if not isinstance(config, SageConfig):
         raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
+
+
+def check_not_empty(q: Tensor, k: Tensor) -> None:
+    """Raise ValueError if q or k has no elements."""
+    if 0 in (*q.shape, *k.shape):
+        raise ValueError(f"got q {tuple(q.shape)}, k {tuple(k.shape)}; no size may be zero")
 
 
 def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
@@ -60,6 +65,15 @@ def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_
             f"cu_seqlens has {len(cu_seqlens)} entries and cu_seqlens_kv {len(cu_seqlens_kv)}; "
             "give both one for each document and one more"
         )
+
+
+def check_window(window_size: Any) -> None:
+    """Raise ValueError unless ``window_size`` is (left, right), two integers of −1 or more."""
+    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not is_pair or not all(isinstance(x, int) and not isinstance(x, bool) for x in window_size):
+        raise ValueError(f"window_size is {window_size!r}; pass two integers, (left, right); -1 is no limit")
+    if min(window_size) < -1:
+        raise ValueError(f"window_size is {tuple(window_size)}; pass numbers of keys, or -1 for no limit")
 
 
 def check_backward_mode(*tensors: Tensor) -> None:
@@ -94,12 +108,7 @@ def is_autocast(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def _check_supported(attn_mask: Any, dropout_p: float) -> None:
-    if attn_mask is not None:
-        raise ValueError(
-            "attn_mask is not supported; use is_causal=True for a causal mask, "
-            "or torch.nn.functional.scaled_dot_product_attention for any other"
-        )
+def _check_dropout(dropout_p: float) -> None:
     if dropout_p != 0.0:
         raise ValueError(
             f"dropout_p={dropout_p} is not supported; use dropout_p=0.0, "
@@ -127,8 +136,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"got {shapes}; each must be (batch, heads, tokens, head size)")
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise ValueError(f"got {shapes}; no size may be zero")
     if k.shape != v.shape:
         raise ValueError(f"got {shapes}; k and v must have the same shape")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -138,7 +145,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
         raise ValueError(
             f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True to share k and v in groups"
         )
-    if heads % kv_heads:
+    if kv_heads == 0 != heads or (kv_heads and heads % kv_heads):
         raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change one of them")
 
 

@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention, backward, forward
+from sagebwd.window import Window
 
 NO_INT8 = SageConfig(int8_matmuls=())
 
@@ -117,13 +119,14 @@ def test_a_second_derivative_is_refused(draw):
         dq.sum().backward()
 
 
-def test_saves_only_the_inputs_out_and_lse(draw):
+def test_saves_only_the_inputs_out_lse_and_the_mean_of_k(draw):
     q, k, v, _ = (x.requires_grad_() for x in draw(200))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
         sage_attention(q, k, v)
     saved = [shape for shape in saved if shape.numel()]
-    assert saved == [q.shape, k.shape, v.shape, q.shape, q.shape[:-1]]
+    mean = (*k.shape[:2], k.shape[3])
+    assert saved == [q.shape, k.shape, v.shape, q.shape, q.shape[:-1], mean]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -179,7 +182,7 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence(draw):
             return result
 
     q, k, v, grad_out = inputs
-    settings = {"is_causal": True, "scale": 0.25, "config": config}
+    settings = {"window": Window.of(True), "scale": 0.25, "config": config}
     with LargestTensor() as watch:  # which does not look inside of an operator
         backward(grad_out, q, k, v, *forward(q, k, v, None, None, **settings), None, None, **settings)
     assert watch.largest == 2 * 512 * 16
@@ -191,7 +194,6 @@ X = torch.ones(2, 4, 8, 16)
 @pytest.mark.parametrize(
     ("inputs", "settings", "message"),
     [
-        ((X, X, X), {"attn_mask": torch.ones(8, 8)}, "attn_mask is not supported; use is_causal=True"),
         ((X, X, X), {"dropout_p": 0.1}, "dropout_p=0.1 is not supported; use dropout_p=0.0"),
         ((X, X, X), {"scale": float("nan")}, "scale is nan; pass a finite number"),
         ((X, X, X), {"scale": torch.ones(4)}, r"scale has shape \(4,\); pass one number for all logits"),
@@ -207,7 +209,7 @@ X = torch.ones(2, 4, 8, 16)
         ((X, X, X[..., :8]), {}, "k and v must have the same shape"),
         ((X[..., :8], X, X), {}, "batch and head size must be the same"),
         ((X[:1], X, X), {}, "batch and head size must be the same"),
-        ((X[:, :, :0], X, X), {}, "no size may be zero"),
+        ((X, X[:, :0], X[:, :0]), {"enable_gqa": True}, "q has 4 heads, not a multiple of the 0 of k"),
         ((X, X[:, :2], X[:, :2]), {}, "q has 4 heads and k 2; pass enable_gqa=True"),
         ((X, X[:, :3], X[:, :3]), {"enable_gqa": True}, "q has 4 heads, not a multiple of the 3 of k"),
         ((X[:, :2], X, X), {"enable_gqa": True}, "q has 2 heads, not a multiple of the 4 of k"),
@@ -241,7 +243,74 @@ def test_refuses_a_wrong_grad_out(grad_out, message):
 
 
 def test_other_devices_name_the_fix():
+    with FakeTensorMode():
+        x = torch.ones(1, 2, 8, 16, device="xpu")
+        with pytest.raises(NotImplementedError, match='no kernels for XPU tensors; pass kernels="reference"'):
+            sage_attention(x, x, x)
+
+
+@pytest.mark.parametrize("kernels", [None, "reference"])
+def test_meta_tensors(kernels):
+    q, k, v = (torch.ones(2, heads, 8, 16, device="meta", requires_grad=True) for heads in (4, 2, 2))
+    keys = torch.ones(2, 8, device="meta", dtype=torch.bool)
+    for mask in (None, keys):
+        out = sage_attention(q, k, v, enable_gqa=True, key_padding_mask=mask, kernels=kernels)
+        assert out.shape == q.shape
+        for x, grad in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+            assert grad.shape == x.shape
+            assert grad.is_meta
+
+
+def test_meta_tensors_run_no_kernels():
     x = X.to("meta")
     with pytest.raises(NotImplementedError, match='no kernels for META tensors; pass kernels="reference"'):
-        sage_attention(x, x, x)
-    assert sage_attention(x, x, x, kernels="reference").shape == x.shape
+        sage_attention(x, x, x, kernels="triton")
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        {"batch": 0},
+        {"n_q": 0},
+        {"n_kv": 0},
+        {"n_q": 0, "n_kv": 0},
+        {"heads": 0, "kv_heads": 0},
+        {"head_dim": 0},
+    ],
+)
+def test_empty_tensors_give_what_torch_gives(empty):
+    size = {"batch": 2, "heads": 4, "kv_heads": 2, "n_q": 5, "n_kv": 7, "head_dim": 8, **empty}
+    q = torch.ones(size["batch"], size["heads"], size["n_q"], size["head_dim"])
+    k = torch.ones(size["batch"], size["kv_heads"], size["n_kv"], size["head_dim"])
+    shown = torch.ones(size["batch"], size["n_kv"], dtype=torch.bool)
+    grad_out = torch.ones_like(q)
+    torchs = gradients(scaled_dot_product_attention, q, k, k, grad_out, enable_gqa=True)
+    for mask in (None, shown):
+        found = gradients(sage_attention, q, k, k, grad_out, enable_gqa=True, key_padding_mask=mask)
+        for x, y in zip(found, torchs, strict=True):
+            assert x.shape == y.shape
+            assert torch.equal(x, y)
+            assert not x.any()
+    lse = sage_attention(q, k, k, enable_gqa=True, return_lse=True)[1]
+    assert torch.equal(lse, torch.full(q.shape[:-1], -torch.inf))
+
+
+def test_the_diagnostic_call_refuses_empty_tensors():
+    with pytest.raises(ValueError, match="no size may be zero"):
+        attention(X[:, :, :0], X, X)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("kernels", "chosen"), [(None, "triton"), ("triton", "triton"), ("hopper", "hopper")]
+)
+def test_a_program_for_a_gpu_is_exported_without_one(kernels, chosen):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return sage_attention(q, k, v, is_causal=True, kernels=kernels)
+
+    with FakeTensorMode():
+        inputs = tuple(torch.ones(1, 2, 40, 64, dtype=torch.bfloat16, device="cuda") for _ in "qkv")
+    program = torch.export.export(Attention(), inputs, strict=False)
+    (node,) = (node for node in program.graph.nodes if node.target is torch.ops.sagebwd.forward.default)
+    assert chosen in node.args

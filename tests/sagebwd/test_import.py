@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from sagebwd import sage_attention
 from tests.cli import ROOT
 
 
@@ -54,9 +56,12 @@ def test_importing_the_library_registers_the_operators_and_imports_no_kernels():
         "import sagebwd\n"
         "print(sorted(set(sys.modules) - before))\n"
         "assert torch.ops.sagebwd.forward and torch.ops.sagebwd.backward\n"
-        "print(torch.cuda.is_initialized())"
+        "print(torch.cuda.is_initialized())\n"
+        "from torch.utils.flop_counter import flop_registry\n"
+        "print(torch.ops.sagebwd.backward in flop_registry)\n"
     )
-    modules, is_initialized = printed.splitlines()
+    modules, is_initialized, is_counted = printed.splitlines()
+    assert is_counted == "True"
     assert "sagebwd.attention" in modules
     for name in ("triton", "hopper", "torch", "cuda"):
         assert name not in modules
@@ -71,3 +76,20 @@ def test_the_reference_needs_neither_triton_nor_dynamo():
         "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])"
     )
     assert printed.strip() == "[]"
+
+
+def test_a_program_exported_here_loads_there(tmp_path):
+    """In a process that has imported sagebwd and nothing else of it."""
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, mask):
+            return sage_attention(q, q, q, is_causal=True, key_padding_mask=mask)
+
+    q, mask = torch.ones(1, 2, 40, 16), torch.arange(40)[None] < 30
+    torch.export.save(torch.export.export(Attention(), (q, mask), strict=False), tmp_path / "program.pt2")
+    printed = run_python(
+        "import torch, sagebwd\n"
+        f"program = torch.export.load({str(tmp_path / 'program.pt2')!r}).module()\n"
+        "print(program(torch.ones(1, 2, 40, 16), torch.arange(40)[None] < 30).sum().item())\n"
+    )
+    assert float(printed) == pytest.approx(2 * 30 * 16, rel=1e-2)

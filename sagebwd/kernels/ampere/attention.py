@@ -1,8 +1,8 @@
 """Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) with mma.sync: packing, then forward.cu and backward.cu.
 
-The same arithmetic as the Hopper kernels, for the same head sizes and settings, and ``operand_scales="token"``
-with INT8 O and dV (TOKEN_SCALES in the sources). The backward is one kernel: S
-and dP are computed once, and dQ is added up in fp32 in a fixed order.
+The same arithmetic as the Hopper kernels, for the same head sizes and settings, and with INT8 O and dV also
+``operand_scales="token"`` (TOKEN_SCALES in the sources). The backward is one kernel: S and dP are computed
+once, and dQ is added up in fp32 in a fixed order.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from sagebwd.kernels.cuda.packing import BLOCK_Q, Packer
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.window import Window
 
 #: Shared memory that a CTA may take on a GeForce (8.6, 8.9, 12.0).
 SHARED_LIMIT = 99 * 1024
@@ -101,7 +102,7 @@ def _architecture(device: torch.device) -> str:
 def _launch(
     name: str,
     like: Tensor,
-    is_causal: bool,
+    window: Window,
     arguments: CForward | CBackward,
     *,
     p_16bit: bool,
@@ -112,7 +113,12 @@ def _launch(
 
     Args:
         p_16bit, token_scales, macros: macros that only this kernel knows.
+
+    Raises:
+        NotImplementedError: the window is more than a causal mask.
     """
+    if window.is_sliding:
+        raise NotImplementedError(f"the Ampere kernels have no {window}; use the Triton kernels")
     head_dim = padded_head_dim(like.shape[-1])
     cta = CTA_SHAPES[name, head_dim, "P_16BIT" if p_16bit else "TOKEN_SCALES" if token_scales else ""]
     kernel = launch.load_kernel(
@@ -121,7 +127,7 @@ def _launch(
         f"{name}_kernel",
         cta.shared_bytes,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=int(is_causal),
+        IS_CAUSAL=int(window.right == 0),
         IS_BF16=like.dtype == torch.bfloat16,
         LAUNCH_THREADS=cta.threads,
         LAUNCH_BYTES=cta.shared_bytes,
@@ -146,7 +152,7 @@ def forward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
     pack_kv_for_backward: bool,
@@ -156,7 +162,7 @@ def forward(
     launch_forward = functools.partial(_launch, token_scales=config.operand_scales == "token")
     return cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward,
-        work_tokens=_work_tokens("forward", q), is_causal=is_causal, scale=scale, config=config,
+        work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
         pack_kv_for_backward=pack_kv_for_backward,
     )  # fmt: skip
 
@@ -174,7 +180,7 @@ def backward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,5 +218,5 @@ def backward(
         axes, scale,
     )  # fmt: skip
     settings = {"token_scales": config.operand_scales == "token", "UNSIGNED_P": config.is_unsigned("dv")}
-    _launch("backward", q, is_causal, arguments, p_16bit=p_16bit, **settings)
+    _launch("backward", q, window, arguments, p_16bit=p_16bit, **settings)
     return dq.finish(), dk.finish(), dv.finish()

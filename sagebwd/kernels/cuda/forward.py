@@ -14,6 +14,7 @@ from sagebwd.kernels.cuda.packing import Packer
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis
+from sagebwd.window import Window
 
 
 class CForward(ctypes.Structure):
@@ -42,7 +43,7 @@ def forward(
     packer: Packer,
     launch: Callable[..., None],
     work_tokens: int,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
     pack_kv_for_backward: bool,
@@ -51,7 +52,7 @@ def forward(
 
     Args:
         packer: of the kernel set.
-        launch: launches its forward.cu: (name, q, is_causal, arguments, p_16bit=..., **macros) -> None.
+        launch: launches its forward.cu: (name, q, window, arguments, p_16bit=..., **macros) -> None.
         work_tokens: queries of a work tile.
 
     Returns:
@@ -89,7 +90,7 @@ def forward(
         "UNSIGNED_P": config.is_unsigned("o"),
         "COMPENSATE_O": config.compensate_o,
     }
-    launch("forward", q, is_causal, arguments, p_16bit=p_16bit, **macros)
+    launch("forward", q, window, arguments, p_16bit=p_16bit, **macros)
     out_residual = q.new_empty(0) if residual is None else residual.finish()
     if not pack_kv_for_backward:
         packed_kv = k.new_empty(0, dtype=torch.uint8)

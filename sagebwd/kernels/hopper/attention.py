@@ -24,6 +24,7 @@ from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.window import Window
 
 COMPUTE_CAPABILITY = (9, 0)
 #: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
@@ -98,7 +99,7 @@ CTA_SHAPES = {
 def _launch(
     name: str,
     like: Tensor,
-    is_causal: bool,
+    window: Window,
     arguments: CForward | _CDq | _CDkDv,
     *,
     p_16bit: bool = False,
@@ -108,7 +109,12 @@ def _launch(
 
     Args:
         p_16bit, defines: macros that only this kernel knows.
+
+    Raises:
+        NotImplementedError: the window is more than a causal mask.
     """
+    if window.is_sliding:
+        raise NotImplementedError(f"the Hopper kernels have no {window}; use the Triton kernels")
     head_dim = padded_head_dim(like.shape[-1])
     cta = CTA_SHAPES[name, head_dim, p_16bit]
     kernel = launch.load_kernel(
@@ -117,7 +123,7 @@ def _launch(
         f"{name}_kernel",
         cta.shared_bytes,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=int(is_causal),
+        IS_CAUSAL=int(window.right == 0),
         IS_BF16=like.dtype == torch.bfloat16,
         LAUNCH_THREADS=cta.threads,
         LAUNCH_BYTES=cta.shared_bytes,
@@ -147,6 +153,11 @@ def _multiprocessors(device: int) -> int:
 # --- Attention --------------------------------------------------------------------------------------------
 
 
+def token_mean(x: Tensor, axis: Axis) -> Tensor:
+    """As :func:`sagebwd.kernels.triton.quantize.token_mean`, to the bits of the ``k_mean`` of the forward."""
+    return PACKER.token_mean(x, axis)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -154,7 +165,7 @@ def forward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
     pack_kv_for_backward: bool,
@@ -162,7 +173,7 @@ def forward(
     """As :func:`sagebwd.kernels.cuda.forward.forward`."""
     return cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=PACKER, launch=_launch, work_tokens=_work_tokens("forward", q),
-        is_causal=is_causal, scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
+        window=window, scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
     )  # fmt: skip
 
 
@@ -179,7 +190,7 @@ def backward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +221,7 @@ def backward(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(), dk.target, dv.target,
         axes, scale,
     )  # fmt: skip
-    _launch("dk_dv", q, is_causal, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
+    _launch("dk_dv", q, window, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
 
     del packed_q_columns  # frees its memory before more is packed
     packed_k_columns = PACKER.pack_k_columns(packed_kv, k, kv_axis)
@@ -220,5 +231,5 @@ def backward(
     arguments = _CDq(
         packed_q_rows.data_ptr(), packed_kv.data_ptr(), packed_k_columns.data_ptr(), dq.target, axes, scale
     )
-    _launch("dq", q, is_causal, arguments)
+    _launch("dq", q, window, arguments)
     return dq.finish(), dk.finish(), dv.finish()

@@ -18,6 +18,7 @@ from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
+from sagebwd.window import Window
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 from tests.sagebwd.kernels.inputs import INPUTS, NAMES, change_after, poison_one
 
@@ -47,7 +48,8 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
 
     def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries=None):
         axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
-        options = {"is_causal": is_causal, "scale": q.shape[3] ** -0.5, "config": config}
+        window = Window.of(is_causal)
+        options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
         saved = ampere.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
         return saved[0], *ampere.backward(grad_out, q, k, v, *saved, *axes, **options)
 

@@ -34,10 +34,6 @@ def tensor(device):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"attn_mask": torch.ones(40, 40)},
-            "attn_mask is not supported; use is_causal=True for a causal mask",
-        ),
         ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported; use dropout_p=0.0"),
         ({"scale": -0.5}, "scale is -0.5; pass one that is not negative and change the sign of q"),
         ({"scale": float("inf")}, "scale is inf; pass a finite number, or None for 1/√(head size)"),

@@ -29,7 +29,7 @@ QUANTIZE = [f"128/{name}/quantize" for name in ("smooth_q", "unsigned_p", "stric
 CASES = {
     "Hopper": [
         *(f"90/{size}/default/*" for size in (32, 256)),
-        *(f"90/128/{name}/attention" for name in ("default", "paper", "strictly_causal")),
+        *(f"90/128/{name}/attention" for name in ("default", "paper", "strictly_causal", "window")),
     ],
     "consumer Ampere": [
         *(f"86/{case}" for case in ("128/default/attention", "256/default/*", *LARGE, *QUANTIZE))

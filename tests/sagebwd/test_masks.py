@@ -1,0 +1,239 @@
+"""Masks that hide keys: exact on the keys that are left, and nothing comes from the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sagebwd import SageConfig, sage_attention
+from sagebwd.metrics import relative_l2
+from sagebwd.reference import exact_attention
+
+NO_INT8 = SageConfig(int8_matmuls=())
+#: One row of (3, 41): holes, right padding, no key at all.
+MASK = torch.zeros(3, 41, dtype=torch.bool)
+MASK[0, ::3] = MASK[0, 30:] = MASK[1, :17] = True
+LOWEST = torch.finfo(torch.float32).min
+
+
+def gradients(inputs, **arguments):
+    """[out, dq, dk, dv]."""
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = sage_attention(*leaves, enable_gqa=True, **arguments)
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+
+
+def exact_on_visible(inputs, mask, is_causal):
+    """Float64 attention of each sequence's visible tokens alone, zeros for all others."""
+    wanted = [torch.zeros(x.shape, dtype=torch.float64) for x in (inputs[0], *inputs[:3])]
+    for row, keys in enumerate(mask):
+        queries = keys if is_causal else torch.ones(inputs[0].shape[2], dtype=torch.bool)
+        if not keys.any():
+            continue
+        tokens = (queries, keys, keys, queries)
+        alone = exact_attention(
+            *(x[row : row + 1, :, some] for x, some in zip(inputs, tokens, strict=True)), is_causal=is_causal
+        )
+        found = (alone.out, alone.dq, alone.dk, alone.dv)
+        for x, some, part in zip(wanted, (queries, queries, keys, keys), found, strict=True):
+            x[row, :, some] = part[0]
+    return wanted
+
+
+@pytest.fixture
+def sample(draw):
+    """q, k, v, grad_out of 3 sequences of 41 keys; hidden keys hold NaN and Inf."""
+
+    def sample(n_q=41, *, is_causal=False):
+        inputs = draw(n_q, 41, head_dim=16, batch=3, heads=4, kv_heads=2)
+        hidden = ~MASK[:, None, :, None]
+        clean = [x.clone() for x in inputs]
+        for x in inputs if is_causal else inputs[1:3]:
+            x.masked_fill_(hidden, torch.nan)
+        inputs[1][2, :, 5] = torch.inf
+        return inputs, clean
+
+    return sample
+
+
+@pytest.mark.parametrize(("n_q", "is_causal"), [(41, False), (41, True), (29, False)])
+def test_is_exact_attention_on_the_visible_keys(sample, n_q, is_causal):
+    inputs, clean = sample(n_q, is_causal=is_causal)
+    wanted = exact_on_visible(clean, MASK, is_causal)
+    arguments = {"key_padding_mask": MASK, "is_causal": is_causal}
+    for found, x in zip(gradients(inputs, **arguments, config=NO_INT8), wanted, strict=True):
+        torch.testing.assert_close(found.double(), x, rtol=0, atol=1e-5)
+        is_hidden = ~MASK if found.shape[2] == 41 and (is_causal or found.shape[1] == 2) else ~MASK.any(1)
+        assert not found.transpose(1, 2)[is_hidden].any()
+    for config in (SageConfig(), SageConfig(smooth_v=True), SageConfig.strictly_causal()):
+        for found, x in zip(gradients(inputs, **arguments, config=config), wanted, strict=True):
+            assert relative_l2(found, x) < 0.03
+
+
+def test_a_causal_window_is_the_causal_mask(sample):
+    """Hidden tokens are hidden as queries, too."""
+    inputs, _ = sample(is_causal=True)
+    found = gradients(inputs, window_size=(-1, 0), key_padding_mask=MASK)
+    for x, y in zip(found, gradients(inputs, is_causal=True, key_padding_mask=MASK), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_mask_of_ones_changes_no_bit(draw, is_causal):
+    """In the reference: the scales and means of a document are those of its sequence."""
+    inputs = draw(150, head_dim=16, heads=4, kv_heads=2)
+    ones = torch.ones(2, 150, dtype=torch.bool)
+    plain = gradients(inputs, is_causal=is_causal)
+    for x, y in zip(gradients(inputs, is_causal=is_causal, key_padding_mask=ones), plain, strict=True):
+        assert torch.equal(x, y)
+
+
+def additive(value, dtype=torch.float32):
+    return torch.zeros(3, 1, 1, 41, dtype=dtype).masked_fill(~MASK[:, None, None], value)
+
+
+@pytest.mark.parametrize(
+    ("attn_mask", "visible"),
+    [
+        (MASK[:, None, None], MASK),
+        (MASK[:, None, None].expand(3, 4, 29, 41), MASK),
+        (MASK[:1], MASK[:1].expand(3, 41)),
+        (MASK[0].expand(29, 41), MASK[:1].expand(3, 41)),
+        (MASK.any(1)[:, None, None, None], MASK.any(1, keepdim=True).expand(3, 41)),
+        (additive(-torch.inf), MASK),
+        (additive(LOWEST).expand(3, 1, 29, 41), MASK),
+        (additive(-10000.0, torch.bfloat16), MASK),
+    ],
+)
+def test_attn_mask_where_it_only_hides_keys(sample, attn_mask, visible):
+    inputs, _ = sample(29)
+    inputs = [x.nan_to_num(0.5, 0.5) for x in inputs]
+    wanted = gradients(inputs, key_padding_mask=visible)
+    for x, y in zip(gradients(inputs, attn_mask=attn_mask), wanted, strict=True):
+        assert torch.equal(x, y)
+    leaves = [x.double() for x in inputs[:3]]
+    torchs = scaled_dot_product_attention(
+        *leaves, attn_mask=visible[:, None, None].expand(3, 1, 29, 41), enable_gqa=True
+    )
+    some = visible.any(1)
+    assert relative_l2(wanted[0][some], torchs[some]) < 0.03
+
+
+def test_both_masks_hide(sample):
+    inputs, _ = sample(29)
+    odd = torch.arange(41)[None, None, None] % 2 == 1
+    found = gradients(inputs, key_padding_mask=MASK, attn_mask=odd)
+    for x, y in zip(found, gradients(inputs, key_padding_mask=MASK & odd[0, 0]), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_compiles_without_a_break(sample, is_causal):
+    inputs, _ = sample(is_causal=is_causal)
+
+    def attend(q, k, v, mask):
+        attn_mask = torch.where(mask, 0.0, LOWEST)[:, None, None].expand(3, 1, 41, 41)
+        return sage_attention(q, k, v, attn_mask, is_causal=is_causal, enable_gqa=True)
+
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves, MASK)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+    wanted = gradients(inputs, key_padding_mask=MASK, is_causal=is_causal)
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_bias_is_never_taken_for_a_mask(sample):
+    """Where its values cannot be read, the sequence gets NaN, and its gradients, too."""
+    inputs, _ = sample()
+    inputs = [x.nan_to_num(0.5, 0.5) for x in inputs]
+    bias = torch.zeros(3, 1, 1, 41)
+    bias[1, ..., 7] = -2.5
+    with pytest.raises(ValueError, match="values other than 0 and -9000 or less, which are a bias; SageBwd"):
+        sage_attention(*inputs[:3], bias, enable_gqa=True)
+    attend = torch.compile(sage_attention, backend="eager", fullgraph=True)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    out = attend(*leaves, bias, enable_gqa=True)
+    for x in (out, *torch.autograd.grad(out, leaves, inputs[3])):
+        assert x[1].isnan().all()
+        assert x[[0, 2]].isfinite().all()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop because we have not yet implemented the batch"
+)
+def test_vmap(draw):
+    q, k, v, _ = (x.unsqueeze(1) for x in draw(20, head_dim=16))
+    mask = torch.rand(2, 1, 20, generator=torch.Generator().manual_seed(0)) > 0.4
+    attend = lambda q, k, v, mask: sage_attention(q, k, v, key_padding_mask=mask)  # noqa: E731
+    wanted = attend(*(x.flatten(0, 1) for x in (q, k, v, mask)))
+    assert torch.equal(torch.vmap(attend)(q, k, v, mask).flatten(0, 1), wanted)
+
+
+@pytest.mark.parametrize("window_size", [(5, 2), (60, 60)])
+def test_a_window_of_padded_sequences(draw, window_size):
+    """Padding on either side; each sequence gets the bits of its visible tokens alone, logsumexp included."""
+    inputs = draw(41, head_dim=16, batch=3)
+    mask = torch.zeros(3, 41, dtype=torch.bool)
+    mask[0, :30] = mask[1, 11:] = mask[2] = True
+    arguments = {"window_size": window_size, "return_lse": True}
+    out, lse = sage_attention(*inputs[:3], key_padding_mask=mask, **arguments)
+    for row, keys in enumerate(mask):
+        alone = sage_attention(*(x[row : row + 1, :, keys] for x in inputs[:3]), **arguments)
+        assert torch.equal(out[row : row + 1, :, keys], alone[0])
+        assert torch.equal(lse[row : row + 1, :, keys], alone[1])
+        assert not out[row, :, ~keys].any()
+        assert (lse[row, :, ~keys] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("window_size", [(5, 2), (-1, 3)])
+def test_a_window_over_holes_is_refused(sample, window_size):
+    inputs, _ = sample()
+    inputs = [x.nan_to_num(0.5, 0.5) for x in inputs]
+    arguments = {"key_padding_mask": MASK, "window_size": window_size, "enable_gqa": True}
+    with pytest.raises(
+        ValueError, match="hide tokens only before and after all visible ones, and it has holes"
+    ):
+        sage_attention(*inputs[:3], **arguments)
+    out = torch.compile(sage_attention, backend="eager", fullgraph=True)(*inputs[:3], **arguments)
+    assert out[0].isnan().all()
+    assert out[1:].isfinite().all()
+
+
+X = torch.ones(2, 4, 8, 16)
+KEYS = torch.ones(2, 8, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attn_mask": torch.ones(8, 8).bool()}, r"shape \(8, 8\) and may differ .* SageBwd has is_causal"),
+        ({"attn_mask": torch.ones(2, 4, 1, 8).bool()}, r"pass \(batch, 1, 1, keys\), or expand it"),
+        ({"attn_mask": KEYS}, r"shape \(2, 8\), which does not broadcast .* is key_padding_mask"),
+        ({"attn_mask": KEYS[0]}, r"shape \(8,\), which does not broadcast"),
+        ({"attn_mask": KEYS.int()[:, None, None]}, "attn_mask is int32; pass a bool or an additive"),
+        ({"attn_mask": torch.zeros(1, 8, requires_grad=True)}, "wants a gradient, and SageBwd has no bias"),
+        ({"attn_mask": torch.full((1, 8), torch.nan)}, "values other than 0 and -9000"),
+        ({"attn_mask": True}, "attn_mask is a bool; pass a torch.Tensor"),
+        ({"key_padding_mask": KEYS.long()}, "key_padding_mask is int64; pass bool, True"),
+        ({"key_padding_mask": KEYS[:, :7]}, r"shape \(2, 7\); pass \(batch, keys\), here \(2, 8\)"),
+        (
+            {"key_padding_mask": KEYS.to("meta")},
+            "key_padding_mask is on meta and query on cpu; move it there",
+        ),
+    ],
+)
+def test_refuses_with_the_fix(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sage_attention(X, X, X, **arguments)
+
+
+def test_refuses_combinations():
+    with pytest.raises(ValueError, match="cu_seqlens is given together with a mask; leave the hidden tokens"):
+        sage_attention(X[:1], X[:1], X[:1], key_padding_mask=KEYS[:1], cu_seqlens=torch.tensor([0, 8]))
+    with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
+        sage_attention(X[:, :, :5], X, X, is_causal=True, key_padding_mask=KEYS)
+    with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
+        sage_attention(X[:, :, :5], X, X, window_size=(2, 2), key_padding_mask=KEYS)
