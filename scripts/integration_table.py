@@ -88,7 +88,9 @@ def summary(rows: list[Row]) -> str:
     """How many families there are of each outcome, in a line."""
     outcomes = [row.outcome for row in rows]
     counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in sorted(set(outcomes)))
-    return f"{rows[0].library}, {len(rows)} families: {counts}."
+    models = len({row.model for row in rows})
+    in_ways = f", {len(rows)} rows" if len(rows) > models else ""
+    return f"{rows[0].library}, {models} families{in_ways}: {counts}."
 
 
 def table(rows: list[Row]) -> str:

@@ -28,6 +28,7 @@ from sagebwd import dispatch, usage
 from sagebwd.attention import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.integrations.packing import match_widths
+from sagebwd.masks import find_key_mask
 from sagebwd.validation import cast_to_autocast_dtype
 from sagebwd.window import Window
 
@@ -59,12 +60,26 @@ ATTENTION = {
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 
 WHAT_HELPS = (
-    "Use sagebwd.integrations.torch_flash for those that call scaled_dot_product_attention, or replace them "
-    "with model.set_attn_processor"
+    "Keep diffusers' own backend and use sagebwd.integrations.torch_flash, which reaches all that calls "
+    "scaled_dot_product_attention, or replace these processors with model.set_attn_processor"
 )
 
 #: ``fallback`` of each name that is registered here.
 _fallbacks: dict[str, str] = {}
+
+
+USE_NATIVE = "call model.set_attention_backend('native')"
+
+
+class Obstacle(NamedTuple):
+    """Why SageBwd does not compute a call.
+
+    reason: what it does not compute, as a noun.
+    fix: what the user can do, other than to register a fallback.
+    """
+
+    reason: str
+    fix: str = USE_NATIVE
 
 
 class Bypass(NamedTuple):
@@ -164,23 +179,23 @@ def _attention(
     Returns:
         The output (B, N_q, H, D_v); with ``return_lse`` also (B, H, N_q) fp32, as from FlashAttention.
     """
-    if isinstance(attn_mask, Tensor) and attn_mask.shape == (key.shape[0], key.shape[1]):
-        attn_mask = attn_mask[:, None, None]  # as diffusers' own backend reads it
+    if isinstance(attn_mask, Tensor):
+        attn_mask = _read_mask(attn_mask, query, key)
     q, k, v = match_widths(*(x.transpose(1, 2) for x in (query, key, value)))
     settings = {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "window_size": window_size}
-    kernels, reason = _choose_kernels(q, k, v, config, **settings)
-    reason = _find_obstacle(q, k, attn_mask, dropout_p, _parallel_config, window_size) or reason
-    asked = {"soft-capping": softcap, "attention weights": return_attn_probs}
-    reason = " and ".join(feature for feature in asked if asked[feature]) or reason
-    if reason:
-        asked |= {"window": tuple(window_size) != (-1, -1), "logsumexp": return_lse}
-        return _full_precision(
-            (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
-            reason,
-            fallback,
-            [feature for feature in asked if asked[feature]],
-            _parallel_config,
-        )
+    kernels, obstacle = _choose_kernels(q, k, v, config, **settings)
+    obstacle = _find_obstacle(q, k, attn_mask, dropout_p, _parallel_config, window_size) or obstacle
+    features = {"soft-capping": softcap, "attention weights": return_attn_probs}
+    if asked := [feature for feature in features if features[feature]]:
+        obstacle = Obstacle(" and ".join(asked))
+    if obstacle:
+        features |= {"window": tuple(window_size) != (-1, -1), "logsumexp": return_lse}
+        if asked := [feature for feature in features if features[feature]]:
+            fallback = "error"
+            obstacle = Obstacle(f"{obstacle.reason}, nor does diffusers' own backend compute {asked[-1]}")
+        usage.fall_back(_caller(), obstacle.reason, fallback, fix=obstacle.fix)
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return attention_dispatch._native_attention(*arguments, _parallel_config=_parallel_config)
     usage.record(_caller(), kernels)
     settings |= {"is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse, "config": config}
     result = sage_attention(q, k, v, attn_mask, **settings)
@@ -189,42 +204,49 @@ def _attention(
     return (out, *lse) if return_lse else out
 
 
+def _read_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask that hides keys as (B or 1, 1, 1, N_kv), where its shape tells; any other as it is.
+
+    diffusers' own backend reads (B, N_kv) so. ``Attention.prepare_attention_mask`` repeats a mask for each
+    head, to (B, H, 1, N_kv): where heads differ after all, NaN makes an error of it, on a GPU NaN.
+    """
+    if mask.shape == (key.shape[0], key.shape[1]):
+        return mask[:, None, None]
+    if mask.dim() != 4 or mask.shape[1] == 1 or mask.shape[2] != 1 or query.shape[1] == 1:
+        return mask
+    same = (mask == mask[:, :1]).all(1, keepdim=True)
+    of_head = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
+    return of_head[:, :1].masked_fill(~same, torch.nan)
+
+
 def _find_obstacle(
     q: Tensor, k: Tensor, mask: Any, dropout: float, parallel: Any, window_size: tuple[int, int]
-) -> str:
-    """What SageBwd does not compute, as a noun; "" for nothing. q and k are (B, heads, N, D)."""
+) -> Obstacle | None:
+    """Why SageBwd does not compute a call. q and k are (B, heads, N, D)."""
     if dropout:
-        return f"attention dropout ({dropout})"
+        return Obstacle(f"attention dropout ({dropout})", "set it to 0")
     if parallel is not None:
-        return "context parallelism"
+        return Obstacle("context parallelism")
     n_q, n_kv = q.shape[2], k.shape[2]
     if Window.of(False, window_size).is_sliding and n_q != n_kv:
-        return f"a window over {n_q} queries and {n_kv} keys, which FlashAttention counts from the other end"
-    if mask is not None:
-        return "a mask"
-    return ""
+        return Obstacle(f"a window over {n_q} queries and {n_kv} keys, which others count from the last key")
+    try:
+        find_key_mask(q, k, mask, None)
+    except ValueError as error:
+        return Obstacle("a mask that does more than hide keys", f"{USE_NATIVE} ({error})")
+    return None
 
 
 def _choose_kernels(
     q: Tensor, k: Tensor, v: Tensor, config: SageConfig, *, scale: float, window_size: tuple[int, int]
-) -> tuple[str, str]:
+) -> tuple[str, Obstacle | None]:
     """The kernel set that will run, or "" and why none can."""
     q, *_ = cast_to_autocast_dtype(q, k, v)
     window = Window.of(False, window_size).narrowed(q.shape[2], k.shape[2])
     try:
-        return dispatch.choose(q, scale, encode(config), is_windowed=window.is_sliding), ""
+        return dispatch.choose(q, scale, encode(config), is_windowed=window.is_sliding), None
     except (ValueError, NotImplementedError) as error:
-        return "", f"this input: {error}"
-
-
-def _full_precision(
-    arguments: tuple[Any, ...], reason: str, fallback: str, not_native: list[str], parallel_config: Any
-) -> Tensor:
-    """Attention by diffusers' own backend, which has none of ``not_native``, or the refusal."""
-    if not_native:
-        reason, fallback = f"{reason} (and diffusers' own backend has no {' or '.join(not_native)})", "error"
-    usage.fall_back(_caller(), reason, fallback, fix="call model.set_attention_backend('native')")
-    return attention_dispatch._native_attention(*arguments, _parallel_config=parallel_config)
+        return "", Obstacle(f"this input: {error}")
 
 
 def _caller() -> str:

@@ -128,20 +128,22 @@ def find_layout(
         cu_seqlens: (documents + 1,) boundaries within the only row.
     """
     batch, n_kv = documents.shape
+    labels = [documents.flatten()]
+    if cu_seqlens is not None:
+        labels.append(_index_documents(cu_seqlens.to(documents.device), n_kv))
+    positions = position_ids if window != FULL or n_q == n_kv else None
+    tokens = torch.arange(batch * n_kv, device=documents.device)
+    is_start = _find_starts(tokens, labels, positions, batch)
+    # Most batches have no padding and a document a row: without boundaries they wait for the GPU here alone.
+    if bool((documents != 0).all() & (is_start.sum() == batch)):
+        return Layout(window)
+    kv_tokens = None
     tokens = documents.flatten().nonzero().squeeze(1)
     if len(tokens) == 0:
         raise ValueError("the attention mask hides every token; leave out batches that are padding alone")
-    rows = tokens // n_kv
-    labels = [rows, documents.flatten()[tokens]]
-    if cu_seqlens is not None:
-        labels.append(_index_documents(cu_seqlens.to(documents.device), n_kv)[tokens])
-    is_start = _differs_from_previous(torch.stack(labels)).any(0)
-    if position_ids is not None and (window != FULL or n_q == n_kv):
-        is_start |= _restarts(position_ids, batch, n_kv, tokens)
-    kv_tokens = None if len(tokens) == batch * n_kv else tokens
-    is_one_a_row = int(is_start.sum()) == len(rows.unique())
-    if is_one_a_row and kv_tokens is None:
-        return Layout(window)
+    if len(tokens) < batch * n_kv:
+        kv_tokens, is_start = tokens, _find_starts(tokens, labels, positions, batch)
+    is_one_a_row = int(is_start.sum()) == len((tokens // n_kv).unique())
     flat = tokens.new_zeros(batch * n_kv).index_copy(0, tokens, is_start.cumsum(0))
     documents = flat.unflatten(0, (batch, n_kv))
     if window != FULL or not is_one_a_row:
@@ -153,6 +155,14 @@ def find_layout(
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=documents.device) * n_q
     cu_seqlens_kv = F.pad((documents != 0).sum(1).cumsum(0), (1, 0)).int()
     return Layout(window, documents, cu_seqlens, cu_seqlens_kv, kv_tokens=kv_tokens)
+
+
+def _find_starts(tokens: Tensor, labels: list[Tensor], position_ids: Tensor | None, batch: int) -> Tensor:
+    """(T,) bool: which ``tokens`` (T,) start a document, by ``labels`` (B·N,), their rows and positions."""
+    n = len(labels[0]) // batch
+    marks = torch.stack([tokens // n, *(label[tokens] for label in labels)])
+    is_start = _differs_from_previous(marks).any(0)
+    return is_start if position_ids is None else is_start | _restarts(position_ids, batch, n, tokens)
 
 
 def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -213,6 +213,8 @@ def _find_layout(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     boundaries = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
     _check_cu_seq_lens(*boundaries, batch, n_q, n_kv)
+    if key.shape[0] != batch:
+        return None, Obstacle("queries and keys of different batch sizes")
     if mask is not None and not isinstance(mask, TokenMask):
         given, mask = mask, read_mask(mask, batch, n_q, n_kv)
         if mask is None:
@@ -411,7 +413,8 @@ def _needs_eager(module: nn.Module, arguments: dict[str, Any]) -> bool:
 
 def _is_own(module: nn.Module, value: Any) -> bool:
     """Whether this is a tensor of the layer, such as its sinks, which eager attention takes from there."""
-    return any(value is own for own in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    # FSDP may have put an ordinary attribute in place of a parameter.
+    return any(value is own for own in (*vars(module).values(), *module._parameters.values()))
 
 
 def _eager_arguments(module_type: type[nn.Module]) -> frozenset[str]:

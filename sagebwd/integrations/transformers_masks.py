@@ -182,7 +182,7 @@ def read_mask(mask: Any, batch: int, n_q: int, n_kv: int) -> TokenMask | None:
         batch, n_q, n_kv: B, N_q and N_kv.
     """
     shape = (batch, 1, n_q, n_kv)
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.requires_grad:  # a bias may start at zero
         return None
     if any(found not in (1, wanted) for found, wanted in zip(mask.shape, shape, strict=True)):
         return None

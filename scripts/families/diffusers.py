@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import sagebwd
 from sagebwd import SageConfig
-from sagebwd.integrations.diffusers import register
+from sagebwd.integrations import torch_flash
+from sagebwd.integrations.diffusers import find_bypasses, register
 from scripts.families import Row, calls_of, compare_gradients
 
 LIBRARY = f"diffusers {diffusers.__version__}"
@@ -52,6 +53,10 @@ SIZES = {
     "axes_dims": (4, 6, 6),
 }
 TEXT, PADDING = 11, 4  # tokens of the text, and how many of the second row's are padding
+
+
+#: A training step: the gradients, and the names of the parameters of attention layers.
+Step = Callable[[], tuple[dict[str, Tensor], set[str]]]
 
 
 class Family(NamedTuple):
@@ -272,30 +277,52 @@ NAMES = [family.name for family in FAMILIES]
 
 
 def families(names: list[str] | None = None) -> list[Row]:
-    """Try the families with these names, or all."""
+    """Try the families with these names, or all; those that pass by a backend with ``torch_flash``, too."""
     register("sagebwd")
     register("sagebwd_or_full", fallback="sdpa")
     register("sagebwd_exact", SageConfig(int8_matmuls=()), fallback="sdpa")
-    return [_try(family) for family in FAMILIES if names is None or family.name in names]
+    diffusers.utils.logging.set_verbosity_error()  # set_attention_backend warns that it is experimental
+    rows = []
+    for family in FAMILIES:
+        if names is None or family.name in names:
+            rows.append(_try(family))
+            if find_bypasses(build(family)):
+                rows.append(_try_torch_flash(family))
+    return rows
 
 
 def _try(family: Family) -> Row:
     """One training step in full precision, one that must not fall back, and one that may."""
-    row = functools.partial(Row, LIBRARY, family.name, family.model)
-    truth, attention = train_step(family, "native")
     refusal = ""
     try:
         train_step(family, "sagebwd")
     except NotImplementedError as error:
         refusal = str(error)
+    backends = ("sagebwd_or_full", "sagebwd_exact")
+    found, exact = (functools.partial(train_step, family, backend) for backend in backends)
+    return _compare(family, found, exact, family.name, refusal)
+
+
+def _try_torch_flash(family: Family) -> Row:
+    """The same with PyTorch's attention replaced, under diffusers' own backend."""
+
+    def step(config: SageConfig) -> tuple[dict[str, Tensor], set[str]]:
+        with torch_flash.patch_sdpa(config):
+            return train_step(family, "native")
+
+    found, exact = (functools.partial(step, x) for x in (SageConfig(), SageConfig(int8_matmuls=())))
+    return _compare(family, found, exact, f"{family.name}, by `torch_flash`")
+
+
+def _compare(family: Family, found: Step, exact: Step, name: str, refusal: str = "") -> Row:
+    """The row of two training steps, with and without INT8, beside one in full precision."""
+    truth, attention = train_step(family, "native")
     sagebwd.report(clear=True)
     with warnings.catch_warnings(action="ignore"):  # they are in the report
-        found, _ = train_step(family, "sagebwd_or_full")
+        gradients = compare_gradients(found()[0], truth, attention)
         calls = calls_of(sagebwd.report())
-        exact, _ = train_step(family, "sagebwd_exact")
-    exact_cosine = compare_gradients(exact, truth, attention)["cosine"]
-    gradients = compare_gradients(found, truth, attention)
-    return row(refusal=refusal, exact_cosine=exact_cosine, **calls, **gradients)
+        exact_cosine = compare_gradients(exact()[0], truth, attention)["cosine"]
+    return Row(LIBRARY, name, family.model, refusal=refusal, exact_cosine=exact_cosine, **calls, **gradients)
 
 
 def train_step(family: Family, backend: str) -> tuple[dict[str, Tensor], set[str]]:

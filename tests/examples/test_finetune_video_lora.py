@@ -36,3 +36,10 @@ def test_too_few_steps_are_refused(example, capsys):
     with pytest.raises(SystemExit):
         example.main(["--steps", "2"])
     assert "--steps 2 leaves no step to time after --warm-up 2" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_it_runs_on_a_gpu_in_16_bit(example):
+    result = example.main(["--device", "cuda", "--steps", "16", "--repeats", "1"])
+    assert result["gradients"]["sagebwd"]["all"] > 0.99
+    assert all(run["memory_gib"] > 0 for run in result["runs"].values())

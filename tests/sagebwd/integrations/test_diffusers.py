@@ -21,6 +21,7 @@ from diffusers.models.attention_dispatch import (
     dispatch_attention_fn,
 )
 
+from sagebwd.integrations import torch_flash
 from sagebwd.integrations.diffusers import check, find_bypasses, register
 from scripts.families import diffusers as families
 
@@ -65,7 +66,7 @@ def error(x: Tensor, truth: Tensor) -> float:
 # Models
 
 
-@pytest.mark.parametrize("name", ["Flux", "Wan"])
+@pytest.mark.parametrize("name", ["Flux", "Wan", "Qwen-Image"])
 def test_a_model_has_the_gradients_of_full_precision(name):
     truth, _ = families.train_step(FAMILIES[name], "native")
     exact, _ = families.train_step(FAMILIES[name], "sagebwd_exact")
@@ -112,6 +113,40 @@ def test_layout_heads_mask_and_scale_are_diffusers(heads, arguments):
         assert error(x, truth) < EXACT
 
 
+def hidden_keys(dtype: torch.dtype) -> Tensor:
+    """(2, 19): keys in the middle and at the end of the second row are hidden, in bool or additive."""
+    visible = torch.ones(2, 19, dtype=torch.bool)
+    visible[1, 4:7] = visible[1, 15:] = False
+    return visible if dtype == torch.bool else torch.where(visible, 0.0, -10_000.0).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize(
+    "expand",
+    [
+        lambda mask: mask,
+        lambda mask: mask[:, None, None].expand(2, 4, 13, 19),
+        lambda mask: mask[:, None, None].repeat(1, 4, 1, 1),
+    ],
+    ids=["keys", "expanded", "repeated-for-heads"],
+)
+def test_masks_of_keys(dtype, expand):
+    """diffusers' varlen backends keep the first keys of a row, as many as the mask shows, instead."""
+    mask, tensors = expand(hidden_keys(dtype)), inputs()
+    found = compute("sagebwd_exact", *tensors, attn_mask=mask)
+    for x, truth in zip(found, compute("native", *tensors, attn_mask=mask), strict=True):
+        assert error(x, truth) < EXACT
+    assert not found[2][1, 4:7].any()
+    assert not found[3][1, 15:].any()
+
+
+def test_masks_that_differ_between_heads_are_refused():
+    mask = hidden_keys(torch.bool)[:, None, None].repeat(1, 4, 1, 1)
+    mask[0, 2, 0, 3] = False
+    with pytest.raises(NotImplementedError, match=r"more than hide keys; .*values other than 0"):
+        dispatch_attention_fn(*inputs(), backend="sagebwd", attn_mask=mask)
+
+
 def test_values_may_have_another_width():
     q, k, _ = inputs()
     v = torch.randn(2, 19, 4, 24, requires_grad=True)
@@ -148,12 +183,15 @@ def test_every_argument_of_diffusers_own_backends_is_named():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dropout_p": 0.1}, r"does not compute attention dropout \(0.1\); call model.set_attention_backend"),
+        ({"dropout_p": 0.1}, r"does not compute attention dropout \(0.1\); set it to 0"),
         ({"parallel_config": object()}, "does not compute context parallelism"),
         ({"attention_kwargs": {"window_size": (2, 2)}}, "a window over 13 queries and 19 keys"),
         ({"attention_kwargs": {"softcap": 30.0}}, "does not compute soft-capping"),
         ({"attention_kwargs": {"return_attn_probs": True}}, "does not compute attention weights"),
-        ({"attn_mask": torch.ones(13, 19, dtype=torch.bool)}, "does not compute .*mask"),
+        (
+            {"attn_mask": torch.ones(13, 19, dtype=torch.bool)},
+            "hide keys; call .* may differ between heads",
+        ),
     ],
     ids=["dropout", "parallel", "window", "softcap", "weights", "mask"],
 )
@@ -172,7 +210,7 @@ def test_a_mask_for_each_query_falls_back_where_it_may():
 
 
 def test_what_only_sagebwd_returns_never_falls_back():
-    with pytest.raises(NotImplementedError, match="diffusers' own backend has no logsumexp"):
+    with pytest.raises(NotImplementedError, match="nor does diffusers' own backend compute logsumexp"):
         dispatch_attention_fn(
             *inputs(), backend="sagebwd_or_full", dropout_p=0.1, attention_kwargs={"return_lse": True}
         )
@@ -191,6 +229,20 @@ def test_it_compiles_without_a_graph_break():
     attend = functools.partial(dispatch_attention_fn, backend=AttentionBackendName("sagebwd"))
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v), attend(q, k, v))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernels_compute_it():
+    q, k, v = (x.detach().cuda().bfloat16().requires_grad_() for x in inputs())
+    mask = hidden_keys(torch.bool).cuda()
+    for arguments in ({}, {"attn_mask": mask}, {"attn_mask": mask[:, None, None].repeat(1, 4, 1, 1)}):
+        out = dispatch_attention_fn(q, k, v, backend="sagebwd", **arguments)
+        truth = dispatch_attention_fn(q.float(), k.float(), v.float(), backend="native", **arguments)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        true_gradients = torch.autograd.grad(truth.sum(), (q, k, v))
+        for x, y in zip((out.detach(), *gradients), (truth.detach(), *true_gradients), strict=True):
+            assert error(x.float(), y.float()) < 0.1
+    assert "reference" not in {row.kernels for row in sagebwd.report().rows}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +284,15 @@ def test_a_processor_that_calls_pytorch_itself_is_refused_before_the_first_step(
         model.set_attention_backend("sagebwd_or_full")
     assert sagebwd.report().rows[0].name == "JointAttnProcessor2_0"
     model.set_attention_backend("native")
+
+
+def test_torch_flash_reaches_them():
+    family = FAMILIES["SD 3"]
+    truth, _ = families.train_step(family, "native")
+    with torch_flash.patch_sdpa():
+        found, attention = families.train_step(family, "native")
+    assert families.compare_gradients(found, truth, attention)["attention_cosine"] > 0.998
+    assert {row.kernels for row in sagebwd.report().rows} == {"reference"}
 
 
 def _helper(q: Tensor) -> Tensor:

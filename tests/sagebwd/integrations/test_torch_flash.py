@@ -412,9 +412,9 @@ def test_saved_for_the_backward_from_the_logsumexp_alone(activated):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings(REPLACED)
+@pytest.mark.filterwarnings(REPLACED, "ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_packed_sequences_on_a_gpu(activated):
-    """Two tensors of boundaries, without reading them."""
+    """Two tensors of boundaries, without reading them: nothing waits for the GPU."""
     cuts, cuts_kv = [0, 30, 200, 300], [0, 90, 150, 400]
     boundaries = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cuts, cuts_kv)]
     leaves = [x.detach().cuda().bfloat16() for x in draw((300, 4, 64), (400, 2, 64), (400, 2, 64))]
@@ -423,13 +423,22 @@ def test_packed_sequences_on_a_gpu(activated):
     for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
         mask[a:b, c:d] = is_seen(b - a, d - c, (-1, 0)).cuda()
     truth, true_lse = truth_of(*(x[None] for x in leaves), mask, None)
-    out, lse = varlen.varlen_attn(
-        *leaves, *boundaries, 170, 250, window_size=(-1, 0), enable_gqa=True,
-        return_aux=varlen.AuxRequest(lse=True),
-    )  # fmt: skip
+    grad_out = torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16)
+
+    def attend():
+        out, lse = varlen.varlen_attn(
+            *leaves, *boundaries, 170, 250, window_size=(-1, 0), enable_gqa=True,
+            return_aux=varlen.AuxRequest(lse=True),
+        )  # fmt: skip
+        return lse, out, *torch.autograd.grad(out, leaves, grad_out)
+
+    attend()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        lse, *found = attend()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(lse, true_lse[0].float(), atol=0.1, rtol=0.01)
-    grad_out = torch.randn_like(out)
-    found = [out, *torch.autograd.grad(out, leaves, grad_out)]
     expected = [truth[0], *torch.autograd.grad(truth, leaves, grad_out[None].double())]
     for x, y in zip(found, expected, strict=True):
         assert relative_l2(x, y) < 0.04

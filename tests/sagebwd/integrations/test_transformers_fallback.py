@@ -207,6 +207,40 @@ def test_a_ready_mask_of_documents_and_padding_runs_in_int8(make_mask):
     assert [row.kernels for row in sagebwd.report().rows] == ["reference"]
 
 
+def test_a_learned_bias_in_place_of_a_mask_keeps_its_gradient_though_it_starts_at_zero(draw):
+    q, k, v, grad_out = draw(6)
+    biases = [torch.zeros(1, 1, 6, 6, requires_grad=True) for _ in range(2)]
+    with pytest.warns(UserWarning, match="a mask for each pair of tokens"):
+        found, _ = call(q, k, v, biases[0], name="sagebwd-exact-or-full")
+    truth = scaled_dot_product_attention(q, k, v, biases[1]).transpose(1, 2)
+    for out in (found, truth):
+        out.backward(grad_out.transpose(1, 2))
+    assert error(biases[0].grad, biases[1].grad) < EXACT
+
+
+def test_what_nobody_computes_is_refused_in_spite_of_the_fallback(draw):
+    """A layer without an eager attention of its own, and sinks that are not the layer's."""
+    q, k, v, _ = draw(6)
+    with (
+        pytest.warns(UserWarning, match="soft-capping"),
+        pytest.raises(NotImplementedError, match="nor transformers' own attention for softcap"),
+    ):
+        call(q, k, v, name="sagebwd-or-full", softcap=30.0)
+    layer = make("llama").model.layers[0].self_attn
+    with (
+        pytest.warns(UserWarning, match="attention sinks"),
+        pytest.raises(NotImplementedError, match="nor transformers' own attention for s_aux"),
+    ):
+        call(q, k, v, name="sagebwd-or-full", module=layer, s_aux=torch.ones(2))
+
+
+def test_queries_shared_by_the_batch_go_to_full_precision(draw):
+    q, k, v, _ = draw(6)
+    with pytest.warns(UserWarning, match="queries and keys of different batch sizes"):
+        out, _ = call(q[:1], k, v, name="sagebwd-or-full", is_causal=False)
+    assert error(out, scaled_dot_product_attention(q[:1], k, v).transpose(1, 2)) < EXACT
+
+
 def test_an_unknown_fallback_is_refused():
     with pytest.raises(ValueError, match="fallback is 'eager'"):
         register("sagebwd-x", fallback="eager")
