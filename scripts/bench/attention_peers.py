@@ -78,7 +78,7 @@ class Implementation:
     has_backward: bool = True
 
 
-def build_sagebwd(config: SageConfig, kernels: str | None, shape: Shape) -> Attend:
+def build_sagebwd(config: SageConfig, shape: Shape, kernels: str | None = None) -> Attend:
     settings = {"window_size": (shape.left, shape.right), "config": config, "kernels": kernels}
     return partial(sage_attention, is_causal=shape.causal, **settings)
 
@@ -220,7 +220,7 @@ def find_implementations(arguments: Namespace) -> tuple[list[Implementation], di
     for title, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs)):
         for kernels in (None, *dict.fromkeys(arguments.kernels)):
             name = f"{title} ({kernels})" if kernels else title
-            found.append(Implementation(name, partial(build_sagebwd, config, kernels), bound))
+            found.append(Implementation(name, partial(build_sagebwd, config, kernels=kernels), bound))
     absent = {}
     for option, peer in PEERS.items():
         if option in arguments.without:
