@@ -108,13 +108,14 @@ def test_lengths(attend_on_cpu, draw, n_q, n_kv):
         assert relative_l2(x, y) < 8e-3 or (x - y).abs().max() < 1e-5, name
 
 
+@pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.strictly_causal()], ids=["default", "strict"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(attend_on_cpu, draw, name):
+def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(attend_on_cpu, draw, name, config):
     """Token 70 is in the second block of queries, and in the tile of keys that all blocks see."""
     inputs = draw(140, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
     poison_one(inputs, name, 70, torch.inf)
-    found = attend_on_cpu(*inputs, is_causal=True, config=DEFAULT_CONFIG)
-    wanted = reference.attention(*inputs, is_causal=True)
+    found = attend_on_cpu(*inputs, is_causal=True, config=config)
+    wanted = reference.attention(*inputs, is_causal=True, config=config)
     for result, x in zip(NAMES, found, strict=True):
         assert not x.isinf().any()
         assert torch.equal(x.isnan(), getattr(wanted, result).isnan()), result

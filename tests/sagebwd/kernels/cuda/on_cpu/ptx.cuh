@@ -149,6 +149,7 @@ inline u32 pack_16bit(float first, float second) { return to_16bit(first) | u32(
 
 inline float exp2_fast(float x) {
     const float y = std::exp2(x);
+    if (y != y) return __int_as_float(0x7fffffff);  // the only NaN of a GPU, which is positive
     return y < 1.1754943508222875e-38f ? 0.0f : y;  // flushes subnormal results
 }
 inline float reciprocal(float x) { return 1.0f / x; }
