@@ -12,7 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import tiktoken
+import tokenizers as huggingface
 
+from data.huggingface_tokenizer import END_OF_TEXT, byte_pair_encoding
 from data.settings import vocabulary_size
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class Tokenizer(ABC):
     name: str
     vocab_size: int
     end_of_text: int  # never the id of any text, not even of text that spells its name
+    end_of_text_name: str = END_OF_TEXT
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -53,6 +56,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of some ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+
+    @abstractmethod
+    def to_huggingface(self) -> huggingface.Tokenizer:
+        """The same ids by Hugging Face's library, where `end_of_text_name` in a text is its id."""
 
 
 def load(name: str, *, warn: bool = False) -> Tokenizer:
@@ -94,9 +101,12 @@ class Bytes(Tokenizer):
         return utf8(texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return b"".join(bytes([int(i)]) if i != self.end_of_text else b"<|endoftext|>" for i in ids).decode(
-            "utf-8", errors="replace"
-        )
+        return b"".join(
+            bytes([int(i)]) if i != self.end_of_text else END_OF_TEXT.encode() for i in ids
+        ).decode("utf-8", errors="replace")
+
+    def to_huggingface(self) -> huggingface.Tokenizer:
+        return byte_pair_encoding({bytes([byte]): byte for byte in range(256)}, words=False)
 
 
 class Tiktoken(Tokenizer):
@@ -125,6 +135,9 @@ class Tiktoken(Tokenizer):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.encoding.decode([int(i) for i in ids], errors="replace")
+
+    def to_huggingface(self) -> huggingface.Tokenizer:
+        return byte_pair_encoding(_ranks(self.encoding), words=True)
 
 
 class Gigatoken(Tiktoken):
@@ -190,10 +203,14 @@ def _gpt2_encoding() -> tiktoken.Encoding:
         ) from error
 
 
+def _ranks(encoding: tiktoken.Encoding) -> dict[bytes, int]:
+    """The id of every token but the special ones."""
+    special = encoding._special_tokens.values()
+    return {encoding.decode_single_token_bytes(i): i for i in range(encoding.n_vocab) if i not in special}
+
+
 def _write_ranks(encoding: tiktoken.Encoding, path: str) -> None:
     """Write the vocabulary as a .tiktoken file: base64 of the bytes, a space, the rank, a line each."""
     with open(path, "wb") as file:
-        for rank in range(encoding.n_vocab):
-            if rank not in encoding._special_tokens.values():
-                token = encoding.decode_single_token_bytes(rank)
-                file.write(base64.b64encode(token) + b" %d\n" % rank)
+        for token, rank in _ranks(encoding).items():
+            file.write(base64.b64encode(token) + b" %d\n" % rank)

@@ -209,9 +209,8 @@ def make_batch(step: int, arguments: argparse.Namespace) -> tuple[dict[str, Tens
     return inputs, (noise - target)[None].to(arguments.device)
 
 
-def loss_of(model: nn.Module, step: int, arguments: argparse.Namespace) -> Tensor:
-    """Of flow matching, for the batch of a step."""
-    inputs, velocity = make_batch(step, arguments)
+def loss_of(model: nn.Module, inputs: dict[str, Tensor], velocity: Tensor) -> Tensor:
+    """Of flow matching."""
     return F.mse_loss(model(**inputs, return_dict=False)[0].float(), velocity)
 
 
@@ -224,8 +223,9 @@ def train(model: WanTransformer3DModel, backend: str, arguments: argparse.Namesp
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
     for step in range(arguments.steps):
+        batch = make_batch(step, arguments)
         begin = time.perf_counter()
-        loss = loss_of(model, step, arguments)
+        loss = loss_of(model, *batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -300,7 +300,8 @@ def compare_gradients(
 def gradients_with(model: WanTransformer3DModel, backend: str, arguments: argparse.Namespace) -> list[Tensor]:
     """Of each adapter, flat, in float64, for the batch after the last step."""
     model.set_attention_backend(backend)
-    gradients = torch.autograd.grad(loss_of(model, arguments.steps, arguments), adapters(model))
+    batch = make_batch(arguments.steps, arguments)
+    gradients = torch.autograd.grad(loss_of(model, *batch), adapters(model))
     return [gradient.flatten().double() for gradient in gradients]
 
 

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from model.llama import Llama
 
+TEMPERATURE, TOP_K = 0.8, 50
+
 
 @torch.no_grad()
 def generate(
@@ -12,8 +14,8 @@ def generate(
     tokens: Tensor,
     new_tokens: int,
     *,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
+    temperature: float = TEMPERATURE,
+    top_k: int | None = TOP_K,
     vocab_size: int | None = None,
     seed: int = 0,
 ) -> Tensor:

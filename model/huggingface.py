@@ -16,10 +16,12 @@ from torch import Tensor
 
 from model.backends import AttentionFn
 from model.config import LlamaConfig, problems
+from model.generate import TEMPERATURE, TOP_K
 from model.llama import Llama
 from model.untrusted import Fields, read_fields, read_shards, read_tensors, shown
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 SHARDS_FILE = "model.safetensors.index.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -42,12 +44,14 @@ def save(
     dtype: torch.dtype | None = None,
     *,
     weights: Mapping[str, Tensor] | None = None,
+    end_of_text: int | None = None,
 ) -> None:
     """Write the model so that transformers' `from_pretrained(folder)` reads it.
 
     Weights are converted to `dtype` if one is given. weights: a state dict to write instead of the model's
-    own, whose tensors may be sharded over several devices. Each file is replaced atomically, config.json
-    last: a folder with a config.json has the weights, too.
+    own, whose tensors may be sharded over several devices. end_of_text: the token between documents, if it is
+    known. Each file is replaced atomically, config.json last: a folder with a config.json has the weights,
+    too.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,9 +59,28 @@ def save(
         _to_hf_name(name): tensor.to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
         for name, tensor in (model.state_dict() if weights is None else weights).items()
     }
-    fields = _to_hf_config(model.config, next(iter(named.values())).dtype)
+    fields = _to_hf_config(model.config, next(iter(named.values())).dtype, end_of_text)
     _replace(folder / WEIGHTS_FILE, lambda path: save_file(named, path, metadata={"format": "pt"}))
     _replace(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(fields, indent=2) + "\n"))
+
+
+def save_generation_config(folder: Path, config: LlamaConfig, *, end_of_text: int, tokens: int) -> None:
+    """Write how transformers' `generate` samples: as the trainer does, and no token beyond the tokenizer's.
+
+    tokens: the size of the tokenizer's vocabulary; the model's may be padded.
+    """
+    fields = {
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text,
+        "do_sample": True,
+        "temperature": TEMPERATURE,
+        "top_k": TOP_K,
+    }
+    if tokens < config.vocab_size:
+        fields["suppress_tokens"] = list(range(tokens, config.vocab_size))
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / GENERATION_FILE, lambda path: path.write_text(json.dumps(fields) + "\n"))
 
 
 def load(folder: str | Path, attention: AttentionFn) -> Llama:
@@ -102,7 +125,7 @@ def _from_hf_name(hf_name: str, tied: bool) -> str | None:
     return hf_name.removeprefix("model.")
 
 
-def _to_hf_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _to_hf_config(config: LlamaConfig, dtype: torch.dtype, end_of_text: int | None) -> dict[str, Any]:
     model_type = "qwen3" if config.qk_norm else "llama"
     return {
         "architectures": [ARCHITECTURES[model_type]],
@@ -121,9 +144,9 @@ def _to_hf_config(config: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
-        # These depend on the tokenizer; Llama's defaults would be wrong.
-        "bos_token_id": None,
-        "eos_token_id": None,
+        # These depend on the tokenizer; Llama's defaults would be wrong. A text begins where another ended.
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
         "dtype": str(dtype).removeprefix("torch."),
         **{name: value for name, value in FIXED_FIELDS.items() if value is not None},
     }

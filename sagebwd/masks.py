@@ -158,7 +158,7 @@ class _Order(NamedTuple):
     def of(cls, visible: Tensor) -> _Order:
         """Visible tokens (tokens,) first, otherwise as they are."""
         forward = torch.argsort(~visible, stable=True)
-        places = torch.arange(len(visible), device=visible.device)
+        places = torch.arange(visible.shape[0], device=visible.device)
         return cls(forward, torch.empty_like(forward).scatter(0, forward, places))
 
     def sort(self, x: Tensor) -> Tensor:

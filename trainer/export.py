@@ -3,10 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+import data.huggingface_tokenizer
 import model.huggingface
+from data.files import write_text
+from data.tokenizers import Tokenizer
 from model.llama import Llama
 from trainer.errors import TrainingError, explain
 from trainer.plot import plot_losses, plot_probe
@@ -15,10 +19,32 @@ from trainer.run_directory import RunDirectory
 AGAIN = "Make room or correct the place; the same command then"
 
 
-def export(llama: Llama, weights: dict[str, Tensor], folder: Path) -> None:
-    """Write the weights. Raises TrainingError if that is impossible, for example because the disk is full."""
+def export(
+    llama: Llama,
+    weights: dict[str, Tensor],
+    folder: Path,
+    *,
+    tokenizer: Tokenizer,
+    card: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the weights, the tokenizer, how to generate and the model card, in the Hugging Face layout.
+
+    dtype: of the written weights, if not their own. Raises TrainingError if that is impossible, for example
+    because the disk is full.
+    """
     try:
-        model.huggingface.save(llama, folder, weights=weights)
+        data.huggingface_tokenizer.write(
+            tokenizer.to_huggingface(),
+            folder,
+            end_of_text=tokenizer.end_of_text_name,
+            context=llama.config.max_context,
+        )
+        model.huggingface.save_generation_config(
+            folder, llama.config, end_of_text=tokenizer.end_of_text, tokens=tokenizer.vocab_size
+        )
+        write_text(folder / "README.md", card)
+        model.huggingface.save(llama, folder, dtype, weights=weights, end_of_text=tokenizer.end_of_text)
     except (OSError, SafetensorError) as error:
         reason = explain(error) if isinstance(error, OSError) else str(error)
         if "No space left" in reason:  # safetensors' error has no number

@@ -29,6 +29,7 @@ from trainer.errors import Interrupted, TrainingError, explain, user_facing
 from trainer.evaluate import validation_loss
 from trainer.export import draw, export
 from trainer.interrupt import StopRequest
+from trainer.model_card import model_card
 from trainer.optimizer import adamw, learning_rate, set_learning_rate
 from trainer.plan import make_plan
 from trainer.probe import Alarm, Probe, build_probe
@@ -307,7 +308,8 @@ class Trainer:
         self.guard.check_end(self.step, records)
         weights = parallel.whole_weights(self.llama)
         if self.ranks.is_main:
-            export(self.llama, weights, self.directory.weights)
+            card = model_card(self.settings, self.directory, self.step, records)
+            export(self.llama, weights, self.directory.weights, tokenizer=self.corpus.tokenizer, card=card)
             title = self.probe.backend.title if self.probe else "attention"
             draw(self.directory, records, alarm=self.settings.probe.alarm, title=title)
             self.directory.finish()

@@ -59,6 +59,7 @@ ATTENTION = {
 }
 PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 
+USE_NATIVE = "call model.set_attention_backend('native')"
 WHAT_HELPS = (
     "Keep diffusers' own backend and use sagebwd.integrations.torch_flash, which reaches all that calls "
     "scaled_dot_product_attention, or replace these processors with model.set_attn_processor"
@@ -66,9 +67,6 @@ WHAT_HELPS = (
 
 #: ``fallback`` of each name that is registered here.
 _fallbacks: dict[str, str] = {}
-
-
-USE_NATIVE = "call model.set_attention_backend('native')"
 
 
 class Obstacle(NamedTuple):
@@ -179,62 +177,78 @@ def _attention(
     Returns:
         The output (B, N_q, H, D_v); with ``return_lse`` also (B, H, N_q) fp32, as from FlashAttention.
     """
-    if isinstance(attn_mask, Tensor):
-        attn_mask = _read_mask(attn_mask, query, key)
     q, k, v = match_widths(*(x.transpose(1, 2) for x in (query, key, value)))
+    mask = _read_mask(attn_mask, query, key)
     settings = {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "window_size": window_size}
+    asked = {
+        "soft-capping": softcap,
+        "attention weights": return_attn_probs,
+        "a window": tuple(window_size) != (-1, -1),
+        "the logsumexp": return_lse,
+    }
     kernels, obstacle = _choose_kernels(q, k, v, config, **settings)
-    obstacle = _find_obstacle(q, k, attn_mask, dropout_p, _parallel_config, window_size) or obstacle
-    features = {"soft-capping": softcap, "attention weights": return_attn_probs}
-    if asked := [feature for feature in features if features[feature]]:
-        obstacle = Obstacle(" and ".join(asked))
+    obstacle = _find_obstacle(q, k, mask, dropout_p, _parallel_config, asked) or obstacle
     if obstacle:
-        features |= {"window": tuple(window_size) != (-1, -1), "logsumexp": return_lse}
-        if asked := [feature for feature in features if features[feature]]:
-            fallback = "error"
-            obstacle = Obstacle(f"{obstacle.reason}, nor does diffusers' own backend compute {asked[-1]}")
-        usage.fall_back(_caller(), obstacle.reason, fallback, fix=obstacle.fix)
+        _fall_back(obstacle, fallback, asked)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention_dispatch._native_attention(*arguments, _parallel_config=_parallel_config)
     usage.record(_caller(), kernels)
     settings |= {"is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse, "config": config}
-    result = sage_attention(q, k, v, attn_mask, **settings)
+    result = sage_attention(q, k, v, mask, **settings)
     out, *lse = result if return_lse else (result,)
     out = out[..., : value.shape[-1]].transpose(1, 2)
     return (out, *lse) if return_lse else out
 
 
-def _read_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _read_mask(mask: Any, query: Tensor, key: Tensor) -> Any:
     """A mask that hides keys as (B or 1, 1, 1, N_kv), where its shape tells; any other as it is.
 
     diffusers' own backend reads (B, N_kv) so. ``Attention.prepare_attention_mask`` repeats a mask for each
-    head, to (B, H, 1, N_kv): where heads differ after all, NaN makes an error of it, on a GPU NaN.
+    head, to (B, H, 1, N_kv). Whether heads differ after all is in the values, which nobody waits for: then
+    this mask has NaN there, which is an error on a CPU, and NaN in the output on a GPU.
     """
+    if not isinstance(mask, Tensor):
+        return mask
     if mask.shape == (key.shape[0], key.shape[1]):
         return mask[:, None, None]
-    if mask.dim() != 4 or mask.shape[1] == 1 or mask.shape[2] != 1 or query.shape[1] == 1:
+    is_repeated = mask.dim() == 4 and mask.shape[1] > 1 and mask.shape[2] == 1 < query.shape[1]
+    if not is_repeated or not (mask.dtype == torch.bool or mask.is_floating_point()):
         return mask
-    same = (mask == mask[:, :1]).all(1, keepdim=True)
-    of_head = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
-    return of_head[:, :1].masked_fill(~same, torch.nan)
+    differs = (mask != mask[:, :1]).any(1, keepdim=True)
+    first = mask[:, :1]
+    additive = torch.where(first, 0.0, -torch.inf) if mask.dtype == torch.bool else first
+    return additive.masked_fill(differs, torch.nan)
 
 
 def _find_obstacle(
-    q: Tensor, k: Tensor, mask: Any, dropout: float, parallel: Any, window_size: tuple[int, int]
+    q: Tensor, k: Tensor, mask: Any, dropout: float, parallel: Any, asked: dict[str, Any]
 ) -> Obstacle | None:
     """Why SageBwd does not compute a call. q and k are (B, heads, N, D)."""
+    for feature in ("soft-capping", "attention weights"):
+        if asked[feature]:
+            return Obstacle(feature)
     if dropout:
         return Obstacle(f"attention dropout ({dropout})", "set it to 0")
     if parallel is not None:
         return Obstacle("context parallelism")
-    n_q, n_kv = q.shape[2], k.shape[2]
-    if Window.of(False, window_size).is_sliding and n_q != n_kv:
-        return Obstacle(f"a window over {n_q} queries and {n_kv} keys, which others count from the last key")
+    if asked["a window"] and q.shape[2] != k.shape[2]:
+        return Obstacle("a window with N_q ≠ N_kv, which FlashAttention counts from the last key")
     try:
         find_key_mask(q, k, mask, None)
     except ValueError as error:
         return Obstacle("a mask that does more than hide keys", f"{USE_NATIVE} ({error})")
     return None
+
+
+def _fall_back(obstacle: Obstacle, fallback: str, asked: dict[str, Any]) -> None:
+    """Refuse the call, or let diffusers' own backend compute it, which has nothing of ``asked``."""
+    features = " and ".join(feature for feature in asked if asked[feature])
+    if features and fallback == "sdpa":
+        raise NotImplementedError(
+            f"{_caller()}: sagebwd does not compute {obstacle.reason}, and in full precision diffusers' own "
+            f"backend does not compute {features}; {obstacle.fix}, or leave {features} out"
+        )
+    usage.fall_back(_caller(), obstacle.reason, fallback, fix=obstacle.fix)
 
 
 def _choose_kernels(
@@ -364,7 +378,7 @@ def _words(code: CodeType) -> _Words:
     """What a code object and those within it name."""
     words = _Words(set(), set(), {x for x in code.co_consts if isinstance(x, str)})
     for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM"):
             words.names.add(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             words.attributes.add(step.argval)

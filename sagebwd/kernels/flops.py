@@ -1,4 +1,4 @@
-"""How FlopCounterMode counts attention: as it counts torch's own, nothing deducted for causal masks."""
+"""How FlopCounterMode counts attention: as it counts torch's own, nothing deducted for masks and windows."""
 
 from __future__ import annotations
 

@@ -145,6 +145,19 @@ def test_compiles_without_a_break(sample, is_causal):
         assert torch.equal(x, y)
 
 
+def test_exports_for_any_batch_and_length(draw):
+    class Attention(torch.nn.Module):
+        def forward(self, q, mask):
+            return sage_attention(q, q, q, key_padding_mask=mask, is_causal=True)
+
+    batch, tokens = (torch.export.Dim(name, min=2) for name in ("batch", "tokens"))
+    shapes = ({0: batch, 2: tokens}, {0: batch, 1: tokens})
+    example = (draw(20, batch=3)[0], torch.ones(3, 20, dtype=torch.bool))
+    program = torch.export.export(Attention(), example, dynamic_shapes=shapes).module()
+    inputs = (draw(41, batch=4)[0], torch.arange(41) < torch.tensor([[5], [41], [0], [33]]))
+    assert torch.equal(program(*inputs), Attention()(*inputs))
+
+
 def test_a_bias_is_never_taken_for_a_mask(sample):
     """Where its values cannot be read, the sequence gets NaN, and its gradients, too."""
     inputs, _ = sample()

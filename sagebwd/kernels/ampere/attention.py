@@ -118,7 +118,9 @@ def _launch(
         NotImplementedError: the window is more than a causal mask.
     """
     if window.is_sliding:
-        raise NotImplementedError(f"the Ampere kernels have no {window}; use the Triton kernels")
+        raise NotImplementedError(
+            f"the Ampere kernels have no windows, and got {tuple(window)}; use the Triton kernels"
+        )
     head_dim = padded_head_dim(like.shape[-1])
     cta = CTA_SHAPES[name, head_dim, "P_16BIT" if p_16bit else "TOKEN_SCALES" if token_scales else ""]
     kernel = launch.load_kernel(

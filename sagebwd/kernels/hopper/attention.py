@@ -109,12 +109,7 @@ def _launch(
 
     Args:
         p_16bit, defines: macros that only this kernel knows.
-
-    Raises:
-        NotImplementedError: the window is more than a causal mask.
     """
-    if window.is_sliding:
-        raise NotImplementedError(f"the Hopper kernels have no {window}; use the Triton kernels")
     head_dim = padded_head_dim(like.shape[-1])
     cta = CTA_SHAPES[name, head_dim, p_16bit]
     kernel = launch.load_kernel(
@@ -170,7 +165,8 @@ def forward(
     config: SageConfig,
     pack_kv_for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.cuda.forward.forward`."""
+    """As :func:`sagebwd.kernels.cuda.forward.forward`, for a window that is at most a causal mask."""
+    _check_window(window)
     return cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=PACKER, launch=_launch, work_tokens=_work_tokens("forward", q),
         window=window, scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
@@ -200,6 +196,7 @@ def backward(
         packed_kv: of :func:`forward`. If it is not empty, k and v may be stand-ins, see
             :func:`sagebwd.kernels.layout.stand_in`.
     """
+    _check_window(window)
     if not packed_kv.numel():
         packed_kv = PACKER.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
     p_16bit = not config.is_int8("dv")
@@ -233,3 +230,11 @@ def backward(
     )
     _launch("dq", q, window, arguments)
     return dq.finish(), dk.finish(), dv.finish()
+
+
+def _check_window(window: Window) -> None:
+    """Raise NotImplementedError for a sliding window: for those who call the operators themselves."""
+    if window.is_sliding:
+        raise NotImplementedError(
+            f"the Hopper kernels have no windows, and got {tuple(window)}; use the Triton kernels"
+        )

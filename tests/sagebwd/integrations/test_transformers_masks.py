@@ -167,7 +167,9 @@ def windows_and_documents() -> dict[str, tuple[dict, list[list[int]], Window]]:
     split = masking_utils.packed_sequence_mask_function(documents)
     causal = masking_utils.and_masks(split, masking_utils.causal_mask_function)
     positions = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]])
-    packed_window = masking_utils.packed_sequence_compatibility_function(window(2), positions, documents)
+    packed_window = masking_utils.and_masks(split, window(2))
+    if hasattr(masking_utils, "packed_sequence_compatibility_function"):  # newer releases
+        packed_window = masking_utils.packed_sequence_compatibility_function(window(2), positions, documents)
     chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
     last = {"q_length": 2, "q_offset": 4}
     one, several = [[1] * 6] * 2, (documents + 1).tolist()

@@ -62,6 +62,18 @@ def test_shapes_keep_the_tokens_and_the_width():
     ]
 
 
+def test_rows_of_windows_are_not_those_of_full_attention():
+    rows = [
+        {"implementation": name, "mode": "both", "shape": {**vars(shape), "causal": False}, "median_ms": time}
+        for name, shape, time in (
+            ("sagebwd", SHAPE, 2.0),
+            ("x", SHAPE, 3.0),
+            ("x", replace(SHAPE, left=5), 9.0),
+        )
+    ]
+    assert tables.relative_times(rows, "both", 16, False) == {"sagebwd": {24: 1.0}, "x": {24: 1.5}}
+
+
 def test_a_mask_may_be_a_window(capsys):
     options = ["--device", "cpu", "--lengths", "1024", "--head-dims", "64", "--masks"]
     shapes = bench.shapes_of(bench.parse_arguments([*options, "causal", "1024,0", ",7", "9,"]))

@@ -80,6 +80,15 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
         assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
 
 
+@pytest.mark.parametrize("window", [Window(9, 0), Window(-1, 3)])
+def test_a_window_is_refused_and_never_taken_for_none(draw, window):
+    """Also from those who call the operators past the choice of kernels."""
+    q, k, v, _ = draw(40, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    settings = (None, None, *window, 0.125, encode(DEFAULT_CONFIG), "hopper")
+    with pytest.raises(NotImplementedError, match="the Hopper kernels have no windows, and got"):
+        torch.ops.sagebwd.forward(q, k, v, *settings)
+
+
 @pytest.mark.parametrize("documents", [None, [200, 110]], ids=["whole", "packed"])
 @pytest.mark.parametrize(
     ("backend", "config"),

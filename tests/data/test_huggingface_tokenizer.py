@@ -1,0 +1,88 @@
+"""Our tokenizers as Hugging Face files: transformers makes the same ids and the same text of them."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from data import huggingface_tokenizer, tokenizers
+from data.tokenizers import Bytes, Tiktoken
+from tests.data.test_tokenizers import SMALL, TRICKY
+
+AWKWARD = [
+    *TRICKY,
+    "a\u0301\u200d\u200b\ufeff\u0085\u2028\u1680 \u3000\x00\x1c\x7f",  # combining, joiners, spaces
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0010ffff \ue000 ½ Ⅷ ٣ क्षि",
+    "'S 'LL 're'ves ''' --__  \n \n\t x",
+    "<|endoftext", "<|endoftext|><|endoftext|> <|endoftext|>",
+]  # fmt: skip
+
+
+def read(tokenizer, folder):
+    """The tokenizer that transformers reads, which takes the name of end-of-text in a text for text."""
+    huggingface_tokenizer.write(
+        tokenizer.to_huggingface(), folder, end_of_text=tokenizer.end_of_text_name, context=128
+    )
+    return AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
+
+
+@pytest.fixture(scope="module", params=["bytes", "small", "gpt2"])
+def pair(request, tmp_path_factory):
+    """A tokenizer, and what transformers reads of it."""
+    if request.param == "gpt2":
+        try:
+            ours = tokenizers.load("gpt2")
+        except OSError:
+            pytest.skip("GPT-2's vocabulary is neither cached nor downloadable")
+    else:
+        ours = {"bytes": Bytes(), "small": Tiktoken(SMALL)}[request.param]
+    return ours, read(ours, tmp_path_factory.mktemp(request.param))
+
+
+def agree(pair, text):
+    ours, theirs = pair
+    ids = ours.encode(text)
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == ours.decode(ids) == text
+
+
+@settings(max_examples=30)
+@given(st.text(max_size=40), st.text(alphabet="athe in\n<|>'s\u00a0", max_size=40))
+def test_the_same_ids(pair, text, usual):
+    agree(pair, text)
+    agree(pair, usual)
+
+
+def test_the_same_ids_of_awkward_text(pair):
+    for text in AWKWARD:
+        agree(pair, text)
+    draw = random.Random(0)
+    for _ in range(50):
+        ids = [draw.randrange(pair[0].end_of_text) for _ in range(20)]
+        agree(pair, pair[0].decode(ids))
+
+
+def test_half_a_character_is_decoded_alike(pair):
+    ours, theirs = pair
+    ids = ours.encode("é")[:1] if ours.name == "bytes" else [ours.encode("\U0001f600")[0]]
+    assert theirs.decode(ids) == ours.decode(ids)
+
+
+def test_end_of_text(pair):
+    """By its name it is a token for whoever does not ask for text, as in GPT-2's own files."""
+    ours, theirs = pair
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.end_of_text
+    assert len(theirs) == ours.vocab_size
+    theirs.split_special_tokens = False
+    try:
+        assert theirs("a<|endoftext|>b")["input_ids"] == [
+            *ours.encode("a"),
+            ours.end_of_text,
+            *ours.encode("b"),
+        ]
+        assert theirs.decode([ours.end_of_text], skip_special_tokens=True) == ""
+        assert theirs.model_max_length == 128
+    finally:
+        theirs.split_special_tokens = True

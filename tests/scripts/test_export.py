@@ -1,0 +1,120 @@
+"""An exported folder is whole: transformers alone gives the trainer's ids and the trainer's loss."""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts import export
+from trainer.checkpoint import load_weights
+from trainer.run_directory import read_metrics
+
+TEXT = "".join(f"{i}: A dark and stormy night; the rain fell in torrents.\n" for i in range(400))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("exported")
+
+
+@pytest.fixture
+def trained(train_here, place):
+    """A finished run of two checkpoints on a text, in full precision, and the text of its validation."""
+    if not (place / "run").exists():
+        (place / "book.txt").write_text(TEXT)
+        own_text = ("data=text", f"data.path={place / 'book.txt'}", f"data.root={place / 'tokens'}")
+        few = ("steps=4", "checkpoint_every=2", "eval_every=2", "eval_sequences=8", "hardware.dtype=float32")
+        trainer = train_here(place / "run", *own_text, *few, "data.tokenizer=bytes")
+        ids = trainer.corpus.val.window(0, 8 * 64 + 1)
+        (place / "validation.txt").write_bytes(bytes(ids.tolist()))
+    return place / "run", (place / "validation.txt").read_text()
+
+
+def loss(folder, text):
+    """What transformers alone makes of the text."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(ids[:-1].view(8, 64)).logits
+    return F.cross_entropy(logits.flatten(0, 1), ids[1:]).item()
+
+
+def test_transformers_gives_the_loss_of_the_trainer(trained, capsys):
+    run, text = trained
+    records = read_metrics(run / "metrics.jsonl")
+    validated = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
+    assert loss(run / "weights", text) == pytest.approx(validated[4], abs=1e-5)
+    assert validated[2] != pytest.approx(validated[4], abs=1e-3)
+
+    export.main([str(run), "--step", "2"])
+    folder = run / "export" / "step_00000002"
+    assert capsys.readouterr().out == f"{folder}\n"
+    assert loss(folder, text) == pytest.approx(validated[2], abs=1e-5)
+
+    export.main([str(run), "--out", str(run / "newest")])
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"):
+        assert (run / "newest" / name).read_bytes() == (run / "weights" / name).read_bytes()
+    newest, last = (load_file(run / name / "model.safetensors") for name in ("newest", "weights"))
+    assert all(torch.equal(newest[name], last[name]) for name in last)
+    with pytest.raises(SystemExit, match="holds a model already; choose another --out"):
+        export.main([str(run), "--out", str(run / "newest")])
+    check_generation(run / "weights")
+    check_card(run, folder, validated)
+
+
+def check_generation(folder):
+    """It samples text, and ends, without a warning and without a token that is none."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight[257:] = model.lm_head.weight[:1]  # padding, as likely as any token
+    out = model.generate(torch.tensor([[65]]), max_new_tokens=100)
+    assert out.max() <= 256
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == 256
+
+
+def check_card(run, folder, validated):
+    last, earlier = ((place / "README.md").read_text() for place in (run / "weights", folder))
+    assert f"validation loss | {validated[4]:.4f} nats per token, at step 4" in last
+    assert f"validation loss | {validated[2]:.4f} nats per token, at step 2" in earlier
+    assert "512 tokens, 256 per step, context 64" in earlier
+    assert str(run.parent) not in last
+
+
+def test_what_is_no_export(trained, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(trained[0], run, ignore=shutil.ignore_patterns("export"))
+    with pytest.raises(SystemExit, match=r"has no config.yaml; give the directory of a run"):
+        export.main([str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"no checkpoint of step 3; there: 2, 4"):
+        export.main([str(run), "--step", "3"])
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "load_weights", load_spoiled)
+        with pytest.raises(
+            SystemExit,
+            match=r"step_00000002 holds NaN or Inf in 1 weights \(norm.weight\); use another --step",
+        ):
+            export.main([str(run), "--step", "2"])
+    newest = run / "checkpoints" / "step_00000004"
+    next(newest.glob("*.distcp")).write_bytes(b"torn")
+    with pytest.raises(SystemExit, match="step_00000004 is damaged"):
+        export.main([str(run)])
+    (newest / "seal.json").write_text("{}")
+    with pytest.raises(SystemExit, match="step_00000004 is damaged"):
+        export.main([str(run)])
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("n_layers: ", "n_layers: 1"))
+    with pytest.raises(SystemExit, match=r"other settings:\n.*model\.n_layers was 2, is now 12"):
+        export.main([str(run), "--step", "2"])
+    assert not (run / "export").exists()
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(SystemExit, match="holds no checkpoint; train the run"):
+        export.main([str(run)])
+
+
+def load_spoiled(folder, step, llama):
+    load_weights(folder, step, llama)
+    llama.norm.weight.data[3] = torch.nan

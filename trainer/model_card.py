@@ -1,0 +1,102 @@
+"""The README.md of exported weights: what was trained, how, and with what result."""
+
+from typing import Any
+
+from model import backends
+from model.config import parameter_count
+from trainer.plan import tokens_per_step
+from trainer.run_directory import RunDirectory, read_lines
+from trainer.settings import Settings
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [sagebwd]
+---
+
+# {name}
+
+A {architecture} model of {parameters:,} parameters, after step {step:,} of its training.
+It continues text; it was not tuned for instructions or for safety.
+
+| | |
+| --- | --- |
+{rows}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+model = AutoModelForCausalLM.from_pretrained(FOLDER)
+```
+
+- Documents end with the tokenizer's end-of-text token, and a text begins after one. The tokenizer adds no
+  token itself.
+- `generation_config.json` samples as the trainer does, and never a token beyond the tokenizer's vocabulary.
+"""
+
+
+def model_card(settings: Settings, directory: RunDirectory, step: int, records: list[dict[str, Any]]) -> str:
+    """The card of the run's weights after `step`, in Markdown. records: those of its metrics.jsonl.
+
+    Paths of text and tokenizer are left out, because a card is published.
+    """
+    return CARD.format(
+        name=directory.path.resolve().name,
+        architecture="Qwen3" if settings.model.qk_norm else "Llama",
+        parameters=parameter_count(settings.model),
+        step=step,
+        rows="\n".join(f"| {name} | {value} |" for name, value in _rows(settings, directory, step, records)),
+    )
+
+
+def _rows(
+    settings: Settings, directory: RunDirectory, step: int, records: list[dict[str, Any]]
+) -> list[tuple[str, object]]:
+    optimizer = settings.optimizer
+    tokens = step * tokens_per_step(settings)
+    return [
+        ("attention in training", _attention(settings)),
+        (
+            "trained on",
+            f"{tokens:,} tokens, {tokens_per_step(settings):,} per step, context {settings.context}",
+        ),
+        ("text", _text(settings)),
+        ("optimizer", f"AdamW, learning rate {optimizer.lr:g}, {optimizer.schedule} schedule"),
+        ("seed", settings.seed),
+        *_losses(records, step),
+        *_environment(directory),
+    ]
+
+
+def _attention(settings: Settings) -> str:
+    backend, *switches = backends.resolve(settings.attention).items()
+    listed = ", ".join(f"{name}={value}" for name, value in switches)
+    return f"{backend[1]} ({listed})" if listed else str(backend[1])
+
+
+def _text(settings: Settings) -> str:
+    data = settings.data
+    if data.source == "openwebtext":
+        return f"{data.repository}, revision {data.revision}"
+    return {"stdlib": "the sources of Python's standard library"}.get(data.source, f"{data.source} files")
+
+
+def _losses(records: list[dict[str, Any]], step: int) -> list[tuple[str, str]]:
+    """The last training and validation loss up to this step."""
+    found = []
+    for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
+        measured = [record for record in records if record.get(key) is not None and record["step"] <= step]
+        if measured:
+            found.append((name, f"{measured[-1][key]:.4f} nats per token, at step {measured[-1]['step']:,}"))
+    return found
+
+
+def _environment(directory: RunDirectory) -> list[tuple[str, object]]:
+    """What the run was last started on, if that is recorded."""
+    path = directory.path / "environment.jsonl"
+    started = read_lines(path) if path.exists() else []
+    last = started[-1] if started else {}
+    names = {"commit": "commit", "device": "device", "devices": "devices", "torch": "PyTorch"}
+    return [(name, last[key]) for key, name in names.items() if last.get(key)]
