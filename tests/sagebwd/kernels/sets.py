@@ -61,6 +61,7 @@ class KernelSet:
     exact_from: from which of ``large_values`` on such an output is exact. Below, it may be off by a step of
         fp16: kernels round the product before they subtract the maximum if it exceeds 2¹³.
     bf16_error: relative L2 difference from the reference in bf16.
+    extra_memory: at most so many times what q, k and v take is allocated on top of inputs and results.
     """
 
     name: str
@@ -90,6 +91,7 @@ class KernelSet:
     large_values: tuple[int, ...]
     exact_from: int = 0
     bf16_error: float = 8e-3
+    extra_memory: float = 1.5
 
     @property
     def is_gpu(self) -> bool:
@@ -369,6 +371,7 @@ AMPERE = replace(
         ),
     },
     main_variants=(*HOPPER.main_variants, "strictly_causal"),
+    extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32
 )
 
 #: All of them. Tests of the interpreter run without a GPU, others with ``-m gpu``.

@@ -77,7 +77,7 @@ def in_both_orders(folder):
 
 CASES = {
     "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
-    "consistent": (SageConfig.consistent(), 80, True, None),
+    "consistent": (SageConfig.consistent(), 40, True, None),
     "strictly causal": (SageConfig.strictly_causal(), 64, True, None),
     "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 128, False, None),
 }
