@@ -184,8 +184,11 @@ __device__ __forceinline__ void add_tile(State& state, const u32 (&q)[D / 8], fl
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kernel(const Arguments a) {
     extern __shared__ __align__(1024) u8 shared[];
-    QueryTile work;
-    if (!find_query_tile<BLOCKS>(a.axes, work_tile_at(a.axes, blockIdx.x), work)) return;
+    __shared__ QueryTile work;  // there it costs no registers
+    __shared__ bool has_queries;
+    if (threadIdx.x == 0) has_queries = find_query_tile<BLOCKS>(a.axes, work_tile_at(a.axes, blockIdx.x), work);
+    __syncthreads();
+    if (!has_queries) return;
     const u32 base = shared_address(shared);
     const int warp = threadIdx.x / 32, block = warp / 4, lane_row = warp % 4 * 16 + threadIdx.x % 32 / 4;
     const int first = work.first + block * BLOCK_Q;
