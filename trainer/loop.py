@@ -324,6 +324,7 @@ class Trainer:
         extra = {
             "wandb_id": wandb_id,
             "data": self.corpus.manifest.fingerprint,
+            "tokenizer": self.corpus.manifest.recipe["tokenizer"],
             "settings": identity.recorded(self.settings),
             "recent": self.spikes.history,
         }
