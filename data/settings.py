@@ -92,8 +92,8 @@ def tokenizer_identity(tokenizer: str) -> str | dict[str, str]:
 def _tokenizer_file(tokenizer: str):
     if not Path(tokenizer).exists():
         raise ValueError(
-            f"data.tokenizer={tokenizer} is unknown; choose one of {', '.join(VOCABULARY_SIZES)}, or the path of "
-            "a tokenizer.json or of a folder with one"
+            f"data.tokenizer={tokenizer} is unknown; choose one of {', '.join(VOCABULARY_SIZES)}, or the "
+            "path of a tokenizer.json or of a folder with one"
         )
     from data.huggingface_tokenizer import read  # here: only these need the library
 

@@ -58,6 +58,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of some ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Bytes of UTF-8 that some ids stand for; end-of-text stands for none."""
+        return len(self.decode(ids[ids != self.end_of_text]).encode("utf-8"))
+
     @abstractmethod
     def to_huggingface(self) -> huggingface.Tokenizer:
         """The same ids by Hugging Face's library, where `end_of_text_name` in a text is its id."""
@@ -108,6 +112,9 @@ class Bytes(Tokenizer):
             bytes([int(i)]) if i != self.end_of_text else END_OF_TEXT.encode() for i in ids
         ).decode("utf-8", errors="replace")
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        return int((ids != self.end_of_text).sum())
+
     def to_huggingface(self) -> huggingface.Tokenizer:
         return byte_pair_encoding({bytes([byte]): byte for byte in range(256)}, words=False)
 
@@ -138,6 +145,9 @@ class Tiktoken(Tokenizer):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.encoding.decode([int(i) for i in ids], errors="replace")
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        return len(self.encoding.decode_bytes(ids[ids != self.end_of_text].tolist()))
 
     def to_huggingface(self) -> huggingface.Tokenizer:
         return byte_pair_encoding(_ranks(self.encoding), words=True)

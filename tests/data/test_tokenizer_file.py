@@ -56,6 +56,7 @@ def test_ids_of_text(trained, folder):
     assert (documents.ids == 1).sum() == len(texts)
     parts = np.split(documents.ids, ends[:-1])
     assert [loaded.decode(part[:-1]) for part in parts] == texts
+    assert loaded.count_bytes(documents.ids) == sum(len(text.encode()) for text in texts)
     assert [loaded.encode(text) for text in texts] == [part[:-1].tolist() for part in parts]
     plain = huggingface.Tokenizer(trained.model)
     plain.pre_tokenizer = trained.pre_tokenizer

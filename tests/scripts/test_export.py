@@ -1,5 +1,6 @@
 """An exported folder is whole: transformers alone gives the trainer's ids and the trainer's loss."""
 
+import math
 import shutil
 
 import pytest
@@ -48,6 +49,9 @@ def loss(folder, text):
 def test_transformers_gives_the_loss_of_the_trainer(trained, capsys):
     run, text = trained
     records = read_metrics(run / "metrics.jsonl")
+    for record in records:
+        if "val_loss" in record:  # a token is a byte here
+            assert record["val_bits_per_byte"] == pytest.approx(record["val_loss"] / math.log(2))
     validated = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
     assert loss(run / "weights", text) == pytest.approx(validated[4], abs=1e-5)
     assert validated[2] != pytest.approx(validated[4], abs=1e-3)
