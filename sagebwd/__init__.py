@@ -3,7 +3,8 @@
 from sagebwd.attention import sage_attention
 from sagebwd.config import SageConfig
 from sagebwd.dispatch import Explanation, explain
+from sagebwd.usage import Report, report
 
 __version__ = "0.1.0"
 
-__all__ = ["Explanation", "SageConfig", "__version__", "explain", "sage_attention"]
+__all__ = ["Explanation", "Report", "SageConfig", "__version__", "explain", "report", "sage_attention"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd import dispatch, masks
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.kernels import ops
-from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents
+from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents, check_window
+from sagebwd.window import FULL, Window
 
 
 def sage_attention(
@@ -21,12 +23,14 @@ def sage_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
     key_padding_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
+    return_lse: bool = False,
     config: SageConfig = DEFAULT_CONFIG,
     kernels: str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Trainable INT8 attention, SageBwd (arXiv 2603.02170), called as ``scaled_dot_product_attention`` is.
 
     CUDA tensors run the fastest kernels that can, CPU tensors the plain PyTorch reference;
@@ -49,10 +53,15 @@ def sage_attention(
         is_causal: query i sees keys 0 … i, counted from the first of each, as in torch's operator.
         scale: factor of the logits; 1/√D by default.
         enable_gqa: allow H to be a multiple of H_kv; consecutive query heads then share keys and values.
+        window_size: (left, right): query i sees keys i − left … i + right, counted from the first of each and
+            within each document; −1 is no limit. With ``is_causal`` right is 0. A query that sees no key
+            gets zeros.
         key_padding_mask: (B, N_kv) bool, True for keys that take part (``nn.MultiheadAttention`` has it the
             other way round). Hidden keys influence nothing, whatever they hold, and their gradients are
-            zero; a sequence without keys gets zeros. With ``is_causal`` there must be as many queries as
-            keys, and a hidden token is hidden as a query, too: its output is zero. Not together with
+            zero; a sequence without keys gets zeros. With ``is_causal`` or a window there must be as many
+            queries as keys, and a hidden token is hidden as a query, too: its output is zero. With a window
+            the keys that take part must lie side by side, padding before or after them; a mask with holes
+            raises an error on a CPU, and gives NaN as an ``attn_mask`` that is a bias does. Not together with
             ``cu_seqlens``.
         cu_seqlens: (documents + 1,) int32 or int64 on the device of query: packed documents, end to end in a
             batch of 1. Document n holds tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1, and attends to itself
@@ -60,12 +69,15 @@ def sage_attention(
             start at 0 or later, never decrease and end at N_q or earlier. On a GPU that is not checked,
             because reading it would wait for the device; wrong boundaries are moved to the nearest valid.
         cu_seqlens_kv: the same for key and value; by default ``cu_seqlens``.
+        return_lse: return the logsumexp of each query's logits, too.
         config: what is quantized, and how.
         kernels: "hopper", "triton" or "reference" runs that kernel set, or raises an error that says why it
             cannot. None: the fastest that can, on a CPU the reference.
 
     Returns:
-        (B, H, N_q, D), of the dtype of the inputs.
+        (B, H, N_q, D), of the dtype of the inputs. With ``return_lse`` (out, lse): lse is (B, H, N_q) fp32,
+        log Σ exp(scale · q·k) over the keys that a query sees, −inf if it sees none. It is that of the plain
+        logits, with or without smoothing, up to quantization. It has no gradient.
 
     Raises:
         ValueError: an argument is not supported, or the arguments do not fit together.
@@ -74,18 +86,29 @@ def sage_attention(
     q, k, v = query, key, value
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
+    check_window(window_size)
     mask = masks.find_key_mask(q, k, attn_mask, key_padding_mask)
+    asked = Window.of(is_causal, window_size)
+    window = asked.narrowed(q.shape[-2], k.shape[-2])
+    if mask is not None:
+        has_documents = cu_seqlens is not None
+        mask = masks.check_combination(mask, q, k, asked, window, has_documents=has_documents)
     q, k, v = cast_to_autocast_dtype(q, k, v)
     if 0 in (*q.shape, *k.shape):
-        # Nothing to compute: the output is empty or zeros, and so are the gradients.
-        return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)
+        return _nothing(q, k, v, return_lse)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     settings = encode(config)
-    chosen = dispatch.choose(q, scale, settings, kernels)
+    chosen = dispatch.choose(q, scale, settings, kernels, is_windowed=window.is_sliding)
+    others = (*window, scale, settings, chosen)
     if mask is None:
-        return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, settings, chosen)
-    masks.check_combination(q, k, has_documents=cu_seqlens is not None, is_ordered=is_causal)
-    tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=is_causal)
+        return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, *others, return_lse=return_lse)
+    tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=asked != FULL)
     documents = (tokens.cu_seqlens, tokens.cu_seqlens_kv)
-    out = ops.attend(*tokens.pack(q, k, v), *documents, is_causal, scale, settings, chosen)
-    return tokens.unpack(out)
+    result = ops.attend(*tokens.pack(q, k, v), *documents, *others, return_lse=return_lse)
+    return tuple(map(tokens.unpack, result)) if return_lse else tokens.unpack(result)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of tensors without elements: what torch gives, empty or zeros, with such gradients."""
+    out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return (out, q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)) if return_lse else out

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, PRESETS, SageConfig, decode
-from sagebwd.validation import is_autocast
+from sagebwd.validation import check_window, is_autocast
+from sagebwd.window import Window
 
 #: Fastest first.
 KERNEL_SETS = ("hopper", "triton", "reference")
@@ -70,12 +71,13 @@ ABSENT_GPU = GPU("a GPU that is not there", AMPERE)
 
 
 class Call(NamedTuple):
-    """What decides which kernels run: device, dtype of q, head size and settings.
+    """What decides which kernels run: device, dtype of q, head size, settings and whether there is a window.
 
     device: the type of the device, such as "cuda".
     gpu: None unless the device is a GPU.
     has_triton: whether Triton is installed.
     is_interpreted: whether CPU tensors can run the Triton kernels, in Triton's interpreter.
+    is_windowed: whether a sliding window hides keys; the causal mask is none.
     """
 
     device: str
@@ -85,6 +87,7 @@ class Call(NamedTuple):
     config: SageConfig
     has_triton: bool = True
     is_interpreted: bool = False
+    is_windowed: bool = False
 
 
 class Rule(NamedTuple):
@@ -159,6 +162,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
         "add them to int8_matmuls",
         warns=True,
     )
+    yield Rule(not call.is_windowed, "window_size is set, and the Hopper kernels have no windows", warns=True)
     yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
     yield Rule(
         call.head_dim in HOPPER_HEAD_DIMS,
@@ -234,23 +238,35 @@ class Explanation:
 
 
 def explain(
-    q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, config: SageConfig = DEFAULT_CONFIG
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    config: SageConfig = DEFAULT_CONFIG,
 ) -> Explanation:
-    """Tell which kernels ``sage_attention(q, k, v, config=config)`` runs, and why not faster ones.
+    """Tell which kernels ``sage_attention`` runs with these arguments, and why not faster ones.
 
     >>> print(sagebwd.explain(q, config=SageConfig.paper()))  # on an H200
     kernels: triton
     not hopper: block_q is 128 and block_kv 64 (set both to None); granularity is 'block' (set …
 
     Args:
-        q: the queries (B, H, N, D). Only device, dtype and head size matter, under autocast its dtype.
-        k, v: not looked at, as they share these with q; they are here so that a call's arguments fit.
-        config: the settings.
+        q: the queries (B, H, N, D). Device, dtype and head size matter, under autocast its dtype.
+        k, v: they share these with q, and may be left out. A window that is wider than q and k is none.
+        is_causal, window_size, config: as of :func:`sagebwd.sage_attention`.
+
+    Raises:
+        ValueError: ``window_size`` is not a pair of integers of −1 or more.
     """
+    check_window(window_size)
+    window = Window.of(is_causal, window_size).narrowed(q.shape[-2], (q if k is None else k).shape[-2])
     dtype = q.dtype
     if is_autocast(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-    return explain_call(_call(q.device, dtype, q.shape[-1], config))
+    call = _call(q.device, dtype, q.shape[-1], config, is_windowed=window.is_sliding)
+    return explain_call(call)
 
 
 def explain_call(call: Call) -> Explanation:
@@ -264,7 +280,9 @@ def explain_call(call: Call) -> Explanation:
     return Explanation("reference" if call.device in ("cpu", "meta") else "none", reasons)
 
 
-def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> str:
+def choose(
+    q: Tensor, scale: float, config: str, kernels: str | None = None, *, is_windowed: bool = False
+) -> str:
     """The kernel set that runs attention on ``q``: ``kernels``, or the fastest that can.
 
     A CPU or meta tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
@@ -277,7 +295,7 @@ def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> 
     """
     # index, because under a tracer the size may be a symbol; the kernels are compiled for one size anyway.
     head_dim = operator.index(q.shape[-1])
-    chosen, error, message = _choose(q.device, q.dtype, head_dim, config, kernels)
+    chosen, error, message = _choose(q.device, q.dtype, head_dim, config, kernels, is_windowed)
     if error == "ValueError":
         raise ValueError(message)
     if error:
@@ -288,9 +306,14 @@ def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> 
 
 
 def _choose(
-    device: torch.device, dtype: torch.dtype, head_dim: int, config: str, kernels: str | None
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    config: str,
+    kernels: str | None,
+    is_windowed: bool,
 ) -> tuple[str, str, str]:
-    return _choose_once(device, dtype, head_dim, config, kernels)
+    return _choose_once(device, dtype, head_dim, config, kernels, is_windowed)
 
 
 # As torch.compiler.assume_constant_result does, which imports torch._dynamo: 3 s that most users do not need.
@@ -300,7 +323,12 @@ _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.lru_cache
 def _choose_once(
-    device: torch.device, dtype: torch.dtype, head_dim: int, config: str, kernels: str | None
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    config: str,
+    kernels: str | None,
+    is_windowed: bool,
 ) -> tuple[str, str, str]:
     """(kernel set, "", ""), or ("", name of the error, its message). A result is remembered, an error too."""
     if kernels not in (None, *KERNEL_SETS):
@@ -311,7 +339,7 @@ def _choose_once(
     if device.type not in ("cpu", "cuda"):
         message = f"sagebwd has no kernels for {device.type.upper()} tensors; {USE_REFERENCE}"
         return "", "NotImplementedError", message
-    call = _call(device, dtype, head_dim, decode(config))
+    call = _call(device, dtype, head_dim, decode(config), is_windowed=is_windowed)
     if kernels == "triton" and device.type == "cpu":
         call = call._replace(is_interpreted=_is_interpreted())
     if kernels == "hopper" and call.gpu == ABSENT_GPU:
@@ -339,9 +367,11 @@ def _warn_once(message: str) -> None:
 # --- Which machine this is ---------------------------------------------------------------------------------
 
 
-def _call(device: torch.device, dtype: torch.dtype, head_dim: int, config: SageConfig) -> Call:
+def _call(
+    device: torch.device, dtype: torch.dtype, head_dim: int, config: SageConfig, *, is_windowed: bool = False
+) -> Call:
     gpu = gpu_of(device.index or 0) if device.type == "cuda" else None
-    return Call(device.type, gpu, dtype, head_dim, config, _has_triton())
+    return Call(device.type, gpu, dtype, head_dim, config, _has_triton(), is_windowed=is_windowed)
 
 
 @functools.cache

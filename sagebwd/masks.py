@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sagebwd.window import FULL, Window
+
 #: Additive masks hide a key by −inf, by the least number of their dtype, or by −10,000 rounded to it.
 HIDES_FROM = -9000.0
 
 WHAT_FITS = (
-    "SageBwd has is_causal, key_padding_mask=(batch, keys) and cu_seqlens; for any other mask use "
+    "SageBwd has is_causal, window_size, key_padding_mask=(batch, keys) and cu_seqlens; for others use "
     "torch.nn.functional.scaled_dot_product_attention or torch.nn.attention.flex_attention"
 )
 
@@ -66,23 +68,44 @@ def find_key_mask(
     return KeyMask(key_padding_mask & of_attn_mask.visible, of_attn_mask.is_wrong)
 
 
-def check_combination(q: Tensor, k: Tensor, *, has_documents: bool, is_ordered: bool) -> None:
-    """Raise ValueError for what does not go together with a mask.
+def check_combination(
+    mask: KeyMask, q: Tensor, k: Tensor, asked: Window, window: Window, *, has_documents: bool
+) -> KeyMask:
+    """Refuse what does not go together with a mask.
+
+    A sliding window counts tokens, and those that are hidden are not there any more. So it is right only for
+    visible tokens that lie side by side.
 
     Args:
+        asked, window: the window of the call, and the same without limits that hide nothing.
         has_documents: whether ``cu_seqlens`` is given.
-        is_ordered: whether the positions of queries and keys matter, as for a causal mask.
+
+    Returns:
+        The mask, wrong also for sequences where it has holes and ``window`` slides.
+
+    Raises:
+        ValueError: the arguments do not go together.
     """
     if has_documents:
         raise ValueError(
             "cu_seqlens is given together with a mask; leave the hidden tokens out of the documents, "
             "and the mask away"
         )
-    if is_ordered and q.shape[2] != k.shape[2]:
+    if asked != FULL and q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"is_causal=True with a mask needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
-            f"{WHAT_FITS}"
+            f"is_causal or window_size with a mask needs as many queries as keys, got {q.shape[2]} and "
+            f"{k.shape[2]}; {WHAT_FITS}"
         )
+    if not window.is_sliding:
+        return mask
+    starts = mask.visible & ~pad(mask.visible[:, :-1], (1, 0))
+    has_holes = starts.sum(1) > 1
+    if _can_read(has_holes) and has_holes.any():
+        raise ValueError(
+            "with window_size, the mask must hide tokens only before and after all visible ones, and it has "
+            f"holes; {WHAT_FITS}"
+        )
+    return KeyMask(mask.visible, has_holes if mask.is_wrong is None else has_holes | mask.is_wrong)
 
 
 class VisibleTokens:
@@ -135,7 +158,8 @@ class _Order(NamedTuple):
     def of(cls, visible: Tensor) -> _Order:
         """Visible tokens (tokens,) first, otherwise as they are."""
         forward = torch.argsort(~visible, stable=True)
-        return cls(forward, torch.argsort(forward))
+        places = torch.arange(visible.shape[0], device=visible.device)
+        return cls(forward, torch.empty_like(forward).scatter(0, forward, places))
 
     def sort(self, x: Tensor) -> Tensor:
         """x (tokens, …) in this order."""

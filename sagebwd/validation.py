@@ -67,6 +67,15 @@ def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_
         )
 
 
+def check_window(window_size: Any) -> None:
+    """Raise ValueError unless ``window_size`` is (left, right), two integers of −1 or more."""
+    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not is_pair or not all(isinstance(x, int) and not isinstance(x, bool) for x in window_size):
+        raise ValueError(f"window_size is {window_size!r}; pass two integers, (left, right); -1 is no limit")
+    if min(window_size) < -1:
+        raise ValueError(f"window_size is {tuple(window_size)}; pass numbers of keys, or -1 for no limit")
+
+
 def check_backward_mode(*tensors: Tensor) -> None:
     """Raise NotImplementedError for dual tensors: torch would silently drop their tangents."""
     if forward_ad._current_level < 0:

@@ -40,11 +40,13 @@ VERSION = 1
 #: What may be in the folder before: a clone of the repository of an earlier build.
 WRITTEN = ("build", "README.md", ".git", ".gitattributes")
 
-#: What the kernel has beyond the package: users cannot import its modules by name.
+#: What the kernel has beyond the package: users cannot import its modules by name, and transformers looks for
+#: the functions of flash_attn.
 EXPORTS = """
 from . import integrations
+from .integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 
-__all__ += ["integrations"]
+__all__ += ["flash_attn_func", "flash_attn_varlen_func", "integrations"]
 """
 
 CARD = """\
@@ -62,6 +64,9 @@ sagebwd = get_kernel("OWNER/sagebwd", version=1, trust_remote_code=True)
 out = sagebwd.sage_attention(q, k, v, is_causal=True)  # as torch's scaled_dot_product_attention
 sagebwd.integrations.transformers.register()  # attn_implementation="sagebwd"
 ```
+
+In transformers, `attn_implementation="OWNER/sagebwd"` with `allow_all_kernels=True` runs it, too, with its
+default settings and through transformers' own code for FlashAttention.
 """
 
 

@@ -26,12 +26,12 @@ ATTENTION = {
     "sagebwd_consistent": Style("#009E73", "-.", "D", "\\\\\\"),
     "sagebwd_accurate": Style("#CC79A7", ":", "v", "..."),
     "sagebwd_strictly_causal": Style("#E69F00", (0, (5, 1, 1, 1)), "P", "xxx"),
+    "sagebwd_low_bias": Style("#56B4E9", (0, (1, 1)), "X", "oo"),
 }
 
 #: For anything else: matrix products, other libraries, runs that differ in something other than attention.
 CYCLE = (
     *ATTENTION.values(),
-    Style("#56B4E9", (0, (1, 1)), "X", "+++"),
     Style("#888888", "--", "*", "ooo"),
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sagebwd.attention import sage_attention
+from sagebwd.window import FULL, Window
+
+CAUSAL = Window(-1, 0)
+
+#: Results that are remembered: layers may alternate between windows and full attention, and between models.
+REMEMBERED = 8
 
 
 @dataclass(frozen=True)
@@ -24,18 +31,29 @@ class Layout:
     """Which tokens of a batch attend to which.
 
     Attributes:
-        is_causal: a query sees only keys up to its own; fewer queries than keys are the last of them.
+        window: how far a query sees within its document. With a limit, fewer queries than keys are the last
+            of them.
+        documents: (B, N_kv) int64, from 1 on, 0 for hidden tokens; None: each row is one document, all shown.
         cu_seqlens, cu_seqlens_kv: (documents + 1,) int32, as of :func:`sagebwd.sage_attention`. Without the
             first each row of the batch is one document, without the second q is cut as k is.
         q_tokens, kv_tokens: (tokens,) int64, where in the flattened batch (B·N,) the tokens of the documents
             are. None: the documents hold every token.
+        has_holes: whether tokens are hidden within a document: laid end to end, its tokens are nearer to
+            each other than in the text.
     """
 
-    is_causal: bool
+    window: Window
+    documents: Tensor | None = None
     cu_seqlens: Tensor | None = None
     cu_seqlens_kv: Tensor | None = None
     q_tokens: Tensor | None = None
     kv_tokens: Tensor | None = None
+    has_holes: bool = False
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees only keys up to its own."""
+        return self.window[1] == 0
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> Tensor:
@@ -43,17 +61,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> 
 
     Args:
         q: (B, H, N_q, D).
-        k, v: (B, H_kv, N_kv, D).
-        layout: of this batch.
+        k: (B, H_kv, N_kv, D).
+        v: (B, H_kv, N_kv, D_v).
+        layout: of this batch; with a window it must not have holes.
         settings: ``scale`` and ``config`` of :func:`sagebwd.sage_attention`.
 
     Returns:
-        (B, N_q, H, D), contiguous.
+        (B, N_q, H, D_v), contiguous.
     """
-    n_q = q.shape[2]
-    settings = {**settings, "is_causal": layout.is_causal, "enable_gqa": True}
-    if layout.is_causal and n_q < k.shape[2]:
-        # The causal mask starts at the first key, so pad with queries before the given ones. Nothing reads
+    n_q, width = q.shape[2], v.shape[3]
+    if settings.get("scale") is None:
+        settings["scale"] = q.shape[3] ** -0.5
+    q, k, v = match_widths(q, k, v)
+    settings |= {"is_causal": layout.is_causal, "window_size": layout.window, "enable_gqa": True}
+    if layout.window != FULL and n_q < k.shape[2]:
+        # Queries are counted from the first key, so pad with queries before the given ones. Nothing reads
         # their results, so their gradients are zero and add nothing to those of k and v.
         q = F.pad(q, (0, 0, k.shape[2] - n_q, 0))
     if layout.cu_seqlens is None:
@@ -63,65 +85,106 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> 
         cuts = {"cu_seqlens": layout.cu_seqlens, "cu_seqlens_kv": layout.cu_seqlens_kv}
         packed = sage_attention(_lay_end_to_end(q, layout.q_tokens), k, v, **cuts, **settings)
         out = _put_back(packed, layout.q_tokens, q.shape[0], q.shape[2])
-    return out[:, -n_q:].contiguous()
+    return out[:, -n_q:, :, :width].contiguous()
+
+
+def match_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad heads with zeros to the wider of q and v: the logits and the first columns of out stay as they are.
+
+    Values of another width than queries and keys come from multi-head latent attention (DeepSeek).
+    """
+    width = max(q.shape[3], v.shape[3])
+    return tuple(x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
+
+
+def dense_mask(layout: Layout, batch: int, n_q: int, n_kv: int, device: torch.device) -> Tensor | None:
+    """``layout`` as the mask of ``scaled_dot_product_attention``, for layers in full precision.
+
+    Returns:
+        (B or 1, 1, N_q or 1, N_kv) bool, true where a query sees a key; None if every query sees every key.
+    """
+    shown = None
+    if layout.documents is not None:
+        shown = layout.documents[:, None, None] != 0
+        if layout.cu_seqlens_kv is None:  # the queries are tokens of these documents
+            shown = shown & (layout.documents[:, None, -n_q:, None] == layout.documents[:, None, None])
+    if layout.window != FULL:
+        near = layout.window.visible(slice(n_kv - n_q, n_kv), slice(0, n_kv), device)
+        shown = near[None, None] if shown is None else shown & near
+    return shown
 
 
 def find_layout(
-    documents: Tensor, *, n_q: int, is_causal: bool, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    documents: Tensor, *, n_q: int, window: Window, position_ids: Tensor | None, cu_seqlens: Tensor | None
 ) -> Layout:
     """The layout in which no two tokens attend to each other that any of the arguments keeps apart.
 
     Args:
         documents: (B, N_kv) integers; neighbours with the same value share a document, 0 hides a key.
-        n_q: number of queries, N_q. Causal ones are the last of N_kv; others need not be any of the keys.
-        is_causal: whether a query sees only keys up to its own.
+        n_q: number of queries, N_q. With a window they are the last of N_kv; others need not be any of the
+            keys.
+        window: how far a query sees.
         position_ids: (B or 1, N_q); a document starts where they fall, or return to the lowest of the row.
         cu_seqlens: (documents + 1,) boundaries within the only row.
     """
     batch, n_kv = documents.shape
+    labels = [documents.flatten()]
+    if cu_seqlens is not None:
+        labels.append(_index_documents(cu_seqlens.to(documents.device), n_kv))
+    positions = position_ids if window != FULL or n_q == n_kv else None
+    tokens = torch.arange(batch * n_kv, device=documents.device)
+    is_start = _find_starts(tokens, labels, positions, batch)
+    # Most batches have no padding and a document a row: without boundaries they wait for the GPU here alone.
+    if bool((documents != 0).all() & (is_start.sum() == batch)):
+        return Layout(window)
+    kv_tokens = None
     tokens = documents.flatten().nonzero().squeeze(1)
     if len(tokens) == 0:
         raise ValueError("the attention mask hides every token; leave out batches that are padding alone")
-    rows = tokens // n_kv
-    labels = [rows, documents.flatten()[tokens]]
-    if cu_seqlens is not None:
-        labels.append(_index_documents(cu_seqlens.to(documents.device), n_kv)[tokens])
-    is_start = _differs_from_previous(torch.stack(labels)).any(0)
-    if position_ids is not None and (is_causal or n_q == n_kv):
-        is_start |= _restarts(position_ids, batch, n_kv, tokens)
-    kv_tokens = None if len(tokens) == batch * n_kv else tokens
-    is_one_a_row = int(is_start.sum()) == len(rows.unique())
-    if is_one_a_row and kv_tokens is None:
-        return Layout(is_causal)
-    if is_causal or not is_one_a_row:
-        return Layout(is_causal, _boundaries(is_start), q_tokens=kv_tokens, kv_tokens=kv_tokens)
+    if len(tokens) < batch * n_kv:
+        kv_tokens, is_start = tokens, _find_starts(tokens, labels, positions, batch)
+    is_one_a_row = int(is_start.sum()) == len((tokens // n_kv).unique())
+    flat = tokens.new_zeros(batch * n_kv).index_copy(0, tokens, is_start.cumsum(0))
+    documents = flat.unflatten(0, (batch, n_kv))
+    if window != FULL or not is_one_a_row:
+        follows = F.pad(tokens.diff() == 1, (1, 0)) | is_start
+        cuts = _boundaries(is_start)
+        return Layout(window, documents, cuts, None, kv_tokens, kv_tokens, has_holes=not bool(follows.all()))
     # Every query of a row sees all of its keys. The queries need not be the keys' own tokens, not even where
     # they are as many (cross-attention), so a hidden key says nothing about the query in its place.
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=documents.device) * n_q
     cu_seqlens_kv = F.pad((documents != 0).sum(1).cumsum(0), (1, 0)).int()
-    return Layout(is_causal, cu_seqlens, cu_seqlens_kv, kv_tokens=kv_tokens)
+    return Layout(window, documents, cu_seqlens, cu_seqlens_kv, kv_tokens=kv_tokens)
 
 
-def remember_last(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the last result again to a call with the same, unmodified arguments.
+def _find_starts(tokens: Tensor, labels: list[Tensor], position_ids: Tensor | None, batch: int) -> Tensor:
+    """(T,) bool: which ``tokens`` (T,) start a document, by ``labels`` (B·N,), their rows and positions."""
+    n = len(labels[0]) // batch
+    marks = torch.stack([tokens // n, *(label[tokens] for label in labels)])
+    is_start = _differs_from_previous(marks).any(0)
+    return is_start if position_ids is None else is_start | _restarts(position_ids, batch, n, tokens)
 
-    All layers of a model pass the same tensors, and reading them waits for the GPU. The version of a tensor
-    tells whether it was modified. Nothing is remembered where that is not reliable: tensors of inference mode
-    have no version, and those on the CPU, where nothing waits, may share memory with numpy.
+
+def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a recent result again to a call with the same, unmodified arguments.
+
+    All layers of a model pass the same few tensors, and reading them waits for the GPU. The version of a
+    tensor tells whether it was modified. Nothing is remembered where that is not reliable: tensors of
+    inference mode have no version, and those on the CPU, where nothing waits, may share memory with numpy.
     """
-    last: tuple[list[Any], Any] | None = None
+    recent: deque[tuple[list[Any], Any]] = deque(maxlen=REMEMBERED)
 
     @functools.wraps(function)
     def remembering(*args: Any) -> Any:
-        nonlocal last
         tensors = [x for x in args if isinstance(x, Tensor)]
         if torch.is_inference_mode_enabled() or any(x.is_inference() or x.is_cpu for x in tensors):
             return function(*args)
-        seen = last
-        if seen is None or not all(map(_is_same, seen[0], args)):
-            known = [(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args]
-            last = seen = (known, function(*args))
-        return seen[1]
+        for known, result in tuple(recent):
+            if all(map(_is_same, known, args)):
+                return result
+        result = function(*args)
+        recent.append(([(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args], result))
+        return result
 
     return torch.compiler.disable(remembering, reason="it compares tensors by identity")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 #: Sizes that vary from batch to batch: kernels are not specialized for their divisibility.
-SIZES = ("n", "n_q", "n_kv", "blocks", "q_blocks", "kv_blocks", "documents")
+SIZES = ("n", "n_q", "n_kv", "blocks", "q_blocks", "kv_blocks", "documents", "left", "right")
 
 
 class ForwardResult(NamedTuple):
@@ -16,9 +16,9 @@ class ForwardResult(NamedTuple):
 
     out: as q (B, H, N_q, D).
     lse: (B · H, N_q) fp32, the logsumexp of the logits with the smoothed K, to base 2; of the reference to
-        base e. −inf for a query of no document.
+        base e. −inf for a query that sees no key.
     k_mean: (B · H_kv · documents, D_PAD) fp32, over the tokens of each document; no columns if K is not
-        smoothed. Of the reference empty.
+        smoothed. Of the reference D columns.
     out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
     packed_kv: K and V packed for the backward, which then needs neither, (tiles, bytes) uint8; empty unless
         the Hopper kernels were asked to pack them.
@@ -107,6 +107,14 @@ def block_count(n: int, block: int, documents: int) -> int:
     return (n + documents * (block - 1)) // block
 
 
+def document_starts(cu_seqlens: Tensor, n: int) -> Tensor:
+    """The boundaries in int32, moved to the nearest that are valid.
+
+    Boundaries out of order or out of range must not become reads out of bounds.
+    """
+    return cu_seqlens.clamp(0, n).cummax(0).values.int()
+
+
 class Axis(NamedTuple):
     """The tokens of q, or those of k and v, cut into blocks.
 
@@ -125,8 +133,7 @@ class Axis(NamedTuple):
         """Cut ``n`` tokens into blocks, none across a boundary of ``cu_seqlens``. Does not synchronise."""
         if cu_seqlens is None:
             return cls(n, block, block_count(n, block, 1), 1, None)
-        # Boundaries out of order or out of range must not become reads out of bounds.
-        start = cu_seqlens.clamp(0, n).cummax(0).values.int()
+        start = document_starts(cu_seqlens, n)
         return cls._of_documents(n, block, torch.cat([start, start[-1:]]))
 
     @classmethod

@@ -24,7 +24,10 @@ from sagebwd import reference
 from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.config import SageConfig, decode
 from sagebwd.kernels.layout import Axis, ForwardResult, block_count, empty_result, padded_head_dim, stand_in
+from sagebwd.kernels.lse import natural_lse, smoothed_lse
+from sagebwd.kernels.on_import import when_imported
 from sagebwd.validation import check_backward_mode
+from sagebwd.window import Window
 
 
 def _forward(
@@ -33,7 +36,8 @@ def _forward(
     v: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
-    is_causal: bool,
+    window_left: int,
+    window_right: int,
     scale: float,
     config: str,
     kernels: str,
@@ -42,6 +46,8 @@ def _forward(
     """Return a :class:`ForwardResult`: out and what the backward needs.
 
     Args:
+        window_left, window_right: query i sees keys i − left … i + right; −1 is no limit. A causal mask is
+            (−1, 0).
         config: settings, from :func:`sagebwd.config.encode`, because operators take no objects.
         kernels: the kernel set, from :func:`sagebwd.dispatch.choose`.
         pack_kv_for_backward: return K and V packed, where ``kernels`` can, so that the backward needs
@@ -49,11 +55,11 @@ def _forward(
     """
     check_backward_mode(q, k, v)  # for those who call the operator itself
     settings = decode(config)
-    options = {"is_causal": is_causal, "scale": scale, "config": settings}
+    options = {"window": _window(q, k, window_left, window_right), "scale": scale, "config": settings}
     if kernels == "reference":
         out, lse, out_residual = reference.forward(q, k, v, cu_seqlens, cu_seqlens_kv, **options)
         out_residual = q.new_empty(0) if out_residual is None else out_residual
-        k_mean = q.new_empty(0, dtype=torch.float32)
+        k_mean = reference.k_mean(k, cu_seqlens, cu_seqlens_kv, config=settings)
         return ForwardResult(out, lse, k_mean, out_residual, q.new_empty(0, dtype=torch.uint8))
     q_axis, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with torch.cuda.device_of(q):  # which may not be the current one
@@ -70,7 +76,8 @@ def _fake_forward(
     v: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
-    is_causal: bool,
+    window_left: int,
+    window_right: int,
     scale: float,
     config: str,
     kernels: str,
@@ -81,11 +88,9 @@ def _fake_forward(
     documents = 1 if boundaries is None else boundaries.shape[0] - 1
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     out_residual = torch.empty_like(q) if settings.compensate_o else q.new_empty(0)
-    k_mean_shape: tuple[int, ...] = (0,)
-    if kernels != "reference":
-        channels = padded_head_dim(k.shape[-1]) if settings.smooths_k else 0
-        k_mean_shape = (*k.shape[:2], documents * channels)
-    k_mean = k.new_empty(k_mean_shape, dtype=torch.float32)
+    channels = k.shape[-1] if kernels == "reference" else padded_head_dim(k.shape[-1])
+    channels = channels if settings.smooths_k else 0
+    k_mean = k.new_empty((*k.shape[:2], documents * channels), dtype=torch.float32)
     packed_kv = k.new_empty((0,), dtype=torch.uint8)
     if kernels == "hopper" and pack_kv_for_backward:
         blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
@@ -107,7 +112,8 @@ def _backward(
     packed_kv: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
-    is_causal: bool,
+    window_left: int,
+    window_right: int,
     scale: float,
     config: str,
     kernels: str,
@@ -117,7 +123,6 @@ def _backward(
     Raises ValueError if there are neither k and v nor ``packed_kv``.
     """
     settings = decode(config)
-    options = {"is_causal": is_causal, "scale": scale, "config": settings}
     if k is None or v is None:
         if not packed_kv.numel():
             raise ValueError(
@@ -125,6 +130,7 @@ def _backward(
                 "packs them only with pack_kv_for_backward=True and the Hopper kernels"
             )
         k = v = stand_in(q, kv_heads, kv_tokens)
+    options = {"window": _window(q, k, window_left, window_right), "scale": scale, "config": settings}
     if kernels == "reference":
         residual = out_residual if settings.compensate_o else None
         boundaries = (cu_seqlens, cu_seqlens_kv)
@@ -155,7 +161,16 @@ def _fake_backward(
 @functools.cache
 def _kernel_set(kernels: str) -> ModuleType:
     """``forward`` and ``backward`` of a kernel set, imported at its first use: none needs the others."""
-    return importlib.import_module(f".{kernels}.attention", __package__)
+    return _module(f"{kernels}.attention")
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}", __package__)
+
+
+def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
+    """The window without limits that hide nothing, which may be too large for the arithmetic of kernels."""
+    return Window(left, right).narrowed(q.shape[-2], k.shape[-2])
 
 
 def _packed_kv_shape(k: Tensor, blocks: int) -> tuple[int, int]:
@@ -180,7 +195,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     """Save K and V packed, 3 bytes per element instead of 4, if the forward packed them."""
     q, k, v, *boundaries = inputs[:5]
     *_, packed_kv = output
-    ctx.settings = inputs[5:9]  # all but pack_kv_for_backward
+    ctx.settings = inputs[5:10]  # all but pack_kv_for_backward
     ctx.kv_sizes = k.shape[1:3]
     if packed_kv.numel():
         k = v = None
@@ -195,10 +210,10 @@ def _set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 10
+        return (None,) * 11
     q, k, v, *saved = ctx.saved_tensors
     gradients = ops.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *saved, *ctx.settings)
-    return (*gradients, *(None,) * 7)
+    return (*gradients, *(None,) * 8)
 
 
 def _refuse(ctx: Any, *_: Any) -> None:
@@ -232,6 +247,8 @@ torch.library.register_autograd(
     add_op_namespace_prefix("forward"), _differentiate, setup_context=_set_up_context
 )
 torch.library.register_autograd(add_op_namespace_prefix("backward"), _refuse)
+when_imported("torch.utils.flop_counter", lambda: _module("flops").register())
+when_imported("torch.distributed.tensor", lambda: _module("sharding").register())
 
 
 class _Attention(torch.autograd.Function):
@@ -254,18 +271,61 @@ def attend(
     v: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
-    is_causal: bool,
+    window_left: int,
+    window_right: int,
     scale: float,
     config: str,
     kernels: str,
-) -> Tensor:
-    """The attention output; differentiable. ``config`` and ``kernels`` as of ``sagebwd::forward``."""
+    *,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The attention output; differentiable. Other arguments are those of ``sagebwd::forward``.
+
+    With ``return_lse`` also :func:`~sagebwd.kernels.lse.natural_lse`, which has no gradient.
+    """
     has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     is_compiling = torch.compiler.is_compiling()
     is_transformed = torch._C._are_functorch_transforms_active()
     if has_gradient and is_transformed and not is_compiling:
         _refuse_torch_func()
-    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, is_causal, scale, config, kernels, has_gradient)
+    window = (window_left, window_right)
+    packs = has_gradient and type(k) is Tensor  # a DTensor cannot shard what is packed
+    inputs = (q, k, v, cu_seqlens, cu_seqlens_kv, *window, scale, config, kernels, packs)
+    if return_lse:
+        out, lse, k_mean, *_ = ops.forward.default(*inputs)
+        return out, natural_lse(q.detach(), lse, k_mean, cu_seqlens, scale=scale, kernels=kernels)
     if is_compiling or is_transformed or not torch.is_grad_enabled():
         return ops.forward.default(*inputs)[0]
     return _Attention.apply(*inputs)
+
+
+def saved_for_backward(
+    q: Tensor,
+    k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    scale: float,
+    config: str,
+    kernels: str,
+) -> ForwardResult:
+    """What ``sagebwd::backward`` needs, from ``out`` and the logsumexp of the plain logits alone.
+
+    For operators that save nothing else. The mean of K is computed once more, to the same bits.
+
+    Args:
+        lse: (B, H, N_q) fp32, of the logits without smoothing, to base e.
+        config: without ``compensate_o``; as all other arguments of ``sagebwd::forward``.
+    """
+    settings = decode(config)
+    if kernels == "reference":
+        k_mean = reference.k_mean(k, cu_seqlens, cu_seqlens_kv, config=settings)
+    elif settings.smooths_k:
+        _, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
+        with torch.cuda.device_of(q):
+            k_mean = _kernel_set(kernels).token_mean(k, kv_axis).view(*k.shape[:2], -1)
+    else:
+        k_mean = k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
+    lse = smoothed_lse(q, lse, k_mean, cu_seqlens, scale=scale, kernels=kernels)
+    return ForwardResult(out, lse, k_mean, q.new_empty(0), q.new_empty(0, dtype=torch.uint8))

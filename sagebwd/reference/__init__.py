@@ -18,9 +18,16 @@ from sagebwd.reference.algorithm import SoftmaxGradientTiles
 from sagebwd.reference.documents import Document
 from sagebwd.reference.exact import exact_attention
 from sagebwd.reference.result import AttentionResult
-from sagebwd.validation import check_arguments, check_documents, check_grad_out, check_not_empty
+from sagebwd.validation import (
+    check_arguments,
+    check_documents,
+    check_grad_out,
+    check_not_empty,
+    check_window,
+)
+from sagebwd.window import Window
 
-__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward"]
+__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward", "k_mean"]
 
 
 @torch.no_grad()
@@ -33,6 +40,7 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     config: SageConfig = DEFAULT_CONFIG,
@@ -46,7 +54,7 @@ def attention(
         k, v: (B, H_kv, N_kv, D) as q.
         grad_out: the gradient of the output, shaped and typed as q.
         is_causal, scale, enable_gqa: as in torch's ``scaled_dot_product_attention``.
-        cu_seqlens, cu_seqlens_kv: as of :func:`sagebwd.sage_attention`.
+        window_size, cu_seqlens, cu_seqlens_kv: as of :func:`sagebwd.sage_attention`.
         config: what is quantized, and how.
 
     Returns:
@@ -59,9 +67,10 @@ def attention(
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config)
     check_not_empty(q, k)
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
+    check_window(window_size)
     boundaries = (cu_seqlens, cu_seqlens_kv)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    settings = {"is_causal": is_causal, "scale": scale, "config": config}
+    settings = {"window": Window.of(is_causal, window_size), "scale": scale, "config": config}
     out, lse, out_residual = forward(q, k, v, *boundaries, **settings)
     if grad_out is None:
         return AttentionResult(out, lse)
@@ -79,7 +88,7 @@ def forward(
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -89,7 +98,17 @@ def forward(
     """
     packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
-        return documents.forward(q, k, v, packed, is_causal=is_causal, scale=scale, config=config)
+        return documents.forward(q, k, v, packed, window=window, scale=scale, config=config)
+
+
+def k_mean(
+    k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None, *, config: SageConfig
+) -> Tensor:
+    """What :func:`forward` subtracted from K: (B, H_kv, documents · D) fp32, no columns without smoothing."""
+    if not config.smooths_k:
+        return k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
+    boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
+    return documents.token_means(k, boundaries).flatten(-2)
 
 
 def backward(
@@ -103,7 +122,7 @@ def backward(
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +130,7 @@ def backward(
     saved = (grad_out, q, k, v, out, lse, out_residual)
     packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
-        return documents.backward(*saved, packed, is_causal=is_causal, scale=scale, config=config)
+        return documents.backward(*saved, packed, window=window, scale=scale, config=config)
 
 
 def _p_dp_ds_delta(

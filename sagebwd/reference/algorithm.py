@@ -26,19 +26,20 @@ from sagebwd.reference.quantization import (
     round_to,
 )
 from sagebwd.reference.scores import ScoreTiles, subtract_token_mean
+from sagebwd.window import Window
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float, config: SageConfig
+    q: Tensor, k: Tensor, v: Tensor, *, window: Window, scale: float, config: SageConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Algorithm 1: return out in the dtype of q, lse in fp32, and the residual of out.
 
     lse is the logsumexp of S with the smoothed K; that of the plain logits is lse + scale · q·μ_K. The
     residual is the error of rounding out to its dtype, which ``compensate_o`` saves for the backward; None
-    otherwise.
+    otherwise. A query that sees no key gets out 0 and lse −inf.
     """
     k, v = _one_head_per_query_head(q, k, v)
-    scores = ScoreTiles(q, k, "s_fwd", is_causal=is_causal, scale=scale, config=config)
+    scores = ScoreTiles(q, k, "s_fwd", window=window, scale=scale, config=config)
     products = Products(q.dtype, config)
     v_smooth, v_mean = subtract_token_mean(v.float()) if config.smooth_v else (v, 0.0)
     v_blocks = products.token_blocks(v_smooth, "o", scores.block_kv)
@@ -49,19 +50,23 @@ def forward(
         o = torch.zeros_like(q_block)
         l, l_rounded = torch.zeros_like(o[..., :1]), torch.zeros_like(o[..., :1])
         m = torch.full_like(l, -torch.inf)
+        has_keys = torch.zeros(1, 1, dtype=torch.bool, device=q.device)
         for j in scores.visible_columns(i):
-            s = scores.tile(i, j)
+            s, mask = scores.tile(i, j), scores.mask(i, j)
+            has_keys = has_keys | mask.any(-1, keepdim=True)
             m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-            p = (s - m_new).exp_()
-            rescale = (m - m_new).exp_()
+            shift = torch.where(has_keys, m_new, 0.0)  # before a row has keys its maximum is −inf
+            p = (s - shift).exp_()
+            rescale = (m - shift).exp_()
             l = rescale * l + p.sum(-1, keepdim=True)
             if config.compensate_o:
                 l_rounded = rescale * l_rounded + p.to(q.dtype).float().sum(-1, keepdim=True)
             # The scale of a row is exp(rowmax(S) − m) / 127, or 255 if P is unsigned: kernels get it from
             # the online softmax. (Not with a scale per token, which multiplies P first.) l sums the exact P.
-            o = rescale * o + products.contract_tokens(p, v_blocks[j], "o", PER_ROW, scores.mask(i, j))
+            o = rescale * o + products.contract_tokens(p, v_blocks[j], "o", PER_ROW, mask)
             m = m_new
-        out[..., scores.rows(i), :] = o / (l_rounded if config.compensate_o else l) + v_mean
+        o = o / (l_rounded if config.compensate_o else l) + v_mean
+        out[..., scores.rows(i), :] = torch.where(has_keys, o, 0.0)
         lse[..., scores.rows(i)] = (m + l.log()).squeeze(-1)
     out = infinite_to_nan(out)
     rounded = out.to(q.dtype)
@@ -77,7 +82,7 @@ def backward(
     lse: Tensor,
     out_residual: Tensor | None,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +90,7 @@ def backward(
 
     ``out``, ``lse`` and ``out_residual`` come from :func:`forward`.
     """
-    settings = {"is_causal": is_causal, "scale": scale, "config": config}
+    settings = {"window": window, "scale": scale, "config": config}
     tiles = SoftmaxGradientTiles(grad_out, q, k, v, out, lse, out_residual, **settings)
     scores = tiles.scores
     products = Products(q.dtype, config)
@@ -131,13 +136,13 @@ class SoftmaxGradientTiles:
         lse: Tensor,
         out_residual: Tensor | None,
         *,
-        is_causal: bool,
+        window: Window,
         scale: float,
         config: SageConfig,
     ) -> None:
         k, v = _one_head_per_query_head(q, k, v)
-        self.scores = ScoreTiles(q, k, "s_bwd", is_causal=is_causal, scale=scale, config=config)
-        self._lse = lse
+        self.scores = ScoreTiles(q, k, "s_bwd", window=window, scale=scale, config=config)
+        self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # P of a query without keys is zero
         products = Products(q.dtype, config)
         self._do_blocks = products.token_blocks(grad_out, "dp", self.scores.block_q)
         self._v_blocks = products.token_blocks(v, "dp", self.scores.block_kv)

@@ -53,6 +53,13 @@ def locate(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tenso
     ]
 
 
+def token_means(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The mean of k (B, H_kv, N_kv, D) over each document, (B, H_kv, documents, D) fp32; 0 without tokens."""
+    whole = [slice(0, k.shape[-2])]
+    parts = whole if cu_seqlens is None else _slices("cu_seqlens", cu_seqlens, k.shape[-2])
+    return torch.stack([cut(k, part).float().sum(-2) / max(part.stop - part.start, 1) for part in parts], -2)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, documents: list[Document], **settings: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sagebwd.reference.documents import cut, locate
 from sagebwd.reference.result import AttentionResult
-from sagebwd.validation import check_documents
+from sagebwd.validation import check_documents, check_window
+from sagebwd.window import FULL, Window
 
 #: Elements of P that are computed at once (128 MiB in float64); some six such matrices are alive together.
 ELEMENTS_AT_ONCE = 2**24
@@ -43,6 +44,7 @@ def exact_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     matrices: bool = False,
@@ -62,6 +64,7 @@ def exact_attention(
             ``matrices``.
         is_causal: query i sees keys 0 … i, counted from the first of each.
         scale: factor of the logits; 1/√D by default.
+        window_size: sliding window, as of :func:`sagebwd.sage_attention`.
         cu_seqlens, cu_seqlens_kv: packed documents, as of :func:`sagebwd.sage_attention`.
         matrices: return p, and with ``grad_out`` dp and ds, too: (B, H, N_q, N_kv) each.
         dtype: of all arithmetic and of the result. float32 where float64 is too slow, as on most GPUs.
@@ -69,12 +72,15 @@ def exact_attention(
         on_rows: called with each group of rows, for statistics of matrices that do not fit.
 
     Returns:
-        All in ``dtype``. Tokens of no document get out 0, lse −inf and gradients 0.
+        All in ``dtype``. Tokens of no document, and queries that see no key, get out 0, lse −inf and
+        gradients 0.
 
     Raises:
-        ValueError: the boundaries of the documents do not fit the tensors.
+        ValueError: the boundaries of the documents do not fit the tensors, or the window is not one.
     """
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
+    check_window(window_size)
+    window = Window.of(is_causal, window_size)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     packed = locate(q, k, cu_seqlens, cu_seqlens_kv)
     empty = {"dtype": dtype, "device": q.device}
@@ -100,14 +106,16 @@ def exact_attention(
             for start in range(document.queries.start, document.queries.stop, step):
                 rows = slice(start, min(start + step, document.queries.stop))
                 first, last = (x - document.queries.start for x in (rows.start, rows.stop))
-                seen = min(last, n_kv) if is_causal else n_kv
-                columns = slice(keys_of_document.start, keys_of_document.start + seen)
-                visible = _visible(first, last, seen, q.device) if is_causal else None
-                queries, keys, values = cut(q, rows).to(dtype), all_keys[:, :, :seen], all_values[:, :, :seen]
+                own = slice(first, last)
+                seen = window.keys_of(own, n_kv)
+                columns = slice(keys_of_document.start + seen.start, keys_of_document.start + seen.stop)
+                visible = None if window == FULL else window.visible(own, seen, q.device)
+                queries, keys, values = cut(q, rows).to(dtype), all_keys[:, :, seen], all_values[:, :, seen]
 
                 s = queries @ keys.mT * scale
                 logits = _fill_hidden(s, visible, -torch.inf)
-                lse[..., rows], p_rows = logits.logsumexp(-1), logits.softmax(-1)
+                lse[..., rows] = logits.logsumexp(-1)
+                p_rows = _fill_hidden(logits.softmax(-1), visible, 0.0)  # NaN in a row without keys
                 out[..., rows, :] = p_rows @ values
                 dp_rows = ds_rows = None
                 if grad_out is not None:
@@ -125,11 +133,6 @@ def exact_attention(
                     s = _fill_hidden(s, visible, 0.0)
                     on_rows(ExactRows(rows, columns, visible, s, p_rows, dp_rows, ds_rows))
     return AttentionResult(out, lse, p, dp, ds, delta, dq, dk, dv)
-
-
-def _visible(start: int, stop: int, n_kv: int, device: torch.device) -> Tensor:
-    """(stop − start, n_kv): whether queries start … stop − 1 see each key under the causal mask."""
-    return torch.arange(n_kv, device=device) <= torch.arange(start, stop, device=device)[:, None]
 
 
 def _fill_hidden(x: Tensor, visible: Tensor | None, value: float) -> Tensor:

@@ -16,7 +16,7 @@ class AttentionResult:
         lse: (B, H, N_q), the logsumexp of the logits. −inf for a query that sees no key. Of
             :func:`sagebwd.reference.attention`, with the smoothed K: that of the plain logits is
             lse + scale · q·μ_K.
-        p, dp, ds: (B, H, N_q, N_kv), P, dP and dS; zero where the causal mask hides a key, and between
+        p, dp, ds: (B, H, N_q, N_kv), P, dP and dS; zero where the mask hides a key, and between
             documents.
         delta: (B, H, N_q), δ.
         dq, dk, dv: shaped as q, k, v.

@@ -1,4 +1,4 @@
-"""S = scale · QKᵀ tile by tile: smoothing, quantization and the causal mask."""
+"""S = scale · QKᵀ tile by tile: smoothing, quantization and the mask."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sagebwd.reference.quantization import (
     quantize_two_levels,
     round_to,
 )
+from sagebwd.window import Window
 
 
 def subtract_token_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +37,7 @@ class ScoreTiles:
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, matmul: str, *, is_causal: bool, scale: float, config: SageConfig
+        self, q: Tensor, k: Tensor, matmul: str, *, window: Window, scale: float, config: SageConfig
     ) -> None:
         """Smooth and quantize Q and K.
 
@@ -45,7 +46,7 @@ class ScoreTiles:
             matmul: ``"s_fwd"`` or ``"s_bwd"``.
         """
         self.n_q, self.n_kv = q.shape[-2], k.shape[-2]
-        self.is_causal, self.scale, self.config = is_causal, scale, config
+        self.window, self.scale, self.config = window, scale, config
         self.block_q, self.block_kv = config.tile(q.shape[-1])
 
         k_smooth, self.k_mean = k.float(), torch.zeros_like(k[..., :1, :], dtype=torch.float32)
@@ -76,7 +77,8 @@ class ScoreTiles:
 
     def is_visible(self, i: int, j: int) -> bool:
         """Whether any query of tile (i, j) sees any of its keys."""
-        return not self.is_causal or self.columns(j).start < self.rows(i).stop
+        keys, columns = self.window.keys_of(self.rows(i), self.n_kv), self.columns(j)
+        return keys.start < columns.stop and columns.start < keys.stop
 
     def visible_columns(self, i: int) -> list[int]:
         """The tile columns that tile row i attends to."""
@@ -87,7 +89,7 @@ class ScoreTiles:
         return [i for i in range(len(self.q_blocks)) if self.is_visible(i, j)]
 
     def tile(self, i: int, j: int) -> Tensor:
-        """S (B, H, rows, columns) of tile (i, j) in fp32, −inf where the causal mask hides a key."""
+        """S (B, H, rows, columns) of tile (i, j) in fp32, −inf where the mask hides a key."""
         q_high, *q_lows = self._q_levels[i]
         k_high, *k_lows = self._k_levels[j]
         s = product(q_high, k_high.mT)
@@ -104,8 +106,6 @@ class ScoreTiles:
         Queries and keys are counted from the top left, as torch's ``is_causal`` does.
         """
         rows, columns = self.rows(i), self.columns(j)
-        if not self.is_causal or columns.stop - 1 <= rows.start:
+        if self.window.sees_all(rows, columns):
             return torch.ones(1, 1, dtype=torch.bool, device=self.k_mean.device)
-        query = torch.arange(rows.start, rows.stop, device=self.k_mean.device).unsqueeze(-1)
-        key = torch.arange(columns.start, columns.stop, device=self.k_mean.device)
-        return key <= query
+        return self.window.visible(rows, columns, self.k_mean.device)

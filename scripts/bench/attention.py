@@ -19,7 +19,8 @@ What a time covers: 16-bit Q, K, V (and dO) in memory to 16-bit O (and dQ, dK, d
 quantization and smoothing. Implementations take turns within each repetition, so a drifting clock affects
 all alike. Tables have the median and the 10th and 90th percentile.
 
-TFLOP/s: 4·B·H·N²·D for the forward, half of it if causal; 2.5 times that for the backward, 3.5 for both.
+TFLOP/s: 4·B·H·N²·D for the forward, half of it if causal, with a window what it shows of it; 2.5 times that
+for the backward, 3.5 for both.
 
 Before timing, results are compared with float64 attention (first and last head of the last sequence). An
 implementation whose error is too large is reported as such, without a speed.
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
@@ -65,6 +67,8 @@ examples:
       python -m scripts.bench.attention --head-dims 64 --masks causal --lengths 4096
   presets of SageBwd compared, without the slow compilation of FlexAttention
       python -m scripts.bench.attention --configs default consistent paper --without flex
+  a sliding window: each query sees its own key and the 1024 before it; compared with no window
+      python -m scripts.bench.attention --masks causal 1024,0 --lengths 4096 16384
   try the command without a GPU: times are those of the plain PyTorch reference
       python -m scripts.bench.attention --device cpu --lengths 64 128 --tokens 256 --width 128 --repetitions 3
   draw committed results again, without a GPU
@@ -134,7 +138,10 @@ def add_shape_options(add: Callable[..., Any]) -> None:
     doubling = [1024 << power for power in range(6)]
     add("--lengths", **sizes, default=doubling, metavar="N", help="default 1024 … 32768, doubling")
     add("--head-dims", **sizes, default=[64, 128], metavar="D", help="default 64 128")
-    add("--masks", nargs="+", choices=("causal", "full"), default=["causal", "full"], help="default both")
+    masks = (
+        "causal, full, or a sliding window LEFT,RIGHT, where 1024, has no right limit (default causal full)"
+    )
+    add("--masks", nargs="+", type=mask_of, default=["causal", "full"], metavar="MASK", help=masks)
     add("--tokens", type=positive_int, default=16384, help="B·N; B is 1 if N is larger (default %(default)s)")
     add("--width", type=positive_int, default=2048, help="H·D (default %(default)s)")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default %(default)s")
@@ -177,9 +184,31 @@ def shapes_of(arguments: Namespace) -> list[Shape]:
     """Every combination of mask, head size and length."""
     combinations = itertools.product(arguments.masks, arguments.head_dims, arguments.lengths)
     return [
-        Shape(max(arguments.tokens // n, 1), arguments.width // head_dim, n, head_dim, mask == "causal")
+        Shape(
+            max(arguments.tokens // n, 1),
+            arguments.width // head_dim,
+            n,
+            head_dim,
+            mask == "causal",
+            *window_of(mask),
+        )
         for mask, head_dim, n in dict.fromkeys(combinations)
     ]
+
+
+def mask_of(text: str) -> str:
+    """A mask as --masks takes it. Raises ArgumentTypeError, which argparse prints."""
+    if text in ("causal", "full") or re.fullmatch(r"\d+,\d*|,\d+", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r}; use causal, full or a window such as 1024,0")
+
+
+def window_of(mask: str) -> tuple[int, int]:
+    """(left, right) of a mask of :func:`mask_of`; −1 is no limit."""
+    if mask in ("causal", "full"):
+        return -1, -1
+    left, right = (int(limit) if limit else -1 for limit in mask.split(","))
+    return left, right
 
 
 def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:

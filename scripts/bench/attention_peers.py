@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
@@ -23,22 +24,40 @@ BOUND_16_BIT, BOUND_INT8, BOUND_PAPER = 0.02, 0.06, 0.12
 
 @dataclass(frozen=True)
 class Shape:
-    """Self-attention of ``batch`` sequences of ``tokens`` tokens."""
+    """Self-attention of ``batch`` sequences of ``tokens`` tokens.
+
+    left, right: limits of a sliding window, −1 for none; as ``window_size`` of ``sage_attention``.
+    """
 
     batch: int
     heads: int
     tokens: int
     head_dim: int
     causal: bool
+    left: int = -1
+    right: int = -1
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """The limits, None without any."""
+        return (self.left, self.right) if max(self.left, self.right) >= 0 else None
 
     @property
     def mask(self) -> str:
+        if self.window:
+            return f"window {self.left},{self.right}"
         return "causal" if self.causal else "full"
 
     @property
     def flops(self) -> float:
-        """Of the forward: 4·B·H·N²·D, half of it if causal, whatever an implementation repeats or skips."""
-        return 4 * self.batch * self.heads * self.tokens**2 * self.head_dim * (0.5 if self.causal else 1)
+        """Of the forward: 4·B·H·D for each of N² pairs of tokens, half of that if causal, whatever an
+        implementation repeats or skips. With a window only the pairs that it shows count.
+        """
+        pairs = self.tokens**2 * (0.5 if self.causal else 1)
+        if self.window:
+            left, right = (self.tokens if limit < 0 else limit for limit in self.window)
+            pairs = sum(min(i + right, self.tokens - 1) - max(i - left, 0) + 1 for i in range(self.tokens))
+        return 4 * self.batch * self.heads * pairs * self.head_dim
 
     def __str__(self) -> str:
         return f"{self.mask}, D {self.head_dim}, N {self.tokens}"
@@ -60,13 +79,17 @@ class Implementation:
 
 
 def build_sagebwd(config: SageConfig, shape: Shape) -> Attend:
-    return partial(sage_attention, is_causal=shape.causal, config=config)
+    window = (shape.left, shape.right)
+    return partial(sage_attention, is_causal=shape.causal, window_size=window, config=config)
 
 
 def load_sdpa(kernel: str) -> Build:
     """PyTorch's operator restricted to this kernel; raises where the kernel cannot run."""
 
     def build(shape: Shape) -> Attend:
+        if shape.window:
+            return build_windowed_sdpa(kernel, shape)
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(KERNELS[kernel]):
                 return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
@@ -74,6 +97,23 @@ def load_sdpa(kernel: str) -> Build:
         return attend
 
     return build
+
+
+def build_windowed_sdpa(kernel: str, shape: Shape) -> Attend:
+    """PyTorch's FlashAttention-2, which takes windows below the public operator, or its definition."""
+    if kernel == "math":
+        positions = torch.arange(shape.tokens)
+        mask = is_visible(shape)(None, None, positions[:, None], positions)
+        return partial(F.scaled_dot_product_attention, attn_mask=mask)
+    if kernel != "flash":
+        raise ValueError(f"PyTorch's {TITLES[kernel]} takes no window")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        arguments = (None, None, shape.tokens, shape.tokens, 0.0, False, False)
+        window = {"window_size_left": shape.left, "window_size_right": shape.right}
+        return torch.ops.aten._flash_attention_forward(q, k, v, *arguments, **window)
+
+    return token_major(attend)
 
 
 def load_flex() -> Build:
@@ -86,21 +126,30 @@ def load_flex() -> Build:
         # The backward alone runs many times on one graph, so it must not overwrite what the forward saved.
         torch._functorch.config.donated_buffer = False
         mask = None
-        if shape.causal:
-            mask = create_block_mask(is_visible, None, None, shape.tokens, shape.tokens, device="cuda")
+        if shape.causal or shape.window:
+            sizes = (None, None, shape.tokens, shape.tokens)
+            mask = create_block_mask(is_visible(shape), *sizes, device="cuda")
         return partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
 
     return build
 
 
-def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The causal mask, as a mask_mod of FlexAttention."""
-    return query >= key
+def is_visible(shape: Shape) -> Callable[..., Tensor]:
+    """The mask, as a mask_mod of FlexAttention: batch, head, query, key → whether the query sees the key."""
+    left, right = (shape.tokens if limit < 0 else limit for limit in (shape.left, shape.right))
+    if shape.causal:
+        return lambda batch, head, query, key: query >= key
+    return lambda batch, head, query, key: (key >= query - left) & (key <= query + right)
 
 
 def load_flash_package(module: str) -> Build:
     attend = import_module(module).flash_attn_func
-    return lambda shape: token_major(partial(attend, causal=shape.causal))
+
+    def build(shape: Shape) -> Attend:
+        window = {"window_size": shape.window} if shape.window else {}
+        return token_major(partial(attend, causal=shape.causal, **window))
+
+    return build
 
 
 def token_major(attend: Callable[..., Any]) -> Attend:
@@ -116,7 +165,12 @@ def token_major(attend: Callable[..., Any]) -> Attend:
 def load_sageattention() -> Build:
     from sageattention import sageattn
 
-    return lambda shape: partial(sageattn, tensor_layout="HND", is_causal=shape.causal)
+    def build(shape: Shape) -> Attend:
+        if shape.window:
+            raise ValueError("sageattn takes no window")
+        return partial(sageattn, tensor_layout="HND", is_causal=shape.causal)
+
+    return build
 
 
 class Peer(NamedTuple):
@@ -133,6 +187,7 @@ class Peer(NamedTuple):
 #: results/ holds these row names; scripts.bench.looks has the titles that people see.
 CONFIGS = {
     "default": ("sagebwd", SageConfig(), BOUND_INT8),
+    "low-bias": ("sagebwd low bias", SageConfig.low_bias(), BOUND_INT8),
     "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
     "strictly-causal": ("sagebwd strictly causal", SageConfig.strictly_causal(), BOUND_INT8),
     "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),

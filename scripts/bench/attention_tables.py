@@ -77,7 +77,9 @@ def relative_times(rows: list[dict], mode: str, head_dim: int, causal: bool) -> 
     times: dict[str, dict[int, float]] = {}
     for row in rows:
         shape = row["shape"]
-        if (row["mode"], shape["head_dim"], shape["causal"]) == (mode, head_dim, causal) and row["median_ms"]:
+        is_wanted = (row["mode"], shape["head_dim"], shape["causal"]) == (mode, head_dim, causal)
+        has_window = max(shape.get("left", -1), shape.get("right", -1)) >= 0
+        if is_wanted and not has_window and row["median_ms"]:
             times.setdefault(row["implementation"], {})[shape["tokens"]] = row["median_ms"]
     default = times.get(DEFAULT, {})
     found = {
@@ -209,7 +211,7 @@ def draw(rows: list[Row], mode: str, path: Path, result: dict) -> None:
     for (i, mask), (j, head_dim) in itertools.product(enumerate(masks), enumerate(head_dims)):
         axes = grid[i, j]
         draw_panel(axes, panels[mask, head_dim], names)
-        axes.set_title(f"{MASK_TITLES[mask]}, head size {head_dim}", fontsize=10)
+        axes.set_title(f"{MASK_TITLES.get(mask, mask)}, head size {head_dim}", fontsize=10)
         axes.set_xlabel("sequence length" if i == len(masks) - 1 else "")
         axes.set_ylabel("TFLOP/s" if j == 0 else "")
     if names:

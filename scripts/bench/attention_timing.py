@@ -28,7 +28,7 @@ SETS_THAT_MUST_FIT = 40
 
 
 def flops(shape: Shape, mode: str) -> float:
-    """Floating-point operations of a mode: 4·B·H·N²·D for the forward, half if causal, times its factor."""
+    """Floating-point operations of a mode: those of the forward times its factor."""
     return shape.flops * MODES[mode].flops
 
 
@@ -94,7 +94,8 @@ def measure_shape(shape: Shape, implementations: list[Implementation], arguments
         torch.cuda.empty_cache()  # so that mem_get_info counts what other shapes no longer use
     try:
         sets = draw_sets(shape, arguments)
-        exact = exact_attention(*map(sample, sets[0]), is_causal=shape.causal)
+        window = (shape.left, shape.right)
+        exact = exact_attention(*map(sample, sets[0]), is_causal=shape.causal, window_size=window)
     except torch.OutOfMemoryError as error:
         sets = []
         trials = [Trial(x, status=REFUSED, reason=explain(error)) for x in implementations]

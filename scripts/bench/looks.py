@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.bench.measuring import save_figure
-from trainer.style import ATTENTION, CYCLE
+from trainer.style import ATTENTION
 
 
 class Look(NamedTuple):
@@ -29,7 +29,7 @@ def preset(title: str, name: str) -> Look:
 
 def variant(title: str, hatch: str) -> Look:
     """A setting of SageBwd that is not a preset."""
-    return Look(f"SageBwd, {title}", CYCLE[len(ATTENTION)].color, hatch)
+    return Look(f"SageBwd, {title}", ATTENTION["sagebwd_low_bias"].color, hatch)
 
 
 CUDNN = Look("cuDNN", ATTENTION["fpa"].color, "")
@@ -39,6 +39,7 @@ SAGEBWD = preset("SageBwd", "sagebwd")
 #: Rows of scripts.bench.attention.
 ATTENTION_LOOKS = {
     "sagebwd": SAGEBWD,
+    "sagebwd low bias": preset("SageBwd, low bias", "sagebwd_low_bias"),
     "sagebwd paper": preset("SageBwd, paper", "sagebwd_paper"),
     "sagebwd consistent": preset("SageBwd, consistent", "sagebwd_consistent"),
     "sagebwd accurate": preset("SageBwd, accurate", "sagebwd_accurate"),

@@ -35,6 +35,7 @@ CONFIG_NAMES = {
     "consistent": "sagebwd_consistent",
     "accurate": "sagebwd_accurate",
     "strictly causal": "sagebwd_strictly_causal",
+    "low bias": "sagebwd_low_bias",
 }
 
 

@@ -38,7 +38,7 @@ STYLES = {
     "consistent": ATTENTION["sagebwd_consistent"],
     "accurate": ATTENTION["sagebwd_accurate"],
     "strictly_causal": ATTENTION["sagebwd_strictly_causal"],
-    "smooth_v_unsigned_p": CYCLE[6],
+    "smooth_v_unsigned_p": ATTENTION["sagebwd_low_bias"],
     "all_int8": CYCLE[7],
 }
 

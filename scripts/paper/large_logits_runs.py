@@ -43,11 +43,7 @@ SETTINGS = {
     "sagebwd_paper": ("attention=sagebwd_paper",),
     "sagebwd": ("attention=sagebwd",),
     "sagebwd_paper-all_int8": ("attention=sagebwd_paper", ALL_INT8),
-    "sagebwd-smooth_v-unsigned_p": (
-        "attention=sagebwd",
-        "attention.smooth_v=true",
-        "attention.unsigned_p=true",
-    ),
+    "sagebwd_low_bias": ("attention=sagebwd_low_bias",),
     "sagebwd_consistent": ("attention=sagebwd_consistent",),
     "sagebwd_accurate": ("attention=sagebwd_accurate",),
     "sagebwd-all_int8": ("attention=sagebwd", ALL_INT8),

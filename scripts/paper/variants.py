@@ -22,7 +22,10 @@ SWITCHES = {field.name for field in fields(SageConfig)}
 #: Settings that say how, not what, an attention computes.
 OF_NO_VARIANT = {"backend", "implementation", "sdpa", "preset"}
 #: As older files name presets: as they are named now.
-OLD_NAMES = {"SageBwd, granularity=block, block_q=128, block_kv=64": "SageBwd, paper"}
+OLD_NAMES = {
+    "SageBwd, granularity=block, block_q=128, block_kv=64": "SageBwd, paper",
+    "SageBwd, smooth_v=true, unsigned_p=true": "SageBwd, low bias",
+}
 
 
 def variant_of(config: dict[str, Any]) -> str:

@@ -26,6 +26,8 @@ SAMPLES = [page for page in PAGES if pages.blocks(page, "python")]
 def test_samples_run_in_order(page, names, capsys):
     torch.manual_seed(0)
     for code in pages.blocks(page, "python"):
+        if "import diffusers" in code or "from diffusers" in code:
+            pytest.importorskip("diffusers", reason="diffusers is not installed; it needs Python 3.11")
         exec(compile(code, pages.name(page), "exec"), names)
     out = names.get("out")
     assert out is None or out.isfinite().all()

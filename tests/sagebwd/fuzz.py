@@ -1,8 +1,8 @@
 """Random attentions against float64: `python -m tests.sagebwd.fuzz --cases 2000 --seed 0`.
 
-Draws dtype, shapes, strides, expanded views, groups of heads, packed documents, lengths, settings, magnitudes
-and a planted NaN; runs every kernel set that can run the case; and compares each token of out, dq, dk and dv
-with float64 attention. `--case N` runs one case of a seed again.
+Draws dtype, shapes, strides, expanded views, groups of heads, packed documents, lengths, windows, settings,
+magnitudes and a planted NaN; runs every kernel set that can run the case; and compares each token of out, dq,
+dk and dv with float64 attention. `--case N` runs one case of a seed again.
 
 The bound is derived, not fitted. An error is at most FACTOR times the RMS of what noise of the size of the
 rounding steps does (tests/sagebwd/noise_model.py), and a unit in the last place. Where the noise can change
@@ -29,6 +29,7 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 from sagebwd import SageConfig, dispatch, sage_attention
 from sagebwd.config import MATMULS, PRESETS
 from sagebwd.reference.documents import locate
+from sagebwd.window import Window
 from tests.sagebwd.kernels.inputs import VIEWS
 from tests.sagebwd.noise_model import EXACT, Attention, Gradients, Noise, Rounding
 
@@ -50,6 +51,7 @@ LARGEST_GROWTH = 1.0
 ROUNDED = 1.02
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+WIDTHS = (0, 1, 5, 31, 64, 65, 100, 200)
 LENGTHS = (1, 2, 3, 7, 16, 31, 33, 63, 64, 65, 100, 127, 128, 129, 150)
 #: What Triton's interpreter runs in about a second.
 LARGEST_INTERPRETED = 100 * 100 * 2
@@ -66,6 +68,7 @@ class Case:
     scale: float | None
     config: SageConfig
     boundaries: dict[str, Tensor]
+    window_size: tuple[int, int] = (-1, -1)
     poison: tuple[str, tuple[int, ...]] | None = None
     shared: dict[str, bool] = field(default_factory=dict)
     description: str = ""
@@ -73,6 +76,11 @@ class Case:
     @property
     def dtype(self) -> torch.dtype:
         return self.inputs["q"].dtype
+
+    @property
+    def window(self) -> Window:
+        """The causal mask included."""
+        return Window.of(self.is_causal, self.window_size)
 
     @property
     def logits(self) -> int:
@@ -119,12 +127,15 @@ def draw_case(seed: int, index: int) -> Case:
         choose.random() < 0.5,
         choose.choice([None, None, None, 0.0, choose.uniform(0.01, 0.5)]),
     )
+    window_size = _draw_window(choose)
     description = (
-        f"{dtype} q {shapes['q']} k {shapes['k']} causal={is_causal} scale={scale} {magnitudes} "
+        f"{dtype} q {shapes['q']} k {shapes['k']} causal={is_causal} window={window_size} "
+        f"scale={scale} {magnitudes} "
         f"expanded={expanded} layouts={layouts} poison={poison} "
         f"boundaries={ {name: x.tolist() for name, x in boundaries.items()} } {config}"
     )
-    return Case(index, inputs, is_causal, scale, config, boundaries, poison, shared, description)
+    masks = (boundaries, window_size)
+    return Case(index, inputs, is_causal, scale, config, *masks, poison, shared, description)
 
 
 def _draw_config(choose: random.Random) -> SageConfig:
@@ -162,6 +173,13 @@ def _draw_boundaries(choose: random.Random, n_q: int, n_kv: int) -> dict[str, Te
     if n_q != n_kv or choose.random() < 0.3:
         boundaries["cu_seqlens_kv"] = cut(n_kv)
     return boundaries
+
+
+def _draw_window(choose: random.Random) -> tuple[int, int]:
+    """Usually none; else a limit on one side or on both, some wider than the sequence."""
+    if choose.random() < 0.7:
+        return -1, -1
+    return choose.choice([-1, *WIDTHS]), choose.choice([-1, *WIDTHS])
 
 
 def _draw_values(
@@ -224,6 +242,7 @@ def attend(case: Case, kernels: str, device: str) -> dict[str, Tensor]:
         out = sage_attention(
             *leaves,
             is_causal=case.is_causal,
+            window_size=case.window_size,
             scale=case.scale,
             enable_gqa=True,
             config=case.config,
@@ -259,9 +278,9 @@ def problems(case: Case, found: dict[str, Tensor]) -> Iterator[str]:
                 yield f"{name}: a NaN or Inf of {case.poison} is hidden"
         attention = Attention(
             *(inputs[name].nan_to_num(0.0, 0.0, 0.0) for name in INPUTS),
-            is_causal=case.is_causal,
             scale=scale,
             rounding=Rounding(case.config, case.dtype),
+            window=case.window,
         )
         yield from _out_of_bound(case, attention, part, clean)
     for name in NAMES:
@@ -367,10 +386,10 @@ def _poisoned(
         owners = [kv_head] if result in ("dk", "dv") else range(kv_head * group, (kv_head + 1) * group)
         clean[result][batch, owners] = False
     for h in heads:
-        n_q, n_kv = found["out"].shape[2], found["dk"].shape[2]
-        queries = range(token if case.is_causal else 0, n_q) if name in "kv" else [token]
-        for i in queries:
-            seen = slice(0, min(i + 1, n_kv) if case.is_causal else n_kv)
+        visible = _visible(case, found["out"].shape[2], found["dk"].shape[2])
+        queries = visible[:, token] if name in "kv" else torch.arange(len(visible)) == token
+        for i in (queries & visible.any(1)).nonzero().flatten():
+            seen = visible[i]
             if name != "grad_out":
                 reached["out"][batch, h, i, channel if name == "v" else slice(None)] = True
             reached["dq"][batch, h, i] = reached["dk"][batch, kv_head, seen] = True
@@ -379,6 +398,13 @@ def _poisoned(
             elif name == "grad_out":
                 reached["dv"][batch, kv_head, seen, channel] = True
     return clean, reached
+
+
+def _visible(case: Case, n_q: int, n_kv: int) -> Tensor:
+    """(n_q, n_kv) bool: which keys each query of a document sees."""
+    distance = torch.arange(n_kv) - torch.arange(n_q)[:, None]
+    left, right = case.window
+    return (distance >= (-n_q if left < 0 else -left)) & (distance <= (n_kv if right < 0 else right))
 
 
 # --- The command -------------------------------------------------------------------------------------------

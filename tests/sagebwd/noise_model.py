@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sagebwd import SageConfig
+from sagebwd.window import FULL, Window
 
 #: Relative error allowed to a sum of fp32 products: 2⁻²⁴ for each of up to 16 roundings in a row.
 FP32_SUM = 2.0**-20
@@ -137,9 +138,9 @@ class Attention:
     k: Tensor
     v: Tensor
     grad_out: Tensor
-    is_causal: bool
     scale: float
     rounding: Rounding
+    window: Window = FULL
 
     @property
     def group(self) -> int:
@@ -148,7 +149,9 @@ class Attention:
     def visible(self) -> Tensor:
         """(N_q, N_kv), True where a query sees a key."""
         whole = torch.ones(self.q.shape[-2], self.k.shape[-2], dtype=torch.bool, device=self.q.device)
-        return whole.tril() if self.is_causal else whole
+        left, right = self.window
+        whole = whole if left < 0 else whole.triu(-left)
+        return whole if right < 0 else whole.tril(right)
 
     def smoothed(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Q and K minus what smoothing takes from them, and that."""
@@ -216,9 +219,10 @@ class Attention:
         same = config.is_int8("s_fwd") == config.is_int8("s_bwd")
         s_backward = s if same else logits("s_bwd")
         s = s.masked_fill(hidden, -torch.inf)
-        largest = s.amax(-1, keepdim=True)
+        has_keys = ~hidden.all(-1, keepdim=True)  # (N_q, 1)
+        largest = s.amax(-1, keepdim=True).masked_fill(~has_keys, 0.0)
         p = (s - largest).exp()
-        total = p.sum(-1, keepdim=True)
+        total = p.sum(-1, keepdim=True).masked_fill(~has_keys, 1.0)
         v_mean = self.v.mean(-2, keepdim=True) if config.smooth_v else torch.zeros_like(self.v[..., :1, :])
         v_smooth = self.v - v_mean
         v_taken, v_step = take(
@@ -228,6 +232,7 @@ class Attention:
         p_taken = p_taken.masked_fill(hidden, 0.0)
         divisor = p_taken.sum(-1, keepdim=True) if config.compensate_o else total
         out = p_taken @ self.repeat(v_taken) / divisor + self.repeat(v_mean)
+        out = out.masked_fill(~has_keys, 0.0)
         rounded = out + noise.tokens(out, rounding.to_dtype(out), shared=noise.q_shared)
         kept = out if config.compensate_o else rounded
 

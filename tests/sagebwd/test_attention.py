@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention, backward, forward
+from sagebwd.window import Window
 
 NO_INT8 = SageConfig(int8_matmuls=())
 
@@ -118,13 +119,14 @@ def test_a_second_derivative_is_refused(draw):
         dq.sum().backward()
 
 
-def test_saves_only_the_inputs_out_and_lse(draw):
+def test_saves_only_the_inputs_out_lse_and_the_mean_of_k(draw):
     q, k, v, _ = (x.requires_grad_() for x in draw(200))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
         sage_attention(q, k, v)
     saved = [shape for shape in saved if shape.numel()]
-    assert saved == [q.shape, k.shape, v.shape, q.shape, q.shape[:-1]]
+    mean = (*k.shape[:2], k.shape[3])
+    assert saved == [q.shape, k.shape, v.shape, q.shape, q.shape[:-1], mean]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -180,7 +182,7 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence(draw):
             return result
 
     q, k, v, grad_out = inputs
-    settings = {"is_causal": True, "scale": 0.25, "config": config}
+    settings = {"window": Window.of(True), "scale": 0.25, "config": config}
     with LargestTensor() as watch:  # which does not look inside of an operator
         backward(grad_out, q, k, v, *forward(q, k, v, None, None, **settings), None, None, **settings)
     assert watch.largest == 2 * 512 * 16
@@ -289,6 +291,8 @@ def test_empty_tensors_give_what_torch_gives(empty):
             assert x.shape == y.shape
             assert torch.equal(x, y)
             assert not x.any()
+    lse = sage_attention(q, k, k, enable_gqa=True, return_lse=True)[1]
+    assert torch.equal(lse, torch.full(q.shape[:-1], -torch.inf))
 
 
 def test_the_diagnostic_call_refuses_empty_tensors():

@@ -19,8 +19,9 @@ A100 = GPU("NVIDIA A100", (8, 0))
 HOPPER_HEAD_DIMS = range(40, 129, 8)
 
 
-def call(gpu=H200, config=DEFAULT_CONFIG, head_dim=64, dtype=torch.bfloat16):
-    return Call("cpu" if gpu is None else "cuda", gpu, dtype, head_dim, config)
+def call(gpu=H200, config=DEFAULT_CONFIG, head_dim=64, dtype=torch.bfloat16, is_windowed=False):
+    device = "cpu" if gpu is None else "cuda"
+    return Call(device, gpu, dtype, head_dim, config, is_windowed=is_windowed)
 
 
 def without_int8(*products, **settings):
@@ -73,7 +74,7 @@ def test_every_setting_has_its_kernels():
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 136, 256])
 def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
-    fast = name in ("default", "consistent") and head_dim in HOPPER_HEAD_DIMS
+    fast = name in ("default", "low_bias", "consistent") and head_dim in HOPPER_HEAD_DIMS
     on_hopper = explain_call(call(config=PRESETS[name], head_dim=head_dim))
     assert on_hopper.kernels == ("hopper" if fast else "triton")
     for capability in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
@@ -96,6 +97,31 @@ def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
     }
     assert explain_call(call()).reasons == {}
     assert "NVRTC" in explain_call(call(H200._replace(no_cuda_kernels="no NVRTC"))).reasons["hopper"]
+
+
+def test_a_window_runs_the_triton_kernels():
+    found = explain_call(call(is_windowed=True))
+    assert found.kernels == "triton"
+    assert found.reasons == {"hopper": "window_size is set, and the Hopper kernels have no windows"}
+    assert explain_call(call(A100, is_windowed=True)).kernels == "triton"
+    assert explain_call(call(None, is_windowed=True)).kernels == "reference"
+
+
+def test_explain_knows_which_windows_hide_keys(monkeypatch):
+    seen = []
+    monkeypatch.setattr(dispatch, "explain_call", lambda call: seen.append(call.is_windowed))
+    q, k = torch.zeros(1, 1, 8, 64), torch.zeros(1, 1, 20, 64)
+    for settings in (
+        {},
+        {"is_causal": True},
+        {"window_size": (-1, 0)},
+        {"window_size": (7, 7)},  # of 8 queries and, without k, as many keys
+        {"window_size": (-1, 5), "is_causal": True},
+    ):
+        sagebwd.explain(q, **settings)
+    sagebwd.explain(q, k, k, window_size=(7, 7))
+    sagebwd.explain(q, window_size=(6, 0))
+    assert seen == [False] * 5 + [True] * 2
 
 
 def test_where_nothing_runs_the_explanation_says_why():
@@ -146,10 +172,10 @@ class OnGPU:
 def choose(monkeypatch):
     """choose(gpu, config, kernels=, …) -> the kernel set on such a GPU."""
 
-    def choose(gpu=H200, config=DEFAULT_CONFIG, kernels=None, scale=1.0, **tensor):
+    def choose(gpu=H200, config=DEFAULT_CONFIG, kernels=None, scale=1.0, is_windowed=False, **tensor):
         dispatch._choose_once.cache_clear()
         monkeypatch.setattr(dispatch, "gpu_of", lambda index: gpu)
-        return dispatch.choose(OnGPU(**tensor), scale, encode(config), kernels)
+        return dispatch.choose(OnGPU(**tensor), scale, encode(config), kernels, is_windowed=is_windowed)
 
     dispatch._warn_once.cache_clear()
     yield choose
@@ -173,6 +199,17 @@ def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
     assert choose(config=SageConfig(granularity="block"), kernels="triton") == "triton"  # as was asked for
     with pytest.warns(UserWarning, match="granularity"):
         choose(config=SageConfig(granularity="block"))
+
+
+def test_a_window_on_a_hopper_gpu_warns_once(choose):
+    message = "slower than those for this GPU: window_size is set, and the Hopper kernels have no windows"
+    with pytest.warns(UserWarning, match=message):
+        assert choose(is_windowed=True) == "triton"
+    assert choose(is_windowed=True) == "triton"  # a second warning would be an error
+    assert choose(is_windowed=True, kernels="triton") == "triton"
+    assert choose() == "hopper"
+    with pytest.raises(NotImplementedError, match='kernels="hopper" cannot run: window_size is set'):
+        choose(is_windowed=True, kernels="hopper")
 
 
 def test_a_hopper_gpu_without_a_compiler_warns_once(choose):
@@ -247,11 +284,11 @@ def test_fakes_ask_no_driver(no_driver, kernels, pack):
     with FakeTensorMode():
         q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(2, 2, 130, 64, dtype=torch.bfloat16, device="cuda")
-        options = (None, None, True, 0.125, encode(SageConfig.consistent()), kernels)
+        options = (None, None, -1, 0, 0.125, encode(SageConfig.consistent()), kernels)
         out, lse, k_mean, out_residual, packed_kv = torch.ops.sagebwd.forward(q, k, k, *options, pack)
         assert out.shape == out_residual.shape == q.shape
         assert lse.shape == q.shape[:-1]
-        assert k_mean.shape == ((0,) if kernels == "reference" else (2, 2, 64))
+        assert k_mean.shape == (2, 2, 64)
         assert packed_kv.shape == ((2 * 2 * 2, 128 * 3 * 64 + 16) if kernels == "hopper" and pack else (0,))
         saved = (out, lse, k_mean, out_residual, packed_kv)
         dq, dk, dv = torch.ops.sagebwd.backward(q, q, k, k, 2, 130, *saved, *options)

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd import SageConfig
+from sagebwd.window import Window
 from tests.sagebwd import fuzz
 from tests.sagebwd.noise_model import EXACT, Attention, Rounding
 
@@ -40,6 +41,8 @@ def test_cases_cover_what_they_should():
         "one key": lambda case: case.inputs["k"].shape[2] == 1,
         "expanded": lambda case: any(0 in x.stride() for x in case.inputs.values()),
         "strided channels": lambda case: any(x.stride(3) > 1 for x in case.inputs.values()),
+        "a window": lambda case: case.window.is_sliding,
+        "a query without keys": lambda case: not fuzz._visible(case, *lengths(case)).any(1).all(),
         "poisoned": lambda case: case.poison,
         "large logits": lambda case: largest_logit(case) > 1e4,
         "a preset": lambda case: case.config == SageConfig.consistent(),
@@ -49,6 +52,10 @@ def test_cases_cover_what_they_should():
     assert len({case.dtype for case in cases}) == 3
     again = fuzz.draw_case(0, 7)
     assert all(torch.equal(again.inputs[name], x) for name, x in cases[7].inputs.items())
+
+
+def lengths(case):
+    return case.inputs["q"].shape[2], case.inputs["k"].shape[2]
 
 
 def largest_logit(case):
@@ -63,7 +70,7 @@ def test_without_noise_the_model_is_attention(is_causal, config):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, n, 24) for heads, n in ((4, 70), (2, 50), (2, 50), (4, 70))]
     q, k, v, grad_out = (torch.randn(shape, generator=generator, dtype=torch.float64) + 1 for shape in shapes)
-    model = Attention(q, k, v, grad_out, is_causal, 0.2, Rounding(config, torch.float16))
+    model = Attention(q, k, v, grad_out, 0.2, Rounding(config, torch.float16), Window.of(is_causal))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     keys, values = (x.repeat_interleave(2, 1) for x in leaves[1:])
     out = scaled_dot_product_attention(q, keys, values, is_causal=is_causal, scale=0.2)
@@ -81,7 +88,7 @@ def test_the_bound_is_one():
             continue
         inputs = (case.inputs[name].double() for name in fuzz.INPUTS)
         scale = case.inputs["q"].shape[-1] ** -0.5 if case.scale is None else case.scale
-        attention = Attention(*inputs, case.is_causal, scale, Rounding(case.config, case.dtype))
+        attention = Attention(*inputs, scale, Rounding(case.config, case.dtype), case.window)
         for name, bounds in fuzz.bound(case, attention).items():
             exact = getattr(attention.run(EXACT), name).norm(dim=-1)
             sizes[name].append((bounds / exact)[exact > 1e-6].nan_to_num(torch.inf))
@@ -112,6 +119,12 @@ def with_another_mask(case, name, device):
     late = {x: y.roll(-1, 2) if x in ("q", "grad_out") else y for x, y in case.inputs.items()}
     found = fuzz.attend(replace(case, inputs=late), name, device)
     return found | {x: found[x].roll(1, 2) for x in ("out", "dq")} if q.shape[2] > 1 else found
+
+
+def with_a_wider_window(case, name, device):
+    """Every query sees one key more on the left."""
+    left, right = case.window_size
+    return fuzz.attend(replace(case, window_size=(left + 1, right)), name, device)
 
 
 def with_interleaved_groups(case, name, device):
@@ -152,6 +165,7 @@ def with_dq_of_the_other_sign(case, name, device):
 FAULTS = {
     without_the_last_key: lambda case: case.inputs["k"].shape[2] > 1 and not case.boundaries,
     with_another_mask: lambda case: case.is_causal and case.inputs["q"].shape[2] > 1 and not case.boundaries,
+    with_a_wider_window: lambda case: 0 <= case.window.left < case.inputs["q"].shape[2] - 1,
     with_interleaved_groups: lambda case: case.inputs["q"].shape[1] > case.inputs["k"].shape[1] > 1,
     across_documents: lambda case: len(case.boundaries.get("cu_seqlens", ())) > 2,
     that_hides_nan: lambda case: case.poison is not None,

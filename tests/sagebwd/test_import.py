@@ -56,9 +56,12 @@ def test_importing_the_library_registers_the_operators_and_imports_no_kernels():
         "import sagebwd\n"
         "print(sorted(set(sys.modules) - before))\n"
         "assert torch.ops.sagebwd.forward and torch.ops.sagebwd.backward\n"
-        "print(torch.cuda.is_initialized())"
+        "print(torch.cuda.is_initialized())\n"
+        "from torch.utils.flop_counter import flop_registry\n"
+        "print(torch.ops.sagebwd.backward in flop_registry)\n"
     )
-    modules, is_initialized = printed.splitlines()
+    modules, is_initialized, is_counted = printed.splitlines()
+    assert is_counted == "True"
     assert "sagebwd.attention" in modules
     for name in ("triton", "hopper", "torch", "cuda"):
         assert name not in modules

@@ -71,6 +71,14 @@ def test_is_exact_attention_on_the_visible_keys(sample, n_q, is_causal):
             assert relative_l2(found, x) < 0.03
 
 
+def test_a_causal_window_is_the_causal_mask(sample):
+    """Hidden tokens are hidden as queries, too."""
+    inputs, _ = sample(is_causal=True)
+    found = gradients(inputs, window_size=(-1, 0), key_padding_mask=MASK)
+    for x, y in zip(found, gradients(inputs, is_causal=True, key_padding_mask=MASK), strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_mask_of_ones_changes_no_bit(draw, is_causal):
     """In the reference: the scales and means of a document are those of its sequence."""
@@ -137,6 +145,19 @@ def test_compiles_without_a_break(sample, is_causal):
         assert torch.equal(x, y)
 
 
+def test_exports_for_any_batch_and_length(draw):
+    class Attention(torch.nn.Module):
+        def forward(self, q, mask):
+            return sage_attention(q, q, q, key_padding_mask=mask, is_causal=True)
+
+    batch, tokens = (torch.export.Dim(name, min=2) for name in ("batch", "tokens"))
+    shapes = ({0: batch, 2: tokens}, {0: batch, 1: tokens})
+    example = (draw(20, batch=3)[0], torch.ones(3, 20, dtype=torch.bool))
+    program = torch.export.export(Attention(), example, dynamic_shapes=shapes).module()
+    inputs = (draw(41, batch=4)[0], torch.arange(41) < torch.tensor([[5], [41], [0], [33]]))
+    assert torch.equal(program(*inputs), Attention()(*inputs))
+
+
 def test_a_bias_is_never_taken_for_a_mask(sample):
     """Where its values cannot be read, the sequence gets NaN, and its gradients, too."""
     inputs, _ = sample()
@@ -162,6 +183,36 @@ def test_vmap(draw):
     attend = lambda q, k, v, mask: sage_attention(q, k, v, key_padding_mask=mask)  # noqa: E731
     wanted = attend(*(x.flatten(0, 1) for x in (q, k, v, mask)))
     assert torch.equal(torch.vmap(attend)(q, k, v, mask).flatten(0, 1), wanted)
+
+
+@pytest.mark.parametrize("window_size", [(5, 2), (60, 60)])
+def test_a_window_of_padded_sequences(draw, window_size):
+    """Padding on either side; each sequence gets the bits of its visible tokens alone, logsumexp included."""
+    inputs = draw(41, head_dim=16, batch=3)
+    mask = torch.zeros(3, 41, dtype=torch.bool)
+    mask[0, :30] = mask[1, 11:] = mask[2] = True
+    arguments = {"window_size": window_size, "return_lse": True}
+    out, lse = sage_attention(*inputs[:3], key_padding_mask=mask, **arguments)
+    for row, keys in enumerate(mask):
+        alone = sage_attention(*(x[row : row + 1, :, keys] for x in inputs[:3]), **arguments)
+        assert torch.equal(out[row : row + 1, :, keys], alone[0])
+        assert torch.equal(lse[row : row + 1, :, keys], alone[1])
+        assert not out[row, :, ~keys].any()
+        assert (lse[row, :, ~keys] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("window_size", [(5, 2), (-1, 3)])
+def test_a_window_over_holes_is_refused(sample, window_size):
+    inputs, _ = sample()
+    inputs = [x.nan_to_num(0.5, 0.5) for x in inputs]
+    arguments = {"key_padding_mask": MASK, "window_size": window_size, "enable_gqa": True}
+    with pytest.raises(
+        ValueError, match="hide tokens only before and after all visible ones, and it has holes"
+    ):
+        sage_attention(*inputs[:3], **arguments)
+    out = torch.compile(sage_attention, backend="eager", fullgraph=True)(*inputs[:3], **arguments)
+    assert out[0].isnan().all()
+    assert out[1:].isfinite().all()
 
 
 X = torch.ones(2, 4, 8, 16)
@@ -197,3 +248,5 @@ def test_refuses_combinations():
         sage_attention(X[:1], X[:1], X[:1], key_padding_mask=KEYS[:1], cu_seqlens=torch.tensor([0, 8]))
     with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
         sage_attention(X[:, :, :5], X, X, is_causal=True, key_padding_mask=KEYS)
+    with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
+        sage_attention(X[:, :, :5], X, X, window_size=(2, 2), key_padding_mask=KEYS)

@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 import transformers
+from transformers import modeling_flash_attention_utils
+from transformers.integrations import hub_kernels
 
 import sagebwd
 from scripts import build_hub_kernel
@@ -176,7 +178,7 @@ def test_imports_become_relative(file, line, rewritten, tmp_path):
 
 def gradients(model, attention):
     """Of all parameters, for a batch in which one text is shorter."""
-    model.set_attn_implementation(attention)
+    model.set_attn_implementation(attention, allow_all_kernels=True)
     model.zero_grad()
     tokens = torch.arange(58).view(2, 29) % 61
     mask = torch.ones_like(tokens)
@@ -203,3 +205,29 @@ def test_trains_a_model_of_transformers(hub, model):
     truth = gradients(model, "eager")
     assert relative_error(gradients(model, "hub-exact"), truth) < 1e-5
     assert 1e-4 < relative_error(gradients(model, "hub"), truth) < 0.05
+
+
+@pytest.fixture
+def transformers_finds_it(repository, monkeypatch):
+    """As owner/sagebwd on the Hub: `kernels` takes a folder for it; transformers may want other `kernels`."""
+    monkeypatch.setenv("LOCAL_KERNELS", f"owner/sagebwd={repository}")
+
+    def get_kernel(name, revision, version, allow_all_kernels):
+        return kernels.get_kernel(
+            name, revision=revision, version=version, trust_remote_code=allow_all_kernels
+        )
+
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+
+
+def test_transformers_trains_with_a_name_of_the_hub(model, transformers_finds_it):
+    """Through transformers' own code for FlashAttention, which packs texts of several lengths."""
+    truth = gradients(model, "eager")
+    assert 1e-4 < relative_error(gradients(model, "owner/sagebwd"), truth) < 0.05
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with pytest.raises(NotImplementedError, match="dropout"):
+        gradients(model, "owner/sagebwd")

@@ -20,6 +20,7 @@ from sagebwd.kernels.cuda import launch, packing
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.layout import Axis, empty_result, padded_head_dim
+from sagebwd.window import Window
 
 COMPUTE_CAPABILITY = (9, 0)
 #: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
@@ -119,7 +120,7 @@ CTA_SHAPES = {
 def _launch(
     name: str,
     like: Tensor,
-    is_causal: bool,
+    window: Window,
     arguments: _CForward | _CDq | _CDkDv,
     *,
     p_16bit: bool = False,
@@ -138,7 +139,7 @@ def _launch(
         f"{name}_kernel",
         cta.shared_bytes,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=int(is_causal),
+        IS_CAUSAL=int(window.right == 0),
         IS_BF16=like.dtype == torch.bfloat16,
         LAUNCH_THREADS=cta.threads,
         LAUNCH_BYTES=cta.shared_bytes,
@@ -176,6 +177,11 @@ def _multiprocessors(device: int) -> int:
 # --- Attention --------------------------------------------------------------------------------------------
 
 
+def token_mean(x: Tensor, axis: Axis) -> Tensor:
+    """As :func:`sagebwd.kernels.triton.quantize.token_mean`, to the bits of the ``k_mean`` of the forward."""
+    return PACKER.token_mean(x, axis)
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -183,7 +189,7 @@ def forward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
     pack_kv_for_backward: bool,
@@ -193,7 +199,11 @@ def forward(
     Returns:
         out, lse, k_mean, out_residual, packed_kv. The last is K and V packed for the backward, (blocks,
         bytes) uint8. It is empty without ``pack_kv_for_backward``; the backward then packs them itself.
+
+    Raises:
+        NotImplementedError: the window is more than a causal mask.
     """
+    _check_window(window)
     if config.smooth_k:
         k_mean = PACKER.token_mean(k, kv_axis)
     else:
@@ -226,7 +236,7 @@ def forward(
         "UNSIGNED_P": config.is_unsigned("o"),
         "COMPENSATE_O": config.compensate_o,
     }
-    _launch("forward", q, is_causal, arguments, p_16bit=p_16bit, **defines)
+    _launch("forward", q, window, arguments, p_16bit=p_16bit, **defines)
     out_residual = q.new_empty(0) if residual is None else residual.finish()
     if not pack_kv_for_backward:
         packed_kv = k.new_empty(0, dtype=torch.uint8)
@@ -246,7 +256,7 @@ def backward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,6 +266,7 @@ def backward(
         packed_kv: of :func:`forward`. If it is not empty, k and v may be stand-ins, see
             :func:`sagebwd.kernels.layout.stand_in`.
     """
+    _check_window(window)
     if not packed_kv.numel():
         packed_kv = PACKER.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
     p_16bit = not config.is_int8("dv")
@@ -277,7 +288,7 @@ def backward(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(), dk.target, dv.target,
         axes, scale,
     )  # fmt: skip
-    _launch("dk_dv", q, is_causal, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
+    _launch("dk_dv", q, window, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
 
     del packed_q_columns  # frees its memory before more is packed
     packed_k_columns = PACKER.pack_k_columns(packed_kv, k, kv_axis)
@@ -287,8 +298,16 @@ def backward(
     arguments = _CDq(
         packed_q_rows.data_ptr(), packed_kv.data_ptr(), packed_k_columns.data_ptr(), dq.target, axes, scale
     )
-    _launch("dq", q, is_causal, arguments)
+    _launch("dq", q, window, arguments)
     return dq.finish(), dk.finish(), dv.finish()
+
+
+def _check_window(window: Window) -> None:
+    """Raise NotImplementedError for a sliding window: for those who call the operators themselves."""
+    if window.is_sliding:
+        raise NotImplementedError(
+            f"the Hopper kernels have no windows, and got {tuple(window)}; use the Triton kernels"
+        )
 
 
 class _Result:

@@ -10,6 +10,10 @@ from sagebwd.config import SageConfig
 from sagebwd.kernels.layout import Axis, ForwardResult
 from sagebwd.kernels.triton import backward as _backward
 from sagebwd.kernels.triton import forward as _forward
+from sagebwd.kernels.triton.quantize import token_mean
+from sagebwd.window import Window
+
+__all__ = ["backward", "forward", "token_mean", "too_large"]
 
 
 def forward(
@@ -19,7 +23,7 @@ def forward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
     pack_kv_for_backward: bool,
@@ -29,7 +33,7 @@ def forward(
     Raises:
         ValueError: the tiles of ``config`` are too large for this GPU.
     """
-    options = {"is_causal": is_causal, "scale": scale, "config": config}
+    options = {"window": window, "scale": scale, "config": config}
     try:
         results = _forward.forward(q, k, v, q_axis, kv_axis, **options)
     except OutOfResources as error:
@@ -50,13 +54,13 @@ def backward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2: dq, dk, dv, as q, k, v, from a :class:`ForwardResult`. Raises as :func:`forward`."""
     saved = (out, lse, k_mean, out_residual)
-    options = {"is_causal": is_causal, "scale": scale, "config": config}
+    options = {"window": window, "scale": scale, "config": config}
     try:
         return _backward.backward(grad_out, q, k, v, *saved, q_axis, kv_axis, **options)
     except OutOfResources as error:

@@ -14,14 +14,15 @@ from torch import Tensor
 from sagebwd.config import SageConfig
 from sagebwd.kernels.layout import NO_PACKED_OPERAND, SIZES, Axis, TokenTensor, padded_head_dim
 from sagebwd.kernels.triton import device
-from sagebwd.kernels.triton.launch import launch_options
+from sagebwd.kernels.triton.launch import launch_options, window_arguments
 from sagebwd.kernels.triton.quantize import quantize, quantize_grad, quantize_q_and_k
+from sagebwd.window import Window
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _dk_dv_kernel(
     q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dk, dv, q_segments, kv_segments,
-    n_q, n_kv, d, kv_heads, group, q_blocks, kv_blocks, documents, scale,
+    n_q, n_kv, d, kv_heads, group, q_blocks, kv_blocks, documents, scale, left, right,
     IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, DV_INT8: tl.constexpr, DP_INT8: tl.constexpr,
     DK_INT8: tl.constexpr, SMOOTH_Q: tl.constexpr, WHOLE_TILE: tl.constexpr, TOKEN_SCALES: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, OWN: tl.constexpr, D_PAD: tl.constexpr,
@@ -57,21 +58,16 @@ def _dk_dv_kernel(
     dk_acc = tl.zeros((OWN, D_PAD), tl.float32)
     dv_acc = tl.zeros((OWN, D_PAD), tl.float32)
 
-    # Blocks of queries that the mask cuts come first. Where keys end within this tile, every block is cut.
-    # Queries past the end need no mask: their lse is +inf, so their P is zero.
-    end = tl.cdiv(n_q, BLOCK_Q)
-    seeing, whole = 0, 0
     if IS_CAUSAL:
-        seeing = tl.minimum(first // BLOCK_Q, end)
-        whole = tl.minimum(tl.cdiv(first + OWN - 1, BLOCK_Q), end)
-    whole = tl.where(first + OWN > n_kv, end, whole)
+        right = 0
+    edges = device.query_tiles(first, n_q, n_kv, left, right, IS_CAUSAL, OWN, BLOCK_Q)
     for h in range(group):
         head = kv_head * group + h
         q_tile = head * q_blocks + first_q_block
         row_offset = head.to(tl.int64) * total + q_start
         grad_pointer = device.head_pointer(grad_tokens, head, kv_heads * group, q_start)
-        for cut in tl.static_range(1, -1, -1):
-            for i in range(seeing if cut else whole, whole if cut else end):
+        for phase in tl.static_range(2 if left is None else 3):
+            for i in range(edges[phase], edges[phase + 1]):
                 queries = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
                 q_values = device.load_rows(q, q_tile + i, 0, S_INT8, BLOCK_Q, BLOCK_Q, D_PAD)
                 if S_INT8 or DK_INT8:
@@ -89,11 +85,12 @@ def _dk_dv_kernel(
                     s += (bias * scale_log2)[:, None]
                 row_lse = tl.load(lse + row_offset + queries, mask=queries < n_q, other=float("inf"))
                 p = tl.exp2(s - row_lse[None, :])
-                if cut:
-                    visible = (keys < n_kv)[:, None]
-                    if IS_CAUSAL:
-                        visible = visible & (keys[:, None] <= queries[None, :])
+                if phase != device.WHOLE:
+                    exists = (keys < n_kv)[:, None]
+                    visible = device.visible(queries[None, :], keys[:, None], exists, left, right)
                     p = tl.where(visible, p, 0.0)
+                else:
+                    visible = None
 
                 if not (DV_INT8 and DP_INT8):
                     grad_values = device.load_tokens(
@@ -105,7 +102,7 @@ def _dk_dv_kernel(
                     columns = device.load_columns(grad, q_tile + i, True, BLOCK_Q, D_PAD)
                     sums = device.load_sums(grad, q_tile + i, D_PAD) if grad.sums is not None else None
                     dv_acc += device.contract_tokens(
-                        p, columns, sums, grad_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                        p, columns, sums, grad_scale, visible, WHOLE_TILE, TOKEN_SCALES
                     )
                 else:
                     dv_acc += device.dot(p.to(grad_values.dtype), grad_values)
@@ -118,13 +115,13 @@ def _dk_dv_kernel(
                     dp = device.dot(v_values, tl.trans(grad_values))
                 row_delta = tl.load(delta + row_offset + queries, mask=queries < n_q, other=0.0)
                 ds = p * (dp - row_delta[None, :])
-                if cut and TOKEN_SCALES:
+                if TOKEN_SCALES and visible is not None:
                     ds = tl.where(visible, ds, 0.0)
 
                 q_columns = device.load_columns(q, q_tile + i, DK_INT8, BLOCK_Q, D_PAD)
                 if DK_INT8:
                     dk_acc += device.contract_tokens(
-                        ds, q_columns, None, q_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                        ds, q_columns, None, q_scale, visible, WHOLE_TILE, TOKEN_SCALES
                     )
                 else:
                     dk_acc += device.dot(ds.to(q_columns.dtype), q_columns)
@@ -141,7 +138,7 @@ def _dk_dv_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def _dq_kernel(
     q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dq, q_segments, kv_segments,
-    n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale,
+    n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale, left, right,
     IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, DP_INT8: tl.constexpr, DQ_INT8: tl.constexpr,
     SMOOTH_Q: tl.constexpr, WHOLE_TILE: tl.constexpr, TOKEN_SCALES: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr, OWN: tl.constexpr, D_PAD: tl.constexpr,
@@ -181,13 +178,11 @@ def _dq_kernel(
     row_delta = tl.load(delta + rows, mask=queries < n_q, other=0.0)
     acc = tl.zeros((OWN, D_PAD), tl.float32)
 
-    seen = n_kv
-    whole = n_kv // BLOCK_KV
     if IS_CAUSAL:
-        seen = tl.minimum(n_kv, first + OWN)
-        whole = tl.minimum(whole, (first + 1) // BLOCK_KV)
-    for cut in tl.static_range(2):
-        for j in range(whole if cut else 0, tl.cdiv(seen, BLOCK_KV) if cut else whole):
+        right = 0
+    edges, seen = device.key_tiles(first, n_kv, left, right, OWN, BLOCK_KV)
+    for phase in tl.static_range(device.WHOLE if left is None else 0, 3):
+        for j in range(edges[phase], tl.cdiv(seen, BLOCK_KV) if phase == 2 else edges[phase + 1]):
             k_values = device.load_rows(k, kv_tile + j, 0, S_INT8, BLOCK_KV, BLOCK_KV, D_PAD)
             if S_INT8:
                 k_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
@@ -201,12 +196,13 @@ def _dq_kernel(
                 )
                 s += (bias * scale_log2)[None, :]
             p = tl.exp2(s - row_lse[:, None])
-            if cut:
+            if phase != device.WHOLE:
                 keys = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
-                visible = (keys < n_kv)[None, :]
-                if IS_CAUSAL:
-                    visible = visible & (keys[None, :] <= queries[:, None])
+                exists = (keys < n_kv)[None, :]
+                visible = device.visible(queries[:, None], keys[None, :], exists, left, right)
                 p = tl.where(visible, p, 0.0)
+            else:
+                visible = None
 
             if DP_INT8:
                 v_values = device.load_rows(v, kv_tile + j, 0, True, BLOCK_KV, BLOCK_KV, D_PAD)
@@ -217,14 +213,14 @@ def _dq_kernel(
                 v_values = device.load_tokens(v_tokens, v_pointer, j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD)
                 dp = device.dot(grad_values, tl.trans(v_values))
             ds = p * (dp - row_delta[:, None])
-            if cut and TOKEN_SCALES:
+            if TOKEN_SCALES and visible is not None:
                 ds = tl.where(visible, ds, 0.0)
 
             k_columns = device.load_columns(k, kv_tile + j, DQ_INT8, BLOCK_KV, D_PAD)
             if DQ_INT8:
                 column_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
                 acc += device.contract_tokens(
-                    ds, k_columns, None, column_scale, visible if cut else None, WHOLE_TILE, TOKEN_SCALES
+                    ds, k_columns, None, column_scale, visible, WHOLE_TILE, TOKEN_SCALES
                 )
             else:
                 acc += device.dot(ds.to(k_columns.dtype), k_columns)
@@ -245,7 +241,7 @@ def backward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,7 +271,7 @@ def backward(
     sizes = (q_axis.n, kv_axis.n, q.shape[3])
     blocks = (q_axis.blocks, kv_axis.blocks, kv_axis.documents, scale)
     shared = {
-        "IS_CAUSAL": is_causal,
+        **window_arguments(window),
         "S_INT8": int8["s_bwd"],
         "DP_INT8": int8["dp"],
         "SMOOTH_Q": config.smooth_q,

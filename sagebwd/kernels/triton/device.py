@@ -10,6 +10,11 @@ INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 INT8_MAX = tl.constexpr(127.0)
 UINT8_MAX = tl.constexpr(255.0)
+
+#: Kernels run over tiles in three phases: those that one limit of the window cuts, whole ones, and those that
+#: the other limit or the end cuts. This is the phase of the whole ones; see :func:`key_tiles`.
+WHOLE = tl.constexpr(1)
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
 
@@ -204,6 +209,64 @@ def extent(segments, n, document):
     else:
         start = tl.load(segments.start + document)
         return start, tl.load(segments.start + document + 1) - start, tl.load(segments.first_block + document)
+
+
+@triton.jit
+def key_tiles(first, n_kv, left, right, OWN: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the phases of a kernel that owns queries ``first`` … and runs over the keys that they see begin
+    and end: phase n takes tiles edges[n] … edges[n + 1] − 1. Phase 0 is empty without a left limit.
+
+    Returns the edges and the end of the keys that any of the queries sees; the last edge, which is only
+    needed after the other phases, is the tile of that end.
+    """
+    seen, whole_end = n_kv, n_kv // BLOCK
+    if right is not None:
+        seen = tl.minimum(n_kv, first + OWN + right)
+        whole_end = tl.minimum(whole_end, (first + 1 + right) // BLOCK)
+    begin, whole = 0, 0
+    if left is not None:
+        begin = tl.maximum(first - left, 0) // BLOCK
+        whole = tl.cdiv(tl.maximum(first + OWN - 1 - left, 0), BLOCK)
+        whole = tl.minimum(whole, tl.cdiv(seen, BLOCK))
+        whole_end = tl.maximum(whole_end, whole)
+    return (begin, whole, whole_end), seen
+
+
+@triton.jit
+def query_tiles(
+    first, n_q, n_kv, left, right, IS_CAUSAL: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The edges of the phases of a kernel that owns keys ``first`` … and runs over queries that see them.
+
+    As in :func:`key_tiles`; phase 2 is empty without a left limit. Where keys end within this tile, every
+    tile is cut. Queries past the end need no mask: their lse is +inf, so their P is zero.
+    """
+    begin, whole, end = 0, 0, tl.cdiv(n_q, BLOCK)
+    whole_end = end
+    if left is not None:
+        end = tl.minimum(end, tl.cdiv(first + OWN + left, BLOCK))
+        whole_end = tl.minimum(end, (first + left + 1) // BLOCK)
+    if right is not None:
+        seeing, seeing_all = first - right, first + OWN - 1 - right
+        if not IS_CAUSAL:  # then right may be larger
+            seeing, seeing_all = tl.maximum(seeing, 0), tl.maximum(seeing_all, 0)
+        begin = tl.minimum(seeing // BLOCK, end)
+        whole = tl.minimum(tl.cdiv(seeing_all, BLOCK), end)
+    whole = tl.where(first + OWN > n_kv, end, whole)
+    if left is not None:
+        whole_end = tl.maximum(whole_end, whole)
+    return begin, whole, whole_end, end
+
+
+@triton.jit
+def visible(queries, keys, exists, left, right):
+    """Whether queries see keys. One of them is (rows, 1), the other (1, columns), and ``exists`` as keys."""
+    result = exists
+    if right is not None:
+        result = result & (keys <= queries + right)
+    if left is not None:
+        result = result & (keys >= queries - left)
+    return result
 
 
 @triton.jit

@@ -10,14 +10,15 @@ from torch import Tensor
 from sagebwd.config import SageConfig
 from sagebwd.kernels.layout import NO_PACKED_OPERAND, SIZES, Axis, PackedOperand, TokenTensor, padded_head_dim
 from sagebwd.kernels.triton import device
-from sagebwd.kernels.triton.launch import launch_options
+from sagebwd.kernels.triton.launch import launch_options, window_arguments
 from sagebwd.kernels.triton.quantize import quantize, quantize_q_and_k, token_mean
+from sagebwd.window import Window
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     q, k, v, k_tokens, v_tokens, out, out_residual, lse, q_segments, kv_segments,
-    n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale,
+    n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale, left, right,
     IS_CAUSAL: tl.constexpr, S_INT8: tl.constexpr, O_INT8: tl.constexpr, SMOOTH_Q: tl.constexpr,
     TOKEN_SCALES: tl.constexpr, COMPENSATE_O: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     OWN: tl.constexpr, D_PAD: tl.constexpr,
@@ -52,14 +53,11 @@ def _forward_kernel(
     l_rounded = tl.zeros((OWN,), tl.float32)
     m = tl.full((OWN,), float("-inf"), tl.float32)
 
-    # Tiles that every query of this CTA sees whole, then those that the mask or the end cuts.
-    seen = n_kv
-    whole = n_kv // BLOCK_KV
     if IS_CAUSAL:
-        seen = tl.minimum(n_kv, first + OWN)
-        whole = tl.minimum(whole, (first + 1) // BLOCK_KV)
-    for cut in tl.static_range(2):
-        for j in range(whole if cut else 0, tl.cdiv(seen, BLOCK_KV) if cut else whole):
+        right = 0
+    edges, seen = device.key_tiles(first, n_kv, left, right, OWN, BLOCK_KV)
+    for phase in tl.static_range(device.WHOLE if left is None else 0, 3):
+        for j in range(edges[phase], tl.cdiv(seen, BLOCK_KV) if phase == 2 else edges[phase + 1]):
             k_values = device.load_rows(k, kv_tile + j, 0, S_INT8, BLOCK_KV, BLOCK_KV, D_PAD)
             if S_INT8:
                 k_scale = device.load_scale(k, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, TOKEN_SCALES)
@@ -73,19 +71,25 @@ def _forward_kernel(
                     j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD
                 )  # fmt: skip
                 s += (bias * scale)[None, :]
-            if cut:
+            if phase != device.WHOLE:
                 keys = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
-                visible = (keys < n_kv)[None, :]
-                if IS_CAUSAL:
-                    visible = visible & (keys[None, :] <= queries[:, None])
+                exists = (keys < n_kv)[None, :]
+                visible = device.visible(queries[:, None], keys[None, :], exists, left, right)
                 s = tl.where(visible, s, float("-inf"))
+            else:
+                visible = None
 
             m_tile = tl.max(s, 1)
             m_new = tl.maximum(m, m_tile)
-            rescale = tl.exp2(m - m_new)
+            shift = m_new
+            if left is not None and phase != device.WHOLE:
+                # Before a query has keys, its maximum is −inf.
+                last = tl.minimum(j * BLOCK_KV + BLOCK_KV, n_kv) - 1
+                shift = tl.where(queries - left > last, 0.0, m_new)
+            rescale = tl.exp2(m - shift)
             if O_INT8 and not TOKEN_SCALES:
                 # P̃ scaled by the maximum of its row in this tile, which the softmax needs anyway.
-                share = tl.exp2(m_tile - m_new)
+                share = tl.exp2(m_tile - shift)
                 m_tile = tl.where(m_tile == float("-inf"), 0.0, m_tile)
                 p = tl.exp2(s - m_tile[:, None])
                 v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
@@ -95,15 +99,13 @@ def _forward_kernel(
                 product = device.dot_columns(device.round_to_int8(p * P_MAX, UNSIGNED_P), v_values, v_sums)
                 acc = acc * rescale[:, None] + product * (share * (v_scale / P_MAX))[:, None]
             else:
-                p = tl.exp2(s - m_new[:, None])
+                p = tl.exp2(s - shift[:, None])
                 l = l * rescale + tl.sum(p, 1)
                 if O_INT8:
                     v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
                     v_sums = device.load_sums(v, kv_tile + j, D_PAD) if UNSIGNED_P else None
                     v_scale = device.load_scale(v, kv_tile + j, 0, BLOCK_KV, BLOCK_KV, True)
-                    product = device.contract_tokens(
-                        p, v_values, v_sums, v_scale, visible if cut else None, False, True
-                    )
+                    product = device.contract_tokens(p, v_values, v_sums, v_scale, visible, False, True)
                 else:
                     v_values = device.load_tokens(v_tokens, v_pointer, j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD)
                     p_rounded = p.to(v_values.dtype)
@@ -119,6 +121,8 @@ def _forward_kernel(
     if v.mean is not None:
         v_mean = (kv_head * documents + document).to(tl.int64)
         result += tl.load(v.mean + v_mean * D_PAD + tl.arange(0, D_PAD))[None, :]
+    if left is not None:  # a query without keys: not even the mean of the values is its own
+        result = tl.where((queries - left < n_kv)[:, None], result, 0.0)
     rows = head.to(tl.int64) * total + q_start + queries
     tl.store(lse + rows, m + tl.log2(l), mask=queries < n_q)
     out_pointer = device.head_pointer(out, head, heads, q_start)
@@ -136,7 +140,7 @@ def forward(
     q_axis: Axis,
     kv_axis: Axis,
     *,
-    is_causal: bool,
+    window: Window,
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -162,8 +166,8 @@ def forward(
         q_operand, k_operand, v_operand, TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(out),
         TokenTensor.of(out_residual if config.compensate_o else out), lse, q_axis.segments, kv_axis.segments,
         q_axis.n, kv_axis.n, q.shape[3], q.shape[1], q.shape[1] // k.shape[1],
-        q_axis.blocks, kv_axis.blocks, q_axis.documents, scale,
-        IS_CAUSAL=is_causal, S_INT8=s_int8, O_INT8=o_int8, SMOOTH_Q=config.smooth_q,
+        q_axis.blocks, kv_axis.blocks, q_axis.documents, scale, **window_arguments(window),
+        S_INT8=s_int8, O_INT8=o_int8, SMOOTH_Q=config.smooth_q,
         TOKEN_SCALES=token_scales, COMPENSATE_O=config.compensate_o, BLOCK_Q=q_axis.block,
         BLOCK_KV=kv_axis.block, OWN=own, D_PAD=padded_head_dim(q.shape[3]), **options,
     )  # fmt: skip

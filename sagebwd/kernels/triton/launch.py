@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, SageConfig
 from sagebwd.kernels.layout import padded_head_dim
+from sagebwd.window import Window
 
 
 class Launch(NamedTuple):
@@ -55,6 +56,15 @@ def launch_options(kernel: str, q: Tensor, config: SageConfig) -> tuple[int, dic
     default_bytes = config.int8_matmuls == PAPER_INT8_MATMULS and not config.smooth_q
     fits = default_bytes and other_block <= default_block
     return min(own, own_block), {"num_warps": warps, "num_stages": stages if fits else 1}
+
+
+def window_arguments(window: Window) -> dict[str, int | bool | None]:
+    """The arguments of the attention kernels for a window; a limit that is None or zero takes no argument."""
+    return {
+        "left": None if window.left < 0 else window.left,
+        "right": None if window.right <= 0 else window.right,
+        "IS_CAUSAL": window.right == 0,
+    }
 
 
 def compute_capability(x: Tensor) -> int:

@@ -27,7 +27,7 @@ SHOWN = {
     "paper": "`paper()`",
     "paper_no_smooth_k": "`paper()`, K not smoothed",
     "default": "default",
-    "smooth_v_unsigned_p": "default with `smooth_v` and `unsigned_p`",
+    "smooth_v_unsigned_p": "`low_bias()`: default with `smooth_v` and `unsigned_p`",
     "consistent": "`consistent()`",
     "accurate": "`accurate()`",
     "strictly_causal": "`strictly_causal()`",

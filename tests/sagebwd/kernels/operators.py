@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import DEFAULT_CONFIG, encode
+from sagebwd.window import Window
 from tests.sagebwd.kernels.inputs import NAMES
 
 Function = Callable[..., Tensor]
@@ -46,12 +47,14 @@ def forward(
     cu_seqlens_kv: Tensor | None = None,
     *,
     is_causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     config: SageConfig = DEFAULT_CONFIG,
 ) -> tuple[Tensor, ...]:
     """All results of the operator ``sagebwd::forward``, past the checks of its arguments."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    settings = (cu_seqlens, cu_seqlens_kv, is_causal, scale, encode(config), kernels)
+    window = Window.of(is_causal, window_size)
+    settings = (cu_seqlens, cu_seqlens_kv, *window, scale, encode(config), kernels)
     return torch.ops.sagebwd.forward(q, k, v, *settings)
 
 

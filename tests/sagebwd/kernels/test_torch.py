@@ -133,7 +133,7 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
     """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
     q, k, v, grad_out = map(lay, sample(70 if packed else 140 if kernel_set.is_gpu else 40))
     scale = q.shape[-1] ** -0.5
-    settings = (boundaries if packed else None, None, True, scale, encode(config), kernel_set.name)
+    settings = (boundaries if packed else None, None, -1, 0, scale, encode(config), kernel_set.name)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, pack_kv))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, pack_kv)
@@ -145,7 +145,7 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
 def test_the_backward_refuses_to_do_without_k_and_v_where_nothing_was_packed(sample, kernel_set):
     q, k, v, grad_out = sample(40)
     saved = operators.forward(kernel_set.name, q, k, v)
-    settings = (None, None, True, 0.1, encode(SageConfig()), kernel_set.name)
+    settings = (None, None, -1, 0, 0.1, encode(SageConfig()), kernel_set.name)
     for k_or_none, v_or_none in ((None, None), (k, None), (None, v)):
         with pytest.raises(ValueError, match="pass k and v"):
             torch.ops.sagebwd.backward(grad_out, q, k_or_none, v_or_none, *k.shape[1:3], *saved, *settings)

@@ -1,10 +1,12 @@
 """scripts.bench.attention: what it counts, what it refuses to report, and its files."""
 
+import functools
 import json
 import math
 import sys
 import types
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,6 +47,9 @@ def test_flops_are_the_usual_count():
     )
     causal = Shape(batch=2, heads=3, tokens=100, head_dim=16, causal=True)
     assert timing.flops(causal, "both") == timing.flops(full, "both") / 2
+    # Of ten tokens, the first three see 1, 2 and 3 keys, and the others 4.
+    window = Shape(batch=2, heads=3, tokens=10, head_dim=16, causal=False, left=3, right=0)
+    assert timing.flops(window, "forward") == 4 * 2 * 3 * 16 * (1 + 2 + 3 + 7 * 4)
 
 
 def test_shapes_keep_the_tokens_and_the_width():
@@ -55,6 +60,29 @@ def test_shapes_keep_the_tokens_and_the_width():
         Shape(16, 16, 1024, 128, False),
         Shape(1, 16, 32768, 128, False),
     ]
+
+
+def test_rows_of_windows_are_not_those_of_full_attention():
+    rows = [
+        {"implementation": name, "mode": "both", "shape": {**vars(shape), "causal": False}, "median_ms": time}
+        for name, shape, time in (
+            ("sagebwd", SHAPE, 2.0),
+            ("x", SHAPE, 3.0),
+            ("x", replace(SHAPE, left=5), 9.0),
+        )
+    ]
+    assert tables.relative_times(rows, "both", 16, False) == {"sagebwd": {24: 1.0}, "x": {24: 1.5}}
+
+
+def test_a_mask_may_be_a_window(capsys):
+    options = ["--device", "cpu", "--lengths", "1024", "--head-dims", "64", "--masks"]
+    shapes = bench.shapes_of(bench.parse_arguments([*options, "causal", "1024,0", ",7", "9,"]))
+    assert [shape.mask for shape in shapes] == ["causal", "window 1024,0", "window -1,7", "window 9,-1"]
+    assert [shape.window for shape in shapes] == [None, (1024, 0), (-1, 7), (9, -1)]
+    for wrong in ("window", "1024", "1,2,3", ",", "1.5,0"):
+        with pytest.raises(SystemExit):
+            bench.parse_arguments([*options, wrong])
+        assert f"{wrong!r}; use causal, full or a window such as 1024,0" in capsys.readouterr().err
 
 
 def test_inputs_lie_token_by_token():
@@ -254,6 +282,44 @@ def test_absent_and_broken_packages_are_listed(monkeypatch):
     assert absent["SDPA math"] == "measured with --device cpu only"
 
 
+WINDOW = replace(SHAPE, causal=False, left=5, right=2)
+
+
+def measure_window(name, build):
+    rows = timing.measure_shape(WINDOW, [Implementation(name, build, 0.06)], bench.parse_arguments(SMALL))
+    assert {row.mode for row in rows} == {"both", "forward", "backward"}
+    return {row.status for row in rows}, rows[0].reason
+
+
+def test_peers_take_the_same_window(monkeypatch):
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_func = lambda q, k, v, *, causal, window_size: F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=peers.is_visible(replace(WINDOW, left=window_size[0], right=window_size[1]))(
+            None, None, torch.arange(24)[:, None], torch.arange(24)
+        ),
+    ).transpose(1, 2)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    ours = functools.partial(peers.build_sagebwd, peers.CONFIGS["default"][1])
+    assert measure_window("sagebwd", ours) == ({"passed"}, None)
+    for name in ("math", "flash_attn"):
+        assert measure_window(name, peers.PEERS[name].load()) == ({"passed"}, None)
+    status, reason = measure_window("cudnn", peers.PEERS["cudnn"].load())
+    assert status == {"refused"}
+    assert reason == "ValueError: PyTorch's cuDNN takes no window"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [(100, 0), (-1, 64), (70, 30)])
+def test_peers_on_a_gpu_take_the_same_window(window):
+    shape = Shape(1, 2, 1024, 64, False, *window)
+    arguments = bench.parse_arguments(["--repetitions", "1"])
+    names = ("flash", "flex")
+    implementations = [Implementation(name, peers.PEERS[name].load()) for name in names]
+    rows = timing.measure_shape(shape, implementations, arguments)
+    assert {row.status for row in rows} == {"passed"}, [row.reason for row in rows]
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_packages_with_tokens_before_heads(monkeypatch, with_lse):
     def flash_attn_func(q, k, v, *, causal):
@@ -285,8 +351,8 @@ def test_rows_are_all_there_and_all_passed(run):
     rows = run[1]["rows"]
     found = [(row["implementation"], row["mode"], *row["shape"].values()) for row in rows]
     assert len(found) == len(set(found)) == 3 * 3 * 2 * 2
-    assert ("sagebwd paper", "backward", 2, 2, 40, 32, True) in found
-    assert ("SDPA math", "forward", 3, 2, 24, 32, False) in found
+    assert ("sagebwd paper", "backward", 2, 2, 40, 32, True, -1, -1) in found
+    assert ("SDPA math", "forward", 3, 2, 24, 32, False, -1, -1) in found
     assert {row["status"] for row in rows} == {"passed"}
     assert all(row["tflops"] > 0 and row["extra_memory"] is None for row in rows)
 

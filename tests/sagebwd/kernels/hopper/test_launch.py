@@ -16,6 +16,7 @@ from sagebwd.kernels.cuda.compile import SHARED, compile_source
 from sagebwd.kernels.cuda.packing import packed_kv_shape
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.layout import Axis
+from sagebwd.window import Window
 from tests.sagebwd.kernels.sets import without_int8
 
 # --- Python and CUDA agree ---------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def test_only_the_means_that_are_asked_for_are_taken(
     q, k, v, grad_out = sample(9, heads=4, kv_heads=2, head_dim=64)
     config = SageConfig(smooth_k=smooth_k, smooth_v=smooth_v)
     axes = [Axis.of(9, n, None if boundaries is None else torch.tensor(boundaries)) for n in (64, 128)]
-    options = {"is_causal": True, "scale": 0.1, "config": config}
+    options = {"window": Window.of(True), "scale": 0.1, "config": config}
     saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=pack_once, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     names = [name for name, _, _ in launched]
@@ -158,7 +159,7 @@ def test_only_the_means_that_are_asked_for_are_taken(
 def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_p):
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
-    options = {"is_causal": True, "scale": 0.1, "config": SageConfig(unsigned_p=unsigned_p)}
+    options = {"window": Window.of(True), "scale": 0.1, "config": SageConfig(unsigned_p=unsigned_p)}
     saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
@@ -172,7 +173,7 @@ def test_16_bit_products_get_the_tensors_as_they_are(launched, sample, products,
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     config = without_int8(*products, unsigned_p=len(products) < 2)
-    options = {"is_causal": True, "scale": 0.1, "config": config}
+    options = {"window": Window.of(True), "scale": 0.1, "config": config}
     saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=pack_once, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     o_16bit, dv_16bit = "o" in products, "dv" in products
@@ -194,7 +195,7 @@ def test_16_bit_products_get_the_tensors_as_they_are(launched, sample, products,
 def test_the_residual_of_out_goes_from_the_forward_to_delta(launched, sample, on):
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
-    options = {"is_causal": True, "scale": 0.1, "config": without_int8("o", compensate_o=on)}
+    options = {"window": Window.of(True), "scale": 0.1, "config": without_int8("o", compensate_o=on)}
     saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     out, _, _, out_residual, _ = saved
@@ -209,7 +210,7 @@ def test_the_residual_of_out_goes_from_the_forward_to_delta(launched, sample, on
 def test_kernels_of_the_backward_share_packed_q_and_have_tile_counters_of_their_own(launched, sample):
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
-    options = {"is_causal": True, "scale": 0.1, "config": DEFAULT_CONFIG}
+    options = {"window": Window.of(True), "scale": 0.1, "config": DEFAULT_CONFIG}
     saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     assert [name for name, _, _ in launched][-4:] == ["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"]

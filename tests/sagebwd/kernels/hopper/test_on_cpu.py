@@ -17,6 +17,7 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
+from sagebwd.window import Window
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 
@@ -51,7 +52,7 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
 
     def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries):
         axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
-        options = {"is_causal": is_causal, "scale": q.shape[3] ** -0.5, "config": config}
+        options = {"window": Window.of(is_causal), "scale": q.shape[3] ** -0.5, "config": config}
         saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
         return saved[0], *hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
 
@@ -79,6 +80,15 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
         assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
 
 
+@pytest.mark.parametrize("window", [Window(9, 0), Window(-1, 3)])
+def test_a_window_is_refused_and_never_taken_for_none(draw, window):
+    """Also from those who call the operators past the choice of kernels."""
+    q, k, v, _ = draw(40, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    settings = (None, None, *window, 0.125, encode(DEFAULT_CONFIG), "hopper")
+    with pytest.raises(NotImplementedError, match="the Hopper kernels have no windows, and got"):
+        torch.ops.sagebwd.forward(q, k, v, *settings)
+
+
 @pytest.mark.parametrize("documents", [None, [200, 110]], ids=["whole", "packed"])
 @pytest.mark.parametrize(
     ("backend", "config"),
@@ -99,7 +109,7 @@ def test_packed_kv_replaces_k_and_v_in_the_backward(
     )
     options = {"is_causal": True, "config": config}
     wanted = attend_on_cpu(q, k, v, grad_out, boundaries=boundaries, **options)
-    monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments, **settings: "hopper")
     saved = []
 
     def attend(*inputs):
@@ -124,9 +134,9 @@ def test_packed_kv_replaces_k_and_v_in_the_backward(
 def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config, documents):
     """As in test_torch.py, with packed K and V."""
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)])
-    monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments, **settings: "hopper")
     q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
-    settings = (boundaries, None, True, 0.125, encode(config), "hopper")
+    settings = (boundaries, None, -1, 0, 0.125, encode(config), "hopper")
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, True))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, True)
@@ -137,7 +147,7 @@ def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config,
 @pytest.mark.parametrize("way", operators.WAYS)
 def test_gradients_are_the_same_in_every_way(attend_on_cpu, draw, monkeypatch, way):
     """As in test_torch.py: checkpoints, vmap, the bare operator; some save packed K and V, others do not."""
-    monkeypatch.setattr(dispatch, "choose", lambda *arguments: "hopper")
+    monkeypatch.setattr(dispatch, "choose", lambda *arguments, **settings: "hopper")
     inputs = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
     functions = operators.ways("hopper")
     found, wanted = (operators.gradients(functions[name], *inputs) for name in (way, "function"))

@@ -35,6 +35,7 @@ from sagebwd.kernels.layout import Axis
 from sagebwd.kernels.triton import launch as tiles
 from sagebwd.kernels.triton.backward import backward
 from sagebwd.kernels.triton.forward import forward
+from sagebwd.window import FULL, Window
 
 #: Bytes of shared memory that one CTA may take, by compute capability.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -60,7 +61,7 @@ class Variant(NamedTuple):
     """One way to call attention."""
 
     config: SageConfig = SageConfig()
-    is_causal: bool = True
+    window: Window = Window.of(is_causal=True)
     dtype: torch.dtype = torch.bfloat16
     kv_heads: int = 4
     packed: bool = False
@@ -71,9 +72,10 @@ VARIANTS = {
     "paper": Variant(SageConfig.paper()),
     "strictly_causal": Variant(SageConfig.strictly_causal()),
     "packed_gqa": Variant(packed=True, kv_heads=2),
-    "full_float16": Variant(is_causal=False, dtype=torch.float16),
+    "full_float16": Variant(window=FULL, dtype=torch.float16),
     "smooth_q": Variant(SageConfig(smooth_q=True)),
     "unsigned_p": Variant(SageConfig(unsigned_p=True)),
+    "window": Variant(window=Window(100, 20)),
     "no_int8": Variant(SageConfig(int8_matmuls=(), compensate_o=True)),
 }
 
@@ -162,7 +164,7 @@ def run(head_dim: int, variant: Variant) -> None:
         q, k = q[:1], k[:1]
     cu_seqlens = torch.tensor([0, 100, TOKENS], dtype=torch.int32) if variant.packed else None
     axes = [Axis.of(TOKENS, block, cu_seqlens) for block in variant.config.tile(head_dim)]
-    settings = {"is_causal": variant.is_causal, "scale": head_dim**-0.5, "config": variant.config}
+    settings = {"window": variant.window, "scale": head_dim**-0.5, "config": variant.config}
     saved = forward(q, k, k, *axes, **settings)
     backward(q, q, k, k, *saved, *axes, **settings)
 

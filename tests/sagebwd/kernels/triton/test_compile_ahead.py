@@ -30,6 +30,7 @@ CASES = {
     "Hopper": [
         *(f"90/{size}/default/*" for size in (32, 256)),
         *(f"90/128/{name}/attention" for name in ("default", "paper", "strictly_causal")),
+        "90/64/window/attention",
     ],
     "consumer Ampere": [
         *(f"86/{case}" for case in ("128/default/attention", "256/default/*", *LARGE, *QUANTIZE))

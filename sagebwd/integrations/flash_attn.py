@@ -1,0 +1,250 @@
+"""The functions of flash_attn 2.x that train, computed by SageBwd.
+
+>>> from sagebwd.integrations.flash_attn import flash_attn_func  # was: from flash_attn import flash_attn_func
+
+Names, argument order, shapes and defaults are those of flash_attn. As there, masks count from the last query
+and key: with ``causal=True`` the last query sees all keys. Tensors are of any strides and any dtype that
+:func:`sagebwd.sage_attention` takes.
+
+Arguments that SageBwd does not compute are named in the signatures and refused, because callers such as
+transformers drop in silence what a signature does not name. The backward is always deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.integrations.alignment import align, align_documents, attend, window_of
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+#: What the refused arguments stand for.
+REFUSED = {
+    "dropout_p": "dropout of attention weights",
+    "softcap": "soft-capping of the logits",
+    "alibi_slopes": "a bias by distance (ALiBi)",
+    "block_table": "a paged cache of keys and values",
+    "s_aux": "attention sinks",
+}
+
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    s_aux: Tensor | None = None,
+    config: SageConfig = DEFAULT_CONFIG,
+) -> Result:
+    """SageBwd, called as ``flash_attn.flash_attn_func`` is.
+
+    Args:
+        q: (B, N_q, H, D).
+        k, v: (B, N_kv, H_kv, D), H a multiple of H_kv.
+        softmax_scale: factor of the logits; 1/√D by default.
+        causal: query i sees keys up to i + N_kv − N_q. Queries that see none give zeros.
+        window_size: (left, right): query i sees keys i + N_kv − N_q − left … i + N_kv − N_q + right; −1 is no
+            limit. ``causal`` sets right to 0.
+        deterministic: the backward always is.
+        return_attn_probs: return (output, lse, None): flash_attn has weights there only with dropout.
+        return_lse: return (output, lse).
+        dropout_p, softcap, alibi_slopes, s_aux: refused where they ask for anything.
+        config: what is quantized, and how.
+
+    Returns:
+        The output (B, N_q, H, D), or a tuple that begins with it. lse is (B, H, N_q) fp32, the logsumexp of
+        the logits to base e, −∞ for a query without keys (flash_attn gives +∞). It has no gradient.
+
+    Raises:
+        NotImplementedError: an argument asks for what SageBwd does not compute.
+        ValueError: the arguments do not fit together.
+    """
+    _check_refused(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    alignment = align(q.shape[2], k.shape[2], window_of(causal, window_size))
+    with_lse = return_attn_probs or return_lse
+    out, lse = attend("flash_attn_func", q, k, v, alignment, softmax_scale, config, with_lse)
+    return _result(out.transpose(1, 2), lse, return_attn_probs, return_lse)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    s_aux: Tensor | None = None,
+    config: SageConfig = DEFAULT_CONFIG,
+) -> Result:
+    """SageBwd on packed sequences, called as ``flash_attn.flash_attn_varlen_func`` is.
+
+    Pass the same tensor as ``cu_seqlens_q`` and ``cu_seqlens_k`` if they are equal. With two tensors, a mask
+    costs up to N_q + N_kv queries instead of N_q, because their values are not read: that would wait for the
+    GPU.
+
+    Args:
+        q: (T_q, H, D), sequences end to end.
+        k, v: (T_kv, H_kv, D), H a multiple of H_kv.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 or int64, the boundaries in q, and in k and v.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence; not used.
+        causal, window_size: as of :func:`flash_attn_func`, in each sequence. A window without ``causal``
+            needs the same tensor for both boundaries.
+        block_table: refused.
+        others: as of :func:`flash_attn_func`.
+
+    Returns:
+        The output (T_q, H, D), or a tuple as of :func:`flash_attn_func`, with lse (H, T_q).
+
+    Raises:
+        NotImplementedError, ValueError: as :func:`flash_attn_func`.
+    """
+    _check_refused(
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        s_aux=s_aux,
+    )
+    window = window_of(causal, window_size)
+    alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    with_lse = return_attn_probs or return_lse
+    out, lse = attend("flash_attn_varlen_func", q, k, v, alignment, softmax_scale, config, with_lse)
+    lse = None if lse is None else lse[0]
+    return _result(out[0].transpose(0, 1), lse, return_attn_probs, return_lse)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **settings: Any,
+) -> Result:
+    """:func:`flash_attn_func` of qkv (B, N, 3, H, D)."""
+    return flash_attn_func(
+        *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, **settings,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **settings: Any,
+) -> Result:
+    """:func:`flash_attn_func` of q (B, N_q, H, D) and kv (B, N_kv, 2, H_kv, D)."""
+    return flash_attn_func(
+        q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        deterministic, return_attn_probs, **settings,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **settings: Any,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
+    return flash_attn_varlen_func(
+        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **settings,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **settings: Any,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of q (T_q, H, D) and kv (T_kv, 2, H_kv, D)."""
+    return flash_attn_varlen_func(
+        q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **settings,
+    )  # fmt: skip
+
+
+def _check_refused(**arguments: Any) -> None:
+    """Refuse what SageBwd does not compute; 0 and None ask for nothing."""
+    for name, value in arguments.items():
+        if value is not None and (isinstance(value, Tensor) or value != 0):
+            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            raise NotImplementedError(
+                f"{name} is {shown}: sagebwd does not compute {REFUSED[name]}; leave it out, "
+                "or use flash_attn"
+            )
+
+
+def _result(out: Tensor, lse: Tensor | None, return_attn_probs: bool, return_lse: bool) -> Result:
+    if return_attn_probs:
+        return out, lse, None
+    return (out, lse) if return_lse else out

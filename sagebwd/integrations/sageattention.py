@@ -1,0 +1,297 @@
+"""The functions of SageAttention 2.x, trainable: SageAttention's own have no backward.
+
+>>> from sagebwd.integrations import sageattention
+>>> sageattention.install()  # first, then import the program that says `from sageattention import sageattn`
+
+Names, argument order, layouts and defaults are SageAttention's. It swallows arguments that it does not know;
+here such an argument is a TypeError, and one that SageBwd does not compute is refused. What its arguments
+``qk_quant_gran``, ``pv_accum_dtype`` and ``quantization_backend`` choose between are its own kernels. They
+are checked, and change nothing: ``config`` says what SageBwd quantizes.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import replace
+
+from torch import Tensor
+
+from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.integrations.counted import counted_attention
+
+__all__ = [
+    "install",
+    "sageattn",
+    "sageattn_qk_int8_pv_fp8_cuda",
+    "sageattn_qk_int8_pv_fp8_cuda_sm90",
+    "sageattn_qk_int8_pv_fp16_cuda",
+    "sageattn_qk_int8_pv_fp16_triton",
+    "sageattn_varlen",
+    "uninstall",
+]
+
+LOG = logging.getLogger(__name__)
+
+#: Where each layout has its heads; tokens are at the other of 1 and 2.
+HEAD_AXIS = {"HND": 1, "NHD": 2}
+
+#: Values that SageAttention knows.
+GRANULARITIES = ("per_warp", "per_thread")
+BACKENDS = ("triton", "cuda")
+ACCUMULATORS = ("fp16", "fp16+fp32", "fp32", "fp32+fp16", "fp32+fp32")
+
+#: The names under which programs import SageAttention.
+NAMES = ("sageattention", "sageattention.core")
+
+_installed_config = DEFAULT_CONFIG
+
+
+def install(config: SageConfig = DEFAULT_CONFIG) -> None:
+    """Make ``import sageattention`` give this module, in this process, and log so once.
+
+    Call it before anything imports sageattention. Called again, it sets another ``config``.
+
+    Args:
+        config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
+
+    Raises:
+        ValueError: ``config`` is not a SageConfig.
+        RuntimeError: SageAttention is imported already, and its functions may be in use.
+    """
+    global _installed_config
+    if not isinstance(config, SageConfig):
+        raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
+    this = sys.modules[__name__]
+    imported = sys.modules.get(NAMES[0])
+    if imported not in (None, this):
+        raise RuntimeError(
+            f"sageattention is already imported from {getattr(imported, '__file__', 'elsewhere')}; call "
+            "sagebwd.integrations.sageattention.install() before anything imports it"
+        )
+    if imported is None:
+        LOG.warning("`import sageattention` now gives sagebwd.integrations.sageattention, which trains")
+    _installed_config = config
+    sys.modules.update(dict.fromkeys(NAMES, this))
+
+
+def uninstall() -> None:
+    """Undo :func:`install`. What a program imported in the meantime keeps running SageBwd."""
+    global _installed_config
+    _installed_config = DEFAULT_CONFIG
+    for name in NAMES:
+        if sys.modules.get(name) is sys.modules[__name__]:
+            del sys.modules[name]
+
+
+def sageattn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    *,
+    smooth_k: bool | None = None,
+    smooth_v: bool | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    enable_gqa: bool = True,
+    config: SageConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """SageBwd, called as ``sageattention.sageattn`` is. The other dense functions below compute the same.
+
+    Args:
+        q: (B, H, N_q, D) with the layout "HND", (B, N_q, H, D) with "NHD".
+        k, v: (B, H_kv, N_kv, D) or (B, N_kv, H_kv, D), H a multiple of H_kv.
+        tensor_layout: "HND" or "NHD", of inputs and output.
+        is_causal: only where N_q = N_kv, as in SageAttention.
+        sm_scale: factor of the logits; 1/√D by default.
+        return_lse: return (output, lse), too: lse (B, H, N_q) fp32, the logsumexp of the logits to base e.
+            It has no gradient.
+        smooth_k, smooth_v: as of :class:`~sagebwd.SageConfig`; by default as ``config`` says.
+        attn_mask, dropout_p, scale, enable_gqa: what programs pass that put this function in the place of
+            ``scaled_dot_product_attention``, and SageAttention drops. ``attn_mask`` and ``dropout_p`` are as
+            of :func:`sagebwd.sage_attention`, ``scale`` is another name of ``sm_scale``.
+        config: what is quantized, and how; by default what :func:`install` was given.
+
+    Returns:
+        The output, of the shape and dtype of q; with ``return_lse`` the pair (output, lse).
+
+    Raises:
+        ValueError, NotImplementedError: an argument is not supported; the message names it.
+    """
+    if scale is not None and sm_scale is not None:
+        raise ValueError(f"sm_scale is {sm_scale} and scale is {scale}; pass one of the two")
+    if not isinstance(tensor_layout, str) or tensor_layout not in HEAD_AXIS:
+        raise ValueError(
+            f"tensor_layout is {tensor_layout!r}; pass 'HND' or 'NHD'. In place of torch's "
+            "scaled_dot_product_attention put sagebwd.sage_attention, which takes the same arguments"
+        )
+    is_nhd = tensor_layout == "NHD"
+    if is_nhd:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if is_causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"is_causal=True with {q.shape[2]} queries and {k.shape[2]} keys, for which SageAttention has no "
+            "rule; use sagebwd.sage_attention (mask from the top left) or "
+            "sagebwd.integrations.flash_attn.flash_attn_func (from the bottom right)"
+        )
+    result = counted_attention(
+        "sageattn", q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+        scale=sm_scale if scale is None else scale, enable_gqa=enable_gqa, return_lse=return_lse,
+        config=_smoothing(config, smooth_k, smooth_v),
+    )  # fmt: skip
+    if not is_nhd:
+        return result
+    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
+
+
+def sageattn_qk_int8_pv_fp16_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    quantization_backend: str = "triton",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool | None = None,
+    return_lse: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    config: SageConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`sageattn`; ``quantization_backend`` is checked, and changes nothing."""
+    _check_choice("quantization_backend", quantization_backend, BACKENDS)
+    options = {"smooth_k": smooth_k, "attn_mask": attn_mask, "config": config}
+    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **options)
+
+
+def sageattn_qk_int8_pv_fp16_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32",
+    smooth_k: bool | None = None,
+    smooth_v: bool | None = None,
+    return_lse: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    config: SageConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`sageattn`; ``qk_quant_gran`` and ``pv_accum_dtype`` are checked, and change nothing."""
+    _check_choice("qk_quant_gran", qk_quant_gran, GRANULARITIES)
+    _check_choice("pv_accum_dtype", pv_accum_dtype, ACCUMULATORS)
+    options = {"smooth_k": smooth_k, "smooth_v": smooth_v, "attn_mask": attn_mask, "config": config}
+    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **options)
+
+
+def sageattn_qk_int8_pv_fp8_cuda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp16",
+    smooth_k: bool | None = None,
+    smooth_v: bool | None = None,
+    return_lse: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    config: SageConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`sageattn_qk_int8_pv_fp16_cuda`."""
+    options = {"attn_mask": attn_mask, "config": config}
+    return sageattn_qk_int8_pv_fp16_cuda(
+        q, k, v, tensor_layout, is_causal, qk_quant_gran, sm_scale, pv_accum_dtype, smooth_k, smooth_v,
+        return_lse, **options,
+    )  # fmt: skip
+
+
+def sageattn_qk_int8_pv_fp8_cuda_sm90(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp32",
+    smooth_k: bool | None = None,
+    return_lse: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    config: SageConfig | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As :func:`sageattn_qk_int8_pv_fp16_cuda`, without ``smooth_v``."""
+    options = {"attn_mask": attn_mask, "config": config}
+    return sageattn_qk_int8_pv_fp16_cuda(
+        q, k, v, tensor_layout, is_causal, qk_quant_gran, sm_scale, pv_accum_dtype, smooth_k, None,
+        return_lse, **options,
+    )  # fmt: skip
+
+
+def sageattn_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool | None = None,
+    *,
+    config: SageConfig | None = None,
+) -> Tensor:
+    """SageBwd on packed sequences, called as ``sageattention.sageattn_varlen`` is.
+
+    K is smoothed within each sequence; SageAttention subtracts one mean from all of them.
+
+    Args:
+        q: (T_q, H, D), sequences end to end.
+        k, v: (T_kv, H_kv, D), H a multiple of H_kv.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 or int64, the boundaries in q, and in k and v.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence; not used.
+        is_causal: only where each sequence has as many queries as keys, as in SageAttention.
+        sm_scale, smooth_k, config: as of :func:`sageattn`.
+
+    Returns:
+        (T_q, H, D); zeros outside all sequences.
+
+    Raises:
+        ValueError, NotImplementedError: an argument is not supported; the message names it.
+    """
+    if is_causal and q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"is_causal=True with {q.shape[0]} queries and {k.shape[0]} keys, for which SageAttention has no "
+            "rule; use sagebwd.integrations.flash_attn.flash_attn_varlen_func (mask from the bottom right)"
+        )
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = counted_attention(
+        "sageattn_varlen", q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=True,
+        cu_seqlens=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, config=_smoothing(config, smooth_k, None),
+    )  # fmt: skip
+    return out[0].transpose(0, 1)
+
+
+def _smoothing(config: SageConfig | None, smooth_k: bool | None, smooth_v: bool | None) -> SageConfig:
+    """``config`` with what a call says of smoothing."""
+    config = _installed_config if config is None else config
+    given = {"smooth_k": smooth_k, "smooth_v": smooth_v}
+    changed = {name: x for name, x in given.items() if x is not None and x != getattr(config, name)}
+    return replace(config, **changed) if changed else config
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; SageAttention knows {', '.join(map(repr, known))}")

@@ -1,0 +1,447 @@
+"""SageBwd behind ``torch.nn.functional.scaled_dot_product_attention``, in any model, without changing it.
+
+>>> from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+>>> from sagebwd.integrations import torch_flash
+>>> torch_flash.register()
+>>> activate_flash_attention_impl("sagebwd")  # every call that torch gives to FlashAttention now runs SageBwd
+>>> restore_flash_attention_impl()
+
+Which calls these are is torch's rule: on a GPU, in fp16 or bf16, head sizes up to 256, without a mask, and as
+many queries as keys under ``is_causal``. All others stay in full precision. With torch before 2.13, or on a
+CPU, :func:`patch_sdpa` does the same from Python.
+
+:func:`register` replaces torch's CUDA operators for FlashAttention, forward and backward. Their backward gets
+the tensors, the output and its logsumexp, and nothing else; the mean of K that SageBwd subtracts is computed
+once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.attention
+from torch import Tensor
+from torch.nn import functional as F
+
+from sagebwd import _ops, dispatch, masks, usage
+from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
+from sagebwd.dispatch import LARGEST_HEAD_DIM
+from sagebwd.integrations.alignment import Alignment, align, align_documents, attend, window_of
+from sagebwd.integrations.counted import counted_attention
+from sagebwd.kernels import ops
+from sagebwd.validation import is_autocast
+from sagebwd.window import Window
+
+#: Functions of torch.nn.attention that this needs; torch 2.13 has them all.
+REGISTRY = (
+    "register_flash_attention_impl",
+    "activate_flash_attention_impl",
+    "restore_flash_attention_impl",
+    "list_flash_attention_impls",
+)
+
+#: What :func:`register` registered.
+_names: set[str] = set()
+
+# --- In torch's registry -----------------------------------------------------------------------------------
+
+
+def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG) -> None:
+    """Let ``torch.nn.attention.activate_flash_attention_impl(name)`` run SageBwd with ``config``.
+
+    While it is active, torch's cuDNN attention is off, which torch would choose before FlashAttention.
+
+    Args:
+        name: for ``activate_flash_attention_impl``; one name for each config that you activate in turn.
+        config: what is quantized, and how.
+
+    Raises:
+        ValueError: the name is another implementation's; or ``config`` is not a SageConfig, or has
+            ``compensate_o``: torch's operators have no place for the residual of O.
+        ImportError: this torch has no such registry.
+    """
+    _check_config(config)
+    if config.compensate_o:
+        raise ValueError(
+            "compensate_o=True (as in consistent()) saves the residual of O for the backward, for which "
+            "torch's FlashAttention operators have no place; use torch_flash.patch_sdpa(config), or another "
+            "config"
+        )
+    if not all(hasattr(torch.nn.attention, function) for function in REGISTRY):
+        raise ImportError(
+            f"torch {torch.__version__} cannot replace its FlashAttention (2.13 can); use "
+            "sagebwd.integrations.torch_flash.patch_sdpa(), which needs no support from torch"
+        )
+    if name not in _names and name in torch.nn.attention.list_flash_attention_impls():
+        raise ValueError(f"{name!r} is registered by other code; choose another name")
+    _names.add(name)
+    torch.nn.attention.register_flash_attention_impl(name, register_fn=functools.partial(Override, config))
+
+
+class Override:
+    """SageBwd in the place of torch's FlashAttention operators, until :meth:`remove`."""
+
+    def __init__(self, config: SageConfig, dispatch_key: str = "CUDA") -> None:
+        """Replace the operators. ``dispatch_key`` is another than "CUDA" in tests only.
+
+        Raises RuntimeError where torch is told never to call them.
+        """
+        if not torch.backends.cuda.flash_sdp_enabled():
+            raise RuntimeError(
+                "torch's FlashAttention is switched off, so that SageBwd would never run; call "
+                "torch.backends.cuda.enable_flash_sdp(True) first"
+            )
+        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", dispatch_key)
+        for name, function in OPERATORS.items():
+            self._library.impl(name, functools.partial(function, config), dispatch_key)
+        self._had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def remove(self) -> None:
+        """Give torch its operators back, and cuDNN's attention if it was on."""
+        self._library = None
+        torch.backends.cuda.enable_cudnn_sdp(self._had_cudnn)
+
+
+# --- torch's operators, with the signatures of native_functions.yaml ---------------------------------------
+
+
+def _sdpa_forward(
+    config: SageConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """``_scaled_dot_product_flash_attention``: tensors are (B, H, N, D)."""
+    _check_refused(dropout_p=dropout_p, return_debug_mask=return_debug_mask)
+    n_q, n_kv = query.shape[2], key.shape[2]
+    alignment = align(n_q, n_kv, window_of(is_causal, (-1, -1)))
+    out, lse = _forward(config, query, key, value, alignment, scale)
+    return out, lse, None, None, n_q, n_kv, *_no_dropout(query)
+
+
+def _sdpa_backward(
+    config: SageConfig,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_scaled_dot_product_flash_attention_backward``."""
+    _check_refused(dropout_p=dropout_p)
+    alignment = align(query.shape[2], key.shape[2], window_of(is_causal, (-1, -1)))
+    return _backward(config, grad_out, query, key, value, out, logsumexp, alignment, scale)
+
+
+def _flash_forward(
+    config: SageConfig,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[Tensor, ...]:
+    """``_flash_attention_forward``: (B, N, H, D), or (T, H, D) with boundaries of packed sequences."""
+    _check_refused(
+        dropout_p=dropout_p,
+        return_debug_mask=return_debug_mask,
+        seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        num_splits=num_splits if num_splits != 1 else None,
+    )
+    window = window_of(is_causal, (window_size_left, window_size_right))
+    alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
+    out, lse = _forward(config, *_heads_first(query, key, value), alignment, scale)
+    lse = lse if cum_seq_q is None else lse[0]
+    return *_tokens_first(query, out), lse, *_no_dropout(query)
+
+
+def _flash_forward_inplace(
+    config: SageConfig, out: Tensor, query: Tensor, *arguments: Any, **options: Any
+) -> Tensor:
+    """``_flash_attention_forward_no_dropout_inplace``: writes ``out``, returns the logsumexp."""
+    result, lse, *_ = _flash_forward(config, query, *arguments, **options)
+    out.copy_(result)
+    return lse
+
+
+def _flash_backward(
+    config: SageConfig,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:
+    """``_flash_attention_backward``."""
+    _check_refused(dropout_p=dropout_p)
+    window = window_of(is_causal, (window_size_left, window_size_right))
+    alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
+    lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
+    grad_out, *tensors, out = _heads_first(grad_out, query, key, value, out)
+    return _tokens_first(query, *_backward(config, grad_out, *tensors, out, lse, alignment, scale))
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+    "_flash_attention_forward": _flash_forward,
+    "_flash_attention_forward_no_dropout_inplace": _flash_forward_inplace,
+    "_flash_attention_backward": _flash_backward,
+}
+
+#: What the arguments that are refused stand for.
+REFUSED = {
+    "dropout_p": "dropout of attention weights; set it to 0 in the model",
+    "return_debug_mask": "the weights of the attention",
+    "seqused_k": "a cache that is not full",
+    "alibi_slopes": "a bias by distance (ALiBi)",
+    "block_table": "a paged cache",
+    "num_splits": "keys split over thread blocks",
+}
+
+
+def _check_refused(**arguments: Any) -> None:
+    """Refuse what SageBwd does not compute; None, False and 0 ask for nothing."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) or value:
+            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            raise NotImplementedError(
+                f"torch's FlashAttention is SageBwd now, and {name} is {shown}: sagebwd does not compute "
+                f"{REFUSED[name]}, or call torch.nn.attention.restore_flash_attention_impl()"
+            )
+
+
+def _align(
+    query: Tensor, key: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, window: tuple[int, int]
+) -> Alignment:
+    if cum_seq_q is None:
+        return align(query.shape[1], key.shape[1], window)
+    if cum_seq_k is None:
+        raise NotImplementedError(
+            "cum_seq_q is given without cum_seq_k; pass the boundaries of the keys, too"
+        )
+    return align_documents(query.shape[0], key.shape[0], window, cum_seq_q, cum_seq_k)
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """(B, N, H, D), or (T, H, D), to (B, H, N, D)."""
+    return tuple((x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2) for x in tensors)
+
+
+def _tokens_first(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of :func:`_heads_first`, with as many dimensions as ``like``."""
+    return tuple(x.transpose(1, 2) if like.dim() == 4 else x[0].transpose(0, 1) for x in tensors)
+
+
+def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The state of the random numbers, an unused tensor and the debug mask: nothing reads them."""
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)
+    return state, torch.empty((), dtype=torch.uint64, device=query.device), query.new_empty(0)
+
+
+# --- SageBwd as torch's operators need it ------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _forward(
+    config: SageConfig, q: Tensor, k: Tensor, v: Tensor, alignment: Alignment, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, N_q, D) and lse (B, H, N_q) to base e; torch's autograd wraps the operator."""
+    return attend("torch FlashAttention", q, k, v, alignment, scale, config, with_lse=True)
+
+
+@torch.no_grad()
+def _backward(
+    config: SageConfig,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    alignment: Alignment,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv from what torch saves. A query that was put among others has weights of zero: lse is ∞."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    grad_out, q, out = (alignment.queries(x) for x in (grad_out, q, out))
+    k, v, lse = alignment.keys(k), alignment.keys(v), alignment.queries(lse, fill=float("inf"))
+    window = Window(*alignment.window).narrowed(q.shape[2], k.shape[2])
+    settings = encode(config)
+    kernels = dispatch.choose(q, scale, settings, is_windowed=window.is_sliding)
+    boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
+    saved = ops.saved_for_backward(q, k, out, lse, *boundaries, scale, settings, kernels)
+    dq, dk, dv = _ops.ops.backward.default(
+        grad_out, q, k, v, *k.shape[1:3], *saved, *boundaries, *window, scale, settings, kernels
+    )
+    return alignment.put_back_queries(dq), alignment.put_back_keys(dk), alignment.put_back_keys(dv)
+
+
+# --- From Python -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def patch_sdpa(config: SageConfig = DEFAULT_CONFIG) -> Iterator[None]:
+    """Within it, ``torch.nn.functional.scaled_dot_product_attention`` runs SageBwd where it can.
+
+    On a GPU and on a CPU, in all threads, also where a module imported the function by name. Models that were
+    compiled before keep torch's. Full precision stays where torch's FlashAttention would not run, by the
+    rules of :func:`why_full_precision`; a warning says so, and :func:`sagebwd.report` counts.
+
+    Args:
+        config: what is quantized, and how.
+
+    Raises:
+        ValueError: ``config`` is not a SageConfig.
+    """
+    _check_config(config)
+    original = F.scaled_dot_product_attention
+    patched = _patched(original, config)
+    holders = _holders(original)
+    for module, name in holders:
+        setattr(module, name, patched)
+    try:
+        yield
+    finally:
+        for module, name in holders:
+            setattr(module, name, original)
+
+
+def why_full_precision(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> str:
+    """Why :func:`patch_sdpa` leaves a call to torch, "" if SageBwd computes it.
+
+    The rules are those of torch's FlashAttention, but that SageBwd takes fp32 on a CPU, and boolean masks
+    that only hide keys.
+    """
+    tensors = (query, key, value)
+    if not all(isinstance(x, Tensor) for x in tensors) or any(x.is_nested for x in tensors):
+        return "nested tensors"
+    device = query.device.type
+    if device not in ("cpu", "cuda"):
+        return f"tensors on {device}"
+    if any(x.dim() != 4 for x in tensors):
+        return "tensors that are not (batch, heads, tokens, head size)"
+    if any(0 in x.shape for x in tensors):
+        return "empty tensors"
+    dtype = torch.get_autocast_dtype(device) if is_autocast(device) else query.dtype
+    if dtype not in (torch.float16, torch.bfloat16, *([torch.float32] if device == "cpu" else [])):
+        return f"{str(dtype).removeprefix('torch.')} on {device}"
+    head_dim = query.shape[-1]
+    if key.shape != value.shape or key.shape[-1] != head_dim or key.shape[0] != query.shape[0]:
+        return "keys and values of other shapes"
+    if key.shape[1] != query.shape[1] and not enable_gqa:
+        return "heads that torch broadcasts"
+    if head_dim > LARGEST_HEAD_DIM or (device == "cuda" and head_dim % 8):
+        return f"a head size of {head_dim}"
+    return "" if attn_mask is None else _why_not_this_mask(query, key, attn_mask)
+
+
+def _why_not_this_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> str:
+    """An additive mask may be a bias, which only its values would tell."""
+    if attn_mask.dtype != torch.bool:
+        return "an additive mask"
+    try:
+        masks.find_key_mask(query, key, attn_mask, None)
+    except ValueError:
+        return "a mask that differs between heads or queries"
+    return ""
+
+
+def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..., Tensor]:
+    name = "scaled_dot_product_attention"
+
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        reason = why_full_precision(query, key, value, attn_mask, enable_gqa)
+        if attn_mask is not None and is_causal:
+            reason = "a mask together with is_causal"
+        if reason:
+            usage.fall_back(name, reason, "sdpa")
+            return original(query, key, value, attn_mask, dropout_p, **settings)
+        if dropout_p:
+            raise NotImplementedError(
+                f"scaled_dot_product_attention is SageBwd here, and dropout_p is {dropout_p}: sagebwd does "
+                f"not compute {REFUSED['dropout_p']}, or leave torch_flash.patch_sdpa()"
+            )
+        return counted_attention(name, query, key, value, attn_mask=attn_mask, config=config, **settings)
+
+    scaled_dot_product_attention.__doc__ = original.__doc__
+    return scaled_dot_product_attention
+
+
+def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
+    """(module, name) of every module that holds ``function``, which ``from … import`` copies; not our own."""
+    own = __name__.partition(".")[0]
+    return [
+        (module, name)
+        for path, module in [*sys.modules.items()]
+        if path.partition(".")[0] != own and isinstance(getattr(module, "__dict__", None), dict)
+        for name, value in [*module.__dict__.items()]
+        if value is function
+    ]
+
+
+def _check_config(config: SageConfig) -> None:
+    if not isinstance(config, SageConfig):
+        raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")

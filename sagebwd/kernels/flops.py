@@ -1,0 +1,78 @@
+"""How FlopCounterMode counts attention: as it counts torch's own, nothing deducted for masks and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Size, Tensor
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+from sagebwd._ops import ops
+
+Shape = tuple[int, ...]
+
+
+def register() -> None:
+    """Register the formulas. Call once."""
+    register_flop_formula(ops.forward, get_raw=True)(forward_flops)
+    register_flop_formula(ops.backward, get_raw=True)(backward_flops)
+
+
+def forward_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """FLOPs of ``sagebwd::forward``. Reads ``cu_seqlens``, which waits for the GPU."""
+    shapes = _document_shapes(q.shape, k.shape, cu_seqlens, cu_seqlens_kv)
+    return sum(sdpa_flop_count(of_q, of_k, of_k) for of_q, of_k in shapes)
+
+
+def backward_flops(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    kv_heads: int,
+    kv_tokens: int,
+    out: Tensor,
+    lse: Tensor,
+    k_mean: Tensor,
+    out_residual: Tensor,
+    packed_kv: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """FLOPs of ``sagebwd::backward``. Reads ``cu_seqlens``, which waits for the GPU."""
+    k_shape = (q.shape[0], kv_heads, kv_tokens, q.shape[3])
+    shapes = _document_shapes(q.shape, k_shape, cu_seqlens, cu_seqlens_kv)
+    return sum(sdpa_backward_flop_count(of_q, of_q, of_k, of_k) for of_q, of_k in shapes)
+
+
+def _document_shapes(
+    q: Size, k: Size | Shape, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None
+) -> Iterator[tuple[Shape, Shape]]:
+    """Shapes of q and k of each document."""
+    if cu_seqlens is None:
+        yield tuple(q), tuple(k)
+        return
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens
+    lengths = (_lengths(cu_seqlens, q[2]), _lengths(cu_seqlens_kv, k[2]))
+    for n_q, n_kv in zip(*lengths, strict=True):
+        yield (q[0], q[1], n_q, q[3]), (k[0], k[1], n_kv, k[3])
+
+
+def _lengths(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """Tokens of each document; all the same where a meta or fake tensor does not tell."""
+    documents = cu_seqlens.shape[0] - 1
+    if cu_seqlens.is_meta or type(cu_seqlens) is not Tensor:
+        return [tokens // documents] * documents
+    return cu_seqlens.diff().clamp(min=0).tolist()

@@ -1,0 +1,159 @@
+"""What ran: which attention layers computed in INT8, by which kernels, and which in full precision, and why.
+
+Integrations count each call here, and users read it with :func:`sagebwd.report`. Nothing here looks at a
+tensor, so nothing waits for a GPU. Under ``torch.compile`` a call is counted when it is traced.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+#: What an integration may do with a call that SageBwd does not compute.
+FALLBACKS = ("error", "sdpa")
+
+
+class _Call(NamedTuple):
+    name: str
+    layer: int | None
+    kernels: str
+    reason: str
+
+
+_counts: Counter[_Call] = Counter()
+_warned: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """Layers of one name that ran in the same way.
+
+    Attributes:
+        name: the class of the attention layers, or where the call came from.
+        layers: their indices, empty where layers have none.
+        kernels: the kernel set that computed them in INT8, "" for full precision.
+        reason: why they ran in full precision, "" for INT8.
+        calls: how often, all layers together; a layer that is recomputed in the backward counts twice.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    kernels: str
+    reason: str
+    calls: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ran since the process started, or since it was cleared; ``print`` shows a table."""
+
+    rows: tuple[ReportRow, ...]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "SageBwd: no integration has called it"
+        head = ("attention", "layers", "calls", "ran")
+        cells = [head, *((row.name, _ranges(row.layers), str(row.calls), _how(row)) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+
+
+def report(*, clear: bool = False) -> Report:
+    """Tell what the integrations ran: INT8 and by which kernels, or full precision and why.
+
+    >>> print(sagebwd.report())
+    attention        layers   calls  ran
+    Gemma3Attention  0-4, 6   240    INT8 (hopper)
+    T5Attention               80     full precision: a position bias
+
+    Calls of :func:`sagebwd.sage_attention` itself are not counted.
+
+    Args:
+        clear: start counting anew, and warn again about layers in full precision.
+    """
+    calls = sorted(_counts.items(), key=lambda item: _sort_key(item[0]))
+    rows = []
+    for (name, kernels, reason), group in groupby(calls, lambda item: (item[0].name, *item[0][2:])):
+        of_layers = [*group]
+        layers = tuple(call.layer for call, _ in of_layers if call.layer is not None)
+        rows.append(ReportRow(name, layers, kernels, reason, sum(count for _, count in of_layers)))
+    if clear:
+        _counts.clear()
+        _warned.clear()
+    return Report(tuple(rows))
+
+
+def record(name: str, kernels: str, layer: int | None = None) -> None:
+    """Count a call that ``kernels`` computed in INT8.
+
+    Args:
+        name: the class of the attention layer, or where the call comes from.
+        kernels: the kernel set, as :func:`sagebwd.dispatch.choose` names it.
+        layer: index of the layer, if it has one.
+    """
+    _count(name, layer, kernels, "")
+
+
+def fall_back(name: str, reason: str, fallback: str, layer: int | None = None, *, fix: str = "") -> None:
+    """Refuse a call that SageBwd does not compute, or count it as one in full precision.
+
+    The caller then computes it in full precision. The first call of a name and reason warns.
+
+    Args:
+        name, layer: as of :func:`record`.
+        reason: what SageBwd does not compute, as a noun: "a position bias".
+        fallback: "error" refuses, "sdpa" counts and warns.
+        fix: for the error, what the user can do instead of falling back: "set it to 0".
+
+    Raises:
+        NotImplementedError: ``fallback`` is "error".
+    """
+    if fallback == "error":
+        raise refusal(name, reason, fix)
+    _count(name, layer, "", reason)
+
+
+def refusal(name: str, reason: str, fix: str = "") -> NotImplementedError:
+    """The error of :func:`fall_back`."""
+    fix = f"{fix}, or " if fix else ""
+    return NotImplementedError(
+        f"{name}: sagebwd does not compute {reason}; {fix}register sagebwd with fallback='sdpa' to compute "
+        "such layers in full precision"
+    )
+
+
+def check_fallback(fallback: str) -> None:
+    """Raise ValueError for an unknown ``fallback``."""
+    if fallback not in FALLBACKS:
+        names = " or ".join(map(repr, FALLBACKS))
+        raise ValueError(f"fallback is {fallback!r}; use {names}")
+
+
+def _count(name: str, layer: int | None, kernels: str, reason: str) -> None:
+    _counts[_Call(name, layer, kernels, reason)] += 1
+    if reason and (name, reason) not in _warned:
+        _warned.add((name, reason))
+        warnings.warn(f"{name} runs in full precision, not in INT8: {reason}", stacklevel=3)
+
+
+# A tracer runs the function instead of tracing it, as torch.compiler.assume_constant_result has it, which
+# would import torch._dynamo.
+_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _sort_key(call: _Call) -> tuple[str, str, str, int]:
+    return call.name, call.kernels, call.reason, -1 if call.layer is None else call.layer
+
+
+def _how(row: ReportRow) -> str:
+    return f"INT8 ({row.kernels})" if row.kernels else f"full precision: {row.reason}"
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) as "0-2, 5"."""
+    runs = groupby(enumerate(layers), lambda item: item[1] - item[0])
+    ends = [(run[0][1], run[-1][1]) for run in ([*group] for _, group in runs)]
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ends)

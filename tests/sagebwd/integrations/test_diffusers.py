@@ -1,0 +1,374 @@
+"""The independent truth is diffusers' own "native" backend: same weights, same inputs, same gradients."""
+
+import functools
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
+
+import sagebwd
+from sagebwd import SageConfig
+
+pytest.importorskip("diffusers", reason="diffusers is not installed; pip install -e '.[dev]' (Python 3.11)")
+
+from diffusers import attention_backend
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    dispatch_attention_fn,
+)
+
+from sagebwd.integrations import torch_flash
+from sagebwd.integrations.diffusers import check, find_bypasses, register
+from scripts.families import diffusers as families
+
+EXACT = 1e-5
+FAMILIES = {family.name: family for family in families.FAMILIES}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def names() -> Iterator[None]:
+    register()
+    register("sagebwd_exact", SageConfig(int8_matmuls=()))
+    register("sagebwd_or_full", fallback="sdpa")
+    yield
+    for name in ("sagebwd", "sagebwd_exact", "sagebwd_or_full"):
+        _AttentionBackendRegistry._backends.pop(AttentionBackendName(name))
+
+
+@pytest.fixture(autouse=True)
+def counts() -> Iterator[None]:
+    sagebwd.report(clear=True)
+    yield
+    sagebwd.report(clear=True)
+
+
+def inputs(heads: tuple[int, int] = (4, 4), tokens: tuple[int, int] = (13, 19)) -> list[Tensor]:
+    """q, k, v (B, N, H, D) as diffusers lays them out."""
+    torch.manual_seed(0)
+    return [torch.randn(2, tokens[i > 0], heads[i > 0], 16, requires_grad=True) for i in range(3)]
+
+
+def compute(backend: str, q: Tensor, k: Tensor, v: Tensor, **arguments: object) -> list[Tensor]:
+    """The output and the three gradients."""
+    out = dispatch_attention_fn(q, k, v, backend=AttentionBackendName(backend), **arguments)
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))]
+
+
+def error(x: Tensor, truth: Tensor) -> float:
+    return ((x - truth).norm() / truth.norm()).item()
+
+
+# Models
+
+
+@pytest.mark.parametrize("name", ["Flux", "Wan", "Qwen-Image"])
+def test_a_model_has_the_gradients_of_full_precision(name):
+    truth, _ = families.train_step(FAMILIES[name], "native")
+    exact, _ = families.train_step(FAMILIES[name], "sagebwd_exact")
+    found, _ = families.train_step(FAMILIES[name], "sagebwd")
+    assert found.keys() == exact.keys() == truth.keys()
+    largest = max(gradient.norm() for gradient in truth.values())
+    for parameter, gradient in truth.items():
+        # A bias of all keys: softmax ignores it, so that its gradient is zero but for rounding.
+        if gradient.norm() > 1e-6 * largest:
+            assert error(exact[parameter], gradient) < EXACT, parameter
+            assert cosine_similarity(found[parameter].flatten(), gradient.flatten(), dim=0) > 0.998, parameter
+
+
+def test_training_lowers_the_loss_and_the_report_names_the_processor():
+    model = families.build(FAMILIES["Wan"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batch = FAMILIES["Wan"].inputs()
+    target, losses = torch.randn_like(batch["hidden_states"]), []
+    with families.attention_set(model, "sagebwd"):
+        for _ in range(6):
+            loss = (model(**batch, return_dict=False)[0] - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    (row,) = sagebwd.report().rows
+    assert (row.name, row.kernels, row.calls) == ("WanAttnProcessor", "reference", 6 * 4)
+
+
+# The backend
+
+
+@pytest.mark.parametrize(
+    ("heads", "arguments"),
+    [((4, 4), {}), ((4, 2), {"enable_gqa": True}), ((4, 4), {"is_causal": True, "scale": 0.4})],
+    ids=["cross", "gqa", "causal"],
+)
+def test_layout_heads_mask_and_scale_are_diffusers(heads, arguments):
+    tensors = inputs(heads)
+    for x, truth in zip(
+        compute("sagebwd_exact", *tensors, **arguments), compute("native", *tensors, **arguments), strict=True
+    ):
+        assert error(x, truth) < EXACT
+
+
+def hidden_keys(dtype: torch.dtype) -> Tensor:
+    """(2, 19): keys in the middle and at the end of the second row are hidden, in bool or additive."""
+    visible = torch.ones(2, 19, dtype=torch.bool)
+    visible[1, 4:7] = visible[1, 15:] = False
+    return visible if dtype == torch.bool else torch.where(visible, 0.0, -10_000.0).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize(
+    "expand",
+    [
+        lambda mask: mask,
+        lambda mask: mask[:, None, None].expand(2, 4, 13, 19),
+        lambda mask: mask[:, None, None].repeat(1, 4, 1, 1),
+    ],
+    ids=["keys", "expanded", "repeated-for-heads"],
+)
+def test_masks_of_keys(dtype, expand):
+    """diffusers' varlen backends keep the first keys of a row, as many as the mask shows, instead."""
+    mask, tensors = expand(hidden_keys(dtype)), inputs()
+    found = compute("sagebwd_exact", *tensors, attn_mask=mask)
+    for x, truth in zip(found, compute("native", *tensors, attn_mask=mask), strict=True):
+        assert error(x, truth) < EXACT
+    assert not found[2][1, 4:7].any()
+    assert not found[3][1, 15:].any()
+
+
+def test_masks_that_differ_between_heads_are_refused():
+    mask = hidden_keys(torch.bool)[:, None, None].repeat(1, 4, 1, 1)
+    mask[0, 2, 0, 3] = False
+    with pytest.raises(NotImplementedError, match=r"more than hide keys; .*values other than 0"):
+        dispatch_attention_fn(*inputs(), backend="sagebwd", attn_mask=mask)
+    with pytest.warns(UserWarning, match="a mask that does more than hide keys"):
+        found = compute("sagebwd_or_full", *inputs(), attn_mask=mask)
+    truth = compute("native", *inputs(), attn_mask=mask)
+    assert all(torch.equal(x, y) for x, y in zip(found, truth, strict=True))
+
+
+def test_values_may_have_another_width():
+    q, k, _ = inputs()
+    v = torch.randn(2, 19, 4, 24, requires_grad=True)
+    for x, truth in zip(compute("sagebwd_exact", q, k, v), compute("native", q, k, v), strict=True):
+        assert error(x, truth) < EXACT
+
+
+def test_the_logsumexp_is_returned():
+    q, k, v = inputs()
+    out, lse = dispatch_attention_fn(
+        q, k, v, backend="sagebwd_exact", attention_kwargs={"return_lse": True}, scale=0.3
+    )
+    truth = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()).mul(0.3).logsumexp(-1)
+    assert error(lse, truth) < EXACT
+    assert out.shape == q.shape
+
+
+def test_a_window_from_flash_attentions_backends():
+    tensors = inputs(tokens=(19, 19))
+    found = compute("sagebwd_exact", *tensors, attention_kwargs={"window_size": (3, 2)})
+    i = torch.arange(19)
+    visible = (i[:, None] - 3 <= i) & (i <= i[:, None] + 2)
+    truth = compute("native", *tensors, attn_mask=visible)
+    assert all(error(x, y) < EXACT for x, y in zip(found, truth, strict=True))
+
+
+def test_every_argument_of_diffusers_own_backends_is_named():
+    """diffusers drops what a backend does not name, in silence."""
+    registry = _AttentionBackendRegistry._supported_arg_names
+    own = [names for backend, names in registry.items() if not backend.value.startswith("sagebwd")]
+    assert set().union(*own) <= registry[AttentionBackendName("sagebwd")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dropout_p": 0.1}, r"does not compute attention dropout \(0.1\); set it to 0"),
+        ({"parallel_config": object()}, "does not compute context parallelism"),
+        ({"attention_kwargs": {"window_size": (2, 2)}}, "a window with N_q ≠ N_kv"),
+        ({"attention_kwargs": {"softcap": 30.0}}, "does not compute soft-capping"),
+        ({"attention_kwargs": {"return_attn_probs": True}}, "does not compute attention weights"),
+        (
+            {"attn_mask": torch.ones(13, 19, dtype=torch.bool)},
+            "hide keys; call .* may differ between heads",
+        ),
+    ],
+    ids=["dropout", "parallel", "window", "softcap", "weights", "mask"],
+)
+def test_what_is_not_computed_is_refused(arguments, message):
+    with pytest.raises(NotImplementedError, match=message):
+        dispatch_attention_fn(*inputs(), backend="sagebwd", **arguments)
+
+
+def test_a_mask_for_each_query_falls_back_where_it_may():
+    mask = torch.rand(13, 19) < 0.7
+    with pytest.warns(UserWarning, match="runs in full precision, not in INT8: .*mask"):
+        found = compute("sagebwd_or_full", *inputs(), attn_mask=mask)
+    truth = compute("native", *inputs(), attn_mask=mask)
+    assert all(torch.equal(x, y) for x, y in zip(found, truth, strict=True))
+    assert [(row.kernels, row.calls) for row in sagebwd.report().rows] == [("", 1)]
+
+
+def test_what_only_sagebwd_returns_never_falls_back():
+    with pytest.raises(NotImplementedError, match="own backend does not compute the logsumexp"):
+        dispatch_attention_fn(
+            *inputs(), backend="sagebwd_or_full", dropout_p=0.1, attention_kwargs={"return_lse": True}
+        )
+
+
+def test_the_context_manager_takes_the_name():
+    q, k, v = inputs()
+    with attention_backend("sagebwd"):
+        dispatch_attention_fn(q, k, v)
+    (row,) = sagebwd.report().rows
+    assert row.kernels == "reference"
+
+
+def test_it_compiles_without_a_graph_break():
+    q, k, v = inputs()
+    attend = functools.partial(dispatch_attention_fn, backend=AttentionBackendName("sagebwd"))
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), attend(q, k, v))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_kernels_compute_it():
+    q, k, v = (x.detach().cuda().bfloat16().requires_grad_() for x in inputs())
+    mask = hidden_keys(torch.bool).cuda()
+    for arguments in ({}, {"attn_mask": mask}, {"attn_mask": mask[:, None, None].repeat(1, 4, 1, 1)}):
+        out = dispatch_attention_fn(q, k, v, backend="sagebwd", **arguments)
+        truth = dispatch_attention_fn(q.float(), k.float(), v.float(), backend="native", **arguments)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        true_gradients = torch.autograd.grad(truth.sum(), (q, k, v))
+        for x, y in zip((out.detach(), *gradients), (truth.detach(), *true_gradients), strict=True):
+            assert error(x.float(), y.float()) < 0.1
+    assert "reference" not in {row.kernels for row in sagebwd.report().rows}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("flash",), "'flash' is a backend of diffusers"),
+        (("SageBwd",), "take one of lower-case letters"),
+        (("sagebwd", None), "config is a NoneType"),
+        (("sagebwd", SageConfig(), "full"), "fallback is 'full'"),
+    ],
+)
+def test_register_names_the_mistake(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        register(*arguments)
+
+
+def test_a_name_takes_new_settings():
+    tensors = inputs()
+    register("sagebwd_again")
+    quantized = compute("sagebwd_again", *tensors)[0]
+    register("sagebwd_again", SageConfig(int8_matmuls=()))
+    exact = compute("sagebwd_again", *tensors)[0]
+    assert torch.equal(quantized, compute("sagebwd", *tensors)[0])
+    assert torch.equal(exact, compute("sagebwd_exact", *tensors)[0])
+
+
+# What would pass it by
+
+
+def test_a_processor_that_calls_pytorch_itself_is_refused_before_the_first_step():
+    model = families.build(FAMILIES["SD 3"])
+    message = r"JointAttnProcessor2_0 calls scaled_dot_product_attention itself \(transformer_blocks\.0\.attn"
+    for use in (model.set_attention_backend, lambda name: check(model)):
+        with pytest.raises(NotImplementedError, match=message) as raised:
+            use("sagebwd")
+        assert "torch_flash" in str(raised.value)
+        assert "fallback='sdpa'" in str(raised.value)
+    with pytest.warns(UserWarning, match="JointAttnProcessor2_0 runs in full precision"):
+        model.set_attention_backend("sagebwd_or_full")
+    assert sagebwd.report().rows[0].name == "JointAttnProcessor2_0"
+    model.set_attention_backend("native")
+
+
+def test_torch_flash_reaches_them():
+    family = FAMILIES["SD 3"]
+    truth, _ = families.train_step(family, "native")
+    with torch_flash.patch_sdpa():
+        found, attention = families.train_step(family, "native")
+    assert families.compare_gradients(found, truth, attention)["attention_cosine"] > 0.998
+    assert {row.kernels for row in sagebwd.report().rows} == {"reference"}
+
+
+def _helper(q: Tensor) -> Tensor:
+    return torch.softmax(q @ q.transpose(-2, -1), -1) @ q
+
+
+def _branch(q: Tensor) -> Tensor:
+    return dispatch_attention_fn(q, q, q)
+
+
+class ByHand(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return _helper(q)
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x, -1)
+
+
+class FixedBackend:
+    def __call__(self, attn: nn.Module, q: Tensor) -> Tensor:
+        return dispatch_attention_fn(q, q, q, backend="flex")
+
+
+class ThroughAMethod:
+    def __call__(self, attn: nn.Module, q: Tensor) -> Tensor:
+        return self.compute(q)
+
+    def compute(self, q: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, q, q)
+
+
+class Dispatches:
+    def __call__(self, attn: nn.Module, q: Tensor) -> Tensor:
+        return _branch(q)
+
+
+class Unknown:
+    def __call__(self, attn: nn.Module, q: Tensor) -> Tensor:
+        return attn.kernel(q)
+
+
+@pytest.mark.parametrize(
+    ("processor", "reason"),
+    [
+        (FixedBackend, "sets its own backend, flex"),
+        (ThroughAMethod, "calls scaled_dot_product_attention itself"),
+        (Unknown, "computes attention itself"),
+        (Dispatches, None),
+    ],
+)
+def test_the_code_of_a_processor_tells(processor, reason):
+    layer = nn.Identity()
+    layer.processor = processor()
+    found = find_bypasses(nn.Sequential(layer, Gate()))
+    assert [(x.name, x.layers, x.reason) for x in found] == (
+        [(processor.__name__, ("0",), reason)] if reason else []
+    )
+
+
+def test_a_layer_without_a_processor_is_found_too():
+    found = find_bypasses(nn.ModuleDict({"a": ByHand(), "b": nn.MultiheadAttention(8, 2), "c": Gate()}))
+    assert {x.name: x.layers for x in found} == {"ByHand": ("a",), "MultiheadAttention": ("b",)}
+
+
+def test_a_processor_without_a_backend_of_its_own_is_named():
+    model = families.build(FAMILIES["Wan"])
+    processor = Dispatches()
+    for block in model.blocks:
+        block.attn1.processor = processor
+    with pytest.warns(UserWarning, match="Dispatches of WanTransformer3DModel take the backend that any"):
+        model.set_attention_backend("sagebwd")
+    with warnings.catch_warnings():
+        model.set_attention_backend("native")

@@ -1,0 +1,198 @@
+"""flash_attn's functions: the truth is torch's attention in float64 with flash_attn's mask written out."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sagebwd import SageConfig
+from sagebwd.integrations import flash_attn
+from sagebwd.integrations.alignment import align
+from sagebwd.metrics import relative_l2
+from tests.sagebwd.integrations.hand_written import assert_trains_as
+
+EXACT = SageConfig(int8_matmuls=())
+LENGTHS = [(7, 7), (3, 8), (8, 3), (1, 6), (6, 1)]
+WINDOWS = [(-1, -1), (-1, 0), (2, 0), (2, 1), (-1, 1), (1, -1), (0, 0)]
+
+
+def is_seen(n_q: int, n_kv: int, window: tuple[int, int]) -> Tensor:
+    """(N_q, N_kv) bool, by the formula in flash_attn's documentation."""
+    left, right = (10**6 if x < 0 else x for x in window)
+    distance = torch.arange(n_kv) - torch.arange(n_q)[:, None] - (n_kv - n_q)
+    return (distance >= -left) & (distance <= right)
+
+
+def truth_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Output and lse in float64; flash_attn's shapes (B, N, H, D); zeros where the mask hides all keys."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
+    weights = logits.softmax(-1).where(mask.any(-1, keepdim=True), 0.0)
+    return (weights @ v).transpose(1, 2), logits.logsumexp(-1)
+
+
+def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def assert_same(
+    found: Tensor, truth: Tensor, leaves: list[Tensor], name: object, bound: float = 1e-5
+) -> None:
+    grad_out = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    assert relative_l2(found, truth) < bound, name
+    gradients = torch.autograd.grad(found, leaves, grad_out)
+    expected = torch.autograd.grad(truth, leaves, grad_out.double())
+    for gradient, x in zip(gradients, expected, strict=True):
+        assert relative_l2(gradient, x) < bound or (gradient - x).abs().max() < 1e-6, name
+
+
+def test_masks_counted_from_the_first_are_those_counted_from_the_last():
+    for n_q, n_kv, window in itertools.product(range(1, 7), range(1, 7), WINDOWS):
+        aligned = align(n_q, n_kv, window)
+        first_query, first_key, (left, right) = aligned.first_query, aligned.first_key, aligned.window
+        seen = torch.zeros(n_q, n_kv, dtype=torch.bool)
+        distance = torch.arange(n_kv - first_key) - torch.arange(n_q - first_query)[:, None]
+        seen[first_query:, first_key:] = (distance >= -(left if left >= 0 else 99)) & (
+            distance <= (right if right >= 0 else 99)
+        )
+        assert torch.equal(seen, is_seen(n_q, n_kv, window)), (n_q, n_kv, window)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_every_window_from_the_bottom_right(lengths):
+    n_q, n_kv = lengths
+    leaves = draw((2, n_q, 4, 8), (2, n_kv, 2, 8), (2, n_kv, 2, 8))
+    for window, causal in itertools.product(WINDOWS, (False, True)):
+        seen = is_seen(n_q, n_kv, (window[0], 0) if causal else window)
+        truth, true_lse = truth_of(*leaves, seen, 0.3)
+        settings = {"causal": causal, "window_size": window, "softmax_scale": 0.3, "config": EXACT}
+        found, lse = flash_attn.flash_attn_func(*leaves, return_lse=True, **settings)
+        torch.testing.assert_close(lse, true_lse.float())
+        assert not lse.requires_grad
+        assert_same(found, truth, leaves, (window, causal))
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["one tensor", "two tensors"])
+@pytest.mark.parametrize(("causal", "window"), [(False, (-1, -1)), (True, (-1, -1)), (True, (2, -1))])
+def test_packed_sequences(causal, window, is_same):
+    """With two tensors: more queries than keys, fewer, none, and tokens before and after all sequences."""
+    cuts = [0, 3, 7, 12] if is_same else [1, 4, 6, 11, 11]
+    cuts_kv = cuts if is_same else [2, 4, 9, 12, 13]
+    boundaries = torch.tensor(cuts, dtype=torch.int32)
+    boundaries_kv = boundaries if is_same else torch.tensor(cuts_kv, dtype=torch.int32)
+    n_kv = 12 if is_same else 14
+    leaves = draw((12, 4, 8), (n_kv, 2, 8), (n_kv, 2, 8))
+    mask = torch.zeros(12, n_kv, dtype=torch.bool)
+    for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
+        mask[a:b, c:d] = is_seen(b - a, d - c, (window[0], 0) if causal else window)
+    truth, true_lse = truth_of(*(x[None] for x in leaves), mask, None)
+    found, lse, weights = flash_attn.flash_attn_varlen_func(
+        *leaves, boundaries, boundaries_kv, 5, 5, causal=causal, window_size=window,
+        return_attn_probs=True, config=EXACT,
+    )  # fmt: skip
+    assert weights is None
+    torch.testing.assert_close(lse, true_lse[0].float())
+    assert_same(found, truth[0], leaves, cuts)
+
+
+def test_packed_arguments_are_their_parts():
+    [qkv, q, kv] = draw((2, 6, 3, 2, 8), (2, 6, 4, 8), (2, 9, 2, 2, 8))
+    settings = {"causal": True, "config": EXACT}
+    found = flash_attn.flash_attn_qkvpacked_func(qkv, **settings)
+    assert_same(found, flash_attn.flash_attn_func(*qkv.unbind(2), **settings), [qkv], "qkv")
+    found = flash_attn.flash_attn_kvpacked_func(q, kv, **settings)
+    assert_same(found, flash_attn.flash_attn_func(q, *kv.unbind(2), **settings), [q, kv], "kv")
+    cuts, cuts_kv = torch.tensor([0, 2, 6]), torch.tensor([0, 5, 9])
+    found = flash_attn.flash_attn_varlen_qkvpacked_func(qkv[0], cuts, 4, **settings)
+    truth = flash_attn.flash_attn_varlen_func(*qkv[0].unbind(1), cuts, cuts, 4, 4, **settings)
+    assert_same(found, truth, [qkv], "varlen qkv")
+    cuts = (cuts, cuts_kv, 4, 5)
+    found = flash_attn.flash_attn_varlen_kvpacked_func(q[0], kv[0], *cuts, **settings)
+    truth = flash_attn.flash_attn_varlen_func(q[0], *kv[0].unbind(1), *cuts, **settings)
+    assert_same(found, truth, [q, kv], "varlen kv")
+
+
+@pytest.mark.parametrize(("config", "bound"), [(EXACT, 1e-5), (SageConfig(), 0.08)], ids=["exact", "INT8"])
+def test_a_model_trains_as_with_full_precision(config, bound):
+    """The bound of INT8 is that of test_hand_written.py."""
+
+    def attend(q, k, v, attn_mask, dropout_p, is_causal):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return flash_attn.flash_attn_func(q, k, v, dropout_p, causal=is_causal, config=config).transpose(1, 2)
+
+    assert_trains_as(attend, F.scaled_dot_product_attention, bound=bound)
+
+
+def test_packed_sequences_compile_without_a_graph_break():
+    """With two tensors of boundaries, which are not read."""
+    leaves = draw((5, 2, 8), (6, 2, 8), (6, 2, 8))
+    boundaries = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 6])
+
+    def attend(*arguments):
+        return flash_attn.flash_attn_varlen_func(*arguments, 3, 3, causal=True, config=EXACT)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*leaves, *boundaries), attend(*leaves, *boundaries), leaves, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("dropout_p", 0.1, "dropout_p is 0.1: .*dropout of attention weights"),
+        ("softcap", 30.0, "softcap is 30.0: .*soft-capping"),
+        ("alibi_slopes", torch.ones(2), r"alibi_slopes is a tensor \(2,\): .*ALiBi"),
+        ("s_aux", torch.zeros(2), r"s_aux is a tensor \(2,\): .*attention sinks"),
+    ],
+)
+def test_refused_by_name(name, value, message):
+    q, k, v = draw(*[(2, 5, 2, 8)] * 3)
+    boundaries = torch.tensor([0, 5])
+    with pytest.raises(NotImplementedError, match=message):
+        flash_attn.flash_attn_func(q, k, v, **{name: value})
+    with pytest.raises(NotImplementedError, match=message):
+        flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], boundaries, boundaries, 5, 5, **{name: value})
+
+
+def test_paged_caches_and_windows_of_two_boundary_tensors_are_refused():
+    q, k, v = draw(*[(5, 2, 8)] * 3)
+    boundaries = torch.tensor([0, 5])
+    arguments = (q, k, v, boundaries, boundaries.clone(), 5, 5)
+    with pytest.raises(NotImplementedError, match=r"block_table is a tensor .*paged cache"):
+        flash_attn.flash_attn_varlen_func(*arguments, block_table=boundaries)
+    with pytest.raises(NotImplementedError, match=r"window is \(1, 1\) .*pass one tensor for both"):
+        flash_attn.flash_attn_varlen_func(*arguments, window_size=(1, 1))
+    with pytest.raises(ValueError, match="boundaries of the queries are 2 and those of the keys 3"):
+        flash_attn.flash_attn_varlen_func(q, k, v, boundaries, torch.tensor([0, 2, 5]), 5, 5, causal=True)
+
+
+@pytest.mark.parametrize("has_padding", [False, True], ids=["whole", "padded"])
+def test_transformers_calls_it(monkeypatch, has_padding):
+    """transformers' own code around flash_attn: it removes padding, and drops what no signature names."""
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    functions = tuple(
+        functools.wraps(x)(functools.partial(x, config=EXACT))
+        for x in (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func)
+    )
+    imported = (*functions, None, utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: imported)
+    leaves = draw((2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
+    shown = torch.ones(2, 9, dtype=torch.bool)
+    shown[0, :4] = not has_padding
+    seen = is_seen(9, 9, (2, 0)) & shown[:, None, None, :] & shown[:, None, :, None]
+    truth, _ = truth_of(*leaves, seen, None)
+
+    def attend(**asked):
+        mask = shown if has_padding else None
+        settings = {"attn_implementation": f"test {has_padding}", "sliding_window": 3, **asked}
+        return utils._flash_attention_forward(*leaves, mask, 9, is_causal=True, **settings)
+
+    assert_same(attend(), truth, leaves, has_padding)
+    for asked in ({"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}):
+        with pytest.raises(NotImplementedError, match="sagebwd does not compute"):
+            attend(**asked)

@@ -1,0 +1,199 @@
+"""SageAttention's functions: layouts, scale, GQA and packed sequences against float64; what is refused."""
+
+import dataclasses
+import importlib.util
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sagebwd import SageConfig, report
+from sagebwd.integrations import sageattention
+from sagebwd.metrics import relative_l2
+from sagebwd.reference import exact_attention
+from tests.sagebwd.integrations.hand_written import assert_trains_as
+
+EXACT = SageConfig(int8_matmuls=())
+DENSE = [
+    sageattention.sageattn,
+    sageattention.sageattn_qk_int8_pv_fp16_triton,
+    sageattention.sageattn_qk_int8_pv_fp16_cuda,
+    sageattention.sageattn_qk_int8_pv_fp8_cuda,
+    sageattention.sageattn_qk_int8_pv_fp8_cuda_sm90,
+]
+
+
+@pytest.fixture
+def not_installed():
+    yield
+    sageattention.uninstall()
+
+
+def gradients(function, q, k, v, grad_out):
+    """[out, dq, dk, dv]"""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def assert_same(found, truth, bound=1e-5):
+    for name, x, expected in zip(("out", "dq", "dk", "dv"), found, truth, strict=True):
+        assert x.shape == expected.shape, name
+        assert relative_l2(x, expected) < bound, name
+
+
+@pytest.mark.parametrize("function", DENSE)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_layouts_scale_and_shared_heads(function, layout, draw):
+    inputs = draw(13, 13, heads=4, kv_heads=2, head_dim=8)
+    truth = exact_attention(*inputs, is_causal=True, scale=0.3)
+    turn = (lambda x: x.transpose(1, 2)) if layout == "NHD" else (lambda x: x)
+    settings = {"tensor_layout": layout, "is_causal": True, "sm_scale": 0.3, "config": EXACT}
+    _, lse = function(*map(turn, inputs[:3]), return_lse=True, **settings)
+    torch.testing.assert_close(lse, truth.lse.float())
+    found = gradients(lambda q, k, v: function(q, k, v, **settings), *map(turn, inputs))
+    assert_same(map(turn, found), [truth.out, truth.dq, truth.dk, truth.dv])
+
+
+def test_more_keys_than_queries_without_a_mask(draw):
+    inputs = draw(5, 12, head_dim=8)
+    truth = exact_attention(*inputs)
+    found = gradients(lambda q, k, v: sageattention.sageattn(q, k, v, config=EXACT), *inputs)
+    assert_same(found, [truth.out, truth.dq, truth.dk, truth.dv])
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_packed_sequences(is_causal, draw):
+    """As many queries as keys in each sequence under the causal mask, other numbers without."""
+    inputs = draw(14, 14 if is_causal else 17, batch=1, heads=4, kv_heads=2, head_dim=8)
+    boundaries = torch.tensor([0, 5, 6, 14])
+    boundaries_kv = boundaries if is_causal else torch.tensor([0, 9, 10, 17])
+    cuts = {"cu_seqlens": boundaries, "cu_seqlens_kv": boundaries_kv}
+    truth = exact_attention(*inputs, is_causal=is_causal, **cuts)
+
+    def attend(q, k, v):
+        lengths = (boundaries.int(), boundaries_kv.int(), 8, 9)
+        return sageattention.sageattn_varlen(q, k, v, *lengths, is_causal, config=EXACT)
+
+    found = gradients(attend, *(x[0].transpose(0, 1) for x in inputs))
+    truth = [x[0].transpose(0, 1) for x in (truth.out, truth.dq, truth.dk, truth.dv)]
+    assert_same(found, truth)
+
+
+@pytest.mark.parametrize("function", [DENSE[0], DENSE[2]])
+def test_masks_that_hide_keys(function, draw):
+    """SageAttention drops ``attn_mask`` in silence. One that differs between queries is refused."""
+    q, k, v, grad_out = draw(7, 9, batch=1, head_dim=8)
+    shown = torch.arange(9) % 3 != 1
+    truth = exact_attention(q, k[:, :, shown], v[:, :, shown], grad_out)
+    settings = {"attn_mask": shown[None, None, None], "config": EXACT}
+    out, dq, dk, dv = gradients(lambda q, k, v: function(q, k, v, **settings), q, k, v, grad_out)
+    assert not dk[:, :, ~shown].any()
+    assert_same([out, dq, dk[:, :, shown], dv[:, :, shown]], [truth.out, truth.dq, truth.dk, truth.dv])
+    with pytest.raises(ValueError, match="attn_mask has shape"):
+        function(q, k, v, attn_mask=torch.ones(7, 9, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize(("config", "bound"), [(EXACT, 1e-5), (SageConfig(), 0.08)], ids=["exact", "INT8"])
+def test_a_model_trains_as_with_full_precision(config, bound):
+    """The bound of INT8 is that of test_hand_written.py."""
+
+    def attend(q, k, v, **settings):
+        return sageattention.sageattn(q, k, v, config=config, **settings)
+
+    assert_trains_as(attend, F.scaled_dot_product_attention, bound=bound)
+
+
+def test_smoothing_is_what_the_call_says_and_else_what_the_config_says(draw, monkeypatch):
+    seen = []
+    real = sageattention.counted_attention
+
+    def noting(*arguments, config, **settings):
+        seen.append(config)
+        return real(*arguments, config=config, **settings)
+
+    monkeypatch.setattr(sageattention, "counted_attention", noting)
+    q, k, v, _ = draw(5, head_dim=8)
+    plain = dataclasses.replace(SageConfig(), smooth_k=False)
+    sageattention.sageattn(q, k, v)
+    sageattention.sageattn(q, k, v, config=plain)
+    sageattention.sageattn(q, k, v, smooth_k=False)
+    sageattention.sageattn_qk_int8_pv_fp16_cuda(q, k, v, smooth_v=True)
+    assert seen == [SageConfig(), plain, plain, SageConfig(smooth_v=True)]
+
+
+def test_programs_that_import_sageattention_get_gradients(not_installed, draw, caplog):
+    sageattention.install(EXACT)
+    program = {}
+    exec("import sageattention; from sageattention import sageattn, sageattn_varlen", program)
+    exec("from sageattention.core import sageattn_qk_int8_pv_fp16_cuda", program)
+    assert importlib.util.find_spec("sageattention") is not None
+    report(clear=True)
+    q, k, v, grad_out = draw(9, head_dim=8)
+    truth = exact_attention(q, k, v, grad_out)
+    found = gradients(program["sageattn"], q, k, v, grad_out)
+    assert_same(found, [truth.out, truth.dq, truth.dk, truth.dv])
+    assert [(row.name, row.kernels, row.calls) for row in report().rows] == [("sageattn", "reference", 1)]
+    sageattention.install()  # sets another config
+    assert [x.message for x in caplog.records] == [
+        "`import sageattention` now gives sagebwd.integrations.sageattention, which trains"
+    ]
+    assert relative_l2(program["sageattn"](q, k, v), truth.out) > 1e-4
+    sageattention.uninstall()
+    assert importlib.util.find_spec("sageattention") is None
+
+
+def test_a_real_sageattention_is_not_displaced(monkeypatch):
+    real = types.ModuleType("sageattention")
+    real.__file__ = "/site-packages/sageattention/__init__.py"
+    monkeypatch.setitem(sys.modules, "sageattention", real)
+    with pytest.raises(RuntimeError, match="already imported from /site-packages/sageattention"):
+        sageattention.install()
+    sageattention.uninstall()
+    assert sys.modules["sageattention"] is real
+
+
+def test_install_refuses_what_is_no_config():
+    with pytest.raises(ValueError, match="config is a str"):
+        sageattention.install("paper")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dropout_p": 0.1}, "dropout_p"),
+        ({"tensor_layout": None}, "tensor_layout is None.*sagebwd.sage_attention"),
+        ({"sm_scale": 0.1, "scale": 0.1}, "pass one of the two"),
+        ({"enable_gqa": False}, "enable_gqa=True"),
+        ({"is_causal": True}, "3 queries and 5 keys.*flash_attn_func"),
+        ({"smooth_v": True, "config": EXACT}, "smooth_v=True needs an INT8 O"),
+    ],
+)
+def test_refused_by_name(settings, message, draw):
+    q, k, v, _ = draw(3, 5, heads=2, kv_heads=1, head_dim=8)
+    with pytest.raises(ValueError, match=message):
+        sageattention.sageattn(q, k, v, **settings)
+
+
+def test_values_that_sageattention_does_not_know_are_refused(draw):
+    q, k, v, _ = draw(3, head_dim=8)
+    for name in ("qk_quant_gran", "pv_accum_dtype"):
+        with pytest.raises(ValueError, match=f"{name} is 'other'; SageAttention knows"):
+            sageattention.sageattn_qk_int8_pv_fp8_cuda(q, k, v, **{name: "other"})
+    with pytest.raises(ValueError, match="quantization_backend is 'other'"):
+        sageattention.sageattn_qk_int8_pv_fp16_triton(q, k, v, quantization_backend="other")
+    with pytest.raises(TypeError, match="unknown"):
+        sageattention.sageattn(q, k, v, unknown=1)
+    boundaries = torch.tensor([0, 3])
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    with pytest.raises(ValueError, match=r"2 queries and 3 keys.*flash_attn_varlen_func"):
+        sageattention.sageattn_varlen(q[:2], k, v, boundaries, boundaries, 3, 3, is_causal=True)
+
+
+def test_no_function_swallows_arguments():
+    for name in sageattention.__all__:
+        kinds = {p.kind for p in inspect.signature(getattr(sageattention, name)).parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}, name

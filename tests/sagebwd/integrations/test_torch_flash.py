@@ -1,0 +1,444 @@
+"""SageBwd as torch's FlashAttention. Its operators exist for CUDA alone, and are tried on the CPU here.
+
+:class:`~sagebwd.integrations.torch_flash.Override` is given the CPU's dispatch key: calls then go through
+torch's dispatcher and torch's own autograd formulas, as on a GPU.
+"""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+
+from sagebwd import SageConfig, report, sage_attention
+from sagebwd._ops import ops
+from sagebwd.config import encode
+from sagebwd.integrations import torch_flash
+from sagebwd.kernels.lse import natural_lse
+from sagebwd.kernels.ops import saved_for_backward
+from sagebwd.metrics import relative_l2
+from tests.sagebwd.integrations.hand_written import assert_trains_as
+from tests.sagebwd.integrations.test_flash_attn import WINDOWS, assert_same, draw, is_seen, truth_of
+
+aten = torch.ops.aten
+EXACT = SageConfig(int8_matmuls=())
+#: K is smoothed where an INT8 product takes it, so that the logsumexp is not that of the plain logits.
+SMOOTHED = SageConfig(int8_matmuls=("dk",))
+TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
+
+
+@pytest.fixture
+def override(request):
+    """Overrides torch's operators on the CPU, with the given config."""
+    overrides = []
+
+    def override(config=SMOOTHED):
+        overrides.append(torch_flash.Override(config, "CPU"))
+        return overrides[-1]
+
+    yield override
+    for x in overrides:
+        x.remove()
+
+
+# --- torch's operators -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_the_operator_behind_sdpa(override, is_causal):
+    """With shared heads, and the logsumexp of the plain logits although K has a mean and is smoothed."""
+    override()
+    q, k, v = draw((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8))
+    k = (k + 2).detach().requires_grad_()
+    seen = is_seen(9, 9, (-1, 0 if is_causal else -1))
+    truth, true_lse = truth_of(*(x.transpose(1, 2) for x in (q, k, v)), seen, 0.3)
+    out, lse, *others = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=0.3)
+    torch.testing.assert_close(lse, true_lse.float())
+    assert others[:4] == [None, None, 9, 9]
+    assert_same(out, truth.transpose(1, 2), [q, k, v], "dense", bound=0.02)
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), (3, 7), (7, 3)], ids=str)
+def test_the_dense_operator_counts_from_the_bottom_right(override, lengths):
+    override(EXACT)
+    n_q, n_kv = lengths
+    leaves = draw((2, n_q, 4, 8), (2, n_kv, 2, 8), (2, n_kv, 2, 8))
+    for window, is_causal in itertools.product(WINDOWS[::2], (False, True)):
+        seen = is_seen(n_q, n_kv, (window[0], 0) if is_causal else window)
+        truth, true_lse = truth_of(*leaves, seen, None)
+        out, lse, *_ = aten._flash_attention_forward(
+            *leaves, None, None, n_q, n_kv, 0.0, is_causal, False,
+            window_size_left=window[0], window_size_right=None if window[1] < 0 else window[1],
+        )  # fmt: skip
+        torch.testing.assert_close(lse, true_lse.float())
+        assert_same(out, truth, leaves, (window, is_causal))
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["one tensor", "two tensors"])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0)], ids=str)
+def test_packed_sequences_by_torchs_own_function(override, window, is_same):
+    override()
+    cuts, cuts_kv = [0, 3, 7, 12], [0, 3, 7, 12] if is_same else [0, 1, 9, 14]
+    boundaries = torch.tensor(cuts, dtype=torch.int32)
+    boundaries_kv = boundaries if is_same else torch.tensor(cuts_kv, dtype=torch.int32)
+    leaves = draw((12, 4, 8), (cuts_kv[-1], 2, 8), (cuts_kv[-1], 2, 8))
+    mask = torch.zeros(12, cuts_kv[-1], dtype=torch.bool)
+    for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
+        mask[a:b, c:d] = is_seen(b - a, d - c, window)
+    truth, true_lse = truth_of(*(x[None] for x in leaves), mask, None)
+    arguments = (*leaves, boundaries, boundaries_kv, 5, 8)
+    settings = {"window_size": window, "enable_gqa": True}
+    out, lse = varlen.varlen_attn(*arguments, return_aux=varlen.AuxRequest(lse=True), **settings)
+    torch.testing.assert_close(lse, true_lse[0].float())
+    assert_same(out, truth[0], leaves, window, bound=0.02)
+    into = torch.empty_like(out)
+    with torch.no_grad():
+        varlen.varlen_attn_out(into, *arguments, **settings)
+    assert torch.equal(into, out)
+
+
+def test_results_are_laid_out_as_torch_expects(override):
+    """As torch's meta kernels say, which the compiler relies on: shapes, strides and dtypes."""
+    override(SageConfig())
+    q, k, v = (x.detach().half().transpose(1, 2) for x in draw((2, 5, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8)))
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    boundaries = (torch.tensor([0, 2, 5]), torch.tensor([0, 2, 6]))
+
+    def run(q, k, v, *packed):
+        dense = aten._scaled_dot_product_flash_attention(q, k, v)
+        flash = aten._flash_attention_forward(*packed, *boundaries, 3, 4, 0.0, False, False)
+        backward = aten._scaled_dot_product_flash_attention_backward(
+            dense[0], q, k, v, *dense[:6], 0.0, False, *dense[6:8]
+        )
+        return [x for x in (*dense, *flash, *backward) if isinstance(x, Tensor)]
+
+    found = run(q, k, v, *packed)
+    expected = run(*(x.to("meta") for x in (q, k, v, *packed)))
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+    assert [x.stride() for x in found] == [x.stride() for x in expected]
+
+
+def test_merged_logsumexps_give_the_gradients_of_all_keys(override):
+    """Ring attention: two halves of the keys, whose results are merged, and a backward for each half."""
+    override()
+    q, k, v = draw((1, 2, 6, 8), (1, 2, 10, 8), (1, 2, 10, 8))
+    truth, _ = truth_of(*(x.transpose(1, 2) for x in (q, k, v)), torch.ones(6, 10, dtype=torch.bool), None)
+    grad_out = torch.ones(1, 2, 6, 8)
+    expected = torch.autograd.grad(truth.transpose(1, 2), [q, k, v], grad_out.double())
+    halves = [(k[:, :, a:b].detach(), v[:, :, a:b].detach()) for a, b in ((0, 4), (4, 10))]
+    q = q.detach()
+    parts = [aten._scaled_dot_product_flash_attention(q, *half)[:2] for half in halves]
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(x * (y - lse).exp()[..., None] for x, y in parts)
+    state = torch.empty(2, dtype=torch.uint64)
+    gradients = [
+        aten._scaled_dot_product_flash_attention_backward(
+            grad_out, q, *half, out, lse, None, None, 6, half[0].shape[2], 0.0, False, state, state
+        )
+        for half in halves
+    ]
+    dq = gradients[0][0] + gradients[1][0]
+    dk, dv = (torch.cat([gradients[0][i], gradients[1][i]], 2) for i in (1, 2))
+    for x, y in zip((dq, dk, dv), expected, strict=True):
+        assert relative_l2(x, y) < 0.02
+
+
+@pytest.mark.parametrize(("config", "bound"), [(EXACT, 1e-5), (SageConfig(), 0.08)], ids=["exact", "INT8"])
+def test_a_model_trains_behind_torchs_operators(override, config, bound):
+    """The bound of INT8 is that of test_hand_written.py."""
+    override(config)
+
+    def attend(q, k, v, attn_mask, dropout_p, is_causal):
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+
+    assert_trains_as(attend, F.scaled_dot_product_attention, bound=bound)
+
+
+def test_operators_refuse_by_name(override):
+    override()
+    x = torch.randn(5, 2, 8)
+    boundaries = torch.tensor([0, 5])
+    refused = {"seqused_k": boundaries, "alibi_slopes": x, "block_table": boundaries, "num_splits": 3}
+    for name, value in refused.items():
+        with pytest.raises(NotImplementedError, match=f"{name} is .*restore_flash_attention_impl"):
+            aten._flash_attention_forward(
+                x, x, x, boundaries, boundaries, 5, 5, 0.0, False, False, **{name: value}
+            )
+    dense = x[None]
+    with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
+        aten._scaled_dot_product_flash_attention(dense, dense, dense, 0.1)
+    with pytest.raises(NotImplementedError, match="return_debug_mask is True"):
+        aten._scaled_dot_product_flash_attention(dense, dense, dense, 0.0, False, True)
+    with pytest.raises(NotImplementedError, match="cum_seq_q is given without cum_seq_k"):
+        aten._flash_attention_forward(x, x, x, boundaries, None, 5, 5, 0.0, False, False)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "is_packed"), [("reference", False), ("reference", True), ("triton", True)]
+)
+def test_what_the_backward_needs_comes_from_the_logsumexp_alone(kernels, is_packed):
+    """The mean of K to the bit, the logsumexp to the rounding of its change of base and back."""
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    dtype = torch.float32 if kernels == "reference" else torch.float16
+    q, k, v = (x.detach().to(dtype) for x in draw((1, 2, 21, 32), (1, 1, 21, 32), (1, 1, 21, 32)))
+    k = k + 3
+    boundaries = (torch.tensor([0, 9, 9, 21]) if is_packed else None, None)
+    settings = encode(SageConfig(block_q=32, block_kv=32))
+    arguments = (*boundaries, -1, 0, 0.2, settings, kernels)
+    saved = ops.forward.default(q, k, v, *arguments)
+    out, lse, k_mean, *_ = saved
+    plain = natural_lse(q, lse, k_mean, boundaries[0], scale=0.2, kernels=kernels)
+    again = saved_for_backward(q, k, out, plain, *boundaries, 0.2, settings, kernels)
+    assert torch.equal(again.k_mean, k_mean)
+    torch.testing.assert_close(again.lse, lse, atol=1e-5, rtol=1e-6)
+    sizes = (1, 21)
+    gradients = ops.backward.default(torch.ones_like(out), q, k, v, *sizes, *again, *arguments)
+    expected = ops.backward.default(torch.ones_like(out), q, k, v, *sizes, *saved, *arguments)
+    for x, y in zip(gradients, expected, strict=True):
+        assert relative_l2(x, y) < 2e-3  # one step of INT8 here and there
+
+
+# --- torch's registry --------------------------------------------------------------------------------------
+
+
+def test_activate_and_restore(monkeypatch):
+    attention = torch.nn.attention
+    torch_flash.register("sagebwd-test", EXACT)
+    assert "sagebwd-test" in attention.list_flash_attention_impls()
+    had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    x = torch.randn(1, 1, 3, 8)
+    try:
+        attention.activate_flash_attention_impl("sagebwd-test")
+        assert attention.current_flash_attention_impl() == "sagebwd-test"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        attention.restore_flash_attention_impl()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == had_cudnn
+    override = torch_flash.Override(EXACT, "CPU")
+    aten._scaled_dot_product_flash_attention(x, x, x)
+    override.remove()
+    with pytest.raises(NotImplementedError, match="CPU"):
+        aten._scaled_dot_product_flash_attention(x, x, x)
+
+
+def test_registration_refuses_what_torch_cannot_hold(monkeypatch):
+    with pytest.raises(ValueError, match=r"compensate_o=True .*patch_sdpa"):
+        torch_flash.register(config=SageConfig.consistent())
+    with pytest.raises(ValueError, match="config is a str"):
+        torch_flash.register(config="paper")
+    with pytest.raises(ValueError, match="'FA4' is registered by other code"):
+        torch_flash.register("FA4")
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        with pytest.raises(RuntimeError, match=r"switched off.*enable_flash_sdp\(True\)"):
+            torch_flash.Override(EXACT, "CPU")
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
+    with pytest.raises(ImportError, match=r"torch 2.* use sagebwd.integrations.torch_flash.patch_sdpa"):
+        torch_flash.register()
+
+
+# --- The patch ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [(EXACT, 1e-5), (SageConfig(), 0.08), (SageConfig.consistent(), 0.08)],
+    ids=["exact", "INT8", "consistent"],
+)
+def test_a_model_trains_within_the_patch(config, bound):
+    def attend(*args, **kwargs):
+        with torch_flash.patch_sdpa(config):
+            return F.scaled_dot_product_attention(*args, **kwargs)
+
+    assert_trains_as(attend, TORCH_SDPA, bound=bound)
+
+
+def test_keywords_threads_and_modules_of_torch():
+    """nn.MultiheadAttention calls torch's function by its name in torch.nn.functional."""
+    q, k, v = (x.detach() for x in draw((1, 4, 6, 8), (1, 2, 9, 8), (1, 2, 9, 8)))
+    settings = {"query": q, "key": k, "value": v, "scale": 0.3, "enable_gqa": True, "is_causal": True}
+    module, x = nn.MultiheadAttention(16, 2), torch.randn(7, 2, 16)
+    truth = F.scaled_dot_product_attention(**settings), module(x, x, x, need_weights=False)[0]
+    found = []
+    with torch_flash.patch_sdpa():
+        thread = threading.Thread(target=lambda: found.append(F.scaled_dot_product_attention(**settings)))
+        thread.start()
+        thread.join()
+        found.append(module(x, x, x, need_weights=False)[0])
+    for out, expected in zip(found, truth, strict=True):
+        assert 1e-4 < relative_l2(out, expected) < 0.05
+
+
+def test_what_stays_in_full_precision():
+    """To the bit, gradients included, because torch's function runs; with a warning, and in the report."""
+    q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    large = tuple(torch.randn(3, 1, 1, 4, 264).requires_grad_())
+    calls = {
+        "differs between heads or queries": (q, k, v, mask),
+        "an additive mask": (q, k, v, torch.zeros(1, 1, 1, 5)),
+        "a mask together with is_causal": (q, k, v, mask[:1], 0.0, True),
+        r"not \(batch, heads": (q[0], k[0], v[0]),
+        "float64 on cpu": (q.double(), k.double(), v.double()),
+        "other shapes": (q, k, v[..., :4]),
+        "heads that torch broadcasts": (q, k[:, :1], v[:, :1]),
+        "empty": (q[:0], k[:0], v[:0]),
+        "a head size of 264": large,
+    }
+    report(clear=True)
+    for reason, arguments in calls.items():
+        truth = F.scaled_dot_product_attention(*arguments)
+        with torch_flash.patch_sdpa(), pytest.warns(UserWarning, match=f"in full precision.*{reason}"):
+            found = F.scaled_dot_product_attention(*arguments)
+        assert torch.equal(found, truth), reason
+        gradients = [torch.autograd.grad(x.sum(), arguments[0])[0] for x in (found, truth)]
+        assert torch.equal(*gradients), reason
+    with torch_flash.patch_sdpa():
+        F.scaled_dot_product_attention(q, k, v)
+    rows = report(clear=True).rows
+    assert {row.name for row in rows} == {"scaled_dot_product_attention"}
+    assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 9, ("reference", 1)]
+
+
+def test_the_patch_takes_masks_that_only_hide_keys():
+    q, k, v = draw((2, 2, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+    mask = torch.arange(6) < torch.tensor([6, 4])[:, None, None, None]
+    truth = F.scaled_dot_product_attention(q, k, v, mask)
+    with torch_flash.patch_sdpa(EXACT):
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(2, 2, 5, 6))
+    assert_same(found, truth, [q, k, v], "")
+
+
+def test_the_patch_refuses_dropout_and_other_configs():
+    x = torch.randn(1, 2, 5, 8)
+    with torch_flash.patch_sdpa(), pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+    with pytest.raises(ValueError, match="config is a str"), torch_flash.patch_sdpa("paper"):
+        pass
+    assert F.scaled_dot_product_attention is TORCH_SDPA
+
+
+def test_compiled_without_a_graph_break():
+    q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with torch_flash.patch_sdpa(EXACT):
+        assert_same(attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v], "")
+
+
+# --- On a GPU ----------------------------------------------------------------------------------------------
+
+#: What torch says when a kernel of its own is replaced.
+REPLACED = "ignore:Warning only once for all operators"
+
+
+@pytest.fixture
+def activated():
+    torch_flash.register("sagebwd-gpu")
+    torch.nn.attention.activate_flash_attention_impl("sagebwd-gpu")
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def draw_on_gpu(dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, 300, n, 64) for n in (4, 2, 2, 4)]
+    return [torch.randn(x, generator=generator, dtype=dtype, device="cuda").transpose(1, 2) for x in shapes]
+
+
+def sdpa_and_gradients(q, k, v, grad_out, attn_mask=None, function=F.scaled_dot_product_attention):
+    """[out, dq, dk, dv] of a causal attention, or of a masked one."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves, attn_mask=attn_mask, is_causal=attn_mask is None, enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings(REPLACED)
+def test_plain_sdpa_runs_sagebwd_until_it_is_restored():
+    inputs = draw_on_gpu()
+    truth = sdpa_and_gradients(*(x.double() for x in inputs))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        before = sdpa_and_gradients(*inputs)
+    torch_flash.register("sagebwd-gpu")
+    torch.nn.attention.activate_flash_attention_impl("sagebwd-gpu")
+    try:
+        found = sdpa_and_gradients(*inputs)
+        mask = torch.ones(300, 300, dtype=torch.bool, device="cuda").tril()
+        masked = sdpa_and_gradients(*inputs, attn_mask=mask)
+        single = sdpa_and_gradients(*(x.float() for x in inputs))
+        with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
+            F.scaled_dot_product_attention(*inputs[:3], dropout_p=0.1, enable_gqa=True)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        after = sdpa_and_gradients(*inputs)
+    for i, expected in enumerate(truth):
+        assert 0.008 < relative_l2(found[i], expected) < 0.04  # INT8, as test_against_float64.py has it
+        assert relative_l2(masked[i], expected) < 0.008
+        assert relative_l2(single[i], expected) < 1e-3
+        assert torch.equal(before[i], after[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings(REPLACED)
+def test_compiled_sdpa_gives_the_results_of_eager(activated):
+    inputs = draw_on_gpu()
+    expected = sdpa_and_gradients(*inputs)
+    compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True)
+    found = sdpa_and_gradients(*inputs, function=compiled)
+    for x, y in zip(found, expected, strict=True):
+        assert relative_l2(x, y) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings(REPLACED)
+def test_saved_for_the_backward_from_the_logsumexp_alone(activated):
+    """Gradients through torch's operators are ours, but for the change of the logsumexp's base and back."""
+    q, k, v, grad_out = draw_on_gpu()
+    found = sdpa_and_gradients(q, k, v, grad_out)
+    expected = sdpa_and_gradients(q, k, v, grad_out, function=sage_attention)
+    for x, y in zip(found, expected, strict=True):
+        assert relative_l2(x, y) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings(REPLACED, "ignore:Synchronization debug mode is a prototype feature:UserWarning")
+def test_packed_sequences_on_a_gpu(activated):
+    """Two tensors of boundaries, without reading them: nothing waits for the GPU."""
+    cuts, cuts_kv = [0, 30, 200, 300], [0, 90, 150, 400]
+    boundaries = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cuts, cuts_kv)]
+    leaves = [x.detach().cuda().bfloat16() for x in draw((300, 4, 64), (400, 2, 64), (400, 2, 64))]
+    leaves = [x.requires_grad_() for x in leaves]
+    mask = torch.zeros(300, 400, dtype=torch.bool, device="cuda")
+    for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
+        mask[a:b, c:d] = is_seen(b - a, d - c, (-1, 0)).cuda()
+    truth, true_lse = truth_of(*(x[None] for x in leaves), mask, None)
+    grad_out = torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16)
+
+    def attend():
+        out, lse = varlen.varlen_attn(
+            *leaves, *boundaries, 170, 250, window_size=(-1, 0), enable_gqa=True,
+            return_aux=varlen.AuxRequest(lse=True),
+        )  # fmt: skip
+        return lse, out, *torch.autograd.grad(out, leaves, grad_out)
+
+    attend()  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        lse, *found = attend()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(lse, true_lse[0].float(), atol=0.1, rtol=0.01)
+    expected = [truth[0], *torch.autograd.grad(truth, leaves, grad_out[None].double())]
+    for x, y in zip(found, expected, strict=True):
+        assert relative_l2(x, y) < 0.04

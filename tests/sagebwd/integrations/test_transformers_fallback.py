@@ -1,0 +1,355 @@
+"""What SageBwd does not compute is refused with the fix, or computed in full precision and reported."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import masking_utils
+
+import sagebwd
+from sagebwd.integrations.packing import CAUSAL
+from sagebwd.integrations.transformers import register
+from sagebwd.integrations.transformers_masks import TokenMask
+from tests.sagebwd.integrations.tiny_models import (
+    EXACT,
+    GQA,
+    INT8_GRADIENT,
+    SIZES,
+    assert_same_gradients,
+    call,
+    draw_tokens,
+    error,
+    make,
+    padded,
+    train_step,
+)
+
+#: By name: a config of transformers, its sizes, what SageBwd does not compute, and who does.
+OTHERS = {
+    "sinks": (
+        transformers.GptOssConfig,
+        SIZES | GQA | {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 7},
+        r"attention sinks \(s_aux\)",
+        "eager",
+    ),
+    "softcap": (
+        transformers.Gemma2Config,
+        SIZES | GQA | {"sliding_window": 7},
+        r"soft-capping of the logits \(softcap\)",
+        "eager",
+    ),
+    "position bias": (
+        transformers.T5Config,
+        {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "dropout_rate": 0.0},
+        r"a position bias \(position_bias\)|attention that the model computes itself",
+        "eager",
+    ),
+    "own attention": (
+        transformers.BloomConfig,
+        {"vocab_size": 97, "hidden_size": 32, "n_layer": 1, "n_head": 2},
+        "attention that the model computes itself",
+        "eager",
+    ),
+    "dropout": (
+        transformers.LlamaConfig,
+        SIZES | {"attention_dropout": 0.2},
+        r"attention dropout \(0.2\)",
+        "sdpa",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_counted():
+    sagebwd.report(clear=True)
+    yield
+    sagebwd.report(clear=True)
+
+
+def build(name: str) -> tuple[transformers.PreTrainedModel, dict[str, torch.Tensor]]:
+    """A model that SageBwd cannot compute, and a left-padded batch for it."""
+    config, sizes, _, _ = OTHERS[name]
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config(**sizes)).train()
+    inputs = padded("llama", "left")
+    del inputs["labels"]
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    return model, inputs
+
+
+def gradients(model: transformers.PreTrainedModel, attention: str, inputs: dict) -> dict[str, torch.Tensor]:
+    """Of a loss over the real tokens."""
+    model.set_attn_implementation(attention)
+    model.config._attn_implementation = attention  # of a model that computes attention itself
+    model.zero_grad()
+    torch.manual_seed(1)  # of dropout
+    out = model(**inputs).last_hidden_state
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    (out * weights)[inputs["attention_mask"].bool()].sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_sagebwd_does_not_compute_is_refused_or_computed_in_full_precision(name):
+    _, _, message, truth = OTHERS[name]
+    model, inputs = build(name)
+    expected = gradients(model, truth, inputs)
+    with pytest.raises(NotImplementedError, match=rf"({message}); .*register sagebwd with fallback='sdpa'"):
+        gradients(model, "sagebwd", inputs)
+    assert sagebwd.report().rows == ()
+    with pytest.warns(UserWarning, match=f"runs in full precision, not in INT8: ({message})"):
+        found = gradients(model, "sagebwd-or-full", inputs)
+    assert found.keys() == expected.keys()
+    for parameter, gradient in expected.items():
+        assert (found[parameter] - gradient).norm() <= EXACT * gradient.norm() + EXACT, parameter
+    for row in sagebwd.report().rows:
+        assert row.kernels == ""
+        assert re.match(message, row.reason)
+        assert row.calls
+
+
+def test_a_model_that_computes_attention_itself_is_noticed_when_it_is_built():
+    """DeBERTa calls neither the mask nor the attention that is registered, so nothing else would tell."""
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    config = transformers.DebertaV2Config(num_hidden_layers=1, num_attention_heads=2, **sizes)
+    message = "attention that the model computes itself"
+    with pytest.raises(NotImplementedError, match=f"DebertaV2Model: sagebwd does not compute {message}; use"):
+        transformers.AutoModel.from_config(config, attn_implementation="sagebwd")
+    config._attn_implementation = None
+    with pytest.warns(UserWarning, match=f"DebertaV2Model runs in full precision, not in INT8: {message}"):
+        model = transformers.AutoModel.from_config(config, attn_implementation="sagebwd-or-full")
+    assert model.config._attn_implementation == "eager"
+    assert [row.reason for row in sagebwd.report().rows] == [message]
+
+
+def test_a_model_may_run_in_both_and_the_report_says_where():
+    """One layer has a bias that its attention passes on, the other has none."""
+    model, inputs = make("llama-gqa"), padded("llama-gqa", "left")
+    truth = train_step(model, "sdpa", **inputs)
+    first = model.model.layers[0].self_attn
+    first.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, kwargs | {"position_bias": torch.zeros(1, 4, 33, 33)}),
+        with_kwargs=True,
+    )
+    with pytest.warns(UserWarning, match="LlamaAttention runs in full precision.*a position bias"):
+        found = train_step(model, "sagebwd-exact-or-full", **inputs)
+    assert_same_gradients(found.gradients, truth.gradients, EXACT)
+    assert str(sagebwd.report()).splitlines()[1:] == [
+        "LlamaAttention  0       1      full precision: a position bias (position_bias)",
+        "LlamaAttention  1       1      INT8 (reference)",
+    ]
+
+
+def test_values_of_another_width_are_padded():
+    """Multi-head latent attention, as in DeepSeek: exact, and without a fallback."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 16}
+    sizes |= {"q_lora_rank": 16, "first_k_dense_replace": 2, "num_key_value_heads": 4}
+    model, inputs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes)), {}
+    inputs = padded("llama", "right")
+    truth = train_step(model, "sdpa", **inputs)
+    assert_same_gradients(train_step(model, "sagebwd-exact", **inputs).gradients, truth.gradients, EXACT)
+    found = train_step(model, "sagebwd", **inputs)
+    assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
+    assert [row.kernels for row in sagebwd.report().rows] == ["reference"]
+
+
+@pytest.mark.parametrize("name", ["sagebwd-exact", "sagebwd-exact-or-full"])
+def test_values_wider_than_keys_leave_the_scale_alone(draw, name):
+    q, k, v, _ = draw(6)
+    k, q = k[..., :10], q[..., :10]
+    out, _ = call(q, k, v, name=name)
+    truth = scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert error(out, truth.transpose(1, 2)) < EXACT
+
+
+def test_attention_weights_come_from_eager():
+    model, inputs = make("llama-gqa"), {"input_ids": draw_tokens(2, 10)}
+    model.set_attn_implementation("eager")
+    truth = model(**inputs, output_attentions=True).attentions
+    model.set_attn_implementation("sagebwd-or-full")
+    with pytest.warns(UserWarning, match="full precision, not in INT8: the attention weights"):
+        found = model(**inputs, output_attentions=True).attentions
+    assert len(found) == 2
+    for weights, expected in zip(found, truth, strict=True):
+        torch.testing.assert_close(weights, expected)
+
+
+def test_a_mask_for_each_pair_of_tokens_goes_to_full_precision():
+    model, tokens = make("llama-gqa"), draw_tokens(2, 10)
+    seen = (torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(10).bool()
+    inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": seen}
+    truth = train_step(model, "sdpa", **inputs)
+    with pytest.warns(UserWarning, match="a mask for each pair of tokens"):
+        found = train_step(model, "sagebwd-or-full", **inputs)
+    assert_same_gradients(found.gradients, truth.gradients, EXACT)
+
+
+@pytest.mark.parametrize(
+    "make_mask", [torch.clone, lambda seen: torch.where(seen, 0.0, -1e9)], ids=["bool", "float"]
+)
+def test_a_ready_mask_of_documents_and_padding_runs_in_int8(make_mask):
+    model, tokens = make("llama-gqa"), draw_tokens(2, 10)
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2, 2, 2], [1] * 10])
+    seen = (documents[:, None, :, None] == documents[:, None, None]) & (documents[:, None, None] > 0)
+    seen = seen & torch.ones(10, 10, dtype=torch.bool).tril()
+    labels = tokens.masked_fill(documents == 0, -100)
+    labels[0, 2] = -100  # the last token of the padding would predict it
+    inputs = {"input_ids": tokens, "labels": labels, "attention_mask": make_mask(seen)}
+    truth = train_step(model, "sdpa", **inputs)
+    found = train_step(model, "sagebwd-exact", **inputs)
+    assert_same_gradients(found.gradients, truth.gradients, EXACT)
+    assert [row.kernels for row in sagebwd.report().rows] == ["reference"]
+
+
+def test_a_learned_bias_in_place_of_a_mask_keeps_its_gradient_though_it_starts_at_zero(draw):
+    q, k, v, grad_out = draw(6)
+    biases = [torch.zeros(1, 1, 6, 6, requires_grad=True) for _ in range(2)]
+    with pytest.warns(UserWarning, match="a mask for each pair of tokens"):
+        found, _ = call(q, k, v, biases[0], name="sagebwd-exact-or-full")
+    truth = scaled_dot_product_attention(q, k, v, biases[1]).transpose(1, 2)
+    for out in (found, truth):
+        out.backward(grad_out.transpose(1, 2))
+    assert error(biases[0].grad, biases[1].grad) < EXACT
+
+
+def test_what_nobody_computes_is_refused_in_spite_of_the_fallback(draw):
+    """A layer without an eager attention of its own, and sinks that are not the layer's."""
+    q, k, v, _ = draw(6)
+    with (
+        pytest.warns(UserWarning, match="soft-capping"),
+        pytest.raises(NotImplementedError, match="nor transformers' own attention for softcap"),
+    ):
+        call(q, k, v, name="sagebwd-or-full", softcap=30.0)
+    layer = make("llama").model.layers[0].self_attn
+    with (
+        pytest.warns(UserWarning, match="attention sinks"),
+        pytest.raises(NotImplementedError, match="nor transformers' own attention for s_aux"),
+    ):
+        call(q, k, v, name="sagebwd-or-full", module=layer, s_aux=torch.ones(2))
+
+
+def test_queries_shared_by_the_batch_go_to_full_precision(draw):
+    q, k, v, _ = draw(6)
+    with pytest.warns(UserWarning, match="queries and keys of different batch sizes"):
+        out, _ = call(q[:1], k, v, name="sagebwd-or-full", is_causal=False)
+    assert error(out, scaled_dot_product_attention(q[:1], k, v).transpose(1, 2)) < EXACT
+
+
+def test_an_unknown_fallback_is_refused():
+    with pytest.raises(ValueError, match="fallback is 'eager'"):
+        register("sagebwd-x", fallback="eager")
+
+
+def refusals() -> dict[str, tuple[dict, dict, str]]:
+    """By name: changes of a Llama or Mistral config, inputs of its forward, and the message."""
+    starts = torch.tensor([0, 4, 10])
+    return {
+        "dropout": ({"attention_dropout": 0.1}, {}, "attention dropout .0.1.*set it to 0"),
+        "weights": ({}, {"output_attentions": True}, "set output_attentions=False"),
+        "4-D mask": ({}, {"attention_mask": torch.ones(2, 1, 10, 10)}, "pass the model a mask of padding"),
+        "hidden": ({}, {"attention_mask": torch.zeros(2, 10)}, "hides every token"),
+        "rows": ({}, {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}, "2 rows, .* in one row"),
+        "only q": ({}, {"cu_seq_lens_q": starts}, "pass both"),
+    }
+
+
+@pytest.mark.parametrize("name", refusals())
+def test_a_model_that_asks_for_what_is_missing_is_refused(name):
+    changes, inputs, message = refusals()[name]
+    model = make("mistral", **changes).train()
+    model.set_attn_implementation("sagebwd")
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        model(input_ids=draw_tokens(2, 10), **inputs)
+
+
+@pytest.mark.parametrize("starts", [[0, 4, 9], [1, 4, 10], [0, 6, 4, 10]])
+def test_boundaries_that_do_not_cover_the_row_are_refused(starts):
+    model, starts = make("llama"), torch.tensor(starts)
+    model.set_attn_implementation("sagebwd")
+    with pytest.raises(ValueError, match="must start at 0, never fall, and end at 10"):
+        model(input_ids=draw_tokens(1, 10), cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+
+
+def test_custom_mask_functions_are_refused():
+    model, embeds = make("llama"), torch.zeros(2, 10, 64)
+    model.set_attn_implementation("sagebwd")
+    for name in ("or_mask_function", "and_mask_function"):
+        custom = {name: lambda batch, head, q, kv: (kv < 3) | (kv == q)}
+        with pytest.raises(NotImplementedError, match=r"Llama: .* queries see some of 10 keys, neither"):
+            masking_utils.create_causal_mask(model.config, embeds, None, past_key_values=None, **custom)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {name: torch.ones(1)}
+        for name in ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "cache")
+    ]
+    + [{"sliding_window": 5}, {"dropout": 0.5}, {"module": SimpleNamespace(sinks=torch.ones(2))}],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_an_argument_that_would_change_the_result_is_refused(draw, arguments):
+    q, k, v, _ = draw(6)
+    with pytest.raises(NotImplementedError, match=r"use attn_implementation|set it to 0"):
+        call(q, k, v, **arguments)
+
+
+def test_an_argument_passes_unless_the_models_own_attention_reads_it(draw, monkeypatch):
+    q, k, v, _ = draw(6)
+    llama = sys.modules["transformers.models.llama.modeling_llama"]
+    module = make("llama").model.layers[0].self_attn
+    call(q, k, v, module=module, num_items_in_batch=3, use_cache=True, temperature=2.0, softcap=None)
+
+    class Layer(llama.LlamaAttention):
+        pass
+
+    def eager(module, query, key, value, attention_mask, temperature=1.0, **kwargs):
+        pass
+
+    monkeypatch.setattr(llama, "eager_attention_forward", eager)
+    with pytest.raises(NotImplementedError, match="does not compute the argument temperature"):
+        call(q, k, v, module=Layer(make("llama").config, 0), temperature=2.0)
+
+
+def test_boundaries_that_do_not_fit_are_refused(draw):
+    q, k, v, _ = draw(2, 6, batch=1)
+    starts, others = torch.tensor([0, 2]), torch.tensor([0, 6])
+    with pytest.raises(ValueError, match="1 rows, 2 queries and 6 keys"):
+        call(q, k, v, is_causal=False, cu_seq_lens_q=starts, cu_seq_lens_k=others)
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k differ"):
+        call(k, k, v, cu_seq_lens_q=others, cu_seq_lens_k=torch.tensor([0, 3, 6]))
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}]
+)
+def test_a_layer_that_leaves_its_scaling_to_the_attention_is_refused(draw, scaling):
+    q, k, v, _ = draw(6)
+    with pytest.raises(NotImplementedError, match="the layer does not pass; update transformers"):
+        call(q, k, v, module=SimpleNamespace(**scaling))
+    call(q, k, v, module=SimpleNamespace(**scaling), scaling=0.1)
+
+
+def test_several_queries_after_unknown_keys_are_refused(draw):
+    q, k, v, _ = draw(2, 6)
+    with pytest.raises(NotImplementedError, match="several queries after cached keys without a mask"):
+        call(q, k, v)
+
+
+def test_a_mask_that_does_not_fit_the_keys_is_refused(draw):
+    q, k, v, _ = draw(6)
+    with pytest.raises(ValueError, match=r"the mask is for \(batch, keys\) \(2, 7\), a layer has \(2, 6\)"):
+        call(q, k, v, TokenMask.make(torch.ones(2, 7), CAUSAL))
+
+
+def test_a_mask_from_elsewhere_is_refused(draw):
+    q, k, v, _ = draw(6)
+    for mask in (torch.ones(2, 6), torch.ones(2, 6).bool(), torch.ones(2, 6, 6).int(), object()):
+        with pytest.raises(NotImplementedError, match="pass the model a mask of padding"):
+            call(q, k, v, mask)

@@ -1,0 +1,71 @@
+"""DTensors: the batch and the heads are sharded, tokens are gathered. In one process, as rank 0 of 4."""
+
+import pytest
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from sagebwd import SageConfig, sage_attention
+from sagebwd.config import encode
+
+WHOLE, BATCH, HEADS, TOKENS = Replicate(), Shard(0), Shard(1), Shard(2)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """2 × 2 processes, of which only this one exists: collectives return garbage."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (2, 2))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def shard(mesh):
+    """shard(x, placements) -> rank 0's part of x as a DTensor."""
+
+    def shard(x, placements):
+        part = x
+        for placement in placements:
+            part = part.chunk(2, placement.dim)[0] if placement.is_shard() else part
+        whole = {"shape": x.shape, "stride": x.stride()}
+        return DTensor.from_local(part.contiguous(), mesh, placements, run_check=False, **whole)
+
+    return shard
+
+
+def gradients(leaves, **arguments):
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = sage_attention(*leaves, is_causal=True, enable_gqa=True, **arguments)
+    return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+@pytest.mark.parametrize("config", [SageConfig(), SageConfig.consistent()])
+@pytest.mark.parametrize(
+    "placements", [(WHOLE, WHOLE), (BATCH, HEADS), (WHOLE, HEADS), (HEADS, HEADS), (BATCH, BATCH)]
+)
+def test_batch_and_heads_are_sharded(draw, shard, placements, config):
+    """Each part is attention of that part, and lies as the inputs do."""
+    *inputs, _ = draw(20, batch=4, heads=8, kv_heads=4, head_dim=16)
+    parts = [shard(x, placements) for x in inputs]
+    wanted = gradients([x.to_local() for x in parts], config=config)
+    for x, part in zip(gradients(parts, config=config), wanted, strict=True):
+        assert x.placements == placements
+        assert torch.equal(x.to_local(), part)
+
+
+@pytest.mark.parametrize("placements", [(TOKENS, WHOLE), (HEADS, HEADS), (WHOLE, HEADS)])
+def test_what_cannot_be_sharded_is_gathered(draw, shard, placements):
+    """Tokens, and heads of which some shards would have more: groups of queries would meet other keys."""
+    *inputs, _ = draw(20, batch=1, heads=6, kv_heads=3, head_dim=16)
+    out = sage_attention(*(shard(x, placements) for x in inputs), enable_gqa=True)
+    assert out.placements == (WHOLE, WHOLE)
+
+
+def test_packed_k_and_v_are_not_sharded(draw, shard):
+    q, *_ = draw(20, batch=4, head_dim=16)
+    part = shard(q, (BATCH, WHOLE))
+    arguments = (None, None, -1, -1, 0.25, encode(SageConfig()), "reference", True)
+    with pytest.raises(NotImplementedError, match="pass pack_kv_for_backward=False"):
+        torch.ops.sagebwd.forward(part, part, part, *arguments)

@@ -1,0 +1,175 @@
+"""Sliding windows in kernels, against the reference; and what a window must not change."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from sagebwd import SageConfig, sage_attention
+from sagebwd.config import MATMULS, PRESETS, encode
+from tests.sagebwd.kernels.inputs import assert_bit_equal, boundary_arguments
+from tests.sagebwd.kernels.operators import assert_same
+from tests.sagebwd.kernels.sets import named, over, windowed_only
+
+pytestmark = [windowed_only, pytest.mark.usefixtures("poisoned_memory")]
+
+SMALL_TILES = {"block_q": 32, "block_kv": 32}
+CONFIGS = {
+    **PRESETS,
+    "smooth_q, smooth_v": SageConfig(smooth_q=True, smooth_v=True, **SMALL_TILES),
+    "unsigned_p, token scales": SageConfig(unsigned_p=True, operand_scales="token", block_q=128, block_kv=64),
+    "all INT8": SageConfig(int8_matmuls=MATMULS, granularity="block", **SMALL_TILES),
+    "no INT8": SageConfig(int8_matmuls=(), compensate_o=True),
+}
+#: (queries, keys, window): windows narrower than a tile, wider than one, and without a limit on one side;
+#: queries that see no key.
+FEW_SHAPES = (
+    (150, 150, (70, 3)),
+    (150, 150, (9, 0)),
+    (140, 70, (20, 30)),
+    (70, 140, (-1, 40)),
+    (131, 66, (40, -1)),
+    (65, 65, (0, 1)),
+)
+MORE_SHAPES = (
+    (1, 300, (0, 2)),
+    *(
+        (n_q, n_kv, window)
+        for n_q, n_kv in ((64, 64), (257, 257), (1000, 1000), (1000, 300), (300, 1000))
+        for window in ((1, 0), (0, 2), (63, 64), (127, 0), (128, 128), (-1, 65), (200, -1), (256, 31))
+    ),
+)
+
+
+def shapes_and_configs(kernel_set):
+    """n_q, n_kv, window_size, config, head_dim."""
+    few = [(*FEW_SHAPES[n % len(FEW_SHAPES)], name, 32) for n, name in enumerate(CONFIGS)]
+    few.append((*FEW_SHAPES[2], "default", 32))
+    more = [(*shape, name, 64) for shape, name in product(FEW_SHAPES, CONFIGS)]
+    more += [(*shape, "default", head_dim) for shape, head_dim in product(MORE_SHAPES, (64, 128, 256))]
+    return [
+        pytest.param(*case, CONFIGS[name], head_dim, id=f"{name}-{'-'.join(map(str, case))}-{head_dim}")
+        for *case, name, head_dim in (few + more if kernel_set.is_gpu else few)
+    ]
+
+
+@over("n_q, n_kv, window_size, config, head_dim", shapes_and_configs)
+def test_windows(check, sample, n_q, n_kv, window_size, config, head_dim):
+    inputs = sample(n_q, n_kv, heads=2, kv_heads=1, head_dim=head_dim)
+    found = check(inputs, window_size=window_size, config=config)
+    left, _ = window_size
+    without_keys = slice(n_q if left < 0 else n_kv + left, None)
+    for name in ("out", "dq"):
+        assert not found[name][:, :, without_keys].any()
+
+
+def packs_and_configs(kernel_set):
+    names = CONFIGS if kernel_set.is_gpu else ("default", "smooth_q, smooth_v")
+    packs = kernel_set.packs if kernel_set.is_gpu else ("other keys", "keys or queries missing")
+    cases = product(packs, names) if kernel_set.is_gpu else zip(packs, names, strict=True)
+    return [pytest.param(pack, CONFIGS[name], id=f"{pack}-{name}") for pack, name in cases]
+
+
+@over("pack, config", packs_and_configs)
+def test_each_document_has_a_window_of_its_own(kernels, alone, sample, kernel_set, pack, config):
+    """Bit for bit that which it gets alone, and zero for tokens of no document."""
+    n_q, rows, n_kv, columns = kernel_set.packs[pack]
+    inputs = sample(n_q, n_kv, heads=2, kv_heads=1)
+    settings = {"window_size": (11, 2), "config": config, "scale": 0.3}
+    packed = kernels(*inputs, **boundary_arguments(rows, columns), **settings)
+    assert_bit_equal(packed, alone(inputs, rows, columns or rows, **settings))
+
+
+@over("config", lambda kernel_set: named(CONFIGS if kernel_set.is_gpu else {"default": SageConfig()}))
+def test_a_window_that_hides_nothing_changes_no_bit(kernels, sample, kernel_set, config):
+    inputs = sample(*kernel_set.short)
+    n_q, n_kv = kernel_set.short
+    plain, causal = (kernels(*inputs, config=config, is_causal=is_causal) for is_causal in (False, True))
+    assert_bit_equal(kernels(*inputs, config=config, window_size=(n_q - 1, n_kv)), plain)
+    assert_bit_equal(kernels(*inputs, config=config, window_size=(-1, 0)), causal)
+    assert_bit_equal(kernels(*inputs, config=config, is_causal=True, window_size=(10**9, 3)), causal)
+
+
+@over("changes", lambda kernel_set: [["NaN"]] + ([["other values"]] if kernel_set.is_gpu else []))
+def test_strictly_causal_tokens_outside_a_window_leave_no_trace(kernels, sample, changes):
+    """In out and dq of a token: it sees keys i − 12 … i."""
+    inputs = sample(150)
+    settings = {"window_size": (12, 0), "config": SageConfig.strictly_causal()}
+    before = kernels(*inputs, **settings)
+    for change in changes:
+        changed = [x.clone() for x in inputs]
+        for x in changed:
+            for outside in (slice(0, 70 - 12), slice(91, None)):
+                x[:, :, outside] = torch.nan if change == "NaN" else x[:, :, outside].flip(-1)
+        after = kernels(*changed, **settings)
+        for name in ("out", "dq"):
+            x, y = (result[name][:, :, 70:91] for result in (before, after))
+            assert x.isfinite().all()
+            assert torch.equal(x, y), name
+
+
+def test_the_queries_that_see_a_poisoned_key_show_it(kernels, sample):
+    inputs = sample(100)
+    inputs[1][..., 50, 3] = torch.nan
+    result = kernels(*inputs, window_size=(20, 5), config=SageConfig.strictly_causal())
+    for name in ("out", "dq"):
+        assert result[name][:, :, 45:71].isnan().all()
+        assert result[name][:, :, :45].isfinite().all()
+        assert result[name][:, :, 71:].isfinite().all()
+
+
+# --- PyTorch -----------------------------------------------------------------------------------------------
+
+
+def test_the_operators_keep_their_promises(sample_on_device, kernel_set):
+    q, k, v, grad_out = sample_on_device(40, heads=2, kv_heads=1)
+    settings = (None, None, 9, 3, 0.2, encode(SageConfig()), kernel_set.name)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings))
+    saved = torch.ops.sagebwd.forward(q, k, v, *settings)
+    arguments = (grad_out, q.detach(), k.detach(), v.detach(), *k.shape[1:3], *saved, *settings)
+    torch.library.opcheck(
+        torch.ops.sagebwd.backward.default,
+        [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments],
+    )
+
+
+@over("backend", lambda kernel_set: ["aot_eager", *(["inductor"] if kernel_set.is_gpu else [])])
+def test_compiled_equals_eager(sample_on_device, compiled, kernel_set, backend):
+    """With a window that is traced as a number, and that has to be narrowed."""
+
+    def attend(q, k, v, window_size):
+        return sage_attention(q, k, v, window_size=window_size, return_lse=True, kernels=kernel_set.name)
+
+    inputs = sample_on_device(40)
+    function = compiled(attend, backend)
+    for window_size in ((5, 2), (9, 0), (60, 60)):
+        results = []
+        for call in (function, attend):
+            leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+            out, lse = call(*leaves, window_size)
+            assert not lse.requires_grad
+            results.append(([out.detach(), *torch.autograd.grad(out, leaves, inputs[3])], lse))
+        (found, lse), (wanted, wanted_lse) = results
+        assert_same(found, wanted)
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-6)
+
+
+# --- The logsumexp -----------------------------------------------------------------------------------------
+
+
+@over("window_size", lambda kernel_set: [(-1, -1), (5, 2)] if kernel_set.is_gpu else [(5, 2)])
+def test_the_logsumexp_is_that_of_the_reference(sample, kernel_set, device, window_size):
+    """In a pack whose documents have keys of different means, which smoothing subtracts."""
+    q, k, v, _ = sample(60, 50, heads=4, kv_heads=2)
+    k = k + torch.linspace(0, 3, 50)[:, None].half()
+    packed = {"cu_seqlens": torch.tensor([2, 30, 30, 58]), "cu_seqlens_kv": torch.tensor([0, 20, 30, 45])}
+    settings = {"enable_gqa": True, "window_size": window_size, "return_lse": True}
+    _, wanted = sage_attention(q, k, v, **settings, **packed)
+    inputs = [x.to(device) for x in (q, k, v)]
+    on_device = {name: x.to(device) for name, x in packed.items()}
+    out, lse = sage_attention(*inputs, **settings, **on_device, kernels=kernel_set.name)
+    assert out.shape == q.shape
+    torch.testing.assert_close(lse.cpu(), wanted, rtol=1e-5, atol=1e-5)
