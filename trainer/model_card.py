@@ -15,7 +15,7 @@ pipeline_tag: text-generation
 tags: [sagebwd]
 ---
 
-# {name}
+# {architecture}, {parameters:,} parameters
 
 A {architecture} model of {parameters:,} parameters, after step {step:,} of its training.
 It continues text; it was not tuned for instructions or for safety.
@@ -40,10 +40,10 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER)
 def model_card(settings: Settings, directory: RunDirectory, step: int, records: list[dict[str, Any]]) -> str:
     """The card of the run's weights after `step`, in Markdown. records: those of its metrics.jsonl.
 
-    Paths of text and tokenizer are left out, because a card is published.
+    A card is published: paths of text and tokenizer are left out, and the run's name, which may be made of
+    them.
     """
     return CARD.format(
-        name=directory.path.resolve().name,
         architecture="Qwen3" if settings.model.qk_norm else "Llama",
         parameters=parameter_count(settings.model),
         step=step,

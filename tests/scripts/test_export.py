@@ -88,6 +88,7 @@ def check_card(run, folder, validated):
     assert f"validation loss | {validated[2]:.4f} nats per token, at step 2" in earlier
     assert "512 tokens, 256 per step, context 64" in earlier
     assert str(run.parent) not in last
+    assert run.name + "\n" not in last  # it may be made of the data's path
 
 
 def test_what_is_no_export(trained, tmp_path, monkeypatch):
