@@ -86,10 +86,14 @@ def _text(settings: Settings) -> str:
 def _losses(records: list[dict[str, Any]], step: int) -> list[tuple[str, str]]:
     """The last training and validation loss up to this step."""
     found = []
-    for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
+    for key, name, unit in (
+        ("loss", "training loss", "nats per token"),
+        ("val_loss", "validation loss", "nats per token"),
+        ("val_bits_per_byte", "validation loss", "bits per byte"),
+    ):
         measured = [record for record in records if record.get(key) is not None and record["step"] <= step]
         if measured:
-            found.append((name, f"{measured[-1][key]:.4f} nats per token, at step {measured[-1]['step']:,}"))
+            found.append((name, f"{measured[-1][key]:.4f} {unit}, at step {measured[-1]['step']:,}"))
     return found
 
 
