@@ -2,8 +2,9 @@
 
     python -m scripts.compare runs/attention-fpa runs/attention-sagebwd
     python -m scripts.compare runs/quickstart --out quickstart.png
+    python -m scripts.compare runs --baseline attention-fpa
 
-Give run directories, or folders that hold some. Columns of the table:
+Give run directories, or folders that hold some, at any depth. Columns of the table:
 
   training loss     mean over the last tenth of the logged steps, in nats per token
   validation loss   of the last evaluation, in nats per token
@@ -11,7 +12,11 @@ Give run directories, or folders that hold some. Columns of the table:
 
 Runs that differ only in `seed=N` are grouped, followed by their mean ± standard deviation. A run is named
 after the overrides that not all runs share. A run that ended because it was not finite has DIVERGED and the
-step in place of its losses, and counts in no mean. Takes seconds and no GPU.
+step in place of its losses, and counts in no mean. In the picture, the seeds of a group are their mean, with
+a band from the lowest to the highest. Takes seconds and no GPU.
+
+--baseline adds a table of the differences to one group: loss = group + seed + noise, by least squares, with
+the 95% interval of that noise. One seed per group, not repeated, gives no interval.
 """
 
 from __future__ import annotations
@@ -27,30 +32,42 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scripts.bench.measuring import align, command_parser, number
+from scripts.paper.loss_statistics import differences
 from trainer.plot import plot_losses, series
 from trainer.run_directory import RunDirectory, read_metrics
 
 #: Nothing is written below this folder unless --out says so.
 RESULTS = Path(__file__).parents[1] / "results"
-SEED = re.compile(r"(^|[+-])seed[-=]?\d+(?=\+|$)")
+SEED = re.compile(r"(^|[+-])seed[-=]?(\d+)(?=\+|$)")
+#: Folders of a run that hold no runs, and may hold many files.
+INSIDE_A_RUN = {"checkpoints", "weights", "export", "traces", "wandb", "tensorboard"}
+PICTURES = (".png", ".pdf", ".svg")
 
 Records = list[dict[str, Any]]  # of a metrics.jsonl
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the table and draw the picture."""
+    """Print the tables and draw the picture."""
     arguments = parse_arguments(argv)
-    paths = [*{path.resolve(): path for path in find_runs(arguments.runs)}.values()]
-    runs = dict(zip(labels_of(paths), map(read, paths), strict=True))
+    paths = find_runs(arguments.runs)
+    labels = labels_of(paths)
+    if arguments.baseline is not None:
+        baseline = group_called(arguments.baseline, labels, paths)
+        order = sorted(range(len(paths)), key=lambda index: without_seed(labels[index]) != baseline)
+        paths, labels = [paths[index] for index in order], [labels[index] for index in order]
+    runs = dict(zip(labels, map(read, paths), strict=True))
     diverged = {
         label: step
         for label, path in zip(runs, paths, strict=True)
         if (step := diverged_at(path)) is not None
     }
     print(table(runs, diverged))
+    if arguments.baseline is not None:
+        print(f"\n{difference_table(runs, baseline, diverged)}")
     out = arguments.out or default_out(paths)
     out.parent.mkdir(parents=True, exist_ok=True)
-    written = plot_losses(runs, out) or [out]
+    groups = {label: without_seed(label) or "all seeds" for label in runs}
+    written = plot_losses(runs, out, groups=groups) or [out]
     print(f"\nwritten: {', '.join(map(str, written))}")
 
 
@@ -58,22 +75,53 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     """The arguments. Ends with a message, and exit code 2, if a path holds no run."""
     parser = command_parser("python -m scripts.compare", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, or folders that hold some")
-    where = "the picture (default: comparison.png next to the runs; runs/comparison.png if they lie apart)"
+    baseline = "the run, or group of seeds, that the others are compared with: a path, or a name in the table"
+    parser.add_argument("--baseline", metavar="RUN", help=baseline)
+    where = (
+        "the picture, or a folder for comparison.png (default: next to the runs; runs/comparison.png if they "
+        "lie apart)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.png", help=where)
     arguments = parser.parse_args(argv)
     for path in arguments.runs:
         if not find_runs([path]):
             parser.error(
-                f"{path} holds no run: there is no metrics.jsonl in it or one folder below it; give the "
+                f"{path} holds no run: there is no metrics.jsonl in it or below it; give the "
                 "directory of a run, for instance runs/NAME"
             )
+    if arguments.out is not None and (arguments.out.is_dir() or not arguments.out.suffix):
+        arguments.out /= "comparison.png"
+    if arguments.out is not None and arguments.out.suffix not in PICTURES:
+        parser.error(
+            f"--out {arguments.out} is no picture: end it in {', '.join(PICTURES)}, or name a folder"
+        )
     return arguments
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run directories among `paths` and directly below them."""
-    folders = [folder for path in paths for folder in (path, *sorted(path.glob("*/")))]
-    return [folder for folder in folders if RunDirectory(folder).metrics.exists()]
+    """The run directories among `paths` and below them, each once."""
+    found: list[Path] = []
+    seen: set[Path] = set()
+    for top in paths:
+        for name, folders, files in os.walk(top, followlinks=True):  # runs may lie on another disk
+            folder = Path(name)
+            if folder.resolve() in seen:
+                folders.clear()
+                continue
+            seen.add(folder.resolve())
+            if RunDirectory(folder).metrics.name in files:
+                found.append(folder)
+            folders[:] = sorted(inner for inner in folders if inner not in INSIDE_A_RUN)
+    return found
+
+
+def group_called(name: str, labels: Sequence[str], paths: Sequence[Path]) -> str:
+    """The group that `name` means: its own name, or a run's path or label. Ends with a message if none."""
+    for label, path in zip(labels, paths, strict=True):
+        if name in (label, without_seed(label)) or Path(name).resolve() == path.resolve():
+            return without_seed(label)
+    known = dict.fromkeys(without_seed(label) or label for label in labels)
+    sys.exit(f"--baseline {name} is none of the runs; give the path of a run, or one of {', '.join(known)}")
 
 
 def read(path: Path) -> Records:
@@ -110,15 +158,22 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
 
 
 def distinct(names: list[str]) -> list[str]:
-    """The names without the overrides that all runs share."""
+    """The names without the overrides that all runs share; as they are, where that leaves two the same."""
     parts = [name.split("+") for name in names]
     shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
-    return ["+".join(part for part in name if part not in shared) or "+".join(name) for name in parts]
+    short = ["+".join(part for part in name if part not in shared) or "+".join(name) for name in parts]
+    return short if len(set(short)) == len(short) else names
 
 
 def without_seed(label: str) -> str:
     """What runs share that differ only in the seed."""
     return SEED.sub("", label).lstrip("+")
+
+
+def seed_of(label: str) -> str:
+    """The seed in a label; empty where it has none, as in all runs of a comparison with one seed."""
+    match = SEED.search(label)
+    return match[2] if match else ""
 
 
 class Summary(NamedTuple):
@@ -181,6 +236,35 @@ def table(runs: dict[str, Records], diverged: dict[str, int] | None = None) -> s
             name = f"{group}: " if group else ""
             rows.append([f"{name}mean ± std of {len(labels)} seeds", "", "", *losses, ""])
     return "\n".join(align(["run", "steps", "tokens", "training loss", "validation loss", "tokens/s"], rows))
+
+
+def difference_table(runs: dict[str, Records], baseline: str, diverged: dict[str, int]) -> str:
+    """Losses of each group minus those of the group `baseline`, with 95% intervals, as Markdown."""
+    summaries = {label: summarize(records) for label, records in runs.items()}
+    broken = {without_seed(label) for label in diverged}  # a group that lost a seed has no mean
+    rows: dict[str, list[str]] = {without_seed(label): [] for label in runs}
+    del rows[baseline]
+    for name in ("training_loss", "validation_loss"):
+        cells = [
+            (without_seed(label), seed_of(label), loss)
+            for label, summary in summaries.items()
+            if without_seed(label) not in broken
+            and (loss := getattr(summary, name)) is not None
+            and np.isfinite(loss)
+        ]
+        found = {pair["of"]: pair for pair in differences(cells)["differences"] if pair["minus"] == baseline}
+        for group, row in rows.items():
+            row.append(_difference(found.get(group)))
+    head = [f"minus {baseline or 'all seeds'}", "training loss", "validation loss"]
+    return "\n".join(align(head, [[group or "all seeds", *row] for group, row in rows.items()]))
+
+
+def _difference(pair: dict[str, Any] | None) -> str:
+    """Mean ± half width of the 95% interval; empty without a seed that both groups have."""
+    if pair is None:
+        return ""
+    width = "" if pair["half_width"] is None else f" ± {pair['half_width']:.4f}"
+    return f"{pair['mean']:+.4f}{width}"
 
 
 def mean_and_deviation(values: list[float | None]) -> str:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scripts import compare
@@ -102,6 +103,46 @@ def test_labels_are_what_differs_and_never_the_same_twice():
     assert of("large/a-seed1", "large/b-seed1") == ["a-seed1", "b-seed1"]
 
 
+def test_runs_of_one_name_are_never_taken_for_one(tmp_path):
+    """Without the shared `s`, the first two would both be called `a`."""
+    assert compare.distinct(["s+a", "a+s", "s+c"]) == ["s+a", "a+s", "s+c"]
+    deep = [
+        run(tmp_path / sweep / name, 3.0) for sweep in ("one", "two") for name in ("fpa+seed-1", "x+seed-1")
+    ]
+    (deep[0] / "checkpoints").mkdir()
+    (deep[0] / "checkpoints" / "metrics.jsonl").write_text("")
+    (tmp_path / "one" / "again").symlink_to(tmp_path)
+    found = compare.find_runs([tmp_path, tmp_path / "one"])
+    assert found == deep
+    assert len(set(compare.labels_of(found))) == 4
+
+
+def test_differences_to_the_baseline_have_intervals_where_seeds_tell_the_noise(tmp_path, capsys):
+    """Two seeds each: least squares is the paired difference, its interval Student's with one degree."""
+    for name, losses in {"b": (3.5, 3.7), "a": (3.0, 3.1)}.items():
+        for seed, loss in enumerate(losses, start=1):
+            run(tmp_path / f"{name}+seed-{seed}", loss, val_loss=loss + 1)
+    for baseline in ("b", "b+seed-2", str(tmp_path / "b+seed-1")):
+        compare.main([str(tmp_path), "--baseline", baseline])
+        first, second, _ = capsys.readouterr().out.split("\n\n")
+        assert [*cells(first)][1] == "b+seed-1"  # the group that the others are compared with comes first
+        paired = np.array([-0.5, -0.6])
+        width = 12.706 * paired.std(ddof=1) / np.sqrt(2)
+        assert cells(second)["a"] == [f"-0.5500 ± {width:.4f}"] * 2
+    with pytest.raises(SystemExit, match=r"--baseline gone is none of the runs; .* one of a, b"):
+        compare.main([str(tmp_path), "--baseline", "gone"])
+
+
+def test_one_seed_has_a_difference_and_no_interval_and_a_diverged_run_neither():
+    runs = {"a": records(3.0), "b": records(3.25), "c": records(9.0)}
+    rows = cells(compare.difference_table(runs, "a", {"c": 3}))
+    assert rows == {
+        "minus a": ["training loss", "validation loss"],
+        "b": ["+0.2500", ""],
+        "c": ["", ""],
+    }
+
+
 def test_the_picture_goes_next_to_the_runs(tmp_path, capsys):
     run(tmp_path / "fpa", 3.0)
     run(tmp_path / "sagebwd", 3.0)
@@ -117,6 +158,15 @@ def test_the_picture_goes_where_the_user_says(tmp_path):
     compare.main([str(tmp_path / "runs"), "--out", str(tmp_path / "new" / "x.png")])
     assert (tmp_path / "new" / "x.png").exists()
     assert not (tmp_path / "runs" / "comparison.png").exists()
+    compare.main([str(tmp_path / "runs"), "--out", str(tmp_path / "folder")])
+    assert (tmp_path / "folder" / "comparison.png").exists()
+
+
+def test_a_picture_of_no_known_kind_is_refused(tmp_path, capsys):
+    run(tmp_path / "fpa", 3.0)
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path), "--out", "x.docx"])
+    assert "x.docx is no picture: end it in .png, .pdf, .svg" in capsys.readouterr().err
 
 
 def test_committed_results_are_not_overwritten(tmp_path, monkeypatch):
