@@ -9,7 +9,7 @@ from data.files import matching
 from data.manifest import Manifest, recipe
 from data.overrides import override
 from data.prepare import prepare
-from data.settings import FILE_SUFFIXES, DataSettings, check, named_folder
+from data.settings import FILE_SUFFIXES, DataSettings, check, named_folder, tokenizer_identity
 from data.shards import SPLITS
 from data.tokenizers import IDS, Tokenizer
 from data.tokens import TokenShards
@@ -68,7 +68,7 @@ def _without_its_text(settings: DataSettings) -> Path | None:
         matching(settings.path, FILE_SUFFIXES[settings.source])
     except ValueError:
         made_with = Manifest.read(folder).recipe["tokenizer"]
-        if made_with != settings.tokenizer:
+        if made_with != tokenizer_identity(settings.tokenizer):
             raise ValueError(
                 f"{folder} was prepared with data.tokenizer={made_with}, not {settings.tokenizer}; use that, "
                 "or another data.name"

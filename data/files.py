@@ -25,7 +25,9 @@ def matching(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = _each_once(file for file in path.rglob("*") if file.suffix in suffixes and file.is_file())
+        files = _each_once(
+            file for file in path.rglob("*") if file.name.endswith(suffixes) and file.is_file()
+        )
         if not files:
             raise ValueError(
                 f"the folder holds no {' or '.join(suffixes)} file; give a file or a glob instead"

@@ -1,8 +1,12 @@
 """Tokenizers as files of Hugging Face's `tokenizers` library, which transformers and others read."""
 
+import functools
+import hashlib
 import itertools
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -12,6 +16,92 @@ from data.files import write_text
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"  # of GPT-2 and of bytes
+
+
+LARGEST_VOCABULARY = 1 << 16  # ids are stored in 16 bits
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer.json that can be used, and the token that ends a document."""
+
+    path: Path
+    content: str
+    vocab_size: int  # the largest id and one
+    end_of_text: str
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What determines the ids of a text, as JSON."""
+        return {"sha256": hashlib.sha256(self.content.encode()).hexdigest(), "end_of_text": self.end_of_text}
+
+    def load(self) -> tokenizers.Tokenizer:
+        """The tokenizer, without truncation and padding, that takes special tokens in a text for text."""
+        loaded = tokenizers.Tokenizer.from_str(self.content)
+        loaded.no_truncation()
+        loaded.no_padding()
+        loaded.encode_special_tokens = True
+        return loaded
+
+
+def read(path: Path) -> TokenizerFile:
+    """The tokenizer.json at `path`, or in that folder.
+
+    Its end-of-text is the eos_token of the tokenizer_config.json next to it, else its only special token.
+    Raises ValueError, naming the fix, if a file is missing or damaged, if it says no end-of-text, or if it
+    has more than 65,536 ids.
+    """
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    config = file.with_name(CONFIG_FILE)
+    content = _read(file)
+    return _described(file, content, _read(config) if config.exists() else "{}")
+
+
+@functools.lru_cache(maxsize=4)
+def _described(file: Path, content: str, config: str) -> TokenizerFile:
+    try:
+        loaded = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # the library raises no other kind
+        raise ValueError(
+            f"{file} is no file of Hugging Face's tokenizers library ({error}); give a tokenizer.json"
+        ) from error
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
+    size = max(vocabulary.values(), default=-1) + 1
+    if size > LARGEST_VOCABULARY:
+        raise ValueError(
+            f"{file} has {size} ids; they are stored in 16 bits, so {LARGEST_VOCABULARY} is the limit. Use a "
+            "tokenizer with a smaller vocabulary"
+        )
+    end_of_text = _end_of_text(file, loaded, config)
+    if end_of_text not in vocabulary:
+        raise ValueError(f"{file} has no token {end_of_text!r}, the eos_token of {CONFIG_FILE}; correct that")
+    return TokenizerFile(file, content, size, end_of_text)
+
+
+def _end_of_text(file: Path, loaded: tokenizers.Tokenizer, config: str) -> str:
+    try:
+        named: Any = json.loads(config).get("eos_token")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file.with_name(CONFIG_FILE)} is damaged ({error}); copy it again") from error
+    if isinstance(named, dict):
+        named = named.get("content")
+    if isinstance(named, str):
+        return named
+    special = [token.content for token in loaded.get_added_tokens_decoder().values() if token.special]
+    if len(special) == 1:
+        return special[0]
+    listed = ", ".join(special[:8]) + (", …" if len(special) > 8 else "") if special else "none"
+    raise ValueError(
+        f"{file} does not say which token ends a text (special tokens: {listed}); name it in "
+        f'{file.with_name(CONFIG_FILE)}: {{"eos_token": "TOKEN"}}'
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); give a tokenizer.json or its folder") from error
 
 
 def byte_pair_encoding(ranks: dict[bytes, int], *, words: bool) -> tokenizers.Tokenizer:

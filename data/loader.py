@@ -134,6 +134,12 @@ def evaluation_batches(
         yield stack_sequences(tokens, np.arange(first, min(first + micro_batch, used)), context)
 
 
+def evaluation_targets(tokens: TokenShards, *, context: int, sequences: int) -> np.ndarray:
+    """The targets of all ranks' `evaluation_batches`, in order, uint16, one after the other."""
+    used = min(count_sequences(tokens, context), sequences)
+    return tokens.window(1, used * context)
+
+
 def count_sequences(tokens: TokenShards, context: int) -> int:
     """Number of sequences of `context` tokens in the data, each followed by one more token to predict.
 

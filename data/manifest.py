@@ -8,7 +8,7 @@ from pathlib import Path
 
 from data import sources
 from data.files import checksums, identified_whole, read_json, write_json
-from data.settings import DataSettings, vocabulary_size
+from data.settings import VOCABULARY_SIZES, DataSettings, tokenizer_identity, vocabulary_size
 from data.shards import SPLITS, Shard
 from data.sources import Source
 
@@ -38,12 +38,12 @@ def recipe(settings: DataSettings) -> Recipe:
         "format": FORMAT,
         "source": settings.source,
         "identity": source.identity,
-        "tokenizer": settings.tokenizer,
+        "tokenizer": tokenizer_identity(settings.tokenizer),
         "held_out": source.val_fraction,
         "units": len(source.units),
     }
     made = Recipe(source, settings.tokenizer, description, Path(settings.root))
-    name = settings.name or f"{_stem(settings)}-{settings.tokenizer}-{made.fingerprint[:10]}"
+    name = settings.name or f"{_stem(settings)}-{_label(settings.tokenizer)}-{made.fingerprint[:10]}"
     return Recipe(source, settings.tokenizer, description, Path(settings.root) / name)
 
 
@@ -116,4 +116,16 @@ def _stem(settings: DataSettings) -> str:
     """A readable beginning for the folder's name."""
     if settings.path is None:
         return settings.source
-    return re.sub(r"[^A-Za-z0-9]+", "-", Path(settings.path).stem).strip("-").lower()[:40] or settings.source
+    return _plain(Path(settings.path).stem) or settings.source
+
+
+def _label(tokenizer: str) -> str:
+    """A tokenizer's name, or that of its file, for a folder's name."""
+    if tokenizer in VOCABULARY_SIZES:
+        return tokenizer
+    path = Path(tokenizer).resolve()
+    return _plain(path.parent.name if path.name == "tokenizer.json" else path.stem) or "tokenizer"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40]

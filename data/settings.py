@@ -9,10 +9,10 @@ from data.files import matching
 SOURCES = ("openwebtext", "parquet", "jsonl", "text", "stdlib")
 FILE_SUFFIXES = {
     "parquet": (".parquet",),
-    "jsonl": (".jsonl",),
+    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
     "text": (".txt",),
 }  # sources that read data.path
-VOCABULARY_SIZES = {"gpt2": 50257, "bytes": 257}
+VOCABULARY_SIZES = {"gpt2": 50257, "bytes": 257}  # of the tokenizers that have a name
 
 
 @dataclass
@@ -23,7 +23,7 @@ class DataSettings:
     path: str | None = None  # parquet, jsonl, text: a file, a folder or a glob
     val_path: str | None = None  # validation text in files of its own; null: split from `path`
     column: str = "text"  # parquet column or JSON key that holds the text
-    tokenizer: str = "gpt2"  # one of VOCABULARY_SIZES
+    tokenizer: str = "gpt2"  # one of VOCABULARY_SIZES, a tokenizer.json, or a folder with one
     val_fraction: float = 0.0005  # validation part of the text; more of a small text, see data/split.py
 
     repository: str = "Skylion007/openwebtext"  # openwebtext: dataset on the Hugging Face Hub
@@ -45,8 +45,10 @@ def check(settings: DataSettings) -> None:
 
 def problems(settings: DataSettings) -> Iterator[str]:
     """Why settings cannot work, each with its fix. Fast, and never uses the network."""
-    if settings.tokenizer not in VOCABULARY_SIZES:
-        yield _unknown_tokenizer(settings.tokenizer)
+    try:
+        vocabulary_size(settings.tokenizer)
+    except ValueError as error:
+        yield str(error)
     if not 0 < settings.val_fraction < 1:
         yield (
             f"data.val_fraction={settings.val_fraction} must lie between 0 and 1; 0.0005 is usual for large "
@@ -69,18 +71,33 @@ def problems(settings: DataSettings) -> Iterator[str]:
         yield from _problems_without_files(settings)
 
 
-def _unknown_tokenizer(name: str) -> str:
-    return f"data.tokenizer={name} is unknown; choose one of {', '.join(VOCABULARY_SIZES)}"
-
-
 def vocabulary_size(tokenizer: str) -> int:
-    """Number of token ids of a tokenizer, end-of-text included, without loading it.
+    """Number of token ids of a tokenizer, end-of-text included.
 
-    Raises ValueError if there is no tokenizer of that name.
+    Raises ValueError if there is no tokenizer of that name, or its file cannot be used.
     """
-    if tokenizer not in VOCABULARY_SIZES:
-        raise ValueError(_unknown_tokenizer(tokenizer))
-    return VOCABULARY_SIZES[tokenizer]
+    if tokenizer in VOCABULARY_SIZES:
+        return VOCABULARY_SIZES[tokenizer]
+    return _tokenizer_file(tokenizer).vocab_size
+
+
+def tokenizer_identity(tokenizer: str) -> str | dict[str, str]:
+    """What determines the ids of a text: a tokenizer's name, or the content of its file; JSON.
+
+    Raises what `vocabulary_size` raises.
+    """
+    return tokenizer if tokenizer in VOCABULARY_SIZES else _tokenizer_file(tokenizer).identity
+
+
+def _tokenizer_file(tokenizer: str):
+    if not Path(tokenizer).exists():
+        raise ValueError(
+            f"data.tokenizer={tokenizer} is unknown; choose one of {', '.join(VOCABULARY_SIZES)}, or the "
+            "path of a tokenizer.json or of a folder with one"
+        )
+    from data.huggingface_tokenizer import read  # here: only these need the library
+
+    return read(Path(tokenizer))
 
 
 def named_folder(settings: DataSettings) -> Path | None:

@@ -7,6 +7,7 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,8 @@ import pyarrow as pa
 import tiktoken
 import tokenizers as huggingface
 
-from data.huggingface_tokenizer import END_OF_TEXT, byte_pair_encoding
-from data.settings import vocabulary_size
+from data.huggingface_tokenizer import END_OF_TEXT, TokenizerFile, byte_pair_encoding, read
+from data.settings import VOCABULARY_SIZES, vocabulary_size
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Tokenized(NamedTuple):
 
 
 class Tokenizer(ABC):
-    """A reversible tokenizer with fewer than 65,536 ids."""
+    """A tokenizer with at most 65,536 ids."""
 
     name: str
     vocab_size: int
@@ -57,21 +58,27 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of some ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        """Bytes of UTF-8 that some ids stand for; end-of-text stands for none."""
+        return len(self.decode(ids[ids != self.end_of_text]).encode("utf-8"))
+
     @abstractmethod
     def to_huggingface(self) -> huggingface.Tokenizer:
         """The same ids by Hugging Face's library, where `end_of_text_name` in a text is its id."""
 
 
 def load(name: str, *, warn: bool = False) -> Tokenizer:
-    """The tokenizer of that name: "gpt2" or "bytes".
+    """The tokenizer of that name: "gpt2", "bytes", or the path of a tokenizer.json or of a folder with one.
 
     GPT-2's is gigatoken if it is installed and works, else tiktoken, which gives the same ids. warn: log a
-    line if gigatoken is installed but does not work. Raises ValueError for other names, OSError if GPT-2's
-    vocabulary is neither cached nor downloadable.
+    line if gigatoken is installed but does not work. Raises ValueError for other names and files that cannot
+    be used, OSError if GPT-2's vocabulary is neither cached nor downloadable.
     """
     vocabulary_size(name)
     if name == "bytes":
         return Bytes()
+    if name not in VOCABULARY_SIZES:
+        return FromFile(read(Path(name)))
     encoding = _gpt2_encoding()
     if importlib.util.find_spec("gigatoken") is None:
         return Tiktoken(encoding)
@@ -105,6 +112,9 @@ class Bytes(Tokenizer):
             bytes([int(i)]) if i != self.end_of_text else END_OF_TEXT.encode() for i in ids
         ).decode("utf-8", errors="replace")
 
+    def count_bytes(self, ids: np.ndarray) -> int:
+        return int((ids != self.end_of_text).sum())
+
     def to_huggingface(self) -> huggingface.Tokenizer:
         return byte_pair_encoding({bytes([byte]): byte for byte in range(256)}, words=False)
 
@@ -135,6 +145,9 @@ class Tiktoken(Tokenizer):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.encoding.decode([int(i) for i in ids], errors="replace")
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        return len(self.encoding.decode_bytes(ids[ids != self.end_of_text].tolist()))
 
     def to_huggingface(self) -> huggingface.Tokenizer:
         return byte_pair_encoding(_ranks(self.encoding), words=True)
@@ -167,6 +180,43 @@ class Gigatoken(Tiktoken):
         return self._awkward.Array(
             contents.ListOffsetArray(index.Index64(offsets), characters, parameters={"__array__": "string"})
         )
+
+
+class FromFile(Tokenizer):
+    """A tokenizer of Hugging Face's library. It adds no token to a text, whatever its file says."""
+
+    def __init__(self, file: TokenizerFile):
+        self._tokenizer = file.load()
+        self.name = str(file.path)
+        self.vocab_size = file.vocab_size
+        self.end_of_text_name = file.end_of_text
+        self.end_of_text = self._tokenizer.token_to_id(file.end_of_text)
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        self._check(ids)
+        return ids
+
+    def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
+        documents = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
+        ids = [np.array(document.ids, np.uint32) for document in documents]
+        ends = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+        joined = np.concatenate(ids) if ids else np.zeros(0, np.uint32)
+        self._check(joined)
+        return joined, ends
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def to_huggingface(self) -> huggingface.Tokenizer:
+        return self._tokenizer
+
+    def _check(self, ids: Sequence[int] | np.ndarray) -> None:
+        if self.end_of_text in ids:
+            raise ValueError(
+                f"a text spells {self.end_of_text_name}, which {self.name} takes for the end of the text; "
+                "remove it from the text, or make it a special token of the tokenizer"
+            )
 
 
 def utf8(texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:

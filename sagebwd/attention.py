@@ -71,8 +71,8 @@ def sage_attention(
         cu_seqlens_kv: the same for key and value; by default ``cu_seqlens``.
         return_lse: return the logsumexp of each query's logits, too.
         config: what is quantized, and how.
-        kernels: "hopper", "triton" or "reference" runs that kernel set, or raises an error that says why it
-            cannot. None: the fastest that can, on a CPU the reference.
+        kernels: "hopper", "ampere", "triton" or "reference" runs that kernel set, or raises an error that
+            says why it cannot. None: the fastest that can, on a CPU the reference.
 
     Returns:
         (B, H, N_q, D), of the dtype of the inputs. With ``return_lse`` (out, lse): lse is (B, H, N_q) fp32,

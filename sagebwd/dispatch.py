@@ -1,8 +1,9 @@
 """Which kernels run an attention, and why faster ones do not. Nothing else in the library decides that.
 
-Three kernel sets, fastest first:
+Kernel sets, fastest first:
 
     hopper      CUDA, wgmma: NVIDIA GPUs of compute capability 9.0
+    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; only on request, until it has run on a GPU
     triton      NVIDIA GPUs since Ampere
     reference   plain PyTorch: any device, slow; what CPU tensors run
 
@@ -30,7 +31,11 @@ from sagebwd.validation import check_window, is_autocast
 from sagebwd.window import Window
 
 #: Fastest first.
-KERNEL_SETS = ("hopper", "triton", "reference")
+KERNEL_SETS = ("hopper", "ampere", "triton", "reference")
+#: Sets that run only if the caller asks for them. They have run in emulation, but not yet on a GPU.
+ON_REQUEST = ("ampere",)
+#: Sets that are chosen, besides the reference.
+CHOSEN = tuple(name for name in KERNEL_SETS if name not in (*ON_REQUEST, "reference"))
 
 #: Compute capabilities.
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -38,11 +43,11 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
 TRITON_BLOCKS = (32, 64, 128)
-#: Hopper: the only tile, and the head sizes for which a block of K and V is a whole number of copies.
-HOPPER_TILE = (64, 128)
-HOPPER_HEAD_DIMS = range(33, 129)
-#: Hopper: products that may run in 16 bit; all others of the paper's INT8 products are INT8.
-HOPPER_16_BIT_MATMULS = ("o", "dv")
+#: CUDA: the only tile, and the head sizes that are padded to 64 or 128.
+CUDA_TILE = (64, 128)
+CUDA_HEAD_DIMS = range(33, 129)
+#: CUDA: products that may run in 16 bit; all others of the paper's INT8 products are INT8.
+CUDA_16_BIT_MATMULS = ("o", "dv")
 
 USE_REFERENCE = 'pass kernels="reference", which runs, slowly, anywhere'
 
@@ -115,7 +120,12 @@ class Rule(NamedTuple):
 
 def obstacles(kernels: str, call: Call) -> list[Rule]:
     """The rules of a kernel set that ``call`` breaks; none if the set can run it."""
-    rules = {"hopper": hopper_rules, "triton": triton_rules, "reference": reference_rules}[kernels]
+    rules = {
+        "hopper": hopper_rules,
+        "ampere": ampere_rules,
+        "triton": triton_rules,
+        "reference": reference_rules,
+    }[kernels]
     return [rule for rule in rules(call) if not rule.holds]
 
 
@@ -126,7 +136,7 @@ def describe(broken: list[Rule]) -> str:
 
 def hopper_rules(call: Call) -> Iterator[Rule]:
     """What the CUDA kernels for Hopper need, in the order in which it is checked."""
-    config, gpu = call.config, call.gpu
+    gpu = call.gpu
     yield _on_a_gpu(gpu is not None, call)
     if gpu is None:
         return
@@ -135,40 +145,19 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
-    yield from _rules_of_all_kernels(call)
-    yield Rule(
-        config.block_q in (None, HOPPER_TILE[0]) and config.block_kv in (None, HOPPER_TILE[1]),
-        f"block_q is {config.block_q} and block_kv {config.block_kv}",
-        "set both to None",
-        warns=True,
-    )
-    yield Rule(
-        config.granularity == "row",
-        f"granularity is {config.granularity!r}",
-        "set granularity='row'",
-        warns=True,
-    )
-    yield Rule(
-        config.operand_scales == "block",
-        f"operand_scales is {config.operand_scales!r}",
-        "set operand_scales='block'",
-        warns=True,
-    )
-    yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False", warns=True)
-    missing = [x for x in PAPER_INT8_MATMULS if not config.is_int8(x) and x not in HOPPER_16_BIT_MATMULS]
-    yield Rule(
-        not missing,
-        f"{', '.join(missing)} not in INT8",
-        "add them to int8_matmuls",
-        warns=True,
-    )
-    yield Rule(not call.is_windowed, "window_size is set, and the Hopper kernels have no windows", warns=True)
-    yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
-    yield Rule(
-        call.head_dim in HOPPER_HEAD_DIMS,
-        f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
-    )
-    yield Rule(gpu.no_cuda_kernels is None, str(gpu.no_cuda_kernels), warns=True)
+    yield from _rules_of_cuda_kernels(call, "Hopper")
+    yield _scales_of_blocks(call.config)
+
+
+def ampere_rules(call: Call) -> Iterator[Rule]:
+    """What the CUDA kernels for GPUs since Ampere need, in the order in which it is checked."""
+    yield _on_a_gpu(call.gpu is not None, call)
+    if call.gpu is None:
+        return
+    yield _since_ampere(call.gpu)
+    yield from _rules_of_cuda_kernels(call, "Ampere")
+    if not all(map(call.config.is_int8, CUDA_16_BIT_MATMULS)):
+        yield _scales_of_blocks(call.config)
 
 
 def triton_rules(call: Call) -> Iterator[Rule]:
@@ -176,10 +165,7 @@ def triton_rules(call: Call) -> Iterator[Rule]:
     config, gpu = call.config, call.gpu
     yield _on_a_gpu(gpu is not None or call.is_interpreted, call)
     if gpu is not None:
-        yield Rule(
-            gpu.capability >= AMPERE and not gpu.is_amd,
-            f"{gpu.name} has no kernels: they need an NVIDIA GPU of the Ampere generation or later",
-        )
+        yield _since_ampere(gpu)
     yield Rule(call.has_triton, "Triton is not installed", "install triton")
     yield from _rules_of_all_kernels(call)
     for name, size in zip(("block_q", "block_kv"), config.tile(call.head_dim), strict=True):
@@ -194,6 +180,56 @@ def reference_rules(call: Call) -> Iterator[Rule]:
 
 def _on_a_gpu(holds: bool, call: Call) -> Rule:
     return Rule(holds, f"the tensors are on the {call.device.upper()}", "move them to a GPU", ValueError)
+
+
+def _since_ampere(gpu: GPU) -> Rule:
+    return Rule(
+        gpu.capability >= AMPERE and not gpu.is_amd,
+        f"{gpu.name} has no kernels: they need an NVIDIA GPU of the Ampere generation or later",
+    )
+
+
+def _scales_of_blocks(config: SageConfig) -> Rule:
+    return Rule(
+        config.operand_scales == "block",
+        f"operand_scales is {config.operand_scales!r}",
+        "set operand_scales='block'",
+        warns=True,
+    )
+
+
+def _rules_of_cuda_kernels(call: Call, name: str) -> Iterator[Rule]:
+    config = call.config
+    yield from _rules_of_all_kernels(call)
+    yield Rule(
+        config.block_q in (None, CUDA_TILE[0]) and config.block_kv in (None, CUDA_TILE[1]),
+        f"block_q is {config.block_q} and block_kv {config.block_kv}",
+        "set both to None",
+        warns=True,
+    )
+    yield Rule(
+        config.granularity == "row",
+        f"granularity is {config.granularity!r}",
+        "set granularity='row'",
+        warns=True,
+    )
+    yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False", warns=True)
+    missing = [x for x in PAPER_INT8_MATMULS if not config.is_int8(x) and x not in CUDA_16_BIT_MATMULS]
+    yield Rule(
+        not missing,
+        f"{', '.join(missing)} not in INT8",
+        "add them to int8_matmuls",
+        warns=True,
+    )
+    reason = f"window_size is set, and the {name} kernels have no windows"
+    yield Rule(not call.is_windowed, reason, warns=True)
+    yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
+    yield Rule(
+        call.head_dim in CUDA_HEAD_DIMS,
+        f"the head size is {call.head_dim}, and the {name} kernels have sizes from 40 to 128",
+    )
+    reason = None if call.gpu is None else call.gpu.no_cuda_kernels
+    yield Rule(reason is None, str(reason), warns=True)
 
 
 def _rules_of_all_kernels(call: Call) -> Iterator[Rule]:
@@ -272,7 +308,7 @@ def explain(
 def explain_call(call: Call) -> Explanation:
     """:func:`explain` for a call that need not exist: a hypothetical GPU is a :class:`GPU`."""
     reasons: dict[str, str] = {}
-    for name in ("hopper", "triton"):
+    for name in CHOSEN:
         broken = obstacles(name, call)
         if not broken:
             return Explanation(name, reasons)
@@ -344,10 +380,13 @@ def _choose_once(
         call = call._replace(is_interpreted=_is_interpreted())
     if kernels == "hopper" and call.gpu == ABSENT_GPU:
         call = call._replace(gpu=EXAMPLES["hopper"])
+    if kernels in ("hopper", "ampere"):
+        broken = obstacles(kernels, _with_compiler(call, device))
+        if broken:
+            message = f'kernels="{kernels}" cannot run: {describe(broken)}; or pass kernels=None'
+            return "", broken[0].error.__name__, message
+        return kernels, "", ""
     not_hopper = [] if kernels == "triton" else obstacles("hopper", call)
-    if kernels == "hopper" and not_hopper:
-        message = f'kernels="hopper" cannot run: {describe(not_hopper)}; or pass kernels=None'
-        return "", not_hopper[0].error.__name__, message
     if kernels != "triton" and not not_hopper:
         return "hopper", "", ""
     for rule in obstacles("triton", call):
@@ -372,6 +411,17 @@ def _call(
 ) -> Call:
     gpu = gpu_of(device.index or 0) if device.type == "cuda" else None
     return Call(device.type, gpu, dtype, head_dim, config, _has_triton(), is_windowed=is_windowed)
+
+
+def _with_compiler(call: Call, device: torch.device) -> Call:
+    """``call``, with what :func:`gpu_of` looks up for Hopper GPUs only: whether CUDA kernels can be made."""
+    gpu = call.gpu
+    if gpu is None or gpu.is_amd or call.device != "cuda" or not torch.cuda.is_available():
+        return call
+    from sagebwd.kernels.cuda import runtime
+
+    reason = runtime.why_unavailable(device, gpu.capability)
+    return call._replace(gpu=gpu._replace(no_cuda_kernels=reason))
 
 
 @functools.cache

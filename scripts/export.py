@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from data import tokenizers
+from data.settings import tokenizer_identity
 from model.huggingface import CONFIG_FILE
 from model.llama import Llama
 from scripts.bench.measuring import command_parser
@@ -65,7 +66,13 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None, dtype: str)
     if (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} holds a model already; choose another --out, or delete that folder")
     path = checkpoint_of(directory.checkpoints, step)
-    directory.check_checkpoint(path, sealed_in(path), settings)
+    sealed = sealed_in(path)
+    directory.check_checkpoint(path, sealed, settings)
+    if sealed.get("tokenizer") not in (None, tokenizer_identity(settings.data.tokenizer)):
+        raise ValueError(
+            f"{run} was trained with another tokenizer than data.tokenizer={settings.data.tokenizer} is now; "
+            "restore that file"
+        )
     llama = Llama(settings.model, scaled_dot_product_attention)
     load_weights(directory.checkpoints, step, llama)
     if bad := not_finite(llama, None, Ranks(0, 1, torch.device("cpu"))):

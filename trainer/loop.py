@@ -1,6 +1,7 @@
 """The training loop, from settings to finished weights."""
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -15,7 +16,13 @@ from torch import Tensor
 
 import model.huggingface
 from data.corpus import Corpus, open_corpus
-from data.loader import BatchLoader, count_sequences, evaluation_batches, stack_sequences
+from data.loader import (
+    BatchLoader,
+    count_sequences,
+    evaluation_batches,
+    evaluation_targets,
+    stack_sequences,
+)
 from model import backends
 from model.backends import Backend
 from model.config import parameter_count
@@ -258,12 +265,24 @@ class Trainer:
         # All ranks of a sharded model take part in generating each token.
         sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
         if self.telemetry:
-            self.telemetry.record(
-                {"step": self.step, "tokens": self._tokens(), "val_loss": val_loss, "sample": sample}
-            )
+            losses = {"val_loss": val_loss, "val_bits_per_byte": val_loss * self._bits_per_byte_per_nat}
+            self.telemetry.record({"step": self.step, "tokens": self._tokens(), **losses, "sample": sample})
             log.info(
-                "step %d: validation loss %.4f%s", self.step, val_loss, f"\n  | {sample!r}" if sample else ""
+                "step %d: validation loss %.4f, %.4f bits per byte%s",
+                self.step,
+                *losses.values(),
+                f"\n  | {sample!r}" if sample else "",
             )
+
+    @functools.cached_property
+    def _bits_per_byte_per_nat(self) -> float:
+        """Bits per byte of the validation text for each nat per token; NaN for a text without bytes."""
+        settings = self.settings
+        targets = evaluation_targets(
+            self.corpus.val, context=settings.context, sequences=settings.eval_sequences
+        )
+        size = self.corpus.tokenizer.count_bytes(targets)
+        return len(targets) / size / math.log(2) if size else math.nan
 
     def _sample(self) -> str:
         prompt = torch.tensor(
@@ -326,6 +345,7 @@ class Trainer:
         extra = {
             "wandb_id": wandb_id,
             "data": self.corpus.manifest.fingerprint,
+            "tokenizer": self.corpus.manifest.recipe["tokenizer"],
             "settings": identity.recorded(self.settings),
             "recent": self.spikes.history,
         }

@@ -15,7 +15,7 @@ pipeline_tag: text-generation
 tags: [sagebwd]
 ---
 
-# {name}
+# {architecture}, {parameters:,} parameters
 
 A {architecture} model of {parameters:,} parameters, after step {step:,} of its training.
 It continues text; it was not tuned for instructions or for safety.
@@ -40,10 +40,10 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER)
 def model_card(settings: Settings, directory: RunDirectory, step: int, records: list[dict[str, Any]]) -> str:
     """The card of the run's weights after `step`, in Markdown. records: those of its metrics.jsonl.
 
-    Paths of text and tokenizer are left out, because a card is published.
+    A card is published: paths of text and tokenizer are left out, and the run's name, which may be made of
+    them.
     """
     return CARD.format(
-        name=directory.path.resolve().name,
         architecture="Qwen3" if settings.model.qk_norm else "Llama",
         parameters=parameter_count(settings.model),
         step=step,
@@ -86,10 +86,14 @@ def _text(settings: Settings) -> str:
 def _losses(records: list[dict[str, Any]], step: int) -> list[tuple[str, str]]:
     """The last training and validation loss up to this step."""
     found = []
-    for key, name in (("loss", "training loss"), ("val_loss", "validation loss")):
+    for key, name, unit in (
+        ("loss", "training loss", "nats per token"),
+        ("val_loss", "validation loss", "nats per token"),
+        ("val_bits_per_byte", "validation loss", "bits per byte"),
+    ):
         measured = [record for record in records if record.get(key) is not None and record["step"] <= step]
         if measured:
-            found.append((name, f"{measured[-1][key]:.4f} nats per token, at step {measured[-1]['step']:,}"))
+            found.append((name, f"{measured[-1][key]:.4f} {unit}, at step {measured[-1]['step']:,}"))
     return found
 
 

@@ -210,8 +210,9 @@ def check_context(settings: Settings, ranks: int) -> Problems:
 
 
 def check_vocabulary(settings: Settings, ranks: int) -> Problems:
-    needed = data.settings.VOCABULARY_SIZES.get(settings.data.tokenizer)
-    if needed is None:
+    try:
+        needed = data.settings.vocabulary_size(settings.data.tokenizer)
+    except ValueError:
         return  # reported by check_data
     if settings.model.vocab_size < needed:
         yield (

@@ -1,9 +1,10 @@
 """What every source yields, and the checks they share."""
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import pyarrow as pa
 
@@ -11,6 +12,8 @@ import pyarrow as pa
 UNIT_BYTES = 64 << 20
 
 BATCH_BYTES = 4 << 20  # approximate text per batch: bounds the memory of a process
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, as Arrow calls them
 
 Piece = TypeVar("Piece")
 
@@ -67,10 +70,24 @@ def usable(column: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
     return texts
 
 
+def opened(file: Path) -> BinaryIO:
+    """The bytes of a file, decompressed if its name ends in .gz or .zst.
+
+    Reading raises OSError if a compressed file is damaged or cut short.
+    """
+    if is_compressed(file):
+        return io.BufferedReader(pa.input_stream(str(file), compression=COMPRESSIONS[file.suffix]))
+    return file.open("rb")
+
+
+def is_compressed(file: Path) -> bool:
+    return file.suffix in COMPRESSIONS
+
+
 def line_number(file: Path, offset: int) -> int:
-    """The line, counted from 1, that the byte at `offset` is in."""
+    """The line, counted from 1, that the byte at `offset` of the decompressed file is in."""
     newlines, left = 0, offset
-    with file.open("rb") as handle:
+    with opened(file) as handle:
         while left > 0 and (chunk := handle.read(min(left, 1 << 20))):
             newlines += chunk.count(b"\n")
             left -= len(chunk)

@@ -1,4 +1,7 @@
-"""JSON Lines: a JSON object per line, the text under one key. A unit is some byte ranges of files."""
+"""JSON Lines: a JSON object per line, the text under one key. A unit is some byte ranges of files.
+
+A compressed file (.jsonl.gz, .jsonl.zst) is one range, because it can be read from its start only.
+"""
 
 import json
 from collections.abc import Iterator
@@ -8,11 +11,22 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from data.sources.base import BATCH_BYTES, UNIT_BYTES, Batch, Unit, grouped, line_number
+from data.sources.base import (
+    BATCH_BYTES,
+    UNIT_BYTES,
+    Batch,
+    Unit,
+    grouped,
+    is_compressed,
+    line_number,
+    opened,
+)
+
+TYPICAL_RATIO = 4  # of a compressed text: only its division into units depends on it
 
 
 class ByteRange(NamedTuple):
-    """The lines of a file that begin in start … stop − 1."""
+    """The lines of a file that begin in start … stop − 1; all lines of a compressed file."""
 
     file: Path
     start: int
@@ -65,16 +79,17 @@ class JsonlUnit(Unit):
 
 def units(files: list[Path], key: str) -> list[Unit]:
     """The units of some files."""
-    ranges = [
-        ByteRange(file, start, min(start + UNIT_BYTES, size))
-        for file in files
-        for size in [file.stat().st_size]
-        for start in range(0, size, UNIT_BYTES)
-    ]
+    ranges = [part for file in files for part in _ranges(file, file.stat().st_size)]
     return [
         JsonlUnit(text_bytes=sum(part.stop - part.start for part in group), ranges=group, key=key)
         for group in grouped(ranges, lambda part: part.stop - part.start)
     ]
+
+
+def _ranges(file: Path, size: int) -> list[ByteRange]:
+    if is_compressed(file):
+        return [ByteRange(file, 0, size * TYPICAL_RATIO)] if size else []
+    return [ByteRange(file, start, min(start + UNIT_BYTES, size)) for start in range(0, size, UNIT_BYTES)]
 
 
 def _with_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -89,7 +104,10 @@ def _with_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _lines(part: ByteRange) -> Iterator[tuple[int, bytes]]:
     """The lines of a range with the offset each begins at."""
-    with part.file.open("rb") as handle:
+    if is_compressed(part.file):
+        yield from _all_lines(part.file)
+        return
+    with opened(part.file) as handle:
         offset = part.start
         if offset:  # a line that began earlier belongs to the previous range
             handle.seek(offset - 1)
@@ -98,6 +116,17 @@ def _lines(part: ByteRange) -> Iterator[tuple[int, bytes]]:
             line = handle.readline()
             yield offset, line
             offset += len(line)
+
+
+def _all_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    offset = 0
+    try:
+        with opened(file) as handle:
+            while line := handle.readline():
+                yield offset, line
+                offset += len(line)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be decompressed ({error}); copy or download it again") from error
 
 
 def _wrong(file: Path, offset: int, what: str) -> ValueError:

@@ -92,9 +92,9 @@ def _fake_forward(
     channels = channels if settings.smooths_k else 0
     k_mean = k.new_empty((*k.shape[:2], documents * channels), dtype=torch.float32)
     packed_kv = k.new_empty((0,), dtype=torch.uint8)
-    if kernels == "hopper" and pack_kv_for_backward:
+    if kernels in ("hopper", "ampere") and pack_kv_for_backward:
         blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
-        packed_kv = k.new_empty(_packed_kv_shape(k, blocks), dtype=torch.uint8)
+        packed_kv = k.new_empty(_packed_kv_shape(k, blocks, settings), dtype=torch.uint8)
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_kv)
 
 
@@ -127,7 +127,7 @@ def _backward(
         if not packed_kv.numel():
             raise ValueError(
                 "sagebwd::backward got neither k and v nor packed_kv; pass k and v, as sagebwd::forward "
-                "packs them only with pack_kv_for_backward=True and the Hopper kernels"
+                "packs them only with pack_kv_for_backward=True and CUDA kernels"
             )
         k = v = stand_in(q, kv_heads, kv_tokens)
     options = {"window": _window(q, k, window_left, window_right), "scale": scale, "config": settings}
@@ -173,10 +173,10 @@ def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
     return Window(left, right).narrowed(q.shape[-2], k.shape[-2])
 
 
-def _packed_kv_shape(k: Tensor, blocks: int) -> tuple[int, int]:
+def _packed_kv_shape(k: Tensor, blocks: int, config: SageConfig) -> tuple[int, int]:
     from sagebwd.kernels.cuda.packing import packed_kv_shape
 
-    return packed_kv_shape(k, blocks)
+    return packed_kv_shape(k, blocks, config.operand_scales == "token")
 
 
 def _axes(

@@ -40,6 +40,7 @@ import torch
 from tqdm import tqdm
 
 from sagebwd import SageConfig
+from sagebwd.dispatch import KERNEL_SETS
 from scripts.bench.attention_peers import CONFIGS, PEERS, Shape, find_implementations
 from scripts.bench.attention_tables import Row, draw, not_measured, overview, rows_of, to_markdown
 from scripts.bench.attention_timing import measure_shape
@@ -67,6 +68,8 @@ examples:
       python -m scripts.bench.attention --head-dims 64 --masks causal --lengths 4096
   presets of SageBwd compared, without the slow compilation of FlexAttention
       python -m scripts.bench.attention --configs default consistent paper --without flex
+  the kernels for GPUs since Ampere, which are not chosen yet, compared with FlashAttention-2
+      python -m scripts.bench.attention --kernels ampere --configs default consistent --without flex cudnn
   a sliding window: each query sees its own key and the 1024 before it; compared with no window
       python -m scripts.bench.attention --masks causal 1024,0 --lengths 4096 16384
   try the command without a GPU: times are those of the plain PyTorch reference
@@ -152,6 +155,8 @@ def add_implementation_options(add: Callable[..., Any]) -> None:
     several = {"nargs": "+", "metavar": "NAME"}
     settings = f"settings of SageBwd: {', '.join(CONFIGS)} (default: default)"
     add("--configs", **several, choices=CONFIGS, default=["default"], help=settings)
+    forced = "also measure SageBwd with these kernels, by name, whatever would be chosen: "
+    add("--kernels", **several, choices=KERNEL_SETS, default=[], help=forced + ", ".join(KERNEL_SETS))
     add("--without", **several, choices=PEERS, default=[], help=f"leave out: {', '.join(PEERS)}")
 
 

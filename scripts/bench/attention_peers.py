@@ -78,9 +78,9 @@ class Implementation:
     has_backward: bool = True
 
 
-def build_sagebwd(config: SageConfig, shape: Shape) -> Attend:
-    window = (shape.left, shape.right)
-    return partial(sage_attention, is_causal=shape.causal, window_size=window, config=config)
+def build_sagebwd(config: SageConfig, shape: Shape, kernels: str | None = None) -> Attend:
+    settings = {"window_size": (shape.left, shape.right), "config": config, "kernels": kernels}
+    return partial(sage_attention, is_causal=shape.causal, **settings)
 
 
 def load_sdpa(kernel: str) -> Build:
@@ -216,10 +216,11 @@ PEERS = {
 
 def find_implementations(arguments: Namespace) -> tuple[list[Implementation], dict[str, str]]:
     """SageBwd and every peer that can run here; and {name: why not} of the others."""
-    found = [
-        Implementation(name, partial(build_sagebwd, config), bound)
-        for name, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs))
-    ]
+    found = []
+    for title, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs)):
+        for kernels in (None, *dict.fromkeys(arguments.kernels)):
+            name = f"{title} ({kernels})" if kernels else title
+            found.append(Implementation(name, partial(build_sagebwd, config, kernels=kernels), bound))
     absent = {}
     for option, peer in PEERS.items():
         if option in arguments.without:

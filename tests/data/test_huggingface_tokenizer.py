@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,6 +63,15 @@ def test_the_same_ids_of_awkward_text(pair):
     for _ in range(50):
         ids = [draw.randrange(pair[0].end_of_text) for _ in range(20)]
         agree(pair, pair[0].decode(ids))
+
+
+def test_bytes_of_ids(pair):
+    """Whatever the ids are cut at; an end of text has none."""
+    ours, _ = pair
+    ids = np.array([*ours.encode("é\U0001f600 the"), ours.end_of_text], np.uint16)
+    assert ours.count_bytes(ids) == 10
+    assert ours.count_bytes(ids[:1]) in (1, 2)
+    assert ours.count_bytes(ids[-1:]) == 0
 
 
 def test_half_a_character_is_decoded_alike(pair):

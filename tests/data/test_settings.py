@@ -49,7 +49,7 @@ def test_validation_files_are_looked_for_too(tmp_path):
 
 
 def test_a_folder_without_such_files(tmp_path):
-    with pytest.raises(ValueError, match=r"the folder holds no .jsonl file"):
+    with pytest.raises(ValueError, match=r"the folder holds no .jsonl or .jsonl.gz or .jsonl.zst file"):
         check(DataSettings(source="jsonl", path=str(tmp_path)))
 
 

@@ -1,5 +1,6 @@
 """Each format yields its documents, in order, wherever it is cut; unusable text is named by file and row."""
 
+import gzip
 import json
 import os
 import re
@@ -158,6 +159,31 @@ def test_jsonl_is_the_same_wherever_it_is_cut(tmp_path, monkeypatch):
         monkeypatch.setattr(jsonl, "UNIT_BYTES", size)
         monkeypatch.setattr(base, "UNIT_BYTES", size)
         assert documents(load("jsonl", tmp_path).units) == TEXTS[:9]
+
+
+@pytest.mark.usefixtures("tiny_pieces")
+def test_compressed_jsonl(tmp_path):
+    """Several compressed pieces in a file, as pigz and `cat a.gz b.gz` write them, are one text."""
+    write_jsonl(tmp_path / "plain", TEXTS)
+    content = (tmp_path / "plain").read_bytes()
+    parts = content[:700], content[700:]
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, parts)))
+    (tmp_path / "b.jsonl.zst").write_bytes(b"".join(map(pa.Codec("zstd").compress, parts)))
+    (tmp_path / "c.jsonl.gz").write_bytes(b"")
+    source = load("jsonl", tmp_path)
+    assert len(source.units) == 2
+    assert documents(source.units) == [*TEXTS, *TEXTS]
+
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "fine"}\n' * 4 + b"[]"))
+    with pytest.raises(ValueError, match=r"a.jsonl.gz, line 5 is not a JSON object but list"):
+        documents(load("jsonl", path).units)
+    for name in ("a.jsonl.gz", "b.jsonl.zst"):
+        path = tmp_path / name
+        for damaged in (path.read_bytes()[:-9], b"no such format", path.read_bytes()[:-9] + b"123456789"):
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=rf"{name} cannot be decompressed .*; copy or download"):
+                documents(load("jsonl", path).units)
 
 
 @pytest.mark.parametrize(

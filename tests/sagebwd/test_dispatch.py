@@ -224,10 +224,17 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
     assert choose(kernels="triton") == "triton"
     assert choose(kernels="reference") == "reference"
     assert choose(kernels="hopper") == "hopper"
+    for gpu in (A100, H200):
+        for config in (DEFAULT_CONFIG, SageConfig.consistent(), SageConfig.strictly_causal()):
+            assert choose(gpu, config, kernels="ampere") == "ampere"
+    with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
+        choose(A100, without_int8("dv", operand_scales="token"), kernels="ampere")
+    with pytest.raises(NotImplementedError, match='kernels="ampere" cannot run: smooth_q is True'):
+        choose(A100, config=SageConfig(smooth_q=True), kernels="ampere")
     message = 'kernels="hopper" cannot run: NVIDIA A100 has compute capability 8.0, not 9.0'
     with pytest.raises(NotImplementedError, match=message):
         choose(A100, kernels="hopper")
-    with pytest.raises(ValueError, match="kernels is 'cuda'; use one of 'hopper', 'triton', 'reference', or"):
+    with pytest.raises(ValueError, match="kernels is 'cuda'; use one of 'hopper', 'ampere', 'triton', 'ref"):
         choose(kernels="cuda")
 
 
@@ -289,7 +296,8 @@ def test_fakes_ask_no_driver(no_driver, kernels, pack):
         assert out.shape == out_residual.shape == q.shape
         assert lse.shape == q.shape[:-1]
         assert k_mean.shape == (2, 2, 64)
-        assert packed_kv.shape == ((2 * 2 * 2, 128 * 3 * 64 + 16) if kernels == "hopper" and pack else (0,))
+        packs = pack and kernels in ("hopper", "ampere")
+        assert packed_kv.shape == ((2 * 2 * 2, 128 * 3 * 64 + 16) if packs else (0,))
         saved = (out, lse, k_mean, out_residual, packed_kv)
         dq, dk, dv = torch.ops.sagebwd.backward(q, q, k, k, 2, 130, *saved, *options)
         assert dq.shape == q.shape

@@ -1,15 +1,18 @@
 """An exported folder is whole: transformers alone gives the trainer's ids and the trainer's loss."""
 
+import math
 import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import export
 from trainer.checkpoint import load_weights
+from trainer.errors import SettingsError
 from trainer.run_directory import read_metrics
 
 TEXT = "".join(f"{i}: A dark and stormy night; the rain fell in torrents.\n" for i in range(400))
@@ -46,6 +49,9 @@ def loss(folder, text):
 def test_transformers_gives_the_loss_of_the_trainer(trained, capsys):
     run, text = trained
     records = read_metrics(run / "metrics.jsonl")
+    for record in records:
+        if "val_loss" in record:  # a token is a byte here
+            assert record["val_bits_per_byte"] == pytest.approx(record["val_loss"] / math.log(2))
     validated = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
     assert loss(run / "weights", text) == pytest.approx(validated[4], abs=1e-5)
     assert validated[2] != pytest.approx(validated[4], abs=1e-3)
@@ -82,6 +88,7 @@ def check_card(run, folder, validated):
     assert f"validation loss | {validated[2]:.4f} nats per token, at step 2" in earlier
     assert "512 tokens, 256 per step, context 64" in earlier
     assert str(run.parent) not in last
+    assert run.name + "\n" not in last  # it may be made of the data's path
 
 
 def test_what_is_no_export(trained, tmp_path, monkeypatch):
@@ -113,6 +120,30 @@ def test_what_is_no_export(trained, tmp_path, monkeypatch):
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(SystemExit, match="holds no checkpoint; train the run"):
         export.main([str(run)])
+
+
+def test_a_tokenizer_of_ones_own_is_exported(train_here, tmp_path):
+    """Its file may be on another machine by then; a changed one is refused."""
+    made = Tokenizer(models.BPE({chr(97 + i): i for i in range(26)} | {" ": 26, "ab": 27}, [("a", "b")]))
+    made.add_special_tokens(["<end>"])
+    made.post_processor = processors.TemplateProcessing("$A <end>", special_tokens=[("<end>", 28)])
+    made.save(str(tmp_path / "mine.json"))
+    (tmp_path / "book.txt").write_text("abba had a dark and stormy night " * 400)
+    own = (
+        "data=text", f"data.path={tmp_path / 'book.txt'}", f"data.root={tmp_path / 'tokens'}",
+        f"data.tokenizer={tmp_path / 'mine.json'}", "steps=3", "sample_prompt=ab",
+    )  # fmt: skip
+    with pytest.raises(SettingsError, match=r"vocab_size=28 is smaller than the 29 tokens of .*mine\.json"):
+        train_here(tmp_path / "run", *own, "model.vocab_size=28")
+    train_here(tmp_path / "run", *own)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "run" / "weights")
+    assert theirs("abba")["input_ids"] == [27, 1, 0]  # as in training, without what its file adds
+    assert theirs.eos_token_id == 28
+
+    made.add_tokens(["dark"])
+    made.save(str(tmp_path / "mine.json"))
+    with pytest.raises(SystemExit, match=r"trained with another tokenizer than data\.tokenizer=.*mine\.json"):
+        export.main([str(tmp_path / "run")])
 
 
 def load_spoiled(folder, step, llama):

@@ -41,16 +41,25 @@ constexpr bool P_IS_16BIT = true;
 constexpr bool P_IS_16BIT = false;
 #endif
 
+#ifdef TOKEN_SCALES  // a scale for each token of Q, K, V and dO in INT8, instead of one for each block
+constexpr bool HAS_TOKEN_SCALES = true;
+#else
+constexpr bool HAS_TOKEN_SCALES = false;
+#endif
+
 // Bytes. All tiles are swizzled, see swizzled(). A 16-bit tile is cut into chunks of 64 channels, rows of 128 bytes, one
 // chunk after the other.
 constexpr int Q_TILE = BLOCK_Q * D;                       // 64 tokens in INT8
 constexpr int K_TILE = BLOCK_KV * D;                      // 128 tokens in INT8
 constexpr int ROW_STATS = BLOCK_Q * 8;                    // -logsumexp of all queries, then -delta of all, fp32
-constexpr int TAIL = 16;                                  // scales, padded to what a bulk copy takes
-constexpr int PACKED_Q_BYTES = Q_TILE + TAIL;             // forward: Q by rows; its scale
-constexpr int PACKED_KV_INT8_BYTES = 2 * K_TILE + TAIL;   // forward: K by rows, V by columns; their scales
-constexpr int PACKED_KV_BYTES = 3 * K_TILE + TAIL;        // K by rows, V in 16 bits; the scale of K
-constexpr int PACKED_Q_ROWS_BYTES = 3 * Q_TILE + ROW_STATS + TAIL;     // Q by rows, dO in 16 bits, stats; scales of Q and dO
+constexpr int TAIL = 16;                                  // scales of blocks, padded to what a bulk copy takes
+// Scales of so many tensors, of all tokens of a block each or of the block.
+__host__ __device__ constexpr int scale_bytes(int tensors, int tokens) { return HAS_TOKEN_SCALES ? tensors * tokens * 4 : TAIL; }
+constexpr int PACKED_Q_BYTES = Q_TILE + scale_bytes(1, BLOCK_Q);              // forward: Q by rows; its scale
+constexpr int PACKED_KV_INT8_BYTES = 2 * K_TILE + scale_bytes(2, BLOCK_KV);   // forward: K by rows, V by columns; scales
+constexpr int PACKED_KV_BYTES = 3 * K_TILE + scale_bytes(1, BLOCK_KV);        // K by rows, V in 16 bits; the scale of K
+// Q by rows, dO in 16 bits, stats; scales of Q and dO.
+constexpr int PACKED_Q_ROWS_BYTES = 3 * Q_TILE + ROW_STATS + scale_bytes(2, BLOCK_Q);
 constexpr int PACKED_Q_COLUMNS_BYTES = (P_IS_16BIT ? 1 : 2) * Q_TILE;  // Q by columns, and dO if P is in INT8
 constexpr int PACKED_K_COLUMNS_BYTES = K_TILE;                         // K by columns
 

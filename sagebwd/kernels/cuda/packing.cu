@@ -121,6 +121,12 @@ __device__ __forceinline__ void subtract(Tile<TOKENS>& tile, const float* means,
 
 // --- INT8 --------------------------------------------------------------------------------------------------
 
+// The scale for magnitudes up to that of these bits: NaN if it is not finite.
+__device__ __forceinline__ float scale_of_bits(int largest) {
+    const float scale = __fdiv_rn(__int_as_float(largest), INT8_MAX);
+    return scale < SMALLEST_NORMAL ? 0.0f : fabsf(scale) == INFINITE ? __int_as_float(0x7fffffff) : scale;
+}
+
 // The scale of a tile: NaN if one of its values is not finite. All threads of the CTA call it; they share `slots`.
 template <int TOKENS>
 __device__ __forceinline__ float find_scale(const Tile<TOKENS>& tile, int (&slots)[16]) {
@@ -135,8 +141,24 @@ __device__ __forceinline__ float find_scale(const Tile<TOKENS>& tile, int (&slot
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < THREADS<TOKENS> / 32; ++i) largest = max(largest, slots[i]);
-    const float scale = __fdiv_rn(__int_as_float(largest), INT8_MAX);
-    return scale < SMALLEST_NORMAL ? 0.0f : fabsf(scale) == INFINITE ? __int_as_float(0x7fffffff) : scale;
+    return scale_of_bits(largest);
+}
+
+// The scale for each piece of a thread: that of its token, or of the tile.
+template <int TOKENS>
+__device__ __forceinline__ void find_scales(float (&scales)[PIECES], const Tile<TOKENS>& tile, int (&slots)[16]) {
+    const float of_tile = HAS_TOKEN_SCALES ? 0.0f : find_scale(tile, slots);
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        scales[i] = of_tile;
+        if (!HAS_TOKEN_SCALES) continue;
+        int largest = 0;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) largest = max(largest, __float_as_int(tile.x[i][e]) & 0x7fffffff);
+#pragma unroll
+        for (int lane = 1; lane < D / 8; lane *= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, lane));
+        scales[i] = scale_of_bits(largest);
+    }
 }
 
 // The nearest integers to x / scale, as 8 bytes. A multiplication by the reciprocal, corrected once by its remainder, gives
@@ -192,15 +214,24 @@ __device__ __forceinline__ void store_columns_int8(u8* target, const uint2 (&val
 }
 
 template <int TOKENS>
-__device__ __forceinline__ void quantize_tile(uint2 (&values)[PIECES], const Tile<TOKENS>& tile, float scale) {
+__device__ __forceinline__ void quantize_tile(uint2 (&values)[PIECES], const Tile<TOKENS>& tile,
+                                              const float (&scales)[PIECES]) {
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) values[i] = quantize(tile.x[i], scale);
+    for (int i = 0; i < PIECES; ++i) values[i] = quantize(tile.x[i], scales[i]);
 }
 
-// Scale `slot` of a tail. The CTA that writes slot 0 also clears the slots that no tensor uses, from `used` on.
-__device__ __forceinline__ void store_scale(u8* tail, int slot, float scale, int used) {
+// The scales of the tensor that is number `slot` in a packed block. Of one scale for each block: the CTA that writes slot 0
+// also clears the slots that no tensor uses, from `used` on.
+template <int TOKENS>
+__device__ __forceinline__ void store_scales(u8* tail, int slot, const float (&scales)[PIECES], int used) {
     float* slots = reinterpret_cast<float*>(tail);
-    if (threadIdx.x == 0) slots[slot] = scale;
+    if (HAS_TOKEN_SCALES) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+            if (Tile<TOKENS>::channel() == 0) slots[slot * TOKENS + Tile<TOKENS>::token(i)] = scales[i];
+        return;
+    }
+    if (threadIdx.x == 0) slots[slot] = scales[0];
     if (slot == 0 && threadIdx.x >= used && threadIdx.x < 4) slots[threadIdx.x] = 0.0f;
 }
 
@@ -264,19 +295,18 @@ __device__ __forceinline__ void load(Pieces<TOKENS>& pieces, Tile<TOKENS>& tile,
     pieces.unpack_to(tile);
 }
 
-// Writes K minus its mean, by rows in INT8, to `rows` and, if it is not null, to `copy`; returns the scale.
-__device__ __forceinline__ float pack_k(u8* rows, u8* copy, const Source& k, const float* mean, const Block& block,
-                                        const Axis& axis, int (&slots)[16]) {
+// Writes K minus its mean, by rows in INT8, to `rows` and, if it is not null, to `copy`; finds the scales.
+__device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* copy, const Source& k, const float* mean,
+                                       const Block& block, const Axis& axis, int (&slots)[16]) {
     Pieces<BLOCK_KV> pieces;
     Tile<BLOCK_KV> tile;
     uint2 values[PIECES];
     load(pieces, tile, k, block, axis);
     subtract(tile, mean, block, axis);
-    const float scale = find_scale(tile, slots);
-    quantize_tile(values, tile, scale);
+    find_scales(scales, tile, slots);
+    quantize_tile(values, tile, scales);
     store_rows_int8<BLOCK_KV>(rows, values);
     if (copy != nullptr) store_rows_int8<BLOCK_KV>(copy, values);
-    return scale;
 }
 
 }  // namespace
@@ -290,11 +320,12 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>) pack_q_kernel(Sou
     Pieces<BLOCK_Q> pieces;
     Tile<BLOCK_Q> tile;
     uint2 values[PIECES];
+    float scales[PIECES];
     load(pieces, tile, q, block, axis);
-    const float scale = find_scale(tile, slots);
-    quantize_tile(values, tile, scale);
+    find_scales(scales, tile, slots);
+    quantize_tile(values, tile, scales);
     store_rows_int8<BLOCK_Q>(target, values);
-    store_scale(target + Q_TILE, 0, scale, 1);
+    store_scales<BLOCK_Q>(target + Q_TILE, 0, scales, 1);
 }
 
 // Forward: K by rows, V by columns; their scales. `k_mean`, `v_mean`: what is subtracted from them, or null. `packed_kv`: if
@@ -308,10 +339,11 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     if (!find_block<BLOCK_KV, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* target = packed_kv_int8 + i64(block.index) * PACKED_KV_INT8_BYTES;
     u8* second = packed_kv == nullptr ? nullptr : packed_kv + i64(block.index) * PACKED_KV_BYTES;
+    float scales[PIECES];
     if (block.part == 0) {
-        const float scale = pack_k(target, second, k, k_mean, block, axis, slots);
-        store_scale(target + 2 * K_TILE, 0, scale, 2);
-        if (packed_kv != nullptr) store_scale(second + 3 * K_TILE, 0, scale, 1);
+        pack_k(scales, target, second, k, k_mean, block, axis, slots);
+        store_scales<BLOCK_KV>(target + 2 * K_TILE, 0, scales, 2);
+        if (packed_kv != nullptr) store_scales<BLOCK_KV>(second + 3 * K_TILE, 0, scales, 1);
     } else {
         Pieces<BLOCK_KV> pieces;
         Tile<BLOCK_KV> tile;
@@ -319,10 +351,10 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
         load(pieces, tile, v, block, axis);
         if (packed_kv != nullptr) pieces.store_16bit(second + K_TILE);
         subtract(tile, v_mean, block, axis);
-        const float scale = find_scale(tile, slots);
-        quantize_tile(values, tile, scale);
+        find_scales(scales, tile, slots);
+        quantize_tile(values, tile, scales);
         store_columns_int8<BLOCK_KV>(target + K_TILE, values, transposed);
-        store_scale(target + 2 * K_TILE, 1, scale, 2);
+        store_scales<BLOCK_KV>(target + 2 * K_TILE, 1, scales, 2);
     }
 }
 
@@ -335,7 +367,9 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     if (!find_block<BLOCK_KV, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* target = packed_kv + i64(block.index) * PACKED_KV_BYTES;
     if (block.part == 0) {
-        store_scale(target + 3 * K_TILE, 0, pack_k(target, nullptr, k, k_mean, block, axis, slots), 1);
+        float scales[PIECES];
+        pack_k(scales, target, nullptr, k, k_mean, block, axis, slots);
+        store_scales<BLOCK_KV>(target + 3 * K_TILE, 0, scales, 1);
     } else {
         Pieces<BLOCK_KV> pieces;
         pieces.load(v, block, axis.heads, axis.d);
@@ -371,17 +405,18 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     if (!find_block<BLOCK_Q, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* rows = packed_q_rows + i64(block.index) * PACKED_Q_ROWS_BYTES;
     u8* columns = packed_q_columns + i64(block.index) * PACKED_Q_COLUMNS_BYTES;
-    u8* scales = rows + 3 * Q_TILE + ROW_STATS;
+    u8* tail = rows + 3 * Q_TILE + ROW_STATS;
+    float scales[PIECES];
     Pieces<BLOCK_Q> pieces;
     Tile<BLOCK_Q> tile;
     uint2 values[PIECES];
     if (block.part == 0) {
         load(pieces, tile, q, block, axis);
-        const float scale = find_scale(tile, slots);
-        quantize_tile(values, tile, scale);
+        find_scales(scales, tile, slots);
+        quantize_tile(values, tile, scales);
         store_rows_int8<BLOCK_Q>(rows, values);
         store_columns_int8<BLOCK_Q>(columns, values, transposed);
-        store_scale(scales, 0, scale, P_IS_16BIT ? 1 : 2);
+        store_scales<BLOCK_Q>(tail, 0, scales, P_IS_16BIT ? 1 : 2);
         return;
     }
     Pieces<BLOCK_Q> out_pieces;
@@ -414,8 +449,8 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
         stats[threadIdx.x] = threadIdx.x < block.tokens ? -lse[token] : -INFINITE;
     }
     if (P_IS_16BIT) return;
-    const float scale = find_scale(tile, slots);
-    quantize_tile(values, tile, scale);
+    find_scales(scales, tile, slots);
+    quantize_tile(values, tile, scales);
     store_columns_int8<BLOCK_Q>(columns + Q_TILE, values, transposed);
-    store_scale(scales, 1, scale, 2);
+    store_scales<BLOCK_Q>(tail, 1, scales, 2);
 }

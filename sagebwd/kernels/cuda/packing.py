@@ -32,22 +32,36 @@ TAIL = 16
 VALUES_PER_THREAD = 32
 
 
-def packed_kv_shape(k: Tensor, blocks: int) -> tuple[int, int]:
+def packed_kv_shape(k: Tensor, blocks: int, token_scales: bool = False) -> tuple[int, int]:
     """Shape of the result of :meth:`Packer.pack_kv`, which is uint8.
 
     Args:
         k: (B, H_kv, N_kv, D).
         blocks: blocks of each head.
+        token_scales: as of :class:`Packer`.
     """
-    return k.shape[0] * k.shape[1] * blocks, BLOCK_KV * 3 * padded_head_dim(k.shape[3]) + TAIL
+    tail = _scale_bytes(1, BLOCK_KV, token_scales)
+    return k.shape[0] * k.shape[1] * blocks, BLOCK_KV * 3 * padded_head_dim(k.shape[3]) + tail
+
+
+def _scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
+    """Bytes of the scales of so many tensors in a packed block of ``tokens``."""
+    return 4 * tensors * tokens if token_scales else TAIL
 
 
 class Packer:
     """The kernels of packing.cu, compiled for one architecture. All results are uint8, (blocks, bytes)."""
 
-    def __init__(self, sources: Sources) -> None:
-        """``sources``: those of the kernel set that reads what is packed."""
+    def __init__(self, sources: Sources, token_scales: bool = False) -> None:
+        """Prepare packing for one kernel set.
+
+        Args:
+            sources: those of the kernel set that reads what is packed.
+            token_scales: INT8 values have a scale for each token, not for each block. Tails then hold those
+                of all tokens of the first tensor, then of the second.
+        """
         self._sources = sources
+        self._token_scales = token_scales
 
     def token_mean(self, x: Tensor, axis: Axis) -> Tensor:
         """Mean of K or V over the tokens of each document, (B · H · documents, D_PAD) fp32.
@@ -63,7 +77,7 @@ class Packer:
 
     def pack_q(self, q: Tensor, axis: Axis) -> Tensor:
         """Q for the forward: Q by rows; tail: its scale."""
-        packed = _allocate(q, axis, BLOCK_Q * padded_head_dim(q.shape[3]) + TAIL)
+        packed = _allocate(q, axis, BLOCK_Q * padded_head_dim(q.shape[3]) + self._scale_bytes(1, BLOCK_Q))
         self._launch("pack_q", q, BLOCK_Q, len(packed), _CSource.of(q), packed, _CAxis.of(q, axis))
         return packed
 
@@ -84,10 +98,12 @@ class Packer:
         Args:
             k_mean, v_mean: what to subtract from K and from V, see :meth:`token_mean`; None: nothing.
         """
-        packed = _allocate(k, axis, BLOCK_KV * 2 * padded_head_dim(k.shape[3]) + TAIL)
+        packed = _allocate(
+            k, axis, BLOCK_KV * 2 * padded_head_dim(k.shape[3]) + self._scale_bytes(2, BLOCK_KV)
+        )
         packed_kv = None
         if pack_kv_for_backward:
-            packed_kv = k.new_empty(packed_kv_shape(k, axis.blocks), dtype=torch.uint8)
+            packed_kv = k.new_empty(packed_kv_shape(k, axis.blocks, self._token_scales), dtype=torch.uint8)
         sources = (_CSource.of(x) for x in (k, v))
         arguments = (*sources, k_mean, v_mean, packed, packed_kv, _CAxis.of(k, axis))
         self._launch("pack_kv_int8", k, BLOCK_KV, 2 * len(packed), *arguments)
@@ -101,7 +117,7 @@ class Packer:
         Args:
             k_mean: as in :meth:`pack_kv_int8`.
         """
-        packed_kv = k.new_empty(packed_kv_shape(k, axis.blocks), dtype=torch.uint8)
+        packed_kv = k.new_empty(packed_kv_shape(k, axis.blocks, self._token_scales), dtype=torch.uint8)
         arguments = (_CSource.of(k), _CSource.of(v), k_mean, packed_kv, _CAxis.of(k, axis))
         self._launch("pack_kv", k, BLOCK_KV, 2 * len(packed_kv), *arguments)
         return packed_kv
@@ -138,13 +154,16 @@ class Packer:
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
         """
         d_pad = padded_head_dim(q.shape[3])
-        rows = _allocate(q, axis, BLOCK_Q * (3 * d_pad + 8) + TAIL)
+        rows = _allocate(q, axis, BLOCK_Q * (3 * d_pad + 8) + self._scale_bytes(2, BLOCK_Q))
         columns = _allocate(q, axis, BLOCK_Q * (1 if p_16bit else 2) * d_pad)
         tensors = (q, grad_out, out, out if out_residual is None else out_residual)
         arguments = (*(_CSource.of(x) for x in tensors), lse, rows, columns, _CAxis.of(q, axis))
         defines = {"P_16BIT": p_16bit, "COMPENSATE_O": out_residual is not None}
         self._launch("pack_q_and_grad", q, BLOCK_Q, 2 * len(rows), *arguments, **defines)
         return rows, columns
+
+    def _scale_bytes(self, tensors: int, tokens: int) -> int:
+        return _scale_bytes(tensors, tokens, self._token_scales)
 
     def _launch(
         self,
@@ -164,6 +183,7 @@ class Packer:
             0,
             HEAD_DIM=head_dim,
             IS_BF16=like.dtype == torch.bfloat16,
+            TOKEN_SCALES=self._token_scales,
             **defines,
         )
         kernel.launch(grid, tokens * head_dim // VALUES_PER_THREAD, *arguments)

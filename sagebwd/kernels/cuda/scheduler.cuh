@@ -69,11 +69,12 @@ __device__ __forceinline__ int visible_kv_tiles(const QueryTile& tile, int block
 
 // A work tile of keys.
 struct KeyTile {
-    Document kv;
+    Document q, kv;
     int kv_head, first;     // first key
     int kv_block;           // packed block that holds `first`, counted over all heads; `first` is its key 0 or 64
     int half_blocks;        // halves of packed blocks that exist, at most HALF_BLOCKS
     int q_block, q_tiles;   // packed blocks of queries that see a key: the first of them, in its head; how many
+    int first_query;        // of these blocks
 };
 
 // HALF_BLOCKS: 64 keys each, in a work tile. False: there are no keys in this one.
@@ -82,14 +83,16 @@ __device__ __forceinline__ bool find_key_tile(const Axes& a, const WorkTile& wor
     constexpr int KEYS = BLOCK_KV / 2;
     const int block = work_tile.rank;  // the first keys are seen by the most queries
     const int document = a.work.document == nullptr ? 0 : a.work.document[block];
-    const Document work = find_document(a.work, a.n_kv, document), q = find_document(a.q, a.n_q, document);
+    const Document work = find_document(a.work, a.n_kv, document);
+    tile.q = find_document(a.q, a.n_q, document);
     tile.kv = find_document(a.kv, a.n_kv, document);
     tile.kv_head = work_tile.head;
     tile.first = (block - work.first_block) * KEYS * HALF_BLOCKS;
     tile.kv_block = tile.kv_head * a.kv_blocks + tile.kv.first_block + tile.first / BLOCK_KV;
     tile.half_blocks = min((tile.kv.tokens - tile.first + KEYS - 1) / KEYS, HALF_BLOCKS);
-    const int end = (q.tokens + BLOCK_Q - 1) / BLOCK_Q, begin = IS_CAUSAL ? min(tile.first / BLOCK_Q, end) : 0;
-    tile.q_block = q.first_block + begin;
+    const int end = (tile.q.tokens + BLOCK_Q - 1) / BLOCK_Q, begin = IS_CAUSAL ? min(tile.first / BLOCK_Q, end) : 0;
+    tile.q_block = tile.q.first_block + begin;
     tile.q_tiles = end - begin;
+    tile.first_query = begin * BLOCK_Q;
     return tile.first < tile.kv.tokens;
 }

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from sagebwd.config import SageConfig
+from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
-from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
+from sagebwd.kernels.cuda.arguments import CTokenTensor
 from sagebwd.kernels.cuda.compile import SHARED, Sources
-from sagebwd.kernels.layout import Axis, empty_result, padded_head_dim
+from sagebwd.kernels.cuda.forward import CForward
+from sagebwd.kernels.cuda.result import Result
+from sagebwd.kernels.cuda.scheduler import CAxes
+from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.window import Window
 
 COMPUTE_CAPABILITY = (9, 0)
@@ -30,38 +34,13 @@ PACKER = packing.Packer(SOURCES)
 # --- Arguments: struct Arguments of each source ------------------------------------------------------------
 
 
-class _CAxes(ctypes.Structure):
-    _fields_ = [
-        ("work", CSegments),
-        ("q", CSegments),
-        ("kv", CSegments),
-        ("tile_counter", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("n_q", "n_kv", "d", "heads", "group")),
-        *((name, ctypes.c_int) for name in ("work_heads", "work_blocks", "q_blocks", "kv_blocks")),
-    ]
-
-
-class _CForward(ctypes.Structure):
-    _fields_ = [
-        ("packed_q", ctypes.c_void_p),
-        ("packed_kv", ctypes.c_void_p),
-        ("out", CTokenTensor),
-        ("out_residual", CTokenTensor),
-        ("lse", ctypes.c_void_p),
-        ("axes", _CAxes),
-        ("scale", ctypes.c_float),
-        ("documents", ctypes.c_int),
-        ("v_mean", ctypes.c_void_p),
-    ]
-
-
 class _CDq(ctypes.Structure):
     _fields_ = [
         ("packed_q_rows", ctypes.c_void_p),
         ("packed_kv", ctypes.c_void_p),
         ("packed_k_columns", ctypes.c_void_p),
         ("dq", CTokenTensor),
-        ("axes", _CAxes),
+        ("axes", CAxes),
         ("scale", ctypes.c_float),
     ]
 
@@ -73,7 +52,7 @@ class _CDkDv(ctypes.Structure):
         ("packed_kv", ctypes.c_void_p),
         ("dk", CTokenTensor),
         ("dv", CTokenTensor),
-        ("axes", _CAxes),
+        ("axes", CAxes),
         ("scale", ctypes.c_float),
     ]
 
@@ -121,7 +100,7 @@ def _launch(
     name: str,
     like: Tensor,
     window: Window,
-    arguments: _CForward | _CDq | _CDkDv,
+    arguments: CForward | _CDq | _CDkDv,
     *,
     p_16bit: bool = False,
     **defines: bool,
@@ -146,27 +125,19 @@ def _launch(
         P_16BIT=p_16bit,
         **defines,
     )
-    work_tiles = arguments.axes.work_heads * arguments.axes.work_blocks
-    kernel.launch(min(work_tiles, _multiprocessors(like.device.index)), cta.threads, arguments)
+    kernel.launch(min(arguments.axes.work_tiles, _multiprocessors(like.device.index)), cta.threads, arguments)
 
 
 def _axes(
     name: str, x: Tensor, q_axis: Axis, kv_axis: Axis, *, work_axis: Axis, group: int, tile_counter: int
-) -> _CAxes:
-    """The work tiles of kernel ``name``: blocks of ``work_axis`` in each head of ``x``, which is q or k.
+) -> CAxes:
+    """The work tiles of kernel ``name``, see :meth:`CAxes.of`."""
+    work_axis = work_axis.with_block(_work_tokens(name, x))
+    return CAxes.of(x, q_axis, kv_axis, work_axis=work_axis, group=group, tile_counter=tile_counter)
 
-    Args:
-        group: query heads that share a key head.
-        tile_counter: address of an int32 that is zero.
-    """
-    work_axis = work_axis.with_block(CTA_SHAPES[name, padded_head_dim(x.shape[3]), False].tokens)
-    axes = _CAxes(
-        CSegments.of(work_axis.segments), CSegments.of(q_axis.segments), CSegments.of(kv_axis.segments),
-        tile_counter, q_axis.n, kv_axis.n, x.shape[3], x.shape[1], group,
-        x.shape[0] * x.shape[1], work_axis.blocks, q_axis.blocks, kv_axis.blocks,
-    )  # fmt: skip
-    axes.work_axis = work_axis  # keeps the memory alive that the structure points to
-    return axes
+
+def _work_tokens(name: str, x: Tensor) -> int:
+    return CTA_SHAPES[name, padded_head_dim(x.shape[3]), False].tokens
 
 
 @functools.cache
@@ -194,53 +165,12 @@ def forward(
     config: SageConfig,
     pack_kv_for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.triton.forward.forward`, and ``packed_kv``.
-
-    Returns:
-        out, lse, k_mean, out_residual, packed_kv. The last is K and V packed for the backward, (blocks,
-        bytes) uint8. It is empty without ``pack_kv_for_backward``; the backward then packs them itself.
-
-    Raises:
-        NotImplementedError: the window is more than a causal mask.
-    """
+    """As :func:`sagebwd.kernels.cuda.forward.forward`, for a window that is at most a causal mask."""
     _check_window(window)
-    if config.smooth_k:
-        k_mean = PACKER.token_mean(k, kv_axis)
-    else:
-        k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
-    v_mean = PACKER.token_mean(v, kv_axis) if config.smooth_v else None
-    packed_q = PACKER.pack_q(q, q_axis)
-    p_16bit = not config.is_int8("o")
-    subtracted = k_mean if config.smooth_k else None
-    if p_16bit:
-        operands = packed_kv = PACKER.pack_kv(k, v, kv_axis, subtracted)
-    else:
-        operands, packed_kv = PACKER.pack_kv_int8(
-            k, v, kv_axis, subtracted, v_mean, pack_kv_for_backward=pack_kv_for_backward
-        )
-    out = _Result(q, q_axis)
-    residual = _Result(q, q_axis) if config.compensate_o else None
-    lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
-    if q_axis.segments is not None:
-        lse.fill_(float("-inf"))
-    group, counter = q.shape[1] // k.shape[1], q.new_zeros(1, dtype=torch.int32)
-    axes = _axes(
-        "forward", q, q_axis, kv_axis, work_axis=q_axis, group=group, tile_counter=counter.data_ptr()
-    )
-    arguments = _CForward(
-        packed_q.data_ptr(), operands.data_ptr(), out.target, (residual or out).target, lse.data_ptr(), axes,
-        scale, kv_axis.documents, None if v_mean is None else v_mean.data_ptr(),
+    return cuda_forward.forward(
+        q, k, v, q_axis, kv_axis, packer=PACKER, launch=_launch, work_tokens=_work_tokens("forward", q),
+        window=window, scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
     )  # fmt: skip
-    defines = {
-        "SMOOTH_V": config.smooth_v,
-        "UNSIGNED_P": config.is_unsigned("o"),
-        "COMPENSATE_O": config.compensate_o,
-    }
-    _launch("forward", q, window, arguments, p_16bit=p_16bit, **defines)
-    out_residual = q.new_empty(0) if residual is None else residual.finish()
-    if not pack_kv_for_backward:
-        packed_kv = k.new_empty(0, dtype=torch.uint8)
-    return out.finish(), lse, k_mean, out_residual, packed_kv
 
 
 def backward(
@@ -279,7 +209,7 @@ def backward(
         out_residual=out_residual if config.compensate_o else None,
         p_16bit=p_16bit,
     )
-    dq, dk, dv = _Result(q, q_axis), _Result(k, kv_axis), _Result(v, kv_axis)
+    dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
     group, counters = q.shape[1] // k.shape[1], q.new_zeros(2, dtype=torch.int32)
     axes = _axes(
         "dk_dv", k, q_axis, kv_axis, work_axis=kv_axis, group=group, tile_counter=counters.data_ptr()
@@ -308,24 +238,3 @@ def _check_window(window: Window) -> None:
         raise NotImplementedError(
             f"the Hopper kernels have no windows, and got {tuple(window)}; use the Triton kernels"
         )
-
-
-class _Result:
-    """A tensor for kernels to fill, laid out as ``x``; (B, N, H, D) in memory if x is a stand-in.
-
-    Kernels write contiguous channels. Where x has another layout they fill a buffer, which is then copied.
-    Tokens that belong to no document are not visited, and so are zero from the start.
-    """
-
-    def __init__(self, x: Tensor, axis: Axis) -> None:
-        self._result = empty_result(x)
-        self._buffer = self._result if self._result.stride(-1) == 1 else x.new_empty(x.shape)
-        if axis.segments is not None:
-            self._buffer.zero_()
-        self.target = CTokenTensor.of(self._buffer)
-
-    def finish(self) -> Tensor:
-        """The tensor; call it after the kernels that fill it were launched."""
-        if self._buffer is not self._result:
-            self._result.copy_(self._buffer)
-        return self._result

@@ -7,6 +7,7 @@
 #include "products.cuh"
 #include "registers.cuh"
 #include "scheduler.cuh"
+#include "softmax.cuh"
 
 namespace {
 
@@ -87,14 +88,6 @@ struct State {
     int product[CHUNKS][32];
     float factor[2];
 };
-
-// P of one logit, with the maximum `m` subtracted. FAST: every logit allows a fused multiply-add, and none is masked.
-template <bool FAST>
-__device__ __forceinline__ float probability(int s, float factor, float m) {
-    const float x = __int2float_rn(s);
-    const float p = exp2_fast(FAST ? fmaf(x, factor, -m) : __fadd_rn(__fmul_rn(x, factor), -m));
-    return !FAST && s == MASKED ? 0.0f : p;
-}
 
 // P of one tile, whose largest logit per row is `m_tile`: in INT8, as the left operand of a product (see round_tile), and
 // its sum per row. The product of the previous tile is accumulated in between, so that more units are busy.
@@ -205,15 +198,6 @@ __device__ __forceinline__ void finish_product(State& state) {
     }
 }
 
-// Masks columns from `keys` on, and those after `query` + 8 r if IS_CAUSAL.
-__device__ __forceinline__ void mask(int (&s)[64], int keys, int query) {
-#pragma unroll
-    for (int i = 0; i < 64; ++i) {
-        const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-        if (column >= keys || (IS_CAUSAL && column > query + i / 2 % 2 * 8)) s[i] = MASKED;
-    }
-}
-
 __device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTile& work, int tiles, int warpgroup,
                                               u8* shared, u64 ones, Ring<STAGES>& keys, Ring<1>& queries, State& state) {
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4, first = work.first + warpgroup * ROWS;
@@ -283,17 +267,6 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTil
     keys.advance();
 }
 
-// o = o * inverse[row] + mean: adds the mean that was subtracted from V, because the rows of P sum to 1. The mean is
-// loaded only now, when the registers of S and P are free.
-__device__ __forceinline__ void add_mean(float (&o)[D / 2], const float (&inverse)[2], const float* mean) {
-#pragma unroll
-    for (int j = 0; j < D / 8; ++j) {  // 8 columns
-        const float2 m = *reinterpret_cast<const float2*>(mean + 8 * j + threadIdx.x % 4 * 2);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) o[4 * j + k] = fmaf(o[4 * j + k], inverse[k / 2], pick(m, k % 2));
-    }
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Arguments a) {
@@ -350,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
                 a.lse[i64(work.head) * a.axes.n_q + work.q.start + token] = state.m[r] + log2f(l);
         }
 #ifdef SMOOTH_V
-        // A query without keys stays zero: the mean of no values is zero.
+        // Only now, when the registers of S and P are free. A query without keys stays zero: the mean of no values is zero.
         add_mean(state.o, inverse, a.v_mean + (i64(work.head / a.axes.group) * a.documents + work.document) * D);
         inverse[0] = inverse[1] = 1.0f;
 #endif

@@ -61,6 +61,7 @@ class KernelSet:
     exact_from: from which of ``large_values`` on such an output is exact. Below, it may be off by a step of
         fp16: kernels round the product before they subtract the maximum if it exceeds 2¹³.
     bf16_error: relative L2 difference from the reference in bf16.
+    extra_memory: at most so many times what q, k and v take is allocated on top of inputs and results.
     """
 
     name: str
@@ -90,6 +91,7 @@ class KernelSet:
     large_values: tuple[int, ...]
     exact_from: int = 0
     bf16_error: float = 8e-3
+    extra_memory: float = 1.5
 
     @property
     def is_gpu(self) -> bool:
@@ -343,5 +345,34 @@ HOPPER = KernelSet(
     exact_from=100,
 )
 
+# --- Ampere ------------------------------------------------------------------------------------------------
+
+
+def _without_ampere() -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < dispatch.AMPERE:
+        return f"compute capability {capability} is older than Ampere"
+    return runtime.why_unavailable(torch.device("cuda"), capability)
+
+
+#: The same tiles and packed operands as Hopper's, and scales per token.
+AMPERE = replace(
+    HOPPER,
+    name="ampere",
+    gpu=dispatch.EXAMPLES["nvidia"],
+    why_unavailable=_without_ampere,
+    variants={
+        **HOPPER.variants,
+        "strictly_causal": SageConfig.strictly_causal(),
+        "token scales, unsigned_p, smooth_v": SageConfig(
+            operand_scales="token", unsigned_p=True, smooth_v=True
+        ),
+    },
+    main_variants=(*HOPPER.main_variants, "strictly_causal"),
+    extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32
+)
+
 #: All of them. Tests of the interpreter run without a GPU, others with ``-m gpu``.
-KERNEL_SETS = (INTERPRETER, TRITON, HOPPER)
+KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, AMPERE)

@@ -346,8 +346,8 @@ def test_33001_tokens(causal, sample_on_device, head_dim):
 
 @cuda_only
 @pytest.mark.parametrize(("heads", "head_dim"), [(32, 64), (16, 128)])
-def test_memory(causal, sample_on_device, heads, head_dim):
-    """On top of inputs and results at most 1.5 times what q, k and v take: packed operands of one pass."""
+def test_memory(causal, kernel_set, sample_on_device, heads, head_dim):
+    """Of what is allocated on top of inputs and results, most are packed operands of one pass."""
     inputs = sample_on_device(4096, heads=heads, head_dim=head_dim, dtype=BF16)
     gradients(causal, *inputs)  # allocates what stays: compiled kernels
     gc.collect()
@@ -358,7 +358,7 @@ def test_memory(causal, sample_on_device, heads, head_dim):
     torch.cuda.synchronize()
     of_results = sum(x.numel() * x.element_size() for x in results)
     extra = torch.cuda.max_memory_allocated() - before - of_results
-    assert extra <= 1.5 * sum(x.numel() * x.element_size() for x in inputs[:3])
+    assert extra <= kernel_set.extra_memory * sum(x.numel() * x.element_size() for x in inputs[:3])
 
 
 # --- What runs ---------------------------------------------------------------------------------------------

@@ -267,11 +267,15 @@ def test_absent_and_broken_packages_are_listed(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "sageattention", types.ModuleType("sageattention"))
     options = ["--configs", "default", "strictly-causal", "paper", "default", "--without", "flex"]
+    options += ["--kernels", "ampere"]
     found, absent = peers.find_implementations(bench.parse_arguments(options))
     assert [(implementation.name, implementation.bound) for implementation in found] == [
         ("sagebwd", 0.06),
+        ("sagebwd (ampere)", 0.06),
         ("sagebwd strictly causal", 0.06),
+        ("sagebwd strictly causal (ampere)", 0.06),
         ("sagebwd paper", 0.12),
+        ("sagebwd paper (ampere)", 0.12),
         ("FlashAttention-2", 0.02),
         ("cuDNN", 0.02),
     ]

@@ -33,14 +33,14 @@ def gather(folder: Path, sources: Sources, *stand_ins: Path) -> None:
             (folder / path.name).write_text(text.replace(DYNAMIC_SHARED, "u8* shared = shared_memory;"))
 
 
-def load(folder: Path, source: str, name: str, defines: dict[str, int]) -> SimpleNamespace:
+def load(folder: Path, source: str, name: str, shared_bytes: int, defines: dict[str, int]) -> SimpleNamespace:
     """Kernel ``name`` of ``source``.cu in ``folder``, with the ``launch`` of a :class:`Kernel`."""
     run = getattr(_build(folder, source, defines), f"run_{name}")
 
     def launch(grid, threads, *arguments):
         if grid:
             frame = Signature(tuple(map(type, arguments))).pack(arguments)
-            run(grid, threads, ctypes.c_void_p(frame.address))
+            run(grid, threads, shared_bytes, ctypes.c_void_p(frame.address))
 
     return SimpleNamespace(launch=launch)
 
@@ -49,7 +49,7 @@ def _build(folder: Path, source: str, defines: dict[str, int]) -> ctypes.CDLL:
     """A library with run_NAME_kernel for each kernel of ``source``.cu."""
     names = re.findall(r"(\w+_kernel)\(", (folder / f"{source}.cu").read_text())
     main = f'#include "{source}.cu"\nusing A = void**;\n' + "".join(
-        f'extern "C" void run_{name}(unsigned g, unsigned t, A a) {{ launch(g, t, a, {name}); }}\n'
+        f'extern "C" void run_{name}(int g, int t, int bytes, A a) {{ launch(g, t, bytes, a, {name}); }}\n'
         for name in dict.fromkeys(names)
     )
     macros = [f"-D{key}={int(value)}" for key, value in defines.items() if value is not False]

@@ -49,7 +49,7 @@ def assert_same_fields(structure, name, text):
 
 @pytest.mark.parametrize(
     ("source", "structure"),
-    [("forward", hopper._CForward), ("dk_dv", hopper._CDkDv), ("dq", hopper._CDq)],
+    [("forward", hopper.CForward), ("dk_dv", hopper._CDkDv), ("dq", hopper._CDq)],
     ids=["forward", "dk_dv", "dq"],
 )
 def test_arguments_are_those_of_the_source(source, structure):

@@ -45,7 +45,7 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
     """Out, dq, dk and dv of the Hopper kernels, on CPU tensors."""
 
     def load_kernel(sources, source, name, shared_bytes, **defines):
-        return sources_on_cpu.load(folder, source, name, defines)
+        return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)

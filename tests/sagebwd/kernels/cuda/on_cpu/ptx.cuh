@@ -1,15 +1,14 @@
-// Stands in for sagebwd/kernels/cuda/ptx.cuh on a CPU: CUDA C++ itself, and the instructions that all GPUs have. Each GPU
-// thread is a CPU thread; CTAs run one after the other.
+// Stands in for sagebwd/kernels/cuda/ptx.cuh on a CPU: CUDA C++ itself, and the instructions that all GPUs have. The threads
+// of a CTA are fibers, see fibers.cuh; CTAs run one after the other.
 #pragma once
-
-#include <pthread.h>
 
 #include <bit>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
+#include <type_traits>
 #include <utility>
-#include <vector>
+
+#include "fibers.cuh"
 
 using u8 = unsigned char;
 using u16 = unsigned short;
@@ -30,17 +29,22 @@ using i64 = long long;
 struct Index {
     unsigned x;
 };
-static thread_local Index threadIdx, blockIdx;
-static Index gridDim;
+static Index threadIdx, blockIdx, gridDim;  // threadIdx is that of the running fiber
 
 struct float2 {
     float x, y;
+};
+struct int2 {
+    int x, y;
 };
 struct uint2 {
     u32 x, y;
 };
 struct alignas(16) uint4 {
     u32 x, y, z, w;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
 };
 
 inline int max(int a, int b) { return a > b ? a : b; }
@@ -54,7 +58,8 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
-inline int atomicAdd(int* sum, int x) { return __atomic_fetch_add(sum, x, __ATOMIC_SEQ_CST); }
+inline int atomicAdd(int* sum, int x) { return std::exchange(*sum, *sum + x); }
+inline int atomicMax(int* largest, int x) { return std::exchange(*largest, max(*largest, x)); }
 
 inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
     const u64 bytes = u64(high) << 32 | low;
@@ -65,54 +70,68 @@ inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
 
 // --- Synchronization ---------------------------------------------------------------------------------------
 
-static pthread_barrier_t all_threads, warps[32], warpgroups[8];
+static Meeting all_threads, warpgroups[8], warps[32];
 
-inline void __syncthreads() { pthread_barrier_wait(&all_threads); }
-inline void __syncwarp() { pthread_barrier_wait(&warps[threadIdx.x / 32]); }
-inline void warpgroup_sync(int warpgroup) { pthread_barrier_wait(&warpgroups[warpgroup]); }
+inline void __syncthreads() { all_threads.wait(); }
+inline void warpgroup_sync(int warpgroup) { warpgroups[warpgroup].wait(); }
 
+// An instruction of a whole warp: when its last lane has come, `execute` gets pointers to the operands of all 32.
+template <class Operands, class Execute>
+inline void warp_instruction(Operands& own, Execute execute) {
+    static const char instruction = 0;  // one for each type of `execute`: its address tells instructions apart
+    warps[threadIdx.x / 32].wait(&instruction, threadIdx.x % 32, &own, [&](void* const* lanes) {
+        execute(reinterpret_cast<Operands* const*>(lanes));
+    });
+}
+
+inline void __syncwarp() {
+    int nothing;
+    warp_instruction(nothing, [](int* const*) {});
+}
+
+// What `choose` returns for this lane and up to four words of every lane of the warp.
 using OfLanes = u32[32][4];
-static OfLanes of_warps[32];
-
-// What `choose` returns for up to four words of every lane of this warp.
 template <class Choose>
 inline auto of_all_lanes(const u32* own, int words, Choose choose) {
-    OfLanes& lanes = of_warps[threadIdx.x / 32];
-    for (int i = 0; i < words; ++i) lanes[threadIdx.x % 32][i] = own[i];
-    __syncwarp();
-    auto chosen = choose(lanes);
-    __syncwarp();
-    return chosen;
+    struct Words {
+        const u32* own;
+        OfLanes all;
+    } result = {own};
+    warp_instruction(result, [=](Words* const* lanes) {
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < words; ++i) lanes[0]->all[lane][i] = lanes[lane]->own[i];
+        for (int lane = 1; lane < 32; ++lane) std::memcpy(lanes[lane]->all, lanes[0]->all, sizeof(OfLanes));
+    });
+    return choose(result.all);
 }
 
 template <class T>
+struct Shuffled {
+    T x;
+    int from;
+    T result;
+};
+template <class T>
 inline T __shfl_sync(u32, T x, int lane) {
-    const u32 own = std::bit_cast<u32>(x);
-    return std::bit_cast<T>(of_all_lanes(&own, 1, [&](OfLanes& lanes) { return lanes[lane][0]; }));
+    Shuffled<T> own = {x, lane};
+    warp_instruction(own, [](Shuffled<T>* const* lanes) {
+        for (int i = 0; i < 32; ++i) lanes[i]->result = lanes[lanes[i]->from]->x;
+    });
+    return own.result;
 }
 template <class T>
 inline T __shfl_xor_sync(u32 mask, T x, int other) {
     return __shfl_sync(mask, x, threadIdx.x % 32 ^ other);
 }
-inline int __any_sync(u32, bool x) {
-    const u32 own = x;
-    return of_all_lanes(&own, 1, [](OfLanes& lanes) {
-        int any = 0;
-        for (auto& lane : lanes) any |= lane[0];
-        return any;
-    });
-}
 inline int __reduce_max_sync(u32, int x) {
-    const u32 own = x;
-    return of_all_lanes(&own, 1, [](OfLanes& lanes) {
-        int largest = lanes[0][0];
-        for (auto& lane : lanes) largest = max(largest, lane[0]);
-        return largest;
+    warp_instruction(x, [](int* const* lanes) {
+        int largest = *lanes[0];
+        for (int i = 0; i < 32; ++i) largest = max(largest, *lanes[i]);
+        for (int i = 0; i < 32; ++i) *lanes[i] = largest;
     });
+    return x;
 }
-
-// Dynamic shared memory.
-static u8 shared_memory[256 * 1024] __attribute__((aligned(1024)));
+inline int __any_sync(u32 mask, bool x) { return __reduce_max_sync(mask, x); }
 
 // --- Arithmetic --------------------------------------------------------------------------------------------
 
@@ -130,6 +149,7 @@ inline u32 pack_16bit(float first, float second) { return to_16bit(first) | u32(
 
 inline float exp2_fast(float x) {
     const float y = std::exp2(x);
+    if (y != y) return __int_as_float(0x7fffffff);  // the only NaN of a GPU, which is positive
     return y < 1.1754943508222875e-38f ? 0.0f : y;  // flushes subnormal results
 }
 inline float reciprocal(float x) { return 1.0f / x; }
@@ -138,46 +158,32 @@ inline float nan_max_abs(float a, float b) { return nan_max(a, std::fabs(b)); }
 
 // --- Launches ----------------------------------------------------------------------------------------------
 
-struct Thread {
-    unsigned index;
-    const void* kernel;
-    void (*run)(const void* kernel);
-};
-
-inline void* run_ctas(void* thread) {
-    const Thread& own = *static_cast<Thread*>(thread);
-    threadIdx.x = own.index;
-    for (unsigned cta = 0; cta < gridDim.x; ++cta) {
-        blockIdx.x = cta;
-        own.run(own.kernel);
-        __syncthreads();
-    }
-    return nullptr;
-}
+constexpr int SHARED_ROOM = 256 * 1024;
+static u8 shared_memory[SHARED_ROOM] __attribute__((aligned(1024)));  // dynamic
+constexpr u8 POISON = 0x7f;                                           // large in INT8 and fp32, NaN in fp16
 
 template <class Kernel>
-inline void run_threads(unsigned grid, unsigned threads, const Kernel& kernel) {
+inline void run_ctas(unsigned grid, unsigned threads, int shared_bytes, const Kernel& kernel) {
     gridDim.x = grid;
-    pthread_barrier_init(&all_threads, nullptr, threads);
-    for (unsigned i = 0; i < threads / 32; ++i) pthread_barrier_init(&warps[i], nullptr, 32);
-    for (unsigned i = 0; i < threads / 128; ++i) pthread_barrier_init(&warpgroups[i], nullptr, 128);
-    std::memset(shared_memory, 0x7f, sizeof shared_memory);  // large, and NaN in 16 bits
-    std::vector<Thread> jobs(threads);
-    std::vector<pthread_t> running(threads);
-    for (unsigned i = 0; i < threads; ++i) {
-        jobs[i] = {i, &kernel, [](const void* kernel) { (*static_cast<const Kernel*>(kernel))(); }};
-        if (pthread_create(&running[i], nullptr, run_ctas, &jobs[i])) std::abort();
+    all_threads.members = threads;
+    for (Meeting& warp : warps) warp.members = 32;
+    for (Meeting& warpgroup : warpgroups) warpgroup.members = 128;
+    for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
+        std::memset(shared_memory, POISON, sizeof shared_memory);
+        run_fibers(threads, &threadIdx.x, kernel);
+        for (int i = shared_bytes; i < SHARED_ROOM; ++i)
+            if (shared_memory[i] != POISON) give_up("a thread wrote past the end of shared memory");
     }
-    for (pthread_t& thread : running) pthread_join(thread, nullptr);
 }
 
 template <class... Types, std::size_t... I>
-inline void launch(unsigned grid, unsigned threads, void** arguments, void (*kernel)(Types...), std::index_sequence<I...>) {
-    run_threads(grid, threads, [=] { kernel(*static_cast<std::remove_const_t<Types>*>(arguments[I])...); });
+inline void launch(unsigned grid, unsigned threads, int shared_bytes, void** arguments, void (*kernel)(Types...),
+                   std::index_sequence<I...>) {
+    run_ctas(grid, threads, shared_bytes, [=] { kernel(*static_cast<std::remove_const_t<Types>*>(arguments[I])...); });
 }
 
 // As cuLaunchKernel: the addresses of the kernel's arguments.
 template <class... Types>
-inline void launch(unsigned grid, unsigned threads, void** arguments, void (*kernel)(Types...)) {
-    launch(grid, threads, arguments, kernel, std::index_sequence_for<Types...>{});
+inline void launch(unsigned grid, unsigned threads, int shared_bytes, void** arguments, void (*kernel)(Types...)) {
+    launch(grid, threads, shared_bytes, arguments, kernel, std::index_sequence_for<Types...>{});
 }

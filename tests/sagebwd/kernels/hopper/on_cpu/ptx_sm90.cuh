@@ -3,9 +3,6 @@
 // product in flight.
 #pragma once
 
-#include <time.h>
-
-#include <cstdio>
 #include <map>
 
 #include "ptx.cuh"
@@ -21,23 +18,17 @@ struct Barrier {
     u32 phase = 0;
 };
 static std::map<u32, Barrier> barriers_by_address;
-static pthread_mutex_t barriers_in_use = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t phase_is_over = PTHREAD_COND_INITIALIZER;
-constexpr int PATIENCE = 100;  // seconds
 
 // Changes the barrier, and completes its phase if nothing is pending any more.
 template <class Change>
 inline void change_barrier(u32 address, Change change) {
-    pthread_mutex_lock(&barriers_in_use);
     Barrier& barrier = barriers_by_address.at(address);
     change(barrier);
-    if (barrier.missing < 0) std::abort();  // more arrivals than the kernel announced
+    if (barrier.missing < 0) give_up("more arrivals at an mbarrier than the kernel announced");
     if (barrier.missing == 0 && barrier.bytes == 0) {
         barrier.missing = barrier.arrivals;
         barrier.phase ^= 1;
-        pthread_cond_broadcast(&phase_is_over);
     }
-    pthread_mutex_unlock(&barriers_in_use);
 }
 
 inline void barrier_init(u32 barrier, u32 arrivals) { barriers_by_address[barrier] = {int(arrivals), int(arrivals)}; }
@@ -49,19 +40,11 @@ inline void barrier_expect_bytes(u32 barrier, u32 bytes) {
     change_barrier(barrier, [=](Barrier& b) { b.bytes += bytes, --b.missing; });
 }
 inline void barrier_wait(u32 barrier, u32 parity) {
-    timespec deadline;
-    clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_sec += PATIENCE;
-    pthread_mutex_lock(&barriers_in_use);
-    while (barriers_by_address.at(barrier).phase == parity)
-        if (pthread_cond_timedwait(&phase_is_over, &barriers_in_use, &deadline)) {
-            std::fprintf(stderr, "thread %u has waited for %d s: the kernel hangs\n", threadIdx.x, PATIENCE);
-            std::abort();
-        }
-    pthread_mutex_unlock(&barriers_in_use);
+    wait_until([=] { return barriers_by_address.at(barrier).phase != parity; });
 }
 inline void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
-    if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory) std::abort();
+    if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
+        give_up("a bulk copy is not aligned or leaves shared memory");
     std::memcpy(shared_memory + shared, global, bytes);
     change_barrier(barrier, [=](Barrier& b) { b.bytes -= bytes; });
 }

@@ -1,0 +1,1 @@
+"""CUDA C++ kernels for GPUs since Ampere: mma.sync, ldmatrix, cp.async."""

@@ -1,0 +1,224 @@
+"""Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) with mma.sync: packing, then forward.cu and backward.cu.
+
+The same arithmetic as the Hopper kernels, for the same head sizes and settings, and with INT8 O and dV also
+``operand_scales="token"`` (TOKEN_SCALES in the sources). The backward is one kernel: S and dP are computed
+once, and dQ is added up in fp32 in a fixed order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.config import SageConfig
+from sagebwd.kernels.cuda import forward as cuda_forward
+from sagebwd.kernels.cuda import launch
+from sagebwd.kernels.cuda.arguments import CTokenTensor
+from sagebwd.kernels.cuda.compile import SHARED, Sources
+from sagebwd.kernels.cuda.forward import CForward
+from sagebwd.kernels.cuda.packing import BLOCK_Q, Packer
+from sagebwd.kernels.cuda.result import Result
+from sagebwd.kernels.cuda.scheduler import CAxes
+from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.window import Window
+
+#: Shared memory that a CTA may take on a GeForce (8.6, 8.9, 12.0).
+SHARED_LIMIT = 99 * 1024
+
+
+# --- Arguments: struct Arguments of backward.cu ------------------------------------------------------------
+
+
+class CBackward(ctypes.Structure):
+    """``Arguments`` of backward.cu."""
+
+    _fields_ = [
+        ("packed_q_rows", ctypes.c_void_p),
+        ("packed_q_columns", ctypes.c_void_p),
+        ("packed_kv", ctypes.c_void_p),
+        ("packed_k_columns", ctypes.c_void_p),
+        ("dq", CTokenTensor),
+        ("dk", CTokenTensor),
+        ("dv", CTokenTensor),
+        ("dq_sums", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("axes", CAxes),
+        ("scale", ctypes.c_float),
+    ]
+
+
+# --- Launching ---------------------------------------------------------------------------------------------
+
+
+class CTAShape(NamedTuple):
+    """What a CTA of a kernel has: tokens of its work tile, threads, bytes of dynamic shared memory."""
+
+    tokens: int
+    threads: int
+    shared_bytes: int
+
+
+#: By kernel, padded head size and the macro that changes it. Each source checks its own at compile time.
+CTA_SHAPES = {
+    ("forward", 64, ""): CTAShape(128, 256, 33_024),
+    ("forward", 64, "P_16BIT"): CTAShape(128, 256, 49_408),
+    ("forward", 64, "TOKEN_SCALES"): CTAShape(128, 256, 34_816),
+    ("forward", 128, ""): CTAShape(128, 256, 65_792),
+    ("forward", 128, "P_16BIT"): CTAShape(128, 256, 98_560),
+    ("forward", 128, "TOKEN_SCALES"): CTAShape(128, 256, 67_584),
+    ("backward", 64, ""): CTAShape(128, 256, 54_400),
+    ("backward", 64, "P_16BIT"): CTAShape(128, 256, 50_304),
+    ("backward", 64, "TOKEN_SCALES"): CTAShape(128, 256, 54_784),
+    ("backward", 128, ""): CTAShape(128, 256, 99_456),
+    ("backward", 128, "P_16BIT"): CTAShape(128, 256, 91_264),
+    ("backward", 128, "TOKEN_SCALES"): CTAShape(128, 256, 99_840),
+}
+
+
+@functools.cache
+def sources_for(architecture: str) -> Sources:
+    """The sources, to be compiled for an architecture such as "sm_89"."""
+    return Sources(architecture, (Path(__file__).parent, SHARED))
+
+
+@functools.cache
+def _packer_for(architecture: str, operand_scales: str) -> Packer:
+    return Packer(sources_for(architecture), token_scales=operand_scales == "token")
+
+
+@functools.cache
+def _architecture(device: torch.device) -> str:
+    """As NVRTC takes it; without a GPU the oldest, for tests that compile nothing."""
+    if device.type != "cuda":
+        return "sm_80"
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def _launch(
+    name: str,
+    like: Tensor,
+    window: Window,
+    arguments: CForward | CBackward,
+    *,
+    p_16bit: bool,
+    token_scales: bool,
+    **macros: bool,
+) -> None:
+    """Launch kernel ``name`` with a CTA for each work tile.
+
+    Args:
+        p_16bit, token_scales, macros: macros that only this kernel knows.
+
+    Raises:
+        NotImplementedError: the window is more than a causal mask.
+    """
+    if window.is_sliding:
+        raise NotImplementedError(
+            f"the Ampere kernels have no windows, and got {tuple(window)}; use the Triton kernels"
+        )
+    head_dim = padded_head_dim(like.shape[-1])
+    cta = CTA_SHAPES[name, head_dim, "P_16BIT" if p_16bit else "TOKEN_SCALES" if token_scales else ""]
+    kernel = launch.load_kernel(
+        sources_for(_architecture(like.device)),
+        name,
+        f"{name}_kernel",
+        cta.shared_bytes,
+        HEAD_DIM=head_dim,
+        IS_CAUSAL=int(window.right == 0),
+        IS_BF16=like.dtype == torch.bfloat16,
+        LAUNCH_THREADS=cta.threads,
+        LAUNCH_BYTES=cta.shared_bytes,
+        P_16BIT=p_16bit,
+        TOKEN_SCALES=token_scales,
+        **macros,
+    )
+    kernel.launch(arguments.axes.work_tiles, cta.threads, arguments)
+
+
+def _work_tokens(name: str, x: Tensor) -> int:
+    return CTA_SHAPES[name, padded_head_dim(x.shape[3]), ""].tokens
+
+
+# --- Attention --------------------------------------------------------------------------------------------
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_axis: Axis,
+    kv_axis: Axis,
+    *,
+    window: Window,
+    scale: float,
+    config: SageConfig,
+    pack_kv_for_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`sagebwd.kernels.cuda.forward.forward`."""
+    packer = _packer_for(_architecture(q.device), config.operand_scales)
+    launch_forward = functools.partial(_launch, token_scales=config.operand_scales == "token")
+    return cuda_forward.forward(
+        q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward,
+        work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
+        pack_kv_for_backward=pack_kv_for_backward,
+    )  # fmt: skip
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k_mean: Tensor,
+    out_residual: Tensor,
+    packed_kv: Tensor,
+    q_axis: Axis,
+    kv_axis: Axis,
+    *,
+    window: Window,
+    scale: float,
+    config: SageConfig,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`sagebwd.kernels.hopper.attention.backward`."""
+    packer = _packer_for(_architecture(q.device), config.operand_scales)
+    if not packed_kv.numel():
+        packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
+    packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis)
+    p_16bit = not config.is_int8("dv")
+    packed_q_rows, packed_q_columns = packer.pack_q_and_grad(
+        q,
+        grad_out,
+        out,
+        lse,
+        q_axis,
+        out_residual=out_residual if config.compensate_o else None,
+        p_16bit=p_16bit,
+    )
+    dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
+    # dQ of each packed block of queries, added up block of keys by block of keys, and how many were added.
+    q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, padded_head_dim(q.shape[3])
+    dq_sums = q.new_empty((q_blocks, BLOCK_Q * head_dim), dtype=torch.float32)
+    turns = q.new_zeros(q_blocks + 1, dtype=torch.int32)
+    axes = CAxes.of(
+        k,
+        q_axis,
+        kv_axis,
+        work_axis=kv_axis.with_block(_work_tokens("backward", k)),
+        group=q.shape[1] // k.shape[1],
+        tile_counter=turns.data_ptr() + 4 * q_blocks,
+    )
+    arguments = CBackward(
+        packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(),
+        packed_k_columns.data_ptr(), dq.target, dk.target, dv.target, dq_sums.data_ptr(), turns.data_ptr(),
+        axes, scale,
+    )  # fmt: skip
+    settings = {"token_scales": config.operand_scales == "token", "UNSIGNED_P": config.is_unsigned("dv")}
+    _launch("backward", q, window, arguments, p_16bit=p_16bit, **settings)
+    return dq.finish(), dk.finish(), dv.finish()

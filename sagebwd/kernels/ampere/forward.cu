@@ -1,0 +1,258 @@
+// O and the logsumexp. A CTA owns 128 queries of one head, 16 each warp; it loops over all keys that they see.
+
+#include "copies.cuh"
+#include "epilogue.cuh"
+#include "int8.cuh"
+#include "launch.cuh"
+#include "products.cuh"
+#include "scheduler.cuh"
+#include "softmax.cuh"
+
+namespace {
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int BLOCKS = 16 * WARPS / BLOCK_Q;        // packed blocks of queries; four warps share one
+constexpr int CTAS_PER_SM = D == 64 && !P_IS_16BIT && !HAS_TOKEN_SCALES ? 2 : 1;
+
+#ifdef COMPENSATE_O  // O is divided by the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
+constexpr bool COMPENSATES = true;
+#else
+constexpr bool COMPENSATES = false;
+#endif
+static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
+
+// Shared memory: two stages, each a packed block of 128 keys. V is by columns in INT8 or, if P is in 16 bits, as it is. At
+// first the second stage holds the queries, at the end the stages are staging for the epilogue.
+constexpr int KV_BYTES = P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES;
+constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
+constexpr int STAGE_BYTES = align_up(KV_BYTES, 128), QUERY_BYTES = align_up(PACKED_Q_BYTES, 128);
+constexpr int SHARED_BYTES = 2 * STAGE_BYTES;
+static_assert(BLOCKS * QUERY_BYTES <= STAGE_BYTES && BLOCKS * STAGING_BYTES <= SHARED_BYTES);
+CHECK_LAUNCH(THREADS, SHARED_BYTES);
+
+struct Arguments {
+    const u8 *packed_q, *packed_kv;
+    TokenTensor out, out_residual;  // out_residual: written if COMPENSATE_O is defined
+    float* lse;
+    Axes axes;
+    float scale;
+    // Read if SMOOTH_V is defined.
+    int documents;
+    const float* v_mean;  // of each document of each key head, see token_mean_kernel
+};
+
+// The online softmax of a warp's 16 queries: O and l up to a common factor per row, and the maximum m of the logits.
+struct State {
+    float o[D / 2], l[2], m[2];
+    float l_rounded[4];  // sums of rounded P over a whole row: [0] and [1] of row lane / 4, [2] and [3] of row + 8
+};
+
+// Raises the running maximum to that of another tile. `share` is the factor for P that was computed with the tile's own
+// maximum.
+__device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile)[2], float (&share)[2]) {
+    float rescale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float m = fmaxf(state.m[r], m_tile[r]);
+        share[r] = exp2_fast(m_tile[r] - m);
+        rescale[r] = exp2_fast(state.m[r] - m);
+        state.m[r] = m;
+        state.l[r] *= rescale[r];
+    }
+    // Rare: most maxima are found in the first tiles.
+    if (!__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) state.o[i] *= rescale[i / 2 % 2];
+    if constexpr (COMPENSATES) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.l_rounded[i] *= rescale[i / 2];
+    }
+}
+
+// P of 16 x 128 logits whose maximum per row is m, as the left operand of a product: in INT8, 127 being the maximum, or in
+// 16 bits. Adds share[row] * P to l.
+template <bool FAST, int WORDS>
+__device__ __forceinline__ void probabilities(u32 (&rounded)[WORDS], const int (&s)[64], float factor, const float (&m)[2],
+                                              const float (&share)[2], State& state) {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {  // 16 columns
+        float p[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            p[e] = probability<FAST>(s[8 * j + e], factor, m[e / 2 % 2]);
+            sum[e % 4] += p[e];
+        }
+        if constexpr (P_IS_16BIT) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) rounded[4 * j + k] = pack_16bit(p[2 * k], p[2 * k + 1]);
+        } else {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const auto integer = [&](int k) { return fmaf(p[2 * r + k], P_MAX, ROUNDING_OFFSET); };
+                rounded[2 * j + r] = low_bytes(integer(0), integer(1), integer(4), integer(5));
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) state.l[r] = fmaf(sum[2 * r] + sum[2 * r + 1], share[r], state.l[r]);
+}
+
+// o += P V of a tile.
+template <int WORDS>
+__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WORDS], u32 values, const float (&factor)[2]) {
+    if constexpr (P_IS_16BIT) {
+        contract_tokens_16bit<BLOCK_KV>(state.o, p, values);
+        if constexpr (COMPENSATES) {
+            const u32 one = pack_16bit(1.0f, 1.0f), ones[2] = {one, one};
+#pragma unroll
+            for (int i = 0; i < BLOCK_KV / 16; ++i) mma_16bit(state.l_rounded, p + 4 * i, ones);
+        }
+    } else {
+        contract_tokens<BLOCK_KV, D, P_IS_UNSIGNED>(state.o, p, values, factor);
+    }
+}
+
+// As add_tile, where each key and each value has a scale of its own. `q_factor`: from a row of S times a scale of K to logits.
+// P is multiplied by the scales of V before it is rounded, so that its row needs a maximum of its own.
+__device__ __forceinline__ void add_tile_of_token_scales(State& state, const u32 (&q)[D / 8], const float (&q_factor)[2],
+                                                         const u8* scales, u32 stage, bool is_cut, int keys, int query) {
+    const float2 *k_scales = reinterpret_cast<const float2*>(scales) + threadIdx.x % 4, *v_scales = k_scales + BLOCK_KV / 2;
+    int s[BLOCK_KV / 2];
+    float x[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2];
+    contract_channels<BLOCK_KV>(s, q, stage);
+    if (is_cut) mask(s, keys, query);
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+        const int r = i / 2 % 2;
+        const float factor = __fmul_rn(q_factor[r], pick(k_scales[i / 4 * 4], i % 2));
+        x[i] = s[i] == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(s[i]), factor);
+        m_tile[r] = nan_max(m_tile[r], x[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) m_tile[r] = row_max(m_tile[r]);
+    raise_maximum(state, m_tile, share);
+
+    float sum[2] = {0.0f, 0.0f}, largest[2] = {0.0f, 0.0f}, inverse[2], factor[2];
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+        const int r = i / 2 % 2;
+        const bool is_masked = x[i] == -INFINITE;
+        const float p = exp2_fast(__fadd_rn(x[i], -m_tile[r]));
+        sum[r] += p;
+        x[i] = is_masked ? 0.0f : p * pick(v_scales[i / 4 * 4], i % 2);
+        largest[r] = nan_max(largest[r], x[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        state.l[r] = fmaf(sum[r], share[r], state.l[r]);
+        const float scale = scale_of(row_max(largest[r]), P_MAX);
+        inverse[r] = reciprocal(scale);
+        factor[r] = share[r] * scale;
+    }
+    u32 p[BLOCK_KV / 8];
+    round_tile<BLOCK_KV>(p, x, inverse);
+    contract_tokens<BLOCK_KV, D, P_IS_UNSIGNED>(state.o, p, stage + K_TILE, factor);
+}
+
+// One tile of 128 keys for the 16 queries of this warp. `keys` and `query`: the number of keys left, and this thread's first
+// query, counted from the tile's first key.
+__device__ __forceinline__ void add_tile(State& state, const u32 (&q)[D / 8], float factor, float v_scale, u32 stage,
+                                         bool is_cut, int keys, int query) {
+    int s[BLOCK_KV / 2], largest[2] = {MASKED, MASKED};
+    contract_channels<BLOCK_KV>(s, q, stage);
+    if (is_cut) mask(s, keys, query);
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) largest[i / 2 % 2] = max(largest[i / 2 % 2], s[i]);
+    float m_tile[2], share[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) m_tile[r] = __fmul_rn(__int2float_rn(row_max(largest[r])), factor);
+    raise_maximum(state, m_tile, share);
+    if (P_IS_16BIT) share[0] = share[1] = 1.0f;  // P is computed with the running maximum, and has no scale
+
+    u32 p[P_IS_16BIT ? 32 : 16];
+    const float (&m)[2] = P_IS_16BIT ? state.m : m_tile;
+    if (is_fusible(factor) && !is_cut)
+        probabilities<true>(p, s, factor, m, share, state);
+    else
+        probabilities<false>(p, s, factor, m, share, state);
+    const float v_factor[2] = {share[0] * (v_scale * (1.0f / P_MAX)), share[1] * (v_scale * (1.0f / P_MAX))};
+    multiply_values(state, p, stage + K_TILE, v_factor);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kernel(const Arguments a) {
+    extern __shared__ __align__(1024) u8 shared[];
+    __shared__ QueryTile work;  // there it costs no registers
+    __shared__ bool has_queries;
+    if (threadIdx.x == 0) has_queries = find_query_tile<BLOCKS>(a.axes, work_tile_at(a.axes, blockIdx.x), work);
+    __syncthreads();
+    if (!has_queries) return;
+    const u32 base = shared_address(shared);
+    const int warp = threadIdx.x / 32, block = warp / 4, lane_row = warp % 4 * 16 + threadIdx.x % 32 / 4;
+    const int first = work.first + block * BLOCK_Q;
+    const int tiles = block < work.q_blocks ? visible_kv_tiles(work, block) : 0;
+    const auto copy_keys = [&](int tile) {
+        copy_block<THREADS>(base + tile % 2 * STAGE_BYTES, a.packed_kv + (work.kv_block + i64(tile)) * KV_BYTES, KV_BYTES);
+        cp_async_commit();
+    };
+
+    for (int i = 0; i < work.q_blocks; ++i)
+        copy_block<THREADS>(base + STAGE_BYTES + i * QUERY_BYTES, a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES,
+                            PACKED_Q_BYTES);
+    if (work.kv_tiles > 0) copy_keys(0);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    u32 q[D / 8];
+    const u32 queries = left_address<D>(base + STAGE_BYTES + block * QUERY_BYTES);
+#pragma unroll
+    for (int step = 0; step < D / STEP; ++step) load_left<D>(q + 4 * step, queries, warp % 4 * 16, step * STEP);
+    const float* q_scales = reinterpret_cast<const float*>(shared + STAGE_BYTES + block * QUERY_BYTES + Q_TILE);
+    float q_scale[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) q_scale[r] = q_scales[HAS_TOKEN_SCALES ? lane_row + 8 * r : 0];
+
+    State state = {};
+    state.m[0] = state.m[1] = -INFINITE;
+    for (int tile = 0; tile < work.kv_tiles; ++tile) {
+        cp_async_wait<0>();
+        __syncthreads();  // this tile is there for all threads, and none needs the other stage any more
+        if (tile + 1 < work.kv_tiles) copy_keys(tile + 1);
+        if (tile >= tiles) continue;
+        const int stage = tile % 2 * STAGE_BYTES, first_key = tile * BLOCK_KV;
+        const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first);
+        const int keys = work.keys - first_key, query = first + lane_row - first_key;
+        if constexpr (HAS_TOKEN_SCALES) {
+            const float q_factor[2] = {logit_factor(q_scale[0], 1.0f, a.scale), logit_factor(q_scale[1], 1.0f, a.scale)};
+            add_tile_of_token_scales(state, q, q_factor, shared + stage + SCALES, base + stage, is_cut, keys, query);
+        } else {
+            const float2 scales = *reinterpret_cast<const float2*>(shared + stage + SCALES);
+            add_tile(state, q, logit_factor(q_scale[0], scales.x, a.scale), scales.y, base + stage, is_cut, keys, query);
+        }
+    }
+
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float l = state.l[r];
+        l += __shfl_xor_sync(0xffffffff, l, 1);
+        l += __shfl_xor_sync(0xffffffff, l, 2);
+        const float divisor = COMPENSATES ? state.l_rounded[2 * r] : l;
+        inverse[r] = divisor == 0.0f ? 0.0f : 1.0f / divisor;  // without keys O is zero
+        const int token = first + lane_row + 8 * r;
+        if (threadIdx.x % 4 == 0 && token < work.q.tokens)
+            a.lse[i64(work.head) * a.axes.n_q + work.q.start + token] = state.m[r] + log2f(l);
+    }
+#ifdef SMOOTH_V
+    // A query without keys stays zero: the mean of no values is zero.
+    add_mean(state.o, inverse, a.v_mean + (i64(work.head / a.axes.group) * a.documents + work.document) * D);
+    inverse[0] = inverse[1] = 1.0f;
+#endif
+    __syncthreads();  // the stages may still be read
+    u8* staging = shared + block * STAGING_BYTES;
+    store_rows(a.out, state.o, inverse, staging, block, work.head, a.axes.heads, first, work.q, a.axes.d);
+    if constexpr (COMPENSATES)
+        store_rows<true>(a.out_residual, state.o, inverse, staging, block, work.head, a.axes.heads, first, work.q, a.axes.d);
+}

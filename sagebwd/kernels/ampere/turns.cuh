@@ -1,0 +1,66 @@
+// dQ, to which CTAs that own different keys add. They take turns, in the order of their keys, so that the sum is always the
+// same. A CTA waits only for CTAs that took an earlier work tile: those run already, so none waits for ever.
+#pragma once
+
+#include "layout.cuh"
+#include "nonfinite.cuh"
+#include "ptx_sm80.cuh"
+#include "scheduler.cuh"
+
+// The next work tile, in shared memory, where it costs no registers. All threads of the CTA call it. False: it has no keys.
+template <int HALF_BLOCKS>
+__device__ __forceinline__ bool take_work_tile(const Axes& axes, KeyTile& tile) {
+    __shared__ bool has_keys;
+    if (threadIdx.x == 0) has_keys = find_key_tile<HALF_BLOCKS>(axes, work_tile_at(axes, atomicAdd(axes.tile_counter, 1)), tile);
+    __syncthreads();
+    return has_keys;
+}
+
+// Lets the next CTA add. Call it after a barrier that follows this CTA's addition.
+__device__ __forceinline__ void pass_turn(int* turn, int value) {
+    if (turn != nullptr && threadIdx.x == 0) release_value(turn, value + 1);
+}
+
+// A block of dQ is divided among 8 warps: 16 queries and D / 2 channels each. A warp computes DQ_CHANNELS at a time, because
+// registers are scarce.
+constexpr int DQ_CHANNELS = 32, DQ_PARTS = D / 2 / DQ_CHANNELS, DQ_VALUES = 16 * DQ_CHANNELS / 32;
+__device__ __forceinline__ int dq_row() { return threadIdx.x / 32 % 4 * 16; }
+__device__ __forceinline__ int dq_channel(int part) { return threadIdx.x / 128 * (D / 2) + part * DQ_CHANNELS; }
+
+// Blocks of 128 keys that a block of queries sees.
+__device__ __forceinline__ int visible_key_blocks(const KeyTile& tile, int first_query) {
+    const int keys = IS_CAUSAL ? min(tile.kv.tokens, first_query + BLOCK_Q) : tile.kv.tokens;
+    return (keys + BLOCK_KV - 1) / BLOCK_KV;
+}
+
+// Adds the sum of earlier CTAs; the first one to add has none. A thread finds its own values.
+__device__ __forceinline__ void add_to_sum(float (&dq)[DQ_VALUES], const float* sums, int part, bool is_first) {
+    if (is_first) return;
+    const float4* own = reinterpret_cast<const float4*>(sums) + part * (256 * DQ_VALUES / 4) + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < DQ_VALUES / 4; ++j) {
+        const float4 sum = load_from_l2(own + 256 * j);
+        dq[4 * j] += sum.x, dq[4 * j + 1] += sum.y, dq[4 * j + 2] += sum.z, dq[4 * j + 3] += sum.w;
+    }
+}
+
+__device__ __forceinline__ void store_sum(float* sums, const float (&dq)[DQ_VALUES], int part) {
+    float4* own = reinterpret_cast<float4*>(sums) + part * (256 * DQ_VALUES / 4) + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < DQ_VALUES / 4; ++j)
+        store_to_l2(own + 256 * j, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+}
+
+// Stores a finished block, whose first query is `first`, to rows of a tensor.
+__device__ __forceinline__ void store_dq(const TokenTensor& x, const float (&dq)[DQ_VALUES], int part, float scale, int head,
+                                         int heads, int first, const Document& document, int d) {
+    const int lane = threadIdx.x % 32;
+    u16* base = x.data + head / heads * x.stride_b + head % heads * x.stride_h + document.start * x.stride_n;
+#pragma unroll
+    for (int i = 0; i < DQ_VALUES / 2; ++i) {
+        const int token = first + dq_row() + lane / 4 + i % 2 * 8, channel = dq_channel(part) + i / 2 * 8 + lane % 4 * 2;
+        const float a = infinite_to_nan(dq[2 * i] * scale), b = infinite_to_nan(dq[2 * i + 1] * scale);
+        if (token < document.tokens && channel < d)
+            *reinterpret_cast<u32*>(base + token * x.stride_n + channel) = pack_16bit(a, b);
+    }
+}

@@ -1,0 +1,32 @@
+// What forward kernels share: P of a logit, and the mean of V.
+#pragma once
+
+#include "int8.cuh"
+
+// P of one logit, with the maximum `m` subtracted. FAST: every logit allows a fused multiply-add, and none is masked.
+template <bool FAST>
+__device__ __forceinline__ float probability(int s, float factor, float m) {
+    const float x = __int2float_rn(s);
+    const float p = exp2_fast(FAST ? fmaf(x, factor, -m) : __fadd_rn(__fmul_rn(x, factor), -m));
+    return !FAST && s == MASKED ? 0.0f : p;
+}
+
+// Masks columns from `keys` on, and those after `query` + 8 r if IS_CAUSAL.
+template <int N>
+__device__ __forceinline__ void mask(int (&s)[N], int keys, int query) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        if (column >= keys || (IS_CAUSAL && column > query + i / 2 % 2 * 8)) s[i] = MASKED;
+    }
+}
+
+// o = o * inverse[row] + mean: adds the mean that was subtracted from V, because the rows of P sum to 1.
+__device__ __forceinline__ void add_mean(float (&o)[D / 2], const float (&inverse)[2], const float* mean) {
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {  // 8 columns
+        const float2 m = *reinterpret_cast<const float2*>(mean + 8 * j + threadIdx.x % 4 * 2);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) o[4 * j + k] = fmaf(o[4 * j + k], inverse[k / 2], pick(m, k % 2));
+    }
+}

@@ -1,0 +1,138 @@
+// Stands in for sagebwd/kernels/ampere/ptx_sm80.cuh on a CPU. A copy arrives when its thread waits for it; until then its
+// target holds poison, so that a kernel that reads too early gives a wrong result.
+#pragma once
+
+#include "ptx.cuh"
+
+inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - shared_memory); }
+
+inline u8* shared_bytes_at(u32 address) {
+    if (address % 16 || address > SHARED_ROOM - 16) give_up("an address is not aligned or outside shared memory");
+    return shared_memory + address;
+}
+
+// --- Copies to shared memory -------------------------------------------------------------------------------
+
+struct Copy {
+    u8* target;
+    const void* source;
+};
+constexpr int MOST_COPIES = 256, MOST_GROUPS = 8;
+struct Copies {
+    Copy copy[MOST_COPIES];
+    int count, group_ends[MOST_GROUPS], groups;
+};
+static Copies copies_of_threads[MOST_FIBERS];
+
+inline void cp_async(u32 shared, const void* global) {
+    if (reinterpret_cast<u64>(global) % 16) give_up("the source of a copy is not aligned");
+    Copies& copies = copies_of_threads[threadIdx.x];
+    if (copies.count == MOST_COPIES) give_up("too many copies without a wait");
+    std::memset(shared_bytes_at(shared), POISON, 16);
+    copies.copy[copies.count++] = {shared_bytes_at(shared), global};
+}
+
+inline void cp_async_commit() {
+    Copies& copies = copies_of_threads[threadIdx.x];
+    if (copies.groups == MOST_GROUPS) give_up("too many groups of copies without a wait");
+    copies.group_ends[copies.groups++] = copies.count;
+}
+
+template <int PENDING>
+inline void cp_async_wait() {
+    Copies& copies = copies_of_threads[threadIdx.x];
+    const int finished = copies.groups - PENDING;
+    if (finished <= 0) return;
+    const int end = copies.group_ends[finished - 1];
+    for (int i = 0; i < end; ++i) std::memcpy(copies.copy[i].target, copies.copy[i].source, 16);
+    for (int i = end; i < copies.count; ++i) copies.copy[i - end] = copies.copy[i];
+    for (int i = finished; i < copies.groups; ++i) copies.group_ends[i - finished] = copies.group_ends[i] - end;
+    copies.count -= end;
+    copies.groups = PENDING;
+}
+
+// --- Matrices of 8 x 8 values of 16 bits -------------------------------------------------------------------
+
+struct LoadMatrix {
+    u32* x;
+    const u8* row;
+};
+template <bool IS_TRANSPOSED>
+inline void load_matrices(u32* x, u32 address) {
+    LoadMatrix own = {x, shared_bytes_at(address)};
+    warp_instruction(own, [](LoadMatrix* const* lanes) {
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 4; ++i) {
+                u16 pair[2];
+                for (int e = 0; e < 2; ++e) {
+                    const int a = lane / 4, b = lane % 4 * 2 + e;
+                    const int row = IS_TRANSPOSED ? b : a, column = IS_TRANSPOSED ? a : b;
+                    std::memcpy(&pair[e], lanes[8 * i + row]->row + 2 * column, 2);
+                }
+                lanes[lane]->x[i] = pair[0] | u32(pair[1]) << 16;
+            }
+    });
+}
+inline void ldmatrix(u32* x, u32 address) { load_matrices<false>(x, address); }
+inline void ldmatrix_trans(u32* x, u32 address) { load_matrices<true>(x, address); }
+
+inline u32 transpose_matrix(u32 x) {
+    warp_instruction(x, [](u32* const* lanes) {
+        u16 matrix[8][8];
+        for (int lane = 0; lane < 32; ++lane)
+            for (int e = 0; e < 2; ++e) matrix[lane % 4 * 2 + e][lane / 4] = u16(*lanes[lane] >> 16 * e);
+        for (int lane = 0; lane < 32; ++lane)
+            *lanes[lane] = matrix[lane / 4][lane % 4 * 2] | u32(matrix[lane / 4][lane % 4 * 2 + 1]) << 16;
+    });
+    return x;
+}
+
+// --- mma.sync ----------------------------------------------------------------------------------------------
+
+template <class T>
+struct Mma {
+    T* sum;
+    const u32 *a, *b;
+};
+
+// PER_WORD values in a word, each of which `left` or `right` takes from the low end of a word.
+template <int PER_WORD, class T, class Left, class Right>
+inline void mma(T* sum, const u32* a, const u32* b, Left left, Right right) {
+    Mma<T> own = {sum, a, b};
+    warp_instruction(own, [=](Mma<T>* const* lanes) {
+        constexpr int BITS = 32 / PER_WORD, DEPTH = 8 * PER_WORD;
+        T rows[16][DEPTH], columns[8][DEPTH];
+        for (int lane = 0; lane < 32; ++lane)
+            for (int k = 0; k < PER_WORD; ++k) {
+                const int at = lane % 4 * PER_WORD + k;
+                for (int word = 0; word < 4; ++word)
+                    rows[lane / 4 + word % 2 * 8][at + word / 2 * 4 * PER_WORD] = left(lanes[lane]->a[word] >> BITS * k);
+                for (int word = 0; word < 2; ++word)
+                    columns[lane / 4][at + word * 4 * PER_WORD] = right(lanes[lane]->b[word] >> BITS * k);
+            }
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 4; ++i)
+                for (int k = 0; k < DEPTH; ++k)
+                    lanes[lane]->sum[i] += rows[lane / 4 + i / 2 * 8][k] * columns[lane % 4 * 2 + i % 2][k];
+    });
+}
+
+inline int signed_byte(u32 word) { return static_cast<signed char>(word); }
+inline int unsigned_byte(u32 word) { return static_cast<u8>(word); }
+inline float half_word(u32 word) { return to_float(static_cast<u16>(word)); }
+
+template <bool LEFT_UNSIGNED = false>
+inline void mma_int8(int (&sum)[4], const u32* a, const u32* b) {
+    mma<4>(sum, a, b, LEFT_UNSIGNED ? unsigned_byte : signed_byte, signed_byte);
+}
+inline void mma_16bit(float* sum, const u32* a, const u32* b) { mma<2>(sum, a, b, half_word, half_word); }
+
+// --- Between CTAs ------------------------------------------------------------------------------------------
+
+// CTAs run one after the other, in the order of their indices: what a CTA waits for must have been released before.
+inline void wait_for_value(const int* place, int value) {
+    if (*place != value) give_up("it hangs: a CTA waits for one that comes later");
+}
+inline void release_value(int* place, int value) { *place = value; }
+inline float4 load_from_l2(const float4* place) { return *place; }
+inline void store_to_l2(float4* place, const float4& x) { *place = x; }

@@ -1,0 +1,131 @@
+"""The sources of the Ampere kernels on a CPU, with stand-ins for the instructions of a GPU.
+
+They must agree with the reference. On a GPU the other files of this folder test more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+
+from sagebwd import SageConfig, reference
+from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels.ampere import attention as ampere
+from sagebwd.kernels.cuda import launch
+from sagebwd.kernels.layout import Axis
+from sagebwd.metrics import relative_l2
+from sagebwd.window import Window
+from tests.sagebwd.kernels.cuda import sources_on_cpu
+from tests.sagebwd.kernels.inputs import INPUTS, NAMES, change_after, poison_one
+
+#: Headers that stand in for those of the same name in sagebwd/kernels/ampere.
+ON_CPU = Path(__file__).parent / "on_cpu"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with all sources and stand-ins."""
+    if not sources_on_cpu.has_compiler():
+        pytest.skip("there is no g++ that knows C++20")
+    folder = tmp_path_factory.mktemp("sources")
+    sources_on_cpu.gather(folder, ampere.sources_for("sm_80"), ON_CPU)
+    return folder
+
+
+@pytest.fixture
+def attend_on_cpu(folder, monkeypatch, poisoned_memory):
+    """Out, dq, dk and dv of the Ampere kernels, on CPU tensors."""
+
+    def load_kernel(sources, source, name, shared_bytes, **defines):
+        assert shared_bytes <= ampere.SHARED_LIMIT
+        return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
+
+    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+
+    def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries=None):
+        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
+        window = Window.of(is_causal)
+        options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
+        saved = ampere.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
+        return saved[0], *ampere.backward(grad_out, q, k, v, *saved, *axes, **options)
+
+    return attend_on_cpu
+
+
+@pytest.fixture
+def in_both_orders(folder):
+    """in_both_orders(function): its results, which must be the same in whatever order threads run."""
+
+    def set_order(reverse):
+        for library in folder.glob("*.so"):
+            ctypes.CDLL(str(library)).set_reverse_order(ctypes.c_bool(reverse))
+
+    def in_both_orders(function):
+        found = function()
+        set_order(True)
+        for x, y in zip(found, function(), strict=True):
+            assert torch.equal(x.nan_to_num(777.0), y.nan_to_num(777.0))
+        return found
+
+    yield in_both_orders
+    set_order(False)
+
+
+CASES = {
+    "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
+    "consistent": (SageConfig.consistent(), 40, True, None),
+    "strictly causal": (SageConfig.strictly_causal(), 64, True, None),
+    "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 128, False, None),
+}
+
+
+@pytest.mark.parametrize(("config", "head_dim", "is_causal", "documents"), CASES.values(), ids=CASES.keys())
+def test_they_compute_what_the_reference_does(
+    attend_on_cpu, in_both_orders, draw, config, head_dim, is_causal, documents
+):
+    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    tokens = 310 if documents is None else sum(documents)
+    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    settings = {"is_causal": is_causal, "config": config, "boundaries": boundaries}
+    found = in_both_orders(lambda: attend_on_cpu(*inputs, **settings))
+    options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries, "enable_gqa": True}
+    wanted = reference.attention(*inputs, **options)
+    for name, x in zip(NAMES, found, strict=True):
+        assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
+
+
+@pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65)])
+def test_lengths(attend_on_cpu, draw, n_q, n_kv):
+    inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    found = attend_on_cpu(*inputs, is_causal=True, config=DEFAULT_CONFIG)
+    wanted = reference.attention(*inputs, is_causal=True, enable_gqa=True)
+    for name, x in zip(NAMES, found, strict=True):
+        y = getattr(wanted, name)
+        assert relative_l2(x, y) < 8e-3 or (x - y).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.strictly_causal()], ids=["default", "strict"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(attend_on_cpu, draw, name, config):
+    """Token 70 is in the second block of queries, and in the tile of keys that all blocks see."""
+    inputs = draw(140, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    poison_one(inputs, name, 70, torch.inf)
+    found = attend_on_cpu(*inputs, is_causal=True, config=config)
+    wanted = reference.attention(*inputs, is_causal=True, config=config)
+    for result, x in zip(NAMES, found, strict=True):
+        assert not x.isinf().any()
+        assert torch.equal(x.isnan(), getattr(wanted, result).isnan()), result
+
+
+def test_later_tokens_change_nothing_that_is_strictly_causal(attend_on_cpu, draw):
+    """Not even as NaN, within one tile."""
+    inputs = draw(100, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    settings = {"is_causal": True, "config": SageConfig.strictly_causal()}
+    out, dq, *_ = attend_on_cpu(*inputs, **settings)
+    changed = attend_on_cpu(*(change_after(x, 41, "NaN") for x in inputs), **settings)
+    assert torch.equal(changed[0][..., :41, :], out[..., :41, :])
+    assert torch.equal(changed[1][..., :41, :], dq[..., :41, :])

@@ -1,0 +1,112 @@
+"""Tasks of lm-evaluation-harness on an exported run give the trainer's loss; errors name the fix."""
+
+import importlib.util
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from scripts import evaluate
+from trainer.run_directory import read_lines, read_metrics
+
+CONTEXT = 64
+TASK = """\
+task: local_text
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{first}}}}"
+doc_to_target: "{{{{others}}}}"
+target_delimiter: ""
+metric_list:
+  - metric: perplexity
+    aggregation: perplexity
+    higher_is_better: false
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("evaluated")
+
+
+@pytest.fixture
+def trained(train_here, place):
+    """A finished run in full precision on a text without spaces, which lm-eval would move between tokens."""
+    if not (place / "run").exists():
+        for name, nights in (("book", range(900)), ("val", range(900, 930))):
+            (place / f"{name}.txt").write_text("".join(f"{i}_dark_and_stormy_nights;" for i in nights))
+        texts = (f"data.path={place / 'book.txt'}", f"data.val_path={place / 'val.txt'}")
+        own = ("data=text", *texts, f"data.root={place / 'tokens'}")
+        few = ("steps=4", "checkpoint_every=2", "eval_every=2", "eval_sequences=8", "hardware.dtype=float32")
+        trainer = train_here(place / "run", *own, *few, "data.tokenizer=bytes")
+        windows = [trainer.corpus.val.window(i * CONTEXT, CONTEXT + 1) for i in range(8)]
+        sequences = [trainer.corpus.tokenizer.decode(window) for window in windows]
+        lines = [json.dumps({"first": text[0], "others": text[1:]}) for text in sequences]
+        (place / "text.jsonl").write_text("\n".join(lines))
+        (place / "tasks").mkdir()
+        (place / "tasks" / "local_text.yaml").write_text(TASK.format(data=place / "text.jsonl"))
+    return place / "run"
+
+
+def test_lm_eval_gives_the_loss_of_the_trainer(trained, place, capsys, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(place / "cache"))
+    monkeypatch.setattr(evaluate, "BOOTSTRAPS", 0)
+    common = [str(trained), "--tasks", "local_text", "--include", str(place / "tasks"), "--device", "cpu"]
+    evaluate.main(common)
+    evaluate.main([*common, "--step", "2"])
+    validated = {r["step"]: r["val_loss"] for r in read_metrics(trained / "metrics.jsonl") if "val_loss" in r}
+    records = read_lines(trained / "evaluations.jsonl")
+    assert [record["step"] for record in records] == [4, 2]
+    for record in records:
+        loss = math.log(record["results"]["local_text"]["perplexity"]) / CONTEXT
+        assert loss == pytest.approx(validated[record["step"]], abs=1e-5)
+    assert "step 2:\n  local_text" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"unknown are no_such_task; `lm-eval ls tasks` lists"):
+        evaluate.main([str(trained), "--tasks", "no_such_task,local_text", "--include", str(place / "tasks")])
+    with pytest.raises(SystemExit, match="is no folder; give the one with your task files"):
+        evaluate.main([str(trained), "--tasks", "a", "--include", str(place / "none")])
+
+
+@pytest.fixture
+def without_harness(monkeypatch):
+    """Everything but the harness itself, which finds .25 in every task."""
+    monkeypatch.setattr(evaluate, "check_installed", lambda: None)
+    monkeypatch.setattr(evaluate, "run_tasks", lambda arguments, folder, context: {"task": {"acc": 0.25}})
+
+
+@pytest.mark.usefixtures("without_harness")
+def test_results_are_added_to_the_run(trained, monkeypatch, capsys):
+    run = SimpleNamespace(summary={}, finish=lambda: None)
+    monkeypatch.setattr(evaluate, "start_wandb", lambda *_, run_id, **__: run if run_id == "abc" else None)
+    monkeypatch.setattr(evaluate, "sealed_in", lambda path: {"wandb_id": "abc"})
+    evaluate.main([str(trained), "--tasks", "task", "--wandb"])
+    assert read_lines(trained / "evaluations.jsonl")[-1]["results"] == {"task": {"acc": 0.25}}
+    assert run.summary == {"eval/task/acc": 0.25, "eval/step": 4}
+    assert capsys.readouterr().out.split() == [f"{trained},", "step", "4:", "task", "acc", "0.2500"]
+
+    monkeypatch.setattr(evaluate, "sealed_in", lambda path: {"wandb_id": None})
+    with pytest.raises(SystemExit, match="was not logged to W&B; the results are in"):
+        evaluate.main([str(trained), "--tasks", "task", "--wandb"])
+    (trained / "weights" / "tokenizer.json").rename(trained / "weights" / "moved")
+    with pytest.raises(SystemExit, match=r"has no tokenizer\.json: .* Name a checkpoint with --step N"):
+        evaluate.main([str(trained), "--tasks", "task"])
+    (trained / "weights" / "moved").rename(trained / "weights" / "tokenizer.json")
+
+
+def test_without_lm_eval_the_fix_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else object())
+    with pytest.raises(
+        SystemExit, match=r"lm_eval cannot be imported\. .*pip install -e '\.\[train,evaluate\]'"
+    ):
+        evaluate.main([str(tmp_path), "--tasks", "hellaswag"])
+
+
+def test_numbers_of_the_harness():
+    found = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": "N/A", "acc,strict": 1, "sample_len": 3}
+    assert evaluate.numbers(found) == {"acc": 0.5, "acc,strict": 1.0}
