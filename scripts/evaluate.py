@@ -27,7 +27,7 @@ from trainer.checkpoint import checkpoint_of
 from trainer.errors import TrainingError, explain
 from trainer.run_directory import RunDirectory, append_line, read_metrics
 from trainer.settings import Settings
-from trainer.telemetry import start_wandb
+from trainer.wandb_run import setup_tags, start_wandb
 
 BOOTSTRAPS = 1000  # for standard errors that have no closed form
 
@@ -166,7 +166,13 @@ def add_to_wandb(directory: RunDirectory, settings: Settings, record: dict[str, 
     sealed = sealed_in(checkpoint_of(directory.checkpoints, newest_step(directory)))
     if not sealed.get("wandb_id"):
         raise ValueError(f"{directory.path} was not logged to W&B; the results are in evaluations.jsonl")
-    run = start_wandb(settings.logger, folder=directory.path, config={}, run_id=sealed["wandb_id"])
+    run = start_wandb(
+        settings.logger,
+        folder=directory.path,
+        config={},
+        run_id=sealed["wandb_id"],
+        tags=setup_tags(settings),  # those of the run: W&B would replace them
+    )
     if run is None:
         raise ValueError("W&B is off or not installed (see the run's logger.wandb); leave --wandb out")
     for task, values in record["results"].items():

@@ -31,6 +31,10 @@ class WandbRun:
         run.define_metric("tokens")
         run.define_metric("*", step_metric="tokens")
 
+    @property
+    def summary(self) -> Any:
+        return self._run.summary
+
     def log(self, values: dict[str, Any], step: int) -> None:
         if "sample" in values:
             self._samples.append([step, values.get("tokens"), values["sample"]])
@@ -114,7 +118,7 @@ def _arguments(settings: LoggerSettings, folder: Path, tags: tuple[str, ...]) ->
         "project": settings.project or environ.get("WANDB_PROJECT") or PROJECT,
         "entity": settings.entity or environ.get("WANDB_ENTITY"),
         "group": settings.group or environ.get("WANDB_RUN_GROUP"),
-        "tags": [*dict.fromkeys(filter(None, (*settings.tags, *given, *tags)))],
+        "tags": [*dict.fromkeys(filter(None, (*settings.tags, *given, *tags)))] or None,
         "name": environ.get("WANDB_NAME") or folder.name,
         "dir": environ.get("WANDB_DIR") or folder,
         "resume": environ.get("WANDB_RESUME") or "allow",

@@ -29,7 +29,7 @@ class Run:
     offline = False
 
     def __init__(self, id="abc", url=None):
-        self.id, self.url, self.logged, self.axes = id, url, [], []
+        self.id, self.url, self.logged, self.axes, self.summary = id, url, [], [], {}
 
     def define_metric(self, name, step_metric=None):
         self.axes.append((name, step_metric))
@@ -119,7 +119,7 @@ def test_variables_hold_where_no_setting_is_given(tmp_path, monkeypatch, calls):
     start("offline", tmp_path)
     plain = calls.pop()
     assert (plain["project"], plain["entity"], plain["group"]) == ("sagebwd", None, None)
-    assert (plain["name"], plain["dir"], plain["tags"]) == (tmp_path.name, tmp_path, [])
+    assert (plain["name"], plain["dir"], plain["tags"]) == (tmp_path.name, tmp_path, None)
     for name in ("PROJECT", "ENTITY", "RUN_GROUP", "NAME", "DIR", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", f"their {name}")
     monkeypatch.setenv("WANDB_TAGS", "x, y")
@@ -159,6 +159,8 @@ def test_tokens_are_the_axis_and_samples_a_table_that_a_resumed_run_continues(tm
     assert run.axes == [("tokens", None), ("*", "tokens")]
     logger.log({"tokens": 20, "loss": 1.0}, step=2)
     logger.log({"tokens": 20, "val_loss": 1.5, "sample": "b"}, step=2)
+    logger.summary.update({"eval/step": 4})  # scripts.evaluate does
+    assert run.summary == {"eval/step": 4}
     (_, plain), (step, evaluation) = run.logged
     assert (step, plain, evaluation["val_loss"]) == (2, {"tokens": 20, "loss": 1.0}, 1.5)
     assert evaluation["sample"].columns == ["step", "tokens", "text"]
