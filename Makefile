@@ -18,9 +18,9 @@ quickstart: $(VENV)/train.done
 	$(BIN)/python train.py -m experiment=quickstart attention=fpa,sagebwd runs_dir=runs/quickstart
 	$(BIN)/python -m scripts.compare runs/quickstart --out runs/quickstart/comparison.png
 
-# Three processes on two cores: tests that start train.py also wait for it.
+# Four processes on two cores: many tests wait for processes that they start.
 test: $(VENV)/dev.done lint
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal
 
 docs: $(VENV)/docs.done docs-source
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

@@ -411,8 +411,6 @@ def open_checkpoints(arguments: Namespace) -> list[list[TrainedRun]]:
     if not paths:
         raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
     names = labels_of(paths)
-    if len(set(names)) < len(names):
-        raise ValueError(f"a run is given twice: {', '.join(names)}; name each once")
     ends = [open_run(name, RunDirectory(path), None) for name, path in zip(names, paths, strict=True)]
     return [
         [*(milestones_of(end) if arguments.milestones else at_steps(end, arguments.steps)), end]

@@ -49,9 +49,6 @@ def open_runs(arguments: Namespace) -> list[TrainedRun]:
     if not paths:
         raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
     names = labels_of(paths)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"several runs are called {', '.join(twice)}; name each once")
     runs = [
         open_run(name, RunDirectory(path), arguments.step) for name, path in zip(names, paths, strict=True)
     ]

@@ -375,7 +375,6 @@ def check_refusals(folder, capsys):
     for arguments, message in (
         ([run, "--tokens-per-batch", "100"], "not a multiple of the 37 tokens .*use --tokens-per-batch 111"),
         ([run, "--tokens-per-batch", "37", "--batches", "9999999"], r"use --batches \d+ or fewer"),
-        ([run, run], "a run is given twice"),
         ([run, "--steps", "1"], "no checkpoint of step 1; there: 2, 3"),
         ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
     ):

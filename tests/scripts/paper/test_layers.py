@@ -150,7 +150,6 @@ def check_refusals(folder):
         ),
         ([run, "--traces", "t", "--trace-layers", "2"], "--trace-layers 2: run has 0 to 1"),
         ([run, "--traces", "t", "--trace-heads", "0", "-1"], "--trace-heads -1: run has 0 to 3"),
-        ([run, run], "several runs are called run"),
         ([run, "--step", "1"], "no checkpoint of step 1; there: 2, 3"),
         ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
     ):

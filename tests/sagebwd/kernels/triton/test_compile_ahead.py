@@ -29,18 +29,18 @@ QUANTIZE = [f"128/{name}/quantize" for name in ("smooth_q", "unsigned_p", "stric
 CASES = {
     "Hopper": [
         *(f"90/{size}/default/*" for size in (32, 256)),
-        *(f"90/128/{name}/attention" for name in ("default", "paper", "strictly_causal")),
+        *(f"90/128/{name}/attention" for name in ("default", "paper")),
         "90/64/window/attention",
     ],
     "consumer Ampere": [
         *(f"86/{case}" for case in ("128/default/attention", "256/default/*", *LARGE, *QUANTIZE))
     ],
     "Ampere and Ada": [
-        *("80/128/default/attention", "80/64/packed_gqa/attention", "80/256/default/attention"),
+        *("80/128/default/attention", "80/64/packed_gqa/attention"),
         "89/128/default/attention",
     ],
     "Blackwell": [
-        *("100/128/default/attention", "100/64/full_float16/attention", "100/256/default/attention"),
+        *("100/128/default/attention", "100/64/full_float16/attention"),
         "120/128/default/attention",
     ],
 }
