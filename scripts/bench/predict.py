@@ -228,13 +228,9 @@ def predict(gpu: GPU, kernels: dict[str, Kernel], tokens: int, macro: str = "") 
     pairs = tokens**2 * (0.5 if kernel.mask == "causal" else 1)
     flops = 3.5 * 4 * pairs * kernel.head_dim
     packing = packing_bytes(macro) * tokens * kernel.head_dim / (PACKING_EFFICIENCY * gpu.bandwidth * 1e9)
-    overlap, no_overlap = (
-        sum(seconds(own, tokens, gpu, cycles) for own, cycles in pairs_of) + packing
-        for pairs_of in (
-            [(own, own.bound) for own in kernels.values()],
-            [(own, own.without_overlap) for own in kernels.values()],
-        )
-    )
+    both = kernels.values()
+    overlap = packing + sum(seconds(own, tokens, gpu, own.bound) for own in both)
+    no_overlap = packing + sum(seconds(own, tokens, gpu, own.without_overlap) for own in both)
     at = (kernel.head_dim, kernel.mask)
     is_papers = gpu.name == "RTX 4090" and tokens in LENGTHS
     index = LENGTHS.index(tokens) if is_papers else 0
@@ -253,7 +249,7 @@ def seconds(kernel: Kernel, tokens: int, gpu: GPU, cycles: float) -> float:
 
 
 def work_of(source: str, tokens: int, is_causal: bool) -> tuple[int, int]:
-    """(tiles that have a visible pair, CTAs) of one head."""
+    """(tiles that have a visible pair, CTAs) of one head. A tile that a mask cuts counts as a whole one."""
     queries, keys = TILES[source]
     q_blocks, kv_blocks = -(-tokens // queries), -(-tokens // keys)
     seen = sum(-(-min((i + 1) * queries, tokens) // keys) for i in range(q_blocks))
