@@ -11,7 +11,7 @@ from data.overrides import override
 from data.prepare import prepare
 from data.settings import FILE_SUFFIXES, DataSettings, check, named_folder, tokenizer_identity
 from data.shards import SPLITS
-from data.tokenizers import IDS, Tokenizer
+from data.tokenizers import Tokenizer
 from data.tokens import TokenShards
 
 FULL_CHECK_LIMIT = 1 << 30  # bytes of shards; up to this, opening compares checksums and not only sizes
@@ -37,7 +37,7 @@ def open_corpus(settings: DataSettings) -> Corpus:
     check(settings)
     folder = _without_its_text(settings) or _prepared(settings)
     manifest = Manifest.read(folder)
-    size = sum(map(manifest.tokens, SPLITS)) * IDS.itemsize
+    size = sum(map(manifest.tokens, SPLITS)) * manifest.ids.itemsize
     verify = "full" if size <= FULL_CHECK_LIMIT else "size"
     try:
         train, val = (TokenShards.open(folder, split, verify) for split in SPLITS)

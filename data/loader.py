@@ -135,7 +135,7 @@ def evaluation_batches(
 
 
 def evaluation_targets(tokens: TokenShards, *, context: int, sequences: int) -> np.ndarray:
-    """The targets of all ranks' `evaluation_batches`, in order, uint16, one after the other."""
+    """The targets of all ranks' `evaluation_batches`, in order, one after the other, as stored."""
     used = min(count_sequences(tokens, context), sequences)
     return tokens.window(1, used * context)
 

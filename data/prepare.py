@@ -96,7 +96,9 @@ def _useful_processes(tasks: list[workers.Task]) -> int:
 
 def _finished(made: Recipe, index: int) -> bool:
     record = UnitRecord.read(made.folder, index)
-    return record is not None and record.fingerprint == made.fingerprint and record.intact_in(made.folder)
+    if record is None or record.fingerprint != made.fingerprint:
+        return False
+    return record.intact_in(made.folder, made.ids)
 
 
 def _collect(made: Recipe) -> Manifest:
