@@ -37,10 +37,11 @@ from trainer.evaluate import validation_loss
 from trainer.export import draw, export
 from trainer.interrupt import StopRequest
 from trainer.model_card import model_card
-from trainer.optimizer import adamw, learning_rate, set_learning_rate
+from trainer.optimizer import build_optimizer, set_learning_rate
 from trainer.plan import make_plan
 from trainer.probe import Alarm, Probe, build_probe
 from trainer.run_directory import RunDirectory, read_metrics
+from trainer.schedule import learning_rate
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, report
 from trainer.telemetry import Telemetry, log_to
@@ -116,7 +117,7 @@ class Trainer:
         self.wrapped, self.compiled = parallel.place(
             self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
         )
-        self.optimizer = adamw(self.llama, settings.optimizer)
+        self.optimizer = build_optimizer(self.llama, settings.optimizer)
         self.guard = Guard(self.llama, self.optimizer, ranks, directory)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
