@@ -40,6 +40,7 @@ from trainer.model_card import model_card
 from trainer.optimizer import build_optimizer, set_learning_rate
 from trainer.plan import make_plan
 from trainer.probe import Alarm, Probe, build_probe
+from trainer.profiling import start_profiler
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.schedule import learning_rate
 from trainer.settings import Settings
@@ -137,6 +138,7 @@ class Trainer:
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.telemetry = self._start_telemetry(restored.get("wandb_id")) if ranks.is_main else None
+        self.profiler = start_profiler(settings.profile, directory.profile, ranks)
 
     # ------------------------------------------------------------------ the run
 
@@ -161,6 +163,9 @@ class Trainer:
                     steps_timed = 0
                 if self.telemetry:
                     self.telemetry.advance()
+                if self.profiler and self.profiler.advance():
+                    with self._off_the_clock():
+                        self.profiler.write(self.step)
                 if self.probe and self.step % settings.probe.every == 0:
                     with self._off_the_clock():
                         self._probe(self.probe)
@@ -175,6 +180,8 @@ class Trainer:
             self._finish()
             self.ranks.barrier()
         finally:
+            if self.profiler:
+                self.profiler.close()
             self.checkpoints.close()
             if self.telemetry:
                 self.telemetry.close()

@@ -14,7 +14,7 @@ import data.settings
 import model.config
 import model.huggingface
 from model import backends
-from trainer import optimizer, schedule
+from trainer import optimizer, profiling, schedule
 from trainer.errors import SettingsError
 from trainer.settings import Settings
 from trainer.tensorboard import MISSING_PACKAGE
@@ -230,6 +230,7 @@ def check_schedule(settings: Settings, ranks: int) -> Problems:
         )
     else:
         yield from schedule.length_problems(settings.optimizer, steps=steps, warmup_steps=tps.warmup_steps)
+        yield from profiling.problems(settings.profile, steps)
 
 
 def check_probe(settings: Settings, ranks: int) -> Problems:

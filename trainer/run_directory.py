@@ -62,6 +62,7 @@ class RunDirectory:
         self.weights = path / "weights"
         self.exports = path / "export"  # checkpoints in the Hugging Face layout: python -m scripts.export
         self.traces = path / "traces"  # of its attention: python -m scripts.paper.layers --traces
+        self.profile = path / "profile"  # of a few steps: trainer/profiling.py
         self.wandb_id = path / ".wandb_id"  # the run's id in W&B
         self._done = path / "DONE"
         self._diverged = path / "DIVERGED"
@@ -239,7 +240,7 @@ class RunDirectory:
 
     def _clear(self) -> None:
         """Delete what the finished run left; DONE last, so that the same command clears what is left."""
-        for path in (self.checkpoints, self.weights, self.exports, self.traces):
+        for path in (self.checkpoints, self.weights, self.exports, self.traces, self.profile):
             if path.is_symlink():  # of checkpoints on another disk, for example: empty it, and keep the link
                 for child in path.iterdir():
                     shutil.rmtree(child) if child.is_dir() else child.unlink()

@@ -79,6 +79,14 @@ class SpikeSettings:
 
 
 @dataclass
+class ProfileSettings:
+    """Recording a few steps with torch.profiler (trainer/profiling.py)."""
+
+    steps: int = 0  # how many steps; 0: no profile
+    start: int = 10  # after so many other steps of this process
+
+
+@dataclass
 class HardwareSettings:
     """What the run executes on. Changes the speed, not the experiment."""
 
@@ -109,6 +117,7 @@ class Settings:
     hardware: HardwareSettings = field(default_factory=HardwareSettings)
     probe: ProbeSettings = field(default_factory=ProbeSettings)
     spike: SpikeSettings = field(default_factory=SpikeSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
 
     init_from: str | None = None  # a Hugging Face folder to start from (a run's weights/); null: random
 

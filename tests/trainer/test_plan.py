@@ -113,6 +113,7 @@ BAD = [
     (["optimizer.schedule=wsd", "optimizer.decay_ratio=0"], ["decay_ratio=0", "0.1 to 0.2"]),
     (["optimizer.schedule=wsd", "optimizer.decay_type=cosine"], ["decay_type=cosine", "linear, 1-sqrt"]),
     (["optimizer.schedule=wsd", "steps=8000"], ["tps.warmup_steps=7500", "1600 steps", "warmup_steps=6400"]),
+    (["profile.steps=5", "steps=14", "tps.warmup_steps=2"], ["profile.start=10", "14 steps"]),
     (["eval_every=0"], ["eval_every=0"]),
     (["milestone_every=0"], ["milestone_every=0", "greater than zero"]),
     (["milestone_every=1500"], ["milestone_every=1500", "checkpoint_every=1000", "milestone_every=2000"]),
