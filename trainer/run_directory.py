@@ -26,6 +26,7 @@ from data.files import write_text
 from data.overrides import override
 from trainer import identity, seal
 from trainer.errors import TrainingError, explain, first
+from trainer.plan import make_plan
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
 from trainer.settings import Settings
@@ -46,6 +47,17 @@ def default_name(overrides: list[str]) -> str:
     if name != exact.replace("=", "-") or len(name) > 120:
         return f"{name[:110]}-{crc32(exact.encode()):08x}"  # something was replaced or cut off
     return name
+
+
+def is_finished(settings: Settings, ranks: int, overrides: list[str]) -> bool:
+    """Whether this run is finished; gives it a `run_dir` named after its overrides if it has none.
+
+    Raises TrainingError if its settings cannot be trained, or its folder is of another run.
+    """
+    make_plan(settings, ranks)
+    if settings.run_dir is None:
+        settings.run_dir = str(Path(settings.runs_dir) / default_name(overrides))
+    return RunDirectory(Path(settings.run_dir)).is_finished_with(settings)
 
 
 class RunDirectory:
