@@ -290,3 +290,7 @@ def attentions(run: TrainedRun, device: torch.device) -> dict[str, AttentionFn]:
             partial(sage_attention, config=remedy.config) if has_kernel else attend_with(remedy.scheme)
         )
     return found
+
+
+if __name__ == "__main__":
+    main()
