@@ -7,9 +7,8 @@ import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
-from data.prepare import PrepareSettings
+from data import prepare
 from tests.docs import pages
 from tests.docs.pages import PAGES, ROOT
 from trainer import overrides, settings
@@ -80,7 +79,7 @@ def check_overrides(config, words):
         overrides.check_or_exit(words, CONFIGS)
         settings.register()
     else:
-        ConfigStore.instance().store(name="prepare_schema", node=PrepareSettings)
+        prepare.register()
     for combination in runs_of(words):
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             compose(config, overrides=combination)
