@@ -32,10 +32,12 @@ from trainer.evaluate import bytes_per_token, described, validation_loss, valida
 from trainer.export import draw, export
 from trainer.interrupt import StopRequest
 from trainer.model_card import model_card
-from trainer.optimizer import adamw, learning_rate, set_learning_rate
+from trainer.optimizer import build_optimizer, set_learning_rate
 from trainer.plan import make_plan
 from trainer.probe import Alarm, Probe, build_probe
+from trainer.profiling import start_profiler
 from trainer.run_directory import RunDirectory, read_metrics
+from trainer.schedule import learning_rate
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, report
 from trainer.telemetry import Telemetry, log_to
@@ -111,7 +113,7 @@ class Trainer:
         self.wrapped, self.compiled = parallel.place(
             self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
         )
-        self.optimizer = adamw(self.llama, settings.optimizer)
+        self.optimizer = build_optimizer(self.llama, settings.optimizer)
         self.guard = Guard(self.llama, self.optimizer, ranks, directory)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
@@ -131,6 +133,7 @@ class Trainer:
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.telemetry = self._start_telemetry(restored.get("wandb_id")) if ranks.is_main else None
+        self.profiler = start_profiler(settings.profile, directory.profile, ranks)
 
     # ------------------------------------------------------------------ the run
 
@@ -155,6 +158,9 @@ class Trainer:
                     steps_timed = 0
                 if self.telemetry:
                     self.telemetry.advance()
+                if self.profiler and self.profiler.advance():
+                    with self._off_the_clock():
+                        self.profiler.write(self.step)
                 if self.probe and self.step % settings.probe.every == 0:
                     with self._off_the_clock():
                         self._probe(self.probe)
@@ -169,6 +175,8 @@ class Trainer:
             self._finish()
             self.ranks.barrier()
         finally:
+            if self.profiler:
+                self.profiler.close()
             self.checkpoints.close()
             if self.telemetry:
                 self.telemetry.close()

@@ -8,7 +8,7 @@ from model import backends
 from model.config import parameter_count
 from trainer.plan import tokens_per_step
 from trainer.run_directory import RunDirectory, read_lines
-from trainer.settings import Settings
+from trainer.settings import OptimizerSettings, Settings
 
 CARD = """\
 ---
@@ -65,11 +65,18 @@ def _rows(
             f"{tokens:,} tokens, {tokens_per_step(settings):,} per step, context {settings.context}",
         ),
         ("text", _text(settings)),
-        ("optimizer", f"AdamW, learning rate {optimizer.lr:g}, {optimizer.schedule} schedule"),
+        ("optimizer", f"{_optimizer(optimizer)}, {optimizer.schedule} schedule"),
         ("seed", settings.seed),
         *_losses(records, step),
         *_environment(directory),
     ]
+
+
+def _optimizer(settings: OptimizerSettings) -> str:
+    if settings.name != "muon":
+        return f"AdamW, learning rate {settings.lr:g}"
+    rate = settings.lr if settings.muon_lr is None else settings.muon_lr
+    return f"Muon, learning rate {rate:g} ({settings.muon_lr_scale}), and AdamW, {settings.lr:g}"
 
 
 def _attention(settings: Settings) -> str:

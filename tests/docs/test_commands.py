@@ -87,7 +87,8 @@ def check_overrides(config, words):
 
 def runs_of(words):
     """The command lines of as many runs of a sweep as have each of its values once."""
-    swept = [(key, value.split(",")) for key, _, value in (word.partition("=") for word in words)]
+    pairs = [(key, value) for key, _, value in (word.partition("=") for word in words)]
+    swept = [(key, [value] if value[:1] in ("[", "{") else value.split(",")) for key, value in pairs]
     for i in range(max((len(values) for _, values in swept), default=1)):
         yield [f"{key}={values[i % len(values)]}" for key, values in swept]
 
