@@ -193,4 +193,4 @@ def draw_batches(
         indices.update(dict.fromkeys(loader.sequence_indices(step).tolist()))
         step += 1
     chosen = np.array(list(indices)[: count * size]).reshape(count, size)
-    return [stack_sequences(run.corpus.train, batch, context) for batch in chosen], loader.epoch_of(step) <= 1
+    return [stack_sequences(loader.tokens, batch, context) for batch in chosen], loader.epoch_of(step) <= 1
