@@ -166,6 +166,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
     yield from _rules_of_cuda_kernels(call, "Hopper")
+    yield Rule(not call.is_windowed, "window_size is set, and the Hopper kernels have no windows", warns=True)
     yield _scales_of_blocks(call.config)
 
 
@@ -241,8 +242,6 @@ def _rules_of_cuda_kernels(call: Call, name: str) -> Iterator[Rule]:
         "add them to int8_matmuls",
         warns=True,
     )
-    reason = f"window_size is set, and the {name} kernels have no windows"
-    yield Rule(not call.is_windowed, reason, warns=True)
     yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
     yield Rule(
         call.head_dim in CUDA_HEAD_DIMS,
