@@ -8,8 +8,8 @@ cycle with mma.sync (measured by hand), one of an RTX 4090 1,024 and 256. So 2.6
 and 5.29 times as many bf16 ones take as long as on an RTX 4090. Times are measured with 2 and 4, and with 3
 and 6 times as many, and interpolated. FP32 lanes, special functions and shared memory of both are alike.
 
-The predicted time is that of the attention kernels on the H200, in cycles of all SMs, at the SMs and the clock
-of the RTX 4090, and packing at 85% of its memory's bandwidth. Not corrected: issue slots that the repeated
+The predicted time is that of the attention kernels on the H200, in cycles of all SMs, at the SMs and clock of
+the RTX 4090, and packing at 85% of its memory's bandwidth. Not corrected: issue slots that the repeated
 products take, caches, the memory that K and V come from, and the clock under load.
 """
 
