@@ -1,9 +1,10 @@
-// Stands in for sagebwd/kernels/hopper/ptx_sm90.cuh on a CPU. Bulk copies and wgmma complete as soon as they are issued. So
-// this shows what the kernels compute and whether they deadlock, not what happens if they wait too little for a copy or a
-// product in flight.
+// Stands in for sagebwd/kernels/hopper/ptx_sm90.cuh on a CPU. Bulk copies to shared memory and wgmma complete as soon as they
+// are issued. So this shows what the kernels compute and whether they deadlock, not what happens if they wait too little for
+// such a copy or a product in flight. Bulk copies from shared memory complete as late as they may.
 #pragma once
 
 #include <map>
+#include <vector>
 
 #include "ptx.cuh"
 
@@ -49,11 +50,93 @@ inline void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
     change_barrier(barrier, [=](Barrier& b) { b.bytes -= bytes; });
 }
 
+
+// What a thread stores or adds to global memory. Shared memory is read when the thread waits for that, and global memory is
+// written when it waits for that.
+struct BulkStore {
+    float* target;
+    u32 source, bytes;
+    bool is_sum, is_committed, is_read;
+    std::vector<float> values;
+};
+static std::map<unsigned, std::vector<BulkStore>> bulk_stores;  // by thread
+
+inline void bulk_store_or_add(float* global, u32 shared, u32 bytes, bool is_sum) {
+    if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
+        give_up("a bulk store is not aligned or leaves shared memory");
+    bulk_stores[threadIdx.x].push_back({global, shared, bytes, is_sum});
+}
+inline void bulk_store(float* global, u32 shared, u32 bytes) { bulk_store_or_add(global, shared, bytes, false); }
+inline void bulk_add(float* global, u32 shared, u32 bytes) { bulk_store_or_add(global, shared, bytes, true); }
+inline void bulk_commit() {
+    for (BulkStore& store : bulk_stores[threadIdx.x]) store.is_committed = true;
+}
+inline void bulk_wait_read() {
+    for (BulkStore& store : bulk_stores[threadIdx.x]) {
+        if (!store.is_committed || store.is_read) continue;
+        store.values.resize(store.bytes / 4);
+        std::memcpy(store.values.data(), shared_memory + store.source, store.bytes);
+        store.is_read = true;
+    }
+}
+inline void bulk_wait() {
+    bulk_wait_read();
+    for (const BulkStore& store : bulk_stores[threadIdx.x])
+        for (u32 i = 0; i < store.values.size(); ++i)
+            store.target[i] = store.is_sum ? store.target[i] + store.values[i] : store.values[i];
+    std::erase_if(bulk_stores[threadIdx.x], [](const BulkStore& store) { return store.is_read; });
+}
+
+inline void two_warpgroups_sync() {
+    static Meeting meeting;
+    meeting.members = 256;
+    meeting.wait();
+}
+
 template <int>
 inline void setmaxnreg_inc() {}
 template <int>
 inline void setmaxnreg_dec() {}
 inline void fence_proxy_async() {}
+inline void fence_proxy_async_global() {}
+
+// --- Matrices of 8 x 8 values of 16 bits -------------------------------------------------------------------
+
+struct StoreMatrix {
+    u32 address, x[4];
+};
+template <bool IS_TRANSPOSED>
+inline void store_matrices(StoreMatrix own) {
+    if (own.address % 16 || own.address > sizeof shared_memory - 16) give_up("a row of a matrix is not aligned or outside");
+    warp_instruction(own, [](StoreMatrix* const* lanes) {
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 4; ++i)
+                for (int e = 0; e < 2; ++e) {
+                    const int a = lane / 4, b = lane % 4 * 2 + e;
+                    const int row = IS_TRANSPOSED ? b : a, column = IS_TRANSPOSED ? a : b;
+                    const u16 value = static_cast<u16>(lanes[lane]->x[i] >> 16 * e);
+                    std::memcpy(shared_memory + lanes[8 * i + row]->address + 2 * column, &value, 2);
+                }
+    });
+}
+inline void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) { store_matrices<false>({address, {a, b, c, d}}); }
+inline void stmatrix_trans(u32 address, u32 a, u32 b, u32 c, u32 d) { store_matrices<true>({address, {a, b, c, d}}); }
+
+inline float bf16_to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+inline u16 to_bf16(float x) {
+    const u32 bits = __float_as_uint(x);
+    return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 pack_bf16(float first, float second) { return to_bf16(first) | u32(to_bf16(second)) << 16; }
+
+// --- Between CTAs ------------------------------------------------------------------------------------------
+
+// CTAs run one after the other: another one has released the value before, or another thread of this one will.
+inline void wait_for_value(const int* place, int value) {
+    wait_until([=] { return *place == value; });
+}
+inline void release_value(int* place, int value) { *place = value; }
+inline float4 load_from_l2(const float4* place) { return *place; }
 
 // --- wgmma -------------------------------------------------------------------------------------------------
 
@@ -146,5 +229,19 @@ inline void wgmma_16bit(float (&sum)[N], const u32* a, u64 b) {
             const float right = b ? value_at(in_tile(chunk, 128, k, column % 64 * 2)) : 1.0f;
             sum[i] += rows.x[i / 2 % 2][k] * right;
         }
+    }
+}
+
+// Both operands MN-major: lines of 64 rows of a, or columns of b, one line for each k.
+template <int ACCUMULATE>
+inline void wgmma_bf16(float (&sum)[32], u64 a, u64 b) {
+    const auto at = [](u64 tile, int k, int i) {
+        u16 bits;
+        std::memcpy(&bits, in_tile(u32(tile) << 4, 128, k, 2 * i), 2);
+        return bf16_to_float(bits);
+    };
+    for (int i = 0; i < 32; ++i) {
+        if (!ACCUMULATE) sum[i] = 0.0f;
+        for (int k = 0; k < 16; ++k) sum[i] += at(a, k, row_of(i)) * at(b, k, column_of(i));
     }
 }
