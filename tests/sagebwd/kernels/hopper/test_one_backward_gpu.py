@@ -78,7 +78,7 @@ def test_dq_in_16_bit_is_nearer_to_exact_attention_than_in_int8(head_dim, is_cau
     matmuls = tuple(name for name in int8.int8_matmuls if name != "dq")
     in_16_bit = SageConfig(int8_matmuls=matmuls, compensate_o=int8.compensate_o)
     q, k, v, grad_out = inputs = draw(1, 4, 2, 1024, 1024, head_dim)
-    exact = exact_attention(q, k, v, grad_out, is_causal=is_causal, enable_gqa=True)
+    exact = exact_attention(q, k, v, grad_out, is_causal=is_causal)
     found = {
         name: gradients(ONE, *inputs, is_causal=is_causal, config=config)
         for name, config in (("INT8", int8), ("16 bit", in_16_bit))
