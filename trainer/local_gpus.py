@@ -69,6 +69,10 @@ class LocalGpus(Launcher):
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         gpus = visible_gpus()
         limit = self.jobs or max(1, len(gpus))
+        place = f"on GPU {','.join(gpus)}" if gpus else "without GPUs"
+        print(
+            f"{len(job_overrides)} runs {place}, {limit} at a time; each prints to {OUTPUT} in its directory"
+        )
         runs = [self._prepare(list(job), initial_job_idx + i, limit) for i, job in enumerate(job_overrides)]
 
         def run_of(job: Job) -> _Run:

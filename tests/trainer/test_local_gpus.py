@@ -81,6 +81,8 @@ def test_the_runs_get_gpus_and_the_overrides_of_a_run_alone(sweep, tmp_path, mon
     gpus = ("hardware=gpu", "hardware.micro_batch=2", "hardware.devices=1,2")
     code, told = sweep(*gpus, "sample_prompt='a, b'", "hydra.verbose=false")
     assert code == 0, told
+    assert "2 runs on GPU 3,GPU-7, 2 at a time; each prints to output.txt in its directory\n" in told
+    assert all(f" on GPU {gpus}\n" in told for gpus in ("3", "3,GPU-7"))
     assert "2 of 2 runs finished" in told
     assert "Traceback" not in told
     (one, own), (two, _) = outputs(tmp_path).values()
