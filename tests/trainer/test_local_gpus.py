@@ -79,7 +79,7 @@ def test_the_runs_get_gpus_and_the_overrides_of_a_run_alone(sweep, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-7,-1")  # CUDA ends the list at the -1
     gpus = ("hardware=gpu", "hardware.micro_batch=2", "hardware.devices=1,2")
-    code, told = sweep(*gpus, "sample_prompt='a, b'", "hydra.verbose=false")
+    code, told = sweep(*gpus, "sample_prompt='a, ${hydra:job.num}'", "hydra.verbose=false")
     assert code == 0, told
     assert "2 runs on GPU 3,GPU-7, 2 at a time; each prints to output.txt in its directory\n" in told
     assert all(f" on GPU {gpus}\n" in told for gpus in ("3", "3,GPU-7"))
@@ -87,7 +87,8 @@ def test_the_runs_get_gpus_and_the_overrides_of_a_run_alone(sweep, tmp_path, mon
     assert "Traceback" not in told
     (one, own), (two, _) = outputs(tmp_path).values()
     assert (one, two) == ("GPU 3, threads ", "GPU 3,GPU-7, threads ")
-    alone = "experiment=debug hardware=gpu hardware.micro_batch=2 hardware.devices=1 sample_prompt='a, b' "
+    alone = "experiment=debug hardware=gpu hardware.micro_batch=2 hardware.devices=1 "
+    alone += "sample_prompt='a, ${hydra:job.num}' "
     assert f"{alone}runs_dir={tmp_path} " in own
     assert own.endswith("hydra.verbose=false hydra.job.num=0 hydra.job.id=0")
     assert "launcher" not in own
