@@ -123,16 +123,17 @@ def _draw_sets(
     axes: Any, groups: Mapping[str, list[Records]], sets: Sequence[str], styles: Mapping[str, Style]
 ) -> None:
     """Loss on the first LINES named validation sets: a colour for each group, a marker for each set."""
+    handles: list[Any] = []
     for name, look in zip(sets, CYCLE[:LINES], strict=False):
         line = {"linestyle": look.dashes, "marker": look.marker, "markersize": 5, "linewidth": 1.2}
         for group, seeds in groups.items():
             tokens, values = together(seeds, SET + name)
             axes.plot(tokens, values.mean(0), **line, color=styles[group].color)
-        axes.plot([], [], **line, color=BASELINE, label=name)
+        handles += axes.plot([], [], **line, color=BASELINE)  # no label: the figure's legend has the groups
     axes.set_ylabel("loss (nats)")
     left_out = f" (the first {LINES} of {len(sets)})" if len(sets) > LINES else ""
     axes.set_title(f"Loss on named validation sets{left_out}")
-    axes.legend(ncols=LINES)
+    axes.legend(handles, sets[:LINES], ncols=LINES)
 
 
 def _draw_differences(

@@ -75,6 +75,7 @@ def test_named_validation_sets_have_a_panel(tmp_path, monkeypatch):
     for figure in figures[:2]:
         axes = figure.axes[1]
         assert [text.get_text() for text in axes.get_legend().get_texts()] == ["wiki", "code"]
+        assert {text.get_text() for text, _ in legend_of(figure)} <= {"one", "two"}
         drawn_lines = [line.get_xydata().tolist() for line in axes.get_lines() if len(line.get_xdata())]
         assert drawn_lines == [[[80, 0.25], [90, pytest.approx(2 / 9)]], [[80, 3], [90, 3]]]
 
