@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from data.settings import MIXTURE, DataSettings
+from data.texts import sources_of, whole_weights
 from model import backends
 from model.config import parameter_count
 from trainer.plan import tokens_per_step
@@ -84,7 +86,16 @@ def _attention(settings: Settings) -> str:
 
 
 def _text(settings: Settings) -> str:
-    data = settings.data
+    if settings.data.source != MIXTURE:
+        return _one_text(settings.data)
+    weights = whole_weights(settings.data)
+    return ", ".join(
+        f"{weights[name] / sum(weights.values()):.3g} of {_one_text(text)}"
+        for name, text in sources_of(settings.data).items()
+    )
+
+
+def _one_text(data: DataSettings) -> str:
     if data.source == "openwebtext":
         return f"{data.repository}, revision {data.revision}"
     return {"stdlib": "the sources of Python's standard library"}.get(data.source, f"{data.source} files")

@@ -16,6 +16,9 @@ from hydra.errors import HydraException
 from model import backends
 from trainer.settings import Settings
 
+#: Settings whose next part is a name that the user chooses; data/texts.py checks what follows.
+NAMED = ("data.validation.", "data.sources.")
+
 
 def check_or_exit(arguments: list[str], configs: Path) -> None:
     """End the program with a message if an argument `name=value` has an unknown setting, group or option.
@@ -38,7 +41,7 @@ def check_or_exit(arguments: list[str], configs: Path) -> None:
             _check_launcher(override, configs / "hydra" / "launcher")
         if key.split(".")[0].split("/")[0] == "hydra":
             continue
-        if key not in known:
+        if key not in known and not key.startswith(NAMED):
             near = difflib.get_close_matches(key, known, n=3) or _same_ending(key, known)
             hint = (
                 f"did you mean {' or '.join(near)}?" if near else "python train.py --help lists all settings"

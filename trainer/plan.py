@@ -71,6 +71,13 @@ def check_model(settings: Settings, ranks: int) -> Problems:
 
 def check_data(settings: Settings, ranks: int) -> Problems:
     yield from data.settings.problems(settings.data)
+    if data.settings.is_validation_only(settings.data):
+        yield "data.path is missing: data.val_path alone is no text to train on; set data.path=FILE, too"
+    if settings.data.source == data.settings.MIXTURE and settings.train_sequences is not None:
+        yield (
+            f"train_sequences={settings.train_sequences} has no meaning with data=mixture; use "
+            "train_sequences=null"
+        )
 
 
 def check_attention(settings: Settings, ranks: int) -> Problems:

@@ -109,7 +109,8 @@ class RunDirectory:
                 "Give these settings their own run_dir=…, or train them here from the start with "
                 f"rerun_finished=true{self._how_to_extend(changed)}"
             )
-        return all(stored.get("data", {}).get(key) == current["data"][key] for key in ("path", "val_path"))
+        was, now = stored.get("data", {}), current["data"]
+        return all((was.get(key) or None) == (now[key] or None) for key in ("path", "val_path", "sources"))
 
     def _how_to_extend(self, changed: list[identity.Difference]) -> str:
         if not {name for name, _, _ in changed} <= {"steps", "total_tokens"}:

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from data.settings import DataSettings
+from data.settings import DataSettings, allow_names
 from model.backends import FULL_PRECISION
 from model.config import LlamaConfig
 
@@ -152,4 +152,5 @@ def register() -> None:
     schema = OmegaConf.structured(Settings)
     # Any attention.NAME may be set on the command line: a sweep over several attentions sets it for all.
     OmegaConf.set_struct(schema.attention, False)
+    allow_names(schema)
     ConfigStore.instance().store(name="settings_schema", node=schema)

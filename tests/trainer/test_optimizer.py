@@ -11,9 +11,12 @@ from torch import nn
 from model.config import LlamaConfig
 from model.llama import Llama
 from tests.cli import losses
+from trainer.distributed import Ranks
+from trainer.divergence import not_finite
 from trainer.optimizer import adamw, build_optimizer, problems, set_learning_rate
 from trainer.settings import OptimizerSettings
 
+ALONE = Ranks(0, 1, torch.device("cpu"))
 SETTINGS = OptimizerSettings(
     lr=3e-5, min_lr_ratio=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=1.0
 )
@@ -139,6 +142,17 @@ def test_a_run_with_muon_resumes_bit_for_bit(train_here, tmp_path):
         ours, theirs = continued.optimizer.state[found], whole.optimizer.state[wanted]
         assert ours.keys() == theirs.keys() != set()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_momentum_that_is_not_finite_is_named():
+    llama = make_llama()
+    optimizer = build_optimizer(llama, MUON)
+    for parameter in llama.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    weight = llama.layers[1].mlp.up_proj.weight
+    optimizer.state[weight]["momentum_buffer"][3, 4] = torch.inf
+    assert not_finite(llama, optimizer, ALONE) == ["layers.1.mlp.up_proj.weight (momentum_buffer)"]
 
 
 def test_a_torch_without_muon_is_named(monkeypatch):
