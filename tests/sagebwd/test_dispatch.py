@@ -257,12 +257,16 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
     assert choose(kernels="reference") == "reference"
     assert choose(kernels="hopper") == "hopper"
     for gpu in (A100, H200):
-        for config in (DEFAULT_CONFIG, SageConfig.consistent(), SageConfig.strictly_causal()):
+        for config in (SageConfig.paper(), SageConfig.consistent(), SageConfig.strictly_causal()):
             assert choose(gpu, config, kernels="ampere") == "ampere"
     with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
         choose(A100, without_int8("dv", operand_scales="token"), kernels="ampere")
     with pytest.raises(NotImplementedError, match='kernels="ampere" cannot run: smooth_q is True'):
         choose(A100, config=SageConfig(smooth_q=True), kernels="ampere")
+    with pytest.raises(NotImplementedError, match="dv is not in INT8, and tiles have 64 keys"):
+        choose(A100, without_int8("dv", block_kv=64), kernels="ampere")
+    with pytest.raises(NotImplementedError, match="granularity is 'block'"):
+        choose(A100, config=SageConfig(granularity="block"), kernels="ampere")
     message = 'kernels="hopper" cannot run: NVIDIA A100 has compute capability 8.0, not 9.0'
     with pytest.raises(NotImplementedError, match=message):
         choose(A100, kernels="hopper")
