@@ -38,7 +38,7 @@ class SweepSummary(Callback):
         atexit.register(self._report)  # Hydra calls on_multirun_end only when every run succeeded
 
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
-        self._started.append(list(config.hydra.overrides.task))
+        self._started.append(OmegaConf.to_container(config.hydra.overrides.task))
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         self._ended.append(job_return)
