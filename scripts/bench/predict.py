@@ -171,8 +171,8 @@ def machine_code(which: str, preset: str, head_dim: int, mask: str, architecture
     defines = {
         "HEAD_DIM": head_dim, "IS_CAUSAL": int(mask == "causal"), "IS_BF16": True,
         "LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes,
-        "TILE_Q": tile[0], "TILE_KV": tile[1], "P_16BIT": shape["p_16bit"], "TOKEN_SCALES": shape["token_scales"],
-        "UNSIGNED_P": config.is_unsigned(product_of_p),
+        "TILE_Q": tile[0], "TILE_KV": tile[1], "P_16BIT": shape["p_16bit"],
+        "TOKEN_SCALES": shape["token_scales"], "UNSIGNED_P": config.is_unsigned(product_of_p),
         "SCALES_OF_TILES": which == "backward" and config.granularity == "block",
     }  # fmt: skip
     return disassemble(compile_source(ampere.sources_for(architecture), source, defines)[0])
