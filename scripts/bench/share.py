@@ -22,6 +22,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ from scripts.bench.measuring import (
     with_ending,
     write_markdown,
 )
-from scripts.bench.submissions import SCHEMA, SUBMITTED, check
+from scripts.bench.submission_schema import SCHEMA, check
+from scripts.bench.submissions import SUBMITTED
+from trainer.redaction import redact
 
 PROGRAM = "python -m scripts.bench.share"
 EXAMPLES = f"""examples:
@@ -62,6 +65,9 @@ EXAMPLES = f"""examples:
 CHECKED_TOKENS = 333
 #: The most common first.
 LENGTHS = [4096, 16384, 1024]
+TIMED = ("both", "forward", "backward")
+#: Two or more folders at the beginning of a path.
+FOLDERS = re.compile(r"(?<![\w/\\])(?:[A-Za-z]:)?(?:[/\\][^/\\\s'\":]+)+[/\\]")
 
 
 # --- The command --------------------------------------------------------------------------------------------
@@ -77,21 +83,22 @@ def main(argv: list[str] | None = None) -> None:
     result = describe(argv, arguments)
     out = arguments.out or SCRATCH / "share" / file_name(result["hardware"]["name"])
     found, absent = find_implementations(arguments)
+    result |= {"absent": absent}
     print("comparing results with float64 attention …")
     right, wrong = leave_out_wrong(found, arguments)
-    result |= {"absent": absent | wrong}
-    print(
-        *(f"  {name}: {reason}" for name, reason in wrong.items()), f"{len(right)} of {len(found)} are right"
-    )
+    for name, reason in wrong.items():
+        print(f"  {name}: {reason}")
+    print(f"{len(right)} of {len(found)} are right")
     with Monitor(device) as monitor:
-        rows = measure(right, arguments, started, result, out)
+        rows = measure(right, wrong, arguments, started, result, out)
     result |= {"state": monitor.summary()}
     write(out, result, rows)
     tell(rows, result, out)
 
 
 def measure(
-    implementations: list[Implementation],
+    right: list[Implementation],
+    wrong: dict[str, str],
     arguments: Namespace,
     started: float,
     result: dict[str, Any],
@@ -107,7 +114,8 @@ def measure(
             print(f"the {arguments.minutes} minutes are over: {len(shapes) - done + 1} shapes are left out")
             break
         print(f"measuring {shape} …")
-        rows += measure_shape(shape, implementations, arguments)
+        rows += measure_shape(shape, right, arguments)
+        rows += [Row(name, shape, mode, FAILED, wrong[name]) for name, mode in product(wrong, TIMED)]
         longest = max(longest, time.monotonic() - before)
         result |= {"shapes": f"{done} of {len(shapes)}"}
         write(out, result, rows)
@@ -121,7 +129,7 @@ def tell(rows: list[Row], result: dict[str, Any], out: Path) -> None:
     draw(rows, "both", with_ending(out, ".png"), result)
     file = with_ending(out, ".json")
     print(f"\nwritten: {file}, {with_ending(out, '.md')}, {with_ending(out, '.png')}")
-    problems = check(finite(result | {"rows": [asdict(row) for row in rows]}))
+    problems = check(to_share(result, rows))
     if problems:
         print("\n".join(["it cannot be submitted:", *problems]))
     else:
@@ -133,7 +141,21 @@ def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
     lines = [f"# SageBwd on {result['hardware']['name']}", "", *overview(rows), *verdicts(rows), ""]
     lines += not_measured(result["absent"], rows)
     write_markdown(out, "\n".join(lines))
-    write_json(with_ending(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
+    write_json(with_ending(out, ".json"), to_share(result, rows))
+
+
+def to_share(result: dict[str, Any], rows: list[Row]) -> dict[str, Any]:
+    """What the file holds: nothing that JSON does not have, no secrets and no folders."""
+    return without_folders(redact(finite(result | {"rows": [asdict(row) for row in rows]})))
+
+
+def without_folders(value: Any) -> Any:
+    """The same with … for folders, which may be named after a person; messages of errors hold some."""
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    return FOLDERS.sub("…/", value) if isinstance(value, str) else value
 
 
 # --- Arguments ----------------------------------------------------------------------------------------------

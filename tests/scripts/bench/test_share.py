@@ -85,10 +85,28 @@ def test_it_ends_when_the_time_is_over(tmp_path, monkeypatch, capsys):
     )
     arguments = share.parse_arguments([*SMALL, "--minutes", "3"])
     result = share.describe([], arguments) | {"absent": {}}
-    rows = share.measure([], arguments, 0, result, tmp_path / "out")
-    assert [row.shape.tokens for row in rows] == [40, 40]  # both masks of the first length
+    rows = share.measure([], {"wrong": "why"}, arguments, 0, result, tmp_path / "out")
+    assert [row.shape.tokens for row in rows if row.implementation == "sagebwd"] == [40, 40]  # both masks
+    assert {(row.mode, row.reason) for row in rows if row.implementation == "wrong"} == {
+        ("both", "why"), ("forward", "why"), ("backward", "why"),
+    }  # fmt: skip
     assert "the 3 minutes are over: 2 shapes are left out" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["shapes"] == "2 of 4"
+
+
+@pytest.mark.parametrize(
+    ("text", "shared"),
+    [
+        ("ImportError: /home/alice/venv/lib/x.so: undefined symbol", "ImportError: …/x.so: undefined symbol"),
+        (r"no file 'C:\Users\Alice\x.dll'", "no file '…/x.dll'"),
+        (
+            "speed in TFLOP/s, O/dQ/dK; see https://x.org/a/b",
+            "speed in TFLOP/s, O/dQ/dK; see https://x.org/a/b",
+        ),
+    ],
+)
+def test_the_file_names_no_folders(text, shared):
+    assert share.without_folders({"absent": [text, 1, None]}) == {"absent": [shared, 1, None]}
 
 
 def timed(name, tokens, ms):
