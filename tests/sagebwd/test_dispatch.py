@@ -265,6 +265,10 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
         choose(A100, config=SageConfig(smooth_q=True), kernels="ampere")
     with pytest.raises(NotImplementedError, match="dv is not in INT8, and tiles have 64 keys"):
         choose(A100, without_int8("dv", block_kv=64), kernels="ampere")
+    for head_dim in (8, 256):
+        assert choose(A100, head_dim=head_dim, kernels="ampere") == "ampere"
+    with pytest.raises(NotImplementedError, match="tiles of 128 x 64"):
+        choose(A100, config=SageConfig.paper(), head_dim=256, kernels="ampere")
     with pytest.raises(NotImplementedError, match="granularity is 'block'"):
         choose(A100, config=SageConfig(granularity="block"), kernels="ampere")
     message = 'kernels="hopper" cannot run: NVIDIA A100 has compute capability 8.0, not 9.0'
