@@ -16,56 +16,45 @@ HOW = {
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """A line for each mask and head size about forward + backward, and one for faster kernels of SageBwd."""
+    """Lines about forward + backward, for each mask and head size: what is fastest at which length."""
     timed = [row for row in rows if row.mode == "both" and row.status == PASSED and row.median_ms]
     groups: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
     for row in timed:
         times = groups.setdefault((row.shape.mask, row.shape.head_dim), {}).setdefault(row.shape.tokens, {})
         times[row.implementation] = row.median_ms
-    lines = []
-    for (mask, head_dim), by_length in groups.items():
-        found = _compare(by_length)
-        lines += [f"{mask}, D {head_dim}: {line}" for line in found]
-    missing = (
-        []
-        if any(row.implementation == DEFAULT for row in timed)
-        else [f"{title(DEFAULT)} was not timed: {_why(rows)}"]
-    )
-    return [*lines, *missing]
-
-
-def _compare(by_length: dict[int, dict[str, float]]) -> list[str]:
-    """The verdict on {tokens: {implementation: ms}}, and whether other kernels of SageBwd are faster."""
-    lines, slower, faster, forced = [], {}, {}, {}
-    for tokens, times in sorted(by_length.items()):
-        others = {name: ms for name, ms in times.items() if not name.startswith(DEFAULT)}
-        if DEFAULT not in times or not others:
-            continue
-        best = min(others, key=others.__getitem__)
-        speedup = others[best] / times[DEFAULT]
-        (faster if speedup >= 1 else slower)[tokens] = (best, speedup)
-        own = {name: ms for name, ms in times.items() if name.startswith(f"{DEFAULT} (")}
-        if own and min(own.values()) < times[DEFAULT]:
-            name = min(own, key=own.__getitem__)
-            forced[tokens] = (name.removeprefix(f"{DEFAULT} (").rstrip(")"), times[DEFAULT] / own[name])
-    if faster:
-        lines.append(f"{title(DEFAULT)} is the fastest, {_listed(faster)}")
-    if slower:
-        names = dict.fromkeys(best for best, _ in slower.values())
-        instead = " or ".join(f"{title(name)}, {HOW.get(name, name)}" for name in names)
-        lines.append(f"{title(DEFAULT)} is slower, {_listed(slower)}: use {instead}")
-    if forced:
-        lines += [
-            f'kernels="{name}" is {speedup:.2f} times as fast as what runs by default (N {tokens})'
-            for tokens, (name, speedup) in forced.items()
-        ]
+    lines = [
+        f"{mask}, D {head_dim}: {line}"
+        for (mask, head_dim), by_length in groups.items()
+        for line in _compare(by_length)
+    ]
+    if not any(row.implementation == DEFAULT for row in timed):
+        lines.append(f"{title(DEFAULT)} was not timed: {_why(rows)}")
     return lines
 
 
-def _listed(found: dict[int, tuple[str, float]]) -> str:
-    return ", ".join(
-        f"{speedup:.2f} × {title(name)} (N {tokens})" for tokens, (name, speedup) in found.items()
-    )
+def _compare(by_length: dict[int, dict[str, float]]) -> list[str]:
+    """The verdict on {tokens: {implementation: ms}}."""
+    faster, slower, forced, instead = [], [], [], []
+    for tokens, times in sorted(by_length.items()):
+        others = [name for name in times if not name.startswith(DEFAULT)]
+        own = [name for name in times if name == DEFAULT or name.startswith(f"{DEFAULT} (")]
+        if DEFAULT not in times or not others:
+            continue
+        best_own, best = (min(names, key=times.__getitem__) for names in (own, others))
+        speedup = times[best] / times[DEFAULT]
+        (faster if speedup >= 1 else slower).append(f"{speedup:.2f} × {title(best)} (N {tokens})")
+        if best_own != DEFAULT:
+            over_default, over_best = (times[name] / times[best_own] for name in (DEFAULT, best))
+            kernels = best_own.removeprefix(f"{DEFAULT} (").rstrip(")")
+            speedups = f"{over_default:.2f} × what runs by default, {over_best:.2f} × {title(best)}"
+            forced.append(f'with kernels="{kernels}" {speedups} (N {tokens})')
+        if times[best] < times[best_own]:
+            instead.append(best)
+    lines = [f"{title(DEFAULT)} is the fastest, {', '.join(faster)}"] if faster else []
+    lines += [f"{title(DEFAULT)} is slower, {', '.join(slower)}"] if slower else []
+    lines += forced
+    ways = (f"{title(name)}, {HOW.get(name, name)}" for name in dict.fromkeys(instead))
+    return [*lines, f"use instead: {' or '.join(ways)}"] if instead else lines
 
 
 def _why(rows: list[Row]) -> str:

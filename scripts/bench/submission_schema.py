@@ -108,11 +108,29 @@ def _are_errors(value: Any) -> bool:
     return all(isinstance(pair, list) and len(pair) == 2 for pair in value.values())
 
 
+#: Of what need not be there.
+OPTIONAL = (
+    text_or_null("note"),
+    Field(
+        ("state",), "null, or a median for each value that nvidia-smi told", lambda value: _is_state(value)
+    ),
+)
+
+
+def _is_state(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return value is None
+    return all(
+        own is None or (isinstance(own, dict) and _is_number(own.get("median"))) for own in value.values()
+    )
+
+
 def check(result: Any) -> list[str]:
     """What is wrong with a file, in words: the field, its value and what it must be. Empty if nothing is."""
     if not isinstance(result, dict):
         return [f"the file is {_short(result)}; it must be an object with the fields of scripts.bench.share"]
     problems = [*_broken(result, FIELDS, "")]
+    problems += _broken(result, tuple(one for one in OPTIONAL if one.path[0] in result), "")
     rows = result.get("rows")
     for i, row in enumerate(rows if isinstance(rows, list) else []):
         broken = [*_broken(row, ROW_FIELDS, f"rows[{i}].")]
