@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer import distributed, interrupt, launcher, overrides, settings
 from trainer.errors import Interrupted, SettingsError, TrainingError
+from trainer.forecast import describe
 from trainer.loop import train
 from trainer.plan import make_plan
 from trainer.run_directory import RunDirectory, default_name
@@ -36,6 +37,8 @@ def main(config: DictConfig) -> None:
 def run(run_settings: Settings) -> None:
     """Check the settings, then train: in this process, or in one process per device.
 
+    With `plan` set, print what the run needs instead, whatever is in its directory.
+
     Raises TrainingError for what the user can fix, and Interrupted when asked to stop.
     """
     torchrun = distributed.under_torchrun()
@@ -43,6 +46,10 @@ def run(run_settings: Settings) -> None:
         raise SettingsError("a sweep starts its own processes: use hardware.devices=N instead of torchrun")
     processes = int(os.environ["WORLD_SIZE"]) if torchrun else run_settings.hardware.devices
     make_plan(run_settings, processes)
+    if run_settings.plan:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(describe(run_settings, processes))
+        return
     if run_settings.run_dir is None:
         name = default_name(list(HydraConfig.get().overrides.task))
         run_settings.run_dir = str(Path(run_settings.runs_dir) / name)
