@@ -121,8 +121,13 @@ def _weight_copies(config: LlamaConfig, work: Pass) -> int:
     """Of one block's matrices, rounded for autocast. Compiled and recomputed, they are rounded again."""
     if work.element == FLOAT32 or (work.compiled and work.recompute):
         return 0
+    return work.element * block_matrices(config)
+
+
+def block_matrices(config: LlamaConfig) -> int:
+    """Parameters of one block's matrices: all but the gains of its norms."""
     heads = config.n_heads + config.kv_heads
-    return work.element * config.d_model * (2 * config.d_head * heads + 3 * config.d_ffn)
+    return config.d_model * (2 * config.d_head * heads + 3 * config.d_ffn)
 
 
 def head_bytes(config: LlamaConfig, work: Pass) -> int:

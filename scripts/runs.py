@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -31,7 +33,7 @@ def read_settings(directory: RunDirectory) -> Settings:
 
 def open_data(directory: RunDirectory, settings: Settings) -> Corpus:
     """The text of the run. Raises ValueError if it is other text, FileNotFoundError if it is missing."""
-    corpus = open_corpus(settings.data)
+    corpus = open_corpus(replace(settings.data, validation={}))  # which may not be here any more
     trained_on = fingerprint(directory)
     if trained_on not in (None, corpus.manifest.fingerprint):
         raise ValueError(

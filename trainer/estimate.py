@@ -15,7 +15,7 @@ import torch
 
 from model import backends
 from model.config import LlamaConfig, parameter_count
-from model.memory import Activations, Pass, activations
+from model.memory import Activations, Pass, activations, block_matrices
 from trainer.errors import TrainingError
 from trainer.machine import host_memory, own_memory
 from trainer.parallel import is_sharded
@@ -24,7 +24,7 @@ from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
 
-FLOAT32 = 4  # bytes of a weight, of its gradient and of each of AdamW's two moments
+FLOAT32 = 4  # bytes of a weight, of its gradient and of each of its moments
 
 #: A run is refused if its estimate is more than this multiple of the memory there is. No measured run took
 #: less than 0.98 of its estimate, so nothing that fits is refused, even if another version of PyTorch saves
@@ -100,7 +100,7 @@ def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
         "weights": FLOAT32 * count // copies,
         "weights gathered by FSDP": _gathered(settings.model) if sharded else 0,
         "gradients": _gradients(settings, ranks, step),
-        "AdamW's moments": 2 * FLOAT32 * count // copies,
+        "the optimizer's moments": moment_bytes(settings) // copies,
         f"weights in {hardware.dtype} for autocast": step.weight_copies,
         "activations": step.blocks,
         "saved by attention": step.attention,
@@ -121,8 +121,16 @@ def checkpoint_copy(settings: Settings, ranks: int) -> int:
 
 
 def state_bytes(settings: Settings) -> int:
-    """Bytes of a checkpoint: weights and two moments."""
-    return 3 * FLOAT32 * parameter_count(settings.model)
+    """Bytes of a checkpoint: weights and moments."""
+    return FLOAT32 * parameter_count(settings.model) + moment_bytes(settings)
+
+
+def moment_bytes(settings: Settings) -> int:
+    """Bytes of the optimizer's state: two moments of a weight, one of those that Muon updates."""
+    moments = 2 * parameter_count(settings.model)
+    if settings.optimizer.name == "muon":
+        moments -= settings.model.n_layers * block_matrices(settings.model)
+    return FLOAT32 * moments
 
 
 def _activations(settings: Settings, sequences: int, *, compiled: bool) -> Activations:

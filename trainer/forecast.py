@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from data.manifest import Manifest, recipe
-from data.settings import DataSettings, named_folder
-from data.tokenizers import IDS
+from data.settings import MIXTURE, DataSettings, named_folder
+from data.texts import all_texts, sources_of
 from model.config import parameter_count
 from trainer.estimate import Memory, checkpoint_copy, gib, memory, state_bytes
 from trainer.machine import matmul_flops
@@ -78,7 +78,8 @@ def _cpu_speed(settings: Settings) -> Speed:
 
 def run_seconds(settings: Settings, plan: Plan, tokens_per_second: float) -> float:
     """Seconds of all steps and evaluations, without start, probe and checkpoints."""
-    evaluations = -(-plan.steps // settings.eval_every)
+    sets = len(settings.data.validation) + max(1, len(settings.data.sources))
+    evaluations = -(-plan.steps // settings.eval_every) * sets
     evaluated = evaluations * settings.eval_sequences * settings.context * FORWARD
     return (plan.steps * plan.tokens_per_step + evaluated) / tokens_per_second
 
@@ -114,17 +115,21 @@ def _run(settings: Settings, plan: Plan, ranks: int) -> Rows:
 
 
 def _text(settings: DataSettings, plan: Plan) -> Rows:
-    try:
-        manifest = prepared(settings)
-    except (ValueError, OSError) as error:
-        yield "text", str(error)
-        return
-    if manifest is None:
-        yield "text", "not prepared yet; its tokens are counted then"
-        return
-    tokens = manifest.tokens("train")
-    passes = plan.steps * plan.tokens_per_step / tokens if tokens else float("inf")
-    yield "text", f"{tokens:,} training tokens are prepared: {passes:.3g} passes over them"
+    texts = {"text": settings}
+    if settings.source == MIXTURE:
+        texts = {f"text {name}": source for name, source in sources_of(settings).items()}
+    for name, text in texts.items():
+        try:
+            manifest = prepared(text)
+        except (ValueError, OSError) as error:
+            yield name, str(error)
+            continue
+        if manifest is None:
+            yield name, "not prepared yet; its tokens are counted then"
+            continue
+        tokens = manifest.tokens("train")
+        passes = "" if len(texts) > 1 else f": {plan.steps * plan.tokens_per_step / tokens:.3g} passes"
+        yield name, f"{tokens:,} training tokens are prepared{passes}"
 
 
 def _memory(settings: Settings, estimate: Memory, ranks: int) -> Rows:
@@ -160,13 +165,20 @@ def _disk(settings: Settings, plan: Plan) -> Rows:
     yield "  weights", gib(4 * parameter_count(settings.model))
     free = shutil.disk_usage(_existing(Path(settings.run_dir or settings.runs_dir))).free
     yield "  free for the run", f"{gib(free)}{': not enough' if free < kept * state else ''}"
+    stored = sum(map(_stored_bytes, all_texts(settings.data).values()))
+    if stored:
+        yield "  tokens", f"{gib(stored)}, prepared"
+
+
+def _stored_bytes(settings: DataSettings) -> int:
+    """Bytes of the prepared tokens of a text; 0 if there are none."""
     try:
-        manifest = prepared(settings.data)
+        manifest = prepared(settings)
     except (ValueError, OSError):
-        return  # reported above
-    if manifest is not None:
-        tokens = manifest.tokens("train") + manifest.tokens("val")
-        yield "  tokens", f"{gib(tokens * IDS.itemsize)}, prepared"
+        return 0  # reported by _text
+    if manifest is None:
+        return 0
+    return sum(map(manifest.tokens, manifest.shards)) * manifest.ids.itemsize
 
 
 def prepared(settings: DataSettings) -> Manifest | None:

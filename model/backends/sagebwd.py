@@ -97,19 +97,19 @@ def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> Sav
     config = sage_config(settings)
     kernels = "reference" if settings.implementation == "reference" else _kernels(q, config, device)
     scale = q.shape[-1] ** -0.5
-    results = sum(
-        x.nbytes
-        for x in torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
-    )
-    packs_kv = kernels in ("hopper", "ampere")  # then the backward needs neither k nor v
-    return SavedBytes(total=q.nbytes + (0 if packs_kv else 2 * k.nbytes) + results, results=results)
+    saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
+    results, packed_kv = sum(x.nbytes for x in saved), saved[-1]
+    # Where K and V are packed, the backward needs neither.
+    inputs = q.nbytes + (0 if packed_kv.numel() else 2 * k.nbytes)
+    return SavedBytes(total=inputs + results, results=results)
 
 
 def _kernels(q: Tensor, config: SageConfig, device: str) -> str:
     """The kernel set that runs on this device; "reference" if none does."""
     gpu = None
     if device == "cuda":
-        gpu = dispatch.gpu_of(0) if torch.cuda.is_available() else dispatch.EXAMPLES["hopper"]
+        absent = dispatch.GPU("a Hopper GPU", dispatch.HOPPER)
+        gpu = dispatch.gpu_of(0) if torch.cuda.is_available() else absent
     explained = dispatch.explain_call(dispatch.Call(device, gpu, q.dtype, q.shape[-1], config))
     return "reference" if explained.kernels == "none" else explained.kernels
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -106,5 +105,4 @@ def test_a_long_error_arrives():
     ],
 )
 def test_a_process_that_ends_without_a_word_is_described(code, told):
-    ended = SimpleNamespace(exitcode=code, pid=17)
-    assert launcher._death(ended).startswith(f"(process 17) {told}")
+    assert launcher.describe_death(17, code).startswith(f"(process 17) {told}")

@@ -25,7 +25,10 @@ from sagebwd.kernels.cuda.packing import BLOCK_Q, Packer
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, padded_head_dim
-from sagebwd.window import Window
+from sagebwd.window import CAUSAL, Window
+
+#: For kernels, no limit of a window: more than all tokens, so that sums with it do not overflow.
+NO_LIMIT = 2**30
 
 #: Shared memory that a CTA may take on a GeForce (8.6, 8.9, 12.0).
 SHARED_LIMIT = 99 * 1024
@@ -50,6 +53,17 @@ class CBackward(ctypes.Structure):
         ("axes", CAxes),
         ("scale", ctypes.c_float),
     ]
+
+
+class CWindow(ctypes.Structure):
+    """``Window`` of window.cuh."""
+
+    _fields_ = [("left", ctypes.c_int), ("right", ctypes.c_int)]
+
+    @classmethod
+    def of(cls, window: Window) -> CWindow:
+        """``window`` with :data:`NO_LIMIT` for −1."""
+        return cls(*(NO_LIMIT if limit < 0 else min(limit, NO_LIMIT) for limit in window))
 
 
 # --- Launching ---------------------------------------------------------------------------------------------
@@ -113,14 +127,7 @@ def _launch(
 
     Args:
         p_16bit, token_scales, macros: macros that only this kernel knows.
-
-    Raises:
-        NotImplementedError: the window is more than a causal mask.
     """
-    if window.is_sliding:
-        raise NotImplementedError(
-            f"the Ampere kernels have no windows, and got {tuple(window)}; use the Triton kernels"
-        )
     head_dim = padded_head_dim(like.shape[-1])
     cta = CTA_SHAPES[name, head_dim, "P_16BIT" if p_16bit else "TOKEN_SCALES" if token_scales else ""]
     kernel = launch.load_kernel(
@@ -129,7 +136,8 @@ def _launch(
         f"{name}_kernel",
         cta.shared_bytes,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=int(window.right == 0),
+        IS_CAUSAL=int(window == CAUSAL),
+        IS_WINDOWED=window.is_sliding,
         IS_BF16=like.dtype == torch.bfloat16,
         LAUNCH_THREADS=cta.threads,
         LAUNCH_BYTES=cta.shared_bytes,
@@ -137,7 +145,7 @@ def _launch(
         TOKEN_SCALES=token_scales,
         **macros,
     )
-    kernel.launch(arguments.axes.work_tiles, cta.threads, arguments)
+    kernel.launch(arguments.axes.work_tiles, cta.threads, arguments, CWindow.of(window))
 
 
 def _work_tokens(name: str, x: Tensor) -> int:
@@ -201,7 +209,9 @@ def backward(
         out_residual=out_residual if config.compensate_o else None,
         p_16bit=p_16bit,
     )
-    dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
+    # No CTA visits queries that see no key.
+    dq = Result(q, q_axis, is_zeroed=window.left >= 0)
+    dk, dv = Result(k, kv_axis), Result(v, kv_axis)
     # dQ of each packed block of queries, added up block of keys by block of keys, and how many were added.
     q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, padded_head_dim(q.shape[3])
     dq_sums = q.new_empty((q_blocks, BLOCK_Q * head_dim), dtype=torch.float32)

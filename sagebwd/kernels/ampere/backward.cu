@@ -11,6 +11,7 @@
 #include "products.cuh"
 #include "scheduler.cuh"
 #include "turns.cuh"
+#include "window.cuh"
 
 namespace {
 
@@ -37,7 +38,7 @@ struct Arguments {
     const u8 *packed_q_rows, *packed_q_columns, *packed_kv, *packed_k_columns;
     TokenTensor dq, dk, dv;
     float* dq_sums;  // of each packed block of queries, as this kernel's threads hold them
-    int* turns;      // of each packed block of queries: how many blocks of keys are in its sum; zero at the start
+    int* turns;      // of each packed block of queries: the block of keys that is to add next; zero at the start
     Axes axes;       // work tiles and `heads` are those of keys
     float scale;
 };
@@ -53,6 +54,7 @@ struct Tile {
     int* largest;          // see LARGEST
     bool is_cut;           // whether a mask hides a key from a query
     int keys, first_key;   // the number of keys in the document; the first key minus the first query
+    Window window;
 };
 
 // P and dS of 16 keys and 64 queries. P and dS are rounded with a scale for each key, and in 16 bits P has none.
@@ -101,7 +103,8 @@ __device__ __forceinline__ void find_scores(float (&p)[32], float (&ds)[32], con
                 factor = __fmul_rn(__fmul_rn(pick(tile.q_scales[4 * j], i % 2), tile.q_factor), tile.k_scale[r]);
             p[i] = exp2_fast(FAST ? fmaf(x, factor, minus) : __fadd_rn(__fmul_rn(x, factor), minus));
             const bool is_hidden =
-                !FAST && (key + 8 * r >= tile.keys || (IS_CAUSAL && key + 8 * r + tile.first_key > query));
+                !FAST && (key + 8 * r >= tile.keys || (IS_CAUSAL && key + 8 * r + tile.first_key > query) ||
+                          (HAS_WINDOW && tile.window.hides(key + 8 * r + tile.first_key - query)));
             if (is_hidden) p[i] = 0.0f;
             ds[i] = p[i] * (ds[i] + pick(d, i % 2));
             if (!HAS_TOKEN_SCALES) continue;
@@ -214,7 +217,7 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, const Scores& scores
 
 // Adds a tile's share to dQ of packed block `block` of queries of a head. Call it when it is this CTA's turn.
 __device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, int head, i64 block, int first_query, int turn,
-                                       u32 base, const int* largest, float k_scale) {
+                                       const Window& window, u32 base, const int* largest, float k_scale) {
     const int row = dq_row(), lane_row = row + threadIdx.x % 32 / 4;
     const u32 ds_address = left_address<BLOCK_KV>(base + DS);
     u32 ds[BLOCK_KV / 8];
@@ -228,8 +231,8 @@ __device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, 
     for (int part = 0; part < DQ_PARTS; ++part) {
         float dq[DQ_VALUES] = {};
         contract_tokens<BLOCK_KV, DQ_CHANNELS>(dq, ds, base + K_COLUMNS + dq_channel(part) * BLOCK_KV, factor);
-        add_to_sum(dq, sum, part, turn == 0);
-        if (turn + 1 < visible_key_blocks(work, first_query))
+        add_to_sum(dq, sum, part, turn == (HAS_WINDOW ? first_key_block(window, first_query) : 0));
+        if (turn + 1 < visible_key_blocks(work, window, first_query))
             store_sum(sum, dq, part);
         else
             store_dq(a.dq, dq, part, a.scale, head, a.axes.heads * a.axes.group, first_query, work.q, a.axes.d);
@@ -249,10 +252,10 @@ struct QueryBlocks {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a, const Window window) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ KeyTile work;
-    if (!take_work_tile<HALF_BLOCKS>(a.axes, work)) return;
+    if (!take_work_tile<HALF_BLOCKS>(a.axes, window, work)) return;
     const u32 base = shared_address(shared);
     const int lane = threadIdx.x % 32, warp_key = threadIdx.x / 32 * 16;
     const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
@@ -313,7 +316,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         tile.largest = largest + at.left % 2 * BLOCK_Q;
         tile.first_key = work.first - first_query;
         tile.keys = work.kv.tokens - work.first;
-        tile.is_cut = tile.keys < BLOCK_KV || (IS_CAUSAL && tile.first_key + BLOCK_KV > 1);
+        if constexpr (HAS_WINDOW) tile.window = window;
+        tile.is_cut = tile.keys < BLOCK_KV || (IS_CAUSAL && tile.first_key + BLOCK_KV > 1) ||
+                      (HAS_WINDOW && window.cuts(tile.first_key));
         if (threadIdx.x < BLOCK_Q) largest[(at.left + 1) % 2 * BLOCK_Q + threadIdx.x] = 0;
 
         int s[32];
@@ -344,15 +349,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         store_ds(shared + DS, ds, tile.largest, warp_key);
         multiply_scores(sums, scores, scores.p, base);
         const i64 block = packed_block(at);
-        if (threadIdx.x == 0) wait_for_value(a.turns + block, turn);
+        const bool is_first = HAS_WINDOW && turn == first_key_block(window, first_query);
+        if (threadIdx.x == 0) wait_for_value(a.turns + block, is_first ? 0 : turn);
 
         __syncthreads();  // dS is there, it is this CTA's turn, and nobody needs the columns
         if (P_IS_16BIT && next.left > 0) copy_rows(next);
         if (P_IS_16BIT) cp_async_commit();
         if (next.left > 0) copy_columns(next);
         cp_async_commit();
-        add_dq(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, base, tile.largest,
-               HAS_TOKEN_SCALES ? 1.0f : tile.k_scale[0]);
+        add_dq(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, window, base,
+               tile.largest, HAS_TOKEN_SCALES ? 1.0f : tile.k_scale[0]);
         finished = a.turns + block;
         at = next;
     }

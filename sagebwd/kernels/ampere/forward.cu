@@ -7,6 +7,7 @@
 #include "products.cuh"
 #include "scheduler.cuh"
 #include "softmax.cuh"
+#include "window.cuh"
 
 namespace {
 
@@ -20,6 +21,9 @@ constexpr bool COMPENSATES = true;
 constexpr bool COMPENSATES = false;
 #endif
 static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
+
+// Whether a tile that is not skipped may hide all its keys from a query.
+constexpr bool MAY_HIDE_ALL = HAS_WINDOW;
 
 // Shared memory: two stages, each a packed block of 128 keys. V is by columns in INT8 or, if P is in 16 bits, as it is. At
 // first the second stage holds the queries, at the end the stages are staging for the epilogue.
@@ -48,14 +52,15 @@ struct State {
 };
 
 // Raises the running maximum to that of another tile. `share` is the factor for P that was computed with the tile's own
-// maximum.
+// maximum, which is -infinity where the tile hides all its keys.
 __device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile)[2], float (&share)[2]) {
     float rescale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float m = fmaxf(state.m[r], m_tile[r]);
-        share[r] = exp2_fast(m_tile[r] - m);
-        rescale[r] = exp2_fast(state.m[r] - m);
+        const float shift = MAY_HIDE_ALL && m == -INFINITE ? 0.0f : m;
+        share[r] = exp2_fast(m_tile[r] - shift);
+        rescale[r] = exp2_fast(state.m[r] - shift);
         state.m[r] = m;
         state.l[r] *= rescale[r];
     }
@@ -116,12 +121,14 @@ __device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WOR
 // As add_tile, where each key and each value has a scale of its own. `q_factor`: from a row of S times a scale of K to logits.
 // P is multiplied by the scales of V before it is rounded, so that its row needs a maximum of its own.
 __device__ __forceinline__ void add_tile_of_token_scales(State& state, const u32 (&q)[D / 8], const float (&q_factor)[2],
-                                                         const u8* scales, u32 stage, bool is_cut, int keys, int query) {
+                                                         const u8* scales, u32 stage, bool is_cut, int keys, int query,
+                                                         const Window& window) {
     const float2 *k_scales = reinterpret_cast<const float2*>(scales) + threadIdx.x % 4, *v_scales = k_scales + BLOCK_KV / 2;
     int s[BLOCK_KV / 2];
     float x[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2];
     contract_channels<BLOCK_KV>(s, q, stage);
     if (is_cut) mask(s, keys, query);
+    if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i) {
         const int r = i / 2 % 2;
@@ -138,7 +145,8 @@ __device__ __forceinline__ void add_tile_of_token_scales(State& state, const u32
     for (int i = 0; i < BLOCK_KV / 2; ++i) {
         const int r = i / 2 % 2;
         const bool is_masked = x[i] == -INFINITE;
-        const float p = exp2_fast(__fadd_rn(x[i], -m_tile[r]));
+        const float m = MAY_HIDE_ALL && m_tile[r] == -INFINITE ? 0.0f : m_tile[r];
+        const float p = exp2_fast(__fadd_rn(x[i], -m));
         sum[r] += p;
         x[i] = is_masked ? 0.0f : p * pick(v_scales[i / 4 * 4], i % 2);
         largest[r] = nan_max(largest[r], x[i]);
@@ -158,15 +166,19 @@ __device__ __forceinline__ void add_tile_of_token_scales(State& state, const u32
 // One tile of 128 keys for the 16 queries of this warp. `keys` and `query`: the number of keys left, and this thread's first
 // query, counted from the tile's first key.
 __device__ __forceinline__ void add_tile(State& state, const u32 (&q)[D / 8], float factor, float v_scale, u32 stage,
-                                         bool is_cut, int keys, int query) {
+                                         bool is_cut, int keys, int query, const Window& window) {
     int s[BLOCK_KV / 2], largest[2] = {MASKED, MASKED};
     contract_channels<BLOCK_KV>(s, q, stage);
     if (is_cut) mask(s, keys, query);
+    if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i) largest[i / 2 % 2] = max(largest[i / 2 % 2], s[i]);
     float m_tile[2], share[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) m_tile[r] = __fmul_rn(__int2float_rn(row_max(largest[r])), factor);
+    for (int r = 0; r < 2; ++r) {
+        const int m = row_max(largest[r]);
+        m_tile[r] = MAY_HIDE_ALL && m == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(m), factor);
+    }
     raise_maximum(state, m_tile, share);
     if (P_IS_16BIT) share[0] = share[1] = 1.0f;  // P is computed with the running maximum, and has no scale
 
@@ -182,26 +194,34 @@ __device__ __forceinline__ void add_tile(State& state, const u32 (&q)[D / 8], fl
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kernel(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kernel(const Arguments a, const Window window) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ QueryTile work;  // there it costs no registers
     __shared__ bool has_queries;
     if (threadIdx.x == 0) has_queries = find_query_tile<BLOCKS>(a.axes, work_tile_at(a.axes, blockIdx.x), work);
+    if constexpr (HAS_WINDOW) {
+        if (threadIdx.x == 0) leave_keys_seen(work, window);
+    }
     __syncthreads();
     if (!has_queries) return;
     const u32 base = shared_address(shared);
     const int warp = threadIdx.x / 32, block = warp / 4, lane_row = warp % 4 * 16 + threadIdx.x % 32 / 4;
     const int first = work.first + block * BLOCK_Q;
-    const int tiles = block < work.q_blocks ? visible_kv_tiles(work, block) : 0;
+    int tiles = block < work.q_blocks ? visible_kv_tiles(work, block) : 0, begin = 0, own_begin = 0;
+    if constexpr (HAS_WINDOW) {
+        begin = first_key_block(window, work.first);
+        own_begin = first_key_block(window, first);
+        if (tiles > 0) tiles = end_of_key_blocks(window, min(first + BLOCK_Q, work.q.tokens), work.keys);
+    }
     const auto copy_keys = [&](int tile) {
-        copy_block<THREADS>(base + tile % 2 * STAGE_BYTES, a.packed_kv + (work.kv_block + i64(tile)) * KV_BYTES, KV_BYTES);
+        copy_block<THREADS>(base + (tile - begin) % 2 * STAGE_BYTES, a.packed_kv + (work.kv_block + i64(tile)) * KV_BYTES, KV_BYTES);
         cp_async_commit();
     };
 
     for (int i = 0; i < work.q_blocks; ++i)
         copy_block<THREADS>(base + STAGE_BYTES + i * QUERY_BYTES, a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES,
                             PACKED_Q_BYTES);
-    if (work.kv_tiles > 0) copy_keys(0);
+    if (begin < work.kv_tiles) copy_keys(begin);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -216,20 +236,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
 
     State state = {};
     state.m[0] = state.m[1] = -INFINITE;
-    for (int tile = 0; tile < work.kv_tiles; ++tile) {
+    for (int tile = begin; tile < work.kv_tiles; ++tile) {
         cp_async_wait<0>();
         __syncthreads();  // this tile is there for all threads, and none needs the other stage any more
         if (tile + 1 < work.kv_tiles) copy_keys(tile + 1);
-        if (tile >= tiles) continue;
-        const int stage = tile % 2 * STAGE_BYTES, first_key = tile * BLOCK_KV;
-        const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first);
+        if (tile >= tiles || (HAS_WINDOW && tile < own_begin)) continue;
+        const int stage = (tile - begin) % 2 * STAGE_BYTES, first_key = tile * BLOCK_KV;
+        const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
+                            (HAS_WINDOW && window.cuts(first_key - first));
         const int keys = work.keys - first_key, query = first + lane_row - first_key;
         if constexpr (HAS_TOKEN_SCALES) {
             const float q_factor[2] = {logit_factor(q_scale[0], 1.0f, a.scale), logit_factor(q_scale[1], 1.0f, a.scale)};
-            add_tile_of_token_scales(state, q, q_factor, shared + stage + SCALES, base + stage, is_cut, keys, query);
+            add_tile_of_token_scales(state, q, q_factor, shared + stage + SCALES, base + stage, is_cut, keys, query,
+                                     window);
         } else {
             const float2 scales = *reinterpret_cast<const float2*>(shared + stage + SCALES);
-            add_tile(state, q, logit_factor(q_scale[0], scales.x, a.scale), scales.y, base + stage, is_cut, keys, query);
+            const float factor = logit_factor(q_scale[0], scales.x, a.scale);
+            add_tile(state, q, factor, scales.y, base + stage, is_cut, keys, query, window);
         }
     }
 
@@ -250,6 +273,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     add_mean(state.o, inverse, a.v_mean + (i64(work.head / a.axes.group) * a.documents + work.document) * D);
     inverse[0] = inverse[1] = 1.0f;
 #endif
+    if constexpr (HAS_WINDOW) {  // a query that sees no key: not even a NaN among the values is its own
+#pragma unroll
+        for (int i = 0; i < D / 2; ++i)
+            if (first + lane_row + i / 2 % 2 * 8 - window.left >= work.keys) state.o[i] = 0.0f;
+    }
     __syncthreads();  // the stages may still be read
     u8* staging = shared + block * STAGING_BYTES;
     store_rows(a.out, state.o, inverse, staging, block, work.head, a.axes.heads, first, work.q, a.axes.d);

@@ -235,7 +235,7 @@ INTERPRETER = KernelSet(
 TRITON = replace(
     INTERPRETER,
     device="cuda",
-    gpu=dispatch.EXAMPLES["nvidia"],
+    gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=_with_gpu,
     heads=(2, 1),
     short=(130, 200),
@@ -274,7 +274,7 @@ _OTHER_LENGTHS = (
 HOPPER = KernelSet(
     name="hopper",
     device="cuda",
-    gpu=dispatch.EXAMPLES["hopper"],
+    gpu=dispatch.ARCHITECTURES["9.0"],
     why_unavailable=functools.partial(runtime.why_unavailable, torch.device("cuda"), dispatch.HOPPER),
     is_cuda=True,
     head_dims=(64, 128),
@@ -361,7 +361,7 @@ def _without_ampere() -> str | None:
 AMPERE = replace(
     HOPPER,
     name="ampere",
-    gpu=dispatch.EXAMPLES["nvidia"],
+    gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=_without_ampere,
     variants={
         **HOPPER.variants,

@@ -22,8 +22,16 @@ needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 #: Macros of each source; those together that can be.
 MACROS = {
-    "forward": ((), ("SMOOTH_V", "UNSIGNED_P"), ("P_16BIT",), ("P_16BIT", "COMPENSATE_O"), ("TOKEN_SCALES",)),
-    "backward": ((), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",)),
+    "forward": (
+        (),
+        ("SMOOTH_V", "UNSIGNED_P"),
+        ("P_16BIT",),
+        ("P_16BIT", "COMPENSATE_O"),
+        ("TOKEN_SCALES",),
+        ("IS_WINDOWED",),
+        ("IS_WINDOWED", "TOKEN_SCALES"),
+    ),
+    "backward": ((), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",)),
 }
 #: Bytes that ptxas may spill, by source and padded head size.
 SPILLED_BYTES = {("forward", 64): 112, ("forward", 128): 96, ("backward", 64): 16, ("backward", 128): 288}
@@ -35,6 +43,7 @@ QUICK = {
     ("backward", 128, "sm_86", ()),
     ("backward", 64, "sm_100", ("P_16BIT",)),
     ("backward", 128, "sm_90", ("TOKEN_SCALES",)),
+    ("backward", 64, "sm_86", ("IS_WINDOWED",)),
 }
 
 
@@ -50,7 +59,8 @@ def variants():
 def test_kernels_fit_every_gpu(source, head_dim, architecture, macros, tmp_path):
     """Also what Python launches is what the source is written for, and P alone is unsigned."""
     cta = ampere.CTA_SHAPES[source, head_dim, shape_macro(macros)]
-    defines = {"HEAD_DIM": head_dim, "IS_CAUSAL": 1, "IS_BF16": True, **dict.fromkeys(macros, True)}
+    is_causal = int("IS_WINDOWED" not in macros)
+    defines = {"HEAD_DIM": head_dim, "IS_CAUSAL": is_causal, "IS_BF16": True, **dict.fromkeys(macros, True)}
     defines |= {"LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes}
     sources = ampere.sources_for(architecture)
     cubin, log = compile_source(sources, source, defines, ["--ptxas-options=-v"])
