@@ -32,7 +32,7 @@ from data.files import write_json
 from sagebwd import dispatch
 from sagebwd.reference import exact_attention
 from scripts.bench import attention
-from scripts.bench.attention_peers import CONFIGS, Implementation, Shape, find_implementations
+from scripts.bench.attention_peers import CONFIGS, PEERS, Implementation, Shape, find_implementations
 from scripts.bench.attention_tables import FAILED, Row, draw, not_measured, overview
 from scripts.bench.attention_timing import draw_inputs, measure_shape, sample, try_out
 from scripts.bench.attention_verdicts import verdicts
@@ -171,9 +171,9 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     names = {"nargs": "*", "metavar": "NAME", "choices": dispatch.KERNEL_SETS}
     text = "also measure SageBwd with these kernels (default: ampere, on GPUs since Ampere)"
     parser.add_argument("--kernels", **names, help=text)
-    parser.set_defaults(
-        lengths=LENGTHS, repetitions=20, warm_up=3, configs=["default", "paper"], without=["flex"]
-    )
+    text = f"leave out: {', '.join(PEERS)} (default: flex, which compiles for minutes)"
+    parser.add_argument("--without", nargs="*", metavar="NAME", choices=PEERS, default=["flex"], help=text)
+    parser.set_defaults(lengths=LENGTHS, repetitions=20, warm_up=3, configs=["default", "paper"])
     arguments = parser.parse_args(argv)
     attention.check(arguments, parser)
     if arguments.kernels is None:

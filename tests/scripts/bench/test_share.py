@@ -54,6 +54,13 @@ def test_what_a_cpu_measured_lacks_only_the_gpu(run):
     assert len(problems) >= 2
 
 
+def test_names_may_be_none():
+    """--kernels and --without with no name: no further kernels, and nothing left out."""
+    arguments = share.parse_arguments([*SMALL, "--kernels", "--without"])
+    assert (arguments.kernels, arguments.without) == ([], [])
+    assert share.parse_arguments(SMALL).without == ["flex"]
+
+
 def exact(shape):
     return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
 
