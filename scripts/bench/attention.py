@@ -32,7 +32,7 @@ import argparse
 import itertools
 import re
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -58,6 +58,7 @@ from scripts.bench.measuring import (
 )
 
 PROGRAM = "python -m scripts.bench.attention"
+LENGTHS = tuple(1024 << power for power in range(6))
 PICTURES = {"both": ".png", "forward": "_forward.png"}
 
 EXAMPLES = """
@@ -138,10 +139,11 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     return arguments
 
 
-def add_shape_options(add: Callable[..., Any]) -> None:
+def add_shape_options(add: Callable[..., Any], lengths: Sequence[int] = LENGTHS) -> None:
+    """Options of :func:`shapes_of`; ``lengths`` are the default."""
     sizes = {"type": positive_int, "nargs": "+"}
-    doubling = [1024 << power for power in range(6)]
-    add("--lengths", **sizes, default=doubling, metavar="N", help="default 1024 … 32768, doubling")
+    text = f"default {' '.join(map(str, lengths))}"
+    add("--lengths", **sizes, default=[*lengths], metavar="N", help=text)
     add("--head-dims", **sizes, default=[64, 128], metavar="D", help="default 64 128")
     masks = (
         "causal, full, or a sliding window LEFT,RIGHT, where 1024, has no right limit (default causal full)"

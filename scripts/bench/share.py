@@ -166,14 +166,14 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser = command_parser(PROGRAM, __doc__, EXAMPLES)
     parser.add_argument("--minutes", type=positive_int, default=10, help="at most (default %(default)s)")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help=f"default {SCRATCH}/share/NAME-OF-THE-GPU")
-    attention.add_shape_options(parser.add_argument)
+    attention.add_shape_options(parser.add_argument, LENGTHS)
     attention.add_timing_options(parser.add_argument)
     names = {"nargs": "*", "metavar": "NAME", "choices": dispatch.KERNEL_SETS}
     text = "also measure SageBwd with these kernels (default: ampere, on GPUs since Ampere)"
     parser.add_argument("--kernels", **names, help=text)
     text = f"leave out: {', '.join(PEERS)} (default: flex, which compiles for minutes)"
     parser.add_argument("--without", nargs="*", metavar="NAME", choices=PEERS, default=["flex"], help=text)
-    parser.set_defaults(lengths=LENGTHS, repetitions=20, warm_up=3, configs=["default", "paper"])
+    parser.set_defaults(repetitions=20, warm_up=3, configs=["default", "paper"])
     arguments = parser.parse_args(argv)
     attention.check(arguments, parser)
     if arguments.kernels is None:
