@@ -18,9 +18,6 @@ CONFIG_FILE = "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"  # of GPT-2 and of bytes
 
 
-LARGEST_VOCABULARY = 1 << 16  # ids are stored in 16 bits
-
-
 @dataclass(frozen=True)
 class TokenizerFile:
     """A tokenizer.json that can be used, and the token that ends a document."""
@@ -48,8 +45,7 @@ def read(path: Path) -> TokenizerFile:
     """The tokenizer.json at `path`, or in that folder.
 
     Its end-of-text is the eos_token of the tokenizer_config.json next to it, else its only special token.
-    Raises ValueError, naming the fix, if a file is missing or damaged, if it says no end-of-text, or if it
-    has more than 65,536 ids.
+    Raises ValueError, naming the fix, if a file is missing or damaged, or if it says no end-of-text.
     """
     file = path / TOKENIZER_FILE if path.is_dir() else path
     config = file.with_name(CONFIG_FILE)
@@ -67,11 +63,6 @@ def _described(file: Path, content: str, config: str) -> TokenizerFile:
         ) from error
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     size = max(vocabulary.values(), default=-1) + 1
-    if size > LARGEST_VOCABULARY:
-        raise ValueError(
-            f"{file} has {size} ids; they are stored in 16 bits, so {LARGEST_VOCABULARY} is the limit. Use a "
-            "tokenizer with a smaller vocabulary"
-        )
     end_of_text = _end_of_text(file, loaded, config)
     if end_of_text not in vocabulary:
         raise ValueError(f"{file} has no token {end_of_text!r}, the eos_token of {CONFIG_FILE}; correct that")

@@ -6,8 +6,12 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from data import sources
 from data.files import checksums, identified_whole, read_json, write_json
+from data.ids import description as described
+from data.ids import id_dtype
 from data.settings import VOCABULARY_SIZES, DataSettings, tokenizer_identity, vocabulary_size
 from data.shards import SPLITS, Shard
 from data.sources import Source
@@ -24,6 +28,11 @@ class Recipe:
     tokenizer: str
     description: dict  # JSON; recipes with equal descriptions give the same bytes
     folder: Path
+
+    @property
+    def ids(self) -> np.dtype:
+        """The dtype of the shards. Raises what `vocabulary_size` raises."""
+        return id_dtype(vocabulary_size(self.tokenizer))
 
     @property
     def fingerprint(self) -> str:
@@ -69,7 +78,9 @@ class Manifest:
                 for split in SPLITS
             }
             made = (content["fingerprint"], content["recipe"], content["vocab_size"], shards)
-            return Manifest(*made, content.get("source_files", []))  # which older manifests do not have
+            manifest = Manifest(*made, content.get("source_files", []))  # which older manifests do not have
+            manifest.check_ids(content["ids"])
+            return manifest
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{folder / FILE} was not written by this version of data.prepare ({error!r}); delete the "
@@ -89,11 +100,23 @@ class Manifest:
             "fingerprint": self.fingerprint,
             "recipe": self.recipe,
             "vocab_size": self.vocab_size,
-            "ids": "unsigned 16-bit integers, little-endian",
+            "ids": described(self.ids),
             "splits": splits,
             "source_files": self.source_files,
         }
         write_json(folder / FILE, content)
+
+    @property
+    def ids(self) -> np.dtype:
+        """The dtype of the shards."""
+        return id_dtype(self.vocab_size)
+
+    def check_ids(self, recorded: str) -> None:
+        """Raise ValueError if the shards are not recorded to have the dtype of this vocabulary."""
+        if recorded != described(self.ids):
+            raise ValueError(
+                f"its ids are {recorded}, and a vocabulary of {self.vocab_size} has {described(self.ids)}"
+            )
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.shards[split])
@@ -103,7 +126,7 @@ class Manifest:
 
     def intact_in(self, folder: Path) -> bool:
         """Whether every shard exists with its full size."""
-        return all(shard.intact_in(folder) for shards in self.shards.values() for shard in shards)
+        return all(shard.intact_in(folder, self.ids) for shards in self.shards.values() for shard in shards)
 
 
 def manifest_of(made: Recipe, shards: dict[str, list[Shard]]) -> Manifest:
@@ -114,9 +137,8 @@ def manifest_of(made: Recipe, shards: dict[str, list[Shard]]) -> Manifest:
 
 def _stem(settings: DataSettings) -> str:
     """A readable beginning for the folder's name."""
-    if settings.path is None:
-        return settings.source
-    return _plain(Path(settings.path).stem) or settings.source
+    path = settings.path or settings.val_path
+    return (_plain(Path(path).stem) if path else "") or settings.source
 
 
 def _label(tokenizer: str) -> str:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from data.files import read_json, write_json
+from data.ids import id_dtype
 from data.sources import Unit
 from data.split import in_validation
-from data.tokenizers import IDS, Tokenized, Tokenizer
+from data.tokenizers import Tokenized, Tokenizer
 
 SPLITS = ("train", "val")
 
@@ -42,10 +43,10 @@ class Shard:
             raise ValueError(f"it describes no shard: {content!r}")
         return Shard(**content)
 
-    def intact_in(self, folder: Path) -> bool:
+    def intact_in(self, folder: Path, ids: np.dtype) -> bool:
         """Whether the file exists with its full size."""
         file = folder / self.name
-        return file.is_file() and file.stat().st_size == self.tokens * IDS.itemsize
+        return file.is_file() and file.stat().st_size == self.tokens * ids.itemsize
 
 
 @dataclass(frozen=True)
@@ -74,14 +75,15 @@ class UnitRecord:
     def write(self, folder: Path, index: int) -> None:
         write_json(_record_file(folder, index), asdict(self))
 
-    def intact_in(self, folder: Path) -> bool:
-        return all(shard.intact_in(folder) for shard in self.shards.values() if shard)
+    def intact_in(self, folder: Path, ids: np.dtype) -> bool:
+        return all(shard.intact_in(folder, ids) for shard in self.shards.values() if shard)
 
 
 class ShardWriter:
     """Writes token ids under a temporary name; the shard appears under its own name when it is complete."""
 
-    def __init__(self, folder: Path, name: str):
+    def __init__(self, folder: Path, name: str, ids: np.dtype):
+        self.ids = ids
         self.file = folder / name
         self.temporary = folder / f"{name}.{os.getpid()}.tmp"
         self._handle = self.temporary.open("wb", buffering=0)
@@ -90,8 +92,8 @@ class ShardWriter:
         self._documents = 0
 
     def write(self, ids: np.ndarray, documents: int) -> None:
-        """Append uint16 ids in which `documents` documents end."""
-        content = memoryview(np.ascontiguousarray(ids, IDS)).cast("B")
+        """Append ids in which `documents` documents end. Raises TypeError if their dtype may not fit."""
+        content = memoryview(np.ascontiguousarray(ids.astype(self.ids, casting="safe", copy=False))).cast("B")
         self._digest.update(content)
         while content:  # an unbuffered write may take only a part, at most 2 GiB
             content = content[self._handle.write(content) :]
@@ -131,7 +133,8 @@ def write_unit(
     writers: dict[str, ShardWriter] = {}
     try:
         for split in SPLITS:
-            writers[split] = ShardWriter(folder, f"{split}_{index:05d}.bin")
+            name = f"{split}_{index:05d}.bin"
+            writers[split] = ShardWriter(folder, name, id_dtype(tokenizer.vocab_size))
         first = 0
         for batch in unit.batches():
             done = tokenizer.encode_documents(batch.texts)

@@ -16,22 +16,21 @@ import tiktoken
 import tokenizers as huggingface
 
 from data.huggingface_tokenizer import END_OF_TEXT, TokenizerFile, byte_pair_encoding, read
+from data.ids import id_dtype
 from data.settings import VOCABULARY_SIZES, vocabulary_size
 
 log = logging.getLogger(__name__)
-
-IDS = np.dtype("<u2")  # token ids on disk and in memory: 16 bits, little-endian
 
 
 class Tokenized(NamedTuple):
     """The token ids of several documents, one after the other."""
 
-    ids: np.ndarray  # uint16, (tokens,)
+    ids: np.ndarray  # uint16 or uint32, by the vocabulary (data/ids.py), (tokens,)
     lengths: np.ndarray  # int64, (documents,); tokens of each document, its end-of-text included
 
 
 class Tokenizer(ABC):
-    """A tokenizer with at most 65,536 ids."""
+    """A tokenizer. Its ids are stored in 16 bits, or 32 if there are more than 65,536."""
 
     name: str
     vocab_size: int
@@ -52,7 +51,7 @@ class Tokenizer(ABC):
 
     def encode_documents(self, texts: pa.LargeStringArray) -> Tokenized:
         """The ids of many documents, none of them null, each followed by end-of-text."""
-        return end_documents(*self.encode_batch(texts), self.end_of_text)
+        return end_documents(*self.encode_batch(texts), self.end_of_text, id_dtype(self.vocab_size))
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -123,11 +122,6 @@ class Tiktoken(Tokenizer):
     """Byte-pair encoding by tiktoken, the tokenizer of record."""
 
     def __init__(self, encoding: tiktoken.Encoding):
-        if encoding.n_vocab > 65536:
-            raise ValueError(
-                f"tokenizer {encoding.name} has {encoding.n_vocab} ids; they are stored in 16 bits, so 65536 "
-                "is the limit"
-            )
         self.encoding = encoding
         self.name = encoding.name
         self.vocab_size = encoding.n_vocab
@@ -229,10 +223,10 @@ def utf8(texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
     return data[offsets[0] : offsets[-1]], offsets - offsets[0]
 
 
-def end_documents(ids: np.ndarray, offsets: np.ndarray, end_of_text: int) -> Tokenized:
+def end_documents(ids: np.ndarray, offsets: np.ndarray, end_of_text: int, dtype: np.dtype) -> Tokenized:
     """Insert an end-of-text after every document; document i is ids[offsets[i] : offsets[i + 1]]."""
     documents = len(offsets) - 1
-    ended = np.empty(offsets[-1] + documents, IDS)
+    ended = np.empty(offsets[-1] + documents, dtype)
     ends = offsets[1:] + np.arange(documents)
     inside = np.ones(len(ended), bool)
     inside[ends] = False

@@ -10,7 +10,6 @@ import numpy as np
 from data.files import sha256
 from data.manifest import FILE, Manifest
 from data.shards import SPLITS, Shard
-from data.tokenizers import IDS
 
 RESTORE = "restore the file, or run the same data.prepare command again, and start the run again"
 
@@ -22,33 +21,35 @@ class ShardFile:
     without a message.
     """
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, ids: np.dtype):
         self.file = file
+        self.ids = ids
         self._descriptor = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
-        self._tokens = os.fstat(self._descriptor).st_size // IDS.itemsize
+        self._tokens = os.fstat(self._descriptor).st_size // ids.itemsize
 
     def __len__(self) -> int:
         return self._tokens
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
-        """Ids as uint16. Raises OSError if the file cannot be read, or is shorter than when it was opened."""
+        """Ids as stored. Raises OSError if the file cannot be read, or is shorter than when it was opened."""
         start, stop, _ = tokens.indices(self._tokens)
-        parts, offset, end = [], start * IDS.itemsize, stop * IDS.itemsize
+        size = self.ids.itemsize
+        parts, offset, end = [], start * size, stop * size
         while offset < end:  # one read returns at most 2 GiB
             try:
                 part = os.pread(self._descriptor, end - offset, offset)
             except OSError as error:
                 raise OSError(f"{self.file} cannot be read: {error.strerror}; {RESTORE}") from error
             if not part:
-                size = os.fstat(self._descriptor).st_size
+                left = os.fstat(self._descriptor).st_size
                 raise OSError(
-                    f"{self.file} was cut short while it was in use, from {self._tokens * IDS.itemsize} to "
-                    f"{size} bytes; {RESTORE}"
+                    f"{self.file} was cut short while it was in use, from {self._tokens * size} to "
+                    f"{left} bytes; {RESTORE}"
                 )
             parts.append(part)
             offset += len(part)
-        return np.frombuffer(b"".join(parts), IDS)
+        return np.frombuffer(b"".join(parts), self.ids)
 
 
 class TokenShards:
@@ -74,8 +75,8 @@ class TokenShards:
         if manifest is None:
             raise FileNotFoundError(f"{folder} has no {FILE}: it is not prepared; run python -m data.prepare")
         for shard in manifest.shards[split]:
-            _check(folder, shard, full=verify == "full")
-        files = [ShardFile(folder / shard.name) for shard in manifest.shards[split]]
+            _check(folder, shard, manifest.ids, full=verify == "full")
+        files = [ShardFile(folder / shard.name, manifest.ids) for shard in manifest.shards[split]]
         return cls(files, name=f"{folder} ({split})")
 
     def __len__(self) -> int:
@@ -83,7 +84,10 @@ class TokenShards:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def window(self, start: int, length: int) -> np.ndarray:
-        """Tokens start … start + length − 1, uint16. Raises OSError if a shard cannot be read any more."""
+        """Tokens start … start + length − 1, uint16 or uint32 as stored.
+
+        Raises OSError if a shard cannot be read any more.
+        """
         if start < 0 or length < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of {self.name}, which has {len(self)}")
         parts = []
@@ -97,19 +101,34 @@ class TokenShards:
             shard += 1
         if len(parts) == 1:
             return parts[0]
-        return np.concatenate(parts) if parts else np.zeros(0, IDS)
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
 
-def _check(folder: Path, shard: Shard, *, full: bool) -> None:
+def count_sequences(tokens: TokenShards, context: int) -> int:
+    """Number of sequences of `context` tokens in the data, each followed by one more token to predict.
+
+    Raises ValueError when there is none.
+    """
+    count = (len(tokens) - 1) // context
+    if count < 1:
+        raise ValueError(
+            f"{tokens.name} has {len(tokens)} tokens, too few for one sequence of context={context} and the "
+            f"token after it; use context={max(len(tokens) - 1, 1)} or less, or more text (for validation "
+            "text: a greater data.val_fraction)"
+        )
+    return count
+
+
+def _check(folder: Path, shard: Shard, ids: np.dtype, *, full: bool) -> None:
     file = folder / shard.name
     fix = "delete it and run the same data.prepare command again, which rebuilds only this shard"
     if not file.is_file():
         raise ValueError(
             f"{file} is missing; run the same data.prepare command again, which rebuilds only this shard"
         )
-    if not shard.intact_in(folder):
+    if not shard.intact_in(folder, ids):
         raise ValueError(
-            f"{file} has {file.stat().st_size} bytes instead of {shard.tokens * IDS.itemsize}; {fix}"
+            f"{file} has {file.stat().st_size} bytes instead of {shard.tokens * ids.itemsize}; {fix}"
         )
     if full and sha256(file) != shard.sha256:
         raise ValueError(f"{file} has changed since it was written: its checksum differs; {fix}")

@@ -1,7 +1,7 @@
-"""Write the table of kernels in docs/attention.md, from the rules in sagebwd.dispatch. Needs no GPU.
+"""Write the tables of kernels in docs/attention.md, from the rules in sagebwd.dispatch. Needs no GPU.
 
-python docs/kernel_table.py           write it
-python docs/kernel_table.py --check   exit with 1 if it is out of date
+python docs/kernel_table.py           write them
+python docs/kernel_table.py --check   exit with 1 if they are out of date
 """
 
 import argparse
@@ -12,10 +12,6 @@ from sagebwd import dispatch
 
 PAGE = Path(__file__).parent / "attention.md"
 BEGIN, END = "<!-- kernels table: begin -->\n\n", "\n<!-- kernels table: end -->\n"
-HEAD = (
-    "| preset | head sizes (multiples of 8) | Hopper GPU | other NVIDIA GPU since Ampere | CPU |\n"
-    "| --- | --- | --- | --- | --- |\n"
-)
 
 
 def main() -> None:
@@ -27,21 +23,47 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
-    renewed = before + BEGIN + table() + END + after
+    renewed = f"{before}{BEGIN}{presets_table()}\n{reasons_table()}{END}{after}"
     if arguments.check and renewed != page:
-        sys.exit(f"the table of kernels in {PAGE} is out of date; run python docs/kernel_table.py")
+        sys.exit(f"the tables of kernels in {PAGE} are out of date; run python docs/kernel_table.py")
     if not arguments.check:
         PAGE.write_text(renewed, encoding="utf-8")
 
 
-def table() -> str:
-    """The table in Markdown, a row for each preset and range of head sizes."""
-    rows = (
-        f"| `{row.preset}` | {row.head_dims[0]} to {row.head_dims[1]} "
-        f"| {row.hopper} | {row.nvidia} | {row.cpu} |\n"
-        for row in dispatch.table()
-    )
-    return HEAD + "".join(rows)
+def presets_table() -> str:
+    """A row for each preset and range of head sizes, a column for compute capabilities that run the same."""
+    rows = dispatch.table()
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for device in rows[0].kernels:
+        columns.setdefault(tuple(row.kernels[device] for row in rows), []).append(device)
+    cells = [
+        [f"`{row.preset}`", "{} to {}".format(*row.head_dims), *(kernels[i] for kernels in columns)]
+        for i, row in enumerate(rows)
+    ]
+    return markdown(["preset", "head sizes (multiples of 8)", *map(", ".join, columns.values())], cells)
+
+
+def reasons_table() -> str:
+    """The default at head size 64: which kernels run on each architecture, and why no faster ones do."""
+    cells = [
+        [device, _products(device), found.kernels, _listed(found.reasons)]
+        for device, found in dispatch.architectures().items()
+    ]
+    return markdown(["compute capability", "for example", "kernels", "why none that is faster"], cells)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *rows))
+
+
+def _products(device: str) -> str:
+    gpu = dispatch.ARCHITECTURES.get(device)
+    return "–" if gpu is None else gpu.name
+
+
+def _listed(reasons: dict[str, str]) -> str:
+    return "<br>".join(f"`{name}`: {reason}" for name, reason in reasons.items()) or "–"
 
 
 if __name__ == "__main__":

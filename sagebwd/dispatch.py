@@ -7,9 +7,10 @@ Kernel sets, fastest first:
     triton      NVIDIA GPUs since Ampere
     reference   plain PyTorch: any device, slow; what CPU tensors run
 
-For each set a function lists what it needs as rules (:class:`Rule`), which read as plain sentences. The same
-rules choose the kernels of a call, explain the choice (:func:`explain`), and make the table in the docs
-(:func:`table`), which needs no GPU.
+For each set a function lists what it needs as rules (:class:`Rule`), which read as plain sentences. One
+function, :func:`passed_over`, applies them in this order. It chooses the kernels of a call, explains the
+choice (:func:`explain`), and makes the tables in the docs (:func:`table`, :func:`architectures`), which need
+no GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import functools
 import importlib.util
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -39,10 +40,8 @@ from sagebwd.window import Window
 
 #: Fastest first.
 KERNEL_SETS = ("hopper", "ampere", "triton", "reference")
-#: Sets that run only if the caller asks for them. They have run in emulation, but not yet on a GPU.
-ON_REQUEST = ("ampere",)
-#: Sets that are chosen, besides the reference.
-CHOSEN = tuple(name for name in KERNEL_SETS if name not in (*ON_REQUEST, "reference"))
+#: What only tests and benchmarks ask for, until it is measured: the Hopper kernels with one backward kernel.
+UNMEASURED = ("hopper_one_backward",)
 
 #: Compute capabilities.
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -58,6 +57,8 @@ CUDA_HEAD_DIMS = range(33, 129)
 #: CUDA: products that may run in 16 bit; all others of the paper's INT8 products are INT8.
 CUDA_16_BIT_MATMULS = ("o", "dv")
 
+#: Devices whose tensors run the reference if no kernel set is asked for.
+REFERENCE_DEVICES = ("cpu", "meta")
 USE_REFERENCE = 'pass kernels="reference", which runs, slowly, anywhere'
 
 
@@ -134,8 +135,30 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
         "ampere": ampere_rules,
         "triton": triton_rules,
         "reference": reference_rules,
+        "hopper_one_backward": one_backward_rules,
     }[kernels]
     return [rule for rule in rules(call) if not rule.holds]
+
+
+def not_chosen(kernels: str, call: Call) -> list[Rule]:
+    """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
+    request = f'pass kernels="{kernels}" to run it'
+    if kernels == "ampere":
+        return [Rule(False, "no GPU has run or timed it yet, only an emulation", request)]
+    if kernels == "reference" and call.device not in REFERENCE_DEVICES:
+        return [Rule(False, "it is slow", request)]
+    return []
+
+
+def passed_over(call: Call) -> tuple[str, dict[str, list[Rule]]]:
+    """The kernel set that is chosen, or "none", and for each faster one the rules that speak against it."""
+    reasons: dict[str, list[Rule]] = {}
+    for name in KERNEL_SETS:
+        against = obstacles(name, call) or not_chosen(name, call)
+        if not against:
+            return name, reasons
+        reasons[name] = against
+    return "none", reasons
 
 
 def describe(broken: list[Rule]) -> str:
@@ -143,7 +166,7 @@ def describe(broken: list[Rule]) -> str:
     return "; ".join(f"{rule.reason} ({rule.fix})" if rule.fix else rule.reason for rule in broken)
 
 
-def hopper_rules(call: Call) -> Iterator[Rule]:
+def hopper_rules(call: Call, matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MATMULS) -> Iterator[Rule]:
     """What the CUDA kernels for Hopper need, in the order in which it is checked."""
     gpu = call.gpu
     yield _on_a_gpu(gpu is not None, call)
@@ -154,7 +177,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
-    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,))
+    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,), matmuls_in_16_bit)
     yield Rule(
         call.head_dim in CUDA_HEAD_DIMS,
         f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
@@ -162,6 +185,11 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     yield _has_cuda_compiler(call)
     yield Rule(not call.is_windowed, "window_size is set, and the Hopper kernels have no windows", warns=True)
     yield _scales_of_blocks(call.config)
+
+
+def one_backward_rules(call: Call) -> Iterator[Rule]:
+    """As :func:`hopper_rules`; dQ may be in 16 bit as well."""
+    return hopper_rules(call, (*CUDA_16_BIT_MATMULS, "dq"))
 
 
 def ampere_rules(call: Call) -> Iterator[Rule]:
@@ -174,8 +202,8 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
     s_16bit = not (config.is_int8("s_fwd") or config.is_int8("s_bwd"))
     yield _since_ampere(call.gpu)
     tiles = AMPERE_TILES if is_small else (TILE_OF_LARGE_HEADS,)
-    also_16bit = ("s_fwd", "s_bwd") if s_16bit else ()
-    yield from _rules_of_cuda_kernels(call, tiles, has_64_keys, also_16bit)
+    matmuls_in_16_bit = (*CUDA_16_BIT_MATMULS, *(("s_fwd", "s_bwd") if s_16bit else ()))
+    yield from _rules_of_cuda_kernels(call, tiles, matmuls_in_16_bit, has_tile_scales=has_64_keys)
     yield Rule(
         config.is_int8("dv") or not has_64_keys,
         "dv is not in INT8, and tiles have 64 keys",
@@ -233,15 +261,15 @@ def _scales_of_blocks(config: SageConfig) -> Rule:
 def _rules_of_cuda_kernels(
     call: Call,
     tiles: tuple[tuple[int, int], ...],
-    scales_of_tiles: bool = False,
-    also_16bit: tuple[str, ...] = (),
+    matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MATMULS,
+    has_tile_scales: bool = False,
 ) -> Iterator[Rule]:
     """What the Hopper and the Ampere kernels need.
 
     Args:
         tiles: (queries, keys) of those that they have.
-        scales_of_tiles: whether they have granularity="block".
-        also_16bit: products that may run in 16 bit, besides :data:`CUDA_16_BIT_MATMULS`.
+        matmuls_in_16_bit: of the paper's INT8 products, those that may run in 16 bit.
+        has_tile_scales: whether they have granularity="block".
     """
     config = call.config
     yield from _rules_of_all_kernels(call)
@@ -252,14 +280,13 @@ def _rules_of_cuda_kernels(
         warns=True,
     )
     yield Rule(
-        config.granularity == "row" or scales_of_tiles,
+        config.granularity == "row" or has_tile_scales,
         f"granularity is {config.granularity!r}",
         "set granularity='row'",
         warns=True,
     )
     yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False", warns=True)
-    may_16bit = (*CUDA_16_BIT_MATMULS, *also_16bit)
-    missing = [x for x in PAPER_INT8_MATMULS if not config.is_int8(x) and x not in may_16bit]
+    missing = [x for x in PAPER_INT8_MATMULS if not config.is_int8(x) and x not in matmuls_in_16_bit]
     yield Rule(
         not missing,
         f"{', '.join(missing)} not in INT8",
@@ -303,7 +330,7 @@ class Explanation:
     """Which kernels run an attention, and why faster ones do not.
 
     Attributes:
-        kernels: "hopper", "triton" or "reference"; "none" if the call raises an error.
+        kernels: one of :data:`KERNEL_SETS`; "none" if the call raises an error.
         reasons: by kernel set, why it is not used: each that is faster than ``kernels``.
     """
 
@@ -329,6 +356,7 @@ def explain(
     >>> print(sagebwd.explain(q, config=SageConfig.paper()))  # on an H200
     kernels: triton
     not hopper: block_q is 128 and block_kv 64 (set both to None); granularity is 'block' (set …
+    not ampere: block_q is 128 and block_kv 64 (set both to None); granularity is 'block' (set …
 
     Args:
         q: the queries (B, H, N, D). Device, dtype and head size matter, under autocast its dtype.
@@ -349,13 +377,8 @@ def explain(
 
 def explain_call(call: Call) -> Explanation:
     """:func:`explain` for a call that need not exist: a hypothetical GPU is a :class:`GPU`."""
-    reasons: dict[str, str] = {}
-    for name in CHOSEN:
-        broken = obstacles(name, call)
-        if not broken:
-            return Explanation(name, reasons)
-        reasons[name] = describe(broken)
-    return Explanation("reference" if call.device in ("cpu", "meta") else "none", reasons)
+    kernels, reasons = passed_over(call)
+    return Explanation(kernels, {name: describe(against) for name, against in reasons.items()})
 
 
 def choose(
@@ -409,40 +432,63 @@ def _choose_once(
     is_windowed: bool,
 ) -> tuple[str, str, str]:
     """(kernel set, "", ""), or ("", name of the error, its message). A result is remembered, an error too."""
-    if kernels not in (None, *KERNEL_SETS):
+    if kernels not in (None, *KERNEL_SETS, *UNMEASURED):
         names = ", ".join(map(repr, KERNEL_SETS))
         return "", "ValueError", f"kernels is {kernels!r}; use one of {names}, or None for the fastest"
-    if kernels == "reference" or (kernels is None and device.type in ("cpu", "meta")):
+    if kernels == "reference" or (kernels is None and device.type in REFERENCE_DEVICES):
         return "reference", "", ""
     if device.type not in ("cpu", "cuda"):
         message = f"sagebwd has no kernels for {device.type.upper()} tensors; {USE_REFERENCE}"
         return "", "NotImplementedError", message
     call = _call(device, dtype, head_dim, decode(config), is_windowed=is_windowed)
+    return _fastest(call) if kernels is None else _as_asked(kernels, call, device)
+
+
+def _fastest(call: Call) -> tuple[str, str, str]:
+    """The result of :func:`_choose_once` if no kernel set is asked for. Warns as :func:`choose` does."""
+    chosen, reasons = passed_over(call)
+    if chosen == "none":
+        able = [name for name in reasons if name != "reference" and not obstacles(name, call)]
+        fixes = [rule.fix for name in able for rule in not_chosen(name, call)]
+        return _refused(obstacles("triton", call)[0], fixes)
+    for name, against in reasons.items():
+        if all(rule.warns for rule in against) and not not_chosen(name, call):
+            reason = describe(against)
+            _warn_once(f"sage_attention runs the Triton kernels, slower than those for this GPU: {reason}")
+    return chosen, "", ""
+
+
+def _as_asked(kernels: str, call: Call, device: torch.device) -> tuple[str, str, str]:
+    """The result of :func:`_choose_once` for a kernel set that is asked for."""
     if kernels == "triton" and device.type == "cpu":
         call = call._replace(is_interpreted=_is_interpreted())
-    if kernels == "hopper" and call.gpu == ABSENT_GPU:
-        call = call._replace(gpu=EXAMPLES["hopper"])
-    if kernels in ("hopper", "ampere"):
-        broken = obstacles(kernels, _with_compiler(call, device))
-        if broken:
-            message = f'kernels="{kernels}" cannot run: {describe(broken)}; or pass kernels=None'
-            return "", broken[0].error.__name__, message
+    if kernels in ("hopper", *UNMEASURED) and call.gpu == ABSENT_GPU:
+        call = call._replace(gpu=ARCHITECTURES["9.0"])
+    if kernels != "triton":
+        call = _with_compiler(call, device)
+    broken = obstacles(kernels, call)
+    if not broken:
         return kernels, "", ""
-    not_hopper = [] if kernels == "triton" else obstacles("hopper", call)
-    if kernels != "triton" and not not_hopper:
-        return "hopper", "", ""
-    for rule in obstacles("triton", call):
-        message = f"{rule}, or {USE_REFERENCE}" if rule.fix else f"{rule}; {USE_REFERENCE}"
-        return "", rule.error.__name__, message
-    if not_hopper and all(rule.warns for rule in not_hopper):
-        reason = describe(not_hopper)
-        _warn_once(f"sage_attention runs the Triton kernels, slower than those for this GPU: {reason}")
-    return "triton", "", ""
+    if kernels == "triton":
+        return _refused(broken[0])
+    message = f'kernels="{kernels}" cannot run: {describe(broken)}; or pass kernels=None'
+    return "", broken[0].error.__name__, message
+
+
+def _refused(rule: Rule, fixes: Sequence[str] = ()) -> tuple[str, str, str]:
+    """The result of :func:`_choose_once` where this rule keeps even the Triton kernels from running.
+
+    Args:
+        fixes: what the caller can do, besides making the rule hold and asking for the reference.
+    """
+    ways_out = [fix for fix in (rule.fix, *fixes) if fix]
+    message = f"{rule.reason}; {', or '.join([*ways_out, USE_REFERENCE])}"
+    return "", rule.error.__name__, message
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=6)
+    warnings.warn(message, stacklevel=7)
 
 
 # --- Which machine this is ---------------------------------------------------------------------------------
@@ -495,9 +541,15 @@ def _has_triton() -> bool:
 
 # --- The table ---------------------------------------------------------------------------------------------
 
-EXAMPLES = {
-    "hopper": GPU("a Hopper GPU", HOPPER),
-    "nvidia": GPU("another NVIDIA GPU since Ampere", AMPERE),
+#: A GPU of each compute capability that the docs speak of, and products that have it.
+ARCHITECTURES = {
+    "7.5": GPU("a Turing GPU", (7, 5)),
+    "8.0": GPU("an A100", (8, 0)),
+    "8.6": GPU("an RTX 30, A10 or A40", (8, 6)),
+    "8.9": GPU("an RTX 40, L4 or L40S", (8, 9)),
+    "9.0": GPU("a Hopper GPU", HOPPER),
+    "10.0": GPU("a B200", (10, 0)),
+    "12.0": GPU("an RTX 50", (12, 0)),
 }
 
 
@@ -506,35 +558,31 @@ class Row(NamedTuple):
 
     preset: a name of :data:`sagebwd.config.PRESETS`.
     head_dims: the smallest and the largest head size of this row; sizes are multiples of 8.
-    hopper, nvidia, cpu: the kernel set on a Hopper GPU, on any other NVIDIA GPU since Ampere, on a CPU.
-    why_not_hopper: why a Hopper GPU does not run its own kernels; "" if it does.
+    kernels: the kernel set by compute capability of :data:`ARCHITECTURES`, and on the "CPU".
     """
 
     preset: str
     head_dims: tuple[int, int]
-    hopper: str
-    nvidia: str
-    cpu: str
-    why_not_hopper: str
+    kernels: dict[str, str]
 
 
 def table() -> list[Row]:
     """Preset × head size × GPU → kernel set, by the rules above. Needs no GPU."""
     rows = []
     for preset, config in PRESETS.items():
-        sizes = groupby(
-            range(8, LARGEST_HEAD_DIM + 1, 8), lambda size, config=config: _cells(config, size)[:3]
-        )
-        for cells, group in sizes:
+        sizes = range(8, LARGEST_HEAD_DIM + 1, 8)
+        for kernels, group in groupby(sizes, lambda size, config=config: _kernels_by_device(config, size)):
             head_dims = [*group]
-            reason = _cells(config, min(head_dims, key=lambda size: abs(size - 64)))[3]  # a common size
-            rows.append(Row(preset, (head_dims[0], head_dims[-1]), *cells, reason))
+            rows.append(Row(preset, (head_dims[0], head_dims[-1]), kernels))
     return rows
 
 
-def _cells(config: SageConfig, head_dim: int) -> tuple[str, str, str, str]:
-    hopper, nvidia = (
-        explain_call(Call("cuda", gpu, torch.bfloat16, head_dim, config)) for gpu in EXAMPLES.values()
-    )
-    cpu = explain_call(Call("cpu", None, torch.bfloat16, head_dim, config))
-    return hopper.kernels, nvidia.kernels, cpu.kernels, hopper.reasons.get("hopper", "")
+def architectures(config: SageConfig = DEFAULT_CONFIG, head_dim: int = 64) -> dict[str, Explanation]:
+    """:func:`explain` for bf16 tensors on each of :data:`ARCHITECTURES`, and on the "CPU". Needs no GPU."""
+    calls = {name: Call("cuda", gpu, torch.bfloat16, head_dim, config) for name, gpu in ARCHITECTURES.items()}
+    calls["CPU"] = Call("cpu", None, torch.bfloat16, head_dim, config)
+    return {name: explain_call(call) for name, call in calls.items()}
+
+
+def _kernels_by_device(config: SageConfig, head_dim: int) -> dict[str, str]:
+    return {name: found.kernels for name, found in architectures(config, head_dim).items()}

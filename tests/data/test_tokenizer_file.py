@@ -1,7 +1,9 @@
 """A tokenizer.json of one's own: the ids of its library, end-of-text apart, and its faults named."""
 
 import dataclasses
+import hashlib
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +13,9 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 from data import tokenizers
 from data.corpus import open_corpus
+from data.loader import BatchLoader, evaluation_batches, evaluation_targets
 from data.settings import DataSettings, check, vocabulary_size
+from data.tokens import TokenShards
 from tests.data.test_huggingface_tokenizer import AWKWARD
 
 SPECIAL = ["<s>", "</s>"]
@@ -118,10 +122,83 @@ def test_what_is_no_tokenizer(folder, file, config, named):
         check(DataSettings(source="stdlib", tokenizer=str(folder)))
 
 
-def test_a_vocabulary_beyond_16_bits_is_refused(tmp_path):
-    made = huggingface.Tokenizer(models.WordLevel({str(i): i for i in range(65537)}, unk_token="0"))
-    made.save(str(tmp_path / "large.json"))
-    with pytest.raises(ValueError, match=r"large\.json has 65537 ids; .* 65536 is the limit"):
-        vocabulary_size(str(tmp_path / "large.json"))
+def word_level(file, size):
+    """A tokenizer of this many words: "0" to the last but one, each its own id, and the end of the text."""
+    vocabulary = {str(i): i for i in range(size - 1)} | {"<end>": size - 1}
+    made = huggingface.Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<end>"])
+    made.save(str(file))
+    return str(file)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(65536, "<u2"), (65537, "<u4")])
+def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
+    """From the text to the batches, with the largest ids of the vocabulary."""
+    words = np.array([0, 255, 256, 65534, size - 2, 7, size - 2])
+    for name in ("train.txt", "val.txt"):
+        (tmp_path / name).write_text(" ".join(map(str, words)))
+    settings = DataSettings(
+        source="text",
+        path=str(tmp_path / "train.txt"),
+        val_path=str(tmp_path / "val.txt"),
+        tokenizer=word_level(tmp_path / "words.json", size),
+        root=str(tmp_path / "tokens"),
+    )
+    corpus = open_corpus(settings)
+    stored = np.array([*words, size - 1])
+    (folder,) = (tmp_path / "tokens").iterdir()
+    for split, tokens in (("train", corpus.train), ("val", corpus.val)):
+        (shard,) = folder.glob(f"{split}_*.bin")
+        assert np.fromfile(shard, dtype).tolist() == stored.tolist()
+        assert tokens.window(0, len(tokens)).dtype == dtype
+        assert tokens.window(2, 6).tolist() == stored[2:].tolist()
+    assert json.loads((folder / "manifest.json").read_text())["ids"].startswith(
+        f"unsigned {8 * np.dtype(dtype).itemsize}-bit"
+    )
+    batches = {"context": 7, "micro_batch": 1}
+    train = BatchLoader(corpus.train, sequences_per_step=1, seed=1, **batches).micro_batches(0)
+    for inputs, targets in (*train, *evaluation_batches(corpus.val, sequences=1, **batches)):
+        assert inputs.tolist() == [stored[:-1].tolist()]
+        assert targets.tolist() == [stored[1:].tolist()]
+    targets = evaluation_targets(corpus.val, context=7, sequences=1)
+    assert corpus.tokenizer.decode(targets) == " ".join(map(str, words[1:])) + " <end>"
+    assert corpus.tokenizer.count_bytes(targets) == len(" ".join(map(str, words[1:])))
+    os.truncate(folder / "train_00000.bin", 8 * np.dtype(dtype).itemsize - 2)
+    with pytest.raises(ValueError, match=r"train_00000.bin has \d+ bytes instead of "):
+        open_corpus(settings)
+
+
+def test_ids_of_another_width_than_the_vocabulary_needs_are_refused(tmp_path):
+    (tmp_path / "book.txt").write_text("a b c " * 100)
+    path, root = str(tmp_path / "book.txt"), str(tmp_path / "tokens")
+    open_corpus(DataSettings(source="text", path=path, tokenizer="bytes", root=root))
+    (manifest,) = (tmp_path / "tokens").glob("*/manifest.json")
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"vocab_size": 65537}))
+    with pytest.raises(ValueError, match=r"ids are unsigned 16-bit .* vocabulary of 65537 has unsigned 32"):
+        open_corpus(DataSettings(source="text", path=path, tokenizer="bytes", root=root))
+
+
+def test_a_dataset_of_before_there_were_32_bits_is_read(tmp_path):
+    ids = np.array([104, 105, 256], "<u2")
+    ids.tofile(tmp_path / "train_00000.bin")
+    shard = {"name": "train_00000.bin", "tokens": 3, "documents": 1}
+    shard["sha256"] = hashlib.sha256(ids.tobytes()).hexdigest()
+    manifest = {
+        "fingerprint": "0",
+        "recipe": {"tokenizer": "bytes"},
+        "vocab_size": 257,
+        "ids": "unsigned 16-bit integers, little-endian",
+        "splits": {
+            "train": {"tokens": 3, "documents": 1, "shards": [shard]},
+            "val": {"tokens": 0, "documents": 0, "shards": []},
+        },
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert TokenShards.open(tmp_path, "train", "full").window(0, 3).tolist() == [104, 105, 256]
+
+
+def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read .*No such file"):
         vocabulary_size(str(tmp_path))

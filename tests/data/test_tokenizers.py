@@ -112,15 +112,15 @@ def test_gigatoken_that_does_not_import_gives_way_to_tiktoken(monkeypatch, caplo
     assert "pip install gigatoken awkward" in line
 
 
-def test_a_vocabulary_of_more_than_16_bits_is_refused():
+def test_ids_beyond_16_bits_are_not_cut_off():
     large = tiktoken.Encoding(
         "large",
         pat_str=".",
         mergeable_ranks={bytes([b]): b for b in range(256)},
-        special_tokens={"<e>": 65536},
+        special_tokens={"<|endoftext|>": 65536},
     )
-    with pytest.raises(ValueError, match=r"large has 65537 ids; .* 65536 is the limit"):
-        Tiktoken(large)
+    documents = Tiktoken(large).encode_documents(pa.array(["a"], pa.large_string()))
+    assert documents.ids.tolist() == [97, 65536]
 
 
 def test_an_unknown_name_is_refused():

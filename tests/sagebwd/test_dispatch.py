@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sagebwd.dispatch import GPU, Call, explain_call
 
 H200 = GPU("NVIDIA H200", (9, 0))
 A100 = GPU("NVIDIA A100", (8, 0))
+UNTRIED = 'no GPU has run or timed it yet, only an emulation (pass kernels="ampere" to run it)'
 HOPPER_HEAD_DIMS = range(40, 129, 8)
 
 
@@ -75,26 +77,55 @@ def test_every_setting_has_its_kernels():
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 136, 256])
 def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
     fast = name in ("default", "low_bias", "consistent") and head_dim in HOPPER_HEAD_DIMS
-    on_hopper = explain_call(call(config=PRESETS[name], head_dim=head_dim))
-    assert on_hopper.kernels == ("hopper" if fast else "triton")
-    for capability in ((8, 0), (8, 6), (8, 9), (10, 0), (12, 0)):
-        gpu = GPU("another GPU", capability)
-        assert explain_call(call(gpu, PRESETS[name], head_dim)).kernels == "triton"
-    assert explain_call(call(None, PRESETS[name], head_dim)).kernels == "reference"
+    found = dispatch.architectures(PRESETS[name], head_dim)
+    kernels = {device: own.kernels for device, own in found.items()}
+    since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "triton")
+    hopper = "hopper" if fast else "triton"
+    assert kernels == {"7.5": "none", "9.0": hopper, "CPU": "reference"} | since_ampere
+    for device, own in found.items():
+        faster = dispatch.KERNEL_SETS[: [*dispatch.KERNEL_SETS, "none"].index(own.kernels)]
+        assert (*own.reasons,) == faster
+        assert all(own.reasons.values())
+        if device in since_ampere:
+            assert f"has compute capability {device}, not 9.0 (Hopper)" in own.reasons["hopper"]
+
+
+@pytest.mark.parametrize("capability", dispatch.ARCHITECTURES)
+def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose):
+    """Every preset, with and without a window; also that what is chosen can be asked for."""
+    gpu = dispatch.ARCHITECTURES[capability]
+    assert capability == "{}.{}".format(*gpu.capability)
+    for config, head_dim, window in product(PRESETS.values(), (32, 64, 256), (False, True)):
+        settings = {"head_dim": head_dim, "is_windowed": window}
+        told = explain_call(call(gpu, config, **settings)).kernels
+        if told == "none":
+            with pytest.raises(NotImplementedError, match="a Turing GPU has no kernels"):
+                choose(gpu, config, **settings)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of settings that cost the fastest kernels, see below
+            assert choose(gpu, config, **settings) == told
+        assert choose(gpu, config, kernels=told, **settings) == told
+
+
+def test_the_ampere_kernels_run_on_request_only():
+    for capability in ("8.0", "8.6", "8.9", "10.0", "12.0"):
+        assert dispatch.architectures()[capability].reasons["ampere"] == UNTRIED
+    other_tiles = dispatch.architectures(SageConfig(block_q=32, block_kv=32))["8.9"]
+    assert "emulation" not in other_tiles.reasons["ampere"]  # that is not what keeps them from running it
 
 
 def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
     reasons = explain_call(call(config=SageConfig.paper())).reasons
-    assert reasons == {
-        "hopper": "block_q is 128 and block_kv 64 (set both to None); "
-        "granularity is 'block' (set granularity='row')"
-    }
+    assert reasons["hopper"] == (
+        "block_q is 128 and block_kv 64 (set both to None); granularity is 'block' (set granularity='row')"
+    )
     assert explain_call(call(A100)).reasons == {
-        "hopper": "NVIDIA A100 has compute capability 8.0, not 9.0 (Hopper)"
+        "hopper": "NVIDIA A100 has compute capability 8.0, not 9.0 (Hopper)",
+        "ampere": UNTRIED,
     }
-    assert explain_call(call(head_dim=256)).reasons == {
-        "hopper": "the head size is 256, and the Hopper kernels have sizes from 40 to 128"
-    }
+    reasons = explain_call(call(head_dim=256)).reasons
+    assert reasons["hopper"] == "the head size is 256, and the Hopper kernels have sizes from 40 to 128"
     assert explain_call(call()).reasons == {}
     assert "NVRTC" in explain_call(call(H200._replace(no_cuda_kernels="no NVRTC"))).reasons["hopper"]
 
@@ -102,7 +133,7 @@ def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
 def test_a_window_runs_the_triton_kernels():
     found = explain_call(call(is_windowed=True))
     assert found.kernels == "triton"
-    assert found.reasons == {"hopper": "window_size is set, and the Hopper kernels have no windows"}
+    assert found.reasons["hopper"] == "window_size is set, and the Hopper kernels have no windows"
     assert explain_call(call(A100, is_windowed=True)).kernels == "triton"
     assert explain_call(call(None, is_windowed=True)).kernels == "reference"
 
@@ -150,10 +181,11 @@ def test_the_table_covers_presets_and_head_sizes():
         assert sizes[0][0] == 8
         assert sizes[-1][1] == 256
         assert all(stop + 8 == start for (_, stop), (start, _) in pairwise(sizes))
+    assert all([*row.kernels] == [*dispatch.ARCHITECTURES, "CPU"] for row in rows)
     (row,) = (row for row in rows if row.preset == "default" and row.head_dims == (40, 128))
-    assert row[2:] == ("hopper", "triton", "reference", "")
-    assert all(row.cpu == "reference" and row.nvidia == "triton" for row in rows)
-    assert all((row.hopper == "hopper") != bool(row.why_not_hopper) for row in rows)
+    assert [row.kernels[name] for name in ("7.5", "8.9", "9.0", "CPU")] == [
+        "none", "triton", "hopper", "reference",
+    ]  # fmt: skip
 
 
 # --- The choice --------------------------------------------------------------------------------------------
@@ -272,8 +304,11 @@ def test_what_no_kernels_run_names_the_fix(choose):
 def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     assert choose() == "hopper"
-    with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
+    message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
+    with pytest.raises(NotImplementedError, match=message):
         choose(A100)
+    with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
+        choose(A100, SageConfig(block_q=32, block_kv=32))
 
 
 def test_cpu_tensors_run_the_reference_unless_asked():
@@ -297,7 +332,7 @@ def no_driver(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, asked)
 
 
-@pytest.mark.parametrize("kernels", dispatch.KERNEL_SETS)
+@pytest.mark.parametrize("kernels", [*dispatch.KERNEL_SETS, *dispatch.UNMEASURED])
 @pytest.mark.parametrize("pack", [False, True])
 def test_fakes_ask_no_driver(no_driver, kernels, pack):
     with FakeTensorMode():
@@ -308,7 +343,7 @@ def test_fakes_ask_no_driver(no_driver, kernels, pack):
         assert out.shape == out_residual.shape == q.shape
         assert lse.shape == q.shape[:-1]
         assert k_mean.shape == (2, 2, 64)
-        packs = pack and kernels in ("hopper", "ampere")
+        packs = pack and kernels not in ("triton", "reference")
         assert packed_kv.shape == ((2 * 2 * 2, 128 * 3 * 64 + 16) if packs else (0,))
         saved = (out, lse, k_mean, out_residual, packed_kv)
         dq, dk, dv = torch.ops.sagebwd.backward(q, q, k, k, 2, 130, *saved, *options)

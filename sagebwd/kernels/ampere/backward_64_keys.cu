@@ -50,7 +50,7 @@ constexpr int DS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;  // (queries, keys) INT8,
 constexpr int LEFT_DS = DS + TILE_BYTES, LEFT_P = LEFT_DS + TILE_BYTES;  // as left operands of dK and dV, see store_left
 constexpr int COLUMNS_END = Q_COLUMNS + COLUMNS_BYTES;
 constexpr int SHARED_BYTES = ROWS_END > COLUMNS_END ? ROWS_END : COLUMNS_END;
-constexpr int HALF_STAGING_BYTES = ROWS * (2 * CHANNELS + 16);
+constexpr int HALF_STAGING_BYTES = staging_bytes(CHANNELS);
 static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && (!S_IS_16BIT || D <= 128) && 2 * HALF_STAGING_BYTES <= SHARED_BYTES);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
@@ -138,13 +138,12 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, u8* shared, u32 base
 }
 
 // Stores this warp's half of the channels of dK or dV.
-__device__ __forceinline__ void store_half(TokenTensor x, const float (&values)[CHANNELS / 2], float scale, u8* shared,
+__device__ __forceinline__ void store_half(const TokenTensor& x, const float (&values)[CHANNELS / 2], float scale, u8* shared,
                                            const KeyTile& work, const Axes& axes) {
     const int half = threadIdx.x / 128, channel = half * CHANNELS;
     const float factor[2] = {scale, scale};
-    x.data += channel;
-    store_rows<false, CHANNELS>(x, values, factor, shared + half * HALF_STAGING_BYTES, half, work.kv_head, axes.heads,
-                                work.first, work.kv, axes.d - channel);
+    store_channels<CHANNELS>(x, values, factor, shared + half * HALF_STAGING_BYTES, half, work.kv_head, axes.heads,
+                             work.first, work.kv, axes.d, channel);
 }
 
 }  // namespace

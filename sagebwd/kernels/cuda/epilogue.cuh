@@ -4,18 +4,22 @@
 #include "layout.cuh"
 #include "nonfinite.cuh"
 
-constexpr int ROWS = 64;                    // of the tile that 128 threads hold
-constexpr int STAGING_BYTES = ROWS * (2 * D + 16);  // the padding of rows puts 8 of them into different banks
+constexpr int ROWS = 64;  // of the tile that 128 threads hold
 
-// Stores 64 rows times factor[row]; the first is token `first` of `document`. `staging` is shared memory that only this
-// warpgroup uses: through it, neighbouring threads store neighbouring 16 bytes. fp32 that overflowed becomes NaN, because
-// an infinite sum says that an input was not finite. RESIDUAL: stores what rounding to 16 bits takes away. CHANNELS: how many
-// of a row, where `x` points to the first of them and `d` of them exist.
-template <bool RESIDUAL = false, int CHANNELS = D>
-__device__ __forceinline__ void store_rows(const TokenTensor& x, const float* values, const float (&factor)[2],
-                                           u8* staging, int warpgroup, int head, int heads, int first,
-                                           const Document& document, int d) {
-    constexpr int PITCH = 2 * CHANNELS + 16;
+// Shared memory for rows of so many channels. Bytes of a row; the padding puts 8 rows into different banks.
+__host__ __device__ constexpr int staging_pitch(int channels) { return 2 * channels + 16; }
+__host__ __device__ constexpr int staging_bytes(int channels) { return ROWS * staging_pitch(channels); }
+constexpr int STAGING_BYTES = staging_bytes(D);
+
+// Stores 64 rows times factor[row], CHANNELS of them from `first_channel` on; the first row is token `first` of `document`.
+// `staging` is shared memory that only this warpgroup uses: through it, neighbouring threads store neighbouring 16 bytes.
+// fp32 that overflowed becomes NaN, because an infinite sum says that an input was not finite. RESIDUAL: stores what rounding
+// to 16 bits takes away.
+template <int CHANNELS, bool RESIDUAL = false>
+__device__ __forceinline__ void store_channels(const TokenTensor& x, const float* values, const float (&factor)[2],
+                                               u8* staging, int warpgroup, int head, int heads, int first,
+                                               const Document& document, int d, int first_channel) {
+    constexpr int PITCH = staging_pitch(CHANNELS);
     const int thread = threadIdx.x % 128, lane = thread % 32;
     warpgroup_sync(warpgroup);
 #pragma unroll
@@ -32,8 +36,16 @@ __device__ __forceinline__ void store_rows(const TokenTensor& x, const float* va
 #pragma unroll
     for (int i = 0; i < ROWS * PIECES / 128; ++i) {
         const int row = (i * 128 + thread) / PIECES, channel = thread % PIECES * 8;
-        if (first + row < document.tokens && channel < d)
-            *reinterpret_cast<uint4*>(base + row * x.stride_n + channel) =
+        if (first + row < document.tokens && first_channel + channel < d)
+            *reinterpret_cast<uint4*>(base + row * x.stride_n + first_channel + channel) =
                 *reinterpret_cast<const uint4*>(staging + row * PITCH + channel * 2);
     }
+}
+
+// The same, all channels.
+template <bool RESIDUAL = false>
+__device__ __forceinline__ void store_rows(const TokenTensor& x, const float* values, const float (&factor)[2],
+                                           u8* staging, int warpgroup, int head, int heads, int first,
+                                           const Document& document, int d) {
+    store_channels<D, RESIDUAL>(x, values, factor, staging, warpgroup, head, heads, first, document, d, 0);
 }

@@ -39,6 +39,7 @@ class KernelSet:
     gpu: the kind of GPU whose rules in :mod:`sagebwd.dispatch` say which settings run; None without one.
     why_unavailable: why it cannot run on this machine, None if it can. Its tests are then skipped.
     is_cuda: whether it is written in CUDA and takes operands that packing.cu packs.
+    backward_kernels: the names of the kernels that compute gradients.
 
     head_dims: the head sizes that most tests run.
     all_head_dims: those of the tests about head sizes.
@@ -69,6 +70,7 @@ class KernelSet:
     gpu: dispatch.GPU | None
     why_unavailable: Callable[[], str | None]
     is_cuda: bool = False
+    backward_kernels: tuple[str, ...] = ("dk_dv_kernel", "dq_kernel")
     head_dims: tuple[int, ...]
     all_head_dims: tuple[int, ...]
     heads: tuple[int, int]
@@ -235,7 +237,7 @@ INTERPRETER = KernelSet(
 TRITON = replace(
     INTERPRETER,
     device="cuda",
-    gpu=dispatch.EXAMPLES["nvidia"],
+    gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=_with_gpu,
     heads=(2, 1),
     short=(130, 200),
@@ -274,7 +276,7 @@ _OTHER_LENGTHS = (
 HOPPER = KernelSet(
     name="hopper",
     device="cuda",
-    gpu=dispatch.EXAMPLES["hopper"],
+    gpu=dispatch.ARCHITECTURES["9.0"],
     why_unavailable=functools.partial(runtime.why_unavailable, torch.device("cuda"), dispatch.HOPPER),
     is_cuda=True,
     head_dims=(64, 128),
@@ -345,6 +347,14 @@ HOPPER = KernelSet(
     exact_from=100,
 )
 
+#: One backward kernel: the same arithmetic, and dQ may be in 16 bit.
+HOPPER_ONE_BACKWARD = replace(
+    HOPPER,
+    name="hopper_one_backward",
+    backward_kernels=("backward_kernel",),
+    extra_memory=2.25,  # dQ in fp32
+)
+
 # --- Ampere ------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +371,8 @@ def _without_ampere() -> str | None:
 AMPERE = replace(
     HOPPER,
     name="ampere",
-    gpu=dispatch.EXAMPLES["nvidia"],
+    backward_kernels=("backward_kernel",),
+    gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=_without_ampere,
     all_head_dims=(8, 32, *HOPPER.all_head_dims),
     any_head_dims=st.integers(1, 16).map(lambda n: 8 * n),
@@ -380,4 +391,4 @@ AMPERE = replace(
 )
 
 #: All of them. Tests of the interpreter run without a GPU, others with ``-m gpu``.
-KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, AMPERE)
+KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, HOPPER_ONE_BACKWARD, AMPERE)
