@@ -404,10 +404,10 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     Block block;
     if (!find_block<BLOCK_KV>(axis.segments, axis.tokens, axis.blocks, block)) return;
     const u8* rows = packed_kv + i64(block.index) * PACKED_KV_BYTES;
-    u8* target = packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES;
     uint2 values[PIECES];
     if constexpr (S_IS_16BIT) {
         __shared__ int slots[16];
+        u8* target = packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES;
         Pieces<BLOCK_KV> pieces;
         Tile<BLOCK_KV> tile;
         float scales[PIECES];
@@ -424,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
         const int offset = swizzled<D>(Tile<BLOCK_KV>::token(i) * D + Tile<BLOCK_KV>::channel());
         values[i] = *reinterpret_cast<const uint2*>(rows + offset);
     }
-    store_columns_int8<BLOCK_KV>(target, values, transposed);
+    store_columns_int8<BLOCK_KV>(packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES, values, transposed);
 }
 
 // Backward: Q by rows, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their
