@@ -177,7 +177,12 @@ def hopper_rules(call: Call, matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MA
     yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
-    yield from _rules_of_cuda_kernels(call, "Hopper", (CUDA_TILE,), matmuls_in_16_bit)
+    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,), matmuls_in_16_bit)
+    yield Rule(
+        call.head_dim in CUDA_HEAD_DIMS,
+        f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
+    )
+    yield _has_cuda_compiler(call)
     yield Rule(not call.is_windowed, "window_size is set, and the Hopper kernels have no windows", warns=True)
     yield _scales_of_blocks(call.config)
 
@@ -192,21 +197,27 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
     yield _on_a_gpu(call.gpu is not None, call)
     if call.gpu is None:
         return
+    config, tile = call.config, call.config.tile(call.head_dim)
+    has_64_keys, is_small = tile[1] == 64, call.head_dim <= CUDA_HEAD_DIMS[-1]
+    s_16bit = not (config.is_int8("s_fwd") or config.is_int8("s_bwd"))
     yield _since_ampere(call.gpu)
-    yield from _rules_of_cuda_kernels(call, "Ampere", AMPERE_TILES)
-    has_64_keys = call.config.tile(call.head_dim)[1] == 64
-    large_tile = "tiles of {} x {} (queries x keys) for heads of more than 128 channels".format(
-        *call.config.tile(call.head_dim)
-    )
-    fits = call.head_dim <= CUDA_HEAD_DIMS[-1] or call.config.tile(call.head_dim) == TILE_OF_LARGE_HEADS
-    yield Rule(fits, large_tile, "set block_q and block_kv to None")
+    tiles = AMPERE_TILES if is_small else (TILE_OF_LARGE_HEADS,)
+    matmuls_in_16_bit = (*CUDA_16_BIT_MATMULS, *(("s_fwd", "s_bwd") if s_16bit else ()))
+    yield from _rules_of_cuda_kernels(call, tiles, matmuls_in_16_bit, has_tile_scales=has_64_keys)
     yield Rule(
-        call.config.is_int8("dv") or not has_64_keys,
+        config.is_int8("dv") or not has_64_keys,
         "dv is not in INT8, and tiles have 64 keys",
         "add 'dv' to int8_matmuls, or set block_kv=None for up to 128 channels",
     )
-    if not all(map(call.config.is_int8, CUDA_16_BIT_MATMULS)):
-        yield _scales_of_blocks(call.config)
+    yield Rule(
+        not s_16bit or (has_64_keys and is_small and not config.is_int8("o") and not config.smooths_k),
+        "s_fwd and s_bwd are not in INT8",
+        "add them to int8_matmuls, or remove 'o', too, and set smooth_k=False and block_kv=64, for up to 128 "
+        "channels",
+    )
+    yield _has_cuda_compiler(call)
+    if not s_16bit and not all(map(config.is_int8, CUDA_16_BIT_MATMULS)):
+        yield _scales_of_blocks(config)
 
 
 def triton_rules(call: Call) -> Iterator[Rule]:
@@ -249,10 +260,17 @@ def _scales_of_blocks(config: SageConfig) -> Rule:
 
 def _rules_of_cuda_kernels(
     call: Call,
-    name: str,
     tiles: tuple[tuple[int, int], ...],
     matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MATMULS,
+    has_tile_scales: bool = False,
 ) -> Iterator[Rule]:
+    """What the Hopper and the Ampere kernels need.
+
+    Args:
+        tiles: (queries, keys) of those that they have.
+        matmuls_in_16_bit: of the paper's INT8 products, those that may run in 16 bit.
+        has_tile_scales: whether they have granularity="block".
+    """
     config = call.config
     yield from _rules_of_all_kernels(call)
     yield Rule(
@@ -262,7 +280,7 @@ def _rules_of_cuda_kernels(
         warns=True,
     )
     yield Rule(
-        config.granularity == "row" or (config.tile(call.head_dim)[1] == 64 and name == "Ampere"),
+        config.granularity == "row" or has_tile_scales,
         f"granularity is {config.granularity!r}",
         "set granularity='row'",
         warns=True,
@@ -276,13 +294,11 @@ def _rules_of_cuda_kernels(
         warns=True,
     )
     yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
-    if name == "Hopper":
-        yield Rule(
-            call.head_dim in CUDA_HEAD_DIMS,
-            f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
-        )
+
+
+def _has_cuda_compiler(call: Call) -> Rule:
     reason = None if call.gpu is None else call.gpu.no_cuda_kernels
-    yield Rule(reason is None, str(reason), warns=True)
+    return Rule(reason is None, str(reason), warns=True)
 
 
 def _rules_of_all_kernels(call: Call) -> Iterator[Rule]:

@@ -177,7 +177,8 @@ def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
 def _packed_kv_shape(k: Tensor, blocks: int, config: SageConfig) -> tuple[int, int]:
     from sagebwd.kernels.cuda.packing import packed_kv_shape
 
-    return packed_kv_shape(k, blocks, config.operand_scales == "token", config.tile(k.shape[-1])[1])
+    token_scales, s_16bit = config.operand_scales == "token", not config.is_int8("s_fwd")
+    return packed_kv_shape(k, blocks, token_scales, config.tile(k.shape[-1])[1], s_16bit)
 
 
 def _axes(

@@ -257,7 +257,7 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
     assert choose(kernels="reference") == "reference"
     assert choose(kernels="hopper") == "hopper"
     for gpu in (A100, H200):
-        for config in (SageConfig.paper(), SageConfig.consistent(), SageConfig.strictly_causal()):
+        for config in PRESETS.values():
             assert choose(gpu, config, kernels="ampere") == "ampere"
     with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
         choose(A100, without_int8("dv", operand_scales="token"), kernels="ampere")
@@ -267,8 +267,12 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
         choose(A100, without_int8("dv", block_kv=64), kernels="ampere")
     for head_dim in (8, 256):
         assert choose(A100, head_dim=head_dim, kernels="ampere") == "ampere"
-    with pytest.raises(NotImplementedError, match="tiles of 128 x 64"):
+    with pytest.raises(NotImplementedError, match="block_q is 128 and block_kv 64"):
         choose(A100, config=SageConfig.paper(), head_dim=256, kernels="ampere")
+    with pytest.raises(NotImplementedError, match="s_fwd and s_bwd are not in INT8"):
+        choose(A100, without_int8("s_fwd", "s_bwd", block_kv=64), kernels="ampere")
+    with pytest.raises(NotImplementedError, match="s_fwd not in INT8"):
+        choose(A100, without_int8("s_fwd"), kernels="ampere")
     with pytest.raises(NotImplementedError, match="granularity is 'block'"):
         choose(A100, config=SageConfig(granularity="block"), kernels="ampere")
     message = 'kernels="hopper" cannot run: NVIDIA A100 has compute capability 8.0, not 9.0'

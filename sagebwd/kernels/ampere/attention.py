@@ -74,8 +74,8 @@ def sources_for(architecture: str) -> Sources:
 
 
 @functools.cache
-def _packer_for(architecture: str, operand_scales: str, tile: tuple[int, int]) -> Packer:
-    return Packer(sources_for(architecture), token_scales=operand_scales == "token", tile=tile)
+def _packer_for(architecture: str, token_scales: bool, tile: tuple[int, int], s_16bit: bool) -> Packer:
+    return Packer(sources_for(architecture), token_scales, tile, s_16bit)
 
 
 @functools.cache
@@ -95,16 +95,18 @@ def _launch(
     tile: tuple[int, int],
     p_16bit: bool,
     token_scales: bool,
+    s_16bit: bool,
     **macros: bool,
 ) -> None:
     """Launch kernel ``name`` with a CTA for each work tile.
 
     Args:
         tile: (queries, keys) of packed blocks.
-        p_16bit, token_scales, macros: macros that only this kernel knows.
+        p_16bit, token_scales, s_16bit, macros: macros that only this kernel knows.
     """
     head_dim = packed_head_dim(like.shape[-1])
-    cta = cta_shape(name, head_dim, tile, p_16bit=p_16bit, token_scales=token_scales)
+    shape = {"p_16bit": p_16bit, "token_scales": token_scales, "s_16bit": s_16bit}
+    cta = cta_shape(name, head_dim, tile, **shape)
     kernel = launch.load_kernel(
         sources_for(_architecture(like.device)),
         name,
@@ -118,6 +120,7 @@ def _launch(
         LAUNCH_BYTES=cta.shared_bytes,
         P_16BIT=p_16bit,
         TOKEN_SCALES=token_scales,
+        S_16BIT=s_16bit,
         TILE_Q=tile[0],
         TILE_KV=tile[1],
         **macros,
@@ -141,9 +144,12 @@ def forward(
     pack_kv_for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.cuda.forward.forward`."""
-    tile, token_scales = config.tile(q.shape[3]), config.operand_scales == "token"
-    packer = _packer_for(_architecture(q.device), config.operand_scales, tile)
-    launch_forward = functools.partial(_launch, tile=tile, token_scales=token_scales)
+    tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_fwd")
+    token_scales = config.operand_scales == "token"
+    packer = _packer_for(_architecture(q.device), token_scales, tile, s_16bit)
+    # Without an INT8 product there are no scales.
+    settings = {"tile": tile, "token_scales": token_scales and not s_16bit, "s_16bit": s_16bit}
+    launch_forward = functools.partial(_launch, **settings)
     out, lse, k_mean, *others = cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward, work_tokens=128, window=window,
         scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
@@ -170,11 +176,12 @@ def backward(
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.hopper.attention.backward`."""
-    tile = config.tile(q.shape[3])
-    packer = _packer_for(_architecture(q.device), config.operand_scales, tile)
+    tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_bwd")
+    token_scales = config.operand_scales == "token"
+    packer = _packer_for(_architecture(q.device), token_scales, tile, s_16bit)
     if not packed_kv.numel():
         k_mean = pad(k_mean, (0, packed_head_dim(k.shape[3]) - padded_head_dim(k.shape[3])))
-        packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
+        packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooths_k else None)
     packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis)
     p_16bit = not config.is_int8("dv")
     packed_q_rows, packed_q_columns = packer.pack_q_and_grad(
@@ -207,7 +214,8 @@ def backward(
         axes, scale,
     )  # fmt: skip
     settings = {
-        "token_scales": config.operand_scales == "token",
+        "token_scales": token_scales,
+        "s_16bit": s_16bit,
         "UNSIGNED_P": config.is_unsigned("dv"),
         "SCALES_OF_TILES": config.granularity == "block",
     }

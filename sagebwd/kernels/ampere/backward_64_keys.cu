@@ -34,9 +34,10 @@ struct Maxima {
 // exchange. Where that is too much, rows and the rest lie in one place: rows are no longer needed when P and dS are known.
 constexpr int VALUES = 0;
 constexpr int K_COLUMNS = VALUES + 2 * K_TILE;
-constexpr int MAXIMA = K_COLUMNS + K_TILE;  // of two tiles in turn
+constexpr int KEYS = K_COLUMNS + K_TILE;    // K by rows if it is in 16 bits; otherwise it is in registers
+constexpr int MAXIMA = KEYS + (S_IS_16BIT ? K_ROWS_TILE : 0);  // of two tiles in turn
 constexpr int Q_ROWS = align_up(MAXIMA + 2 * int(sizeof(Maxima)), 256);  // a packed block
-constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
+constexpr int GRAD_ROWS = Q_ROWS + Q_ROWS_TILE;
 constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
 constexpr int SCALES = STATISTICS + ROW_STATS;
 constexpr int ROWS_END = Q_ROWS + align_up(PACKED_Q_ROWS_BYTES, 256);
@@ -50,7 +51,7 @@ constexpr int LEFT_DS = DS + TILE_BYTES, LEFT_P = LEFT_DS + TILE_BYTES;  // as l
 constexpr int COLUMNS_END = Q_COLUMNS + COLUMNS_BYTES;
 constexpr int SHARED_BYTES = ROWS_END > COLUMNS_END ? ROWS_END : COLUMNS_END;
 constexpr int HALF_STAGING_BYTES = staging_bytes(CHANNELS);
-static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && 2 * HALF_STAGING_BYTES <= SHARED_BYTES);
+static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && (!S_IS_16BIT || D <= 128) && 2 * HALF_STAGING_BYTES <= SHARED_BYTES);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
 // --- Maxima and rounding -----------------------------------------------------------------------------------
@@ -155,15 +156,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_key = warp % 4 * 16, key = warp_key + lane / 4;
     const int query = warp / 4 * QUERIES, channel = warp / 4 * CHANNELS;
     const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
-    const float* k_scales = reinterpret_cast<const float*>(kv + 3 * K_TILE);
+    const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
+    const float* k_scales = reinterpret_cast<const float*>(S_IS_16BIT ? k_columns + K_TILE : kv + 3 * K_TILE);
     Maxima* maxima = reinterpret_cast<Maxima*>(shared + MAXIMA);
     const auto clear = [&](Maxima& x) {
         for (int i = threadIdx.x; i < int(sizeof(Maxima) / 4); i += THREADS) reinterpret_cast<int*>(&x)[i] = 0;
     };
 
-    copy_block<THREADS>(base + VALUES, kv + K_TILE, 2 * K_TILE);
-    copy_block<THREADS>(base + K_COLUMNS, a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES, K_TILE);
-    copy_block<THREADS>(base + Q_ROWS, kv, K_TILE);  // K by rows is needed in registers only
+    copy_block<THREADS>(base + VALUES, kv + K_ROWS_TILE, 2 * K_TILE);
+    copy_block<THREADS>(base + K_COLUMNS, k_columns, K_TILE);
+    copy_block<THREADS>(base + (S_IS_16BIT ? KEYS : Q_ROWS), kv, K_ROWS_TILE);
     cp_async_commit();
     clear(maxima[0]);
     clear(maxima[1]);
@@ -171,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     __syncthreads();
     u32 k[D / 8];
 #pragma unroll
-    for (int step = 0; step < D / STEP; ++step)
+    for (int step = 0; step < D / STEP && !S_IS_16BIT; ++step)
         load_left<D>(k + 4 * step, left_address<D>(base + Q_ROWS), warp_key, step * STEP);
     __syncthreads();
 
@@ -211,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
 #pragma unroll
         for (int r = 0; r < 2; ++r) tile.k_scale[r] = k_scales[HAS_TOKEN_SCALES ? key + 8 * r : 0];
         if (!HAS_TOKEN_SCALES) tile.scales = *reinterpret_cast<const float2*>(shared + SCALES);
-        tile.factor = logit_factor(tile.scales.x, tile.k_scale[0], a.scale);
+        tile.factor = S_IS_16BIT ? __fmul_rn(a.scale, LOG2_E) : logit_factor(tile.scales.x, tile.k_scale[0], a.scale);
         tile.q_scales = reinterpret_cast<const float2*>(shared + SCALES) + query / 2 + lane % 4;
         tile.grad_scales = tile.q_scales + BLOCK_Q / 2;
         tile.q_factor = logit_factor(1.0f, 1.0f, a.scale);
@@ -223,14 +225,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
                       (HAS_WINDOW && window.cuts(tile.first_key));
         clear(maxima[(at.left + 1) % 2]);
 
-        int s[QUERIES / 2];
         float p[QUERIES / 2], ds[QUERIES / 2], ds_of_queries[QUERIES / 2];
-        contract_channels<QUERIES>(s, k, base + Q_ROWS + query * D);
         contract_values(ds, base + VALUES, base + GRAD_ROWS + query * 128, warp_key);
-        if (!HAS_TOKEN_SCALES && is_fusible(tile.factor) && !tile.is_cut)
-            find_scores<true>(p, ds, s, tile, key);
-        else
+        if constexpr (S_IS_16BIT) {
+            float s[QUERIES / 2];
+            contract_values(s, base + KEYS, base + Q_ROWS + query * 128, warp_key);
             find_scores<false>(p, ds, s, tile, key);
+        } else {
+            int s[QUERIES / 2];
+            contract_channels<QUERIES>(s, k, base + Q_ROWS + query * D);
+            if (!HAS_TOKEN_SCALES && is_fusible(tile.factor) && !tile.is_cut)
+                find_scores<true>(p, ds, s, tile, key);
+            else
+                find_scores<false>(p, ds, s, tile, key);
+        }
 #pragma unroll
         for (int i = 0; i < QUERIES / 2; ++i) ds_of_queries[i] = ds[i];
         if constexpr (HAS_TOKEN_SCALES) {

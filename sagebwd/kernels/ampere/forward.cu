@@ -22,7 +22,8 @@ constexpr bool COMPENSATES = true;
 #else
 constexpr bool COMPENSATES = false;
 #endif
-static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
+static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES && !S_IS_16BIT);
+static_assert(!S_IS_16BIT || D <= 128);
 
 // Whether a tile that is not skipped may hide all its keys from a query.
 constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);
@@ -60,16 +61,31 @@ struct State {
 
 // Q of a warp's 16 queries: in registers, or in shared memory from `row` of `tile` on.
 struct Queries {
-    u32 values[D / 8], tile;
+    u32 values[S_IS_16BIT ? D / 4 : D / 8], tile;
     int row;
 };
 
-// S of a tile of keys.
-__device__ __forceinline__ void multiply_keys(int (&s)[BLOCK_KV / 2], const Queries& q, u32 keys) {
-    if constexpr (Q_IN_REGISTERS)
-        contract_channels<BLOCK_KV>(s, q.values, keys);
-    else
-        contract_channels<BLOCK_KV>(s, q.tile, q.row, keys);
+// Reads them to registers.
+__device__ __forceinline__ void load_queries(Queries& q) {
+    if constexpr (S_IS_16BIT) {
+        const u32 queries = left_address<128>(q.tile);
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i)
+            load_left<128>(q.values + 4 * i, queries + i / 4 * (BLOCK_Q * 128), q.row, i % 4 * STEP);
+    } else {
+        const u32 queries = left_address<D>(q.tile);
+#pragma unroll
+        for (int step = 0; step < D / STEP; ++step) load_left<D>(q.values + 4 * step, queries, q.row, step * STEP);
+    }
+}
+
+// S of a tile of keys, in INT8. (Templates, because what is not for this kind of Q must not be compiled.)
+template <int KEYS>
+__device__ __forceinline__ void multiply_keys(int (&s)[KEYS / 2], const Queries& q, u32 keys) {
+    if constexpr (!Q_IN_REGISTERS)
+        contract_channels<KEYS>(s, q.tile, q.row, keys);
+    else if constexpr (!S_IS_16BIT)
+        contract_channels<KEYS>(s, q.values, keys);
 }
 
 // Raises the running maximum to that of another tile. `share` is the factor for P that was computed with the tile's own
@@ -147,7 +163,7 @@ __device__ __forceinline__ void add_tile_of_token_scales(State& state, const Que
     const float2 *k_scales = reinterpret_cast<const float2*>(scales) + threadIdx.x % 4, *v_scales = k_scales + BLOCK_KV / 2;
     int s[BLOCK_KV / 2];
     float x[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2];
-    multiply_keys(s, q, stage);
+    multiply_keys<BLOCK_KV>(s, q, stage);
     if (is_cut) mask(s, keys, query);
     if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
 #pragma unroll
@@ -189,7 +205,7 @@ __device__ __forceinline__ void add_tile_of_token_scales(State& state, const Que
 __device__ __forceinline__ void add_tile(State& state, const Queries& q, float factor, float v_scale, u32 stage,
                                          bool is_cut, int keys, int query, const Window& window) {
     int s[BLOCK_KV / 2], largest[2] = {MASKED, MASKED};
-    multiply_keys(s, q, stage);
+    multiply_keys<BLOCK_KV>(s, q, stage);
     if (is_cut) mask(s, keys, query);
     if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
 #pragma unroll
@@ -210,7 +226,40 @@ __device__ __forceinline__ void add_tile(State& state, const Queries& q, float f
     else
         probabilities<false>(p, s, factor, m, share, state);
     const float v_factor[2] = {share[0] * (v_scale * (1.0f / P_MAX)), share[1] * (v_scale * (1.0f / P_MAX))};
-    multiply_values(state, p, stage + K_TILE, v_factor);
+    multiply_values(state, p, stage + K_ROWS_TILE, v_factor);
+}
+
+// As add_tile, where S is in 16 bits.
+template <int WORDS>
+__device__ __forceinline__ void add_tile_16bit(State& state, const u32 (&q)[WORDS], float factor, u32 stage, bool is_cut,
+                                               int keys, int query, const Window& window) {
+    float s[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2], sum[2] = {0.0f, 0.0f};
+    contract_channels_16bit<BLOCK_KV>(s, q, stage);
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+        const int r = i / 2 % 2, key = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, distance = key - query - 8 * r;
+        const bool is_hidden =
+            is_cut && (key >= keys || (IS_CAUSAL && distance > 0) || (HAS_WINDOW && window.hides(distance)));
+        s[i] = is_hidden ? -INFINITE : __fmul_rn(s[i], factor);
+        m_tile[r] = nan_max(m_tile[r], s[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) m_tile[r] = row_max(m_tile[r]);
+    raise_maximum(state, m_tile, share);
+
+    u32 p[BLOCK_KV / 4];
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+        const int r = i / 2 % 2;
+        const float m = MAY_HIDE_ALL && state.m[r] == -INFINITE ? 0.0f : state.m[r];
+        s[i] = exp2_fast(__fadd_rn(s[i], -m));
+        sum[r] += s[i];
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 4; ++i) p[i] = pack_16bit(s[2 * i], s[2 * i + 1]);
+    state.l[0] += sum[0];
+    state.l[1] += sum[1];
+    multiply_values(state, p, stage + K_ROWS_TILE, share);
 }
 
 }  // namespace
@@ -251,11 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     Queries q;
     q.tile = base + QUERIES + block * QUERY_BYTES;
     q.row = warp % BLOCK_WARPS * 16;
-    if constexpr (Q_IN_REGISTERS) {
-        const u32 queries = left_address<D>(q.tile);
-#pragma unroll
-        for (int step = 0; step < D / STEP; ++step) load_left<D>(q.values + 4 * step, queries, q.row, step * STEP);
-    }
+    if (Q_IN_REGISTERS) load_queries(q);
     const float* q_scales = reinterpret_cast<const float*>(shared + QUERIES + block * QUERY_BYTES + Q_TILE);
     float q_scale[2];
 #pragma unroll
@@ -272,7 +317,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
                             (HAS_WINDOW && window.cuts(first_key - first));
         const int keys = work.keys - first_key, query = first + lane_row - first_key;
-        if constexpr (HAS_TOKEN_SCALES) {
+        if constexpr (S_IS_16BIT) {
+            add_tile_16bit(state, q.values, __fmul_rn(a.scale, LOG2_E), base + stage, is_cut, keys, query, window);
+        } else if constexpr (HAS_TOKEN_SCALES) {
             const float q_factor[2] = {logit_factor(q_scale[0], 1.0f, a.scale), logit_factor(q_scale[1], 1.0f, a.scale)};
             add_tile_of_token_scales(state, q, q_factor, shared + stage + SCALES, base + stage, is_cut, keys, query,
                                      window);

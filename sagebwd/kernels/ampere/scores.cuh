@@ -59,7 +59,7 @@ __device__ __forceinline__ void find_scores(float (&p)[N], float (&ds)[N], const
             const int r = i / 2 % 2, query = 8 * j + threadIdx.x % 4 * 2 + i % 2;
             const float x = product_as_float(s[i]), minus = pick(c, i % 2);
             float factor = tile.factor;
-            if (HAS_TOKEN_SCALES)
+            if (HAS_TOKEN_SCALES && !S_IS_16BIT)
                 factor = __fmul_rn(__fmul_rn(pick(tile.q_scales[4 * j], i % 2), tile.q_factor), tile.k_scale[r]);
             p[i] = exp2_fast(FAST ? fmaf(x, factor, minus) : __fadd_rn(__fmul_rn(x, factor), minus));
             const bool is_hidden =

@@ -28,7 +28,13 @@ def backward_source(tile: tuple[int, int]) -> str:
 
 
 def cta_shape(
-    source: str, head_dim: int, tile: tuple[int, int], *, p_16bit: bool = False, token_scales: bool = False
+    source: str,
+    head_dim: int,
+    tile: tuple[int, int],
+    *,
+    p_16bit: bool = False,
+    token_scales: bool = False,
+    s_16bit: bool = False,
 ) -> CTAShape:
     """The CTA of a kernel.
 
@@ -36,18 +42,24 @@ def cta_shape(
         source: "forward", "backward" or "backward_64_keys".
         head_dim: as padded.
         tile: queries and keys of a packed block.
-        p_16bit, token_scales: the macros of these names.
+        p_16bit, token_scales, s_16bit: the macros of these names.
     """
     if source == "forward":
-        return CTAShape(128, THREADS, _forward_bytes(head_dim, tile, p_16bit, token_scales))
-    shared_bytes = _backward_bytes if source == "backward" else _backward_64_keys_bytes
-    return CTAShape(tile[1], THREADS, shared_bytes(head_dim, tile, p_16bit, token_scales))
+        return CTAShape(128, THREADS, _forward_bytes(head_dim, tile, p_16bit, token_scales, s_16bit))
+    if source == "backward":
+        return CTAShape(tile[1], THREADS, _backward_bytes(head_dim, tile, p_16bit, token_scales))
+    return CTAShape(tile[1], THREADS, _backward_64_keys_bytes(head_dim, tile, token_scales, s_16bit))
 
 
-def _forward_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool) -> int:
+def _forward_bytes(
+    head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool, s_16bit: bool
+) -> int:
     """Two stages, and the queries if they do not go to registers; or staging of two times 64 rows."""
     block_q, block_kv = tile
     alignment = max(head_dim, 128)
+    if s_16bit:
+        stage = 4 * block_kv * head_dim
+        return max(2 * stage, 2 * 64 * (2 * head_dim + 16))
     queries = _align(block_q * head_dim + scale_bytes(1, block_q, token_scales), alignment) * 128 // block_q
     scales = scale_bytes(1 if p_16bit else 2, block_kv, token_scales)
     stage = _align((3 if p_16bit else 2) * block_kv * head_dim + scales, alignment)
@@ -63,19 +75,20 @@ def _backward_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_s
     return 3 * block_kv * head_dim + rows + columns + block_q * block_kv + 2 * block_q * 4
 
 
-def _backward_64_keys_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool) -> int:
-    """V, K by columns; maxima; a block of queries by rows; by columns, dS twice and P, which may alias."""
+def _backward_64_keys_bytes(head_dim: int, tile: tuple[int, int], token_scales: bool, s_16bit: bool) -> int:
+    """V, K by columns, 16-bit K; maxima; a block of queries by rows; by columns, dS twice, P: may alias."""
     block_q, block_kv = tile
-    rows_begin = _align(3 * block_kv * head_dim + 2 * (block_q + 2 * block_kv) * 4, 256)
-    rows_end = rows_begin + _align(_q_rows_bytes(head_dim, block_q, token_scales), 256)
+    keys = (5 if s_16bit else 3) * block_kv * head_dim
+    rows_begin = _align(keys + 2 * (block_q + 2 * block_kv) * 4, 256)
+    rows_end = rows_begin + _align(_q_rows_bytes(head_dim, block_q, token_scales, s_16bit), 256)
     columns = 2 * block_q * head_dim + 3 * block_q * block_kv
     is_aliased = rows_end + columns > DYNAMIC_LIMIT
     return max(rows_end, (rows_begin if is_aliased else rows_end) + columns)
 
 
-def _q_rows_bytes(head_dim: int, block_q: int, token_scales: bool) -> int:
+def _q_rows_bytes(head_dim: int, block_q: int, token_scales: bool, s_16bit: bool = False) -> int:
     """``PACKED_Q_ROWS_BYTES`` of layout.cuh."""
-    return block_q * (3 * head_dim + 8) + scale_bytes(2, block_q, token_scales)
+    return block_q * ((4 if s_16bit else 3) * head_dim + 8) + scale_bytes(2, block_q, token_scales)
 
 
 def _align(x: int, to: int) -> int:

@@ -90,6 +90,26 @@ struct Pieces {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) unpack(tile.x[i], raw[i]);
     }
+    // What store_16bit wrote.
+    __device__ __forceinline__ void load_16bit(const u8* source) {
+        const int channel = Tile<TOKENS>::channel();
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i)
+            raw[i] = *reinterpret_cast<const uint4*>(source + channel / 64 * (TOKENS * 128) +
+                                                     swizzled<128>(Tile<TOKENS>::token(i) * 128 + channel % 64 * 2));
+    }
+    // NaN for infinity: exp of an infinite logit could be a plausible zero.
+    __device__ __forceinline__ void make_infinite_nan() {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            float x[8];
+            unpack(x, raw[i]);
+            u32* pairs = &raw[i].x;
+#pragma unroll
+            for (int e = 0; e < 8; ++e)
+                if (fabsf(x[e]) == INFINITE) pairs[e / 2] |= 0x7fffu << 16 * (e % 2);
+        }
+    }
     // The values as they are, in chunks of 64 channels, one chunk after the other.
     __device__ __forceinline__ void store_16bit(u8* target) const {
         const int channel = Tile<TOKENS>::channel();
@@ -312,6 +332,11 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>) pack_q_kernel(Sou
     uint2 values[PIECES];
     float scales[PIECES];
     load(pieces, tile, q, block, axis);
+    if constexpr (S_IS_16BIT) {
+        pieces.make_infinite_nan();
+        pieces.store_16bit(target);
+        return;
+    }
     find_scales(scales, tile, slots);
     quantize_tile(values, tile, scales);
     store_rows_int8<BLOCK_Q>(target, values);
@@ -356,18 +381,23 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     Block block;
     if (!find_block<BLOCK_KV, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* target = packed_kv + i64(block.index) * PACKED_KV_BYTES;
-    if (block.part == 0) {
+    if (S_IS_16BIT && block.part == 0) {
+        Pieces<BLOCK_KV> pieces;
+        pieces.load(k, block, axis.heads, axis.d);
+        pieces.make_infinite_nan();
+        pieces.store_16bit(target);
+    } else if (block.part == 0) {
         float scales[PIECES];
         pack_k(scales, target, nullptr, k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(target + 3 * K_TILE, 0, scales, 1);
     } else {
         Pieces<BLOCK_KV> pieces;
         pieces.load(v, block, axis.heads, axis.d);
-        pieces.store_16bit(target + K_TILE);
+        pieces.store_16bit(target + K_ROWS_TILE);
     }
 }
 
-// Backward: K by columns, from its rows in packed_kv.
+// Backward: K by columns, from its rows in packed_kv. If these are in 16 bits, also its scale.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     pack_k_columns_kernel(const u8* packed_kv, u8* packed_k_columns, Axis axis) {
     __shared__ __align__(16) u8 transposed[D * (BLOCK_KV + 4)];
@@ -375,6 +405,20 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     if (!find_block<BLOCK_KV>(axis.segments, axis.tokens, axis.blocks, block)) return;
     const u8* rows = packed_kv + i64(block.index) * PACKED_KV_BYTES;
     uint2 values[PIECES];
+    if constexpr (S_IS_16BIT) {
+        __shared__ int slots[16];
+        u8* target = packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES;
+        Pieces<BLOCK_KV> pieces;
+        Tile<BLOCK_KV> tile;
+        float scales[PIECES];
+        pieces.load_16bit(rows);
+        pieces.unpack_to(tile);
+        find_scales(scales, tile, slots);
+        quantize_tile(values, tile, scales);
+        store_columns_int8<BLOCK_KV>(target, values, transposed);
+        store_scales<BLOCK_KV>(target + K_TILE, 0, scales, 1);
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         const int offset = swizzled<D>(Tile<BLOCK_KV>::token(i) * D + Tile<BLOCK_KV>::channel());
@@ -395,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     if (!find_block<BLOCK_Q, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* rows = packed_q_rows + i64(block.index) * PACKED_Q_ROWS_BYTES;
     u8* columns = packed_q_columns + i64(block.index) * PACKED_Q_COLUMNS_BYTES;
-    u8* tail = rows + 3 * Q_TILE + ROW_STATS;
+    u8* tail = rows + Q_ROWS_TILE + 2 * Q_TILE + ROW_STATS;
     float scales[PIECES];
     Pieces<BLOCK_Q> pieces;
     Tile<BLOCK_Q> tile;
@@ -404,7 +448,9 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
         load(pieces, tile, q, block, axis);
         find_scales(scales, tile, slots);
         quantize_tile(values, tile, scales);
-        store_rows_int8<BLOCK_Q>(rows, values);
+        if (S_IS_16BIT) pieces.make_infinite_nan();
+        if (S_IS_16BIT) pieces.store_16bit(rows);
+        if (!S_IS_16BIT) store_rows_int8<BLOCK_Q>(rows, values);
         store_columns_int8<BLOCK_Q>(columns, values, transposed);
         store_scales<BLOCK_Q>(tail, 0, scales, P_IS_16BIT ? 1 : 2);
         return;
@@ -416,8 +462,8 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     residual_pieces.load(out_residual, block, axis.heads, axis.d);
 #endif
     load(pieces, tile, grad, block, axis);
-    pieces.store_16bit(rows + Q_TILE);
-    float* stats = reinterpret_cast<float*>(rows + 3 * Q_TILE);
+    pieces.store_16bit(rows + Q_ROWS_TILE);
+    float* stats = reinterpret_cast<float*>(rows + Q_ROWS_TILE + 2 * Q_TILE);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         float o[8], delta = 0.0f;

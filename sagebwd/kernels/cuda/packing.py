@@ -38,18 +38,19 @@ def packed_head_dim(d: int) -> int:
 
 
 def packed_kv_shape(
-    k: Tensor, blocks: int, token_scales: bool = False, block_kv: int = TILE[1]
+    k: Tensor, blocks: int, token_scales: bool = False, block_kv: int = TILE[1], s_16bit: bool = False
 ) -> tuple[int, int]:
     """Shape of the result of :meth:`Packer.pack_kv`, which is uint8.
 
     Args:
         k: (B, H_kv, N_kv, D).
         blocks: blocks of each head.
-        token_scales: as of :class:`Packer`.
+        token_scales, s_16bit: as of :class:`Packer`.
         block_kv: keys of a packed block.
     """
-    tail = scale_bytes(1, block_kv, token_scales)
-    return k.shape[0] * k.shape[1] * blocks, block_kv * 3 * packed_head_dim(k.shape[3]) + tail
+    tail = 0 if s_16bit else scale_bytes(1, block_kv, token_scales)
+    values = block_kv * packed_head_dim(k.shape[3])
+    return k.shape[0] * k.shape[1] * blocks, (4 if s_16bit else 3) * values + tail
 
 
 def scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
@@ -60,7 +61,13 @@ def scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
 class Packer:
     """The kernels of packing.cu, compiled for one architecture. All results are uint8, (blocks, bytes)."""
 
-    def __init__(self, sources: Sources, token_scales: bool = False, tile: tuple[int, int] = TILE) -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        token_scales: bool = False,
+        tile: tuple[int, int] = TILE,
+        s_16bit: bool = False,
+    ) -> None:
         """Prepare packing for one kernel set.
 
         Args:
@@ -68,9 +75,11 @@ class Packer:
             token_scales: INT8 values have a scale for each token, not for each block. Tails then hold those
                 of all tokens of the first tensor, then of the second.
             tile: tokens of a packed block of queries, and of one of keys and values.
+            s_16bit: Q and K by rows stay in 16 bits, without a scale, and infinities become NaN.
         """
         self._sources = sources
         self._token_scales = token_scales
+        self._s_16bit = s_16bit
         self._block_q, self._block_kv = tile
         self._macros = {} if tile == TILE else {"TILE_Q": tile[0], "TILE_KV": tile[1]}
 
@@ -88,9 +97,9 @@ class Packer:
 
     def pack_q(self, q: Tensor, axis: Axis) -> Tensor:
         """Q for the forward: Q by rows; tail: its scale."""
-        packed = _allocate(
-            q, axis, self._block_q * packed_head_dim(q.shape[3]) + self._scale_bytes(1, self._block_q)
-        )
+        rows = self._block_q * packed_head_dim(q.shape[3])
+        tail = self._scale_bytes(1, self._block_q)
+        packed = _allocate(q, axis, 2 * rows if self._s_16bit else rows + tail)
         self._launch("pack_q", q, self._block_q, len(packed), _CSource.of(q), packed, _CAxis.of(q, axis))
         return packed
 
@@ -138,10 +147,13 @@ class Packer:
     def pack_k_columns(self, packed_kv: Tensor, k: Tensor, axis: Axis) -> Tensor:
         """K by columns for the backward, from its rows in the result of :meth:`pack_kv`.
 
+        Tail, if these are in 16 bits: the scale of K.
+
         Args:
             k: only its shape and dtype are used.
         """
-        columns = _allocate(k, axis, self._block_kv * packed_head_dim(k.shape[3]))
+        tail = self._scale_bytes(1, self._block_kv) if self._s_16bit else 0
+        columns = _allocate(k, axis, self._block_kv * packed_head_dim(k.shape[3]) + tail)
         self._launch(
             "pack_k_columns", k, self._block_kv, len(packed_kv), packed_kv, columns, _CAxis.of(k, axis)
         )
@@ -169,7 +181,8 @@ class Packer:
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
         """
         d_pad = packed_head_dim(q.shape[3])
-        rows = _allocate(q, axis, self._block_q * (3 * d_pad + 8) + self._scale_bytes(2, self._block_q))
+        row_bytes = (4 if self._s_16bit else 3) * d_pad + 8
+        rows = _allocate(q, axis, self._block_q * row_bytes + self._scale_bytes(2, self._block_q))
         columns = _allocate(q, axis, self._block_q * (1 if p_16bit else 2) * d_pad)
         tensors = (q, grad_out, out, out if out_residual is None else out_residual)
         arguments = (*(_CSource.of(x) for x in tensors), lse, rows, columns, _CAxis.of(q, axis))
@@ -178,7 +191,7 @@ class Packer:
         return rows, columns
 
     def _packed_kv_shape(self, k: Tensor, axis: Axis) -> tuple[int, int]:
-        return packed_kv_shape(k, axis.blocks, self._token_scales, self._block_kv)
+        return packed_kv_shape(k, axis.blocks, self._token_scales, self._block_kv, self._s_16bit)
 
     def _scale_bytes(self, tensors: int, tokens: int) -> int:
         return scale_bytes(tensors, tokens, self._token_scales)
@@ -202,6 +215,7 @@ class Packer:
             HEAD_DIM=head_dim,
             IS_BF16=like.dtype == torch.bfloat16,
             TOKEN_SCALES=self._token_scales,
+            S_16BIT=self._s_16bit,
             **self._macros,
             **defines,
         )

@@ -380,12 +380,13 @@ AMPERE = replace(
         **HOPPER.variants,
         "strictly_causal": SageConfig.strictly_causal(),
         "paper": SageConfig.paper(),
+        "accurate": SageConfig.accurate(),
         "row scales in 128 x 64": SageConfig(block_q=128, block_kv=64, unsigned_p=True),
         "token scales, unsigned_p, smooth_v": SageConfig(
             operand_scales="token", unsigned_p=True, smooth_v=True
         ),
     },
-    main_variants=(*HOPPER.main_variants, "strictly_causal", "paper"),
+    main_variants=(*HOPPER.main_variants, "strictly_causal", "paper", "accurate"),
     extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32
 )
 

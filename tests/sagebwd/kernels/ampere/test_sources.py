@@ -29,8 +29,8 @@ MACROS = {
     ("forward", (128, 64)): ((), ("IS_WINDOWED",)),
     ("backward", (64, 128)): ((), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",)),
     ("backward_64_keys", (128, 64)): (("SCALES_OF_TILES",), ("SCALES_OF_TILES", "IS_WINDOWED"), ()),
-    ("forward", (64, 64)): ((), ("TOKEN_SCALES",)),
-    ("backward_64_keys", (64, 64)): ((), ("TOKEN_SCALES",)),
+    ("forward", (64, 64)): ((), ("TOKEN_SCALES",), ("P_16BIT", "S_16BIT")),
+    ("backward_64_keys", (64, 64)): ((), ("TOKEN_SCALES",), ("TOKEN_SCALES", "S_16BIT")),
 }  # fmt: skip
 #: Bytes that ptxas may spill, by source and padded head size.
 SPILLED_BYTES = {
@@ -51,6 +51,8 @@ QUICK = {
     ("backward_64_keys", (64, 64), 64, "sm_120", ("TOKEN_SCALES",)),
     ("backward_64_keys", (64, 64), 256, "sm_86", ("TOKEN_SCALES",)),
     ("forward", (64, 64), 256, "sm_89", ("TOKEN_SCALES",)),
+    ("forward", (64, 64), 128, "sm_80", ("P_16BIT", "S_16BIT")),
+    ("backward_64_keys", (64, 64), 128, "sm_89", ("TOKEN_SCALES", "S_16BIT")),
 }
 
 
@@ -58,6 +60,8 @@ def variants():
     for (source, tile), sets_of_macros in MACROS.items():
         head_dims = (64, 128, 256) if tile == (64, 64) else (64, 128)
         for variant in product(head_dims, ARCHITECTURES, sets_of_macros):
+            if variant[0] == 256 and "S_16BIT" in variant[2]:
+                continue
             marks = () if (source, tile, *variant) in QUICK else pytest.mark.gpu
             yield pytest.param(source, tile, *variant, marks=marks)
 
@@ -86,12 +90,12 @@ def test_kernels_fit_every_gpu(source, tile, head_dim, architecture, macros, tmp
     found = Counter(re.findall(r"\bIMMA\.\w+\.(\w+)\.(\w+)", text))
     tokens = {"forward": tile[1], "backward": 64}.get(source)
     assert found.get(("U8", "S8"), 0) == (("UNSIGNED_P" in macros) and head_dim // 8 * tokens // 32)
-    assert found["S8", "S8"] > 0
+    assert (found["S8", "S8"] > 0) == (("S_16BIT" not in macros) or source != "forward")
 
 
 def shape_settings(macros):
     """Those of :func:`cta_shape`."""
-    return {"p_16bit": "P_16BIT" in macros, "token_scales": "TOKEN_SCALES" in macros}
+    return {name: name.upper() in macros for name in ("p_16bit", "token_scales", "s_16bit")}
 
 
 def defines_of(cta, head_dim, tile, macros):
@@ -101,12 +105,12 @@ def defines_of(cta, head_dim, tile, macros):
 
 
 def shapes():
-    """(source, head size, tile, macros) with shared memory of their own."""
-    for source, tile in MACROS:
-        for head_dim in (64, 128, 256) if tile == (64, 64) else (64, 128):
-            for macros in ((), ("P_16BIT",), ("TOKEN_SCALES",)):
-                if macros != ("P_16BIT",) or source != "backward_64_keys":
-                    yield source, head_dim, tile, macros
+    """(source, head size, tile, macros): all that differ in what :func:`cta_shape` depends on."""
+    for param in variants():
+        source, tile, head_dim, architecture, macros = param.values
+        of_shape = {"P_16BIT", "TOKEN_SCALES", "S_16BIT"}
+        if architecture == ARCHITECTURES[0] and of_shape.issuperset(macros):
+            yield source, head_dim, tile, macros
 
 
 @needs_nvrtc
