@@ -59,8 +59,7 @@ CASES = {
     "default": (SageConfig(unsigned_p=True), 128, False, [150]),
     "dQ in 16 bit": (without_int8("dq"), 128, True, [190]),
     "dQ in 16 bit, packed": (without_int8("dq"), 64, True, [130, 70]),
-    "consistent": (SageConfig.consistent(), 40, True, [300]),
-    "consistent, dQ in 16 bit": (without_int8("o", "dv", "dq", compensate_o=True), 64, True, [270]),
+    "consistent, dQ in 16 bit": (without_int8("o", "dv", "dq", compensate_o=True), 40, True, [270]),
 }
 
 
