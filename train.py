@@ -10,11 +10,11 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import distributed, interrupt, launcher, overrides, settings
+from trainer import distributed, interrupt, launcher, local_gpus, overrides, settings
 from trainer.errors import Interrupted, SettingsError, TrainingError
+from trainer.forecast import describe
 from trainer.loop import train
-from trainer.plan import make_plan
-from trainer.run_directory import RunDirectory, default_name
+from trainer.run_directory import is_finished
 from trainer.settings import Settings
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -36,17 +36,19 @@ def main(config: DictConfig) -> None:
 def run(run_settings: Settings) -> None:
     """Check the settings, then train: in this process, or in one process per device.
 
+    With `plan` set, print what the run needs instead, whatever is in its directory.
+
     Raises TrainingError for what the user can fix, and Interrupted when asked to stop.
     """
     torchrun = distributed.under_torchrun()
     if torchrun and _in_sweep():
         raise SettingsError("a sweep starts its own processes: use hardware.devices=N instead of torchrun")
     processes = int(os.environ["WORLD_SIZE"]) if torchrun else run_settings.hardware.devices
-    make_plan(run_settings, processes)
-    if run_settings.run_dir is None:
-        name = default_name(list(HydraConfig.get().overrides.task))
-        run_settings.run_dir = str(Path(run_settings.runs_dir) / name)
-    if RunDirectory(Path(run_settings.run_dir)).is_finished_with(run_settings):
+    if run_settings.plan:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(describe(run_settings, processes))
+        return
+    if is_finished(run_settings, processes, overrides.unresolved(HydraConfig.get().overrides.task)):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
     elif torchrun or (processes == 1 and not _in_sweep()):
         if torchrun:
@@ -61,6 +63,8 @@ def _in_sweep() -> bool:
 
 
 if __name__ == "__main__":
+    interrupt.end_with_sweep()
     settings.register()
+    local_gpus.register()
     overrides.check_or_exit(sys.argv[1:], CONFIGS)
     main()

@@ -1,7 +1,8 @@
 """Which sequences make up a step. A pure function of (seed, step): resuming is exact and costs nothing.
 
 The token array is cut into sequences of `context` tokens. Every epoch visits each of them once, in an order
-of its own. The sequences of a step, and their order, are the same for any number of ranks.
+of its own; of a mixture, every epoch of a source. The sequences of a step, and their order, are the same for
+any number of ranks.
 """
 
 import functools
@@ -13,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.permutation import Permutation
-from data.tokens import TokenShards
+from data.mixture import MixedOrder, MixedTokens, Mixture
+from data.order import EpochOrder
+from data.tokens import TokenShards, count_sequences
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        tokens: TokenShards,
+        tokens: TokenShards | Mixture,
         *,
         context: int,
         sequences_per_step: int,
@@ -37,7 +39,7 @@ class BatchLoader:
     ):
         """`sequences_per_step` counts all ranks together; `micro_batch` is sequences per rank and pass.
 
-        `sequences` uses the first so many of the text's sequences only; None: all.
+        `sequences` uses the first so many of the text's sequences only; None: all, as a mixture always does.
         `pin_memory` gives page-locked tensors, which copy to a GPU asynchronously.
         Raises ValueError if the sequences cannot be divided evenly, or the data has fewer than `sequences`
         or not one.
@@ -52,31 +54,32 @@ class BatchLoader:
                 f"{sequences_per_step} sequences per step do not divide into micro-batches of {micro_batch} "
                 f"on {ranks} rank(s); use a multiple of {micro_batch * ranks}"
             )
-        self.tokens = tokens
+        self.tokens, self.order = _cut(tokens, context, sequences, seed)
         self.context = context
         self.sequences_per_step = sequences_per_step
         self.micro_batch = micro_batch
-        self.seed = seed
         self.rank = rank
         self.ranks = ranks
         self.pin_memory = pin_memory
-        self.sequences = _sequences_of_an_epoch(tokens, context, sequences)
+        self.sequences = self.order.sequences
         self._maker = ThreadPoolExecutor(1, "batches", initializer=_use_this_gpu() if pin_memory else None)
         self._ahead: tuple[tuple[int, int], Future] | None = None  # (step, micro-step) and its batch
 
     def epoch_of(self, step: int) -> float:
-        """Epochs done when `step` begins."""
-        return step * self.sequences_per_step / self.sequences
+        """Epochs done when `step` begins; of a mixture, of the source that is read most often."""
+        return self.order.epochs_done(step * self.sequences_per_step)
+
+    def epochs(self, step: int) -> np.ndarray:
+        """How often each sequence of a step was read before; int64, (sequences_per_step,)."""
+        return self.order.epochs(self._samples(step))
 
     def sequence_indices(self, step: int) -> np.ndarray:
         """The sequences of a step, all ranks', in order; int64, (sequences_per_step,)."""
-        samples = step * self.sequences_per_step + np.arange(self.sequences_per_step, dtype=np.int64)
-        epochs, positions = np.divmod(samples, self.sequences)
-        indices = np.empty_like(samples)
-        for epoch in np.unique(epochs):  # a step may reach into the next epoch
-            there = epochs == epoch
-            indices[there] = self._order(int(epoch))(positions[there])
-        return indices
+        return self.order.indices(self._samples(step))
+
+    def _samples(self, step: int) -> np.ndarray:
+        """The numbers of a step's sequences among those of the run."""
+        return step * self.sequences_per_step + np.arange(self.sequences_per_step, dtype=np.int64)
 
     def micro_batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's (inputs, targets) of a step, int64 on the CPU, each (micro_batch, context).
@@ -105,9 +108,17 @@ class BatchLoader:
     def _indices(self, step: int) -> np.ndarray:
         return self.sequence_indices(step)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - one loader lives as long as its run
-    def _order(self, epoch: int) -> Permutation:
-        return Permutation(self.sequences, seed=self.seed, epoch=epoch)
+
+def _cut(
+    tokens: TokenShards | Mixture, context: int, sequences: int | None, seed: int
+) -> tuple[TokenShards, EpochOrder] | tuple[MixedTokens, MixedOrder]:
+    if not isinstance(tokens, Mixture):
+        return tokens, EpochOrder(_sequences_of_an_epoch(tokens, context, sequences), seed=seed)
+    if sequences is not None:
+        raise ValueError(
+            f"train_sequences={sequences} has no meaning for a mixture; use train_sequences=null"
+        )
+    return tokens.cut(context, seed=seed)
 
 
 def _use_this_gpu() -> Callable[[], None]:
@@ -140,21 +151,6 @@ def evaluation_targets(tokens: TokenShards, *, context: int, sequences: int) -> 
     return tokens.window(1, used * context)
 
 
-def count_sequences(tokens: TokenShards, context: int) -> int:
-    """Number of sequences of `context` tokens in the data, each followed by one more token to predict.
-
-    Raises ValueError when there is none.
-    """
-    count = (len(tokens) - 1) // context
-    if count < 1:
-        raise ValueError(
-            f"{tokens.name} has {len(tokens)} tokens, too few for one sequence of context={context} and the "
-            f"token after it; use context={max(len(tokens) - 1, 1)} or less, or more text (for validation "
-            "text: a greater data.val_fraction)"
-        )
-    return count
-
-
 def _sequences_of_an_epoch(tokens: TokenShards, context: int, wanted: int | None) -> int:
     available = count_sequences(tokens, context)
     if wanted is not None and not 1 <= wanted <= available:
@@ -166,7 +162,7 @@ def _sequences_of_an_epoch(tokens: TokenShards, context: int, wanted: int | None
 
 
 def stack_sequences(
-    tokens: TokenShards, indices: np.ndarray, context: int, *, pin_memory: bool = False
+    tokens: TokenShards | MixedTokens, indices: np.ndarray, context: int, *, pin_memory: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(inputs, targets) of some sequences, int64, each (len(indices), context); targets are a token ahead."""
     inputs = torch.empty(len(indices), context, dtype=torch.int64, pin_memory=pin_memory)

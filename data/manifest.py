@@ -137,9 +137,8 @@ def manifest_of(made: Recipe, shards: dict[str, list[Shard]]) -> Manifest:
 
 def _stem(settings: DataSettings) -> str:
     """A readable beginning for the folder's name."""
-    if settings.path is None:
-        return settings.source
-    return _plain(Path(settings.path).stem) or settings.source
+    path = settings.path or settings.val_path
+    return (_plain(Path(path).stem) if path else "") or settings.source
 
 
 def _label(tokenizer: str) -> str:

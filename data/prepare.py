@@ -11,16 +11,16 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tqdm import tqdm
 
-from data import tokenizers, workers
+from data import texts, tokenizers, workers
 from data.files import checksums
 from data.manifest import Manifest, Recipe, manifest_of, recipe
-from data.settings import DataSettings, check
+from data.settings import DataSettings, allow_names, check, is_validation_only
 from data.shards import SPLITS, UnitRecord, remove_unfinished
 from data.sources import Source
 from data.tokens import TokenShards
@@ -39,7 +39,7 @@ class PrepareSettings:
 
 
 def prepare(settings: DataSettings) -> Path:
-    """Make sure that the complete dataset of these settings is on disk; return its folder.
+    """Make sure that the complete dataset of these settings of one text is on disk; return its folder.
 
     Returns at once if it is. If another process is preparing the same folder, waits for it. Raises ValueError
     for text that cannot be used and OSError for failures of disk, network or memory, each naming the fix.
@@ -116,7 +116,7 @@ def _check_totals(manifest: Manifest, settings: DataSettings) -> None:
             f"data.documents={settings.documents:,}: part of it is missing or it has changed. Delete the "
             "prepared folder and prepare it again, or set data.documents=null to accept any number"
         )
-    for split in SPLITS:
+    for split in ("val",) if is_validation_only(settings) else SPLITS:
         if manifest.tokens(split) == 0:
             raise ValueError(
                 f"no text is left for the {split} split: the source holds only {found} document(s). Give "
@@ -167,14 +167,21 @@ def _progress(tasks: list[workers.Task]) -> Iterator[workers.Report]:
 
 
 def run(settings: PrepareSettings) -> None:
-    """What the command line does."""
-    folder = prepare(settings.data)
+    """What the command line does: prepare all texts of the settings, one after the other."""
+    check(settings.data)
+    for where, text in texts.all_texts(settings.data).items():
+        with nullcontext() if where == "data" else texts.named(where):
+            _prepare_and_report(text, verify=settings.verify)
+
+
+def _prepare_and_report(settings: DataSettings, *, verify: bool) -> None:
+    folder = prepare(settings)
     manifest = Manifest.read(folder)
-    if settings.verify:
-        _check_source(recipe(settings.data).source, manifest, folder)
+    if verify:
+        _check_source(recipe(settings).source, manifest, folder)
         for split in SPLITS:
             TokenShards.open(folder, split, verify="full")
-    state = "verified" if settings.verify else "ready"
+    state = "verified" if verify else "ready"
     print(f"{folder}: {state}, {manifest.tokens('train'):,} + {manifest.tokens('val'):,} tokens")
 
 
@@ -189,13 +196,22 @@ def _check_source(source: Source, manifest: Manifest, folder: Path) -> None:
             )
 
 
-def main() -> None:
-    """Read configs/prepare.yaml and the command line, then run."""
-    import hydra  # here: the tokenizing processes import this module and need no Hydra
+def register() -> None:
+    """Make the types known to Hydra: configs/prepare.yaml starts from `prepare_schema`."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name="prepare_schema", node=PrepareSettings)
+    schema = OmegaConf.structured(PrepareSettings)
+    allow_names(schema)
+    ConfigStore.instance().store(name="prepare_schema", node=schema)
+
+
+def main() -> None:
+    """Read configs/prepare.yaml and the command line, then run."""
+    import hydra  # here: the tokenizing processes import this module and need no Hydra
+    from omegaconf import OmegaConf
+
+    register()
     configs = Path(__file__).resolve().parent.parent / "configs"
 
     @hydra.main(version_base="1.3", config_path=str(configs), config_name="prepare")

@@ -1,12 +1,14 @@
 """The settings of the data, and the checks that need no data."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from data.files import matching
 
 SOURCES = ("openwebtext", "parquet", "jsonl", "text", "stdlib")
+MIXTURE = "mixture"  # of several of them
 FILE_SUFFIXES = {
     "parquet": (".parquet",),
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
@@ -19,12 +21,16 @@ VOCABULARY_SIZES = {"gpt2": 50257, "bytes": 257}  # of the tokenizers that have 
 class DataSettings:
     """Which text, how it becomes tokens, and where the tokens are stored."""
 
-    source: str = "openwebtext"  # one of SOURCES
+    source: str = "openwebtext"  # one of SOURCES, or MIXTURE
     path: str | None = None  # parquet, jsonl, text: a file, a folder or a glob
     val_path: str | None = None  # validation text in files of its own; null: split from `path`
     column: str = "text"  # parquet column or JSON key that holds the text
     tokenizer: str = "gpt2"  # one of VOCABULARY_SIZES, a tokenizer.json, or a folder with one
     val_fraction: float = 0.0005  # validation part of the text; more of a small text, see data/split.py
+    # Further validation sets by name: a path, or its source, path, column and name. See data/texts.py.
+    validation: dict[str, Any] = field(default_factory=dict)
+    # mixture: its sources by name, each with a weight and what else is not as in the mixture.
+    sources: dict[str, Any] = field(default_factory=dict)
 
     repository: str = "Skylion007/openwebtext"  # openwebtext: dataset on the Hugging Face Hub
     config: str = "plain_text"
@@ -43,17 +49,33 @@ def check(settings: DataSettings) -> None:
         raise ValueError("; ".join(found))
 
 
+def allow_names(schema: Any) -> None:
+    """Let the command line set data.validation.NAME and data.sources.NAME, which Hydra does not know.
+
+    schema: OmegaConf's, of the settings that have DataSettings as `data`.
+    """
+    from omegaconf import OmegaConf  # here: tokenizing needs none
+
+    for group in (schema.data.validation, schema.data.sources):
+        OmegaConf.set_struct(group, False)
+
+
 def problems(settings: DataSettings) -> Iterator[str]:
     """Why settings cannot work, each with its fix. Fast, and never uses the network."""
+    from data import texts  # here: it needs this module
+
+    yield from _problems_of_all_texts(settings)
+    if settings.source != MIXTURE:
+        yield from problems_of_text(settings)
+    yield from texts.problems(settings)
+
+
+def _problems_of_all_texts(settings: DataSettings) -> Iterator[str]:
+    """Of the settings that all texts of a run share."""
     try:
         vocabulary_size(settings.tokenizer)
     except ValueError as error:
         yield str(error)
-    if not 0 < settings.val_fraction < 1:
-        yield (
-            f"data.val_fraction={settings.val_fraction} must lie between 0 and 1; 0.0005 is usual for large "
-            "data"
-        )
     if settings.processes is not None and settings.processes < 1:
         yield f"data.processes={settings.processes} must be at least 1; null uses every core"
     if settings.prepare_on_first_use_mb < 0:
@@ -61,14 +83,28 @@ def problems(settings: DataSettings) -> Iterator[str]:
             f"data.prepare_on_first_use_mb={settings.prepare_on_first_use_mb} must not be negative; 0 turns "
             "it off"
         )
+
+
+def problems_of_text(settings: DataSettings) -> Iterator[str]:
+    """Of the settings that belong to one text."""
+    if not 0 < settings.val_fraction < 1:
+        yield (
+            f"data.val_fraction={settings.val_fraction} must lie between 0 and 1; 0.0005 is usual for large "
+            "data"
+        )
     if settings.name is not None and (Path(settings.name).name != settings.name or settings.name == ".."):
         yield f"data.name={settings.name!r} must be a plain folder name; data.root is the folder it is in"
     if settings.source not in SOURCES:
-        yield f"data.source={settings.source} is unknown; choose one of {', '.join(SOURCES)}"
+        yield f"data.source={settings.source} is unknown; choose one of {', '.join((*SOURCES, MIXTURE))}"
     elif settings.source in FILE_SUFFIXES:
         yield from _problems_of_files(settings)
     else:
         yield from _problems_without_files(settings)
+
+
+def is_validation_only(settings: DataSettings) -> bool:
+    """Whether the text is not for training: data.val_path alone is set."""
+    return settings.path is None and settings.val_path is not None
 
 
 def vocabulary_size(tokenizer: str) -> int:
@@ -110,7 +146,7 @@ def named_folder(settings: DataSettings) -> Path | None:
 
 def _problems_of_files(settings: DataSettings) -> Iterator[str]:
     source = settings.source
-    if settings.path is None:
+    if settings.path is None and settings.val_path is None:
         yield f"data={source} needs data.path=FILE (or a folder, or a quoted glob such as 'DIR/*')"
         return
     if named_folder(settings):

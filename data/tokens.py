@@ -104,6 +104,21 @@ class TokenShards:
         return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
 
+def count_sequences(tokens: TokenShards, context: int) -> int:
+    """Number of sequences of `context` tokens in the data, each followed by one more token to predict.
+
+    Raises ValueError when there is none.
+    """
+    count = (len(tokens) - 1) // context
+    if count < 1:
+        raise ValueError(
+            f"{tokens.name} has {len(tokens)} tokens, too few for one sequence of context={context} and the "
+            f"token after it; use context={max(len(tokens) - 1, 1)} or less, or more text (for validation "
+            "text: a greater data.val_fraction)"
+        )
+    return count
+
+
 def _check(folder: Path, shard: Shard, ids: np.dtype, *, full: bool) -> None:
     file = folder / shard.name
     fix = "delete it and run the same data.prepare command again, which rebuilds only this shard"

@@ -27,7 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, PRESETS, SageConfig, decode
+from sagebwd.config import (
+    DEFAULT_CONFIG,
+    PAPER_INT8_MATMULS,
+    PRESETS,
+    TILE_OF_LARGE_HEADS,
+    SageConfig,
+    decode,
+)
 from sagebwd.validation import check_window, is_autocast
 from sagebwd.window import Window
 
@@ -42,8 +49,10 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
 TRITON_BLOCKS = (32, 64, 128)
-#: CUDA: the only tile, and the head sizes that are padded to 64 or 128.
+#: CUDA: the tile, (queries, keys), the tiles of the Ampere kernels, and the head sizes that are padded to 64
+#: or 128.
 CUDA_TILE = (64, 128)
+AMPERE_TILES = (CUDA_TILE, (128, 64), (64, 64))
 CUDA_HEAD_DIMS = range(33, 129)
 #: CUDA: products that may run in 16 bit; all others of the paper's INT8 products are INT8.
 CUDA_16_BIT_MATMULS = ("o", "dv")
@@ -168,7 +177,8 @@ def hopper_rules(call: Call, matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MA
     yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
-    yield from _rules_of_cuda_kernels(call, "Hopper", matmuls_in_16_bit)
+    yield from _rules_of_cuda_kernels(call, "Hopper", (CUDA_TILE,), matmuls_in_16_bit)
+    yield Rule(not call.is_windowed, "window_size is set, and the Hopper kernels have no windows", warns=True)
     yield _scales_of_blocks(call.config)
 
 
@@ -183,7 +193,18 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
     if call.gpu is None:
         return
     yield _since_ampere(call.gpu)
-    yield from _rules_of_cuda_kernels(call, "Ampere")
+    yield from _rules_of_cuda_kernels(call, "Ampere", AMPERE_TILES)
+    has_64_keys = call.config.tile(call.head_dim)[1] == 64
+    large_tile = "tiles of {} x {} (queries x keys) for heads of more than 128 channels".format(
+        *call.config.tile(call.head_dim)
+    )
+    fits = call.head_dim <= CUDA_HEAD_DIMS[-1] or call.config.tile(call.head_dim) == TILE_OF_LARGE_HEADS
+    yield Rule(fits, large_tile, "set block_q and block_kv to None")
+    yield Rule(
+        call.config.is_int8("dv") or not has_64_keys,
+        "dv is not in INT8, and tiles have 64 keys",
+        "add 'dv' to int8_matmuls, or set block_kv=None for up to 128 channels",
+    )
     if not all(map(call.config.is_int8, CUDA_16_BIT_MATMULS)):
         yield _scales_of_blocks(call.config)
 
@@ -227,18 +248,21 @@ def _scales_of_blocks(config: SageConfig) -> Rule:
 
 
 def _rules_of_cuda_kernels(
-    call: Call, name: str, matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MATMULS
+    call: Call,
+    name: str,
+    tiles: tuple[tuple[int, int], ...],
+    matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MATMULS,
 ) -> Iterator[Rule]:
     config = call.config
     yield from _rules_of_all_kernels(call)
     yield Rule(
-        config.block_q in (None, CUDA_TILE[0]) and config.block_kv in (None, CUDA_TILE[1]),
+        config.block_q is config.block_kv is None or config.tile(call.head_dim) in tiles,
         f"block_q is {config.block_q} and block_kv {config.block_kv}",
         "set both to None",
         warns=True,
     )
     yield Rule(
-        config.granularity == "row",
+        config.granularity == "row" or (config.tile(call.head_dim)[1] == 64 and name == "Ampere"),
         f"granularity is {config.granularity!r}",
         "set granularity='row'",
         warns=True,
@@ -251,13 +275,12 @@ def _rules_of_cuda_kernels(
         "add them to int8_matmuls",
         warns=True,
     )
-    reason = f"window_size is set, and the {name} kernels have no windows"
-    yield Rule(not call.is_windowed, reason, warns=True)
     yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
-    yield Rule(
-        call.head_dim in CUDA_HEAD_DIMS,
-        f"the head size is {call.head_dim}, and the {name} kernels have sizes from 40 to 128",
-    )
+    if name == "Hopper":
+        yield Rule(
+            call.head_dim in CUDA_HEAD_DIMS,
+            f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
+        )
     reason = None if call.gpu is None else call.gpu.no_cuda_kernels
     yield Rule(reason is None, str(reason), warns=True)
 

@@ -64,3 +64,6 @@ class Window(NamedTuple):
 
 #: Every query sees every key.
 FULL = Window(-1, -1)
+
+#: The causal mask.
+CAUSAL = Window(-1, 0)

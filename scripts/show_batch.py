@@ -7,7 +7,7 @@
 Run it from the checkout, on a machine that has the run's data. Needs no GPU. Columns of the table:
 
   index       index of the sequence in the data, from 0, as in the log and in spikes.jsonl
-  epoch       number of complete passes over the data before this one
+  epoch       number of complete passes over the data before this one; of a mixture, over its source
   top token   the most frequent token, and its share of the sequence
   distinct    number of distinct tokens
   run         longest run of one token
@@ -88,15 +88,17 @@ class RunData:
 
     def sequences(self, step: int) -> list["Sequence"]:
         """The sequences of a step, which counts from 1, in the order of training."""
-        first_sample = (step - 1) * self.loader.sequences_per_step
+        loader = self.loader
+        rows = zip(loader.sequence_indices(step - 1).tolist(), loader.epochs(step - 1).tolist(), strict=True)
         return [
             Sequence(
-                index=int(index),
-                epoch=(first_sample + row) // self.loader.sequences,
-                tokens=self.corpus.train.window(int(index) * self.loader.context, self.loader.context),
+                index=index,
+                epoch=epoch,
+                tokens=loader.tokens.window(index * loader.context, loader.context),
                 end_of_text=self.corpus.tokenizer.end_of_text,
+                source=loader.order.text_of(index),
             )
-            for row, index in enumerate(self.loader.sequence_indices(step - 1))
+            for index, epoch in rows
         ]
 
 
@@ -141,6 +143,7 @@ class Sequence:
     epoch: int
     tokens: np.ndarray
     end_of_text: int
+    source: str | None = None  # of a mixture
 
     @property
     def top_token(self) -> tuple[int, float]:
@@ -203,7 +206,11 @@ def show(run: RunData, step: int, indices: list[int] | None, characters: int) ->
     for sequence in chosen:
         text = run.corpus.tokenizer.decode(sequence.tokens)
         ends = ", ".join(map(str, sequence.boundaries)) or "none"
-        print(f"\n--- sequence {sequence.index}, epoch {sequence.epoch}, documents end at tokens: {ends}")
+        source = f" of {sequence.source}" if sequence.source else ""
+        print(
+            f"\n--- sequence {sequence.index}{source}, epoch {sequence.epoch}, "
+            f"documents end at tokens: {ends}"
+        )
         print(text if not characters or len(text) <= characters else text[:characters] + " […]")
     print()
 

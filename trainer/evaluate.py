@@ -1,11 +1,15 @@
 """Loss on the validation text."""
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from data.corpus import ValidationSet
+from data.loader import evaluation_targets
+from data.tokenizers import Tokenizer
 from trainer import parallel
 from trainer.distributed import Ranks
 
@@ -38,3 +42,46 @@ def validation_loss(
             model(torch.zeros(1, 1, dtype=torch.int64, device=ranks.device))
     summed, tokens = ranks.mean(total).tolist()
     return summed / tokens
+
+
+def bytes_per_token(
+    sets: Sequence[ValidationSet], tokenizer: Tokenizer, *, context: int, sequences: int
+) -> list[float]:
+    """UTF-8 bytes of text for each token that a validation predicts, of each set."""
+    found = []
+    for one in sets:
+        targets = evaluation_targets(one.tokens, context=context, sequences=sequences)
+        found.append(tokenizer.count_bytes(targets) / len(targets))
+    return found
+
+
+def validation_record(
+    sets: Sequence[ValidationSet], losses: Sequence[float], bytes_of: Sequence[float]
+) -> dict[str, float]:
+    """What is logged of a validation: losses in nats per token, and bits per byte of text.
+
+    `val_loss` is the mean over the sets by their weights, in bits per byte that of text in which their tokens
+    have these weights. Sets that have a name follow under it. bytes_of: `bytes_per_token`; a text without
+    bytes gives NaN.
+    """
+    loss = sum(one.weight * value for one, value in zip(sets, losses, strict=True))
+    size = sum(one.weight * value for one, value in zip(sets, bytes_of, strict=True))
+    record = {"val_loss": loss, "val_bits_per_byte": _bits_per_byte(loss, size)}
+    for one, value, its_bytes in zip(sets, losses, bytes_of, strict=True):
+        if one.name is not None:
+            record[f"val_loss/{one.name}"] = value
+            record[f"val_bits_per_byte/{one.name}"] = _bits_per_byte(value, its_bytes)
+    return record
+
+
+def described(record: dict[str, float]) -> str:
+    """A validation_record as a line for people."""
+    text = f"validation loss {record['val_loss']:.4f}, {record['val_bits_per_byte']:.4f} bits per byte"
+    names = [key.removeprefix("val_loss/") for key in record if key.startswith("val_loss/")]
+    for name in names:
+        text += f"; {name} {record[f'val_loss/{name}']:.4f}, {record[f'val_bits_per_byte/{name}']:.4f}"
+    return text
+
+
+def _bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    return loss / math.log(2) / bytes_per_token if bytes_per_token else math.nan

@@ -14,9 +14,10 @@ from trainer.settings import Settings
 # Settings that may differ when a run resumes: they change how it executes or reports, not what it computes.
 # (Text may have moved; whether it is the same text is checked against the checkpoint.)
 MAY_CHANGE = re.compile(
-    r"hardware\.(?!dtype)|logger\.|probe\.|spike\.|data\.(root|path|val_path|processes)|"
+    r"hardware\.(?!dtype)|logger\.|probe\.|spike\.|profile\.|"
+    r"data\.(root|path|val_path|processes|validation|sources\.[^.]+\.(path|val_path)$)|"
     r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|"
-    r"checkpoint_background|keep_checkpoints|milestone_every|skip_nonfinite|runs_dir|run_dir|rerun_finished)$"
+    r"checkpoint_background|keep_checkpoints|milestone_every|skip_nonfinite|runs_dir|run_dir|rerun_finished|plan)$"
 )
 
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value

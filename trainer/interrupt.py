@@ -14,6 +14,7 @@ from types import FrameType
 from trainer.errors import Interrupted
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to get when the parent dies
+SWEEP_PID = "SAGEBWD_SWEEP_PID"  # environment variable: the process of the sweep that started this one
 POLL_S = 1.0
 
 
@@ -102,8 +103,26 @@ class ForwardedStop(StopRequest):
     def call_previous_handler(self) -> None:
         """After the ranks have saved: run the handler installed before, in which submitit requeues a job."""
         previous = self._previous[self.signal]
-        if callable(previous) and previous is not signal.default_int_handler:
+        if callable(previous) and previous not in (signal.default_int_handler, _exit):
             previous(self.signal, None)
+
+
+class StopSignal(StopRequest):
+    """In the process of a sweep: only remembers the signal. A terminal sends SIGINT to the runs, too."""
+
+    def _remember(self, number: int) -> None:
+        self.signal = self.signal or number
+
+
+def exit_on_signals() -> None:
+    """Let signals that ask to stop end this process like sys.exit, so that it can say what it has done."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def end_with_parent() -> None:
@@ -112,7 +131,16 @@ def end_with_parent() -> None:
     For a process that multiprocessing started. Without its parent a rank would train on, hold the run's lock,
     and at the end wait for ever. What it had not saved is trained again.
     """
-    parent = multiprocessing.parent_process().pid
+    _end_with(multiprocessing.parent_process().pid)
+
+
+def end_with_sweep() -> None:
+    """As `end_with_parent`, if a sweep started this process as a command of its own."""
+    if parent := os.environ.pop(SWEEP_PID, None):
+        _end_with(int(parent))
+
+
+def _end_with(parent: int) -> None:
     if not _kernel_kills_with_parent():
         watch_parent(parent)
     elif os.getppid() != parent:  # it ended before the kernel was asked

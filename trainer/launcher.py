@@ -49,9 +49,11 @@ def start(work: Callable[..., None], *arguments: object, processes: int) -> None
             _end(ranks)
     stopped = next((rank.error for rank in ranks if isinstance(rank.error, Interrupted)), None)
     if failed:
-        if stop.signal and failed.process.exitcode in (-stop.signal, -signal.SIGTERM):
+        # 1: Ctrl-C reached it while it was importing.
+        if stop.signal and not failed.error and failed.process.exitcode in (-stop.signal, -signal.SIGTERM, 1):
             raise Interrupted(f"stopped before its first step. {CONTINUES}", stop.signal)
-        raise failed.error or TrainingError(f"rank {failed.rank} {_death(failed.process)}. {CONTINUES}")
+        death = describe_death(failed.process.pid, failed.process.exitcode)
+        raise failed.error or TrainingError(f"rank {failed.rank} {death}. {CONTINUES}")
     if stopped and stop.signal:
         stop.call_previous_handler()
         raise Interrupted(stopped.message, stop.signal)
@@ -161,16 +163,16 @@ def _end(ranks: list[_Rank]) -> None:
             rank.process.join()
 
 
-def _death(process: BaseProcess) -> str:
-    """How a process ended that sent no error."""
-    if process.exitcode > 0:
-        return f"(process {process.pid}) ended with exit code {process.exitcode}"
+def describe_death(pid: int, code: int) -> str:
+    """How a process ended that sent no error, from its exit code."""
+    if code > 0:
+        return f"(process {pid}) ended with exit code {code}"
     hints = {
         "SIGKILL": ": the kernel does that when memory runs out (see dmesg), a cluster to end a job",
         "SIGABRT": ": NCCL does that if another rank keeps it waiting for longer than hardware.timeout_s",
     }
     try:
-        name = signal.Signals(-process.exitcode).name
+        name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
-        name = f"signal {-process.exitcode}"
-    return f"(process {process.pid}) was ended by {name}{hints.get(name, '')}"
+        name = f"signal {-code}"
+    return f"(process {pid}) was ended by {name}{hints.get(name, '')}"

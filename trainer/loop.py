@@ -16,13 +16,8 @@ from torch import Tensor
 
 import model.huggingface
 from data.corpus import Corpus, open_corpus
-from data.loader import (
-    BatchLoader,
-    count_sequences,
-    evaluation_batches,
-    evaluation_targets,
-    stack_sequences,
-)
+from data.loader import BatchLoader, evaluation_batches, stack_sequences
+from data.tokens import TokenShards, count_sequences
 from model import backends
 from model.backends import Backend
 from model.config import parameter_count
@@ -33,14 +28,17 @@ from trainer.checkpoint import Checkpoints, from_main
 from trainer.distributed import Ranks
 from trainer.divergence import Guard
 from trainer.errors import Interrupted, TrainingError, explain, user_facing
-from trainer.evaluate import validation_loss
+from trainer.estimate import check_memory, report_memory
+from trainer.evaluate import bytes_per_token, described, validation_loss, validation_record
 from trainer.export import draw, export
 from trainer.interrupt import StopRequest
 from trainer.model_card import model_card
-from trainer.optimizer import adamw, learning_rate, set_learning_rate
+from trainer.optimizer import build_optimizer, set_learning_rate
 from trainer.plan import make_plan
 from trainer.probe import Alarm, Probe, build_probe
+from trainer.profiling import start_profiler
 from trainer.run_directory import RunDirectory, read_metrics
+from trainer.schedule import learning_rate
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, report
 from trainer.telemetry import Telemetry, log_to
@@ -64,12 +62,14 @@ def train(settings: Settings) -> None:
         with_user_facing_errors(settings),
         ranks.reporting_lost_ranks(),
     ):
+        estimate = check_memory(settings, ranks.count)
         directory = RunDirectory(Path(settings.run_dir))
         with directory.locked() if ranks.is_main else nullcontext():
             from_main(ranks, lambda: directory.open(settings))
             if ranks.is_main:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
+            report_memory(estimate)
             Trainer(settings, directory, ranks, stop).run()
 
 
@@ -116,7 +116,7 @@ class Trainer:
         self.wrapped, self.compiled = parallel.place(
             self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
         )
-        self.optimizer = adamw(self.llama, settings.optimizer)
+        self.optimizer = build_optimizer(self.llama, settings.optimizer)
         self.guard = Guard(self.llama, self.optimizer, ranks, directory)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
@@ -136,6 +136,7 @@ class Trainer:
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.telemetry = self._start_telemetry(restored.get("wandb_id")) if ranks.is_main else None
+        self.profiler = start_profiler(settings.profile, directory.profile, ranks)
 
     # ------------------------------------------------------------------ the run
 
@@ -160,6 +161,9 @@ class Trainer:
                     steps_timed = 0
                 if self.telemetry:
                     self.telemetry.advance()
+                if self.profiler and self.profiler.advance():
+                    with self._off_the_clock():
+                        self.profiler.write(self.step)
                 if self.probe and self.step % settings.probe.every == 0:
                     with self._off_the_clock():
                         self._probe(self.probe)
@@ -174,6 +178,8 @@ class Trainer:
             self._finish()
             self.ranks.barrier()
         finally:
+            if self.profiler:
+                self.profiler.close()
             self.checkpoints.close()
             if self.telemetry:
                 self.telemetry.close()
@@ -233,7 +239,7 @@ class Trainer:
     def _probe(self, probe: Probe) -> None:
         """Measure the attention with the current weights, on the first sequences of the step just done."""
         indices = self.loader.sequence_indices(self.step - 1)[: self.settings.probe.sequences]
-        batch = map(self._to_device, stack_sequences(self.corpus.train, indices, self.settings.context))
+        batch = map(self._to_device, stack_sequences(self.loader.tokens, indices, self.settings.context))
         with parallel.uncompiled():
             values = probe.measure(*batch, self._autocast, is_main=self.ranks.is_main)
         if self.telemetry:
@@ -243,46 +249,45 @@ class Trainer:
                 self.telemetry.alert("attention gradients are inaccurate", warning)
 
     def _evaluate(self) -> None:
-        """Loss on the first `eval_sequences` validation sequences, and a sample."""
+        """Loss on the first `eval_sequences` sequences of each validation set, and a sample."""
+        settings, ranks = self.settings, self.ranks
+        sharded = parallel.is_sharded(settings.model, settings.hardware, ranks.count)
+        losses = [self._validation_loss(one.tokens, in_step=sharded) for one in self.corpus.validation]
+        # All ranks of a sharded model take part in generating each token.
+        sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
+        if self.telemetry:
+            record = validation_record(self.corpus.validation, losses, self._bytes_per_token)
+            self.telemetry.record({"step": self.step, "tokens": self._tokens(), **record, "sample": sample})
+            log.info("step %d: %s%s", self.step, described(record), f"\n  | {sample!r}" if sample else "")
+
+    def _validation_loss(self, tokens: TokenShards, *, in_step: bool) -> float:
         settings, ranks = self.settings, self.ranks
         batches = evaluation_batches(
-            self.corpus.val,
+            tokens,
             context=settings.context,
             sequences=settings.eval_sequences,
             micro_batch=settings.hardware.micro_batch,
             rank=ranks.rank,
             ranks=ranks.count,
         )
-        sharded = parallel.is_sharded(settings.model, settings.hardware, ranks.count)
-        val_loss = validation_loss(
+        return validation_loss(
             self.compiled,
             batches,
             micro_batch=settings.hardware.micro_batch,
             ranks=ranks,
             autocast=self._autocast,
-            in_step=sharded,
+            in_step=in_step,
         )
-        # All ranks of a sharded model take part in generating each token.
-        sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
-        if self.telemetry:
-            losses = {"val_loss": val_loss, "val_bits_per_byte": val_loss * self._bits_per_byte_per_nat}
-            self.telemetry.record({"step": self.step, "tokens": self._tokens(), **losses, "sample": sample})
-            log.info(
-                "step %d: validation loss %.4f, %.4f bits per byte%s",
-                self.step,
-                *losses.values(),
-                f"\n  | {sample!r}" if sample else "",
-            )
 
     @functools.cached_property
-    def _bits_per_byte_per_nat(self) -> float:
-        """Bits per byte of the validation text for each nat per token; NaN for a text without bytes."""
-        settings = self.settings
-        targets = evaluation_targets(
-            self.corpus.val, context=settings.context, sequences=settings.eval_sequences
+    def _bytes_per_token(self) -> list[float]:
+        """Of the text of each validation set."""
+        return bytes_per_token(
+            self.corpus.validation,
+            self.corpus.tokenizer,
+            context=self.settings.context,
+            sequences=self.settings.eval_sequences,
         )
-        size = self.corpus.tokenizer.count_bytes(targets)
-        return len(targets) / size / math.log(2) if size else math.nan
 
     def _sample(self) -> str:
         prompt = torch.tensor(
@@ -421,8 +426,9 @@ class Trainer:
     def _make_loader(self) -> BatchLoader:
         settings, ranks = self.settings, self.ranks
         with user_facing(ValueError):
-            count_sequences(self.corpus.val, settings.context)  # raises now, not at an evaluation
-            return BatchLoader(
+            for one in self.corpus.validation:
+                count_sequences(one.tokens, settings.context)  # raises now, not at an evaluation
+            loader = BatchLoader(
                 self.corpus.train,
                 context=settings.context,
                 sequences_per_step=self.plan.sequences_per_step,
@@ -433,6 +439,11 @@ class Trainer:
                 ranks=ranks.count,
                 pin_memory=ranks.device.type == "cuda",
             )
+        for line in loader.order.description(
+            self.plan.steps * self.plan.sequences_per_step, context=settings.context
+        ):
+            log.info("data: %s", line)
+        return loader
 
     def _build_backend(self) -> Backend:
         shape = self.settings.model

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from data.settings import MIXTURE, DataSettings
+from data.texts import sources_of, whole_weights
 from model import backends
 from model.config import parameter_count
 from trainer.plan import tokens_per_step
 from trainer.run_directory import RunDirectory, read_lines
-from trainer.settings import Settings
+from trainer.settings import OptimizerSettings, Settings
 
 CARD = """\
 ---
@@ -63,11 +65,18 @@ def _rows(
             f"{tokens:,} tokens, {tokens_per_step(settings):,} per step, context {settings.context}",
         ),
         ("text", _text(settings)),
-        ("optimizer", f"AdamW, learning rate {optimizer.lr:g}, {optimizer.schedule} schedule"),
+        ("optimizer", f"{_optimizer(optimizer)}, {optimizer.schedule} schedule"),
         ("seed", settings.seed),
         *_losses(records, step),
         *_environment(directory),
     ]
+
+
+def _optimizer(settings: OptimizerSettings) -> str:
+    if settings.name != "muon":
+        return f"AdamW, learning rate {settings.lr:g}"
+    rate = settings.lr if settings.muon_lr is None else settings.muon_lr
+    return f"Muon, learning rate {rate:g} ({settings.muon_lr_scale}), and AdamW, {settings.lr:g}"
 
 
 def _attention(settings: Settings) -> str:
@@ -77,7 +86,16 @@ def _attention(settings: Settings) -> str:
 
 
 def _text(settings: Settings) -> str:
-    data = settings.data
+    if settings.data.source != MIXTURE:
+        return _one_text(settings.data)
+    weights = whole_weights(settings.data)
+    return ", ".join(
+        f"{weights[name] / sum(weights.values()):.3g} of {_one_text(text)}"
+        for name, text in sources_of(settings.data).items()
+    )
+
+
+def _one_text(data: DataSettings) -> str:
     if data.source == "openwebtext":
         return f"{data.repository}, revision {data.revision}"
     return {"stdlib": "the sources of Python's standard library"}.get(data.source, f"{data.source} files")

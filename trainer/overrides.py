@@ -7,12 +7,23 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from omegaconf import ListConfig, OmegaConf
 
 from model import backends
 from trainer.settings import Settings
+
+#: Settings whose next part is a name that the user chooses; data/texts.py checks what follows.
+NAMED = ("data.validation.", "data.sources.")
+
+
+def unresolved(overrides: ListConfig) -> list[str]:
+    """Overrides as they were typed: ${oc.env:KEY} stays, so that no secret gets into a name or a message."""
+    return OmegaConf.to_container(overrides, resolve=False)
 
 
 def check_or_exit(arguments: list[str], configs: Path) -> None:
@@ -32,9 +43,11 @@ def check_or_exit(arguments: list[str], configs: Path) -> None:
     elsewhere = any(override.key_or_group == "hydra.searchpath" for override in parsed)  # options of the user
     for override in parsed:
         key = override.key_or_group
+        if key == "hydra/launcher" and not elsewhere:
+            _check_launcher(override, configs / "hydra" / "launcher")
         if key.split(".")[0].split("/")[0] == "hydra":
             continue
-        if key not in known:
+        if key not in known and not key.startswith(NAMED):
             near = difflib.get_close_matches(key, known, n=3) or _same_ending(key, known)
             hint = (
                 f"did you mean {' or '.join(near)}?" if near else "python train.py --help lists all settings"
@@ -43,6 +56,18 @@ def check_or_exit(arguments: list[str], configs: Path) -> None:
         for option in _chosen_options(override) if key in groups and not elsewhere else ():
             if option not in groups[key]:
                 sys.exit(f"{override.input_line}: {_unknown_option(key, option, groups[key])}")
+
+
+def _check_launcher(override: Override, folder: Path) -> None:
+    """End the program with a message if the launcher is unknown, or its package is not installed."""
+    Plugins.instance()  # installed launchers add themselves to the store
+    installed = {name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")}
+    known = sorted(installed | set(_options(folder)))
+    for option in _chosen_options(override):
+        if option in ("slurm", "submitit_slurm", "submitit_local") and "submitit_slurm" not in installed:
+            sys.exit(f"{override.input_line} needs hydra-submitit-launcher: pip install -e '.[slurm]'")
+        if option not in known:
+            sys.exit(f"{override.input_line}: {_unknown_option('hydra/launcher', option, known)}")
 
 
 def known_settings() -> set[str]:

@@ -14,6 +14,7 @@ import data.settings
 import model.config
 import model.huggingface
 from model import backends
+from trainer import optimizer, profiling, schedule
 from trainer.errors import SettingsError
 from trainer.settings import Settings
 from trainer.tensorboard import MISSING_PACKAGE
@@ -70,6 +71,13 @@ def check_model(settings: Settings, ranks: int) -> Problems:
 
 def check_data(settings: Settings, ranks: int) -> Problems:
     yield from data.settings.problems(settings.data)
+    if data.settings.is_validation_only(settings.data):
+        yield "data.path is missing: data.val_path alone is no text to train on; set data.path=FILE, too"
+    if settings.data.source == data.settings.MIXTURE and settings.train_sequences is not None:
+        yield (
+            f"train_sequences={settings.train_sequences} has no meaning with data=mixture; use "
+            "train_sequences=null"
+        )
 
 
 def check_attention(settings: Settings, ranks: int) -> Problems:
@@ -79,9 +87,13 @@ def check_attention(settings: Settings, ranks: int) -> Problems:
         yield str(error)
 
 
+def check_optimizer(settings: Settings, ranks: int) -> Problems:
+    yield from schedule.problems(settings.optimizer)
+    yield from optimizer.problems(settings.optimizer)
+
+
 def check_ranges(settings: Settings, ranks: int) -> Problems:
     """Single values that are out of range."""
-    optimizer = settings.optimizer
     for name, value in _positive(settings).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             yield f"{name}={value} must be greater than zero"
@@ -91,16 +103,6 @@ def check_ranges(settings: Settings, ranks: int) -> Problems:
     ):
         if value < 0:
             yield f"{name}={value} must not be negative; 0 turns it off"
-    for name, value in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
-        if not 0 <= value < 1:
-            yield f"optimizer.{name}={value} must be at least 0 and below 1; usual is 0.9 or 0.95"
-    if not optimizer.weight_decay >= 0:
-        yield f"optimizer.weight_decay={optimizer.weight_decay} must not be negative"
-    if not 0 <= optimizer.min_lr_ratio <= 1:
-        yield (
-            f"optimizer.min_lr_ratio={optimizer.min_lr_ratio} must lie between 0 and 1: "
-            "it is the final learning rate as a fraction of optimizer.lr"
-        )
     if settings.sample_tokens and not settings.sample_prompt:
         yield "sample_prompt is empty; give the sample a beginning, or use sample_tokens=0"
 
@@ -149,7 +151,6 @@ def check_choices(settings: Settings, ranks: int) -> Problems:
         ("hardware.device", hardware.device, ("cuda", "cpu")),
         ("hardware.parallel", hardware.parallel, ("auto", "ddp", "fsdp")),
         ("hardware.recompute", hardware.recompute, ("none", "blocks")),
-        ("optimizer.schedule", settings.optimizer.schedule, ("cosine", "linear")),
         ("logger.wandb", settings.logger.wandb, ("auto", "online", "offline", "off")),
     ):
         if value not in choices:
@@ -175,7 +176,7 @@ def check_milestones(settings: Settings, ranks: int) -> Problems:
 
 def check_gpus(settings: Settings, ranks: int) -> Problems:
     hardware = settings.hardware
-    if hardware.device != "cuda":
+    if hardware.device != "cuda" or settings.plan:  # a plan may be made on another machine
         return
     available = torch.cuda.device_count()
     if available == 0:
@@ -234,11 +235,9 @@ def check_schedule(settings: Settings, ranks: int) -> Problems:
             f"total_tokens={settings.total_tokens} is less than one step of {tokens_per_step(settings)} "
             "tokens; raise it, or set steps"
         )
-    elif tps.warmup_steps >= steps:
-        yield (
-            f"tps.warmup_steps={tps.warmup_steps} takes the whole run of {steps} steps; "
-            f"use tps.warmup_steps={steps // 10}, or train longer"
-        )
+    else:
+        yield from schedule.length_problems(settings.optimizer, steps=steps, warmup_steps=tps.warmup_steps)
+        yield from profiling.problems(settings.profile, steps)
 
 
 def check_probe(settings: Settings, ranks: int) -> Problems:
@@ -339,6 +338,7 @@ CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_model,
     check_data,
     check_attention,
+    check_optimizer,
     check_ranges,
     check_places,
     check_choices,

@@ -26,6 +26,7 @@ from data.files import write_text
 from data.overrides import override
 from trainer import identity, seal
 from trainer.errors import TrainingError, explain, first
+from trainer.plan import make_plan
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
 from trainer.settings import Settings
@@ -33,7 +34,16 @@ from trainer.settings import Settings
 log = logging.getLogger(__name__)
 
 # Overrides that say where things are, not what the run computes.
-UNNAMED = ("run_dir=", "runs_dir=", "rerun_finished=", "data.root=", "data.processes=", "logger=", "logger.")
+UNNAMED = (
+    "run_dir=",
+    "runs_dir=",
+    "rerun_finished=",
+    "plan=",
+    "data.root=",
+    "data.processes=",
+    "logger=",
+    "logger.",
+)
 
 
 def default_name(overrides: list[str]) -> str:
@@ -46,6 +56,17 @@ def default_name(overrides: list[str]) -> str:
     if name != exact.replace("=", "-") or len(name) > 120:
         return f"{name[:110]}-{crc32(exact.encode()):08x}"  # something was replaced or cut off
     return name
+
+
+def is_finished(settings: Settings, ranks: int, overrides: list[str]) -> bool:
+    """Whether this run is finished; gives it a `run_dir` named after its overrides if it has none.
+
+    Raises TrainingError if its settings cannot be trained, or its folder is of another run.
+    """
+    make_plan(settings, ranks)
+    if settings.run_dir is None:
+        settings.run_dir = str(Path(settings.runs_dir) / default_name(overrides))
+    return RunDirectory(Path(settings.run_dir)).is_finished_with(settings)
 
 
 class RunDirectory:
@@ -62,6 +83,7 @@ class RunDirectory:
         self.weights = path / "weights"
         self.exports = path / "export"  # checkpoints in the Hugging Face layout: python -m scripts.export
         self.traces = path / "traces"  # of its attention: python -m scripts.paper.layers --traces
+        self.profile = path / "profile"  # of a few steps: trainer/profiling.py
         self.wandb_id = path / ".wandb_id"  # the run's id in W&B
         self._done = path / "DONE"
         self._diverged = path / "DIVERGED"
@@ -96,7 +118,8 @@ class RunDirectory:
                 "Give these settings their own run_dir=…, or train them here from the start with "
                 f"rerun_finished=true{self._how_to_extend(changed)}"
             )
-        return all(stored.get("data", {}).get(key) == current["data"][key] for key in ("path", "val_path"))
+        was, now = stored.get("data", {}), current["data"]
+        return all((was.get(key) or None) == (now[key] or None) for key in ("path", "val_path", "sources"))
 
     def _how_to_extend(self, changed: list[identity.Difference]) -> str:
         if not {name for name, _, _ in changed} <= {"steps", "total_tokens"}:
@@ -239,7 +262,7 @@ class RunDirectory:
 
     def _clear(self) -> None:
         """Delete what the finished run left; DONE last, so that the same command clears what is left."""
-        for path in (self.checkpoints, self.weights, self.exports, self.traces):
+        for path in (self.checkpoints, self.weights, self.exports, self.traces, self.profile):
             if path.is_symlink():  # of checkpoints on another disk, for example: empty it, and keep the link
                 for child in path.iterdir():
                     shutil.rmtree(child) if child.is_dir() else child.unlink()

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-from data.settings import DataSettings
+from data.settings import DataSettings, allow_names
 from model.backends import FULL_PRECISION
 from model.config import LlamaConfig
 
@@ -26,16 +26,25 @@ class TpsSettings:
 
 @dataclass
 class OptimizerSettings:
-    """AdamW under a schedule with linear warm-up."""
+    """AdamW, or Muon with AdamW, under a schedule with linear warm-up.
 
+    Settings that are null here belong to one schedule or one optimizer, and are refused with another.
+    """
+
+    name: str = "adamw"  # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for all else
     lr: float = MISSING  # peak learning rate
-    schedule: str = "cosine"  # how it falls after the warm-up: "cosine" or "linear"
+    schedule: str = "cosine"  # how it falls after the warm-up: "cosine", "linear" or "wsd" (at the end only)
+    decay_ratio: float | None = None  # wsd: share of the run's steps in which it falls; null: 0.2
+    decay_type: str | None = None  # wsd: how, "1-sqrt" or "linear"; null: "1-sqrt"
     min_lr_ratio: float = MISSING  # final learning rate as a fraction of the peak
     beta1: float = MISSING
     beta2: float = MISSING
     eps: float = MISSING
     weight_decay: float = MISSING  # on matrices only; gains (vectors) are not decayed
     grad_clip: float = MISSING  # largest global gradient norm
+    muon_lr: float | None = None  # muon: its peak learning rate, on the same schedule; null: lr
+    muon_lr_scale: str | None = None  # muon: how a step depends on its matrix's shape; torch's adjust_lr_fn
+    muon_momentum: float | None = None
 
 
 @dataclass
@@ -70,6 +79,14 @@ class SpikeSettings:
 
 
 @dataclass
+class ProfileSettings:
+    """Recording a few steps with torch.profiler (trainer/profiling.py)."""
+
+    steps: int = 0  # how many steps; 0: no profile
+    start: int = 10  # after so many other steps of this process
+
+
+@dataclass
 class HardwareSettings:
     """What the run executes on. Changes the speed, not the experiment."""
 
@@ -82,6 +99,7 @@ class HardwareSettings:
     deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
     parallel: str = "auto"  # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
     recompute: str = "none"  # "blocks": activation checkpointing of all but attention
+    check_memory: bool = True  # refuse a run that cannot fit in memory (trainer/estimate.py)
     timeout_s: float = 600.0  # the run ends if a rank keeps the others waiting for longer
     peak_tflops: float | None = None  # dense bf16 peak for MFU; null: looked up by GPU name
 
@@ -100,6 +118,7 @@ class Settings:
     hardware: HardwareSettings = field(default_factory=HardwareSettings)
     probe: ProbeSettings = field(default_factory=ProbeSettings)
     spike: SpikeSettings = field(default_factory=SpikeSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
 
     init_from: str | None = None  # a Hugging Face folder to start from (a run's weights/); null: random
 
@@ -127,6 +146,7 @@ class Settings:
     runs_dir: str = MISSING  # holds the run directories that are named after their overrides
     run_dir: str | None = None  # null: <runs_dir>/<overrides>
     rerun_finished: bool = False  # train a finished run again from the start
+    plan: bool = False  # print the estimate of memory, time and disk, and train nothing
 
 
 def register() -> None:
@@ -134,4 +154,5 @@ def register() -> None:
     schema = OmegaConf.structured(Settings)
     # Any attention.NAME may be set on the command line: a sweep over several attentions sets it for all.
     OmegaConf.set_struct(schema.attention, False)
+    allow_names(schema)
     ConfigStore.instance().store(name="settings_schema", node=schema)

@@ -1,4 +1,4 @@
-"""A table at the end of a sweep: which runs finished, which failed and why."""
+"""A table at the end of a sweep: which runs finished, failed and why, were interrupted, did not start."""
 
 import atexit
 import io
@@ -10,35 +10,66 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from hydra.types import TaskFunction
+from omegaconf import DictConfig
 
+from trainer.interrupt import exit_on_signals
+from trainer.overrides import unresolved
 from trainer.run_directory import default_name
-from trainer.sweep_directories import refuse_shared_directories
+from trainer.sweep_directories import refuse_shared_directories, runs_of
 
 
 class SweepSummary(Callback):
-    """Hydra callback; Hydra itself makes the sweep's exit code 1 when a run failed."""
+    """Hydra callback; Hydra itself makes the sweep's exit code 1 when a run failed.
+
+    A run that started and has not ended is an interrupted one: a launcher calls `on_job_end` for no such run.
+    """
 
     def __init__(self) -> None:
-        self._jobs: list[JobReturn] = []
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        self._jobs.append(job_return)
+        self._planned = 0
+        self._done = "finished"
+        self._started: list[list[str]] = []  # the overrides of each
+        self._ended: list[JobReturn] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         refuse_shared_directories(config)
-        overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-        os.environ.setdefault("WANDB_RUN_GROUP", default_name(overrides))  # W&B's own; the runs inherit it
+        self._planned = len(runs_of(config))
+        group = default_name(unresolved(config.hydra.overrides.task))
+        os.environ.setdefault("WANDB_RUN_GROUP", group)  # W&B's own; the runs inherit it
+        exit_on_signals()  # between the runs, which have handlers of their own
         atexit.register(self._report)  # Hydra calls on_multirun_end only when every run succeeded
 
+    def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
+        self._started.append(unresolved(config.hydra.overrides.task))
+        if config.get("plan"):
+            self._done = "estimated"
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        self._ended.append(job_return)
+
     def _report(self) -> None:
-        if not self._jobs:
+        if not self._started:
             return  # a launcher that runs them elsewhere reports by itself
-        failed = [job for job in self._jobs if job.status is JobStatus.FAILED]
-        print(f"\n{len(self._jobs) - len(failed)} of {len(self._jobs)} runs finished", file=sys.stderr)
+        failed = [job for job in self._ended if job.status is JobStatus.FAILED]
+        ended = [list(job.overrides or []) for job in self._ended]
+        interrupted = [overrides for overrides in self._started if overrides not in ended]
+        counts = {
+            "failed": len(failed),
+            "interrupted": len(interrupted),
+            "not started": self._planned - len(self._started),
+        }
+        finished = f"\n{len(ended) - len(failed)} of {self._planned} runs {self._done}"
+        print(", ".join([finished, *(f"{n} {what}" for what, n in counts.items() if n > 0)]), file=sys.stderr)
         for job in failed:
-            command = shlex.join(["python", "train.py", *(job.overrides or [])])
-            print(f"failed: {command}\n  {_error(job)}", file=sys.stderr)
+            print(f"failed: {_command(job.overrides or [])}\n  {_error(job)}", file=sys.stderr)
+        for overrides in interrupted:
+            print(f"interrupted: {_command(overrides)}", file=sys.stderr)
+        if interrupted or counts["not started"] > 0:
+            print("The same command continues with what is not finished", file=sys.stderr)
+
+
+def _command(overrides: list[str]) -> str:
+    return shlex.join(["python", "train.py", *overrides])
 
 
 def _error(job: JobReturn) -> str:

@@ -5,18 +5,23 @@ from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from trainer.overrides import unresolved
 from trainer.run_directory import default_name
+
+
+def runs_of(config: DictConfig) -> list[list[str]]:
+    """The overrides of each run of the sweep `config`."""
+    parsed = OverridesParser.create().parse_overrides(unresolved(config.hydra.overrides.task))
+    (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    return runs
 
 
 def refuse_shared_directories(config: DictConfig) -> None:
     """End the program with a message if two runs of the sweep `config` would train in one directory."""
-    overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)  # the overrides of each run
     first_in: dict[Path, list[str]] = {}
-    for run in runs:
+    for run in runs_of(config):
         directory = _directory(run)
         if directory is None:
             continue

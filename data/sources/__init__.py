@@ -41,12 +41,12 @@ def load(settings: DataSettings) -> Source:
         files, val_files = stdlib.files(), []
     else:
         suffixes = FILE_SUFFIXES[settings.source]
-        files = matching(settings.path, suffixes)
+        files = matching(settings.path, suffixes) if settings.path else []
         val_files = matching(settings.val_path, suffixes) if settings.val_path else []
         _check_apart(files, val_files)
 
     units = _units(settings, files, settings.val_fraction if not val_files else None)
-    if not any(unit.text_bytes for unit in units):
+    if files and not any(unit.text_bytes for unit in units):
         raise ValueError(f"data.path={settings.path} has no text; choose other files")
     val_fraction = effective_fraction(settings.val_fraction, sum(unit.text_bytes for unit in units))
     if val_files:

@@ -177,7 +177,7 @@ def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
 def _packed_kv_shape(k: Tensor, blocks: int, config: SageConfig) -> tuple[int, int]:
     from sagebwd.kernels.cuda.packing import packed_kv_shape
 
-    return packed_kv_shape(k, blocks, config.operand_scales == "token")
+    return packed_kv_shape(k, blocks, config.operand_scales == "token", config.tile(k.shape[-1])[1])
 
 
 def _axes(

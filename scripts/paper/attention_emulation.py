@@ -92,15 +92,33 @@ class Scheme:
             raise ValueError(f"delta is {self.delta!r}; choose from {', '.join(map(repr, DELTAS))}")
 
 
+class Forward(NamedTuple):
+    """P (N, N) and O (N, D) of a forward pass, float32."""
+
+    p: Tensor
+    out: Tensor
+
+
 @torch.no_grad()
 def emulate(head: Head, scheme: Scheme) -> Result:
     """Causal attention and its gradients as `scheme` computes them; the softmax scale is 1/√D."""
+    return emulate_backward(head, scheme, emulate_forward(head.q, head.k, head.v, scheme))
+
+
+@torch.no_grad()
+def emulate_forward(q: Tensor, k: Tensor, v: Tensor, scheme: Scheme) -> Forward:
+    """q, k, v: (N, D) float32."""
+    p = probabilities(q, k, scheme)
+    return Forward(p, scheme.output(p, v))
+
+
+@torch.no_grad()
+def emulate_backward(head: Head, scheme: Scheme, forward: Forward) -> Result:
+    """The gradients, with δ from the O of the forward, which is passed through."""
     q, k, v, grad_out = head
+    p, out = forward
     scale = q.shape[-1] ** -0.5
-    if scheme.smooth_k:
-        k = k - k.mean(0)
-    p = softmax_of(scheme.scores(q, k) * scale)
-    out = scheme.output(p, v)
+    k = smoothed(k, scheme)
     dp = grad_out @ v.mT
     delta = row_sum(p * dp) if scheme.delta == "exact" else row_sum(grad_out * scheme.stored(out))
 
@@ -114,6 +132,16 @@ def emulate(head: Head, scheme: Scheme) -> Result:
         ds = ds - residual * p
     dk = scheme.dk(ds.mT, q)
     return Result(out, dq * scale, dk * scale, dv)
+
+
+@torch.no_grad()
+def probabilities(q: Tensor, k: Tensor, scheme: Scheme) -> Tensor:
+    """P (N, N) of queries and keys (N, D)."""
+    return softmax_of(scheme.scores(q, smoothed(k, scheme)) * q.shape[-1] ** -0.5)
+
+
+def smoothed(k: Tensor, scheme: Scheme) -> Tensor:
+    return k - k.mean(0) if scheme.smooth_k else k
 
 
 # --- Schemes ------------------------------------------------------------------------------------------------

@@ -119,11 +119,17 @@ def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str
 def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
     """Adam's v̂ (elements,) by weight from the run's checkpoint; None if it has no checkpoint of that step.
 
-    `llama` has the weights of that checkpoint, on the CPU. Raises UnusableWeights if it is damaged.
+    `llama` has the weights of that checkpoint, on the CPU. Raises UnusableWeights if it is damaged, or of a
+    run with another optimizer.
     """
     step = run.origin.step
     if step not in steps_in(run.directory.checkpoints):
         return None
+    if run.settings.optimizer.name != "adamw":
+        raise UnusableWeights(
+            f"{run.name}: trained with {run.settings.optimizer.name}, so there are no Adam's moments; give a "
+            "run with optimizer=adamw"
+        )
     optimizer = adamw(llama, run.settings.optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
@@ -187,4 +193,4 @@ def draw_batches(
         indices.update(dict.fromkeys(loader.sequence_indices(step).tolist()))
         step += 1
     chosen = np.array(list(indices)[: count * size]).reshape(count, size)
-    return [stack_sequences(run.corpus.train, batch, context) for batch in chosen], loader.epoch_of(step) <= 1
+    return [stack_sequences(loader.tokens, batch, context) for batch in chosen], loader.epoch_of(step) <= 1

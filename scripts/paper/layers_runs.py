@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.corpus import Corpus
-from data.loader import count_sequences
+from data.tokens import count_sequences
 from scripts.compare import find_runs, labels_of
 from scripts.paper.traces import Origin
 from scripts.runs import milestones, open_data, read_settings

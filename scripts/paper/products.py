@@ -19,7 +19,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 def softmax_of(s: Tensor) -> Tensor:
     """P of the logits (N, N) under the causal mask, in place."""
-    later = torch.ones_like(s, dtype=torch.bool).triu_(1)
+    later = torch.ones(s.shape, dtype=torch.bool, device=s.device).triu_(1)
     return s.masked_fill_(later, -torch.inf).softmax(-1)
 
 

@@ -110,15 +110,16 @@ def per_channel(rounding: Rounding) -> Rounding:
     return rounded
 
 
-def rotated(rounding: Rounding) -> Rounding:
-    """`rounding` of x (N, D) in the basis of `rotation`, where no channel stands out.
+def rotated(rounding: Rounding, turn: Tensor | None = None) -> Rounding:
+    """`rounding` of x (N, D) in the basis of `turn` (D, D), or `rotation`, where no channel stands out.
 
     Q and K turned alike leave QKᵀ as it is; where tokens are contracted the finished result is turned back.
+    Under `torch.vmap`, which draws random signs for each head, give `turn`.
     """
 
     def rounded(x: Tensor) -> Tensor:
-        turn = rotation(x.shape[-1]).to(x)
-        return rounding(x @ turn) @ turn.mT
+        basis = (rotation(x.shape[-1]) if turn is None else turn).to(x)
+        return rounding(x @ basis) @ basis.mT
 
     return rounded
 

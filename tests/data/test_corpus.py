@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from data import corpus, prepare
@@ -60,7 +59,7 @@ AWKWARD = (
 
 def composed(*overrides):
     """The data settings of `python -m data.prepare` with these arguments."""
-    ConfigStore.instance().store(name="prepare_schema", node=prepare.PrepareSettings)
+    prepare.register()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return OmegaConf.to_object(compose("prepare", list(overrides))).data
 

@@ -67,6 +67,9 @@ def test_every_config_fits_the_settings(file):
     if settings.source in ("parquet", "jsonl", "text"):
         with pytest.raises(ValueError, match=r"needs data\.path"):
             check(settings)
+    elif settings.source == "mixture":
+        with pytest.raises(ValueError, match=r"data=mixture needs sources"):
+            check(settings)
     else:
         check(settings)
 

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 
-from data.prepare import PrepareSettings
+from data import prepare
 from tests.docs import pages
 from tests.docs.pages import PAGES, ROOT
 from trainer import overrides, settings
@@ -80,7 +79,7 @@ def check_overrides(config, words):
         overrides.check_or_exit(words, CONFIGS)
         settings.register()
     else:
-        ConfigStore.instance().store(name="prepare_schema", node=PrepareSettings)
+        prepare.register()
     for combination in runs_of(words):
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             compose(config, overrides=combination)
@@ -88,7 +87,8 @@ def check_overrides(config, words):
 
 def runs_of(words):
     """The command lines of as many runs of a sweep as have each of its values once."""
-    swept = [(key, value.split(",")) for key, _, value in (word.partition("=") for word in words)]
+    pairs = [(key, value) for key, _, value in (word.partition("=") for word in words)]
+    swept = [(key, [value] if value[:1] in ("[", "{") else value.split(",")) for key, value in pairs]
     for i in range(max((len(values) for _, values in swept), default=1)):
         yield [f"{key}={values[i % len(values)]}" for key, values in swept]
 

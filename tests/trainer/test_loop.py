@@ -81,10 +81,10 @@ def test_gradients_in_memory_of_a_cuda_graph_are_not_lost(train_here, tmp_path, 
 
 
 def spoiling(step, where, value=float("nan")):
-    """In place of trainer.loop.adamw: its optimizer leaves `value` in weights or moments after that step."""
+    """In place of trainer.loop.build_optimizer: it leaves `value` in weights or moments after that step."""
 
-    def adamw(model, settings):
-        optimizer, steps = make_adamw(model, settings), itertools.count(1)
+    def built(model, settings):
+        optimizer, steps = make(model, settings), itertools.count(1)
 
         @torch.no_grad()
         def spoil(*_):
@@ -95,8 +95,8 @@ def spoiling(step, where, value=float("nan")):
         optimizer.register_step_post_hook(spoil)
         return optimizer
 
-    make_adamw = loop.adamw
-    return adamw
+    make = loop.build_optimizer
+    return built
 
 
 SHORT = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
@@ -104,7 +104,7 @@ SHORT = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
 
 @pytest.mark.parametrize("where", ["weights", "moments"])
 def test_a_run_whose_last_step_spoils_its_state_is_not_finished(train_here, tmp_path, monkeypatch, where):
-    monkeypatch.setattr(loop, "adamw", spoiling(4, where, float("inf")))
+    monkeypatch.setattr(loop, "build_optimizer", spoiling(4, where, float("inf")))
     with pytest.raises(TrainingError, match=r"after step 4, 1 weights or moments are not finite: layers"):
         train_here(tmp_path, *SHORT)
     assert (tmp_path / "DIVERGED").read_text() == "4\n"
@@ -119,7 +119,7 @@ def test_a_run_whose_last_step_spoils_its_state_is_not_finished(train_here, tmp_
 
 @pytest.mark.parametrize("skip", ["true", "false"])
 def test_weights_that_are_not_finite_end_the_run_at_once(train_here, tmp_path, monkeypatch, skip):
-    monkeypatch.setattr(loop, "adamw", spoiling(1, "weights"))
+    monkeypatch.setattr(loop, "build_optimizer", spoiling(1, "weights"))
     overrides = ("steps=40", "checkpoint_every=50", "eval_every=50", f"skip_nonfinite={skip}")
     with pytest.raises(TrainingError, match=r"(?s)step 2 is not finite.*no step can be trained") as error:
         train_here(tmp_path, *overrides)

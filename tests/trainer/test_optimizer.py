@@ -1,57 +1,32 @@
+import itertools
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from trainer.optimizer import adamw, learning_rate
+from model.config import LlamaConfig
+from model.llama import Llama
+from tests.cli import losses
+from trainer.distributed import Ranks
+from trainer.divergence import not_finite
+from trainer.optimizer import adamw, build_optimizer, problems, set_learning_rate
 from trainer.settings import OptimizerSettings
 
+ALONE = Ranks(0, 1, torch.device("cpu"))
 SETTINGS = OptimizerSettings(
     lr=3e-5, min_lr_ratio=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip=1.0
 )
+MUON = replace(SETTINGS, name="muon", lr=1e-2, muon_lr_scale="match_rms_adamw", muon_momentum=0.95)
+SMALL = LlamaConfig(vocab_size=37, d_model=15, n_layers=2, n_heads=3, d_head=8, d_ffn=40, max_context=8)
 
 
-def rate(step, steps=300_000, warmup_steps=7_500):
-    return learning_rate(step, steps=steps, warmup_steps=warmup_steps, settings=SETTINGS)
-
-
-def test_schedule_at_its_landmarks():
-    assert rate(0) == pytest.approx(3e-5 / 7_500)
-    assert rate(7_499) == pytest.approx(3e-5)
-    middle = 7_500 + (300_000 - 7_500) // 2 - 1
-    assert rate(middle) == pytest.approx((3e-5 + 3e-6) / 2)
-    assert rate(299_999) == pytest.approx(3e-6)
-
-
-def test_schedule_matches_torchs_cosine():
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=SETTINGS.lr)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90, eta_min=3e-6)
-    for step in range(10, 100):
-        optimizer.step()
-        scheduler.step()
-        assert rate(step, steps=100, warmup_steps=10) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
-
-
-def test_linear_schedule_matches_torchs():
-    settings = replace(SETTINGS, schedule="linear", min_lr_ratio=0.2)
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=settings.lr)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, total_iters=90)
-    for step in range(10, 100):
-        optimizer.step()
-        scheduler.step()
-        rate = learning_rate(step, steps=100, warmup_steps=10, settings=settings)
-        assert rate == pytest.approx(scheduler.get_last_lr()[0], rel=1e-9)
-    assert rate == pytest.approx(0.2 * settings.lr)
-
-
-def test_no_warmup_starts_below_the_peak_and_never_rises():
-    rates = [rate(step, steps=50, warmup_steps=0) for step in range(50)]
-    assert rates == sorted(rates, reverse=True)
-    assert rates[0] < SETTINGS.lr
+def make_llama(**changes):
+    torch.manual_seed(0)
+    return Llama(replace(SMALL, **changes), F.scaled_dot_product_attention)
 
 
 def test_decays_matrices_only():
@@ -76,3 +51,112 @@ def test_first_step_is_the_sign_of_the_gradient():
         model.weight.detach(), 1 - 3e-5 * torch.tensor([1.0, -1.0, 1.0]), rtol=1e-7, atol=1e-9
     )
     assert math.isclose(optimizer.param_groups[0]["betas"][1], 0.95)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_all_else(tied):
+    llama = make_llama(tie_embeddings=tied, qk_norm=True)
+    names = {parameter: name for name, parameter in llama.named_parameters()}
+    optimizer = build_optimizer(llama, MUON)
+    groups = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    assert sorted(itertools.chain(*groups)) == sorted(names.values())  # every parameter once
+    matrices, others, gains = groups
+    assert len(matrices) == 7 * SMALL.n_layers
+    assert all(name.startswith("layers.") and name.endswith("_proj.weight") for name in matrices)
+    assert others == ["embed_tokens.weight"] + ["lm_head.weight"] * (not tied)
+    assert all("norm" in name for name in gains)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    assert decays == [0.1, 0.1, 0.0]
+
+
+def orthogonalized(x):
+    """What Muon's five iterations make of x, from its SVD in float64: they change singular values only."""
+    u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ s.diag() @ vt
+
+
+def test_muon_steps_along_the_orthogonalized_momentum():
+    """Two steps, of a wide and a tall matrix, against the SVD; torch iterates in bfloat16."""
+    llama = make_llama()
+    optimizer = build_optimizer(llama, MUON)
+    matrices = [llama.layers[0].self_attn.o_proj.weight, llama.layers[1].mlp.up_proj.weight]
+    momenta = [torch.zeros_like(matrix, dtype=torch.float64) for matrix in matrices]
+    for _ in range(2):
+        before = [matrix.detach().clone().double() for matrix in matrices]
+        for parameter in llama.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        for i, matrix in enumerate(matrices):
+            gradient = matrix.grad.double()
+            momenta[i] = 0.95 * momenta[i] + 0.05 * gradient
+            direction = orthogonalized(0.05 * gradient + 0.95 * momenta[i])
+            moved = before[i] * (1 - 1e-2 * 0.1) - matrix.detach().double()
+            step = moved / (1e-2 * 0.2 * max(matrix.shape) ** 0.5)
+            assert (step - direction).norm() < 0.02 * direction.norm()
+            singular = torch.linalg.svdvals(step)
+            assert 0.6 < singular.min() <= singular.max() < 1.25  # near orthogonal
+            assert moved.square().mean().sqrt() == pytest.approx(0.2 * 1e-2, rel=0.25)  # as large as AdamW's
+
+
+def test_the_rest_of_the_model_moves_as_with_adamw_alone():
+    moved = []
+    for settings in (MUON, replace(SETTINGS, lr=MUON.lr)):
+        llama = make_llama()
+        optimizer = build_optimizer(llama, settings)
+        for seed in range(2):
+            torch.manual_seed(seed)
+            for parameter in llama.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        moved.append(dict(llama.named_parameters()))
+    with_muon, alone = moved
+    same = {name for name in alone if torch.equal(with_muon[name], alone[name])}
+    assert same == {name for name in alone if "_proj" not in name}
+
+
+def test_a_rate_of_muons_own_keeps_its_ratio_through_the_schedule():
+    optimizer = build_optimizer(make_llama(), replace(MUON, muon_lr_scale="original", muon_lr=0.05))
+    for rate in (1e-2, 3e-3):
+        set_learning_rate(optimizer, rate)
+        assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(5 * rate), rate, rate]
+    assert optimizer.muon.param_groups[0]["lr"] == pytest.approx(5 * 3e-3)
+    assert optimizer.muon.param_groups[0]["adjust_lr_fn"] == "original"
+
+
+MUON_RUN = ("optimizer=muon", "optimizer.muon_lr=5e-3")
+RUN = (*MUON_RUN, "steps=4", "checkpoint_every=2", "eval_every=4", "sample_tokens=0", "probe.every=0")
+
+
+def test_a_run_with_muon_resumes_bit_for_bit(train_here, tmp_path):
+    whole = train_here(tmp_path / "whole", *RUN)
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
+    continued = train_here(tmp_path / "run", *RUN)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert continued.optimizer.param_groups[0]["lr_ratio"] == 5 / 3
+    for found, wanted in zip(continued.llama.parameters(), whole.llama.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+        ours, theirs = continued.optimizer.state[found], whole.optimizer.state[wanted]
+        assert ours.keys() == theirs.keys() != set()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_momentum_that_is_not_finite_is_named():
+    llama = make_llama()
+    optimizer = build_optimizer(llama, MUON)
+    for parameter in llama.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    weight = llama.layers[1].mlp.up_proj.weight
+    optimizer.state[weight]["momentum_buffer"][3, 4] = torch.inf
+    assert not_finite(llama, optimizer, ALONE) == ["layers.1.mlp.up_proj.weight (momentum_buffer)"]
+
+
+def test_a_torch_without_muon_is_named(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    (problem,) = problems(MUON)
+    assert torch.__version__ in problem
+    assert "PyTorch 2.11 or newer, or use optimizer=adamw" in problem

@@ -1,10 +1,12 @@
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from model import backends
-from trainer.overrides import check_or_exit, known_settings, setting_names
+from trainer.overrides import check_or_exit, known_settings, setting_names, unresolved
+from trainer.run_directory import default_name
 from trainer.settings import Settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -33,6 +35,9 @@ def test_names_are_those_of_the_composed_settings(compose_settings):
         ["--help"],
         ["--cfg", "job", "experiment=debug"],
         ["hydra.sweep.dir=x", "hydra/launcher=slurm"],
+        ["-m", "hydra/launcher=local_gpus", "hydra.launcher.jobs=2"],
+        ["hydra/launcher=basic"],
+        ["hydra.searchpath=[file:///own/configs]", "hydra/launcher=own"],
         ["experiment=null"],
         ["model=glob(llama_*)"],
         ["attention='fpa'", "tps=choice(260k,2.1m)"],
@@ -59,6 +64,8 @@ def test_known_names_pass(arguments):
         ("attention=sage_accurate", "did you mean attention=sagebwd_accurate?"),
         ("+experiment=dbug", "did you mean experiment=debug?"),
         ("hardware=tpu", "hardware has no option 'tpu'; "),
+        ("hydra/launcher=local_gpu", "did you mean hydra/launcher=local_gpus?"),
+        ("hydra/launcher=ray", "choose one of basic, local_gpus, slurm"),
         ("tps=1m", "one of 2.1m, 260k"),
     ],
 )
@@ -67,3 +74,20 @@ def test_unknown_names_get_advice(argument, advice):
         check_or_exit(["-m", "tps=260k", argument], CONFIGS)
     assert advice in str(stopped.value)
     assert argument in str(stopped.value)
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "submitit_slurm", "submitit_local"])
+def test_a_launcher_whose_package_is_missing_names_the_extra(monkeypatch, launcher):
+    monkeypatch.setattr(ConfigStore, "list", lambda store, group: ["basic.yaml"])
+    with pytest.raises(SystemExit) as stopped:
+        check_or_exit(["-m", f"hydra/launcher={launcher}"], CONFIGS)
+    assert str(stopped.value) == (
+        f"hydra/launcher={launcher} needs hydra-submitit-launcher: pip install -e '.[slurm]'"
+    )
+
+
+def test_no_secret_gets_into_the_name_of_a_run(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "hunter2")
+    typed = OmegaConf.create(["sample_prompt=${oc.env:MY_API_KEY}"])
+    assert typed[0] == "sample_prompt=hunter2"  # what one gets by reading it
+    assert "hunter2" not in default_name(unresolved(typed))

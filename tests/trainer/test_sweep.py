@@ -2,30 +2,58 @@
 
 import os
 import shlex
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
+import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
+from tests.cli import ROOT
+from trainer import sweep
 from trainer.sweep import SweepSummary
 
 PARSER = OverridesParser.create()
 OVERRIDES = ["data.path='a, b=$HOME/*.txt'", "optimizer.lr=1e-3,2e-3", 'sample_prompt="It\'s"']
 
 
-def test_the_runs_of_a_sweep_have_a_group_of_their_own_unless_one_is_given(monkeypatch):
-    """W&B's own variable, which the processes of the runs inherit."""
+@pytest.fixture
+def begin(monkeypatch):
+    """begin("seed=1,2", …) -> the summary of a sweep that begins, without a trace in this process."""
     monkeypatch.setattr("atexit.register", lambda *_: None)
-
-    def group(*overrides):
-        task = {"overrides": {"task": list(overrides)}}
-        SweepSummary().on_multirun_start(OmegaConf.create({"hydra": task}))
-        return os.environ["WANDB_RUN_GROUP"]
-
+    monkeypatch.setattr(sweep, "exit_on_signals", lambda: None)
     monkeypatch.setenv("WANDB_RUN_GROUP", "")
     monkeypatch.delenv("WANDB_RUN_GROUP")  # and put back as it was
+
+    def begun(*overrides):
+        summary = SweepSummary()
+        summary.on_multirun_start(hydra(overrides))
+        return summary
+
+    return begun
+
+
+def hydra(overrides):
+    return OmegaConf.create({"hydra": {"overrides": {"task": list(overrides)}}})
+
+
+def end(summary, overrides, error=None):
+    result = JobReturn(overrides=overrides, status=JobStatus.FAILED if error else JobStatus.COMPLETED)
+    result.return_value = error
+    summary.on_job_end(SimpleNamespace(), result)
+
+
+def test_the_runs_of_a_sweep_have_a_group_of_their_own_unless_one_is_given(begin, monkeypatch):
+    """W&B's own variable, which the processes of the runs inherit."""
+
+    def group(*overrides):
+        begin(*overrides)
+        return os.environ["WANDB_RUN_GROUP"]
+
     first = group("seed=1,2", "steps=3", "logger=wandb")
     assert first.startswith("seed-1-2+steps-3-")
     monkeypatch.delenv("WANDB_RUN_GROUP")
@@ -34,17 +62,59 @@ def test_the_runs_of_a_sweep_have_a_group_of_their_own_unless_one_is_given(monke
     assert group("seed=1,2", "steps=3") == "mine"
 
 
-def test_the_command_of_a_failed_run_can_be_pasted(capsys):
-    summary = SweepSummary()
-    ((job, _),) = BasicSweeper.split_arguments(PARSER.parse_overrides(OVERRIDES), None)
-    failed = JobReturn(overrides=job, status=JobStatus.FAILED)
-    failed.return_value = ValueError("no such file")
-    summary.on_job_end(SimpleNamespace(), failed)
+def test_the_command_of_a_failed_run_can_be_pasted(begin, capsys):
+    summary = begin(*OVERRIDES)
+    ((job, other),) = BasicSweeper.split_arguments(PARSER.parse_overrides(OVERRIDES), None)
+    for one, error in ((job, ValueError("no such file")), (other, None)):
+        summary.on_job_start(hydra(one), task_function=None)
+        end(summary, one, error)
     summary._report()
     told = capsys.readouterr().err
-    assert "0 of 1 runs finished" in told
+    assert told.startswith("\n1 of 2 runs finished, 1 failed\n")
     assert "no such file" in told
+    assert "The same command" not in told
     line = next(line for line in told.splitlines() if line.startswith("failed: "))
     python, script, *words = shlex.split(line.removeprefix("failed: "))
     assert (python, script) == ("python", "train.py")
     assert [one.value() for one in PARSER.parse_overrides(words)] == ["a, b=$HOME/*.txt", 1e-3, "It's"]
+
+
+def test_a_run_that_did_not_end_was_interrupted_and_the_others_did_not_start(begin, capsys):
+    summary = begin("seed=1,2,3,4,5")
+    for seed in (1, 2):
+        summary.on_job_start(hydra([f"seed={seed}"]), task_function=None)
+        if seed == 1:
+            end(summary, ["seed=1"])
+    summary._report()
+    assert capsys.readouterr().err == (
+        "\n1 of 5 runs finished, 1 interrupted, 3 not started\n"
+        "interrupted: python train.py seed=2\n"
+        "The same command continues with what is not finished\n"
+    )
+
+
+def test_a_launcher_that_runs_them_elsewhere_reports_by_itself(begin, capsys):
+    begin("seed=1,2")._report()
+    assert capsys.readouterr().err == ""
+
+
+SWEEP = """
+import atexit, os, signal
+from trainer.interrupt import ForwardedStop, exit_on_signals
+atexit.register(print, "summary")
+exit_on_signals()
+with ForwardedStop() as stop:  # of a run; its own message and exit code are those that count
+    stop.signal = signal.{name}
+    stop.call_previous_handler()
+print("went on")
+os.kill(os.getpid(), signal.{name})
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_between_runs_leaves_time_for_the_summary(name):
+    done = subprocess.run(
+        [sys.executable, "-c", SWEEP.format(name=name)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 128 + getattr(signal, name)
+    assert (done.stdout, done.stderr) == ("went on\nsummary\n", "")

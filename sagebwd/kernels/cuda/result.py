@@ -12,13 +12,14 @@ class Result:
     """A tensor for kernels to fill, laid out as ``x``; (B, N, H, D) in memory if x is a stand-in.
 
     Kernels write contiguous channels. Where x has another layout they fill a buffer, which is then copied.
-    Tokens that belong to no document are not visited, and so are zero from the start.
+    Tokens that belong to no document are not visited, and so are zero from the start, or all with
+    ``is_zeroed``.
     """
 
-    def __init__(self, x: Tensor, axis: Axis) -> None:
+    def __init__(self, x: Tensor, axis: Axis, *, is_zeroed: bool = False) -> None:
         self._result = empty_result(x)
         self._buffer = self._result if self._result.stride(-1) == 1 else x.new_empty(x.shape)
-        if axis.segments is not None:
+        if is_zeroed or axis.segments is not None:
             self._buffer.zero_()
         self.target = CTokenTensor.of(self._buffer)
 

@@ -367,21 +367,25 @@ def _without_ampere() -> str | None:
     return runtime.why_unavailable(torch.device("cuda"), capability)
 
 
-#: The same tiles and packed operands as Hopper's, and scales per token.
+#: The tiles and packed operands of Hopper, and others.
 AMPERE = replace(
     HOPPER,
     name="ampere",
     backward_kernels=("backward_kernel",),
     gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=_without_ampere,
+    all_head_dims=(8, 32, *HOPPER.all_head_dims),
+    any_head_dims=st.integers(1, 16).map(lambda n: 8 * n),
     variants={
         **HOPPER.variants,
         "strictly_causal": SageConfig.strictly_causal(),
+        "paper": SageConfig.paper(),
+        "row scales in 128 x 64": SageConfig(block_q=128, block_kv=64, unsigned_p=True),
         "token scales, unsigned_p, smooth_v": SageConfig(
             operand_scales="token", unsigned_p=True, smooth_v=True
         ),
     },
-    main_variants=(*HOPPER.main_variants, "strictly_causal"),
+    main_variants=(*HOPPER.main_variants, "strictly_causal", "paper"),
     extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32
 )
 

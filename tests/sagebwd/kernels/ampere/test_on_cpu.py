@@ -15,6 +15,7 @@ import torch
 from sagebwd import SageConfig, reference
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.ampere import attention as ampere
+from sagebwd.kernels.ampere.shapes import SHARED_LIMIT
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
@@ -41,14 +42,15 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
     """Out, dq, dk and dv of the Ampere kernels, on CPU tensors."""
 
     def load_kernel(sources, source, name, shared_bytes, **defines):
-        assert shared_bytes <= ampere.SHARED_LIMIT
+        assert shared_bytes <= SHARED_LIMIT
         return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
 
-    def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries=None):
-        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
-        window = Window.of(is_causal)
+    def attend_on_cpu(q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None):
+        blocks = config.tile(q.shape[3])
+        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in zip((q, k), blocks, strict=True)]
+        window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
         options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
         saved = ampere.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
         return saved[0], *ampere.backward(grad_out, q, k, v, *saved, *axes, **options)
@@ -79,6 +81,11 @@ CASES = {
     "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
     "consistent": (SageConfig.consistent(), 40, True, None),
     "strictly causal": (SageConfig.strictly_causal(), 64, True, None),
+    "paper, packed": (SageConfig.paper(), 64, True, [1, 64, 65, 0, 130, 2]),
+    "paper": (SageConfig.paper(), 96, False, None),
+    "low_bias, few channels": (SageConfig.low_bias(), 24, True, [70, 65]),
+    "strictly causal, many channels": (SageConfig.strictly_causal(), 256, True, [67, 65]),
+    "default, many channels": (DEFAULT_CONFIG, 136, False, [65, 70]),
     "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 128, False, None),
 }
 
@@ -129,3 +136,72 @@ def test_later_tokens_change_nothing_that_is_strictly_causal(attend_on_cpu, draw
     changed = attend_on_cpu(*(change_after(x, 41, "NaN") for x in inputs), **settings)
     assert torch.equal(changed[0][..., :41, :], out[..., :41, :])
     assert torch.equal(changed[1][..., :41, :], dq[..., :41, :])
+
+
+# --- Windows -----------------------------------------------------------------------------------------------
+
+#: (queries, keys, window): whole tiles to skip on either side, of keys and of queries; no limit on one side;
+#: queries that see no key, one with only some of its tile, and keys that no query sees.
+WINDOWS = (
+    (330, 330, (9, 0)),
+    (310, 310, (140, 70)),
+    (200, 66, (40, -1)),
+    (70, 260, (-1, 40)),
+    (65, 65, (0, 1)),
+)
+
+
+@pytest.mark.parametrize(("n_q", "n_kv", "window_size"), WINDOWS)
+def test_windows(attend_on_cpu, in_both_orders, draw, n_q, n_kv, window_size):
+    inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    settings = {"window_size": window_size, "config": DEFAULT_CONFIG}
+    found = in_both_orders(lambda: attend_on_cpu(*inputs, **settings))
+    wanted = reference.attention(*inputs, **settings, enable_gqa=True)
+    for name, x in zip(NAMES, found, strict=True):
+        assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
+    if window_size[0] >= 0:
+        assert not found[0][:, :, n_kv + window_size[0] :].any()
+        assert not found[1][:, :, n_kv + window_size[0] :].any()
+
+
+WINDOWED_CASES = {
+    "low_bias, packed": (SageConfig.low_bias(), [1, 64, 65, 0, 130, 2]),
+    "consistent": (SageConfig.consistent(), None),
+    "strictly causal": (SageConfig.strictly_causal(), None),
+}
+
+
+@pytest.mark.parametrize(("config", "documents"), WINDOWED_CASES.values(), ids=WINDOWED_CASES.keys())
+def test_windows_with_other_settings(attend_on_cpu, draw, config, documents):
+    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    tokens = 150 if documents is None else sum(documents)
+    inputs = draw(tokens, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    found = attend_on_cpu(*inputs, window_size=(70, 3), config=config, boundaries=boundaries)
+    wanted = reference.attention(*inputs, window_size=(70, 3), config=config, cu_seqlens=boundaries)
+    for name, x in zip(NAMES, found, strict=True):
+        assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
+
+
+@pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.strictly_causal()], ids=["default", "strict"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_nan_with_a_window_comes_out_where_the_reference_has_it(attend_on_cpu, draw, name, config):
+    """Token 70 is in a tile of keys that the last block of queries does not see."""
+    inputs = draw(200, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    poison_one(inputs, name, 70, torch.nan)
+    found = attend_on_cpu(*inputs, window_size=(20, 5), config=config)
+    wanted = reference.attention(*inputs, window_size=(20, 5), config=config)
+    for result, x in zip(NAMES, found, strict=True):
+        are_nan = getattr(wanted, result).isnan()
+        if config == DEFAULT_CONFIG and result in ("dk", "dv"):
+            assert not (x.isnan() & ~are_nan).any(), result  # hidden P is 0 here, there exp(-inf - NaN)
+        else:
+            assert torch.equal(x.isnan(), are_nan), result
+
+
+def test_without_a_window_the_limits_are_not_read(attend_on_cpu, draw):
+    """Also with one that hides nothing, which may be too large for the arithmetic of kernels."""
+    inputs = draw(70, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    plain = attend_on_cpu(*inputs, is_causal=True, config=DEFAULT_CONFIG)
+    for window_size in ((-1, 0), (2**40, 2**40)):
+        found = attend_on_cpu(*inputs, is_causal=True, window_size=window_size, config=DEFAULT_CONFIG)
+        assert all(map(torch.equal, found, plain))

@@ -1,0 +1,147 @@
+"""Several texts read in fixed proportions.
+
+Which source sample k of a run comes from is a function of the weights and k alone. After any number of
+samples, each source has given its share of them to within one: less than one too many or too few.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.order import EpochOrder
+from data.tokens import TokenShards, count_sequences
+
+
+class Schedule:
+    """Which source each sample comes from. It repeats after sum(weights) samples.
+
+    Of the sources that have not yet given their share of the samples up to and including this one, that
+    source is next whose next sample is due first: without it, its share would be ahead of it by one. This is
+    earliest-deadline-first scheduling of jobs of unit length, which meets all deadlines if any order does.
+    """
+
+    def __init__(self, weights: Sequence[int]):
+        """weights: whole numbers, at least 1, best without a common divisor."""
+        self.weights = np.array(weights, np.int64)
+        self.period = int(self.weights.sum())
+        self._sources = _one_period(weights)
+        self._before = np.empty(self.period, np.int64)  # samples of the same source before, in this period
+        for source, weight in enumerate(weights):
+            self._before[self._sources == source] = np.arange(weight)
+
+    def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each sample, and how many samples came from that source before; int64, (N,)."""
+        periods, places = np.divmod(samples, self.period)
+        sources = self._sources[places]
+        return sources, periods * self.weights[sources] + self._before[places]
+
+    def counts(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples come from each source; int64, (sources,)."""
+        periods, places = divmod(samples, self.period)
+        return periods * self.weights + np.bincount(self._sources[:places], minlength=len(self.weights))
+
+
+def _one_period(weights: Sequence[int]) -> np.ndarray:
+    """The source of each sample of a period, int64."""
+    period = sum(weights)
+    given = [0] * len(weights)
+    release = [0] * len(weights)  # the first sample at which the source is no longer ahead
+    due = [-(-period // weight) for weight in weights]  # the number of samples after which it is one behind
+    order = np.empty(period, np.int64)
+    for sample in range(period):
+        ready = [source for source, first in enumerate(release) if first <= sample]
+        source = min(ready, key=due.__getitem__)
+        given[source] += 1
+        release[source] = given[source] * period // weights[source]
+        due[source] = -(-(given[source] + 1) * period // weights[source])
+        order[sample] = source
+    return order
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The training text of a run with several sources."""
+
+    names: tuple[str, ...]
+    weights: tuple[int, ...]
+    texts: tuple[TokenShards, ...]
+
+    def cut(self, context: int, *, seed: int) -> tuple["MixedTokens", "MixedOrder"]:
+        """The tokens and the order of sequences of `context` tokens. Raises ValueError if a text has none."""
+        counts = [count_sequences(text, context) for text in self.texts]
+        return MixedTokens(self.texts, counts, context), MixedOrder(self, counts, seed=seed)
+
+
+class MixedTokens:
+    """The texts one behind the other, such that sequence i begins at token i · context in all of them."""
+
+    def __init__(self, texts: Sequence[TokenShards], counts: Sequence[int], context: int):
+        self._texts = texts
+        self._starts = np.cumsum([0, *counts[:-1]], dtype=np.int64) * context
+
+    def window(self, start: int, length: int) -> np.ndarray:
+        """`length` tokens of the text that has token `start`. A text's last sequence has one token more."""
+        text = int(np.searchsorted(self._starts, start, side="right")) - 1
+        return self._texts[text].window(start - int(self._starts[text]), length)
+
+
+class MixedOrder:
+    """The order of all sequences of a mixture, numbered one source after the other. See EpochOrder."""
+
+    def __init__(self, mixture: Mixture, counts: Sequence[int], *, seed: int):
+        self.names = mixture.names
+        self.sequences = sum(counts)
+        self.schedule = Schedule(mixture.weights)
+        self.orders = [
+            EpochOrder(count, seed=seed ^ _hash(name))
+            for name, count in zip(mixture.names, counts, strict=True)
+        ]
+        self._starts = np.cumsum([0, *counts[:-1]], dtype=np.int64)
+
+    def indices(self, samples: np.ndarray) -> np.ndarray:
+        """Which sequence each sample is; int64, (N,)."""
+        return self._of_each_source(
+            samples, lambda source, own: self._starts[source] + self.orders[source].indices(own)
+        )
+
+    def epochs(self, samples: np.ndarray) -> np.ndarray:
+        """How often each sample's sequence was read before."""
+        return self._of_each_source(samples, lambda source, own: self.orders[source].epochs(own))
+
+    def epochs_done(self, samples: int) -> float:
+        """Epochs of the source that is read most often, after so many samples."""
+        return max(self.epochs_of_sources(samples))
+
+    def epochs_of_sources(self, samples: int) -> list[float]:
+        """Epochs of each source after so many samples of the mixture."""
+        counts = self.schedule.counts(samples)
+        return [order.epochs_done(int(count)) for order, count in zip(self.orders, counts, strict=True)]
+
+    def text_of(self, index: int) -> str | None:
+        """The name of the source of a sequence."""
+        return self.names[int(np.searchsorted(self._starts, index, side="right")) - 1]
+
+    def description(self, samples: int, *, context: int) -> list[str]:
+        """A line for each source: its share, and how much of it so many samples read."""
+        weights, counts = self.schedule.weights, self.schedule.counts(samples)
+        rows = zip(self.names, weights / weights.sum(), counts, self.epochs_of_sources(samples), strict=True)
+        return [
+            f"{name}: {share:.4g} of the sequences, {count * context:,} tokens; it is read {epochs:.2f} times"
+            for name, share, count, epochs in rows
+        ]
+
+    def _of_each_source(self, samples, values) -> np.ndarray:
+        """values(source, numbers of its own samples), at the places of the samples that are from it."""
+        found = np.empty_like(samples)
+        sources, own = self.schedule(samples)
+        for source in np.unique(sources):
+            there = sources == source
+            found[there] = values(source, own[there])
+        return found
+
+
+def _hash(name: str) -> int:
+    """So that sources with as many sequences are not read in the same order."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

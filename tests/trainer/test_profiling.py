@@ -1,0 +1,82 @@
+import gzip
+import json
+import shutil
+
+import torch
+
+from tests.cli import losses
+from trainer.distributed import Ranks
+from trainer.profiling import StepProfiler, problems
+from trainer.settings import ProfileSettings
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+SHORT = ("steps=4", "checkpoint_every=2", "eval_every=4", "sample_tokens=0", "probe.every=0")
+
+
+def names_in(trace):
+    with gzip.open(trace) as file:
+        return {event.get("name") for event in json.load(file)["traceEvents"]}
+
+
+def test_a_profile_of_the_steps_asked_for_changes_no_bit(train_here, tmp_path, caplog):
+    """In a run from the start, and in one that is continued, where steps are counted from there."""
+    plain, profiled = tmp_path / "plain", tmp_path / "profiled"
+    train_here(plain, *SHORT)
+    assert not (plain / "profile").exists()
+    shutil.copytree(plain, tmp_path / "continued")
+    shutil.rmtree(tmp_path / "continued" / "checkpoints" / "step_00000004")
+
+    with caplog.at_level("INFO"):
+        train_here(profiled, *SHORT, "profile.start=1", "profile.steps=2")
+    assert losses(profiled) == losses(plain)
+    trace, table = sorted((profiled / "profile").iterdir())
+    assert (trace.name, table.name) == ("steps_2-3_rank_0.json.gz", "steps_2-3_rank_0.txt")
+    names = names_in(trace)
+    assert {"ProfilerStep#1", "ProfilerStep#2", "aten::mm"} <= names
+    assert not {"ProfilerStep#0", "ProfilerStep#3"} & names
+    assert "Self CPU" in table.read_text()
+    assert str(trace) in caplog.text
+
+    train_here(tmp_path / "continued", *SHORT, "profile.start=1", "profile.steps=1")
+    assert losses(tmp_path / "continued") == losses(plain)
+    assert (tmp_path / "continued" / "profile" / "steps_4-4_rank_0.json.gz").exists()
+
+
+def test_an_interrupted_profile_is_left_out_and_the_next_one_works(tmp_path, caplog):
+    interrupted = StepProfiler(ProfileSettings(steps=2, start=1), tmp_path / "profile", ALONE)
+    assert not interrupted.advance()
+    assert not interrupted.advance()
+    interrupted.close()
+    interrupted.close()  # again, without effect
+    assert not interrupted.advance()
+    assert "not written, because training ended 1 step(s) too early for profile.start=1" in caplog.text
+    assert not (tmp_path / "profile").exists()
+
+    again = StepProfiler(ProfileSettings(steps=1, start=1), tmp_path / "profile", ALONE)
+    assert not again.advance()
+    torch.ones(3).cos()
+    assert again.advance()
+    again.write(7)
+    again.close()
+    assert "aten::cos" in names_in(tmp_path / "profile" / "steps_7-7_rank_0.json.gz")
+
+
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    (tmp_path / "profile").write_text("a file")
+    profiler = StepProfiler(ProfileSettings(steps=1, start=1), tmp_path / "profile", ALONE)
+    profiler.advance()
+    assert profiler.advance()
+    profiler.write(2)
+    assert "profile: could not be written" in caplog.text
+
+
+def test_settings_that_record_nothing_are_refused():
+    assert list(problems(ProfileSettings(), steps=1)) == []
+    assert list(problems(ProfileSettings(steps=5, start=10), steps=15)) == []
+    for settings, fix in (
+        (ProfileSettings(steps=-1), "profile.steps=-1 must not be negative; 0"),
+        (ProfileSettings(steps=1, start=0), "profile.start=0 must be 1 or more"),
+        (ProfileSettings(steps=5, start=10), "go beyond the run's 14 steps"),
+    ):
+        (problem,) = problems(settings, steps=14)
+        assert fix in problem

@@ -1,0 +1,137 @@
+"""Commands side by side: which GPUs they see, how many run at a time, how they end, what a stop does."""
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from tests import warm
+from tests.processes import descendants, is_running, wait_until
+from trainer.interrupt import SWEEP_PID
+from trainer.run_queue import Job, run_all
+
+TIMES = "echo $CUDA_VISIBLE_DEVICES; date +%s.%N; sleep 0.4; date +%s.%N"
+
+
+def job(folder, name, script, gpus=0, **environment):
+    return Job(name, ["sh", "-c", script], folder / name / "output.txt", gpus, environment)
+
+
+def run(jobs, gpus=(), limit=1):
+    """The signal that stopped them, and how each ended by its name; None for those that began and did not."""
+    ended = {}
+    stopped_by = run_all(
+        jobs,
+        gpus=gpus,
+        limit=limit,
+        on_start=lambda job: ended.update({job.name: None}),
+        on_end=lambda job, outcome: ended.update({job.name: outcome}),
+    )
+    return stopped_by, ended
+
+
+def test_each_has_gpus_of_its_own_and_begins_in_its_turn(tmp_path):
+    needs = [1, 1, 2, 1]
+    jobs = [job(tmp_path, str(i), TIMES, gpus) for i, gpus in enumerate(needs)]
+    stopped_by, ended = run(jobs, gpus=["5", "GPU-7"], limit=2)
+    assert stopped_by is None
+    assert [outcome.kind for outcome in ended.values()] == ["finished"] * 4
+    seen = [job.output.read_text().split() for job in jobs]
+    assert [gpus for gpus, *_ in seen] == ["5", "GPU-7", "5,GPU-7", "5"]
+    begin, end = ([float(times[i]) for times in seen] for i in (1, 2))
+    assert max(begin[:2]) < min(end[:2])  # side by side
+    assert max(end[:2]) < begin[2]
+    assert end[2] < begin[3]
+
+
+def test_without_gpus_the_limit_counts_and_the_environment_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
+    jobs = [job(tmp_path, str(i), f"echo $OWN; {TIMES}", OWN=f"own{i}") for i in range(3)]
+    run(jobs, limit=2)
+    first, second, third = (job.output.read_text().splitlines() for job in jobs)
+    assert first[:2] == ["own0", "as it was"]
+    assert float(second[2]) < float(first[3])
+    assert float(third[2]) > min(float(first[3]), float(second[3]))
+
+
+def test_a_failure_has_its_reason_and_stops_no_other(tmp_path, capfd):
+    printed = r"printf 'step 1\rstep 2\rlast step\n\n'; echo lr is bad >&2; exit 1"
+    jobs = [
+        job(tmp_path, "bad", printed),
+        job(tmp_path, "killed", "kill -KILL $$"),
+        Job("absent", ["no-such-program"], tmp_path / "absent" / "output.txt"),
+        job(tmp_path, "stopped", "kill -TERM $$"),
+        job(tmp_path, "saved", "exit 138"),
+        job(tmp_path, "good", "echo fine"),
+    ]
+    jobs[0].output.parent.mkdir()
+    jobs[0].output.write_text("of the start before\n")
+    stopped_by, ended = run(jobs, limit=6)
+    assert stopped_by is None
+    assert {name: outcome.kind for name, outcome in ended.items()} == {
+        **dict.fromkeys(["bad", "killed", "absent"], "failed"),
+        **dict.fromkeys(["stopped", "saved"], "interrupted"),
+        "good": "finished",
+    }
+    assert ended["bad"].reason == "last step\nlr is bad"
+    assert "was ended by SIGKILL: the kernel does that when memory runs out" in ended["killed"].reason
+    assert "cannot start it: No such file or directory: no-such-program" in ended["absent"].reason
+    told = capfd.readouterr().err
+    assert f"failed bad after 0 s, see {jobs[0].output}" in told
+    assert "started good\n" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_lets_the_running_ones_save_and_starts_no_more(tmp_path, capfd, number):
+    def asked(then):
+        return f'trap "echo saved; {then}" TERM; echo ready; while true; do sleep 0.05; done'
+
+    ends = {"saves": "exit 143", "finishes": "exit 0", "fails": "exit 1", "waits": ""}
+    jobs = [job(tmp_path, name, asked(then)) for name, then in ends.items()]
+    before = signal.getsignal(number)
+    threading.Thread(target=signal_when_ready, args=(jobs[:3], number), daemon=True).start()
+    stopped_by, ended = run(jobs, limit=3)
+    assert stopped_by == number
+    assert {name: outcome.kind for name, outcome in ended.items()} == {
+        "saves": "interrupted",
+        "finishes": "finished",
+        "fails": "failed",
+    }
+    assert all(job.output.read_text() == "ready\nsaved\n" for job in jobs[:3])
+    assert "stopping: 3 running, which save first; 1 not started" in capfd.readouterr().err
+    assert signal.getsignal(number) == before
+
+
+def signal_when_ready(jobs, number):
+    wait_until(lambda: all(job.output.exists() and "ready" in job.output.read_text() for job in jobs), 20)
+    os.kill(os.getpid(), number)
+
+
+CHILD = """
+import time
+from trainer.interrupt import end_with_sweep
+end_with_sweep()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def queue_one(folder):
+    command = [sys.executable, "-c", CHILD]
+    one = Job("run", command, folder / "output.txt", environment={SWEEP_PID: str(os.getpid())})
+    run_all([one], gpus=[], limit=1, on_start=print, on_end=print)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
+def test_killing_the_sweep_ends_its_runs(tmp_path):
+    sweep = warm.SERVER.Process(target=queue_one, args=(tmp_path,))
+    sweep.start()
+    output = tmp_path / "output.txt"
+    assert wait_until(lambda: output.exists() and "ready" in output.read_text(), 30)
+    running = descendants(sweep.pid)
+    assert len(running) == 2
+    sweep.kill()
+    sweep.join()
+    assert wait_until(lambda: not any(map(is_running, running)), seconds=5)

@@ -1,0 +1,145 @@
+"""Runs with several texts: mixtures of sources, and named validation sets."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.corpus import ValidationSet
+from scripts import show_batch
+from trainer import plan
+from trainer.errors import SettingsError, TrainingError
+from trainer.evaluate import described, validation_record
+from trainer.model_card import model_card
+from trainer.run_directory import read_metrics
+
+SHORT = ("steps=6", "checkpoint_every=3", "eval_every=6", "sample_tokens=0", "probe.every=4")
+
+
+def test_losses_are_weighted_and_bits_counted_over_bytes():
+    """Three sets by hand: val_loss is 0.75 · 2 + 0.25 · 4, over 0.75 · 4 + 0.25 · 2 bytes per token."""
+    sets = [ValidationSet("a", None, 0.75), ValidationSet("b", None, 0.25), ValidationSet("c", None, 0.0)]
+    record = validation_record(sets, [2.0, 4.0, 8.0], [4.0, 2.0, 1.0])
+    assert record == pytest.approx(
+        {
+            "val_loss": 2.5,
+            "val_bits_per_byte": 2.5 / math.log(2) / 3.5,
+            "val_loss/a": 2.0,
+            "val_bits_per_byte/a": 0.5 / math.log(2),
+            "val_loss/b": 4.0,
+            "val_bits_per_byte/b": 2.0 / math.log(2),
+            "val_loss/c": 8.0,
+            "val_bits_per_byte/c": 8.0 / math.log(2),
+        }
+    )
+    assert described(record) == (
+        "validation loss 2.5000, 1.0305 bits per byte; a 2.0000, 0.7213; b 4.0000, 2.8854; c 8.0000, 11.5416"
+    )
+    alone = [ValidationSet(None, None, 1.0), ValidationSet("x", None, 0.0)]
+    record = validation_record(alone, [3.0, 1.0], [0.0, 2.0])
+    assert record.keys() == {"val_loss", "val_bits_per_byte", "val_loss/x", "val_bits_per_byte/x"}
+    assert record["val_loss"] == 3.0
+    assert math.isnan(record["val_bits_per_byte"])  # a text of end-of-text tokens alone
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """The overrides of a run on three parts of a book to one of numbers, with code to validate on."""
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night.\n" * 800)
+    lines = [json.dumps({"text": " ".join(map(str, range(i, i + 40)))}) + "\n" for i in range(100)]
+    (tmp_path / "numbers.jsonl").write_text("".join(lines))
+    (tmp_path / "code.txt").write_text("def f(x):\n    return x\n" * 60)
+    return (
+        "data=mixture",
+        "data.tokenizer=bytes",
+        f"data.sources.book.path={tmp_path}/book.txt",
+        "data.sources.book.weight=3",
+        f"data.sources.numbers.path={tmp_path}/numbers.jsonl",
+        "data.sources.numbers.weight=1",
+        f"data.validation.code={tmp_path}/code.txt",
+    )
+
+
+def loss_of(trainer, tokens):
+    """In float64, of the first 8 sequences of 64 tokens."""
+    rows = torch.stack([torch.from_numpy(tokens.window(64 * i, 65).astype("int64")) for i in range(8)])
+    with torch.no_grad():
+        logits = trainer.llama(rows[:, :-1])
+    return float(F.cross_entropy(logits.double().flatten(0, 1), rows[:, 1:].flatten()))
+
+
+def test_a_mixture_trains_validates_and_resumes(train_here, mixed, tmp_path, capsys, caplog):
+    caplog.set_level("INFO")
+    run = tmp_path / "run"
+    trainer = train_here(run, *SHORT, *mixed)
+    assert "data: book: 0.75 of the sequences, 1,152 tokens; it is read 0.05 times" in caplog.text
+    assert "data: numbers: 0.25 of the sequences, 384 tokens; it is read 0.0" in caplog.text
+    records = read_metrics(run / "metrics.jsonl")
+    found = next(record for record in records if "val_loss" in record)
+    losses = {one.name: loss_of(trainer, one.tokens) for one in trainer.corpus.validation}
+    assert losses.keys() == {"book", "numbers", "code"}
+    for name, loss in losses.items():
+        assert found[f"val_loss/{name}"] == pytest.approx(loss, rel=1e-5)
+        if name != "numbers":  # ASCII, and within one document: a token is a byte
+            assert found[f"val_bits_per_byte/{name}"] == pytest.approx(loss / math.log(2), rel=1e-5)
+    assert found["val_loss"] == pytest.approx(0.75 * losses["book"] + 0.25 * losses["numbers"], rel=1e-5)
+
+    card = model_card(trainer.settings, trainer.directory, 6, records)
+    assert "| text | 0.75 of text files, 0.25 of jsonl files |" in card
+    show_batch.main([str(run), "--step", "6", "--characters", "20"])
+    shown = capsys.readouterr().out
+    assert shown.count(" of book, epoch 0") == 3
+    assert shown.count(" of numbers, epoch 0") == 1
+    assert "stormy night" in shown or "dark and" in shown
+
+    shutil.rmtree(run / "checkpoints" / "step_00000006")
+    other = [override.replace("numbers.weight=1", "numbers.weight=2") for override in mixed]
+    with pytest.raises(
+        TrainingError, match=r"(?s)other settings.*data.sources.numbers.weight was 1, is now 2"
+    ):
+        train_here(run, *SHORT, *other)
+    (tmp_path / "moved").mkdir()
+    for name in ("book.txt", "numbers.jsonl", "code.txt"):
+        (tmp_path / name).rename(tmp_path / "moved" / name)
+    moved = [text.replace(f"={tmp_path}", f"={tmp_path}/moved") for text in mixed]
+    train_here(run, *SHORT, *moved, "hardware.micro_batch=2")
+    again = read_metrics(run / "metrics.jsonl")
+    for one, other in zip(records, again, strict=True):
+        for key in one.keys() & {"loss", "val_loss", "val_loss/book", "val_loss/code"}:
+            assert other[key] == pytest.approx(one[key], rel=1e-6)
+    (tmp_path / "moved" / "book.txt").write_text("The rain fell in torrents.\n" * 800)
+    with pytest.raises(TrainingError, match="was trained on other text"):
+        train_here(run, *SHORT, *moved)
+
+
+def test_validation_sets_change_nothing_else(train_here, mixed, tmp_path):
+    book = (*SHORT, "data=text", f"data.path={tmp_path}/book.txt", "data.tokenizer=bytes")
+    named = train_here(tmp_path / "named", *book, mixed[-1])
+    plain = train_here(tmp_path / "plain", *book)
+    for ours, theirs in zip(*(read_metrics(one.directory.metrics) for one in (named, plain)), strict=True):
+        extra = {"val_loss/code", "val_bits_per_byte/code"}
+        assert ours.keys() - theirs.keys() == (extra if "val_loss" in ours else set())
+        for key in theirs.keys() & {"loss", "grad_norm", "val_loss", "val_bits_per_byte"}:
+            assert ours[key] == theirs[key]
+    assert named.directory.is_finished_with(plain.settings)
+
+
+def test_what_cannot_be_trained_is_named(compose_settings, mixed, tmp_path):
+    def problems(*overrides):
+        with pytest.raises(SettingsError) as error:
+            plan.make_plan(compose_settings("experiment=debug", *overrides), 1)
+        return str(error.value)
+
+    assert "train_sequences=4 has no meaning with data=mixture" in problems(*mixed, "train_sequences=4")
+    book = f"data.val_path={tmp_path}/book.txt"
+    assert "data.path is missing: data.val_path alone" in problems("data=text", book)
+    assert "data.validation.code.path=gone.txt: no such file" in problems("data.validation.code=gone.txt")
+
+
+def test_a_validation_set_that_is_too_short_is_found_before_the_first_step(train_here, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(TrainingError, match=r"short-bytes-.*has 10 tokens, too few .*context=64"):
+        train_here(tmp_path / "run", *SHORT, f"data.validation.short={tmp_path}/short.txt")

@@ -1,0 +1,96 @@
+"""torch.profiler around a few steps: a trace to look at, and a table of the most expensive operators."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.profiler
+from torch.profiler import ProfilerActivity
+
+from trainer.distributed import Ranks
+from trainer.settings import ProfileSettings
+
+log = logging.getLogger(__name__)
+
+ROWS = 25  # operators in the table
+
+
+class StepProfiler:
+    """Records `settings.steps` steps, after `settings.start` others of this process, on every rank.
+
+    The first steps of a process compile and allocate, so they are left out; the last of these warms the
+    profiler up.
+    """
+
+    def __init__(self, settings: ProfileSettings, folder: Path, ranks: Ranks):
+        self._settings, self._folder, self._ranks = settings, folder, ranks
+        self._on_gpu = ranks.device.type == "cuda"
+        self._steps_left = settings.start + settings.steps
+        self._profiler: torch.profiler.profile | None = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu,
+            schedule=torch.profiler.schedule(
+                wait=settings.start - 1, warmup=1, active=settings.steps, repeat=1
+            ),
+        )
+        self._profiler.start()
+
+    def advance(self) -> bool:
+        """After each step: whether it was the last to be recorded, so that `write` is due."""
+        if self._profiler is None:
+            return False
+        self._steps_left -= 1
+        if self._steps_left:
+            self._profiler.step()
+        return not self._steps_left
+
+    def write(self, step: int) -> None:
+        """Write the files of this rank to `folder`; `step` (counted from 1) is the last that was recorded."""
+        finished, self._profiler = self._profiler, None
+        finished.stop()
+        name = f"steps_{step - self._settings.steps + 1}-{step}_rank_{self._ranks.rank}"
+        trace, table = self._folder / f"{name}.json.gz", self._folder / f"{name}.txt"
+        order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            finished.export_chrome_trace(str(trace))
+            table.write_text(finished.key_averages().table(sort_by=order, row_limit=ROWS) + "\n")
+        except (OSError, RuntimeError) as error:  # a profile must not end a training run
+            log.warning("profile: could not be written to %s: %s", self._folder, error)
+        else:
+            log.info("profile: %s (for ui.perfetto.dev) and %s", trace, table.name)
+
+    def close(self) -> None:
+        """Stop recording. A profile that is not complete is not written."""
+        if self._profiler is None:
+            return
+        unfinished, self._profiler = self._profiler, None
+        try:
+            unfinished.stop()
+        except RuntimeError as error:  # of a GPU that failed, for example, which is reported elsewhere
+            log.warning("profile: could not be stopped: %s", error)
+        if self._ranks.is_main:
+            log.warning(
+                "profile: not written, because training ended %d step(s) too early for profile.start=%d "
+                "and profile.steps=%d",
+                self._steps_left,
+                self._settings.start,
+                self._settings.steps,
+            )
+
+
+def start_profiler(settings: ProfileSettings, folder: Path, ranks: Ranks) -> StepProfiler | None:
+    """A profiler that waits for its steps, or None if the settings ask for none."""
+    return StepProfiler(settings, folder, ranks) if settings.steps else None
+
+
+def problems(settings: ProfileSettings, steps: int) -> Iterator[str]:
+    """What is wrong with the settings for a run of `steps` steps, each with its fix."""
+    if settings.steps < 0:
+        yield f"profile.steps={settings.steps} must not be negative; 0 records no profile"
+    elif settings.steps and settings.start < 1:
+        yield f"profile.start={settings.start} must be 1 or more: the profiler warms up in the step before"
+    elif settings.steps and settings.start + settings.steps > steps:
+        yield (
+            f"profile.start={settings.start} and profile.steps={settings.steps} go beyond the run's {steps} "
+            "steps; use smaller ones, or train longer"
+        )
