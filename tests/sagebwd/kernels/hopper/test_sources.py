@@ -18,7 +18,7 @@ from sagebwd.kernels.hopper.attention import SOURCES
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
 #: Bytes that ptxas may spill, by source and head size. At 128 backward.cu has 208 registers and needs 240.
-SPILLED_BYTES = {("backward", 128): 400}
+SPILLED_BYTES = {("backward", 128): 450}
 FEW_BYTES = 64
 ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
