@@ -39,9 +39,9 @@ MACROS = {
 #: Those of backward.cu, with the settings of the quick ones.
 BACKWARD_MACROS = {
     (): (128, 1, True),
-    ("DQ_INT8",): (64, 1, True),
-    ("P_16BIT",): (64, 0, False),
-    ("P_16BIT", "DQ_INT8"): None,
+    ("DQ_INT8",): None,
+    ("P_16BIT",): None,
+    ("P_16BIT", "DQ_INT8"): (64, 0, False),
 }
 #: Every pair of settings occurs in the quick ones.
 QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
