@@ -2,6 +2,7 @@
 
     python -m scripts.sanitize
     python -m scripts.sanitize --tools memcheck --cases wide_64 wide_packed
+    python -m scripts.sanitize --cases wide_64 wide_128 wide_packed --kernels hopper_one_backward
 
 memcheck finds out-of-bounds reads and writes, racecheck finds races in shared memory. Needs a GPU, and
 compute-sanitizer (of the CUDA toolkit) on PATH.
@@ -28,6 +29,7 @@ from typing import NamedTuple
 import torch
 
 from sagebwd import SageConfig, sage_attention
+from sagebwd.dispatch import KERNEL_SETS, UNMEASURED
 from scripts.bench.measuring import command_parser
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU; run this where there is one")
     if arguments.case:
-        run_case(CASES[arguments.case])
+        run_case(CASES[arguments.case], arguments.kernels)
         print(end_of(arguments.case))
         return
     if shutil.which(SANITIZER) is None:
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'tool':10} {'case':18} errors")
     for tool in arguments.tools:
         for case in arguments.cases:
-            output = sanitize(tool, case, names)
+            output = sanitize(tool, case, names, arguments.kernels)
             errors = count_errors(tool, case, output)
             print(f"{tool:10} {case:18} {'did not finish' if errors is None else errors}", flush=True)
             if errors != 0:
@@ -105,6 +107,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar = option[2:-1].upper()
         add(option, nargs="+", choices=known, default=[*known], metavar=metavar, help=text)
     add("--case", choices=CASES, metavar="CASE", help="run this one in this process, without a sanitizer")
+    names = (*KERNEL_SETS, *UNMEASURED)
+    text = f"run the cases with this kernel set, not the one that would be chosen: {', '.join(names)}"
+    add("--kernels", choices=names, metavar="NAME", help=text)
     return parser.parse_args(argv)
 
 
@@ -119,13 +124,14 @@ def kernel_names() -> list[str]:
     return sorted({name for name in names if name.endswith("_kernel")})
 
 
-def sanitize(tool: str, case: str, names: list[str]) -> str:
+def sanitize(tool: str, case: str, names: list[str], kernels: str | None) -> str:
     """The output of the sanitizer and the case."""
     command = [
         *(SANITIZER, "--tool", tool, *TOOLS[tool][1]),
         *("--target-processes", "application-only"),  # not the compiler that Triton starts
         *(option for name in names for option in ("--kernel-name", f"kns={name}")),
         *(sys.executable, "-m", "scripts.sanitize", "--case", case),
+        *(("--kernels", kernels) if kernels else ()),
     ]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
@@ -156,9 +162,9 @@ def end_of(case: str) -> str:
     return f"{case} finished"
 
 
-def run_case(case: Case) -> None:
+def run_case(case: Case, kernels: str | None = None) -> None:
     """Forward and backward, causal; the sanitizer watches."""
-    kernels = "triton" if DEVICE == "cpu" else None  # on a CPU in Triton's interpreter
+    kernels = "triton" if DEVICE == "cpu" else kernels  # on a CPU in Triton's interpreter
     q, k, v, grad_out = inputs(case)
     cu_seqlens = None if case.boundaries is None else torch.tensor(case.boundaries, device=DEVICE)
     with torch.set_grad_enabled(case.backward):

@@ -16,6 +16,8 @@ def test_sanitizer_runs_every_tool_on_every_case_by_default():
     arguments = sanitize.parse_arguments(["--tools", "memcheck", "--cases", "packed", "smooth_q"])
     assert (arguments.tools, arguments.cases) == (["memcheck"], ["packed", "smooth_q"])
     assert sanitize.parse_arguments(["--case", "forward"]).case == "forward"
+    assert arguments.kernels is None
+    assert sanitize.parse_arguments(["--kernels", "ampere"]).kernels == "ampere"
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,7 @@ def test_sanitizer_watches_every_kernel():
         "_mean_kernel",
         "_quantize_grad_kernel",
         "_quantize_kernel",
+        "backward_kernel",
         "dk_dv_kernel",
         "dq_kernel",
         "forward_kernel",

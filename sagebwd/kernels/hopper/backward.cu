@@ -74,7 +74,7 @@ struct Rings {
     Ring<3> largest;  // has no barriers
 };
 
-// The packed block of queries that comes at place `index` of a work tile: heads of the group one after the other.
+// The first packed block of queries that a work tile visits in one head of its group, counted over all heads.
 __device__ __forceinline__ i64 first_packed_block(const Axes& axes, const KeyTile& work, int head) {
     return i64(work.kv_head * axes.group + head) * axes.q_blocks + work.q_block;
 }

@@ -84,12 +84,11 @@ __device__ __forceinline__ void multiply_ds(float (&dq)[32], u32 ds, u32 k, int 
 #pragma unroll
         for (int i = 0; i < 32; ++i) dq[i] = __int2float_rn(product[i]) * factor[i / 2 % 2];
     } else {
-        const u32 b = k + chunk * (KEYS * 128 / 16);
+        const u64 a = descriptor_mn_major<DS_BYTES>(ds), b = descriptor_mn_major<KEYS * 128>(k + chunk * (KEYS * 128 / 16));
         wgmma_fence();
-        wgmma_bf16<0>(dq, descriptor_mn_major<DS_BYTES>(ds), descriptor_mn_major<KEYS * 128>(b));
+        wgmma_bf16<0>(dq, a, b);
 #pragma unroll
-        for (int i = 1; i < KEYS / 16; ++i)
-            wgmma_bf16<1>(dq, descriptor_mn_major<DS_BYTES>(ds + 128 * i), descriptor_mn_major<KEYS * 128>(b + 128 * i));
+        for (int i = 1; i < KEYS / 16; ++i) wgmma_bf16<1>(dq, a + 128 * i, b + 128 * i);
         wgmma_commit();
         wgmma_wait<0>();
         pin(dq);

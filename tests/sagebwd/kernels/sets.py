@@ -347,11 +347,18 @@ HOPPER = KernelSet(
     exact_from=100,
 )
 
-#: One backward kernel: the same arithmetic, and dQ may be in 16 bit.
+#: One backward kernel: the same arithmetic, and dQ may be in 16 bit. Fewer cases, until it is chosen.
 HOPPER_ONE_BACKWARD = replace(
     HOPPER,
     name="hopper_one_backward",
     backward_kernels=("backward_kernel",),
+    all_head_dims=(40, 72, 120),
+    poisoned_tokens=(40, 139),
+    lengths=HOPPER.lengths[::3],
+    packs={name: HOPPER.packs[name] for name in ("around tiles", "other keys", "keys or queries missing")},
+    large_values=(24, 300, 60000),
+    variants={"16-bit dV": HOPPER.variants["16-bit dV"], "consistent": SageConfig.consistent()},
+    main_variants=("consistent",),
     extra_memory=2.25,  # dQ in fp32
 )
 

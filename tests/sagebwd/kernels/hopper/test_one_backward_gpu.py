@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def gradients(kernels, q, k, v, grad_out, *, is_causal, config, **options):
 def test_one_kernel_computes_what_two_do(config, head_dim, is_causal, dtype):
     """The same integers, multiplied and added in another order: what differs is the rounding of results."""
     settings = {"is_causal": is_causal, "config": config}
-    bound = 1e-3 if dtype == torch.bfloat16 else 2e-4
+    bound = 2e-3 if dtype == torch.bfloat16 else 5e-4
     for shape in SHAPES:
         inputs = draw(*shape, head_dim, dtype)
         found, wanted = (gradients(kernels, *inputs, **settings) for kernels in (ONE, TWO))
@@ -76,7 +77,7 @@ def test_one_kernel_computes_what_two_do(config, head_dim, is_causal, dtype):
 def test_dq_in_16_bit_is_nearer_to_exact_attention_than_in_int8(head_dim, is_causal, preset):
     int8 = CONFIGS[preset]
     matmuls = tuple(name for name in int8.int8_matmuls if name != "dq")
-    in_16_bit = SageConfig(int8_matmuls=matmuls, compensate_o=int8.compensate_o)
+    in_16_bit = replace(int8, int8_matmuls=matmuls)
     q, k, v, grad_out = inputs = draw(1, 4, 2, 1024, 1024, head_dim)
     exact = exact_attention(q, k, v, grad_out, is_causal=is_causal)
     found = {

@@ -18,7 +18,7 @@ from sagebwd.kernels.hopper.attention import SOURCES
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
 #: Bytes that ptxas may spill, by source and head size. At 128 backward.cu has 208 registers and needs 240.
-SPILLED_BYTES = {("backward", 128): 400}
+SPILLED_BYTES = {("backward", 128): 450}
 FEW_BYTES = 64
 ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
@@ -39,9 +39,9 @@ MACROS = {
 #: Those of backward.cu, with the settings of the quick ones.
 BACKWARD_MACROS = {
     (): (128, 1, True),
-    ("DQ_INT8",): (64, 1, True),
-    ("P_16BIT",): (64, 0, False),
-    ("P_16BIT", "DQ_INT8"): None,
+    ("DQ_INT8",): None,
+    ("P_16BIT",): None,
+    ("P_16BIT", "DQ_INT8"): (64, 0, False),
 }
 #: Every pair of settings occurs in the quick ones.
 QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}

@@ -46,6 +46,12 @@ inline void run_fiber() {
 
 static unsigned idle_rounds = 0;  // how often all fibers ran, and those in wait_until only found nothing to do
 
+// An instruction that takes long: others run meanwhile.
+inline void let_time_pass() {
+    idle_rounds = 0;
+    switch_to_others();
+}
+
 template <class Condition>
 inline void wait_until(Condition condition) {
     while (!condition()) {

@@ -90,6 +90,7 @@ inline void bulk_commit() {
     for (BulkStore& store : bulk_stores[threadIdx.x]) store.is_committed = true;
 }
 inline void bulk_wait_read() {
+    let_time_pass();
     for (BulkStore& store : bulk_stores[threadIdx.x]) {
         if (!store.is_committed || store.is_read) continue;
         store.values.resize(store.bytes / 4);
