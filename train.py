@@ -48,7 +48,7 @@ def run(run_settings: Settings) -> None:
         if int(os.environ.get("RANK", 0)) == 0:
             print(describe(run_settings, processes))
         return
-    if is_finished(run_settings, processes, list(HydraConfig.get().overrides.task)):
+    if is_finished(run_settings, processes, overrides.unresolved(HydraConfig.get().overrides.task)):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
     elif torchrun or (processes == 1 and not _in_sweep()):
         if torchrun:

@@ -32,6 +32,8 @@ from scripts.paper.experiments import ITEMS, RESULTS, RUNS, TRACES, Item, durati
 from scripts.paper.report.template import UnknownField
 from scripts.paper.result_files import DamagedResult
 from scripts.paper.run_pool import Job, Stopped, run_all, run_here, slots
+from scripts.paper.run_summary import would_diverge
+from scripts.runs import drop_weights_of, is_settled
 from trainer.identity import MAY_CHANGE
 from trainer.run_directory import RunDirectory, read_lines
 
@@ -217,7 +219,7 @@ def reproduce(item: Item, arguments: argparse.Namespace) -> bool:
         return False
     well = True
     for stage in item.stages.get(arguments.scale, ()):
-        well = train(stage, arguments) and well
+        well = train(stage, arguments, keep_weights=item.keeps_weights) and well
     paths = [arguments.runs_dir / run.name for run in compared(item, arguments.scale)]
     if not arguments.dry_run:
         paths = [path for path in paths if can_be_read(RunDirectory(path), item)]
@@ -249,8 +251,10 @@ def compared(item: Item, scale: str) -> list[Run]:
 # --- Training -----------------------------------------------------------------------------------------------
 
 
-def train(runs: Sequence[Run], arguments: argparse.Namespace) -> bool:
+def train(runs: Sequence[Run], arguments: argparse.Namespace, *, keep_weights: bool = True) -> bool:
     """Train what is not finished; whether all runs came to an end of their own. Raises Stopped."""
+    if not arguments.dry_run:
+        runs = [run for run in runs if is_worth_training(run, arguments)]
     commands = {run: train_command(run, arguments) for run in runs}
     if arguments.dry_run:
         print("\n".join(shlex.join(command) for command in commands.values()))
@@ -260,7 +264,17 @@ def train(runs: Sequence[Run], arguments: argparse.Namespace) -> bool:
         print("\n".join(unlike), file=sys.stderr)
         return False
     jobs = [job(run, commands[run], arguments) for run in runs if not is_settled(directory(run, arguments))]
-    return not run_all(jobs, slots(arguments.gpus, arguments.per_gpu))
+    tidy = (lambda job: None) if keep_weights else drop_weights_of
+    return not run_all(jobs, slots(arguments.gpus, arguments.per_gpu), on_success=tidy)
+
+
+def is_worth_training(run: Run, arguments: argparse.Namespace) -> bool:
+    """False if all the runs that would say how this one ends have diverged; says so."""
+    before = [RunDirectory(arguments.runs_dir / name) for name in run.unless_diverged]
+    if not before or not all(map(would_diverge, before)):
+        return True
+    print(f"{run.name}: not trained, it diverged at half the learning rate in every seed", flush=True)
+    return False
 
 
 def train_command(run: Run, arguments: argparse.Namespace) -> list[str]:
@@ -281,10 +295,6 @@ def job(run: Run, command: list[str], arguments: argparse.Namespace) -> Job:
 
 def directory(run: Run, arguments: argparse.Namespace) -> RunDirectory:
     return RunDirectory(arguments.runs_dir / run.name)
-
-
-def is_settled(directory: RunDirectory) -> bool:
-    return directory.is_finished or directory.diverged_at() is not None
 
 
 def unlike_finished(run: Run, command: list[str], arguments: argparse.Namespace) -> str | None:

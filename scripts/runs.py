@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import yaml
@@ -9,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.corpus import Corpus, open_corpus
+from scripts.paper.run_pool import Job
 from trainer import seal
 from trainer.checkpoint import steps_in
 from trainer.run_directory import RunDirectory
@@ -64,3 +66,16 @@ def fingerprint(directory: RunDirectory) -> str | None:
             f"checkpoint {checkpoints[-1]} is damaged ({error}); delete that folder, and the checkpoint "
             "before it is used"
         ) from error
+
+
+def is_settled(directory: RunDirectory) -> bool:
+    """Whether a run has come to an end of its own: finished or diverged."""
+    return directory.is_finished or directory.diverged_at() is not None
+
+
+def drop_weights_of(job: Job) -> None:
+    """Remove what no comparison of losses reads, once the job's run has ended: before, it continues there."""
+    directory = RunDirectory(job.log.with_suffix(""))
+    if is_settled(directory):
+        for folder in (directory.checkpoints, directory.weights):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -11,9 +11,10 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainer.interrupt import exit_on_signals
+from trainer.overrides import unresolved
 from trainer.run_directory import default_name
 from trainer.sweep_directories import refuse_shared_directories, runs_of
 
@@ -33,13 +34,13 @@ class SweepSummary(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         refuse_shared_directories(config)
         self._planned = len(runs_of(config))
-        overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-        os.environ.setdefault("WANDB_RUN_GROUP", default_name(overrides))  # W&B's own; the runs inherit it
+        group = default_name(unresolved(config.hydra.overrides.task))
+        os.environ.setdefault("WANDB_RUN_GROUP", group)  # W&B's own; the runs inherit it
         exit_on_signals()  # between the runs, which have handlers of their own
         atexit.register(self._report)  # Hydra calls on_multirun_end only when every run succeeded
 
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
-        self._started.append(list(config.hydra.overrides.task))
+        self._started.append(unresolved(config.hydra.overrides.task))
         if config.get("plan"):
             self._done = "estimated"
 

@@ -24,11 +24,12 @@ class Setup:
     tokens_per_second: int  # of one H200, as runs have shown; SMALL's is estimated
     seeds: tuple[int, ...] = (1,)
     milestone_every: int | None = None  # steps between the checkpoints that runs in MILESTONES_OF keep
+    start_up: float = START_UP
 
     @property
     def minutes(self) -> float:
         """Of one H200, for one run."""
-        return self.tokens / self.tokens_per_second / 60 + START_UP
+        return self.tokens / self.tokens_per_second / 60 + self.start_up
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Run:
     minutes: float  # of one H200
     starts_from: str | None = None  # the run whose trained weights it begins with
     own_text: bool = False  # brings its own data settings
+    unless_diverged: tuple[str, ...] = ()  # not trained if all runs of these names have diverged
 
 
 PAPER_TOKENS = 78_643_200_000

@@ -4,14 +4,13 @@
     scaled    smaller models and fewer tokens: minutes to hours of one H200
     debug     seconds on a CPU, to see that everything works; the numbers mean nothing
 
-A further experiment is one Item of ITEMS, and a section of the report (scripts/paper/report/). The training
-runs are in scripts/paper/experiment_runs.py.
+A further experiment is one Item of ITEMS, and a section of the report (scripts/paper/report/). Those beyond
+the paper's figures and tables are in scripts/paper/further_items.py. The training runs are in
+scripts/paper/experiment_runs.py and further_runs.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.paper.experiment_runs import (
@@ -31,71 +30,27 @@ from scripts.paper.experiment_runs import (
     PUSHED,
     SCALES,
     SHORT,
-    Run,
     fine_tuning,
     one_seed,
     runs_of,
 )
+from scripts.paper.further_items import FURTHER_ITEMS
+from scripts.paper.items import (
+    RUNS,
+    TRACES,
+    Item,
+    curves,
+    duration_in_words,
+    everywhere,
+    on_gpu,
+    one_after_the_other,
+    traced,
+)
+
+__all__ = ["ITEMS", "RESULTS", "RUNS", "TRACES", "Item", "duration_in_words", "find", "total_cost"]
 
 #: The committed results; `python -m scripts.reproduce --write-results` alone writes there.
 RESULTS = Path("results")
-#: In a command: the directories of the item's runs, and of the traces of these.
-RUNS, TRACES = "{runs}", "{traces}"
-
-
-@dataclass(frozen=True)
-class Item:
-    """One experiment: stages of training runs, then commands that write a JSON file for the report.
-
-    stages: by scale; the runs of a stage may run at the same time, stages follow each other.
-    json: the file, which may be compressed (json.gz).
-    commands: by scale; modules of scripts/, with {results} for the folder of results, RUNS for the runs, and
-        TRACES for their traces.
-    of_weights: the commands read trained weights, which diverged runs do not have.
-    minutes: by scale, of the commands.
-    """
-
-    name: str
-    title: str
-    json: str
-    commands: Mapping[str, tuple[tuple[str, ...], ...]]
-    also: tuple[str, ...] = ()  # further names it goes by
-    stages: Mapping[str, tuple[tuple[Run, ...], ...]] = field(default_factory=dict)
-    minutes: Mapping[str, float] = field(default_factory=dict)
-    of_weights: bool = False
-
-    def runs(self, scale: str) -> list[Run]:
-        return [run for stage in self.stages.get(scale, ()) for run in stage]
-
-    def cost(self, scale: str) -> float:
-        """Minutes of one H200 (table1, causal_leak: of a CPU), runs that other items share included."""
-        return sum(run.minutes for run in self.runs(scale)) + self.minutes.get(scale, 0.0)
-
-    def cost_in_words(self) -> str:
-        return ", ".join(f"{duration_in_words(self.cost(scale))} ({scale})" for scale in ("scaled", "full"))
-
-
-def duration_in_words(minutes: float) -> str:
-    """A rough length of time: "3 min", "2.5 h", "5,000 h"."""
-    if minutes < 90:
-        return f"{max(minutes, 1):.0f} min"
-    return f"{minutes / 60:,.1f} h" if minutes < 6000 else f"{minutes / 60:,.0f} h"
-
-
-def everywhere(*command: str) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """The same command at every scale."""
-    return dict.fromkeys(SCALES, (command,))
-
-
-def on_gpu(*command: str, debug: tuple[str, ...]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """A command for the GPU, and at the debug scale a smaller one for a CPU."""
-    return {"full": (command,), "scaled": (command,), "debug": (debug,)}
-
-
-def one_after_the_other(*commands: dict[str, tuple[tuple[str, ...], ...]]) -> dict:
-    """The commands of all these, at each scale in this order."""
-    return {scale: sum((own[scale] for own in commands), ()) for scale in SCALES}
-
 
 #: scripts.bench.attention at the debug scale.
 ATTENTION_DEBUG = (
@@ -147,31 +102,6 @@ BIAS_DEBUG = (
     *("--device", "cpu", "--batches", "3", "--tokens-per-batch", "128"),
     *("--settings", "control", "paper", "default", "only_o", "only_dq_dk"),
 )
-
-
-def traced(module: str, name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Traces of the item's runs, a few MB each, then the script that reads them, at every scale."""
-    trace = (
-        "scripts.paper.layers",
-        RUNS,
-        "--traces",
-        "--milestones",
-        "--only-traces",
-        "--trace-heads",
-        "0",
-        "1",
-    )
-    return dict.fromkeys(SCALES, (trace, (module, TRACES, "--out", f"{{results}}/{name}")))
-
-
-def curves(name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """The command that compares the item's runs, at every scale."""
-    return {
-        scale: (
-            ("scripts.paper.curves", RUNS, "--item", name, "--scale", scale, "--out", f"{{results}}/{name}"),
-        )
-        for scale in SCALES
-    }
 
 
 ITEMS = (
@@ -284,6 +214,7 @@ ITEMS = (
         minutes={"full": 240, "scaled": 12, "debug": 1},
         of_weights=True,
     ),
+    *FURTHER_ITEMS,
     Item(
         "accuracy",
         "Accuracy of the kernels, over shapes and product by product",

@@ -7,16 +7,15 @@ Unfinished runs are left out. Runs of one assay and one gain of QK-norm are comp
 
     validation, training   loss at the end, nats per token; training: mean of the last tenth of the steps;
                            mean over seeds, with the 95% interval of that mean
-    gap                    minus full precision; in an assay with one batch of the training loss, else of the
-                           validation loss. The runs of a seed share initialisation and data, so a loss is
-                           modeled as setting + seed + noise, by least squares; 95% interval from that noise.
-                           None for a setting of which a seed diverged
+    gap                    of the training loss, minus full precision. The runs of a seed share initialisation
+                           and data, so a loss is modeled as setting + seed + noise, by least squares; 95%
+                           interval from that noise. None for a setting of which a seed diverged
     mean gap               the same of the training loss's mean over the whole run
     logits, errors         from a run's last probe: the largest |S| of its layers, and relative L2 errors of
                            its own attention (full precision: of what attention=sagebwd would have), mean
                            over layers and seeds
-    sees                   whether a positive control, with dP in INT8, differs from full precision. If no
-                           interval excludes 0, the assay is blind at that gain
+    sees                   whether a positive control, with dP in INT8, ends above full precision or diverges.
+                           If no interval lies above 0, the assay is blind at that gain
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from sagebwd.config import PAPER_INT8_MATMULS
 from scripts.bench.measuring import command_parser, describe_run, with_ending
 from scripts.paper import drawing
 from scripts.paper.large_logits_pictures import draw, gap_curves
-from scripts.paper.large_logits_tables import UNKNOWN, Interval, Row, excludes_zero, to_markdown
+from scripts.paper.large_logits_tables import UNKNOWN, Interval, Row, lies_above_zero, to_markdown
 from scripts.paper.loss_statistics import differences, quantile
 from scripts.paper.result_files import OUT, write_result
 from scripts.paper.run_summary import read
@@ -176,7 +175,7 @@ def check_alike(runs: list[dict], assay: str, gain: float) -> None:
 def compare_cell(assay: str, gain: float, runs: list[dict]) -> list[Row]:
     """The rows of one assay and gain."""
     settings = by_setting(runs)
-    of_gap = gaps(settings, final_training if assay == "one batch" else final_validation)
+    of_gap = gaps(settings, final_training)
     of_mean = gaps(settings, whole_training)
     return [
         Row(
@@ -257,8 +256,8 @@ def cells_of(rows: list[Row]) -> list[dict[str, Any]]:
     for row in rows:
         seen = found.setdefault((row.assay, row.gain), [])
         if row.is_positive_control:
-            tests = [excludes_zero(row.gap), excludes_zero(row.mean_gap)]
-            seen += [True] if row.diverged else [test for test in tests if test is not None]
+            above = lies_above_zero(row.gap)
+            seen += [True] if row.diverged else [above] if above is not None else []
     return [
         {"assay": assay, "gain": gain, "sees": any(seen) if seen else None}
         for (assay, gain), seen in found.items()

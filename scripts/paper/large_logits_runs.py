@@ -13,6 +13,9 @@ continues. Finished runs are skipped. Runs go seed by seed, so that whole compar
 finished run keeps its metrics and settings (0.2 MB) and loses its checkpoint and weights (0.5 GB), unless
 --keep-weights.
 
+`python -m scripts.reproduce large_logits one_batch` trains the whole grid in the same folder, compares the
+runs and writes the report; this command trains parts of it.
+
 Everything after -- goes to every train.py: the text, most of all.
 """
 
@@ -20,40 +23,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sagebwd.config import MATMULS
 from scripts.bench.measuring import command_parser, positive_int
+from scripts.paper.further_runs import ASSAYS, GAINS, SEEDS, SETTINGS, gain_overrides, name_of
 from scripts.paper.run_pool import Job, Stopped, run_all, slots
+from scripts.runs import drop_weights_of, is_settled
 from trainer.run_directory import RunDirectory
 
 PROGRAM = "python -m scripts.paper.large_logits_runs"
-ASSAYS = ("large_logits", "one_batch")
-#: The paper's Table 2 has a relative L2 error of P of .129, which INT8 Q and K give at a gain of about 4.
-GAINS = (1.0, 2.0, 4.0, 8.0)
-SEEDS = (1, 2, 3, 4, 5)
-ALL_INT8 = f"attention.int8_matmuls=[{','.join(MATMULS)}]"
-#: What is compared, in order of interest. The all_int8 ones, with dP in INT8, are positive controls: what the
-#: assays must be able to see. fpa-flash is the negative control: full precision with another kernel.
-SETTINGS = {
-    "fpa": ("attention=fpa",),
-    "sagebwd_paper": ("attention=sagebwd_paper",),
-    "sagebwd": ("attention=sagebwd",),
-    "sagebwd_paper-all_int8": ("attention=sagebwd_paper", ALL_INT8),
-    "sagebwd_low_bias": ("attention=sagebwd_low_bias",),
-    "sagebwd_consistent": ("attention=sagebwd_consistent",),
-    "sagebwd_accurate": ("attention=sagebwd_accurate",),
-    "sagebwd-all_int8": ("attention=sagebwd", ALL_INT8),
-    "fpa-flash": ("attention=fpa", "attention.sdpa=flash"),
-}
-#: Instead of the assay's experiment, for --debug: seconds on a CPU. 2,048 tokens per step, 32 sequences.
-DEBUG = {
-    "large_logits": ("experiment=debug", "tps=2.1m", "probe.every=4"),
-    "one_batch": ("experiment=debug", "tps=2.1m", "probe.every=4", "train_sequences=32"),
-}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -64,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     jobs = [job(path, command) for path, command in commands.items() if not is_settled(RunDirectory(path))]
     print(f"{len(commands) - len(jobs)} of {len(commands)} runs are finished", flush=True)
-    tidy = (lambda job: None) if arguments.keep_weights else drop_weights
+    tidy = (lambda job: None) if arguments.keep_weights else drop_weights_of
     try:
         failed = run_all(jobs, slots(arguments.gpus, arguments.per_gpu), on_success=tidy)
     except Stopped as stop:
@@ -85,7 +65,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=SEEDS, help="(default 1 to 5)")
     add("--gpus", default="", metavar="N[,N …]", help="GPUs to distribute runs over (default: what CUDA has)")
     add("--per-gpu", type=positive_int, default=1, metavar="N", help="runs at a time on each (default 1)")
-    add("--runs-dir", type=Path, default=Path("runs/large_logits"), help="(default %(default)s)")
+    add("--runs-dir", type=Path, default=Path("runs/reproduce/large_logits"), help="(default %(default)s)")
     add("--keep-weights", action="store_true", help="keep checkpoints and weights of finished runs")
     add("--debug", action="store_true", help="tiny runs on a CPU; the numbers mean nothing")
     add("--dry-run", action="store_true", help="print the commands and end")
@@ -113,21 +93,12 @@ def grid(arguments: argparse.Namespace) -> dict[Path, list[str]]:
     }
 
 
-def name_of(assay: str, gain: float, setting: str, seed: int) -> str:
-    """A run's directory: "one_batch-gain4-sagebwd-seed1"."""
-    return f"{assay}-gain{gain:g}-{setting}-seed{seed}"
-
-
 def train_command(
     arguments: argparse.Namespace, assay: str, gain: float, setting: str, seed: int
 ) -> list[str]:
-    own = DEBUG[assay] if arguments.debug else (f"experiment={assay}",)
     run_dir = arguments.runs_dir / name_of(assay, gain, setting, seed)
-    attention = SETTINGS[setting]
-    if arguments.debug:  # a CPU's FlashAttention takes no small heads
-        attention = tuple(text.replace("sdpa=flash", "sdpa=math") for text in attention)
-    settings = (*attention, f"model.qk_norm_gain={gain:g}", f"seed={seed}", f"run_dir={run_dir}")
-    return [sys.executable, "train.py", *own, *settings, *arguments.overrides]
+    own = gain_overrides(assay, gain, setting, seed, debug=arguments.debug)
+    return [sys.executable, "train.py", *own, f"run_dir={run_dir}", *arguments.overrides]
 
 
 def job(path: Path, command: Sequence[str]) -> Job:
@@ -135,19 +106,6 @@ def job(path: Path, command: Sequence[str]) -> Job:
     log = path.with_name(f"{path.name}.log")
     directory = RunDirectory(path)
     return Job(path.name, list(command), log, ended_well=lambda code: code == 0 or is_settled(directory))
-
-
-def is_settled(directory: RunDirectory) -> bool:
-    return directory.is_finished or directory.diverged_at() is not None
-
-
-def drop_weights(job: Job) -> None:
-    """Remove what no comparison of losses reads, once the run has ended: before, it continues from there."""
-    directory = RunDirectory(job.log.with_suffix(""))
-    if not is_settled(directory):
-        return
-    for folder in (directory.checkpoints, directory.weights):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

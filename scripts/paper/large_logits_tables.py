@@ -11,8 +11,8 @@ Interval = dict[str, float | None]  # mean and half_width; None: not known
 UNKNOWN: Interval = {"mean": None, "half_width": None}
 
 SIGHT = {
-    True: "A positive control differs from full precision: the assay sees errors of this size.",
-    False: "No positive control differs from full precision: the assay is blind here, a match means nothing.",
+    True: "A positive control ends above full precision: the assay sees errors of this size.",
+    False: "No positive control ends above full precision: the assay is blind here, a match means nothing.",
     None: "Whether the assay sees anything is open: no interval of a positive control.",
 }
 
@@ -40,6 +40,12 @@ def excludes_zero(interval: Interval) -> bool | None:
     if interval["mean"] is None or interval["half_width"] is None:
         return None
     return abs(interval["mean"]) > interval["half_width"]
+
+
+def lies_above_zero(interval: Interval) -> bool | None:
+    """None: there is no interval."""
+    excludes = excludes_zero(interval)
+    return None if excludes is None else excludes and interval["mean"] > 0
 
 
 def to_markdown(result: dict, rows: list[Row]) -> str:

@@ -158,18 +158,22 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun
         "values": "_cos: cosine similarity, _l2: relative L2, against exact attention in float32",
         "normalisation": NORMALISATION,
         "variants": {name: asdict(config) for name, config in VARIANTS.items()},
-        "runs": {
-            run.name: asdict(run.origin)
-            | {"context": run.settings.context, "sequences_per_step": run.sequences_per_step}
-            | {"dtype": run.settings.hardware.dtype, "seed": run.settings.seed}
-            | {"lr": run.settings.optimizer.lr, "text": text_of(run.settings)}
-            | {"model": asdict(run.settings.model), "attention_settings": dict(run.settings.attention)}
-            for run in runs
-        },
+        "runs": {run.name: describe_trained(run) for run in runs},
         "paper_rms": PAPER_RMS,
         "paper_table2": paper.TABLE_2,
         "table2": {},
     }
+
+
+def describe_trained(run: TrainedRun) -> dict[str, Any]:
+    """What a run was trained with."""
+    return (
+        asdict(run.origin)
+        | {"context": run.settings.context, "sequences_per_step": run.sequences_per_step}
+        | {"dtype": run.settings.hardware.dtype, "seed": run.settings.seed}
+        | {"lr": run.settings.optimizer.lr, "text": text_of(run.settings)}
+        | {"model": asdict(run.settings.model), "attention_settings": dict(run.settings.attention)}
+    )
 
 
 def text_of(settings: Settings) -> str:

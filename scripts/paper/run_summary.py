@@ -98,6 +98,13 @@ def divergence(directory: RunDirectory, records: list[dict]) -> str | None:
     return None
 
 
+def would_diverge(directory: RunDirectory) -> bool:
+    """Whether the run diverged, or was left out because others had: then it has no log."""
+    if directory.metrics.exists():
+        return divergence(directory, read_metrics(directory.metrics)) is not None
+    return not directory.path.with_name(f"{directory.path.name}.log").exists()
+
+
 def without_places(config: dict[str, Any]) -> dict[str, Any]:
     """The settings without the folders of the machine that the run was on; of files the names remain."""
     settings = {name: value for name, value in config.items() if name not in ("run_dir", "runs_dir")}

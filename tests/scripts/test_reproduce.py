@@ -11,7 +11,7 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from scripts import reproduce
-from scripts.paper import experiment_runs, experiments
+from scripts.paper import experiment_runs, experiments, further_runs
 from scripts.paper.experiment_runs import SCALES, runs_of
 from scripts.paper.experiments import ITEMS, Item, find
 from scripts.paper.result_files import read_json
@@ -31,6 +31,11 @@ SETUPS = (
     experiment_runs.DEBUG_LARGE,
     experiment_runs.DEBUG_SMALL,
     experiment_runs.FINE_TUNE_FULL,
+    further_runs.RATE,
+    further_runs.EQUAL_LARGE,
+    further_runs.EQUAL_SMALL,
+    further_runs.LONG_LARGE,
+    further_runs.LONG_SMALL,
 )
 
 
@@ -61,6 +66,9 @@ def test_every_setup_is_a_run_of_the_tokens_it_says(compose_settings, monkeypatc
     warm_up = [settings.tps.warmup_steps * plan.tokens_per_step for settings, plan in (large, small)]
     assert warm_up[0] == warm_up[1]
     assert large[0].optimizer == small[0].optimizer
+    long = [plans[name] for name in ("35m-131k-long", "35m-16k-long")]
+    assert [plan.steps for _, plan in long] == [7_630, 61_040]
+    assert len({settings.tps.warmup_steps * plan.tokens_per_step for settings, plan in long}) == 1
     tuning = plans["finetune-325m"][0]
     assert (tuning.steps, tuning.tps.warmup_steps, tuning.optimizer.schedule) == (700, 100, "linear")
     assert (tuning.optimizer.lr, tuning.optimizer.min_lr_ratio, tuning.data.source) == (3e-5, 0, "stdlib")
@@ -85,6 +93,7 @@ def test_only_the_runs_that_are_traced_keep_milestones():
         traced = {run for name in ("gradient_error", "gradient_formats") for run in find(name).runs(scale)}
         if scale == "scaled":
             traced |= set(find("gradient_bias").runs(scale))
+        traced |= set(find("equal_loss").runs(scale))
         runs = {run for item in ITEMS for run in item.runs(scale)}
         assert {run for run in runs if "milestone_every" in str(run.overrides)} == traced
         assert {"no_qk_norm" in run.name for run in traced} == {True, False}
@@ -222,7 +231,7 @@ def here(monkeypatch, train_here):
     """Training and measuring in this process: what other processes would do, without their start-up."""
     trained = []
 
-    def run_all(jobs, places):
+    def run_all(jobs, places, on_success):
         for job in jobs:
             run_dir = next(
                 text.removeprefix("run_dir=") for text in job.command if text.startswith("run_dir=")
@@ -231,6 +240,7 @@ def here(monkeypatch, train_here):
             line = {"command": job.command[1:], "device": "CPU", "torch": "2", "commit": None}
             (Path(run_dir) / "environment.jsonl").write_text(json.dumps(line) + "\n")
             trained.append(job.name)
+            on_success(job)
         return []
 
     def run_here(line, place):
@@ -342,6 +352,37 @@ def test_the_bias_of_gradients_is_measured_and_reported(here, tmp_path, datasets
     }
     assert "With QK-norm, end of the run" in (results / "tables" / "gradient_bias.md").read_text()
     assert "[gradient_bias](tables/gradient_bias.md)" in (results / "README.md").read_text()
+
+
+def test_what_diverged_at_half_the_rate_is_not_trained_and_runs_lose_their_weights(
+    here, tmp_path, datasets, monkeypatch, capsys
+):
+    """Of two variants one diverged at the lowest rate: the higher ones follow from that."""
+    grid = {"fpa": ("attention=fpa",), "fpa-no_qk_norm": ("attention=fpa", "model.qk_norm=false")}
+    monkeypatch.setattr(further_runs, "RATE_GRID", grid)
+    setup = replace(experiment_runs.DEBUG_SMALL, name="rates")
+    stages = further_runs.rate_stages(setup, (1e-3, 2e-3, 4e-3))
+    assert stages[0][0].unless_diverged == ()
+    assert stages[2][1].unless_diverged == ("rates/lr0.002/fpa-no_qk_norm-seed1",)
+    only(monkeypatch, replace(find("learning_rate"), stages={"debug": stages}))
+    command = ["learning_rate", "--scale", "debug", "--runs-dir", str(tmp_path)]
+    given = ["--", f"data.root={datasets}", "steps=3"]
+    diverged = RunDirectory(tmp_path / "rates/lr0.001/fpa-no_qk_norm-seed1")
+    diverged.path.mkdir(parents=True)
+    diverged.metrics.write_text('{"step": 1, "tokens": 256, "loss": 3.0}\n')
+    diverged.config.write_text("")
+    diverged.note_divergence(1)
+    line = {"command": reproduce.train_command(stages[0][1], arguments(*command, *given))}
+    (diverged.path / "environment.jsonl").write_text(json.dumps(line) + "\n")
+    monkeypatch.setattr(reproduce, "run_here", lambda line, place: 0)
+    reproduce.main([*command, *given])
+    assert here == [f"rates/lr{rate}/fpa-seed1" for rate in ("0.001", "0.002", "0.004")]
+    assert capsys.readouterr().out.count("not trained, it diverged at half the learning rate") == 2
+    for rate in ("0.001", "0.004"):
+        run = RunDirectory(tmp_path / f"rates/lr{rate}/fpa-seed1")
+        assert run.is_finished
+        assert not run.checkpoints.exists()
+        assert not run.weights.exists()
 
 
 def test_what_is_not_part_of_the_checkout_is_said_before_training(here, tmp_path, monkeypatch, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from scripts.paper import published as paper
+from scripts.paper.report.learning_rate import BROKEN_BY
+from scripts.paper.report.long_runs import ALIKE
 from scripts.paper.report.markdown import decimal
 from scripts.paper.report.rules import GAP, LONG_ENOUGH, MARGIN_SHARE, MOST
 from scripts.paper.report.verdicts import (
@@ -38,6 +40,14 @@ _MATCH = (
 _TABLE_1 = (
     f"{TABLE_1_SHARE:.0%} of the relative L2 errors within {TABLE_1_TOLERANCE:.0%} of the paper's, at one "
     "shape at least of those tried: agrees; else contradicts"
+)
+_CONTROLS = (
+    "Where no positive control (all seven products in INT8) ends above full precision, the assay is blind "
+    "and no match counts: open. Where another full-precision kernel differs, no gap counts: open"
+)
+_SEEDS = (
+    f"a run breaks if it diverges, or ends {BROKEN_BY:g} nats or more above the best of its setting and seed "
+    f"at lower rates. In {MOST:.0%} of the seeds in which anything breaks: agrees; it fails in as many: "
 )
 _SHAPE = "at the shape that fits best"
 _MOST = f"in {MOST:.0%} of the runs or more: agrees; it fails in as many: contradicts; else open"
@@ -143,6 +153,54 @@ CLAIMS: dict[str, dict[str, tuple[str, str]]] = {
             "dS, of which dQ and dK are made, is what costs accuracy",
             "bias of the q and k projections: with dQ and dK alone in INT8 larger than with O alone: agrees; "
             "smaller: contradicts; 95% intervals overlap: open",
+        ),
+    },
+    "large_logits": {
+        "gap": (
+            f"SageBwd ends {paper.FIGURE_1_GAP:.3f} above full precision, tried with large logits",
+            f"{_GAP}. {_CONTROLS}",
+        ),
+    },
+    "one_batch": {
+        "gap": (
+            f"SageBwd ends {paper.FIGURE_1_GAP:.3f} above full precision where no gradient noise hides its "
+            "error, tried on one batch",
+            f"{_GAP}. {_CONTROLS}",
+        ),
+    },
+    "long_runs": {
+        "gap": (
+            f"SageBwd ends {paper.FIGURE_1_GAP:.3f} above full precision at many tokens per step, tried over "
+            "a billion tokens",
+            _GAP,
+        ),
+        "match": (
+            f"SageBwd matches full precision ({paper.FIGURE_1B_GAP:+.3f}) at an eighth of them, tried over a "
+            "billion tokens",
+            _MATCH,
+        ),
+        "interaction": (
+            f"the gap is {paper.FIGURE_1_INTERACTION:.3f} larger at many tokens per step, tried over a "
+            "billion tokens",
+            f"difference of the two gaps, its interval from both. {_GAP}. Full precision must end within "
+            f"{ALIKE:g} at both: else open",
+        ),
+    },
+    "learning_rate": {
+        "breaks": (
+            "without QK-norm SageBwd diverges where full precision does not, tried by learning rate",
+            f"it breaks at a lower rate; {_SEEDS}not seen; else open",
+        ),
+        "stable": (
+            "with QK-norm SageBwd is stable, tried by learning rate",
+            f"it breaks at no lower rate than full precision; {_SEEDS}contradicts; else open",
+        ),
+    },
+    "equal_loss": {
+        "qk_norm": ("without QK-norm dQ and dK have larger errors, tried at equal loss", _RATIO),
+        "tokens_per_step": (
+            "more tokens per step give larger errors of dQ and dK, tried at equal loss",
+            f"{_RATIO}; not seen in place of contradicts, the runs being short",
         ),
     },
     "finetune": {"match": ("fine-tuning with SageBwd ends like full precision", _MATCH)},

@@ -9,13 +9,17 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from scripts.paper.large_logits import setting_of
 from scripts.paper.loss_pictures import own_settings
 from scripts.paper.loss_statistics import compare, is_same_run
 from scripts.paper.result_files import Results
 from scripts.paper.run_summary import stored_runs
 
 #: The files that hold training runs. large_logits starts from other weights: its runs make their own setups.
-FILES = ("figure1a", "figure1b", "figure4", "finetune", "presets", "large_logits")
+FILES = (
+    *("figure1a", "figure1b", "figure4", "finetune", "presets"),
+    *("large_logits", "one_batch", "long_runs", "learning_rate"),
+)
 
 
 def pooled(results: Results) -> list[dict[str, Any]]:
@@ -23,11 +27,16 @@ def pooled(results: Results) -> list[dict[str, Any]]:
     found: dict[tuple, list[dict]] = {}
     for name in FILES:
         if results.has(f"{name}.json"):
-            for run in ended(stored_runs(results.json(f"{name}.json"))):
+            for run in runs_of(results.json(f"{name}.json")):
                 same = found.setdefault((json.dumps(run["group"]), run["variant"], run["seed"]), [])
                 if not any(is_same_run(run, other) for other in same):
                     same.append(run)
     return compare([run for own in found.values() for run in own])
+
+
+def runs_of(data: dict[str, Any]) -> list[dict]:
+    """The runs of a file that have come to an end; controls get names of their own."""
+    return [run | {"variant": setting_of(run)} for run in ended(stored_runs(data))]
 
 
 def ended(runs: Sequence[dict]) -> list[dict]:

@@ -42,6 +42,7 @@ SHOWN = {
         (f"{PAPER}, Q+K smoothing", PAPER),
     ),
     "finetune": GRID[:2],
+    "long_runs": (*GRID[:2], (f"{SAGE}, consistent", FULL_PRECISION)),
     "presets": tuple(
         (f"{SAGE}{name}", FULL_PRECISION) for name in ("", ", paper", ", consistent", ", accurate")
     ),

@@ -81,12 +81,13 @@ def test_losses_have_the_t_interval_of_their_mean():
     )
 
 
-def test_one_batch_is_compared_by_its_training_loss():
-    runs = cell(sequences=128)
+def test_gaps_are_those_of_the_training_loss_in_both_assays():
+    runs = [*cell(), *cell(sequences=128)]
     for own in runs:
         own["held_out_loss"] = 7.0
-    fresh, one = (large_logits.compare(runs_)[1].gap["mean"] for runs_ in (cell(), runs))
-    assert one == pytest.approx(fresh)
+    rows = large_logits.compare(runs)
+    wanted = mean(INT8[seed] - FULL[seed] for seed in FULL)
+    assert [row.gap["mean"] for row in rows[1::2]] == pytest.approx([wanted, wanted])
 
 
 def test_gains_and_assays_are_compared_apart():
@@ -133,8 +134,8 @@ def control(gap, noise):
     return [run(FPA, s, 3.0) for s in offsets] + [run(ALL_INT8, s, 3 + gap + x) for s, x in offsets.items()]
 
 
-@pytest.mark.parametrize(("gap", "sees"), [(0.1, True), (0.02, False)])
-def test_an_assay_sees_if_the_interval_of_a_positive_control_excludes_zero(gap, sees):
+@pytest.mark.parametrize(("gap", "sees"), [(0.1, True), (0.02, False), (-0.1, False)])
+def test_an_assay_sees_if_the_interval_of_a_positive_control_lies_above_zero(gap, sees):
     """Half-width by hand: 4.303 · .01 / √3 = .0248."""
     rows = large_logits.compare(control(gap, 0.01))
     assert rows[1].gap["half_width"] == pytest.approx(0.0248, rel=2e-3)
@@ -225,7 +226,7 @@ def test_a_word_that_is_no_override_is_refused(capsys):
 def test_a_run_under_way_keeps_its_checkpoints(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     directory.checkpoints.mkdir(parents=True)
-    large_logits_runs.drop_weights(large_logits_runs.job(directory.path, []))
+    large_logits_runs.drop_weights_of(large_logits_runs.job(directory.path, []))
     assert directory.checkpoints.exists()
 
 
@@ -236,7 +237,7 @@ def test_runs_train_lose_their_weights_and_are_compared(train_here, tmp_path, da
     for path, command in large_logits_runs.grid(arguments).items():
         train_here(path, *(text for text in command[2:] if not text.startswith(("experiment=", "run_dir="))))
         RunDirectory(path).note_environment(torch.device("cpu"), 1)
-        large_logits_runs.drop_weights(large_logits_runs.job(path, command))
+        large_logits_runs.drop_weights_of(large_logits_runs.job(path, command))
         assert large_logits_runs.is_settled(RunDirectory(path))
         assert not (path / "checkpoints").exists()
         assert not (path / "weights").exists()
