@@ -73,7 +73,7 @@ def _cpu_speed(settings: Settings) -> Speed:
     seconds = ((flops - in_reference) / CPU_SHARE + in_reference / CPU_SHARE_OF_REFERENCE) / rate
     return Speed(
         1 / seconds,
-        f"from a matrix product at {rate / 1e9:.0f} GFLOP/s, measured now; rough, and too fast for tiny models",
+        f"from a matrix product at {rate / 1e9:.0f} GFLOP/s, measured now; too fast for tiny models",
     )
 
 
