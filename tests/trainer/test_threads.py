@@ -1,0 +1,40 @@
+"""How the threads of a CPU wait is chosen before torch is loaded, if the user did not choose it."""
+
+import ast
+import os
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def loaded(monkeypatch, **chosen):
+    """The environment after trainer/__init__.py, from one in which only these variables are set."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    runpy.run_path(str(ROOT / "trainer" / "__init__.py"))
+    return os.environ.get("OMP_WAIT_POLICY")
+
+
+def test_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
+    assert loaded(monkeypatch, OMP_WAIT_POLICY="active") == "active"
+    assert loaded(monkeypatch, GOMP_SPINCOUNT="1000") is None
+    assert loaded(monkeypatch) == "passive"
+
+
+@pytest.mark.parametrize("file", ["train.py", "trainer/__init__.py"])
+def test_it_comes_before_torch(file):
+    """train.py imports trainer before any other package of ours, and neither imports torch itself."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    names = [
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [x.name for x in node.names])
+    ]
+    assert not {"torch", "data", "model", "sagebwd"} & {*names}
