@@ -12,7 +12,7 @@ ASSAY_TITLES = {
 }
 
 REMEDIES = (
-    *("scripts.paper.remedies", RUNS, "--sigmas", "1", "3", "5"),
+    *("scripts.paper.remedies", RUNS, "--sigmas", "1", "3", "5", "--batches", "16"),
     *("--times", "{results}", "--out", "{results}/remedies"),
 )
 REMEDIES_DEBUG = (
@@ -62,7 +62,7 @@ FURTHER_ITEMS = (
         "remedies.json",
         {"full": (REMEDIES,), "scaled": (REMEDIES,), "debug": ((*REMEDIES, *REMEDIES_DEBUG),)},
         stages=GRADIENT_BIAS,
-        minutes={"full": 240, "scaled": 12, "debug": 2},
+        minutes={"full": 240, "scaled": 8, "debug": 2},
         of_weights=True,
     ),
 )

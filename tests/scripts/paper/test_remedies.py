@@ -175,20 +175,25 @@ def test_kernel_times_are_those_that_were_measured(tmp_path):
     assert remedies.times_of(Results(tmp_path / "empty")) == {}
 
 
-def test_from_a_run_to_its_numbers(train_here, tmp_path, monkeypatch):
+def test_from_a_run_to_its_numbers(train_here, tmp_path):
     """Of four candidates, to save time."""
     names = {"paper", "low_bias", "stochastic", "hadamard"}
-    every = remedies.remedies
-    monkeypatch.setattr(
-        remedies,
-        "remedies",
-        lambda *shape: {name: own for name, own in every(*shape).items() if name in names},
-    )
     few = ("steps=3", "eval_every=99", "sample_tokens=0", "probe.every=0", "checkpoint_every=99")
     train_here(tmp_path / "run", *few)
     out = tmp_path / "out" / "remedies"
     of_gaussians = ("--sigmas", "2", "--gaussian-heads", "1", "--tokens", "50")
-    of_run = ("--sequences", "1", "--batches", "3", "--tokens-per-batch", "64", "--device", "cpu")
+    of_run = (
+        "--candidates",
+        *sorted(names),
+        "--sequences",
+        "1",
+        "--batches",
+        "3",
+        "--tokens-per-batch",
+        "64",
+        "--device",
+        "cpu",
+    )
     remedies.main([str(tmp_path / "run"), *of_gaussians, *of_run, "--out", str(out)])
     result = json.loads(out.with_suffix(".json").read_text())
     assert set(result["candidates"]) == names
