@@ -90,7 +90,10 @@ def _validation_set(settings: DataSettings, entry: Any) -> DataSettings:
 
 
 def _as_mapping(entry: Any) -> dict[str, Any]:
-    return {"path": entry} if isinstance(entry, str) else dict(entry)
+    """What an entry sets. null sets nothing, except that documents=null means any number of them."""
+    if isinstance(entry, str):
+        return {"path": entry}
+    return {key: value for key, value in entry.items() if value is not None or key == "documents"}
 
 
 def kind_of(path: str) -> str:

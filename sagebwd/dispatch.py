@@ -27,12 +27,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, PRESETS, SageConfig, decode
+from sagebwd.config import (
+    DEFAULT_CONFIG,
+    PAPER_INT8_MATMULS,
+    PRESETS,
+    TILE_OF_LARGE_HEADS,
+    SageConfig,
+    decode,
+)
 from sagebwd.validation import check_window, is_autocast
 from sagebwd.window import Window
 
 #: Fastest first.
 KERNEL_SETS = ("hopper", "ampere", "triton", "reference")
+#: What only tests and benchmarks ask for, until it is measured: the Hopper kernels with one backward kernel.
+UNMEASURED = ("hopper_one_backward",)
 
 #: Compute capabilities.
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -40,8 +49,10 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
 TRITON_BLOCKS = (32, 64, 128)
-#: CUDA: the only tile, and the head sizes that are padded to 64 or 128.
+#: CUDA: the tile, (queries, keys), the tiles of the Ampere kernels, and the head sizes that are padded to 64
+#: or 128.
 CUDA_TILE = (64, 128)
+AMPERE_TILES = (CUDA_TILE, (128, 64), (64, 64))
 CUDA_HEAD_DIMS = range(33, 129)
 #: CUDA: products that may run in 16 bit; all others of the paper's INT8 products are INT8.
 CUDA_16_BIT_MATMULS = ("o", "dv")
@@ -124,6 +135,7 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
         "ampere": ampere_rules,
         "triton": triton_rules,
         "reference": reference_rules,
+        "hopper_one_backward": one_backward_rules,
     }[kernels]
     return [rule for rule in rules(call) if not rule.holds]
 
@@ -154,7 +166,7 @@ def describe(broken: list[Rule]) -> str:
     return "; ".join(f"{rule.reason} ({rule.fix})" if rule.fix else rule.reason for rule in broken)
 
 
-def hopper_rules(call: Call) -> Iterator[Rule]:
+def hopper_rules(call: Call, matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MATMULS) -> Iterator[Rule]:
     """What the CUDA kernels for Hopper need, in the order in which it is checked."""
     gpu = call.gpu
     yield _on_a_gpu(gpu is not None, call)
@@ -165,9 +177,14 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
-    yield from _rules_of_cuda_kernels(call, "Hopper")
+    yield from _rules_of_cuda_kernels(call, "Hopper", (CUDA_TILE,), matmuls_in_16_bit)
     yield Rule(not call.is_windowed, "window_size is set, and the Hopper kernels have no windows", warns=True)
     yield _scales_of_blocks(call.config)
+
+
+def one_backward_rules(call: Call) -> Iterator[Rule]:
+    """As :func:`hopper_rules`; dQ may be in 16 bit as well."""
+    return hopper_rules(call, (*CUDA_16_BIT_MATMULS, "dq"))
 
 
 def ampere_rules(call: Call) -> Iterator[Rule]:
@@ -176,7 +193,18 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
     if call.gpu is None:
         return
     yield _since_ampere(call.gpu)
-    yield from _rules_of_cuda_kernels(call, "Ampere")
+    yield from _rules_of_cuda_kernels(call, "Ampere", AMPERE_TILES)
+    has_64_keys = call.config.tile(call.head_dim)[1] == 64
+    large_tile = "tiles of {} x {} (queries x keys) for heads of more than 128 channels".format(
+        *call.config.tile(call.head_dim)
+    )
+    fits = call.head_dim <= CUDA_HEAD_DIMS[-1] or call.config.tile(call.head_dim) == TILE_OF_LARGE_HEADS
+    yield Rule(fits, large_tile, "set block_q and block_kv to None")
+    yield Rule(
+        call.config.is_int8("dv") or not has_64_keys,
+        "dv is not in INT8, and tiles have 64 keys",
+        "add 'dv' to int8_matmuls, or set block_kv=None for up to 128 channels",
+    )
     if not all(map(call.config.is_int8, CUDA_16_BIT_MATMULS)):
         yield _scales_of_blocks(call.config)
 
@@ -219,23 +247,28 @@ def _scales_of_blocks(config: SageConfig) -> Rule:
     )
 
 
-def _rules_of_cuda_kernels(call: Call, name: str) -> Iterator[Rule]:
+def _rules_of_cuda_kernels(
+    call: Call,
+    name: str,
+    tiles: tuple[tuple[int, int], ...],
+    matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MATMULS,
+) -> Iterator[Rule]:
     config = call.config
     yield from _rules_of_all_kernels(call)
     yield Rule(
-        config.block_q in (None, CUDA_TILE[0]) and config.block_kv in (None, CUDA_TILE[1]),
+        config.block_q is config.block_kv is None or config.tile(call.head_dim) in tiles,
         f"block_q is {config.block_q} and block_kv {config.block_kv}",
         "set both to None",
         warns=True,
     )
     yield Rule(
-        config.granularity == "row",
+        config.granularity == "row" or (config.tile(call.head_dim)[1] == 64 and name == "Ampere"),
         f"granularity is {config.granularity!r}",
         "set granularity='row'",
         warns=True,
     )
     yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False", warns=True)
-    missing = [x for x in PAPER_INT8_MATMULS if not config.is_int8(x) and x not in CUDA_16_BIT_MATMULS]
+    missing = [x for x in PAPER_INT8_MATMULS if not config.is_int8(x) and x not in matmuls_in_16_bit]
     yield Rule(
         not missing,
         f"{', '.join(missing)} not in INT8",
@@ -243,10 +276,11 @@ def _rules_of_cuda_kernels(call: Call, name: str) -> Iterator[Rule]:
         warns=True,
     )
     yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
-    yield Rule(
-        call.head_dim in CUDA_HEAD_DIMS,
-        f"the head size is {call.head_dim}, and the {name} kernels have sizes from 40 to 128",
-    )
+    if name == "Hopper":
+        yield Rule(
+            call.head_dim in CUDA_HEAD_DIMS,
+            f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
+        )
     reason = None if call.gpu is None else call.gpu.no_cuda_kernels
     yield Rule(reason is None, str(reason), warns=True)
 
@@ -382,7 +416,7 @@ def _choose_once(
     is_windowed: bool,
 ) -> tuple[str, str, str]:
     """(kernel set, "", ""), or ("", name of the error, its message). A result is remembered, an error too."""
-    if kernels not in (None, *KERNEL_SETS):
+    if kernels not in (None, *KERNEL_SETS, *UNMEASURED):
         names = ", ".join(map(repr, KERNEL_SETS))
         return "", "ValueError", f"kernels is {kernels!r}; use one of {names}, or None for the fastest"
     if kernels == "reference" or (kernels is None and device.type in REFERENCE_DEVICES):
@@ -412,7 +446,7 @@ def _as_asked(kernels: str, call: Call, device: torch.device) -> tuple[str, str,
     """The result of :func:`_choose_once` for a kernel set that is asked for."""
     if kernels == "triton" and device.type == "cpu":
         call = call._replace(is_interpreted=_is_interpreted())
-    if kernels == "hopper" and call.gpu == ABSENT_GPU:
+    if kernels in ("hopper", *UNMEASURED) and call.gpu == ABSENT_GPU:
         call = call._replace(gpu=ARCHITECTURES["9.0"])
     if kernels != "triton":
         call = _with_compiler(call, device)

@@ -7,7 +7,7 @@
 Give run directories, or folders that hold some, at any depth. Columns of the table:
 
   training loss     mean over the last tenth of the logged steps, in nats per token
-  validation loss   of the last evaluation, in nats per token
+  validation loss   of the last evaluation, in nats per token; named validation sets have a column each
   tokens/s          median
 
 Runs that differ only in `seed=N` are grouped, followed by their mean ± standard deviation. A run is named
@@ -33,7 +33,7 @@ import numpy as np
 
 from scripts.bench.measuring import align, command_parser, number
 from scripts.paper.loss_statistics import differences
-from trainer.plot import plot_losses, series
+from trainer.plot import SET, named_sets, plot_losses, series
 from trainer.run_directory import RunDirectory, read_metrics
 
 #: Nothing is written below this folder unless --out says so.
@@ -184,9 +184,10 @@ class Summary(NamedTuple):
     training_loss: float | None
     validation_loss: float | None
     tokens_per_second: float | None
+    sets: dict[str, float | None]  # loss on each named validation set that the run has
 
 
-NO_LOSSES = {"training_loss": None, "validation_loss": None}
+NO_LOSSES = {"training_loss": None, "validation_loss": None, "sets": {}}
 
 
 def summarize(records: Records) -> Summary:
@@ -200,6 +201,7 @@ def summarize(records: Records) -> Summary:
         tail.mean() if len(tail) and np.isfinite(last_loss) else last_loss,
         last(records, "val_loss"),
         np.median(speed) if len(speed) else None,
+        {name: last(records, SET + name) for name in named_sets([records])},
     )
 
 
@@ -217,6 +219,7 @@ def table(runs: dict[str, Records], diverged: dict[str, int] | None = None) -> s
     groups: dict[str, list[str]] = {}
     for label in runs:
         groups.setdefault(without_seed(label), []).append(label)
+    sets = named_sets(runs.values())
     rows = []
     for group, labels in groups.items():
         summaries = [
@@ -227,15 +230,26 @@ def table(runs: dict[str, Records], diverged: dict[str, int] | None = None) -> s
             if label in diverged:
                 losses = [f"DIVERGED at step {diverged[label]}", ""]
             counts = [str(run.steps), f"{run.tokens:,.0f}"]
-            rows.append([label, *counts, *losses, number(run.tokens_per_second, ",.0f")])
+            named = [number(run.sets.get(name), ".4f") for name in sets]
+            rows.append([label, *counts, *losses, *named, number(run.tokens_per_second, ",.0f")])
         if len(labels) > 1:
             losses = [
                 mean_and_deviation([getattr(run, name) for run in summaries])
                 for name in ("training_loss", "validation_loss")
             ]
+            named = [mean_and_deviation([run.sets.get(name) for run in summaries]) for name in sets]
             name = f"{group}: " if group else ""
-            rows.append([f"{name}mean ± std of {len(labels)} seeds", "", "", *losses, ""])
-    return "\n".join(align(["run", "steps", "tokens", "training loss", "validation loss", "tokens/s"], rows))
+            rows.append([f"{name}mean ± std of {len(labels)} seeds", "", "", *losses, *named, ""])
+    head = [
+        "run",
+        "steps",
+        "tokens",
+        "training loss",
+        "validation loss",
+        *(SET + name for name in sets),
+        "tokens/s",
+    ]
+    return "\n".join(align(head, rows))
 
 
 def difference_table(runs: dict[str, Records], baseline: str, diverged: dict[str, int]) -> str:
@@ -244,18 +258,23 @@ def difference_table(runs: dict[str, Records], baseline: str, diverged: dict[str
     broken = {without_seed(label) for label in diverged}  # a group that lost a seed has no mean
     rows: dict[str, list[str]] = {without_seed(label): [] for label in runs}
     del rows[baseline]
-    for name in ("training_loss", "validation_loss"):
+    columns = {
+        "training loss": lambda run: run.training_loss,
+        "validation loss": lambda run: run.validation_loss,
+        **{SET + name: lambda run, name=name: run.sets.get(name) for name in named_sets(runs.values())},
+    }
+    for loss_of in columns.values():
         cells = [
             (without_seed(label), seed_of(label), loss)
             for label, summary in summaries.items()
             if without_seed(label) not in broken
-            and (loss := getattr(summary, name)) is not None
+            and (loss := loss_of(summary)) is not None
             and np.isfinite(loss)
         ]
         found = {pair["of"]: pair for pair in differences(cells)["differences"] if pair["minus"] == baseline}
         for group, row in rows.items():
             row.append(_difference(found.get(group)))
-    head = [f"minus {baseline or 'all seeds'}", "training loss", "validation loss"]
+    head = [f"minus {baseline or 'all seeds'}", *columns]
     return "\n".join(align(head, [[group or "all seeds", *row] for group, row in rows.items()]))
 
 

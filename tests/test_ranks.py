@@ -88,7 +88,8 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         assert_close(tmp_path / "one", tmp_path / name)
     assert_same_run(tmp_path / "two_fsdp", tmp_path / "two_recomputed")
     for name in ("two_ddp", "two_fsdp", "fsdp_to_one"):
-        # Muon multiplies in bfloat16. These runs differ by up to 1.4e-5 in the loss, 1.1e-4 in the norm.
+        # Muon multiplies in bfloat16: these runs differ by up to 1.4e-5 in the loss, 1.1e-4 in the norm.
+        # Orthogonalizing the halves of each matrix by themselves would differ by 3e-3.
         assert_close(tmp_path / "muon" / "one", tmp_path / "muon" / name, records=9, tolerance=3e-4)
 
 

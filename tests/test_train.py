@@ -130,8 +130,11 @@ def test_the_papers_grid(command, tmp_path):
     grown = {path: (path / "metrics.jsonl").stat().st_mtime_ns for path in runs}
 
     (runs[3] / "DONE").unlink()  # as if it had been killed
-    again = run(command(*SWEEP, f"runs_dir={tmp_path}"))
+    again = run(command(*SWEEP, "hydra/launcher=local_gpus", f"runs_dir={tmp_path}"))
     assert again.count("is finished; rerun_finished=true") == 3
+    assert again.count("started") == 1
+    assert "4 of 4 runs finished" in again
+    assert "continuing" in (runs[3] / "output.txt").read_text()
     assert sorted(path.parent for path in tmp_path.glob("*/DONE")) == runs
     assert {path: (path / "metrics.jsonl").stat().st_mtime_ns for path in runs if path != runs[3]} == {
         path: when for path, when in grown.items() if path != runs[3]

@@ -21,7 +21,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import distributed
+from trainer.forecast import describe
 from trainer.interrupt import SWEEP_PID
+from trainer.overrides import unresolved
 from trainer.run_directory import is_finished
 from trainer.run_queue import FAILED, FINISHED, INTERRUPTED, Job, Outcome, run_all
 from trainer.settings import Settings
@@ -69,6 +71,10 @@ class LocalGpus(Launcher):
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         gpus = visible_gpus()
         limit = self.jobs or max(1, len(gpus))
+        place = f"on GPU {','.join(gpus)}" if gpus else "without GPUs"
+        print(
+            f"{len(job_overrides)} runs {place}, {limit} at a time; each prints to {OUTPUT} in its directory"
+        )
         runs = [self._prepare(list(job), initial_job_idx + i, limit) for i, job in enumerate(job_overrides)]
 
         def run_of(job: Job) -> _Run:
@@ -90,10 +96,9 @@ class LocalGpus(Launcher):
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = index
-        run = _Run(config, JobReturn(overrides=list(config.hydra.overrides.task)))
+        run = _Run(config, JobReturn(overrides=unresolved(config.hydra.overrides.task)))
         try:
-            settings = _settings(config)
-            finished = is_finished(settings, settings.hardware.devices, run.result.overrides)
+            settings, finished = _check(config)
         except Exception as error:  # in a setting; the other runs go on, as with Hydra's own launcher
             outcome = Outcome(FAILED, str(error))
         else:
@@ -101,7 +106,8 @@ class LocalGpus(Launcher):
                 run.job = _job(settings, config, limit)
                 return run
             outcome = Outcome(FINISHED)
-            print(f"{settings.run_dir} is finished; rerun_finished=true trains it again")
+            if not settings.plan:
+                print(f"{settings.run_dir} is finished; rerun_finished=true trains it again")
         self._note_start(run)
         self._note_end(run, outcome)
         return run
@@ -136,15 +142,23 @@ def visible_gpus() -> list[str]:
     )
 
 
-def _settings(config: DictConfig) -> Settings:
-    """The run's settings, with Hydra's own resolved as in the run. Raises what OmegaConf does."""
+def _check(config: DictConfig) -> tuple[Settings, bool]:
+    """The settings of a run, and whether nothing is left to do.
+
+    Raises what OmegaConf does, and TrainingError.
+    """
     before = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(config)
+    HydraConfig.instance().set_config(config)  # ${hydra:…} in a setting refers to it
     try:
         own = copy.deepcopy(config)
         with open_dict(own):
             del own["hydra"]
-        return OmegaConf.to_object(own)
+        settings = OmegaConf.to_object(own)
+        ranks = settings.hardware.devices
+        if settings.plan:  # here, as the output of a run goes to its directory
+            print(describe(settings, ranks))
+            return settings, True
+        return settings, is_finished(settings, ranks, unresolved(config.hydra.overrides.task))
     finally:
         HydraConfig.instance().cfg = before
 
@@ -172,6 +186,7 @@ def _command(config: DictConfig) -> list[str]:
     hydra = config.hydra
     folders = [one.path for one in hydra.runtime.config_sources if one.provider == "command-line"]
     flags = [f"--config-name={hydra.job.config_name}", *(f"--config-dir={folder}" for folder in folders)]
-    of_hydra = [text for text in hydra.overrides.hydra if not text.startswith(OF_THE_SWEEP)]
+    given = OmegaConf.to_container(hydra.overrides)  # as typed: interpolations are the run's to resolve
+    of_hydra = [text for text in given["hydra"] if not text.startswith(OF_THE_SWEEP)]
     place = [f"hydra.job.num={hydra.job.num}", f"hydra.job.id={hydra.job.id}"]
-    return [*PROGRAM, *flags, *hydra.overrides.task, *of_hydra, *place]
+    return [*PROGRAM, *flags, *given["task"], *of_hydra, *place]

@@ -1,7 +1,7 @@
 """Loss curves, and the probe's, as pictures."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from trainer.style import ATTENTION, BASELINE, CYCLE, LIMIT, Style, ordered, pyp
 PROBED = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}  # keys of metrics.jsonl, and the paper's names
 
 LINES = 6  # in one picture; more cannot be told apart
+SET = "val_loss/"  # begins the key of a named validation set
 _LAYER = re.compile(r"probe/layer_(\d+)/")
 _SEED = re.compile(r"(^|\+)seed[-=]\d+(?=\+|$)")
 _ATTENTION = re.compile(r"(?:^|\+)(?:attention[-=])?(\w+)(?=\+|$)")
@@ -28,9 +29,9 @@ def plot_losses(
     """Draw training and validation loss over tokens. Returns the files written.
 
     Training loss is a smoothed line, validation loss markers. Runs of one group differ in the seed alone:
-    they are drawn as their mean with a band from the lowest to the highest. If there are several groups, a
-    panel below has each group's training loss minus the first group's. More than LINES groups take more
-    pictures (path_2.png, …), each with the first group in it.
+    they are drawn as their mean with a band from the lowest to the highest. Named validation sets have a
+    panel below. If there are several groups, a panel at the bottom has each group's training loss minus the
+    first group's. More than LINES groups take more pictures (path_2.png, …), each with the first group in it.
 
     runs: a label and the records of metrics.jsonl of each run.
     groups: the group of each label; by default, the label without its `seed-N`.
@@ -69,25 +70,28 @@ def _styles(groups: Sequence[str]) -> dict[str, Style]:
 def _plot_page(groups: Mapping[str, list[Records]], styles: Mapping[str, Style], path: Path) -> None:
     with pyplot() as plt:
         several = len(groups) > 1
-        height = (4.2 if several else 3.6) + 0.25 * len(groups) + (1.6 if several else 0)
+        sets = named_sets(records for seeds in groups.values() for records in seeds)
+        height = (
+            (4.2 if several else 3.6) + 0.25 * len(groups) + (1.6 if several else 0) + (2.0 if sets else 0)
+        )
+        ratios = [3, *([1.8] if sets else []), *([1.5] if several else [])]
         figure, panels = plt.subplots(
-            1 + several,
-            figsize=(8, height),
-            sharex=True,
-            squeeze=False,
-            height_ratios=(3, 1.5)[: 1 + several],
+            len(ratios), figsize=(8, height), sharex=True, squeeze=False, height_ratios=ratios
         )
         losses = panels[0, 0]
         for group, seeds in groups.items():
             _draw_losses(losses, group, seeds, styles[group])
         losses.set_ylabel("cross-entropy loss (nats per token)")
         losses.set_title("Training loss (line, smoothed) and validation loss (markers)")
+        if sets:
+            _draw_sets(panels[1, 0], groups, sets, styles)
         if several:
             first, *others = groups
-            _draw_differences(panels[1, 0], {name: groups[name] for name in others}, groups[first], styles)
-            panels[1, 0].axhline(0, color=styles[first].color, linewidth=1)
-            panels[1, 0].set_title(f"Training loss minus that of {_shorten(first, 50)}")
-            panels[1, 0].set_ylabel("difference (nats)")
+            below = panels[-1, 0]
+            _draw_differences(below, {name: groups[name] for name in others}, groups[first], styles)
+            below.axhline(0, color=styles[first].color, linewidth=1)
+            below.set_title(f"Training loss minus that of {_shorten(first, 50)}")
+            below.set_ylabel("difference (nats)")
         _label_tokens(panels[-1, 0])
         figure.legend(loc="outside lower center", ncols=1 if max(map(len, groups)) > 30 else 3)
         figure.savefig(path)
@@ -107,6 +111,29 @@ def _draw_losses(axes: Any, group: str, seeds: list[Records], look: Style) -> No
     hollow = {"markersize": 7, "markerfacecolor": "none", "markeredgewidth": 1.6}  # none hides another
     axes.plot(tokens, values.mean(0), look.marker, color=look.color, clip_on=False, zorder=3, **hollow)
     axes.plot([], [], color=look.color, linestyle=look.dashes, marker=look.marker, label=label, **hollow)
+
+
+def named_sets(runs: Iterable[Records]) -> list[str]:
+    """The names of the validation sets that the runs have, in order of appearance."""
+    keys = (key for records in runs for record in records for key in record)
+    return list(dict.fromkeys(key.removeprefix(SET) for key in keys if key.startswith(SET)))
+
+
+def _draw_sets(
+    axes: Any, groups: Mapping[str, list[Records]], sets: Sequence[str], styles: Mapping[str, Style]
+) -> None:
+    """Loss on the first LINES named validation sets: a colour for each group, a marker for each set."""
+    handles: list[Any] = []
+    for name, look in zip(sets, CYCLE[:LINES], strict=False):
+        line = {"linestyle": look.dashes, "marker": look.marker, "markersize": 5, "linewidth": 1.2}
+        for group, seeds in groups.items():
+            tokens, values = together(seeds, SET + name)
+            axes.plot(tokens, values.mean(0), **line, color=styles[group].color)
+        handles += axes.plot([], [], **line, color=BASELINE)  # no label: the figure's legend has the groups
+    axes.set_ylabel("loss (nats)")
+    left_out = f" (the first {LINES} of {len(sets)})" if len(sets) > LINES else ""
+    axes.set_title(f"Loss on named validation sets{left_out}")
+    axes.legend(handles, sets[:LINES], ncols=LINES)
 
 
 def _draw_differences(

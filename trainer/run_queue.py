@@ -102,6 +102,7 @@ class _Running:
                 self.printed_before = output.tell()
                 self.process = subprocess.Popen(
                     job.command,
+                    stdin=subprocess.DEVNULL,  # nobody could answer it
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **job.environment, **visible},
@@ -109,8 +110,7 @@ class _Running:
         except OSError as error:
             self.problem = f"cannot start it: {explain(error)}"
             return
-        where = f" on GPU {','.join(gpus)}" if gpus else ""
-        _say(f"started {job.name}{where}, output in {job.output}")
+        _say(f"started {job.name}" + (f" on GPU {','.join(gpus)}" if gpus else ""))
 
     def has_ended(self) -> bool:
         return self.process is None or self.process.poll() is not None

@@ -18,7 +18,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.backends import AttentionFn, Backend
+from model.backends import AttentionFn, Backend, SavedBytes, saved_by_flash_attention
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -77,6 +77,14 @@ def build(
             f"use attention.sdpa={' or '.join(sorted(usable))}, or null for the fastest available"
         )
     return _backend(_pin(KERNELS[kernel]), TITLES[kernel])
+
+
+def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
+    """What the backward needs. The math kernel keeps P (B, H, N, N) and all heads of q, k, v in float32."""
+    if settings.sdpa != "math":
+        return saved_by_flash_attention(q, k)
+    p = q.shape[0] * q.shape[1] * q.shape[2] ** 2
+    return SavedBytes(total=4 * (3 * q.numel() + p) + q.nbytes, results=0)
 
 
 def _backend(attend: AttentionFn, kernel: str) -> Backend:

@@ -23,6 +23,7 @@ from torch import Tensor
 from sagebwd import reference
 from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.config import SageConfig, decode
+from sagebwd.dispatch import UNMEASURED
 from sagebwd.kernels.layout import Axis, ForwardResult, block_count, empty_result, padded_head_dim, stand_in
 from sagebwd.kernels.lse import natural_lse, smoothed_lse
 from sagebwd.kernels.on_import import when_imported
@@ -92,7 +93,7 @@ def _fake_forward(
     channels = channels if settings.smooths_k else 0
     k_mean = k.new_empty((*k.shape[:2], documents * channels), dtype=torch.float32)
     packed_kv = k.new_empty((0,), dtype=torch.uint8)
-    if kernels in ("hopper", "ampere") and pack_kv_for_backward:
+    if kernels in ("hopper", "ampere", *UNMEASURED) and pack_kv_for_backward:
         blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
         packed_kv = k.new_empty(_packed_kv_shape(k, blocks, settings), dtype=torch.uint8)
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_kv)
@@ -161,7 +162,7 @@ def _fake_backward(
 @functools.cache
 def _kernel_set(kernels: str) -> ModuleType:
     """``forward`` and ``backward`` of a kernel set, imported at its first use: none needs the others."""
-    return _module(f"{kernels}.attention")
+    return _module("hopper.one_backward" if kernels in UNMEASURED else f"{kernels}.attention")
 
 
 def _module(name: str) -> ModuleType:
@@ -176,7 +177,7 @@ def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
 def _packed_kv_shape(k: Tensor, blocks: int, config: SageConfig) -> tuple[int, int]:
     from sagebwd.kernels.cuda.packing import packed_kv_shape
 
-    return packed_kv_shape(k, blocks, config.operand_scales == "token")
+    return packed_kv_shape(k, blocks, config.operand_scales == "token", config.tile(k.shape[-1])[1])
 
 
 def _axes(

@@ -183,6 +183,11 @@ class Peer(NamedTuple):
     device: str = "cuda"  # the type of device that it is measured on
 
 
+def without_int8_dq(config: SageConfig) -> SageConfig:
+    """The settings with dQ in 16 bit."""
+    return replace(config, int8_matmuls=tuple(name for name in config.int8_matmuls if name != "dq"))
+
+
 #: By the name that --configs takes: the name of the rows, the settings, and the largest relative L2 error.
 #: results/ holds these row names; scripts.bench.looks has the titles that people see.
 CONFIGS = {
@@ -197,6 +202,12 @@ CONFIGS = {
     "compensated": (
         "sagebwd compensated O",
         replace(SageConfig.consistent(), int8_matmuls=("s_fwd", "s_bwd", "dv", "dq", "dk")),
+        BOUND_INT8,
+    ),
+    "16-bit-dq": ("sagebwd dQ in 16 bit", without_int8_dq(SageConfig()), BOUND_INT8),
+    "consistent-16-bit-dq": (
+        "sagebwd consistent, dQ in 16 bit",
+        without_int8_dq(SageConfig.consistent()),
         BOUND_INT8,
     ),
     "16-bit-p": ("sagebwd P in 16 bit", replace(SageConfig.consistent(), compensate_o=False), BOUND_INT8),

@@ -48,6 +48,8 @@ ATTENTION_LOOKS = {
     "sagebwd smooth V": variant("smoothed V", "|||"),
     "sagebwd unsigned P": variant("unsigned P", "---"),
     "sagebwd compensated O": variant("compensated O", "***"),
+    "sagebwd dQ in 16 bit": variant("16-bit dQ", "ooo"),
+    "sagebwd consistent, dQ in 16 bit": variant("consistent, 16-bit dQ", "xxx"),
     "cuDNN": CUDNN,
     "FlashAttention-2": FLASH,
     "FlexAttention": Look("FlexAttention", "#c8c8c8", "..."),

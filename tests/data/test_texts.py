@@ -149,10 +149,10 @@ def test_the_command_line_takes_names_one_by_one_or_together():
     )
     one_by_one = composed(
         "data=embedded", "data.validation.wiki=a.jsonl", "data.validation.code.path='x/*.py'",
-        "data.validation.code.source=text",
+        "data.validation.code.source=text", "data.validation.code.name=null",
     )  # fmt: skip
-    assert together == one_by_one
     sets = texts.validation_sets(together)
+    assert sets == texts.validation_sets(one_by_one)
     assert [(one.source, one.path, one.val_path) for one in sets.values()] == [
         ("jsonl", None, "a.jsonl"), ("text", None, "x/*.py")
     ]  # fmt: skip

@@ -111,8 +111,8 @@ def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose
 def test_the_ampere_kernels_run_on_request_only():
     for capability in ("8.0", "8.6", "8.9", "10.0", "12.0"):
         assert dispatch.architectures()[capability].reasons["ampere"] == UNTRIED
-    paper = dispatch.architectures(SageConfig.paper())["8.9"]
-    assert "emulation" not in paper.reasons["ampere"]  # that is not what keeps them from running it
+    other_tiles = dispatch.architectures(SageConfig(block_q=32, block_kv=32))["8.9"]
+    assert "emulation" not in other_tiles.reasons["ampere"]  # that is not what keeps them from running it
 
 
 def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
@@ -257,12 +257,20 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
     assert choose(kernels="reference") == "reference"
     assert choose(kernels="hopper") == "hopper"
     for gpu in (A100, H200):
-        for config in (DEFAULT_CONFIG, SageConfig.consistent(), SageConfig.strictly_causal()):
+        for config in (SageConfig.paper(), SageConfig.consistent(), SageConfig.strictly_causal()):
             assert choose(gpu, config, kernels="ampere") == "ampere"
     with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
         choose(A100, without_int8("dv", operand_scales="token"), kernels="ampere")
     with pytest.raises(NotImplementedError, match='kernels="ampere" cannot run: smooth_q is True'):
         choose(A100, config=SageConfig(smooth_q=True), kernels="ampere")
+    with pytest.raises(NotImplementedError, match="dv is not in INT8, and tiles have 64 keys"):
+        choose(A100, without_int8("dv", block_kv=64), kernels="ampere")
+    for head_dim in (8, 256):
+        assert choose(A100, head_dim=head_dim, kernels="ampere") == "ampere"
+    with pytest.raises(NotImplementedError, match="tiles of 128 x 64"):
+        choose(A100, config=SageConfig.paper(), head_dim=256, kernels="ampere")
+    with pytest.raises(NotImplementedError, match="granularity is 'block'"):
+        choose(A100, config=SageConfig(granularity="block"), kernels="ampere")
     message = 'kernels="hopper" cannot run: NVIDIA A100 has compute capability 8.0, not 9.0'
     with pytest.raises(NotImplementedError, match=message):
         choose(A100, kernels="hopper")
@@ -296,7 +304,7 @@ def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     with pytest.raises(NotImplementedError, match=message):
         choose(A100)
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
-        choose(A100, SageConfig.paper())
+        choose(A100, SageConfig(block_q=32, block_kv=32))
 
 
 def test_cpu_tensors_run_the_reference_unless_asked():
@@ -320,7 +328,7 @@ def no_driver(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, asked)
 
 
-@pytest.mark.parametrize("kernels", dispatch.KERNEL_SETS)
+@pytest.mark.parametrize("kernels", [*dispatch.KERNEL_SETS, *dispatch.UNMEASURED])
 @pytest.mark.parametrize("pack", [False, True])
 def test_fakes_ask_no_driver(no_driver, kernels, pack):
     with FakeTensorMode():
@@ -331,7 +339,7 @@ def test_fakes_ask_no_driver(no_driver, kernels, pack):
         assert out.shape == out_residual.shape == q.shape
         assert lse.shape == q.shape[:-1]
         assert k_mean.shape == (2, 2, 64)
-        packs = pack and kernels in ("hopper", "ampere")
+        packs = pack and kernels not in ("triton", "reference")
         assert packed_kv.shape == ((2 * 2 * 2, 128 * 3 * 64 + 16) if packs else (0,))
         saved = (out, lse, k_mean, out_residual, packed_kv)
         dq, dk, dv = torch.ops.sagebwd.backward(q, q, k, k, 2, 130, *saved, *options)

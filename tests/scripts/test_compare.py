@@ -62,6 +62,26 @@ def test_seeds_stand_together_with_mean_and_standard_deviation():
     ]
 
 
+def test_named_validation_sets_have_columns_in_both_tables():
+    losses = {1: (2.0, 5.0), 2: (2.5, 6.0)}
+    runs = {
+        f"{name}+seed-{seed}": [
+            *records(3.0 + shift, val_loss=4.0),
+            {"step": 21, "val_loss/wiki": wiki + shift, "val_loss/code": code + 2 * shift},
+        ]
+        for name, shift in (("fpa", 0.0), ("sagebwd", 0.25))
+        for seed, (wiki, code) in losses.items()
+    } | {"bare+seed-1": records(1.0)}
+    rows = cells(compare.table(runs))
+    assert rows["run"][3:6] == ["validation loss", "val_loss/wiki", "val_loss/code"]
+    assert rows["sagebwd+seed-2"][3:6] == ["4.0000", "2.7500", "6.5000"]
+    assert rows["fpa: mean ± std of 2 seeds"][4:6] == ["2.2500 ± 0.3536", "5.5000 ± 0.7071"]
+    assert rows["bare+seed-1"][3:6] == ["", "", ""]
+    rows = cells(compare.difference_table(runs, "fpa", {}))
+    assert rows["minus fpa"][2:] == ["val_loss/wiki", "val_loss/code"]
+    assert [cell.split(" ±")[0] for cell in rows["sagebwd"]] == ["+0.2500", "+0.0000", "+0.2500", "+0.5000"]
+
+
 def test_a_mean_needs_a_value_of_every_seed():
     rows = cells(compare.table({"seed-1": records(3.0, val_loss=4.0), "seed-2": records(3.0)}))
     assert rows["mean ± std of 2 seeds"] == ["", "", "3.0000 ± 0.0000", "", ""]

@@ -4,7 +4,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from tests import warm
 from tests.cli import ROOT, assert_same_run, wait_for_step
 from tests.processes import LOOPBACK, descendants, is_running, listening_addresses, wait_until
 from trainer import launcher
-from trainer.errors import TrainingError
+from trainer.errors import Interrupted, TrainingError
 from trainer.loop import Trainer, train
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
@@ -106,3 +108,20 @@ def test_a_long_error_arrives():
 )
 def test_a_process_that_ends_without_a_word_is_described(code, told):
     assert launcher.describe_death(17, code).startswith(f"(process 17) {told}")
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "raised"),
+    [
+        (1, None, Interrupted),  # Ctrl-C reached it while it was importing
+        (-signal.SIGTERM, None, Interrupted),
+        (1, TrainingError("the disk is full"), TrainingError),
+        (-signal.SIGKILL, None, TrainingError),
+    ],
+)
+def test_a_process_that_ended_because_it_was_asked_to_did_not_fail(monkeypatch, code, error, raised):
+    failed = SimpleNamespace(rank=0, error=error, process=SimpleNamespace(pid=17, exitcode=code))
+    monkeypatch.setattr(launcher, "_first_failure", lambda ranks: failed)
+    monkeypatch.setattr(launcher, "ForwardedStop", lambda: nullcontext(SimpleNamespace(signal=signal.SIGINT)))
+    with pytest.raises(raised):
+        launcher.start(fail_at_length, processes=0)

@@ -1,6 +1,5 @@
-"""hydra/launcher=local_gpus, with a fake train.py; and train.py itself once."""
+"""hydra/launcher=local_gpus, with a fake train.py; tests/test_train.py has the real one."""
 
-import json
 import os
 import signal
 import threading
@@ -11,7 +10,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, run_and_report
 from hydra.core.global_hydra import GlobalHydra
 
-from tests.cli import ROOT, run
+from tests.cli import ROOT
 from tests.processes import wait_until
 from trainer import local_gpus, settings
 
@@ -79,13 +78,16 @@ def test_the_runs_get_gpus_and_the_overrides_of_a_run_alone(sweep, tmp_path, mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-7,-1")  # CUDA ends the list at the -1
     gpus = ("hardware=gpu", "hardware.micro_batch=2", "hardware.devices=1,2")
-    code, told = sweep(*gpus, "sample_prompt='a, b'", "hydra.verbose=false")
+    code, told = sweep(*gpus, "sample_prompt='a, ${hydra:job.num}'", "hydra.verbose=false")
     assert code == 0, told
+    assert "2 runs on GPU 3,GPU-7, 2 at a time; each prints to output.txt in its directory\n" in told
+    assert all(f" on GPU {gpus}\n" in told for gpus in ("3", "3,GPU-7"))
     assert "2 of 2 runs finished" in told
     assert "Traceback" not in told
     (one, own), (two, _) = outputs(tmp_path).values()
     assert (one, two) == ("GPU 3, threads ", "GPU 3,GPU-7, threads ")
-    alone = "experiment=debug hardware=gpu hardware.micro_batch=2 hardware.devices=1 sample_prompt='a, b' "
+    alone = "experiment=debug hardware=gpu hardware.micro_batch=2 hardware.devices=1 "
+    alone += "sample_prompt='a, ${hydra:job.num}' "
     assert f"{alone}runs_dir={tmp_path} " in own
     assert own.endswith("hydra.verbose=false hydra.job.num=0 hydra.job.id=0")
     assert "launcher" not in own
@@ -132,17 +134,3 @@ def test_under_torchrun_a_sweep_is_refused(sweep, monkeypatch):
     code, told = sweep("seed=1")
     assert code == 1
     assert "use hardware.devices=N, not torchrun" in told
-
-
-def test_a_sweep_of_train_itself(command, tmp_path):
-    """One run that trains and one that is refused; then the first is finished."""
-    sweep = command("-m", "hydra/launcher=local_gpus", "hardware.micro_batch=4,3", f"runs_dir={tmp_path}")
-    for said in ("started", "is finished; rerun_finished=true"):
-        output = run(sweep, code=1)
-        assert said in output
-        assert "1 of 2 runs finished, 1 failed" in output
-    (printed,) = outputs(tmp_path).values()
-    assert "8/8" in printed[-1]
-    (done,) = tmp_path.glob("*/DONE")
-    (started,) = map(json.loads, (done.parent / "environment.jsonl").read_text().splitlines())
-    assert "hardware.micro_batch=4" in started["command"]

@@ -61,6 +61,25 @@ def drawn(monkeypatch):
     return figures
 
 
+def test_named_validation_sets_have_a_panel(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
+    sets = [
+        {"step": step, "tokens": 10 * step, "val_loss/wiki": 2.0 / step, "val_loss/code": 3.0}
+        for step in (8, 9)
+    ]
+    runs = {"one": [*run_of(5), *sets], "two": run_of(6)}
+    plot_losses(runs, tmp_path / "two.png")
+    plot_losses({"one": runs["one"]}, tmp_path / "one.png")
+    plot_losses({"two": runs["two"]}, tmp_path / "plain.png")
+    assert [len(figure.axes) for figure in figures] == [3, 2, 1]
+    for figure in figures[:2]:
+        axes = figure.axes[1]
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["wiki", "code"]
+        assert {text.get_text() for text, _ in legend_of(figure)} <= {"one", "two"}
+        drawn_lines = [line.get_xydata().tolist() for line in axes.get_lines() if len(line.get_xdata())]
+        assert drawn_lines == [[[80, 0.25], [90, pytest.approx(2 / 9)]], [[80, 3], [90, 3]]]
+
+
 def test_attentions_have_the_same_style_in_every_picture(tmp_path, monkeypatch):
     figures = drawn(monkeypatch)
     runs = {"attention-sagebwd_paper+tps-260k": run_of(5), "attention-fpa+tps-260k": run_of(6)}

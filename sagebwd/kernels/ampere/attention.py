@@ -10,18 +10,19 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sagebwd.config import SageConfig
+from sagebwd.kernels.ampere.shapes import backward_source, cta_shape
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CTokenTensor
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
-from sagebwd.kernels.cuda.packing import BLOCK_Q, Packer
+from sagebwd.kernels.cuda.packing import Packer, packed_head_dim
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, padded_head_dim
@@ -29,9 +30,6 @@ from sagebwd.window import CAUSAL, Window
 
 #: For kernels, no limit of a window: more than all tokens, so that sums with it do not overflow.
 NO_LIMIT = 2**30
-
-#: Shared memory that a CTA may take on a GeForce (8.6, 8.9, 12.0).
-SHARED_LIMIT = 99 * 1024
 
 
 # --- Arguments: struct Arguments of backward.cu ------------------------------------------------------------
@@ -69,31 +67,6 @@ class CWindow(ctypes.Structure):
 # --- Launching ---------------------------------------------------------------------------------------------
 
 
-class CTAShape(NamedTuple):
-    """What a CTA of a kernel has: tokens of its work tile, threads, bytes of dynamic shared memory."""
-
-    tokens: int
-    threads: int
-    shared_bytes: int
-
-
-#: By kernel, padded head size and the macro that changes it. Each source checks its own at compile time.
-CTA_SHAPES = {
-    ("forward", 64, ""): CTAShape(128, 256, 33_024),
-    ("forward", 64, "P_16BIT"): CTAShape(128, 256, 49_408),
-    ("forward", 64, "TOKEN_SCALES"): CTAShape(128, 256, 34_816),
-    ("forward", 128, ""): CTAShape(128, 256, 65_792),
-    ("forward", 128, "P_16BIT"): CTAShape(128, 256, 98_560),
-    ("forward", 128, "TOKEN_SCALES"): CTAShape(128, 256, 67_584),
-    ("backward", 64, ""): CTAShape(128, 256, 54_400),
-    ("backward", 64, "P_16BIT"): CTAShape(128, 256, 50_304),
-    ("backward", 64, "TOKEN_SCALES"): CTAShape(128, 256, 54_784),
-    ("backward", 128, ""): CTAShape(128, 256, 99_456),
-    ("backward", 128, "P_16BIT"): CTAShape(128, 256, 91_264),
-    ("backward", 128, "TOKEN_SCALES"): CTAShape(128, 256, 99_840),
-}
-
-
 @functools.cache
 def sources_for(architecture: str) -> Sources:
     """The sources, to be compiled for an architecture such as "sm_89"."""
@@ -101,8 +74,8 @@ def sources_for(architecture: str) -> Sources:
 
 
 @functools.cache
-def _packer_for(architecture: str, operand_scales: str) -> Packer:
-    return Packer(sources_for(architecture), token_scales=operand_scales == "token")
+def _packer_for(architecture: str, operand_scales: str, tile: tuple[int, int]) -> Packer:
+    return Packer(sources_for(architecture), token_scales=operand_scales == "token", tile=tile)
 
 
 @functools.cache
@@ -119,6 +92,7 @@ def _launch(
     window: Window,
     arguments: CForward | CBackward,
     *,
+    tile: tuple[int, int],
     p_16bit: bool,
     token_scales: bool,
     **macros: bool,
@@ -126,10 +100,11 @@ def _launch(
     """Launch kernel ``name`` with a CTA for each work tile.
 
     Args:
+        tile: (queries, keys) of packed blocks.
         p_16bit, token_scales, macros: macros that only this kernel knows.
     """
-    head_dim = padded_head_dim(like.shape[-1])
-    cta = CTA_SHAPES[name, head_dim, "P_16BIT" if p_16bit else "TOKEN_SCALES" if token_scales else ""]
+    head_dim = packed_head_dim(like.shape[-1])
+    cta = cta_shape(name, head_dim, tile, p_16bit=p_16bit, token_scales=token_scales)
     kernel = launch.load_kernel(
         sources_for(_architecture(like.device)),
         name,
@@ -143,13 +118,11 @@ def _launch(
         LAUNCH_BYTES=cta.shared_bytes,
         P_16BIT=p_16bit,
         TOKEN_SCALES=token_scales,
+        TILE_Q=tile[0],
+        TILE_KV=tile[1],
         **macros,
     )
     kernel.launch(arguments.axes.work_tiles, cta.threads, arguments, CWindow.of(window))
-
-
-def _work_tokens(name: str, x: Tensor) -> int:
-    return CTA_SHAPES[name, padded_head_dim(x.shape[3]), ""].tokens
 
 
 # --- Attention --------------------------------------------------------------------------------------------
@@ -168,13 +141,15 @@ def forward(
     pack_kv_for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.cuda.forward.forward`."""
-    packer = _packer_for(_architecture(q.device), config.operand_scales)
-    launch_forward = functools.partial(_launch, token_scales=config.operand_scales == "token")
-    return cuda_forward.forward(
-        q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward,
-        work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
-        pack_kv_for_backward=pack_kv_for_backward,
+    tile, token_scales = config.tile(q.shape[3]), config.operand_scales == "token"
+    packer = _packer_for(_architecture(q.device), config.operand_scales, tile)
+    launch_forward = functools.partial(_launch, tile=tile, token_scales=token_scales)
+    out, lse, k_mean, *others = cuda_forward.forward(
+        q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward, work_tokens=128, window=window,
+        scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
     )  # fmt: skip
+    # Blocks are padded to 64 channels, the operators' results to 32.
+    return out, lse, k_mean[:, : padded_head_dim(q.shape[3])].contiguous(), *others
 
 
 def backward(
@@ -195,8 +170,10 @@ def backward(
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.hopper.attention.backward`."""
-    packer = _packer_for(_architecture(q.device), config.operand_scales)
+    tile = config.tile(q.shape[3])
+    packer = _packer_for(_architecture(q.device), config.operand_scales, tile)
     if not packed_kv.numel():
+        k_mean = pad(k_mean, (0, packed_head_dim(k.shape[3]) - padded_head_dim(k.shape[3])))
         packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
     packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis)
     p_16bit = not config.is_int8("dv")
@@ -213,14 +190,14 @@ def backward(
     dq = Result(q, q_axis, is_zeroed=window.left >= 0)
     dk, dv = Result(k, kv_axis), Result(v, kv_axis)
     # dQ of each packed block of queries, added up block of keys by block of keys, and how many were added.
-    q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, padded_head_dim(q.shape[3])
-    dq_sums = q.new_empty((q_blocks, BLOCK_Q * head_dim), dtype=torch.float32)
+    q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, packed_head_dim(q.shape[3])
+    dq_sums = q.new_empty((q_blocks, tile[0] * head_dim), dtype=torch.float32)
     turns = q.new_zeros(q_blocks + 1, dtype=torch.int32)
     axes = CAxes.of(
         k,
         q_axis,
         kv_axis,
-        work_axis=kv_axis.with_block(_work_tokens("backward", k)),
+        work_axis=kv_axis.with_block(tile[1]),
         group=q.shape[1] // k.shape[1],
         tile_counter=turns.data_ptr() + 4 * q_blocks,
     )
@@ -229,6 +206,10 @@ def backward(
         packed_k_columns.data_ptr(), dq.target, dk.target, dv.target, dq_sums.data_ptr(), turns.data_ptr(),
         axes, scale,
     )  # fmt: skip
-    settings = {"token_scales": config.operand_scales == "token", "UNSIGNED_P": config.is_unsigned("dv")}
-    _launch("backward", q, window, arguments, p_16bit=p_16bit, **settings)
+    settings = {
+        "token_scales": config.operand_scales == "token",
+        "UNSIGNED_P": config.is_unsigned("dv"),
+        "SCALES_OF_TILES": config.granularity == "block",
+    }
+    _launch(backward_source(tile), q, window, arguments, tile=tile, p_16bit=p_16bit, **settings)
     return dq.finish(), dk.finish(), dv.finish()

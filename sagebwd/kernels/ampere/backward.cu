@@ -4,12 +4,14 @@
 // scale for each query, and the warps exchange it through shared memory. dQ of a block of queries is added up in fp32, one
 // CTA after the other in the order of their keys (turns), so the result does not depend on timing.
 
+#include "backward.cuh"
 #include "copies.cuh"
 #include "epilogue.cuh"
 #include "int8.cuh"
 #include "launch.cuh"
 #include "products.cuh"
 #include "scheduler.cuh"
+#include "scores.cuh"
 #include "turns.cuh"
 #include "window.cuh"
 
@@ -28,92 +30,17 @@ constexpr int SCALES = STATISTICS + ROW_STATS;
 constexpr int Q_COLUMNS = Q_ROWS + align_up(PACKED_Q_ROWS_BYTES, 128);  // a packed block
 constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;                        // absent if P is in 16 bits
 constexpr int DS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;                  // (queries, keys) INT8, keys as in tiles by columns
-constexpr int LARGEST = DS + BLOCK_Q * BLOCK_KV;                        // max |dS| of each query, of two tiles in turn
+constexpr int LARGEST = DS + BLOCK_Q * BLOCK_KV;                        // of each query, of two tiles in turn
 constexpr int SHARED_BYTES = LARGEST + 2 * BLOCK_Q * 4;
 static_assert(!(HAS_TOKEN_SCALES && P_IS_16BIT));
 static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && HALF_BLOCKS * STAGING_BYTES <= LARGEST);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
-
-struct Arguments {
-    const u8 *packed_q_rows, *packed_q_columns, *packed_kv, *packed_k_columns;
-    TokenTensor dq, dk, dv;
-    float* dq_sums;  // of each packed block of queries, as this kernel's threads hold them
-    int* turns;      // of each packed block of queries: the block of keys that is to add next; zero at the start
-    Axes axes;       // work tiles and `heads` are those of keys
-    float scale;
-};
-
-// One tile: a packed block of queries and the keys of this CTA.
-struct Tile {
-    float factor;          // from INT8 products to logits
-    float2 scales;         // of Q and dO; 1 if tokens have scales
-    const float2 *q_scales, *grad_scales;  // of the queries of this thread, if they have some; every fourth is one's own
-    float q_factor;        // from scales of Q and K to factors
-    float k_scale[2];      // of the keys of this thread, or of the block
-    const u8* statistics;  // -lse of 64 queries, then -delta
-    int* largest;          // see LARGEST
-    bool is_cut;           // whether a mask hides a key from a query
-    int keys, first_key;   // the number of keys in the document; the first key minus the first query
-    Window window;
-};
 
 // P and dS of 16 keys and 64 queries. P and dS are rounded with a scale for each key, and in 16 bits P has none.
 struct Scores {
     u32 p[P_IS_16BIT ? 16 : 8], ds[8];
     float dv_factor[2], dk_factor[2];  // scales per row, times those of dO and Q
 };
-
-// dP of 16 keys, from row `key` on, and 64 queries.
-__device__ __forceinline__ void contract_values(float (&dp)[32], u32 values, u32 grad, int key) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) dp[i] = 0.0f;
-    const u32 v_address = left_address<128>(values), grad_address = right_address<128>(grad);
-#pragma unroll 1
-    for (int byte = 0; byte < 2 * D; byte += 64) {
-        u32 v[8];
-        const u32 v_chunk = v_address + byte / 128 * (BLOCK_KV * 128);
-        const u32 grad_chunk = grad_address + byte / 128 * (BLOCK_Q * 128);
-        load_left<128>(v, v_chunk, key, byte % 128);
-        load_left<128>(v + 4, v_chunk, key, byte % 128 + STEP);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            u32 b[4];
-            load_right<128>(b, grad_chunk, 8 * j, byte % 128);
-            mma_16bit(dp + 4 * j, v, b);
-            mma_16bit(dp + 4 * j, v + 4, b + 2);
-        }
-    }
-}
-
-// P in place of the bits of S, and dS in place of dP. FAST: every logit allows a fused multiply-add, and none is masked.
-// `key`: this thread's first.
-template <bool FAST>
-__device__ __forceinline__ void find_scores(float (&p)[32], float (&ds)[32], const int (&s)[32], const Tile& tile, int key) {
-    const float2* minus_lse = reinterpret_cast<const float2*>(tile.statistics) + threadIdx.x % 4;
-    const float2* minus_delta = minus_lse + BLOCK_Q / 2;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const float2 c = minus_lse[4 * j], d = minus_delta[4 * j];
-#pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) {
-            const int r = i / 2 % 2, query = 8 * j + threadIdx.x % 4 * 2 + i % 2;
-            const float x = __int2float_rn(s[i]), minus = pick(c, i % 2);
-            float factor = tile.factor;
-            if (HAS_TOKEN_SCALES)
-                factor = __fmul_rn(__fmul_rn(pick(tile.q_scales[4 * j], i % 2), tile.q_factor), tile.k_scale[r]);
-            p[i] = exp2_fast(FAST ? fmaf(x, factor, minus) : __fadd_rn(__fmul_rn(x, factor), minus));
-            const bool is_hidden =
-                !FAST && (key + 8 * r >= tile.keys || (IS_CAUSAL && key + 8 * r + tile.first_key > query) ||
-                          (HAS_WINDOW && tile.window.hides(key + 8 * r + tile.first_key - query)));
-            if (is_hidden) p[i] = 0.0f;
-            ds[i] = p[i] * (ds[i] + pick(d, i % 2));
-            if (!HAS_TOKEN_SCALES) continue;
-            // The scale of dO runs along the contraction of dV. What is hidden stays zero, even next to a NaN.
-            p[i] = is_hidden ? 0.0f : p[i] * pick(tile.grad_scales[4 * j], i % 2);
-            if (is_hidden) ds[i] = 0.0f;
-        }
-    }
-}
 
 // Rounds P, and dS, with scales for each key.
 template <int WORDS>
@@ -149,57 +76,6 @@ __device__ __forceinline__ void round_ds(u32 (&rounded)[8], float (&dk_factor)[2
     round_tile<BLOCK_Q>(rounded, ds, inverse);
 }
 
-// dS times a scale of each element. Zero stays zero: it may be hidden, and where a scale is NaN all else in dS is NaN, too.
-template <class Scale>
-__device__ __forceinline__ void multiply_ds(float (&scaled)[32], const float (&ds)[32], Scale scale) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) scaled[i] = ds[i] == 0.0f ? 0.0f : ds[i] * scale(i);
-}
-
-// Of 2 QUERIES maxima that each lane has, keeps those of one half of the queries, over this lane and its partner.
-template <int QUERIES>
-__device__ __forceinline__ void keep_half(int (&largest)[16], int partner) {
-    const bool is_upper = threadIdx.x & partner;
-#pragma unroll
-    for (int i = 0; i < QUERIES; ++i) {
-        const int kept = is_upper ? largest[i + QUERIES] : largest[i], given = is_upper ? largest[i] : largest[i + QUERIES];
-        largest[i] = max(kept, __shfl_xor_sync(0xffffffff, given, partner));
-    }
-}
-
-// Raises the maxima of |dS| for each query by the 16 keys of this warp.
-__device__ __forceinline__ void raise_largest(int* largest, const float (&ds)[32]) {
-    int found[16];  // bits, as above
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const float* x = ds + i / 2 * 4 + i % 2;
-        found[i] = max(__float_as_int(x[0]) & 0x7fffffff, __float_as_int(x[2]) & 0x7fffffff);
-    }
-    keep_half<8>(found, 16);
-    keep_half<4>(found, 8);
-    keep_half<2>(found, 4);  // this lane now has queries 2 lane and 2 lane + 1
-    atomicMax(largest + threadIdx.x % 32 * 2, found[0]);
-    atomicMax(largest + threadIdx.x % 32 * 2 + 1, found[1]);
-}
-
-// Stores dS of 16 keys, from `key` on, rounded with a scale for each query, transposed, for the product with K. Keys r and
-// r + 8 make 16 bits, which can be transposed; then a thread has four keys in the order of tiles by columns.
-__device__ __forceinline__ void store_ds(u8* target, const float (&ds)[32], const int* largest, int key) {
-    const int lane = threadIdx.x % 32;
-    const int2* pairs = reinterpret_cast<const int2*>(largest) + lane % 4;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        const int2 bits = pairs[4 * j];
-        const float inverse[2] = {reciprocal(scale_of(__int_as_float(bits.x), INT8_MAX)),
-                                  reciprocal(scale_of(__int_as_float(bits.y), INT8_MAX))};
-        const auto rounded = [&](int r, int e) { return fmaf(ds[4 * j + 2 * r + e], inverse[e], ROUNDING_OFFSET); };
-        const u32 pair = low_bytes(rounded(0, 0), rounded(1, 0), rounded(0, 1), rounded(1, 1));
-        const u32 four_keys = __byte_perm(transpose_matrix(pair), 0, 0x3120);
-        const int query = 8 * j + lane / 4;
-        *reinterpret_cast<u32*>(target + swizzled<BLOCK_KV>(query * BLOCK_KV + key + lane % 4 * 4)) = four_keys;
-    }
-}
-
 // The gradients of a warp's 16 keys.
 struct Sums {
     float dk[D / 2], dv[D / 2];
@@ -214,41 +90,6 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, const Scores& scores
     }
     contract_tokens<BLOCK_Q, D>(sums.dk, scores.ds, base + Q_COLUMNS, scores.dk_factor);
 }
-
-// Adds a tile's share to dQ of packed block `block` of queries of a head. Call it when it is this CTA's turn.
-__device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, int head, i64 block, int first_query, int turn,
-                                       const Window& window, u32 base, const int* largest, float k_scale) {
-    const int row = dq_row(), lane_row = row + threadIdx.x % 32 / 4;
-    const u32 ds_address = left_address<BLOCK_KV>(base + DS);
-    u32 ds[BLOCK_KV / 8];
-#pragma unroll
-    for (int step = 0; step < BLOCK_KV / STEP; ++step)
-        load_left<BLOCK_KV>(ds + 4 * step, ds_address, row, step * STEP);
-    float factor[2], *sum = a.dq_sums + block * (BLOCK_Q * D);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) factor[r] = scale_of(__int_as_float(largest[lane_row + 8 * r]), INT8_MAX) * k_scale;
-#pragma unroll 1
-    for (int part = 0; part < DQ_PARTS; ++part) {
-        float dq[DQ_VALUES] = {};
-        contract_tokens<BLOCK_KV, DQ_CHANNELS>(dq, ds, base + K_COLUMNS + dq_channel(part) * BLOCK_KV, factor);
-        add_to_sum(dq, sum, part, turn == (HAS_WINDOW ? first_key_block(window, first_query) : 0));
-        if (turn + 1 < visible_key_blocks(work, window, first_query))
-            store_sum(sum, dq, part);
-        else
-            store_dq(a.dq, dq, part, a.scale, head, a.axes.heads * a.axes.group, first_query, work.q, a.axes.d);
-    }
-}
-
-// The blocks of queries that a work tile visits, the last one first: under the causal mask all CTAs of a head then begin
-// with the same one. One head of the group after the other.
-struct QueryBlocks {
-    int head, block, left;  // block: counted from the first that is visited; left: blocks to come, this one included
-
-    __device__ __forceinline__ void advance(int blocks) {
-        --left;
-        if (--block < 0) block = blocks - 1, ++head;
-    }
-};
 
 }  // namespace
 
@@ -357,8 +198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         if (P_IS_16BIT) cp_async_commit();
         if (next.left > 0) copy_columns(next);
         cp_async_commit();
-        add_dq(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, window, base,
-               tile.largest, HAS_TOKEN_SCALES ? 1.0f : tile.k_scale[0]);
+        add_dq(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, window, base + DS,
+               base + K_COLUMNS, tile.largest, HAS_TOKEN_SCALES ? 1.0f : tile.k_scale[0]);
         finished = a.turns + block;
         at = next;
     }

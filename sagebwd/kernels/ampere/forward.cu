@@ -1,4 +1,5 @@
-// O and the logsumexp. A CTA owns 128 queries of one head, 16 each warp; it loops over all keys that they see.
+// O and the logsumexp. A CTA owns 128 queries of one head, 16 each warp; it loops over all keys that they see, a packed block
+// at a time.
 
 #include "copies.cuh"
 #include "epilogue.cuh"
@@ -12,7 +13,8 @@
 namespace {
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int BLOCKS = 16 * WARPS / BLOCK_Q;        // packed blocks of queries; four warps share one
+constexpr int BLOCK_WARPS = BLOCK_Q / 16, BLOCKS = WARPS / BLOCK_WARPS;  // warps that share a packed block of queries; blocks
+constexpr int HALVES = 16 * WARPS / ROWS;                                // of the queries, for the epilogue
 constexpr int CTAS_PER_SM = D == 64 && !P_IS_16BIT && !HAS_TOKEN_SCALES ? 2 : 1;
 
 #ifdef COMPENSATE_O  // O is divided by the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
@@ -23,15 +25,20 @@ constexpr bool COMPENSATES = false;
 static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
 
 // Whether a tile that is not skipped may hide all its keys from a query.
-constexpr bool MAY_HIDE_ALL = HAS_WINDOW;
+constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);
 
-// Shared memory: two stages, each a packed block of 128 keys. V is by columns in INT8 or, if P is in 16 bits, as it is. At
-// first the second stage holds the queries, at the end the stages are staging for the epilogue.
+// Shared memory: two stages, each a packed block of keys. V is by columns in INT8 or, if P is in 16 bits, as it is. At
+// first the second stage may hold the queries, at the end the stages are staging for the epilogue.
 constexpr int KV_BYTES = P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES;
 constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
-constexpr int STAGE_BYTES = align_up(KV_BYTES, 128), QUERY_BYTES = align_up(PACKED_Q_BYTES, 128);
-constexpr int SHARED_BYTES = 2 * STAGE_BYTES;
-static_assert(BLOCKS * QUERY_BYTES <= STAGE_BYTES && BLOCKS * STAGING_BYTES <= SHARED_BYTES);
+constexpr int ALIGNED = D > 128 ? D : 128;  // see left_address
+constexpr int QUERY_BYTES = align_up(PACKED_Q_BYTES, ALIGNED), QUERIES_BYTES = BLOCKS * QUERY_BYTES;
+constexpr int STAGE_BYTES = align_up(KV_BYTES, ALIGNED);
+// Of 256 channels, Q would take too many registers. It stays in shared memory if there is room beside 16-bit V.
+constexpr bool Q_IN_REGISTERS = D <= 128 || P_IS_16BIT;
+constexpr int QUERIES = Q_IN_REGISTERS ? STAGE_BYTES : 2 * STAGE_BYTES;  // where they are at first, or all the time
+constexpr int OPERAND_BYTES = Q_IN_REGISTERS ? 2 * STAGE_BYTES : QUERIES + QUERIES_BYTES;
+constexpr int SHARED_BYTES = OPERAND_BYTES > HALVES * STAGING_BYTES ? OPERAND_BYTES : HALVES * STAGING_BYTES;
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
 struct Arguments {
@@ -50,6 +57,20 @@ struct State {
     float o[D / 2], l[2], m[2];
     float l_rounded[4];  // sums of rounded P over a whole row: [0] and [1] of row lane / 4, [2] and [3] of row + 8
 };
+
+// Q of a warp's 16 queries: in registers, or in shared memory from `row` of `tile` on.
+struct Queries {
+    u32 values[D / 8], tile;
+    int row;
+};
+
+// S of a tile of keys.
+__device__ __forceinline__ void multiply_keys(int (&s)[BLOCK_KV / 2], const Queries& q, u32 keys) {
+    if constexpr (Q_IN_REGISTERS)
+        contract_channels<BLOCK_KV>(s, q.values, keys);
+    else
+        contract_channels<BLOCK_KV>(s, q.tile, q.row, keys);
+}
 
 // Raises the running maximum to that of another tile. `share` is the factor for P that was computed with the tile's own
 // maximum, which is -infinity where the tile hides all its keys.
@@ -74,14 +95,14 @@ __device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile
     }
 }
 
-// P of 16 x 128 logits whose maximum per row is m, as the left operand of a product: in INT8, 127 being the maximum, or in
+// P of a warp's logits whose maximum per row is m, as the left operand of a product: in INT8, 127 being the maximum, or in
 // 16 bits. Adds share[row] * P to l.
 template <bool FAST, int WORDS>
-__device__ __forceinline__ void probabilities(u32 (&rounded)[WORDS], const int (&s)[64], float factor, const float (&m)[2],
+__device__ __forceinline__ void probabilities(u32 (&rounded)[WORDS], const int (&s)[BLOCK_KV / 2], float factor, const float (&m)[2],
                                               const float (&share)[2], State& state) {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {  // 16 columns
+    for (int j = 0; j < BLOCK_KV / 16; ++j) {  // 16 columns
         float p[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
@@ -120,13 +141,13 @@ __device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WOR
 
 // As add_tile, where each key and each value has a scale of its own. `q_factor`: from a row of S times a scale of K to logits.
 // P is multiplied by the scales of V before it is rounded, so that its row needs a maximum of its own.
-__device__ __forceinline__ void add_tile_of_token_scales(State& state, const u32 (&q)[D / 8], const float (&q_factor)[2],
+__device__ __forceinline__ void add_tile_of_token_scales(State& state, const Queries& q, const float (&q_factor)[2],
                                                          const u8* scales, u32 stage, bool is_cut, int keys, int query,
                                                          const Window& window) {
     const float2 *k_scales = reinterpret_cast<const float2*>(scales) + threadIdx.x % 4, *v_scales = k_scales + BLOCK_KV / 2;
     int s[BLOCK_KV / 2];
     float x[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2];
-    contract_channels<BLOCK_KV>(s, q, stage);
+    multiply_keys(s, q, stage);
     if (is_cut) mask(s, keys, query);
     if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
 #pragma unroll
@@ -163,12 +184,12 @@ __device__ __forceinline__ void add_tile_of_token_scales(State& state, const u32
     contract_tokens<BLOCK_KV, D, P_IS_UNSIGNED>(state.o, p, stage + K_TILE, factor);
 }
 
-// One tile of 128 keys for the 16 queries of this warp. `keys` and `query`: the number of keys left, and this thread's first
+// One tile of keys for the 16 queries of this warp. `keys` and `query`: the number of keys left, and this thread's first
 // query, counted from the tile's first key.
-__device__ __forceinline__ void add_tile(State& state, const u32 (&q)[D / 8], float factor, float v_scale, u32 stage,
+__device__ __forceinline__ void add_tile(State& state, const Queries& q, float factor, float v_scale, u32 stage,
                                          bool is_cut, int keys, int query, const Window& window) {
     int s[BLOCK_KV / 2], largest[2] = {MASKED, MASKED};
-    contract_channels<BLOCK_KV>(s, q, stage);
+    multiply_keys(s, q, stage);
     if (is_cut) mask(s, keys, query);
     if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
 #pragma unroll
@@ -182,7 +203,7 @@ __device__ __forceinline__ void add_tile(State& state, const u32 (&q)[D / 8], fl
     raise_maximum(state, m_tile, share);
     if (P_IS_16BIT) share[0] = share[1] = 1.0f;  // P is computed with the running maximum, and has no scale
 
-    u32 p[P_IS_16BIT ? 32 : 16];
+    u32 p[P_IS_16BIT ? BLOCK_KV / 4 : BLOCK_KV / 8];
     const float (&m)[2] = P_IS_16BIT ? state.m : m_tile;
     if (is_fusible(factor) && !is_cut)
         probabilities<true>(p, s, factor, m, share, state);
@@ -205,9 +226,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     __syncthreads();
     if (!has_queries) return;
     const u32 base = shared_address(shared);
-    const int warp = threadIdx.x / 32, block = warp / 4, lane_row = warp % 4 * 16 + threadIdx.x % 32 / 4;
+    const int warp = threadIdx.x / 32, block = warp / BLOCK_WARPS, lane_row = warp % BLOCK_WARPS * 16 + threadIdx.x % 32 / 4;
     const int first = work.first + block * BLOCK_Q;
     int tiles = block < work.q_blocks ? visible_kv_tiles(work, block) : 0, begin = 0, own_begin = 0;
+    // A block that is not full may not see all tiles that a full one would.
+    if (IS_CAUSAL && BLOCK_Q > BLOCK_KV) tiles = min(tiles, (work.q.tokens + BLOCK_KV - 1) / BLOCK_KV);
     if constexpr (HAS_WINDOW) {
         begin = first_key_block(window, work.first);
         own_begin = first_key_block(window, first);
@@ -219,17 +242,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     };
 
     for (int i = 0; i < work.q_blocks; ++i)
-        copy_block<THREADS>(base + STAGE_BYTES + i * QUERY_BYTES, a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES,
+        copy_block<THREADS>(base + QUERIES + i * QUERY_BYTES, a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES,
                             PACKED_Q_BYTES);
     if (begin < work.kv_tiles) copy_keys(begin);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
-    u32 q[D / 8];
-    const u32 queries = left_address<D>(base + STAGE_BYTES + block * QUERY_BYTES);
+    Queries q;
+    q.tile = base + QUERIES + block * QUERY_BYTES;
+    q.row = warp % BLOCK_WARPS * 16;
+    if constexpr (Q_IN_REGISTERS) {
+        const u32 queries = left_address<D>(q.tile);
 #pragma unroll
-    for (int step = 0; step < D / STEP; ++step) load_left<D>(q + 4 * step, queries, warp % 4 * 16, step * STEP);
-    const float* q_scales = reinterpret_cast<const float*>(shared + STAGE_BYTES + block * QUERY_BYTES + Q_TILE);
+        for (int step = 0; step < D / STEP; ++step) load_left<D>(q.values + 4 * step, queries, q.row, step * STEP);
+    }
+    const float* q_scales = reinterpret_cast<const float*>(shared + QUERIES + block * QUERY_BYTES + Q_TILE);
     float q_scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) q_scale[r] = q_scales[HAS_TOKEN_SCALES ? lane_row + 8 * r : 0];
@@ -279,8 +306,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
             if (first + lane_row + i / 2 % 2 * 8 - window.left >= work.keys) state.o[i] = 0.0f;
     }
     __syncthreads();  // the stages may still be read
-    u8* staging = shared + block * STAGING_BYTES;
-    store_rows(a.out, state.o, inverse, staging, block, work.head, a.axes.heads, first, work.q, a.axes.d);
+    const int half = BLOCK_Q == ROWS ? block : warp / 4, row = BLOCK_Q == ROWS ? first : work.first + half * ROWS;
+    u8* staging = shared + half * STAGING_BYTES;
+    store_rows(a.out, state.o, inverse, staging, half, work.head, a.axes.heads, row, work.q, a.axes.d);
     if constexpr (COMPENSATES)
-        store_rows<true>(a.out_residual, state.o, inverse, staging, block, work.head, a.axes.heads, first, work.q, a.axes.d);
+        store_rows<true>(a.out_residual, state.o, inverse, staging, half, work.head, a.axes.heads, row, work.q, a.axes.d);
 }

@@ -25,11 +25,14 @@ __device__ __forceinline__ void pass_turn(int* turn, int value) {
     if (turn != nullptr && threadIdx.x == 0) release_value(turn, value + 1);
 }
 
-// A block of dQ is divided among 8 warps: 16 queries and D / 2 channels each. A warp computes DQ_CHANNELS at a time, because
-// registers are scarce.
-constexpr int DQ_CHANNELS = 32, DQ_PARTS = D / 2 / DQ_CHANNELS, DQ_VALUES = 16 * DQ_CHANNELS / 32;
-__device__ __forceinline__ int dq_row() { return threadIdx.x / 32 % 4 * 16; }
-__device__ __forceinline__ int dq_channel(int part) { return threadIdx.x / 128 * (D / 2) + part * DQ_CHANNELS; }
+// A block of dQ is divided among 8 warps: 16 queries each and, of 64 queries, half of the channels. A warp computes
+// DQ_CHANNELS at a time, because registers are scarce.
+constexpr int DQ_ROW_WARPS = BLOCK_Q / 16, DQ_WARP_CHANNELS = D * DQ_ROW_WARPS / 8;
+constexpr int DQ_CHANNELS = 32, DQ_PARTS = DQ_WARP_CHANNELS / DQ_CHANNELS, DQ_VALUES = 16 * DQ_CHANNELS / 32;
+__device__ __forceinline__ int dq_row() { return threadIdx.x / 32 % DQ_ROW_WARPS * 16; }
+__device__ __forceinline__ int dq_channel(int part) {
+    return threadIdx.x / (32 * DQ_ROW_WARPS) * DQ_WARP_CHANNELS + part * DQ_CHANNELS;
+}
 
 // The last block of keys + 1 that a block of queries sees.
 __device__ __forceinline__ int visible_key_blocks(const KeyTile& tile, const Window& window, int first_query) {
@@ -37,7 +40,8 @@ __device__ __forceinline__ int visible_key_blocks(const KeyTile& tile, const Win
         const int end = min(first_query + BLOCK_Q, tile.q.tokens);
         return end_of_key_blocks(window, end, tile.kv.tokens);
     }
-    const int keys = IS_CAUSAL ? min(tile.kv.tokens, first_query + BLOCK_Q) : tile.kv.tokens;
+    const int end = BLOCK_Q > BLOCK_KV ? min(first_query + BLOCK_Q, tile.q.tokens) : first_query + BLOCK_Q;
+    const int keys = IS_CAUSAL ? min(tile.kv.tokens, end) : tile.kv.tokens;
     return (keys + BLOCK_KV - 1) / BLOCK_KV;
 }
 

@@ -46,6 +46,16 @@ __device__ __forceinline__ void round_tile(u32 (&result)[N / 8], const float (&x
     }
 }
 
+// Byte k of the result is byte i of word k, for four i.
+__device__ __forceinline__ void transpose_bytes(u32 (&result)[4], u32 a, u32 b, u32 c, u32 d) {
+    const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+    result[0] = __byte_perm(ab, cd, 0x5410);
+    result[1] = __byte_perm(ab, cd, 0x7632);
+    const u32 ab_high = __byte_perm(a, b, 0x7362), cd_high = __byte_perm(c, d, 0x7362);
+    result[2] = __byte_perm(ab_high, cd_high, 0x5410);
+    result[3] = __byte_perm(ab_high, cd_high, 0x7632);
+}
+
 // --- Scales ------------------------------------------------------------------------------------------------
 
 // The maximum over the four threads that share a row.

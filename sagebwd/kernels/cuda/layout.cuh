@@ -31,9 +31,13 @@ __device__ __forceinline__ Document find_document(const Segments& segments, int 
 
 // --- Packed blocks -----------------------------------------------------------------------------------------
 
-constexpr int D = HEAD_DIM;     // channels, padded: 64 or 128
-constexpr int BLOCK_Q = 64;     // queries of a packed block
-constexpr int BLOCK_KV = 128;   // keys of a packed block
+#ifndef TILE_Q
+#define TILE_Q 64
+#define TILE_KV 128
+#endif
+constexpr int D = HEAD_DIM;         // channels, padded: 64, 128 or 256
+constexpr int BLOCK_Q = TILE_Q;     // queries of a packed block: 64 or 128
+constexpr int BLOCK_KV = TILE_KV;   // keys of a packed block: 128 or 64
 
 #ifdef P_16BIT  // P stays in 16 bits, times V in the forward, times dO in the backward, which then needs no dO by columns
 constexpr bool P_IS_16BIT = true;
@@ -49,8 +53,8 @@ constexpr bool HAS_TOKEN_SCALES = false;
 
 // Bytes. All tiles are swizzled, see swizzled(). A 16-bit tile is cut into chunks of 64 channels, rows of 128 bytes, one
 // chunk after the other.
-constexpr int Q_TILE = BLOCK_Q * D;                       // 64 tokens in INT8
-constexpr int K_TILE = BLOCK_KV * D;                      // 128 tokens in INT8
+constexpr int Q_TILE = BLOCK_Q * D;                       // a block of queries in INT8
+constexpr int K_TILE = BLOCK_KV * D;                      // a block of keys in INT8
 constexpr int ROW_STATS = BLOCK_Q * 8;                    // -logsumexp of all queries, then -delta of all, fp32
 constexpr int TAIL = 16;                                  // scales of blocks, padded to what a bulk copy takes
 // Scales of so many tensors, of all tokens of a block each or of the block.
@@ -63,9 +67,10 @@ constexpr int PACKED_Q_ROWS_BYTES = 3 * Q_TILE + ROW_STATS + scale_bytes(2, BLOC
 constexpr int PACKED_Q_COLUMNS_BYTES = (P_IS_16BIT ? 1 : 2) * Q_TILE;  // Q by columns, and dO if P is in INT8
 constexpr int PACKED_K_COLUMNS_BYTES = K_TILE;                         // K by columns
 
-// Where byte o of a tile with rows of 64 or 128 bytes lies: 16-byte pieces are permuted within 8 rows, so that 8 rows at
-// one column lie in different banks. This is the order that wgmma expects of shared memory.
+// Where byte o of a tile with rows of 64, 128 or 256 bytes lies: 16-byte pieces are permuted within 8 rows, so that 8 rows
+// at one column lie in different banks. This is the order that wgmma expects of shared memory, where rows have up to 128.
 template <int ROW_BYTES>
 __device__ __forceinline__ int swizzled(int o) {
+    if (ROW_BYTES == 256) return o ^ (o >> 4 & 112);
     return o ^ (o >> 3 & (ROW_BYTES - 16));
 }

@@ -183,16 +183,6 @@ __device__ __forceinline__ void store_rows_int8(u8* target, const uint2 (&values
         *reinterpret_cast<uint2*>(target + swizzled<D>(Tile<TOKENS>::token(i) * D + Tile<TOKENS>::channel())) = values[i];
 }
 
-// Byte k of the result is byte i of word k, for four i.
-__device__ __forceinline__ void transpose_bytes(u32 (&result)[4], u32 a, u32 b, u32 c, u32 d) {
-    const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
-    result[0] = __byte_perm(ab, cd, 0x5410);
-    result[1] = __byte_perm(ab, cd, 0x7632);
-    const u32 ab_high = __byte_perm(a, b, 0x7362), cd_high = __byte_perm(c, d, 0x7362);
-    result[2] = __byte_perm(ab_high, cd_high, 0x5410);
-    result[3] = __byte_perm(ab_high, cd_high, 0x7632);
-}
-
 // By columns, through `shared`, TOKENS + 4 bytes for each channel. All threads call it.
 template <int TOKENS>
 __device__ __forceinline__ void store_columns_int8(u8* target, const uint2 (&values)[PIECES], u8* shared) {

@@ -24,27 +24,35 @@ from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
 from sagebwd.kernels.layout import Axis, padded_head_dim
 
-#: Tokens of a packed block of queries, and of one of keys and values.
-BLOCK_Q, BLOCK_KV = 64, 128
+#: Tokens of a packed block of queries, and of one of keys and values, unless a kernel set asks for others.
+TILE = (64, 128)
 #: Bytes of the four fp32 at the end of a packed block.
 TAIL = 16
 #: Channels that a thread of packing.cu holds: four pieces of 8.
 VALUES_PER_THREAD = 32
 
 
-def packed_kv_shape(k: Tensor, blocks: int, token_scales: bool = False) -> tuple[int, int]:
+def packed_head_dim(d: int) -> int:
+    """Channels of packed blocks: 64, 128 or 256."""
+    return max(64, padded_head_dim(d))
+
+
+def packed_kv_shape(
+    k: Tensor, blocks: int, token_scales: bool = False, block_kv: int = TILE[1]
+) -> tuple[int, int]:
     """Shape of the result of :meth:`Packer.pack_kv`, which is uint8.
 
     Args:
         k: (B, H_kv, N_kv, D).
         blocks: blocks of each head.
         token_scales: as of :class:`Packer`.
+        block_kv: keys of a packed block.
     """
-    tail = _scale_bytes(1, BLOCK_KV, token_scales)
-    return k.shape[0] * k.shape[1] * blocks, BLOCK_KV * 3 * padded_head_dim(k.shape[3]) + tail
+    tail = scale_bytes(1, block_kv, token_scales)
+    return k.shape[0] * k.shape[1] * blocks, block_kv * 3 * packed_head_dim(k.shape[3]) + tail
 
 
-def _scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
+def scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
     """Bytes of the scales of so many tensors in a packed block of ``tokens``."""
     return 4 * tensors * tokens if token_scales else TAIL
 
@@ -52,33 +60,38 @@ def _scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
 class Packer:
     """The kernels of packing.cu, compiled for one architecture. All results are uint8, (blocks, bytes)."""
 
-    def __init__(self, sources: Sources, token_scales: bool = False) -> None:
+    def __init__(self, sources: Sources, token_scales: bool = False, tile: tuple[int, int] = TILE) -> None:
         """Prepare packing for one kernel set.
 
         Args:
             sources: those of the kernel set that reads what is packed.
             token_scales: INT8 values have a scale for each token, not for each block. Tails then hold those
                 of all tokens of the first tensor, then of the second.
+            tile: tokens of a packed block of queries, and of one of keys and values.
         """
         self._sources = sources
         self._token_scales = token_scales
+        self._block_q, self._block_kv = tile
+        self._macros = {} if tile == TILE else {"TILE_Q": tile[0], "TILE_KV": tile[1]}
 
     def token_mean(self, x: Tensor, axis: Axis) -> Tensor:
         """Mean of K or V over the tokens of each document, (B · H · documents, D_PAD) fp32.
 
         Zero past the head size, and for a document without tokens.
         """
-        sums = _allocate(x, axis, padded_head_dim(x.shape[3]), torch.float32)
+        sums = _allocate(x, axis, packed_head_dim(x.shape[3]), torch.float32)
         mean = sums.new_empty((x.shape[0] * x.shape[1] * axis.documents, sums.shape[1]))
         arguments = _CAxis.of(x, axis)
-        self._launch("token_sum", x, BLOCK_KV, len(sums), _CSource.of(x), sums, arguments)
-        self._launch("token_mean", x, BLOCK_KV, len(mean), sums, mean, arguments)
+        self._launch("token_sum", x, self._block_kv, len(sums), _CSource.of(x), sums, arguments)
+        self._launch("token_mean", x, self._block_kv, len(mean), sums, mean, arguments)
         return mean
 
     def pack_q(self, q: Tensor, axis: Axis) -> Tensor:
         """Q for the forward: Q by rows; tail: its scale."""
-        packed = _allocate(q, axis, BLOCK_Q * padded_head_dim(q.shape[3]) + self._scale_bytes(1, BLOCK_Q))
-        self._launch("pack_q", q, BLOCK_Q, len(packed), _CSource.of(q), packed, _CAxis.of(q, axis))
+        packed = _allocate(
+            q, axis, self._block_q * packed_head_dim(q.shape[3]) + self._scale_bytes(1, self._block_q)
+        )
+        self._launch("pack_q", q, self._block_q, len(packed), _CSource.of(q), packed, _CAxis.of(q, axis))
         return packed
 
     def pack_kv_int8(
@@ -99,14 +112,14 @@ class Packer:
             k_mean, v_mean: what to subtract from K and from V, see :meth:`token_mean`; None: nothing.
         """
         packed = _allocate(
-            k, axis, BLOCK_KV * 2 * padded_head_dim(k.shape[3]) + self._scale_bytes(2, BLOCK_KV)
+            k, axis, self._block_kv * 2 * packed_head_dim(k.shape[3]) + self._scale_bytes(2, self._block_kv)
         )
         packed_kv = None
         if pack_kv_for_backward:
-            packed_kv = k.new_empty(packed_kv_shape(k, axis.blocks, self._token_scales), dtype=torch.uint8)
+            packed_kv = k.new_empty(self._packed_kv_shape(k, axis), dtype=torch.uint8)
         sources = (_CSource.of(x) for x in (k, v))
         arguments = (*sources, k_mean, v_mean, packed, packed_kv, _CAxis.of(k, axis))
-        self._launch("pack_kv_int8", k, BLOCK_KV, 2 * len(packed), *arguments)
+        self._launch("pack_kv_int8", k, self._block_kv, 2 * len(packed), *arguments)
         return packed, packed_kv
 
     def pack_kv(self, k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -> Tensor:
@@ -117,9 +130,9 @@ class Packer:
         Args:
             k_mean: as in :meth:`pack_kv_int8`.
         """
-        packed_kv = k.new_empty(packed_kv_shape(k, axis.blocks, self._token_scales), dtype=torch.uint8)
+        packed_kv = k.new_empty(self._packed_kv_shape(k, axis), dtype=torch.uint8)
         arguments = (_CSource.of(k), _CSource.of(v), k_mean, packed_kv, _CAxis.of(k, axis))
-        self._launch("pack_kv", k, BLOCK_KV, 2 * len(packed_kv), *arguments)
+        self._launch("pack_kv", k, self._block_kv, 2 * len(packed_kv), *arguments)
         return packed_kv
 
     def pack_k_columns(self, packed_kv: Tensor, k: Tensor, axis: Axis) -> Tensor:
@@ -128,8 +141,10 @@ class Packer:
         Args:
             k: only its shape and dtype are used.
         """
-        columns = _allocate(k, axis, BLOCK_KV * padded_head_dim(k.shape[3]))
-        self._launch("pack_k_columns", k, BLOCK_KV, len(packed_kv), packed_kv, columns, _CAxis.of(k, axis))
+        columns = _allocate(k, axis, self._block_kv * packed_head_dim(k.shape[3]))
+        self._launch(
+            "pack_k_columns", k, self._block_kv, len(packed_kv), packed_kv, columns, _CAxis.of(k, axis)
+        )
         return columns
 
     def pack_q_and_grad(
@@ -153,17 +168,20 @@ class Packer:
             out_residual: the rounding error of ``out``, which is added to it for δ.
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
         """
-        d_pad = padded_head_dim(q.shape[3])
-        rows = _allocate(q, axis, BLOCK_Q * (3 * d_pad + 8) + self._scale_bytes(2, BLOCK_Q))
-        columns = _allocate(q, axis, BLOCK_Q * (1 if p_16bit else 2) * d_pad)
+        d_pad = packed_head_dim(q.shape[3])
+        rows = _allocate(q, axis, self._block_q * (3 * d_pad + 8) + self._scale_bytes(2, self._block_q))
+        columns = _allocate(q, axis, self._block_q * (1 if p_16bit else 2) * d_pad)
         tensors = (q, grad_out, out, out if out_residual is None else out_residual)
         arguments = (*(_CSource.of(x) for x in tensors), lse, rows, columns, _CAxis.of(q, axis))
         defines = {"P_16BIT": p_16bit, "COMPENSATE_O": out_residual is not None}
-        self._launch("pack_q_and_grad", q, BLOCK_Q, 2 * len(rows), *arguments, **defines)
+        self._launch("pack_q_and_grad", q, self._block_q, 2 * len(rows), *arguments, **defines)
         return rows, columns
 
+    def _packed_kv_shape(self, k: Tensor, axis: Axis) -> tuple[int, int]:
+        return packed_kv_shape(k, axis.blocks, self._token_scales, self._block_kv)
+
     def _scale_bytes(self, tensors: int, tokens: int) -> int:
-        return _scale_bytes(tensors, tokens, self._token_scales)
+        return scale_bytes(tensors, tokens, self._token_scales)
 
     def _launch(
         self,
@@ -175,7 +193,7 @@ class Packer:
         **defines: bool,
     ) -> None:
         """Launch a kernel of packing.cu on ``grid`` CTAs of ``tokens`` tokens each."""
-        head_dim = padded_head_dim(like.shape[3])
+        head_dim = packed_head_dim(like.shape[3])
         kernel = launch.load_kernel(
             self._sources,
             "packing",
@@ -184,6 +202,7 @@ class Packer:
             HEAD_DIM=head_dim,
             IS_BF16=like.dtype == torch.bfloat16,
             TOKEN_SCALES=self._token_scales,
+            **self._macros,
             **defines,
         )
         kernel.launch(grid, tokens * head_dim // VALUES_PER_THREAD, *arguments)

@@ -18,14 +18,27 @@ struct Ring {
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * index);
     }
+    // Who fills a stage by ordinary stores: each warp says that its own are done.
+    __device__ __forceinline__ void fill() const {
+        fence_proxy_async();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * index);
+    }
     // Producer: wait until the stage is released; the first time round it is free.
     __device__ __forceinline__ void wait_empty() const { barrier_wait(empty + 8 * index, parity ^ 1); }
 };
 
+// A stage is full after `filling` arrivals and empty after `releasing`.
+template <int STAGES>
+__device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAGES], int filling, int releasing) {
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(shared_address(&full[i]), filling);
+        barrier_init(shared_address(&empty[i]), releasing);
+    }
+}
+
+// Of a producer thread and so many warpgroups of consumers.
 template <int STAGES>
 __device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAGES], int consumers) {
-    for (int i = 0; i < STAGES; ++i) {
-        barrier_init(shared_address(&full[i]), 1);
-        barrier_init(shared_address(&empty[i]), 4 * consumers);
-    }
+    ring_init(full, empty, 1, 4 * consumers);
 }

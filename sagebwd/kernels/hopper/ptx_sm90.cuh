@@ -45,6 +45,25 @@ __device__ __forceinline__ void bulk_copy(u32 shared, const u8* global, u32 byte
         : "memory");
 }
 
+// From shared to global memory: copies, or adds fp32. The bytes are a multiple of 16. Groups are those of the thread.
+__device__ __forceinline__ void bulk_store(float* global, u32 shared, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_add(float* global, u32 shared, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until shared memory was read, or until global memory was written.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Waits for the 256 threads of two warpgroups. The named barrier is none of warpgroup_sync's.
+__device__ __forceinline__ void two_warpgroups_sync() { asm volatile("bar.sync 8, 256;" ::: "memory"); }
+
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -55,8 +74,59 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Makes what threads wrote to shared memory visible to wgmma.
+// Makes what threads wrote to shared memory visible to wgmma and bulk copies.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Orders accesses to global memory by this thread and by bulk copies.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// --- Matrices of 8 x 8 values of 16 bits -------------------------------------------------------------------
+//
+// In a register a lane has columns 2 (lane % 4) and the next one of row lane / 4.
+
+// Stores four matrices; lane l gives the address of row l % 8 of matrix l / 8, 16 bytes.
+__device__ __forceinline__ void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ __forceinline__ void stmatrix_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
+// Two values rounded to bf16, whatever the type of the tensors; the first in the low half.
+__device__ __forceinline__ u32 pack_bf16(float first, float second) {
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+    return y;
+}
+
+// --- Between CTAs ------------------------------------------------------------------------------------------
+
+// Waits until another CTA has released `value` at `place`, and sees what it wrote before.
+__device__ __forceinline__ void wait_for_value(const int* place, int value) {
+    int found;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(place) : "memory");
+    while (found != value);
+}
+
+__device__ __forceinline__ void release_value(int* place, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+
+// Past the L1 cache, which does not see what other CTAs write.
+__device__ __forceinline__ float4 load_from_l2(const float4* place) {
+    float4 x;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(place)
+                 : "memory");
+    return x;
+}
 
 // --- wgmma -------------------------------------------------------------------------------------------------
 //
@@ -74,8 +144,8 @@ __device__ __forceinline__ u64 descriptor(u32 low) {
     return u64(swizzle << 30 | stride) << 32 | low;
 }
 
-// Of a 16-bit right operand that is MN-major: contiguous along its columns, not along the contraction; the hardware
-// transposes it. Rows hold 64 columns; chunks of 64 columns lie CHUNK_BYTES apart.
+// Of a 16-bit operand that is MN-major: a right one contiguous along its columns, or a left one along its rows, and not
+// along the contraction; the hardware transposes it. Lines hold 64 of them; chunks of 64 lie CHUNK_BYTES apart.
 template <int CHUNK_BYTES>
 __device__ __forceinline__ u64 descriptor_mn_major(u32 low) {
     constexpr u32 swizzle = 1, stride = 8 * 128 / 16;
@@ -205,4 +275,14 @@ __device__ __forceinline__ void wgmma_16bit(float (&sum)[4], const u32* a, u64 b
         " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, accumulate, 1, 1, 0;\n}\n"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// One step of a (64, 64) product of bf16 values, both operands MN-major in shared memory. ACCUMULATE 0 starts a new sum.
+template <int ACCUMULATE>
+__device__ __forceinline__ void wgmma_bf16(float (&sum)[32], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32 "}, %32, %33, accumulate, 1, 1, 1, 1;\n}\n"
+        : REGISTERS_32("+f", sum)
+        : "l"(a), "l"(b), "n"(ACCUMULATE));
 }

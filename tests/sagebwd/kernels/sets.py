@@ -39,6 +39,7 @@ class KernelSet:
     gpu: the kind of GPU whose rules in :mod:`sagebwd.dispatch` say which settings run; None without one.
     why_unavailable: why it cannot run on this machine, None if it can. Its tests are then skipped.
     is_cuda: whether it is written in CUDA and takes operands that packing.cu packs.
+    backward_kernels: the names of the kernels that compute gradients.
 
     head_dims: the head sizes that most tests run.
     all_head_dims: those of the tests about head sizes.
@@ -69,6 +70,7 @@ class KernelSet:
     gpu: dispatch.GPU | None
     why_unavailable: Callable[[], str | None]
     is_cuda: bool = False
+    backward_kernels: tuple[str, ...] = ("dk_dv_kernel", "dq_kernel")
     head_dims: tuple[int, ...]
     all_head_dims: tuple[int, ...]
     heads: tuple[int, int]
@@ -345,6 +347,14 @@ HOPPER = KernelSet(
     exact_from=100,
 )
 
+#: One backward kernel: the same arithmetic, and dQ may be in 16 bit.
+HOPPER_ONE_BACKWARD = replace(
+    HOPPER,
+    name="hopper_one_backward",
+    backward_kernels=("backward_kernel",),
+    extra_memory=2.25,  # dQ in fp32
+)
+
 # --- Ampere ------------------------------------------------------------------------------------------------
 
 
@@ -357,22 +367,27 @@ def _without_ampere() -> str | None:
     return runtime.why_unavailable(torch.device("cuda"), capability)
 
 
-#: The same tiles and packed operands as Hopper's, and scales per token.
+#: The tiles and packed operands of Hopper, and others.
 AMPERE = replace(
     HOPPER,
     name="ampere",
+    backward_kernels=("backward_kernel",),
     gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=_without_ampere,
+    all_head_dims=(8, 32, *HOPPER.all_head_dims),
+    any_head_dims=st.integers(1, 16).map(lambda n: 8 * n),
     variants={
         **HOPPER.variants,
         "strictly_causal": SageConfig.strictly_causal(),
+        "paper": SageConfig.paper(),
+        "row scales in 128 x 64": SageConfig(block_q=128, block_kv=64, unsigned_p=True),
         "token scales, unsigned_p, smooth_v": SageConfig(
             operand_scales="token", unsigned_p=True, smooth_v=True
         ),
     },
-    main_variants=(*HOPPER.main_variants, "strictly_causal"),
+    main_variants=(*HOPPER.main_variants, "strictly_causal", "paper"),
     extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32
 )
 
 #: All of them. Tests of the interpreter run without a GPU, others with ``-m gpu``.
-KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, AMPERE)
+KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, HOPPER_ONE_BACKWARD, AMPERE)

@@ -15,6 +15,7 @@ import torch
 from sagebwd import SageConfig, reference
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.ampere import attention as ampere
+from sagebwd.kernels.ampere.shapes import SHARED_LIMIT
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
@@ -41,13 +42,14 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
     """Out, dq, dk and dv of the Ampere kernels, on CPU tensors."""
 
     def load_kernel(sources, source, name, shared_bytes, **defines):
-        assert shared_bytes <= ampere.SHARED_LIMIT
+        assert shared_bytes <= SHARED_LIMIT
         return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
 
     def attend_on_cpu(q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None):
-        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
+        blocks = config.tile(q.shape[3])
+        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in zip((q, k), blocks, strict=True)]
         window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
         options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
         saved = ampere.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
@@ -79,6 +81,11 @@ CASES = {
     "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
     "consistent": (SageConfig.consistent(), 40, True, None),
     "strictly causal": (SageConfig.strictly_causal(), 64, True, None),
+    "paper, packed": (SageConfig.paper(), 64, True, [1, 64, 65, 0, 130, 2]),
+    "paper": (SageConfig.paper(), 96, False, None),
+    "low_bias, few channels": (SageConfig.low_bias(), 24, True, [70, 65]),
+    "strictly causal, many channels": (SageConfig.strictly_causal(), 256, True, [67, 65]),
+    "default, many channels": (DEFAULT_CONFIG, 136, False, [65, 70]),
     "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 128, False, None),
 }
 

@@ -6,49 +6,27 @@ They must agree with the reference. On a GPU the other files of this folder test
 from __future__ import annotations
 
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
 
 from sagebwd import SageConfig, dispatch, reference, sage_attention
 from sagebwd.config import DEFAULT_CONFIG, encode
-from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels import operators
-from tests.sagebwd.kernels.cuda import sources_on_cpu
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile itself
     "ignore:There is a performance drop because we have not yet implemented the batching rule:UserWarning",
 )
 
-#: Headers that stand in for those of the same name in sagebwd/kernels/hopper.
-ON_CPU = Path(__file__).parent / "on_cpu"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with all sources and stand-ins."""
-    if not sources_on_cpu.has_compiler():
-        pytest.skip("there is no g++ that knows C++20")
-    folder = tmp_path_factory.mktemp("sources")
-    sources_on_cpu.gather(folder, hopper.SOURCES, ON_CPU)
-    return folder
-
 
 @pytest.fixture
-def attend_on_cpu(folder, monkeypatch, poisoned_memory):
+def attend_on_cpu(emulated):
     """Out, dq, dk and dv of the Hopper kernels, on CPU tensors."""
-
-    def load_kernel(sources, source, name, shared_bytes, **defines):
-        return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
-
-    monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
 
     def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries):
         axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]

@@ -1,9 +1,10 @@
-// Stands in for sagebwd/kernels/hopper/ptx_sm90.cuh on a CPU. Bulk copies and wgmma complete as soon as they are issued. So
-// this shows what the kernels compute and whether they deadlock, not what happens if they wait too little for a copy or a
-// product in flight.
+// Stands in for sagebwd/kernels/hopper/ptx_sm90.cuh on a CPU. Bulk copies and wgmma complete as late as they may: when a thread
+// waits for them. Until then what they write is poison. So a kernel that waits too little, or gives memory back too early,
+// computes something else. Only the left operands of wgmma that are in registers are read at once.
 #pragma once
 
 #include <map>
+#include <vector>
 
 #include "ptx.cuh"
 
@@ -18,6 +19,13 @@ struct Barrier {
     u32 phase = 0;
 };
 static std::map<u32, Barrier> barriers_by_address;
+
+struct BulkCopy {
+    u32 target;
+    const u8* source;
+    u32 bytes;
+};
+static std::map<u32, std::vector<BulkCopy>> copies_by_barrier;  // in flight
 
 // Changes the barrier, and completes its phase if nothing is pending any more.
 template <class Change>
@@ -39,14 +47,68 @@ inline void barrier_arrive(u32 barrier) {
 inline void barrier_expect_bytes(u32 barrier, u32 bytes) {
     change_barrier(barrier, [=](Barrier& b) { b.bytes += bytes, --b.missing; });
 }
+inline void finish_copies(u32 barrier) {
+    std::vector<BulkCopy>& copies = copies_by_barrier[barrier];
+    for (const BulkCopy& copy : copies) {
+        std::memcpy(shared_memory + copy.target, copy.source, copy.bytes);
+        change_barrier(barrier, [=](Barrier& b) { b.bytes -= copy.bytes; });
+    }
+    copies.clear();
+}
 inline void barrier_wait(u32 barrier, u32 parity) {
-    wait_until([=] { return barriers_by_address.at(barrier).phase != parity; });
+    wait_until([=] {
+        finish_copies(barrier);
+        return barriers_by_address.at(barrier).phase != parity;
+    });
 }
 inline void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
     if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
         give_up("a bulk copy is not aligned or leaves shared memory");
-    std::memcpy(shared_memory + shared, global, bytes);
-    change_barrier(barrier, [=](Barrier& b) { b.bytes -= bytes; });
+    std::memset(shared_memory + shared, POISON, bytes);
+    copies_by_barrier[barrier].push_back({shared, global, bytes});
+}
+
+
+// What a thread stores or adds to global memory. Shared memory is read when the thread waits for that, and global memory is
+// written when it waits for that.
+struct BulkStore {
+    float* target;
+    u32 source, bytes;
+    bool is_sum, is_committed, is_read;
+    std::vector<float> values;
+};
+static std::map<unsigned, std::vector<BulkStore>> bulk_stores;  // by thread
+
+inline void bulk_store_or_add(float* global, u32 shared, u32 bytes, bool is_sum) {
+    if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
+        give_up("a bulk store is not aligned or leaves shared memory");
+    bulk_stores[threadIdx.x].push_back({global, shared, bytes, is_sum});
+}
+inline void bulk_store(float* global, u32 shared, u32 bytes) { bulk_store_or_add(global, shared, bytes, false); }
+inline void bulk_add(float* global, u32 shared, u32 bytes) { bulk_store_or_add(global, shared, bytes, true); }
+inline void bulk_commit() {
+    for (BulkStore& store : bulk_stores[threadIdx.x]) store.is_committed = true;
+}
+inline void bulk_wait_read() {
+    for (BulkStore& store : bulk_stores[threadIdx.x]) {
+        if (!store.is_committed || store.is_read) continue;
+        store.values.resize(store.bytes / 4);
+        std::memcpy(store.values.data(), shared_memory + store.source, store.bytes);
+        store.is_read = true;
+    }
+}
+inline void bulk_wait() {
+    bulk_wait_read();
+    for (const BulkStore& store : bulk_stores[threadIdx.x])
+        for (u32 i = 0; i < store.values.size(); ++i)
+            store.target[i] = store.is_sum ? store.target[i] + store.values[i] : store.values[i];
+    std::erase_if(bulk_stores[threadIdx.x], [](const BulkStore& store) { return store.is_read; });
+}
+
+inline void two_warpgroups_sync() {
+    static Meeting meeting;
+    meeting.members = 256;
+    meeting.wait();
 }
 
 template <int>
@@ -54,6 +116,45 @@ inline void setmaxnreg_inc() {}
 template <int>
 inline void setmaxnreg_dec() {}
 inline void fence_proxy_async() {}
+inline void fence_proxy_async_global() {}
+
+// --- Matrices of 8 x 8 values of 16 bits -------------------------------------------------------------------
+
+struct StoreMatrix {
+    u32 address, x[4];
+};
+template <bool IS_TRANSPOSED>
+inline void store_matrices(StoreMatrix own) {
+    if (own.address % 16 || own.address > sizeof shared_memory - 16) give_up("a row of a matrix is not aligned or outside");
+    warp_instruction(own, [](StoreMatrix* const* lanes) {
+        for (int lane = 0; lane < 32; ++lane)
+            for (int i = 0; i < 4; ++i)
+                for (int e = 0; e < 2; ++e) {
+                    const int a = lane / 4, b = lane % 4 * 2 + e;
+                    const int row = IS_TRANSPOSED ? b : a, column = IS_TRANSPOSED ? a : b;
+                    const u16 value = static_cast<u16>(lanes[lane]->x[i] >> 16 * e);
+                    std::memcpy(shared_memory + lanes[8 * i + row]->address + 2 * column, &value, 2);
+                }
+    });
+}
+inline void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) { store_matrices<false>({address, {a, b, c, d}}); }
+inline void stmatrix_trans(u32 address, u32 a, u32 b, u32 c, u32 d) { store_matrices<true>({address, {a, b, c, d}}); }
+
+inline float bf16_to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+inline u16 to_bf16(float x) {
+    const u32 bits = __float_as_uint(x);
+    return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 pack_bf16(float first, float second) { return to_bf16(first) | u32(to_bf16(second)) << 16; }
+
+// --- Between CTAs ------------------------------------------------------------------------------------------
+
+// CTAs run one after the other: another one has released the value before, or another thread of this one will.
+inline void wait_for_value(const int* place, int value) {
+    wait_until([=] { return *place == value; });
+}
+inline void release_value(int* place, int value) { *place = value; }
+inline float4 load_from_l2(const float4* place) { return *place; }
 
 // --- wgmma -------------------------------------------------------------------------------------------------
 
@@ -70,9 +171,73 @@ inline u64 descriptor_mn_major(u32 low) {
 }
 inline u64 descriptor_unswizzled(u32) { return 0; }  // a tile of ones
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int>
-inline void wgmma_wait() {}
+
+// The products of a thread that are in flight, in the order of their groups. Their sums are kept here; the thread's own
+// registers are poison.
+struct Product {
+    u32* sum;
+    void (*add)(const Product&, u32*);
+    u64 a, b;
+    int group;
+    u32 rows[64];  // of a left operand in registers
+};
+struct Sum {
+    u32 *registers, kept[64];
+    int size;
+};
+constexpr int MOST_PRODUCTS = 48, MOST_SUMS = 4;
+struct Products {
+    Product product[MOST_PRODUCTS];
+    Sum sum[MOST_SUMS];
+    int count, sums, groups;
+
+    Sum& sum_of(u32* registers) {
+        for (int i = 0; i < sums; ++i)
+            if (sum[i].registers == registers) return sum[i];
+        if (sums == MOST_SUMS) give_up("too many products without a wait");
+        sum[sums].registers = nullptr;
+        return sum[sums++];
+    }
+    bool is_in_flight(u32* registers) const {
+        for (int i = 0; i < count; ++i)
+            if (product[i].sum == registers) return true;
+        return false;
+    }
+};
+static Products products_of_threads[MOST_FIBERS];
+
+template <class T, int N>
+inline Product& issue(T (&sum)[N], u64 a, u64 b, void (*add)(const Product&, u32*)) {
+    Products& products = products_of_threads[threadIdx.x];
+    Sum& kept = products.sum_of(reinterpret_cast<u32*>(sum));
+    if (kept.registers == nullptr) {
+        std::memcpy(kept.kept, sum, sizeof sum);
+        std::memset(sum, POISON, sizeof sum);
+        kept.registers = reinterpret_cast<u32*>(sum), kept.size = sizeof sum;
+    }
+    if (products.count == MOST_PRODUCTS) give_up("too many products without a wait");
+    Product& product = products.product[products.count++];
+    product.sum = kept.registers, product.add = add, product.a = a, product.b = b, product.group = products.groups;
+    return product;
+}
+inline void wgmma_commit() { ++products_of_threads[threadIdx.x].groups; }
+
+template <int PENDING>
+inline void wgmma_wait() {
+    Products& products = products_of_threads[threadIdx.x];
+    int done = 0, left = 0;
+    for (; done < products.count && products.product[done].group < products.groups - PENDING; ++done)
+        products.product[done].add(products.product[done], products.sum_of(products.product[done].sum).kept);
+    for (int i = done; i < products.count; ++i) products.product[i - done] = products.product[i];
+    products.count -= done;
+    for (int i = 0; i < products.sums; ++i) {
+        if (products.is_in_flight(products.sum[i].registers))
+            products.sum[left++] = products.sum[i];
+        else
+            std::memcpy(products.sum[i].registers, products.sum[i].kept, products.sum[i].size);
+    }
+    products.sums = left;
+}
 template <class T, int N>
 inline void pin(T (&)[N]) {}
 
@@ -95,29 +260,37 @@ inline int row_of(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32
 
 template <int ACCUMULATE, int N>
 inline void wgmma_int8(int (&sum)[N], u64 a, u64 b) {
-    for (int i = 0; i < N; ++i) {
-        if (!ACCUMULATE) sum[i] = 0;
-        for (int k = 0; k < 32; ++k) sum[i] += int8_at(a, row_of(i), k) * int8_at(b, column_of(i), k);
-    }
+    issue(sum, a, b, [](const Product& product, u32* sums) {
+        int* sum = reinterpret_cast<int*>(sums);
+        for (int i = 0; i < N; ++i) {
+            if (!ACCUMULATE) sum[i] = 0;
+            for (int k = 0; k < 32; ++k)
+                sum[i] += int8_at(product.a, row_of(i), k) * int8_at(product.b, column_of(i), k);
+        }
+    });
 }
 template <int ACCUMULATE, int N>
 inline void wgmma_16bit(int (&sum)[N], u64 a, u64 b) {
-    for (int i = 0; i < N; ++i) {
-        float x = ACCUMULATE ? __int_as_float(sum[i]) : 0.0f;
-        for (int k = 0; k < 16; ++k) x += value_at(in_row(a, row_of(i), 2 * k)) * value_at(in_row(b, column_of(i), 2 * k));
-        sum[i] = __float_as_int(x);
-    }
+    issue(sum, a, b, [](const Product& product, u32* sum) {
+        for (int i = 0; i < N; ++i) {
+            float x = ACCUMULATE ? __uint_as_float(sum[i]) : 0.0f;
+            for (int k = 0; k < 16; ++k)
+                x += value_at(in_row(product.a, row_of(i), 2 * k)) * value_at(in_row(product.b, column_of(i), 2 * k));
+            sum[i] = __float_as_uint(x);
+        }
+    });
 }
 
 // The two rows of a left operand of which this thread has results, from the registers of the warp: of each row four
 // lanes hold 4 PER_WORD columns in words 0 and 1 (which is the second row), and as many in words 2 and 3.
+template <class T, int PER_WORD>
+struct Rows {
+    T x[2][8 * PER_WORD];
+};
 template <class T, int PER_WORD, class Read>
-inline auto rows_in_registers(const u32* own, Read read) {
-    struct Rows {
-        T x[2][8 * PER_WORD];
-    };
+inline Rows<T, PER_WORD> rows_in_registers(const u32* own, Read read) {
     return of_all_lanes(own, 4, [&](OfLanes& lanes) {
-        Rows rows;
+        Rows<T, PER_WORD> rows;
         for (int lane = 0; lane < 4; ++lane)
             for (int word = 0; word < 4; ++word)
                 for (int k = 0; k < PER_WORD; ++k)
@@ -129,22 +302,51 @@ inline auto rows_in_registers(const u32* own, Read read) {
 
 template <int ACCUMULATE, bool LEFT_UNSIGNED>
 inline void wgmma_int8(int (&sum)[32], const u32* a, u64 b) {
-    const auto rows = rows_in_registers<int, 4>(
+    using Left = Rows<int, 4>;
+    const Left rows = rows_in_registers<int, 4>(
         a, [](u32 word) { return LEFT_UNSIGNED ? int(static_cast<u8>(word)) : int(static_cast<signed char>(word)); });
-    for (int i = 0; i < 32; ++i) {
-        if (!ACCUMULATE) sum[i] = 0;
-        for (int k = 0; k < 32; ++k) sum[i] += rows.x[i / 2 % 2][k] * int8_at(b, column_of(i), k);
-    }
+    Product& product = issue(sum, 0, b, [](const Product& product, u32* sums) {
+        const Left& rows = reinterpret_cast<const Left&>(product.rows);
+        int* sum = reinterpret_cast<int*>(sums);
+        for (int i = 0; i < 32; ++i) {
+            if (!ACCUMULATE) sum[i] = 0;
+            for (int k = 0; k < 32; ++k) sum[i] += rows.x[i / 2 % 2][k] * int8_at(product.b, column_of(i), k);
+        }
+    });
+    std::memcpy(product.rows, &rows, sizeof rows);
 }
 template <int N>
 inline void wgmma_16bit(float (&sum)[N], const u32* a, u64 b) {
-    const auto rows = rows_in_registers<float, 2>(a, [](u32 word) { return to_float(static_cast<u16>(word)); });
-    for (int i = 0; i < N; ++i) {
-        const int column = column_of(i);
-        for (int k = 0; k < 16; ++k) {
-            const u32 chunk = (u32(b) << 4) + column / 64 * u32(b >> 32);
-            const float right = b ? value_at(in_tile(chunk, 128, k, column % 64 * 2)) : 1.0f;
-            sum[i] += rows.x[i / 2 % 2][k] * right;
+    using Left = Rows<float, 2>;
+    const Left rows = rows_in_registers<float, 2>(a, [](u32 word) { return to_float(static_cast<u16>(word)); });
+    Product& product = issue(sum, 0, b, [](const Product& product, u32* sums) {
+        const Left& rows = reinterpret_cast<const Left&>(product.rows);
+        float* sum = reinterpret_cast<float*>(sums);
+        for (int i = 0; i < N; ++i) {
+            const int column = column_of(i);
+            for (int k = 0; k < 16; ++k) {
+                const u32 chunk = (u32(product.b) << 4) + column / 64 * u32(product.b >> 32);
+                const float right = product.b ? value_at(in_tile(chunk, 128, k, column % 64 * 2)) : 1.0f;
+                sum[i] += rows.x[i / 2 % 2][k] * right;
+            }
         }
-    }
+    });
+    std::memcpy(product.rows, &rows, sizeof rows);
+}
+
+// Both operands MN-major: lines of 64 rows of a, or columns of b, one line for each k.
+inline float bf16_at(u64 tile, int k, int i) {
+    u16 bits;
+    std::memcpy(&bits, in_tile(u32(tile) << 4, 128, k, 2 * i), 2);
+    return bf16_to_float(bits);
+}
+template <int ACCUMULATE>
+inline void wgmma_bf16(float (&sum)[32], u64 a, u64 b) {
+    issue(sum, a, b, [](const Product& product, u32* sums) {
+        float* sum = reinterpret_cast<float*>(sums);
+        for (int i = 0; i < 32; ++i) {
+            if (!ACCUMULATE) sum[i] = 0.0f;
+            for (int k = 0; k < 16; ++k) sum[i] += bf16_at(product.a, k, row_of(i)) * bf16_at(product.b, k, column_of(i));
+        }
+    });
 }

@@ -1,0 +1,54 @@
+// What the backward kernels share: their arguments, the order of their work, and dQ.
+#pragma once
+
+#include "products.cuh"
+#include "scheduler.cuh"
+#include "turns.cuh"
+#include "window.cuh"
+
+struct Arguments {
+    const u8 *packed_q_rows, *packed_q_columns, *packed_kv, *packed_k_columns;
+    TokenTensor dq, dk, dv;
+    float* dq_sums;  // of each packed block of queries, as this kernel's threads hold them
+    int* turns;      // of each packed block of queries: the block of keys that is to add next; zero at the start
+    Axes axes;       // work tiles and `heads` are those of keys
+    float scale;
+};
+
+// Adds a tile's share to dQ of packed block `block` of queries of a head. Call it when it is this CTA's turn. `ds_tile`:
+// (queries, keys), see store_ds; `largest`: of each query or of the tile.
+template <bool IS_SCALE_OF_TILE = false>
+__device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, int head, i64 block, int first_query, int turn,
+                                       const Window& window, u32 ds_tile, u32 k_columns, const int* largest, float k_scale) {
+    const int row = dq_row(), lane_row = row + threadIdx.x % 32 / 4;
+    const u32 ds_address = left_address<BLOCK_KV>(ds_tile);
+    u32 ds[BLOCK_KV / 8];
+#pragma unroll
+    for (int step = 0; step < BLOCK_KV / STEP; ++step)
+        load_left<BLOCK_KV>(ds + 4 * step, ds_address, row, step * STEP);
+    float factor[2], *sum = a.dq_sums + block * (BLOCK_Q * D);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+        factor[r] = scale_of(__int_as_float(largest[IS_SCALE_OF_TILE ? 0 : lane_row + 8 * r]), INT8_MAX) * k_scale;
+#pragma unroll 1
+    for (int part = 0; part < DQ_PARTS; ++part) {
+        float dq[DQ_VALUES] = {};
+        contract_tokens<BLOCK_KV, DQ_CHANNELS>(dq, ds, k_columns + dq_channel(part) * BLOCK_KV, factor);
+        add_to_sum(dq, sum, part, turn == (HAS_WINDOW ? first_key_block(window, first_query) : 0));
+        if (turn + 1 < visible_key_blocks(work, window, first_query))
+            store_sum(sum, dq, part);
+        else
+            store_dq(a.dq, dq, part, a.scale, head, a.axes.heads * a.axes.group, first_query, work.q, a.axes.d);
+    }
+}
+
+// The blocks of queries that a work tile visits, the last one first: under the causal mask all CTAs of a head then begin
+// with the same one. One head of the group after the other.
+struct QueryBlocks {
+    int head, block, left;  // block: counted from the first that is visited; left: blocks to come, this one included
+
+    __device__ __forceinline__ void advance(int blocks) {
+        --left;
+        if (--block < 0) block = blocks - 1, ++head;
+    }
+};

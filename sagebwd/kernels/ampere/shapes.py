@@ -1,0 +1,82 @@
+"""What a CTA of each kernel has. The sources compute the same, and do not compile if it differs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sagebwd.kernels.cuda.packing import scale_bytes
+
+#: Shared memory that a CTA may take on a GeForce (8.6, 8.9, 12.0).
+SHARED_LIMIT = 99 * 1024
+#: What is left of it beside static variables, in backward_64_keys.cu.
+DYNAMIC_LIMIT = SHARED_LIMIT - 256
+
+THREADS = 256
+
+
+class CTAShape(NamedTuple):
+    """Tokens of a work tile, threads, bytes of dynamic shared memory."""
+
+    tokens: int
+    threads: int
+    shared_bytes: int
+
+
+def backward_source(tile: tuple[int, int]) -> str:
+    """The source of the backward for tiles of (queries, keys)."""
+    return "backward" if tile[1] == 128 else "backward_64_keys"
+
+
+def cta_shape(
+    source: str, head_dim: int, tile: tuple[int, int], *, p_16bit: bool = False, token_scales: bool = False
+) -> CTAShape:
+    """The CTA of a kernel.
+
+    Args:
+        source: "forward", "backward" or "backward_64_keys".
+        head_dim: as padded.
+        tile: queries and keys of a packed block.
+        p_16bit, token_scales: the macros of these names.
+    """
+    if source == "forward":
+        return CTAShape(128, THREADS, _forward_bytes(head_dim, tile, p_16bit, token_scales))
+    shared_bytes = _backward_bytes if source == "backward" else _backward_64_keys_bytes
+    return CTAShape(tile[1], THREADS, shared_bytes(head_dim, tile, p_16bit, token_scales))
+
+
+def _forward_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool) -> int:
+    """Two stages, and the queries if they do not go to registers; or staging of two times 64 rows."""
+    block_q, block_kv = tile
+    alignment = max(head_dim, 128)
+    queries = _align(block_q * head_dim + scale_bytes(1, block_q, token_scales), alignment) * 128 // block_q
+    scales = scale_bytes(1 if p_16bit else 2, block_kv, token_scales)
+    stage = _align((3 if p_16bit else 2) * block_kv * head_dim + scales, alignment)
+    operands = 2 * stage if head_dim <= 128 or p_16bit else 2 * stage + queries
+    return max(operands, 2 * 64 * (2 * head_dim + 16))
+
+
+def _backward_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool) -> int:
+    """V, K by columns; a block of queries by rows and by columns; dS; maxima."""
+    block_q, block_kv = tile
+    rows = _align(_q_rows_bytes(head_dim, block_q, token_scales), 128)
+    columns = (1 if p_16bit else 2) * block_q * head_dim
+    return 3 * block_kv * head_dim + rows + columns + block_q * block_kv + 2 * block_q * 4
+
+
+def _backward_64_keys_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool) -> int:
+    """V, K by columns; maxima; a block of queries by rows; by columns, dS twice and P, which may alias."""
+    block_q, block_kv = tile
+    rows_begin = _align(3 * block_kv * head_dim + 2 * (block_q + 2 * block_kv) * 4, 256)
+    rows_end = rows_begin + _align(_q_rows_bytes(head_dim, block_q, token_scales), 256)
+    columns = 2 * block_q * head_dim + 3 * block_q * block_kv
+    is_aliased = rows_end + columns > DYNAMIC_LIMIT
+    return max(rows_end, (rows_begin if is_aliased else rows_end) + columns)
+
+
+def _q_rows_bytes(head_dim: int, block_q: int, token_scales: bool) -> int:
+    """``PACKED_Q_ROWS_BYTES`` of layout.cuh."""
+    return block_q * (3 * head_dim + 8) + scale_bytes(2, block_q, token_scales)
+
+
+def _align(x: int, to: int) -> int:
+    return -(-x // to) * to

@@ -1,0 +1,346 @@
+// dQ, dK and dV. A work tile is 128 keys of one key head; it loops over all queries that see them, the last ones first, so that
+// all CTAs of a head begin with the same ones.
+//
+// Two warpgroups compute S and dP, and dK and dV of 64 keys each. They store dS for a third one, which computes dQ. The fourth
+// has one thread that copies ahead, and one that adds dQ to the sums of all CTAs.
+
+#include "epilogue.cuh"
+#include "int8.cuh"
+#include "launch.cuh"
+#include "pipeline.cuh"
+#include "products.cuh"
+#include "query_gradient.cuh"
+#include "scheduler.cuh"
+#include "scores.cuh"
+
+namespace {
+
+constexpr int CONSUMERS = KEYS / ROWS;
+constexpr int DQ_WARPGROUP = CONSUMERS, PRODUCER = CONSUMERS + 1;
+constexpr int THREADS = 128 * (PRODUCER + 1);
+constexpr int STAGES = D == 64 ? 4 : 2;
+constexpr int DS_STAGES = D == 64 ? 2 : 1;
+constexpr int CHUNKS = D / 64;  // of 64 channels
+
+// Registers of a thread. Their sum is what the CTA starts with.
+constexpr int CONSUMER_REGISTERS = D == 64 ? 184 : 208, DQ_REGISTERS = D == 64 ? 104 : 72;
+constexpr int PRODUCER_REGISTERS = D == 64 ? 40 : 24;
+static_assert(CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS == 65536 / 128);
+
+// A stage in shared memory: both packed blocks of 64 queries.
+constexpr int Q_COLUMNS = 0;
+constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // absent if P is in 16 bits
+constexpr int Q_ROWS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;
+constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
+constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
+constexpr int SCALES = STATISTICS + ROW_STATS;
+constexpr int STAGE_BYTES = align_up(SCALES + TAIL, 1024);
+
+// Before the stages: a packed block of keys, K for dQ, dS, and a chunk of dQ. Behind them: staging for the epilogue.
+constexpr int V_ROWS = K_TILE;
+constexpr int K_SCALE = 3 * K_TILE;
+constexpr int DQ_K = align_up(PACKED_KV_BYTES, 1024);
+constexpr int DS = DQ_K + DQ_K_BYTES;
+constexpr int DQ = DS + DS_STAGES * DS_BYTES;
+constexpr int RING = DQ + DQ_CHUNK * 4;
+constexpr int STAGING = RING + STAGES * STAGE_BYTES;
+constexpr int CHUNK_STAGING = staging_bytes(64);
+static_assert(DQ_CHUNK * 4 >= CHUNK_STAGING);
+CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
+
+struct SharedState {
+    u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1];
+    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], chunk_full[1], chunk_empty[1];
+    KeyTile work[2];  // whose keys are in shared memory, and whose come next, in turn; kv_head -1: there is no other
+    DqChunk chunk;    // the one in shared memory
+    int largest[3][DQ_IS_INT8 ? BLOCK_Q : 1];  // see store_ds_int8
+    float ds_scales[DS_STAGES][DQ_IS_INT8 ? BLOCK_Q : 1];
+};
+
+struct Arguments {
+    const u8 *packed_q_rows, *packed_q_columns, *packed_kv;
+    TokenTensor dq, dk, dv;
+    float* dq_sums;  // of each packed block of queries, chunk by chunk, as the threads that compute dQ hold them
+    int* turns;      // of each packed block of queries: how many work tiles are in its sum; zero at the start
+    Axes axes;       // work tiles and `heads` are those of keys
+    float scale;
+};
+
+struct Rings {
+    Ring<STAGES> queries;
+    Ring<1> keys;
+    Ring<DS_STAGES> ds;
+    Ring<1> chunks;
+    Ring<3> largest;  // has no barriers
+};
+
+// The packed block of queries that comes at place `index` of a work tile: heads of the group one after the other.
+__device__ __forceinline__ i64 first_packed_block(const Axes& axes, const KeyTile& work, int head) {
+    return i64(work.kv_head * axes.group + head) * axes.q_blocks + work.q_block;
+}
+
+__device__ __forceinline__ void producer_loop(const Arguments& a, Rings& rings, u32 shared, SharedState& state) {
+    Ring<STAGES>& queries = rings.queries;
+    Ring<1>& keys = rings.keys;
+    // All work tiles come from the counter, the first ones too: none is taken before those that it waits for.
+    WorkTile work_tile;
+    while ((work_tile = work_tile_at(a.axes, atomicAdd(a.axes.tile_counter, 1))).head >= 0) {
+        KeyTile found;
+        if (!find_key_tile<CONSUMERS>(a.axes, work_tile, found)) continue;
+        keys.wait_empty();
+        KeyTile& work = state.work[keys.parity];
+        work = found;
+        barrier_expect_bytes(keys.full, PACKED_KV_BYTES);
+        bulk_copy(shared, a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES, PACKED_KV_BYTES, keys.full);
+        keys.advance();
+        for (int h = 0; h < a.axes.group; ++h) {
+            const i64 first = first_packed_block(a.axes, work, h);
+#pragma unroll 1
+            for (i64 block = first + work.q_tiles - 1; block >= first; --block) {
+                queries.wait_empty();
+                const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
+                barrier_expect_bytes(full, PACKED_Q_ROWS_BYTES + PACKED_Q_COLUMNS_BYTES);
+                bulk_copy(stage + Q_ROWS, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES, full);
+                bulk_copy(stage + Q_COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES,
+                          full);
+                queries.advance();
+            }
+        }
+    }
+    keys.wait_empty();
+    state.work[keys.parity].kv_head = -1;
+    barrier_arrive(keys.full);
+}
+
+// --- dK and dV ---------------------------------------------------------------------------------------------
+
+// The gradients of a consumer's 64 keys.
+struct Sums {
+    float dk[D / 2], dv[D / 2];
+};
+
+// dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left
+// unfinished in dp. 16-bit dV is accumulated by the tensor cores, in registers of its own.
+template <int WORDS>
+__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&dp)[32], const Scores& scores,
+                                                const u32 (&p)[WORDS], u32 stage) {
+    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16;
+    if constexpr (P_IS_16BIT) {
+        contract_tokens_16bit<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16);
+        if (CHUNKS == 2) {
+            contract_tokens<64>(s, scores.ds, q_columns);
+            contract_tokens<64>(dp, scores.ds, q_columns + 256);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dk, s, scores.dk_factor);
+        } else {
+            contract_tokens<64>(dp, scores.ds, q_columns);
+        }
+    } else {
+        contract_tokens<64, P_IS_UNSIGNED>(s, p, grad_columns);
+        if (CHUNKS == 1) {
+            contract_tokens<64>(dp, scores.ds, q_columns);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dv, s, scores.dv_factor);
+        } else {
+            contract_tokens<64, P_IS_UNSIGNED>(dp, p, grad_columns + 256);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dv, s, scores.dv_factor);
+            contract_tokens<64>(s, scores.ds, q_columns);
+            wgmma_wait<1>();
+            pin(dp);
+            accumulate(sums.dv + 32, dp, scores.dv_factor);
+            contract_tokens<64>(dp, scores.ds, q_columns + 256);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dk, s, scores.dk_factor);
+        }
+    }
+}
+
+__device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile& work, int warpgroup, u8* shared, Rings& rings,
+                                              SharedState& state, Sums& sums) {
+    Ring<STAGES>& queries = rings.queries;
+    Ring<DS_STAGES>& ds = rings.ds;
+    const u32 base = descriptor_base(shared_address(shared));
+    const u32 k_rows = base + warpgroup * (ROWS * D / 16), v_rows = base + (V_ROWS + warpgroup * ROWS * 128) / 16;
+    const u32 ring = base + RING / 16;
+    const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
+
+    int s[32], dp[32], block = work.q_tiles - 1;  // block: of queries, counted from the first one
+    if constexpr (P_IS_16BIT) pin(sums.dv);       // zero dV before the first wgmma: later writes would serialize it
+    queries.wait_full();
+    contract_channels<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
+    contract_channels_16bit<64, KEYS>(dp, v_rows, ring + (queries.index * STAGE_BYTES + GRAD_ROWS) / 16);
+    for (int left = a.axes.group * work.q_tiles;; --left) {
+        // While the tensor cores work: load what this tile needs, and wait for the next stage and for room for dS.
+        const u8* stage = shared + RING + queries.index * STAGE_BYTES;
+        ScoreTile tile;
+        tile.minus_lse = reinterpret_cast<const float2*>(stage + STATISTICS);
+        tile.scales = *reinterpret_cast<const float2*>(stage + SCALES);
+        tile.factor = logit_factor(tile.scales.x, k_scale, a.scale);
+        tile.keys = work.kv.tokens - work.first - warpgroup * ROWS;
+        tile.blocks_ahead = warpgroup - block;
+        tile.ds = shared_address(shared) + DS + ds.index * DS_BYTES;
+        tile.largest = state.largest[rings.largest.index];
+        rings.largest.advance();
+        tile.next_largest = state.largest[rings.largest.index];
+        tile.ds_scales = state.ds_scales[ds.index];
+        const bool is_cut = tile.keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0);
+        Ring<STAGES> next = queries;
+        if (--block < 0) block = work.q_tiles - 1;
+        if (left > 1) {
+            next.advance();
+            next.wait_full();
+        }
+        ds.wait_empty();
+        const u32 next_stage = ring + next.index * (STAGE_BYTES / 16);
+
+        Scores scores;
+        wgmma_wait<0>();
+        pin(s);
+        pin(dp);
+        if (left == 1) rings.keys.release();  // early, so that the next ones arrive in time; the last S below is never used
+        if (is_fusible(tile.factor) && !is_cut)
+            find_scores<true>(scores, s, dp, tile, warpgroup);
+        else
+            find_scores<false>(scores, s, dp, tile, warpgroup);
+        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
+        ds.fill();
+        ds.advance();
+        // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
+        contract_channels<64>(s, k_rows, next_stage + Q_ROWS / 16);
+        wgmma_wait<1>();
+        pin(dp);
+        accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
+        if (left == 1) break;
+        contract_channels_16bit<64, KEYS>(dp, v_rows, next_stage + GRAD_ROWS / 16);
+        queries.release();
+        queries = next;
+    }
+    wgmma_wait<0>();
+    if constexpr (P_IS_16BIT) pin(sums.dv);
+    queries.release();
+    queries.advance();
+}
+
+__device__ __forceinline__ void consume(const Arguments& a, int warpgroup, u8* shared, Rings& rings, SharedState& state) {
+    for (;;) {
+        rings.keys.wait_full();
+        const KeyTile& work = state.work[rings.keys.parity];
+        if (work.kv_head < 0) return;
+        Sums sums = {};
+        if (work.q_tiles > 0)
+            consumer_loop(a, work, warpgroup, shared, rings, state, sums);
+        else
+            rings.keys.release();
+        u8* staging = shared + STAGING + warpgroup * CHUNK_STAGING;
+        const int first = work.first + warpgroup * ROWS;
+        const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            store_channels<64>(a.dv, sums.dv + 32 * c, ones, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
+                               a.axes.d, 64 * c);
+            store_channels<64>(a.dk, sums.dk + 32 * c, scales, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
+                               a.axes.d, 64 * c);
+        }
+        rings.keys.advance();
+    }
+}
+
+// --- dQ ----------------------------------------------------------------------------------------------------
+
+// All blocks of queries of a work tile, as the consumers go through them.
+__device__ __forceinline__ void dq_loop(const Arguments& a, const KeyTile& work, float k_scale, u8* shared, Rings& rings,
+                                        SharedState& state) {
+    const int thread = threadIdx.x % 128, turn = work.first / KEYS;
+    const u32 base = descriptor_base(shared_address(shared)), k = base + DQ_K / 16;
+    int block = work.q_tiles - 1, head = 0;
+#pragma unroll 1
+    for (int left = a.axes.group * work.q_tiles; left > 0; --left) {
+        const int first_query = work.first_query + block * BLOCK_Q;
+        const i64 packed_block = first_packed_block(a.axes, work, head) + block;
+        const bool is_finished = turn + 1 == visible_key_tiles(work, first_query);
+        rings.ds.wait_full();
+#pragma unroll 1
+        for (int c = 0; c < CHUNKS; ++c) {
+            float dq[32];
+            multiply_ds(dq, base + (DS + rings.ds.index * DS_BYTES) / 16, k, c,
+                        state.ds_scales[rings.ds.index], k_scale);
+            const bool is_last = c == CHUNKS - 1;
+            if (is_last) rings.ds.release();
+            DqChunk chunk = {a.dq_sums + (packed_block * CHUNKS + c) * DQ_CHUNK, a.turns + packed_block, turn, is_last};
+            if (!is_finished) {
+                hand_over(rings.chunks, shared + DQ, state.chunk, chunk, dq, thread);
+                rings.chunks.advance();
+                continue;
+            }
+            if (turn > 0) {
+                if (thread == 0) wait_for_value(chunk.turns, turn);
+                warpgroup_sync(DQ_WARPGROUP);
+                add_to_own(dq, chunk.sums, thread);
+            }
+            rings.chunks.wait_empty();  // its memory is the staging
+            const float scales[2] = {a.scale, a.scale};
+            store_channels<64>(a.dq, dq, scales, shared + DQ, DQ_WARPGROUP, work.kv_head * a.axes.group + head,
+                               a.axes.heads * a.axes.group, first_query, work.q, a.axes.d, 64 * c);
+            warpgroup_sync(DQ_WARPGROUP);  // until the staging is read
+        }
+        rings.ds.advance();
+        if (--block < 0) block = work.q_tiles - 1, ++head;
+    }
+}
+
+__device__ __forceinline__ void compute_dq(const Arguments& a, u8* shared, Rings& rings, SharedState& state) {
+    const int thread = threadIdx.x % 128;
+    for (;;) {
+        rings.keys.wait_full();
+        const KeyTile& work = state.work[rings.keys.parity];
+        if (work.kv_head < 0) break;
+        const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
+        convert_k(shared + DQ_K, shared, thread);
+        fence_proxy_async();
+        warpgroup_sync(DQ_WARPGROUP);
+        rings.keys.release();
+        rings.keys.advance();
+        dq_loop(a, work, k_scale, shared, rings, state);
+    }
+    rings.chunks.wait_empty();
+    if (thread == 0) state.chunk.sums = nullptr;
+    rings.chunks.fill();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a) {
+    extern __shared__ __align__(1024) u8 shared[];
+    __shared__ SharedState state;
+    if (DQ_IS_INT8 && threadIdx.x < BLOCK_Q) state.largest[0][threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        ring_init(state.full, state.empty, CONSUMERS);
+        ring_init(state.keys_full, state.keys_empty, CONSUMERS + 1);
+        ring_init(state.ds_full, state.ds_empty, 4 * CONSUMERS, 4);
+        ring_init(state.chunk_full, state.chunk_empty, 4, 1);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    Rings rings = {{shared_address(state.full), shared_address(state.empty)},
+                   {shared_address(state.keys_full), shared_address(state.keys_empty)},
+                   {shared_address(state.ds_full), shared_address(state.ds_empty)},
+                   {shared_address(state.chunk_full), shared_address(state.chunk_empty)}};
+
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
+    if (warpgroup == PRODUCER) {
+        setmaxnreg_dec<PRODUCER_REGISTERS>();
+        if (threadIdx.x % 128 == 0) producer_loop(a, rings, shared_address(shared), state);
+        if (threadIdx.x % 128 == 32) add_chunks(rings.chunks, shared_address(shared) + DQ, state.chunk);
+    } else if (warpgroup == DQ_WARPGROUP) {
+        setmaxnreg_dec<DQ_REGISTERS>();
+        compute_dq(a, shared, rings, state);
+    } else {
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
+        consume(a, warpgroup, shared, rings, state);
+    }
+}

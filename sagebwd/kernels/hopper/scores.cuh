@@ -1,0 +1,163 @@
+// P and dS of a tile of 64 keys and 64 queries, one tile for each warpgroup: rounded for dV and dK, where they stay in
+// registers, and dS for dQ, transposed through shared memory.
+//
+// Tiles are transposed, (keys, queries): a scale of P or dS for each key is one for each row. dQ contracts keys. In 16 bits
+// its dS needs no scale. In INT8 it has a scale for each query, which the two warpgroups find together.
+#pragma once
+
+#include "epilogue.cuh"
+#include "int8.cuh"
+#include "ptx_sm90.cuh"
+
+#ifdef DQ_INT8
+constexpr bool DQ_IS_INT8 = true;
+#else
+constexpr bool DQ_IS_INT8 = false;
+#endif
+
+constexpr int KEYS = 2 * ROWS;  // of two warpgroups
+static_assert(KEYS == BLOCK_KV);
+
+// dS for dQ of a block of queries. In bf16: rows are keys, and wgmma transposes. In INT8: rows are queries, and each 16 keys are
+// in the order of store_ds_int8.
+constexpr int DS_BYTES = KEYS * BLOCK_Q * (DQ_IS_INT8 ? 1 : 2);
+
+struct Scores {
+    u32 p[P_IS_16BIT ? 16 : 8], ds[8];
+    float dv_factor[2], dk_factor[2];  // scales per row, times those of dO and Q; 16-bit P has none
+};
+
+// What find_scores needs of a tile.
+struct ScoreTile {
+    float factor;             // from INT8 products to logits
+    const float2* minus_lse;  // of 64 queries, in pairs; then -delta
+    float2 scales;            // of Q and dO
+    int keys;                 // that exist, from the first one of the tile on
+    int blocks_ahead;         // of 64: the first key minus the first query. Causal: 0 on the diagonal, more: all is hidden
+    u32 ds;                   // where dS goes, for dQ
+    // Of both warpgroups, if dQ is in INT8: max |dS| of each query, zero at the start; that of the next tile; the scales.
+    int *largest, *next_largest;
+    float* ds_scales;
+};
+
+template <int WORDS>
+__device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[32], const float (&inverse)[2]) {
+    if constexpr (P_IS_16BIT) {
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(p[2 * k], p[2 * k + 1]);
+    } else {
+        round_tile<64>(rounded, p, inverse);
+    }
+}
+
+// Of 2 QUERIES maxima that each lane has, keeps those of one half of the queries, over this lane and its partner.
+template <int QUERIES>
+__device__ __forceinline__ void keep_half(int (&largest)[16], int partner) {
+    const bool is_upper = threadIdx.x & partner;
+#pragma unroll
+    for (int i = 0; i < QUERIES; ++i) {
+        const int kept = is_upper ? largest[i + QUERIES] : largest[i], given = is_upper ? largest[i] : largest[i + QUERIES];
+        largest[i] = max(kept, __shfl_xor_sync(0xffffffff, given, partner));
+    }
+}
+
+// Raises the maxima of |dS| for each query by the 16 keys of this warp.
+__device__ __forceinline__ void raise_largest(int* largest, const float (&ds)[32]) {
+    int found[16];  // bits: non-negative floats are ordered as their bits, NaN at the top
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const float* x = ds + i / 2 * 4 + i % 2;
+        found[i] = max(__float_as_int(x[0]) & 0x7fffffff, __float_as_int(x[2]) & 0x7fffffff);
+    }
+    keep_half<8>(found, 16);
+    keep_half<4>(found, 8);
+    keep_half<2>(found, 4);  // this lane now has queries 2 lane and 2 lane + 1
+    atomicMax(largest + threadIdx.x % 32 * 2, found[0]);
+    atomicMax(largest + threadIdx.x % 32 * 2 + 1, found[1]);
+}
+
+// Stores dS for dQ in INT8, with a scale for each query. What can be transposed is pairs of bytes, and a thread has keys r and
+// r + 8; so each 16 keys of a query are in the order 0, 8, 1, 9, ... Three sets of maxima take turns: when this tile clears the
+// next one's, all threads have read them as those of the last tile but one.
+__device__ __forceinline__ void store_ds_int8(const float (&ds)[32], const ScoreTile& tile, int warpgroup) {
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    if (thread < BLOCK_Q && warpgroup == 0) tile.next_largest[thread] = 0;
+    raise_largest(tile.largest, ds);
+    two_warpgroups_sync();
+    if (thread < BLOCK_Q && warpgroup == 0)
+        tile.ds_scales[thread] = scale_of(__int_as_float(tile.largest[thread]), INT8_MAX);
+    const int2* pairs = reinterpret_cast<const int2*>(tile.largest) + lane % 4;
+    const int key = warpgroup * ROWS + thread / 32 * 16;
+#pragma unroll
+    for (int first = 0; first < 8; first += 4) {  // 32 queries
+        u32 words[4];                             // keys r and r + 8 of one query, then of the next
+#pragma unroll
+        for (int j = first; j < first + 4; ++j) {
+            const int2 bits = pairs[4 * j];
+            const float inverse[2] = {reciprocal(scale_of(__int_as_float(bits.x), INT8_MAX)),
+                                      reciprocal(scale_of(__int_as_float(bits.y), INT8_MAX))};
+            const auto rounded = [&](int r, int e) { return fmaf(ds[4 * j + 2 * r + e], inverse[e], ROUNDING_OFFSET); };
+            words[j - first] = low_bytes(rounded(0, 0), rounded(1, 0), rounded(0, 1), rounded(1, 1));
+        }
+        stmatrix_trans(tile.ds + swizzled<KEYS>((8 * first + lane) * KEYS + key), words[0], words[1], words[2], words[3]);
+    }
+}
+
+// In bf16, key by key.
+__device__ __forceinline__ void store_ds_16bit(const float (&ds)[32], const ScoreTile& tile, int warpgroup) {
+    const int lane = threadIdx.x % 32, key = warpgroup * ROWS + threadIdx.x % 128 / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {  // four matrices: keys 0 and 8 of 8 queries, and of the next 8
+        const auto pair = [&](int i) { return pack_bf16(ds[4 * j + 2 * i], ds[4 * j + 2 * i + 1]); };
+        stmatrix(tile.ds + swizzled<2 * BLOCK_Q>(key * 2 * BLOCK_Q + (j + lane / 16) * 16), pair(0), pair(1), pair(2), pair(3));
+    }
+}
+
+// The scores of one tile from S and dP; stores dS for dQ. FAST: every logit allows a fused multiply-add, and none is masked. Straight-line
+// code, so that all units are busy.
+template <bool FAST>
+__device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], const int (&dp)[32], const ScoreTile& tile,
+                                            int warpgroup) {
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    const int key = thread / 32 * 16 + lane / 4, query = lane % 4 * 2;
+    const float2 *minus_lse = tile.minus_lse, *minus_delta = minus_lse + ROWS / 2;
+    float p[32], ds[32], ds_largest[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    int p_largest[2] = {0, 0};  // bits, as above
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        const float2 c = minus_lse[4 * j + lane % 4], d = minus_delta[4 * j + lane % 4];
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; ++i) {
+            const int r = i / 2 % 2;
+            const float x = __int2float_rn(s[i]);
+            p[i] = exp2_fast(FAST ? fmaf(x, tile.factor, pick(c, i % 2))
+                                  : __fadd_rn(__fmul_rn(x, tile.factor), pick(c, i % 2)));
+            if (!FAST) {  // without a branch
+                const int visible = query + 8 * j + i % 2 - ROWS * tile.blocks_ahead + 1;
+                p[i] = key + 8 * r < (IS_CAUSAL ? min(visible, tile.keys) : tile.keys) ? p[i] : 0.0f;
+            }
+            ds[i] = p[i] * (__int_as_float(dp[i]) + pick(d, i % 2));
+            ds_largest[i % 4] = nan_max_abs(ds_largest[i % 4], ds[i]);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            p_largest[r] = max(max(p_largest[r], __float_as_int(p[4 * j + 2 * r])), __float_as_int(p[4 * j + 2 * r + 1]));
+    }
+    float p_inverse[2], ds_inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float ds_scale = scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])), INT8_MAX);
+        scores.dk_factor[r] = ds_scale * tile.scales.x;
+        ds_inverse[r] = reciprocal(ds_scale);
+        if (P_IS_16BIT) continue;
+        const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
+        scores.dv_factor[r] = p_scale * tile.scales.y;
+        p_inverse[r] = reciprocal(p_scale);
+    }
+    round_p(scores.p, p, p_inverse);
+    round_tile<64>(scores.ds, ds, ds_inverse);
+    if (DQ_IS_INT8)
+        store_ds_int8(ds, tile, warpgroup);
+    else
+        store_ds_16bit(ds, tile, warpgroup);
+}

@@ -1,0 +1,232 @@
+"""How fast is SageBwd on your GPU? Measure it in ten minutes at most, and send us the file.
+
+    python -m scripts.bench.share
+
+Compares results with float64 attention first. What is wrong is reported, and not timed. Then times forward
+and backward of SageBwd and of everything else that is installed, the most common shapes first, until the time
+is over. If something else is faster on this GPU, the end says what to use instead.
+
+On GPUs since Ampere it also runs SageBwd's Ampere kernels, which no GPU has run yet: your run would be the
+first. Should they hang, end the command, and leave them out with --kernels and no name. What was measured is
+kept.
+
+The file holds the GPU, its limits and clocks, versions of driver and packages, settings, times and errors. It
+holds no names of users, machines or folders. To send it: add it to results/submitted/ in a pull request, or
+attach it to an issue. A result that is slower than the alternatives is as welcome as one that is faster.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.files import write_json
+from sagebwd import dispatch
+from sagebwd.reference import exact_attention
+from scripts.bench import attention
+from scripts.bench.attention_peers import CONFIGS, Implementation, Shape, find_implementations
+from scripts.bench.attention_tables import FAILED, Row, draw, not_measured, overview
+from scripts.bench.attention_timing import draw_inputs, measure_shape, sample, try_out
+from scripts.bench.attention_verdicts import verdicts
+from scripts.bench.gpu_state import Monitor, describe_limits
+from scripts.bench.measuring import (
+    SCRATCH,
+    command_parser,
+    describe_run,
+    finite,
+    installed,
+    positive_int,
+    with_ending,
+    write_markdown,
+)
+from scripts.bench.submissions import SCHEMA, SUBMITTED, check
+
+PROGRAM = "python -m scripts.bench.share"
+EXAMPLES = f"""examples:
+  {PROGRAM}
+  only what is common, in three minutes
+      {PROGRAM} --lengths 4096 --head-dims 128 --minutes 3
+  without the Ampere kernels, which no GPU has run yet
+      {PROGRAM} --kernels
+  try the command without a GPU: times are those of the plain PyTorch reference
+      {PROGRAM} --device cpu --lengths 64 --tokens 128 --width 128 --repetitions 3
+"""
+#: Tokens of the inputs that are compared with float64 before anything is timed: no multiple of any tile.
+CHECKED_TOKENS = 333
+#: The most common first.
+LENGTHS = [4096, 16384, 1024]
+
+
+# --- The command --------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Check, measure, tell, and write the files."""
+    started = time.monotonic()
+    arguments = parse_arguments(argv)
+    device = torch.device(arguments.device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    result = describe(argv, arguments)
+    out = arguments.out or SCRATCH / "share" / file_name(result["hardware"]["name"])
+    found, absent = find_implementations(arguments)
+    print("comparing results with float64 attention …")
+    right, wrong = leave_out_wrong(found, arguments)
+    result |= {"absent": absent | wrong}
+    print(
+        *(f"  {name}: {reason}" for name, reason in wrong.items()), f"{len(right)} of {len(found)} are right"
+    )
+    with Monitor(device) as monitor:
+        rows = measure(right, arguments, started, result, out)
+    result |= {"state": monitor.summary()}
+    write(out, result, rows)
+    tell(rows, result, out)
+
+
+def measure(
+    implementations: list[Implementation],
+    arguments: Namespace,
+    started: float,
+    result: dict[str, Any],
+    out: Path,
+) -> list[Row]:
+    """Time every shape for which there is time. The files are written after each."""
+    rows: list[Row] = []
+    shapes = sorted(attention.shapes_of(arguments), key=lambda shape: arguments.lengths.index(shape.tokens))
+    longest = 0.0
+    for done, shape in enumerate(shapes, start=1):
+        before = time.monotonic()
+        if rows and before - started + longest > 60 * arguments.minutes:
+            print(f"the {arguments.minutes} minutes are over: {len(shapes) - done + 1} shapes are left out")
+            break
+        print(f"measuring {shape} …")
+        rows += measure_shape(shape, implementations, arguments)
+        longest = max(longest, time.monotonic() - before)
+        result |= {"shapes": f"{done} of {len(shapes)}"}
+        write(out, result, rows)
+    return rows
+
+
+def tell(rows: list[Row], result: dict[str, Any], out: Path) -> None:
+    """Print the tables and what follows from them, draw the picture, say how to send the file."""
+    lines = [*overview(rows), *not_measured(result["absent"], rows), *verdicts(rows)]
+    print("\n".join(["", *lines]))
+    draw(rows, "both", with_ending(out, ".png"), result)
+    file = with_ending(out, ".json")
+    print(f"\nwritten: {file}, {with_ending(out, '.md')}, {with_ending(out, '.png')}")
+    problems = check(finite(result | {"rows": [asdict(row) for row in rows]}))
+    if problems:
+        print("\n".join(["it cannot be submitted:", *problems]))
+    else:
+        print(f"to share it, add {file} to {SUBMITTED}/ in a pull request, or attach it to an issue")
+
+
+def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
+    """OUT.json and OUT.md."""
+    lines = [f"# SageBwd on {result['hardware']['name']}", "", *overview(rows), *verdicts(rows), ""]
+    lines += not_measured(result["absent"], rows)
+    write_markdown(out, "\n".join(lines))
+    write_json(with_ending(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
+
+
+# --- Arguments ----------------------------------------------------------------------------------------------
+
+
+def parse_arguments(argv: list[str] | None) -> Namespace:
+    """The arguments; those of scripts.bench.attention with other defaults, and fewer. May end the command."""
+    parser = command_parser(PROGRAM, __doc__, EXAMPLES)
+    parser.add_argument("--minutes", type=positive_int, default=10, help="at most (default %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help=f"default {SCRATCH}/share/NAME-OF-THE-GPU")
+    attention.add_shape_options(parser.add_argument)
+    attention.add_timing_options(parser.add_argument)
+    names = {"nargs": "*", "metavar": "NAME", "choices": dispatch.KERNEL_SETS}
+    text = "also measure SageBwd with these kernels (default: ampere, on GPUs since Ampere)"
+    parser.add_argument("--kernels", **names, help=text)
+    parser.set_defaults(
+        lengths=LENGTHS, repetitions=20, warm_up=3, configs=["default", "paper"], without=["flex"]
+    )
+    arguments = parser.parse_args(argv)
+    attention.check(arguments, parser)
+    if arguments.kernels is None:
+        arguments.kernels = kernels_to_try(torch.device(arguments.device), parser)
+    return arguments
+
+
+def kernels_to_try(device: torch.device, parser: ArgumentParser) -> list[str]:
+    """Kernel sets that are not chosen but can run. Ends the command on a GPU without any kernels."""
+    if device.type != "cuda":
+        return []
+    gpu = dispatch.gpu_of(device.index or 0)
+    call = dispatch.Call("cuda", gpu, torch.bfloat16, 64, CONFIGS["default"][1])
+    if dispatch.explain_call(call).kernels == "none" and dispatch.obstacles("ampere", call):
+        parser.error(dispatch.describe(dispatch.obstacles("triton", call)))
+    return [] if dispatch.obstacles("ampere", call) else ["ampere"]
+
+
+def describe(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:
+    """Everything about the run but its rows."""
+    packages = ("flash-attn", "flash-attn-4", "sageattention")
+    result = describe_run(PROGRAM, argv, arguments, packages)
+    result["command"] = without_paths(result["command"], arguments.out)
+    result["hardware"] |= describe_limits(torch.device(arguments.device))
+    return {"schema": SCHEMA, "version": installed("sagebwd"), **result, "kernels": kernels_used(arguments)}
+
+
+def without_paths(command: str, out: Path | None) -> str:
+    """The command without --out, which may name a user."""
+    return command if out is None else re.sub(r" --out(=| )('[^']*'|\S+)", "", command)
+
+
+def kernels_used(arguments: Namespace) -> dict[str, dict[str, Any]]:
+    """{setting: {head size: kernels, and why no faster ones}}."""
+    device = torch.device(arguments.device)
+    used: dict[str, dict[str, Any]] = {}
+    for title, config, _ in (CONFIGS[name] for name in arguments.configs):
+        for head_dim in arguments.head_dims:
+            q = torch.empty(1, 1, 1, head_dim, dtype=getattr(torch, arguments.dtype), device=device)
+            used.setdefault(title, {})[f"D {head_dim}"] = asdict(dispatch.explain(q, config=config))
+    return used
+
+
+def file_name(gpu: str) -> str:
+    """A name for a file of this GPU, of letters, digits and hyphens."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+# --- Accuracy -----------------------------------------------------------------------------------------------
+
+
+def leave_out_wrong(
+    implementations: Iterable[Implementation], arguments: Namespace
+) -> tuple[list[Implementation], dict[str, str]]:
+    """Those that are right at every head size and mask, and {name: what is wrong} of the others.
+
+    One that refuses these inputs stays: its rows will say why.
+    """
+    shapes = {
+        Shape(1, 2, CHECKED_TOKENS, shape.head_dim, shape.causal, shape.left, shape.right)
+        for shape in attention.shapes_of(arguments)
+    }
+    wrong: dict[str, str] = {}
+    found = [*implementations]
+    for shape in sorted(shapes, key=str):
+        dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
+        inputs = draw_inputs(shape, dtype, device, arguments.seed)
+        window = (shape.left, shape.right)
+        exact = exact_attention(*map(sample, inputs), is_causal=shape.causal, window_size=window)
+        for implementation in found:
+            trial = try_out(implementation, shape, inputs, exact)
+            if trial.status == FAILED:
+                wrong.setdefault(implementation.name, f"{FAILED}: {trial.reason} at {shape}")
+    return [implementation for implementation in found if implementation.name not in wrong], wrong
+
+
+if __name__ == "__main__":
+    main()

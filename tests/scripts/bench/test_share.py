@@ -1,0 +1,242 @@
+"""scripts.bench.share: what is wrong is not timed, what is slower is said, and the file can be submitted."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from argparse import ArgumentParser
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sagebwd import dispatch
+from scripts.bench import gpu_state, share, submissions
+from scripts.bench.attention_peers import Implementation, Shape
+from scripts.bench.attention_tables import Row
+from scripts.bench.attention_verdicts import verdicts
+from scripts.bench.submission_schema import check
+
+SMALL = ["--device", "cpu", "--lengths", "40", "24", "--tokens", "80", "--width", "64", "--head-dims", "32"]
+SMALL += ["--repetitions", "1", "--warm-up", "1"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of the whole command."""
+    folder = tmp_path_factory.mktemp("share")
+    share.main([*SMALL, "--masks", "causal", "--out", str(folder / "mine")])
+    return folder
+
+
+def test_one_json_a_table_and_a_picture(run):
+    assert sorted(file.name for file in run.iterdir()) == ["mine.json", "mine.md", "mine.png"]
+    assert (run / "mine.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((run / "mine.json").read_text(), parse_constant=pytest.fail)
+    assert result["shapes"] == "2 of 2"
+    assert {row["implementation"] for row in result["rows"]} == {"sagebwd", "sagebwd paper", "SDPA math"}
+    assert {row["status"] for row in result["rows"]} == {"passed"}
+    assert result["kernels"]["sagebwd"]["D 32"]["kernels"] == "reference"
+    assert str(run) not in json.dumps(result)  # no path of the user
+    text = (run / "mine.md").read_text()
+    assert "| Forward + backward, causal, D 32 |" in text
+    assert "- FlashAttention-2: measured with --device cuda only" in text
+
+
+def test_what_a_cpu_measured_lacks_only_the_gpu(run):
+    """So what a GPU measures lacks nothing but what is null there."""
+    result = json.loads((run / "mine.json").read_text())
+    problems = check(result)
+    assert {problem.split(" ")[0] for problem in problems} <= {
+        "hardware.compute_capability", "hardware.memory_gib", "versions.cuda",
+    }  # fmt: skip
+    assert len(problems) >= 2
+
+
+def exact(shape):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal)
+
+
+def wrong_with_a_mask(shape):
+    return lambda q, k, v: exact(shape)(q, k, v) * (1.5 if shape.causal else 1)
+
+
+def refuses(shape):
+    raise ValueError("no kernel")
+
+
+def test_what_is_wrong_anywhere_is_left_out():
+    arguments = share.parse_arguments(SMALL)
+    names = {"right": exact, "wrong": wrong_with_a_mask, "refuses": refuses}
+    found = [Implementation(name, build) for name, build in names.items()]
+    right, wrong = share.leave_out_wrong(found, arguments)
+    assert [implementation.name for implementation in right] == ["right", "refuses"]
+    assert wrong.keys() == {"wrong"}
+    assert wrong["wrong"].startswith("failed accuracy: O has relative L2 error 0.5")
+    assert wrong["wrong"].endswith("at causal, D 32, N 333")
+
+
+def test_it_ends_when_the_time_is_over(tmp_path, monkeypatch, capsys):
+    now = iter(range(0, 10**6, 40))  # each look at the clock is 40 seconds later
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(
+        share, "measure_shape", lambda shape, *_: [Row("sagebwd", shape, "both", "refused", "no")]
+    )
+    arguments = share.parse_arguments([*SMALL, "--minutes", "3"])
+    result = share.describe([], arguments) | {"absent": {}}
+    rows = share.measure([], arguments, 0, result, tmp_path / "out")
+    assert [row.shape.tokens for row in rows] == [40, 40]  # both masks of the first length
+    assert "the 3 minutes are over: 2 shapes are left out" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["shapes"] == "2 of 4"
+
+
+def timed(name, tokens, ms):
+    return Row(name, Shape(1, 2, tokens, 64, True), "both", median_ms=ms, tflops=1.0)
+
+
+def test_the_verdict_names_what_is_faster():
+    rows = [timed("sagebwd", 1024, 2.0), timed("cuDNN", 1024, 1.0), timed("FlashAttention-2", 1024, 3.0)]
+    rows += [timed("sagebwd", 4096, 8.0), timed("cuDNN", 4096, 12.0), timed("FlashAttention-2", 4096, 10.0)]
+    rows += [timed("sagebwd (ampere)", 4096, 4.0), timed("sagebwd paper", 4096, 1.0)]
+    rows += [Row("sagebwd", Shape(1, 2, 16384, 64, True), "both", "refused", "no memory")]
+    assert verdicts(rows) == [
+        "causal, D 64: SageBwd is the fastest, 1.25 × FlashAttention-2 (N 4096)",
+        "causal, D 64: SageBwd is slower, 0.50 × cuDNN (N 1024): use cuDNN, "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION)",
+        'causal, D 64: kernels="ampere" is 2.00 times as fast as what runs by default (N 4096)',
+    ]
+    assert verdicts([rows[1], rows[-1]]) == ["SageBwd was not timed: no memory"]
+    assert verdicts([rows[1]]) == ["SageBwd was not timed: it was wrong, or there was no time"]
+
+
+def test_nvidia_smi_is_read_as_it_writes():
+    assert gpu_state.parse("450.00, [N/A], 2520, 10501", 4) == [450, None, 2520, 10501]
+    assert gpu_state.parse(None, 2) == gpu_state.parse("No devices were found", 2) == [None, None]
+    samples = [gpu_state.parse(f"{clock}, 10501, [N/A], 60", 4) for clock in (2400, 2500, 2600)]
+    found = gpu_state.summarise(samples)
+    assert found["sm_clock_mhz"] == {"p10": 2420, "median": 2500, "p90": 2580}
+    assert found["power_watts"] is None
+    assert set(gpu_state.summarise([]).values()) == {None}
+
+
+def test_kernels_that_no_gpu_has_run_are_tried_where_they_can_run(monkeypatch, capsys):
+    parser = ArgumentParser()
+    for capability, kernels in (((8, 9), ["ampere"]), ((9, 0), ["ampere"])):
+        monkeypatch.setattr(dispatch, "gpu_of", lambda index, own=capability: dispatch.GPU("some GPU", own))
+        assert share.kernels_to_try(torch.device("cuda"), parser) == kernels
+    monkeypatch.setattr(dispatch, "gpu_of", lambda index: dispatch.GPU("an RTX 2080", (7, 5)))
+    with pytest.raises(SystemExit):
+        share.kernels_to_try(torch.device("cuda"), parser)
+    assert "an RTX 2080 has no kernels: they need an NVIDIA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_file_can_be_submitted(tmp_path):
+    sizes = [
+        "--lengths",
+        "1024",
+        "--tokens",
+        "1024",
+        "--width",
+        "256",
+        "--masks",
+        "causal",
+        "--repetitions",
+        "3",
+    ]
+    share.main([*sizes, "--out", str(tmp_path / "mine")])
+    result = json.loads((tmp_path / "mine.json").read_text())
+    assert check(result) == []
+    assert result["hardware"]["max_sm_clock_mhz"] > 0
+
+
+# --- What was submitted -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def good():
+    """A file with one row of each status."""
+    file = submissions.ROOT / submissions.SUBMITTED / "nvidia-h200-20261122.json"
+    result = json.loads(file.read_text())
+    row = result["rows"][0]
+    refused = {"status": "refused", "reason": "no", "median_ms": None, "tflops": None}
+    return result | {"rows": [row, row | refused]}
+
+
+def test_all_submitted_files_are_right_and_the_page_shows_them():
+    results = submissions.submitted()
+    assert results
+    page = submissions.PAGE.read_text(encoding="utf-8")
+    assert submissions.renewed(page, results) == page, "run python -m scripts.bench.submissions"
+
+
+def changed(value, path, new):
+    """A copy of nested dicts and lists with another value; KeyError as the value: without it."""
+    name, *rest = path
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if not rest and new is KeyError:
+        del copy[name]
+    else:
+        copy[name] = changed(copy[name], rest, new) if rest else new
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "message"),
+    [
+        (("schema",), 2, "schema is 2; it must be 1"),
+        (("date",), "yesterday", "date is 'yesterday'; it must be a date with a time zone"),
+        (("hardware", "name"), KeyError, "hardware.name is missing; it must be a line of text"),
+        (("hardware", "name"), "a | b", "hardware.name is 'a | b'; it must be a line of text without | < >"),
+        (("hardware", "compute_capability"), 8.9, "hardware.compute_capability is 8.9; it must be a text"),
+        (("hardware", "power_limit_watts"), "450 W", "hardware.power_limit_watts is '450 W'; it must be"),
+        (("hardware",), None, "hardware.name is missing"),
+        (("versions", "torch"), "", "versions.torch is ''; it must be a line of text"),
+        (("settings", "dtype"), "float32", "settings.dtype is 'float32'; it must be bfloat16 or float16"),
+        (("rows",), [], "rows is []; it must be a list with a row at least"),
+        (("rows", 0, "mode"), "sideways", "rows[0].mode is 'sideways'; it must be one of both"),
+        (("rows", 0, "shape", "tokens"), 0, "rows[0].shape.tokens is 0; it must be a positive number"),
+        (("rows", 0, "shape", "color"), 1, "it must be an object with no other fields than batch, heads"),
+        (("rows", 1, "median_ms"), 1.0, "rows[1].median_ms is 1.0 where status is 'refused'; a time must be"),
+        (("rows", 0, "median_ms"), math.pi, "rows[0].tflops is 223.97"),
+        (("rows", 0, "errors"), {"out": 0.1}, "rows[0].errors is {'out': 0.1}; it must be errors of O"),
+        (("rows", 0, "implementation"), "mine", "rows has no implementation 'sagebwd'; it must have one"),
+    ],
+)  # fmt: skip
+def test_a_bad_file_is_named_with_field_and_value(good, path, new, message, tmp_path):
+    assert check(good) == []
+    bad = changed(good, path, new)
+    if message.startswith("rows has no"):
+        bad["rows"] = bad["rows"][:1]
+    assert any(message in problem for problem in check(bad)), check(bad)
+    (tmp_path / "bad.json").write_text(json.dumps(bad))
+    with pytest.raises(SystemExit) as end:
+        submissions.submitted(tmp_path)
+    assert f"bad.json: {check(bad)[0]}" in str(end.value)
+
+
+def test_a_file_that_is_no_object_is_refused():
+    assert check([1])[0].startswith("the file is [1]; it must be an object")
+
+
+def test_the_page_says_what_was_not_recorded(good):
+    power = good["hardware"] | {"power_limit_watts": 450, "name": "An RTX 4090"}
+    state = {"sm_clock_mhz": {"p10": 2400, "median": 2520.4, "p90": 2600}}
+    page = submissions.page_of({"a.json": good, "b.json": good | {"hardware": power, "state": state}})
+    lines = page.splitlines()
+    [line] = [line for line in lines if line.startswith("| NVIDIA H200 ")]
+    assert line.count("not recorded") == 2
+    [line] = [line for line in lines if line.startswith("| An RTX 4090 ")]
+    assert [cell.strip() for cell in line.split("|")][3:5] == ["450", "2520"]
+    assert "## An RTX 4090, 2026-11-22" in lines
+
+
+def test_check_and_convert_say_what_they_do(tmp_path, capsys, good):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(good))
+    submissions.main(["--check", str(file)])
+    assert "can be submitted" in capsys.readouterr().out
+    for options in (["--check", "missing.json"], ["--convert", str(file)]):
+        with pytest.raises(SystemExit):
+            submissions.parse_arguments(options)
