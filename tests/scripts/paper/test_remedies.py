@@ -142,6 +142,23 @@ def test_every_candidate_runs_in_a_model_and_its_heads_are_independent():
         attend(q, k, v, is_causal=False, enable_gqa=False)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["default", "finer", "hadamard", "own_sum"])
+def test_on_a_gpu_under_autocast_it_is_what_it_is_on_a_cpu(name):
+    """Inputs in bf16, and TF32 allowed, as in training; values next to a rounding tie may differ."""
+    q, k, v, grad_out = torch.randn(4, 2, 2, 150, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    attend = attend_with(remedies.remedies(64, torch.bfloat16)[name].scheme)
+
+    def run(device):
+        leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
+        with torch.autocast(device, torch.bfloat16):
+            out = attend(*leaves, is_causal=True, enable_gqa=False)
+        return [x.cpu().float() for x in (out, *torch.autograd.grad(out, leaves, grad_out.to(device)))]
+
+    for found, wanted in zip(run("cuda"), run("cpu"), strict=True):
+        assert relative_l2(found, wanted) < 5e-3
+
+
 def test_the_split_finds_bias_and_noise_that_were_put_in():
     """Errors of mean −.1 and standard deviation .3 per element and draw, relative to ones."""
     generator = torch.Generator().manual_seed(0)

@@ -210,7 +210,11 @@ def test_rates_that_do_not_differ_or_never_break(tmp_path):
     never = [rates(v, (3, 3, 3)) for v in (FPA, SAGE)]
     section, found = of_rates(tmp_path, *never)
     assert found == {"stable": OPEN}
-    assert section.verdicts[0].why == "blind: nothing breaks up to a rate of 0.004"
+    assert section.verdicts[0].why == "blind: nothing breaks at a rate that both were tried at, up to 0.004"
+    # One that was not tried at the rate at which the other breaks says nothing.
+    section, found = of_rates(tmp_path, rates(FPA, (3, 3)), rates(SAGE, (3, 3, None)))
+    assert found == {"stable": OPEN}
+    assert "| full precision | does not break up to 0.002 |" in section.fields["breaks"]
 
 
 # --- Equal loss ---------------------------------------------------------------------------------------------
