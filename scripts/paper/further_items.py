@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.paper.experiment_runs import GRADIENT_BIAS
+from scripts.paper.experiment_runs import GRADIENT_BIAS, SCALES
 from scripts.paper.further_runs import ASSAYS, EQUAL_LOSS, LEARNING_RATE, LONG_RUNS, gain_stages
 from scripts.paper.items import RUNS, Item, curves, everywhere
 
@@ -19,13 +19,20 @@ REMEDIES_DEBUG = (
     *("--device", "cpu", "--batches", "3", "--tokens-per-batch", "128", "--tokens", "64", "--sequences", "1"),
 )
 
+
+def compared(assay: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """The command that compares the runs of an assay, at every scale."""
+    command = "scripts.paper.large_logits", RUNS, "--out", f"{{results}}/{assay}"
+    return {scale: ((*command, "--scale", scale),) for scale in SCALES}
+
+
 FURTHER_ITEMS = (
     *(
         Item(
             assay,
             ASSAY_TITLES[assay],
             f"{assay}.json",
-            everywhere("scripts.paper.large_logits", RUNS, "--out", f"{{results}}/{assay}"),
+            compared(assay),
             stages=gain_stages(assay),
             keeps_weights=False,
         )
