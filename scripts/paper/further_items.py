@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.paper.experiment_runs import GRADIENT_BIAS
+from scripts.paper.experiment_runs import GRADIENT_BIAS, SCALES
 from scripts.paper.further_runs import ASSAYS, EQUAL_LOSS, LEARNING_RATE, LONG_RUNS, gain_stages
 from scripts.paper.items import RUNS, Item, curves, everywhere
 
@@ -12,12 +12,19 @@ ASSAY_TITLES = {
 }
 
 REMEDIES = (
-    *("scripts.paper.remedies", RUNS, "--sigmas", "1", "3", "5"),
+    *("scripts.paper.remedies", RUNS, "--sigmas", "1", "3", "5", "--batches", "16"),
     *("--times", "{results}", "--out", "{results}/remedies"),
 )
 REMEDIES_DEBUG = (
     *("--device", "cpu", "--batches", "3", "--tokens-per-batch", "128", "--tokens", "64", "--sequences", "1"),
 )
+
+
+def compared(assay: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """The command that compares the runs of an assay, at every scale."""
+    command = "scripts.paper.large_logits", RUNS, "--out", f"{{results}}/{assay}"
+    return {scale: ((*command, "--scale", scale),) for scale in SCALES}
+
 
 FURTHER_ITEMS = (
     *(
@@ -25,7 +32,7 @@ FURTHER_ITEMS = (
             assay,
             ASSAY_TITLES[assay],
             f"{assay}.json",
-            everywhere("scripts.paper.large_logits", RUNS, "--out", f"{{results}}/{assay}"),
+            compared(assay),
             stages=gain_stages(assay),
             keeps_weights=False,
         )
@@ -62,7 +69,7 @@ FURTHER_ITEMS = (
         "remedies.json",
         {"full": (REMEDIES,), "scaled": (REMEDIES,), "debug": ((*REMEDIES, *REMEDIES_DEBUG),)},
         stages=GRADIENT_BIAS,
-        minutes={"full": 240, "scaled": 12, "debug": 2},
+        minutes={"full": 240, "scaled": 8, "debug": 2},
         of_weights=True,
     ),
 )

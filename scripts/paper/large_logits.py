@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
             "python -m scripts.paper.large_logits_runs"
         )
     rows = compare(settled)
-    result = {**describe(argv, settled), "runs": settled, "cells": cells_of(rows)}
+    result = {**describe(argv, settled), "scale": arguments.scale, "runs": settled, "cells": cells_of(rows)}
     write_result(arguments.out, result, rows, to_markdown(result, rows))
     drawing.save(draw(rows, curves_of(settled)), with_ending(arguments.out, ".png"))
     print(f"{len(settled)} of {len(runs)} runs compared, written to {arguments.out}.json.gz, .md and .png")
@@ -70,6 +70,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser.add_argument(
         "--out", type=Path, default=OUT / "large_logits", help="beginning of the files' names"
     )
+    parser.add_argument("--scale", default="scaled", help="of the experiment (default %(default)s)")
     return parser.parse_args(argv)
 
 

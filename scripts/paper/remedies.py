@@ -15,7 +15,8 @@ Every candidate of `scripts.paper.remedy_schemes` is measured twice:
 
 Its tensor-core time is in INT8 products of N × N × D (16-bit attention: 18). If its kernel was timed, the
 time of forward and backward is given as a multiple of the default's. Candidates are emulated in float32,
-their 16-bit tensors in bf16. On a GPU the model runs those that have kernels with their kernels.
+their 16-bit tensors in bf16. On a GPU the model runs those that have kernels with their kernels. The files
+are written after every run.
 """
 
 from __future__ import annotations
@@ -75,10 +76,13 @@ def main(argv: list[str] | None = None) -> None:
         runs = open_all(arguments)
         result = describe(argv, arguments, runs)
         measure_tensors(runs, result, arguments)
-        rows = [row for run in runs for row in gradient_rows(run, result, arguments)]
+        rows: list[Row] = []
+        write_tables(arguments.out, result, rows, to_markdown(result, rows))
+        for run in runs:
+            rows += gradient_rows(run, result, arguments)
+            write_tables(arguments.out, result, rows, to_markdown(result, rows))
     except (ValueError, FileNotFoundError, UnusableWeights) as error:
         sys.exit(str(error))
-    write_tables(arguments.out, result, rows, to_markdown(result, rows))
     print(f"written to {arguments.out}.json and .md")
 
 
@@ -99,6 +103,10 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     add("--batches", type=positive_int, default=32, help="of gradients, at least 3 (default %(default)s)")
     add("--tokens-per-batch", type=positive_int, default=65_536, help="(default %(default)s)")
     add("--micro-batch", type=positive_int, help="sequences in a pass (default: 32,768 tokens)")
+    names = list(remedies(64, DTYPE))
+    add(
+        "--candidates", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {', '.join(names)}"
+    )
     add("--times", type=Path, default=Path("results"), help="folder with error_against_time.json")
     add("--seed", type=int, default=0, help="of what is random (default 0)")
     add("--device", help="cuda or cpu (default: cuda if available)")
@@ -130,7 +138,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun
         "values": "tensors: against float64, relative to the exact tensor; rows: as in gradient_bias.json",
         "candidates": {
             name: describe_candidate(remedy) | {"kernel_time": times.get(name)}
-            for name, remedy in remedies(64, DTYPE).items()
+            for name, remedy in chosen(arguments, 64).items()
         },
         "kernel_time": f"of forward and backward, causal, N {TIMED_AT}, D 64, as a multiple of the default's",
         "refined_rows": "share of the rows of tiles of P (in O) and dS (in dQ) with finer scales in `finer`",
@@ -142,6 +150,12 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun
         "checkpoints": [],
         "gradients": [],
     }
+
+
+def chosen(arguments: Namespace, head_dim: int) -> dict[str, Remedy]:
+    """The candidates that were asked for, in the order of all."""
+    every = remedies(head_dim, DTYPE)
+    return {name: remedy for name, remedy in every.items() if name in arguments.candidates}
 
 
 def describe_candidate(remedy: Remedy) -> dict[str, Any]:
@@ -178,7 +192,7 @@ def measure_tensors(runs: Sequence[TrainedRun], result: dict[str, Any], argument
     torch.manual_seed(arguments.seed)
     for source, draw in tqdm(sources.items(), desc="tensors", disable=None):
         heads = draw()
-        result["tensors"] += [asdict(row) for row in measure_heads(source, heads)]
+        result["tensors"] += [asdict(row) for row in measure_heads(source, heads, arguments)]
         result["refined"][source] = refined_share(heads)
 
 
@@ -202,11 +216,11 @@ def gaussian_heads(sigma: float, arguments: Namespace) -> list[Head]:
     return [Head(*each) for each in zip(*(x.float() for x in draws), strict=True)]
 
 
-def measure_heads(source: str, heads: Sequence[Head]) -> list[TensorRow]:
+def measure_heads(source: str, heads: Sequence[Head], arguments: Namespace) -> list[TensorRow]:
     """Every candidate on these heads, which have one size."""
     exact = [exact_result(head) for head in heads]
     rows = []
-    for name, remedy in remedies(heads[0].q.shape[-1], DTYPE).items():
+    for name, remedy in chosen(arguments, heads[0].q.shape[-1]).items():
         splits = [
             {tensor: split(errors[tensor], getattr(whole, tensor)) for tensor in TENSORS}
             for head, whole in zip(heads, exact, strict=True)
@@ -268,7 +282,7 @@ def gradient_rows(run: TrainedRun, result: dict[str, Any], arguments: Namespace)
     batches, unseen = draw_batches(run, run.origin.step, arguments.batches, arguments.tokens_per_batch)
     result["runs"][run.name] |= {"batches_unseen": unseen}
     batches = [(x.to(device), y.to(device)) for x, y in batches]
-    found = attentions(run, device)
+    found = attentions(run, arguments)
     with tqdm(total=1 + len(found), desc=f"gradients of {run.name}", disable=None) as progress:
         rows = gradient_bias.measure_checkpoint(run, batches, found, result, arguments, progress.update)
     result["gradients"] = [
@@ -281,10 +295,11 @@ def is_shown(view: str, group: str, layer: int | None) -> bool:
     return view == "raw" and group in ("all", "qk") and layer is None
 
 
-def attentions(run: TrainedRun, device: torch.device) -> dict[str, AttentionFn]:
-    """The control and every candidate; kernels where there are some, on a GPU."""
+def attentions(run: TrainedRun, arguments: Namespace) -> dict[str, AttentionFn]:
+    """The control and the candidates; kernels where there are some, on a GPU."""
+    device = torch.device(arguments.device)
     found = gradient_bias.attentions([CONTROL], device)
-    for name, remedy in remedies(run.settings.model.d_head, DTYPE).items():
+    for name, remedy in chosen(arguments, run.settings.model.d_head).items():
         has_kernel = device.type == "cuda" and remedy.config is not None
         found[name] = (
             partial(sage_attention, config=remedy.config) if has_kernel else attend_with(remedy.scheme)

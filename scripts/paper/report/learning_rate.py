@@ -66,13 +66,15 @@ def verdict_of(claim: str, data: dict, runs: list[dict], variant: str, ending: s
     """
     case = {SAGE: "", PAPER: "`paper()`"}[variant]
     ours, full = (series_of(runs, name + ending) for name in (variant, FULL_PRECISION))
-    ends = {seed: (breaks_at(ours[seed]), breaks_at(full[seed])) for seed in ours if seed in full}
-    telling = {seed: own for seed, own in ends.items() if min(own) < math.inf}
+    both = {seed: (ours[seed], full[seed]) for seed in ours if seed in full}
+    telling = {seed: pair for seed, pair in both.items() if tells(*pair)}
     if not telling:
         largest = max(run["group"]["lr"] for run in runs)
-        why = f"blind: nothing breaks up to a rate of {largest:g}" if ends else "no seed was run with both"
+        why = "no seed was run with both"
+        if both:
+            why = f"blind: nothing breaks at a rate that both were tried at, up to {largest:g}"
         return Verdict(claim, OPEN, why, case, why)
-    lower = sum(own < other for own, other in telling.values())
+    lower = sum(breaks_at(own) < breaks_at(other) for own, other in telling.values())
     holds = lower if claim == "breaks" else len(telling) - lower
     otherwise = NOT_SEEN if claim == "breaks" else rules.CONTRADICTS_HERE
     answer = rules.by_share(holds, len(telling), otherwise)
@@ -84,8 +86,17 @@ def verdict_of(claim: str, data: dict, runs: list[dict], variant: str, ending: s
     return settled(data, Verdict(claim, answer, numbers, case, why))
 
 
-def in_words(rate: float) -> str:
-    return "does not break" if rate == math.inf else f"breaks at {rate:g}"
+def tells(one: Series, other: Series) -> bool:
+    """Whether one of the two breaks, at a rate that the other was tried at or beyond, or broke before."""
+    ends = breaks_at(one), breaks_at(other)
+    lowest = min(ends)
+    tried = [end < math.inf or max(series) >= lowest for end, series in zip(ends, (one, other), strict=True)]
+    return lowest < math.inf and all(tried)
+
+
+def in_words(series: Series) -> str:
+    rate = breaks_at(series)
+    return f"does not break up to {max(series):g}" if rate == math.inf else f"breaks at {rate:g}"
 
 
 def rates_in_words(runs: list[dict]) -> str:
@@ -99,7 +110,7 @@ def break_table(runs: list[dict]) -> str:
     rows = []
     for variant in sorted({run["variant"] for run in runs}, key=lambda name: (NO_QK_NORM in name, name)):
         own = series_of(runs, variant)
-        ends = [in_words(breaks_at(own[seed])) if seed in own else "not run" for seed in seeds]
+        ends = [in_words(own[seed]) if seed in own else "not run" for seed in seeds]
         whole = [run for series in own.values() for run in series.values() if run["final_loss"] is not None]
         best = min(whole, key=lambda run: run["final_loss"], default=None)
         loss = "" if best is None else f"{best['final_loss']:.4f} at {best['group']['lr']:g}"

@@ -128,7 +128,7 @@ def scale_in_words(data: dict[str, Any]) -> str:
     """ "0.895M parameters, 1.31M tokens of real text, context 512, on a CPU"; of each run."""
     words = [
         f"{parameter_count(LlamaConfig(**run['model'])) / 1e6:.3g}M parameters, {run['tokens'] / 1e6:.3g}M "
-        f"tokens of {run['data']['name'] or run['data']['source']}, context {run['context']}"
+        f"tokens of text ({run['data']['name'] or run['data']['source']}), context {run['context']}"
         for run in data["runs"].values()
     ]
     return "; ".join([*words, hardware(data)])

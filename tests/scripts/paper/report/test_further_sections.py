@@ -210,7 +210,11 @@ def test_rates_that_do_not_differ_or_never_break(tmp_path):
     never = [rates(v, (3, 3, 3)) for v in (FPA, SAGE)]
     section, found = of_rates(tmp_path, *never)
     assert found == {"stable": OPEN}
-    assert section.verdicts[0].why == "blind: nothing breaks up to a rate of 0.004"
+    assert section.verdicts[0].why == "blind: nothing breaks at a rate that both were tried at, up to 0.004"
+    # One that was not tried at the rate at which the other breaks says nothing.
+    section, found = of_rates(tmp_path, rates(FPA, (3, 3)), rates(SAGE, (3, 3, None)))
+    assert found == {"stable": OPEN}
+    assert "| full precision | does not break up to 0.002 |" in section.fields["breaks"]
 
 
 # --- Equal loss ---------------------------------------------------------------------------------------------
@@ -263,6 +267,62 @@ def test_runs_that_share_no_loss_are_not_compared(tmp_path):
     rows += [*layers_at("few", 1, 5.0, 0.02), *layers_at("few", 2, 4.0, 0.02)]
     runs = {"many": trained(tokens_per_step=64), "few": trained(tokens_per_step=8)}
     assert answers(equal_loss(tmp_path, runs, rows), "tokens_per_step")[0][1] == OPEN
+
+
+# --- Remedies -----------------------------------------------------------------------------------------------
+
+
+def remedies(folder, biases):
+    """biases: {candidate: (units, interval of the bias of all weights)}."""
+    candidates = {
+        name: {"title": name.upper(), "units": units, "all_int8": units == 11, "has_kernel": name == "a"}
+        | {"kernel_time": {"time": 1.5, "commit": "abcdef0123"} if name == "b" else None, "extra": "x"}
+        for name, (units, _) in biases.items()
+    }
+    measured = {"along": [0.0] * 3, "noise": [0.01] * 3, "critical_tokens": [None] * 3}
+    place = {"run": "r", "step": 1, "tokens": 2, "view": "raw", "layer": None}
+    rows = [
+        place | measured | {"setting": name, "group": group, "bias": bias}
+        for name, (_, bias) in biases.items()
+        for group in ("all", "qk")
+    ]
+    tensors = [
+        {"source": "r", "candidate": name, "tensor": tensor, "heads": 1}
+        | {"error": 0.5, "bias": 0.4, "noise": 0.3 if name == "a" else 0.0, "along": 0.0}
+        for name in biases
+        for tensor in ("dq", "dk", "dv")
+    ]
+    data = {
+        "hardware": "cpu",
+        "commit": "abcdef0",
+        "candidates": candidates,
+        "rows": rows,
+        "tensors": tensors,
+    }
+    data |= {"runs": {}, "refined": {}, "kernel_time": "of x"}
+    (folder / "remedies.json").write_text(json.dumps(data))
+    return SECTIONS["remedies"](Results(folder))
+
+
+def test_the_best_remedy_is_all_int8_and_those_alike_are_named(tmp_path):
+    found = remedies(
+        tmp_path,
+        {
+            "a": (11, [0.02, 0.01, 0.03]),
+            "b": (11, [0.015, 0.014, 0.016]),
+            "c": (11, [0.05, 0.04, 0.06]),
+            "d": (18, [0.001, 0.0, 0.002]),
+        },
+    )
+    assert found.fields["best"] == "A; B"
+    assert found.fields["all.c"] == "0.050"
+    lines = found.fields["table"].splitlines()
+    bias = "0.020 [0.010, 0.030] | 0.020 [0.010, 0.030] | 0.0100"
+    both = " | ".join(["0.4000 / 0.3000"] * 3)
+    assert lines[2] == f"| A | 11 | not timed | {bias} | {both} |"
+    assert lines[3].startswith("| B | 11 | 1.50 (abcdef0) | 0.015")
+    assert lines[4].startswith("| C | 11 | no kernel | 0.050")
+    assert found.verdicts == []
 
 
 # --- Not run ------------------------------------------------------------------------------------------------
