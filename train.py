@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer import distributed, interrupt, launcher, local_gpus, overrides, settings
 from trainer.errors import Interrupted, SettingsError, TrainingError
+from trainer.forecast import describe
 from trainer.loop import train
 from trainer.run_directory import is_finished
 from trainer.settings import Settings
@@ -35,13 +36,19 @@ def main(config: DictConfig) -> None:
 def run(run_settings: Settings) -> None:
     """Check the settings, then train: in this process, or in one process per device.
 
+    With `plan` set, print what the run needs instead, whatever is in its directory.
+
     Raises TrainingError for what the user can fix, and Interrupted when asked to stop.
     """
     torchrun = distributed.under_torchrun()
     if torchrun and _in_sweep():
         raise SettingsError("a sweep starts its own processes: use hardware.devices=N instead of torchrun")
     processes = int(os.environ["WORLD_SIZE"]) if torchrun else run_settings.hardware.devices
-    if is_finished(run_settings, processes, list(HydraConfig.get().overrides.task)):
+    if run_settings.plan:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(describe(run_settings, processes))
+        return
+    if is_finished(run_settings, processes, overrides.unresolved(HydraConfig.get().overrides.task)):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
     elif torchrun or (processes == 1 and not _in_sweep()):
         if torchrun:

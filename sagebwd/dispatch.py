@@ -27,7 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, PRESETS, SageConfig, decode
+from sagebwd.config import (
+    DEFAULT_CONFIG,
+    PAPER_INT8_MATMULS,
+    PRESETS,
+    TILE_OF_LARGE_HEADS,
+    SageConfig,
+    decode,
+)
 from sagebwd.validation import check_window, is_autocast
 from sagebwd.window import Window
 
@@ -188,10 +195,15 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
     yield _since_ampere(call.gpu)
     yield from _rules_of_cuda_kernels(call, "Ampere", AMPERE_TILES)
     has_64_keys = call.config.tile(call.head_dim)[1] == 64
+    large_tile = "tiles of {} x {} (queries x keys) for heads of more than 128 channels".format(
+        *call.config.tile(call.head_dim)
+    )
+    fits = call.head_dim <= CUDA_HEAD_DIMS[-1] or call.config.tile(call.head_dim) == TILE_OF_LARGE_HEADS
+    yield Rule(fits, large_tile, "set block_q and block_kv to None")
     yield Rule(
         call.config.is_int8("dv") or not has_64_keys,
         "dv is not in INT8, and tiles have 64 keys",
-        "set block_kv=None, or add 'dv' to int8_matmuls",
+        "add 'dv' to int8_matmuls, or set block_kv=None for up to 128 channels",
     )
     if not all(map(call.config.is_int8, CUDA_16_BIT_MATMULS)):
         yield _scales_of_blocks(call.config)
@@ -264,10 +276,11 @@ def _rules_of_cuda_kernels(
         warns=True,
     )
     yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
-    yield Rule(
-        call.head_dim in CUDA_HEAD_DIMS,
-        f"the head size is {call.head_dim}, and the {name} kernels have sizes from 40 to 128",
-    )
+    if name == "Hopper":
+        yield Rule(
+            call.head_dim in CUDA_HEAD_DIMS,
+            f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
+        )
     reason = None if call.gpu is None else call.gpu.no_cuda_kernels
     yield Rule(reason is None, str(reason), warns=True)
 

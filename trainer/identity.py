@@ -17,7 +17,7 @@ MAY_CHANGE = re.compile(
     r"hardware\.(?!dtype)|logger\.|probe\.|spike\.|profile\.|"
     r"data\.(root|path|val_path|processes|validation|sources\.[^.]+\.(path|val_path)$)|"
     r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|"
-    r"checkpoint_background|keep_checkpoints|milestone_every|skip_nonfinite|runs_dir|run_dir|rerun_finished)$"
+    r"checkpoint_background|keep_checkpoints|milestone_every|skip_nonfinite|runs_dir|run_dir|rerun_finished|plan)$"
 )
 
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value

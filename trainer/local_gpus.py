@@ -21,7 +21,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import distributed
+from trainer.forecast import describe
 from trainer.interrupt import SWEEP_PID
+from trainer.overrides import unresolved
 from trainer.run_directory import is_finished
 from trainer.run_queue import FAILED, FINISHED, INTERRUPTED, Job, Outcome, run_all
 from trainer.settings import Settings
@@ -94,7 +96,7 @@ class LocalGpus(Launcher):
         config = self.context.config_loader.load_sweep_config(self.config, overrides)
         with open_dict(config):
             config.hydra.job.id = config.hydra.job.num = index
-        run = _Run(config, JobReturn(overrides=OmegaConf.to_container(config.hydra.overrides.task)))
+        run = _Run(config, JobReturn(overrides=unresolved(config.hydra.overrides.task)))
         try:
             settings, finished = _check(config)
         except Exception as error:  # in a setting; the other runs go on, as with Hydra's own launcher
@@ -104,7 +106,8 @@ class LocalGpus(Launcher):
                 run.job = _job(settings, config, limit)
                 return run
             outcome = Outcome(FINISHED)
-            print(f"{settings.run_dir} is finished; rerun_finished=true trains it again")
+            if not settings.plan:
+                print(f"{settings.run_dir} is finished; rerun_finished=true trains it again")
         self._note_start(run)
         self._note_end(run, outcome)
         return run
@@ -140,7 +143,10 @@ def visible_gpus() -> list[str]:
 
 
 def _check(config: DictConfig) -> tuple[Settings, bool]:
-    """The run's settings, and whether it is finished. Raises what OmegaConf does, and TrainingError."""
+    """The settings of a run, and whether nothing is left to do.
+
+    Raises what OmegaConf does, and TrainingError.
+    """
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(config)  # ${hydra:…} in a setting refers to it
     try:
@@ -148,7 +154,11 @@ def _check(config: DictConfig) -> tuple[Settings, bool]:
         with open_dict(own):
             del own["hydra"]
         settings = OmegaConf.to_object(own)
-        return settings, is_finished(settings, settings.hardware.devices, list(config.hydra.overrides.task))
+        ranks = settings.hardware.devices
+        if settings.plan:  # here, as the output of a run goes to its directory
+            print(describe(settings, ranks))
+            return settings, True
+        return settings, is_finished(settings, ranks, unresolved(config.hydra.overrides.task))
     finally:
         HydraConfig.instance().cfg = before
 

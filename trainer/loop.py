@@ -28,6 +28,7 @@ from trainer.checkpoint import Checkpoints, from_main
 from trainer.distributed import Ranks
 from trainer.divergence import Guard
 from trainer.errors import Interrupted, TrainingError, explain, user_facing
+from trainer.estimate import check_memory, report_memory
 from trainer.evaluate import bytes_per_token, described, validation_loss, validation_record
 from trainer.export import draw, export
 from trainer.interrupt import StopRequest
@@ -61,12 +62,14 @@ def train(settings: Settings) -> None:
         with_user_facing_errors(settings),
         ranks.reporting_lost_ranks(),
     ):
+        estimate = check_memory(settings, ranks.count)
         directory = RunDirectory(Path(settings.run_dir))
         with directory.locked() if ranks.is_main else nullcontext():
             from_main(ranks, lambda: directory.open(settings))
             if ranks.is_main:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
+            report_memory(estimate)
             Trainer(settings, directory, ranks, stop).run()
 
 

@@ -12,12 +12,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from omegaconf import ListConfig, OmegaConf
 
 from model import backends
 from trainer.settings import Settings
 
 #: Settings whose next part is a name that the user chooses; data/texts.py checks what follows.
 NAMED = ("data.validation.", "data.sources.")
+
+
+def unresolved(overrides: ListConfig) -> list[str]:
+    """Overrides as they were typed: ${oc.env:KEY} stays, so that no secret gets into a name or a message."""
+    return OmegaConf.to_container(overrides, resolve=False)
 
 
 def check_or_exit(arguments: list[str], configs: Path) -> None:

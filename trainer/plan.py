@@ -176,7 +176,7 @@ def check_milestones(settings: Settings, ranks: int) -> Problems:
 
 def check_gpus(settings: Settings, ranks: int) -> Problems:
     hardware = settings.hardware
-    if hardware.device != "cuda":
+    if hardware.device != "cuda" or settings.plan:  # a plan may be made on another machine
         return
     available = torch.cuda.device_count()
     if available == 0:

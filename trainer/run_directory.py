@@ -34,7 +34,16 @@ from trainer.settings import Settings
 log = logging.getLogger(__name__)
 
 # Overrides that say where things are, not what the run computes.
-UNNAMED = ("run_dir=", "runs_dir=", "rerun_finished=", "data.root=", "data.processes=", "logger=", "logger.")
+UNNAMED = (
+    "run_dir=",
+    "runs_dir=",
+    "rerun_finished=",
+    "plan=",
+    "data.root=",
+    "data.processes=",
+    "logger=",
+    "logger.",
+)
 
 
 def default_name(overrides: list[str]) -> str:

@@ -99,6 +99,7 @@ class HardwareSettings:
     deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
     parallel: str = "auto"  # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
     recompute: str = "none"  # "blocks": activation checkpointing of all but attention
+    check_memory: bool = True  # refuse a run that cannot fit in memory (trainer/estimate.py)
     timeout_s: float = 600.0  # the run ends if a rank keeps the others waiting for longer
     peak_tflops: float | None = None  # dense bf16 peak for MFU; null: looked up by GPU name
 
@@ -145,6 +146,7 @@ class Settings:
     runs_dir: str = MISSING  # holds the run directories that are named after their overrides
     run_dir: str | None = None  # null: <runs_dir>/<overrides>
     rerun_finished: bool = False  # train a finished run again from the start
+    plan: bool = False  # print the estimate of memory, time and disk, and train nothing
 
 
 def register() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from trainer.interrupt import exit_on_signals
+from trainer.overrides import unresolved
 from trainer.run_directory import default_name
 from trainer.sweep_directories import refuse_shared_directories, runs_of
 
@@ -26,19 +27,22 @@ class SweepSummary(Callback):
 
     def __init__(self) -> None:
         self._planned = 0
+        self._done = "finished"
         self._started: list[list[str]] = []  # the overrides of each
         self._ended: list[JobReturn] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         refuse_shared_directories(config)
         self._planned = len(runs_of(config))
-        overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-        os.environ.setdefault("WANDB_RUN_GROUP", default_name(overrides))  # W&B's own; the runs inherit it
+        group = default_name(unresolved(config.hydra.overrides.task))
+        os.environ.setdefault("WANDB_RUN_GROUP", group)  # W&B's own; the runs inherit it
         exit_on_signals()  # between the runs, which have handlers of their own
         atexit.register(self._report)  # Hydra calls on_multirun_end only when every run succeeded
 
     def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
-        self._started.append(OmegaConf.to_container(config.hydra.overrides.task))
+        self._started.append(unresolved(config.hydra.overrides.task))
+        if config.get("plan"):
+            self._done = "estimated"
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         self._ended.append(job_return)
@@ -54,7 +58,7 @@ class SweepSummary(Callback):
             "interrupted": len(interrupted),
             "not started": self._planned - len(self._started),
         }
-        finished = f"\n{len(ended) - len(failed)} of {self._planned} runs finished"
+        finished = f"\n{len(ended) - len(failed)} of {self._planned} runs {self._done}"
         print(", ".join([finished, *(f"{n} {what}" for what, n in counts.items() if n > 0)]), file=sys.stderr)
         for job in failed:
             print(f"failed: {_command(job.overrides or [])}\n  {_error(job)}", file=sys.stderr)

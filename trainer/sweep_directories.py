@@ -5,15 +5,15 @@ from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from trainer.overrides import unresolved
 from trainer.run_directory import default_name
 
 
 def runs_of(config: DictConfig) -> list[list[str]]:
     """The overrides of each run of the sweep `config`."""
-    overrides = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    parsed = OverridesParser.create().parse_overrides(unresolved(config.hydra.overrides.task))
     (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return runs
 

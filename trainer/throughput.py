@@ -66,8 +66,12 @@ def flops_per_token(config: LlamaConfig, context: int) -> float:
     """
     embedding = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
     weights = parameter_count(config) - embedding + config.vocab_size * config.d_model
-    attention = 3 * 4 * config.n_layers * config.n_heads * config.d_head * context / 2
-    return 6 * weights + attention
+    return 6 * weights + attention_flops_per_token(config, context)
+
+
+def attention_flops_per_token(config: LlamaConfig, context: int) -> float:
+    """The part of :func:`flops_per_token` that attention itself takes."""
+    return 3 * 4 * config.n_layers * config.n_heads * config.d_head * context / 2
 
 
 class Stopwatch:

@@ -12,6 +12,9 @@ To add one, write two files. A module here with
         Raises ValueError if this machine cannot run what the settings ask for.
     resolve(settings: Settings) -> dict[str, Any]
         Optional. The settings with all defaults filled in; this is what config.yaml records.
+    saved_bytes(settings: Settings, q, k, *, device: str) -> SavedBytes
+        Optional. What autograd keeps of the attention of q (B, H, N, D) and k (B, G, N, D), which are meta
+        tensors, on "cuda" or "cpu"; for the estimate of memory. Without it: q, k, v, O and the logsumexp.
 
 and configs/attention/<name>.yaml, which sets `backend: <module>` and any of the settings.
 `python train.py attention=<name>` then trains with it.
@@ -24,7 +27,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from omegaconf import OmegaConf
@@ -46,6 +49,17 @@ class AttentionFn(Protocol):
         G is H, or with `enable_gqa` a divisor of H: each key head then serves H/G consecutive query heads.
         """
         ...
+
+
+class SavedBytes(NamedTuple):
+    """Bytes that autograd keeps between forward and backward of one attention.
+
+    total: of everything, the inputs q, k and v included if the backward reads them.
+    results: those of them that activation checkpointing keeps, too: results of `saved_operators`.
+    """
+
+    total: int
+    results: int
 
 
 @dataclass(frozen=True)
@@ -114,6 +128,20 @@ def resolve(attention: Mapping[str, Any]) -> dict[str, Any]:
     """
     module, settings = read(attention)
     return {"backend": attention["backend"], **getattr(module, "resolve", asdict)(settings)}
+
+
+def saved_bytes(attention: Mapping[str, Any], q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
+    """What autograd keeps of this attention. q, k: meta tensors, see the module's `saved_bytes`."""
+    module, settings = read(attention)
+    if not hasattr(module, "saved_bytes"):
+        return saved_by_flash_attention(q, k)
+    return module.saved_bytes(settings, q, k, device=device)
+
+
+def saved_by_flash_attention(q: Tensor, k: Tensor) -> SavedBytes:
+    """q, k, v, O, and the logsumexp (B, H, N) in float32."""
+    results = q.nbytes + 4 * q[..., 0].numel()
+    return SavedBytes(total=q.nbytes + 2 * k.nbytes + results, results=results)
 
 
 def read(attention: Mapping[str, Any]) -> tuple[ModuleType, Any]:

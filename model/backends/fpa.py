@@ -20,7 +20,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.backends import AttentionFn, Backend
+from model.backends import AttentionFn, Backend, SavedBytes, saved_by_flash_attention
 from model.kernels import flash_attention_4
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,14 @@ def _say_once(message: str) -> None:
 
 def _sdpa_backend(attend: AttentionFn, kernel: str) -> Backend:
     return _backend(attend, f"scaled_dot_product_attention, {kernel}")
+
+
+def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
+    """What the backward needs. The math kernel keeps P (B, H, N, N) and all heads of q, k, v in float32."""
+    if settings.sdpa != "math":
+        return saved_by_flash_attention(q, k)
+    p = q.shape[0] * q.shape[1] * q.shape[2] ** 2
+    return SavedBytes(total=4 * (3 * q.numel() + p) + q.nbytes, results=0)
 
 
 def _backend(attend: AttentionFn, description: str) -> Backend:

@@ -5,11 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import sagebwd
-from model.backends import Backend
-from sagebwd import SageConfig
-from sagebwd.config import PRESETS
+from model.backends import Backend, SavedBytes
+from sagebwd import SageConfig, dispatch
+from sagebwd.config import PRESETS, encode
 
 CONFIG_FIELDS = {field.name for field in fields(SageConfig)}
 IMPLEMENTATIONS = {
@@ -89,6 +90,28 @@ def build(
         saved_operators=(torch.ops.sagebwd.forward.default,),
         advice=advice(config),
     )
+
+
+def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
+    """What the operator keeps. Without a GPU here, "cuda" is a Hopper GPU."""
+    config = sage_config(settings)
+    kernels = "reference" if settings.implementation == "reference" else _kernels(q, config, device)
+    scale = q.shape[-1] ** -0.5
+    saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
+    results, packed_kv = sum(x.nbytes for x in saved), saved[-1]
+    # Where K and V are packed, the backward needs neither.
+    inputs = q.nbytes + (0 if packed_kv.numel() else 2 * k.nbytes)
+    return SavedBytes(total=inputs + results, results=results)
+
+
+def _kernels(q: Tensor, config: SageConfig, device: str) -> str:
+    """The kernel set that runs on this device; "reference" if none does."""
+    gpu = None
+    if device == "cuda":
+        absent = dispatch.GPU("a Hopper GPU", dispatch.HOPPER)
+        gpu = dispatch.gpu_of(0) if torch.cuda.is_available() else absent
+    explained = dispatch.explain_call(dispatch.Call(device, gpu, q.dtype, q.shape[-1], config))
+    return "reference" if explained.kernels == "none" else explained.kernels
 
 
 def advice(config: SageConfig) -> tuple[str, ...]:

@@ -175,7 +175,7 @@ def predicted_tflops(shape: Shape, times: dict[int, float], clock_ghz: float, sm
     milliseconds = times[few] + (times[many] - times[few]) * (wanted - few) / (many - few)
     kernels = milliseconds * 1e-3 * (sms * clock_ghz) / (TARGET.sms * TARGET.clock_ghz)
     elements = shape.batch * shape.heads * shape.tokens * shape.head_dim
-    packing = packing_bytes() * elements / (PACKING_EFFICIENCY * TARGET.bandwidth * 1e9)
+    packing = packing_bytes(CONFIGS["default"][1]) * elements / (PACKING_EFFICIENCY * TARGET.bandwidth * 1e9)
     return 3.5 * shape.flops / (kernels + packing) / 1e12
 
 

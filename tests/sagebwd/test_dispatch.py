@@ -111,8 +111,8 @@ def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose
 def test_the_ampere_kernels_run_on_request_only():
     for capability in ("8.0", "8.6", "8.9", "10.0", "12.0"):
         assert dispatch.architectures()[capability].reasons["ampere"] == UNTRIED
-    paper = dispatch.architectures(SageConfig.paper())["8.9"]
-    assert "emulation" not in paper.reasons["ampere"]  # that is not what keeps them from running it
+    other_tiles = dispatch.architectures(SageConfig(block_q=32, block_kv=32))["8.9"]
+    assert "emulation" not in other_tiles.reasons["ampere"]  # that is not what keeps them from running it
 
 
 def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
@@ -265,6 +265,10 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
         choose(A100, config=SageConfig(smooth_q=True), kernels="ampere")
     with pytest.raises(NotImplementedError, match="dv is not in INT8, and tiles have 64 keys"):
         choose(A100, without_int8("dv", block_kv=64), kernels="ampere")
+    for head_dim in (8, 256):
+        assert choose(A100, head_dim=head_dim, kernels="ampere") == "ampere"
+    with pytest.raises(NotImplementedError, match="tiles of 128 x 64"):
+        choose(A100, config=SageConfig.paper(), head_dim=256, kernels="ampere")
     with pytest.raises(NotImplementedError, match="granularity is 'block'"):
         choose(A100, config=SageConfig(granularity="block"), kernels="ampere")
     message = 'kernels="hopper" cannot run: NVIDIA A100 has compute capability 8.0, not 9.0'
@@ -300,7 +304,7 @@ def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     with pytest.raises(NotImplementedError, match=message):
         choose(A100)
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
-        choose(A100, SageConfig.paper())
+        choose(A100, SageConfig(block_q=32, block_kv=32))
 
 
 def test_cpu_tensors_run_the_reference_unless_asked():

@@ -5,7 +5,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from model import backends
-from trainer.overrides import check_or_exit, known_settings, setting_names
+from trainer.overrides import check_or_exit, known_settings, setting_names, unresolved
+from trainer.run_directory import default_name
 from trainer.settings import Settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -83,3 +84,10 @@ def test_a_launcher_whose_package_is_missing_names_the_extra(monkeypatch, launch
     assert str(stopped.value) == (
         f"hydra/launcher={launcher} needs hydra-submitit-launcher: pip install -e '.[slurm]'"
     )
+
+
+def test_no_secret_gets_into_the_name_of_a_run(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "hunter2")
+    typed = OmegaConf.create(["sample_prompt=${oc.env:MY_API_KEY}"])
+    assert typed[0] == "sample_prompt=hunter2"  # what one gets by reading it
+    assert "hunter2" not in default_name(unresolved(typed))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sagebwd.config import SageConfig
 from sagebwd.kernels.ampere.shapes import backward_source, cta_shape
@@ -21,7 +22,7 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CTokenTensor
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
-from sagebwd.kernels.cuda.packing import Packer
+from sagebwd.kernels.cuda.packing import Packer, packed_head_dim
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, padded_head_dim
@@ -102,7 +103,7 @@ def _launch(
         tile: (queries, keys) of packed blocks.
         p_16bit, token_scales, macros: macros that only this kernel knows.
     """
-    head_dim = padded_head_dim(like.shape[-1])
+    head_dim = packed_head_dim(like.shape[-1])
     cta = cta_shape(name, head_dim, tile, p_16bit=p_16bit, token_scales=token_scales)
     kernel = launch.load_kernel(
         sources_for(_architecture(like.device)),
@@ -143,10 +144,12 @@ def forward(
     tile, token_scales = config.tile(q.shape[3]), config.operand_scales == "token"
     packer = _packer_for(_architecture(q.device), config.operand_scales, tile)
     launch_forward = functools.partial(_launch, tile=tile, token_scales=token_scales)
-    return cuda_forward.forward(
+    out, lse, k_mean, *others = cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward, work_tokens=128, window=window,
         scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
     )  # fmt: skip
+    # Blocks are padded to 64 channels, the operators' results to 32.
+    return out, lse, k_mean[:, : padded_head_dim(q.shape[3])].contiguous(), *others
 
 
 def backward(
@@ -170,6 +173,7 @@ def backward(
     tile = config.tile(q.shape[3])
     packer = _packer_for(_architecture(q.device), config.operand_scales, tile)
     if not packed_kv.numel():
+        k_mean = pad(k_mean, (0, packed_head_dim(k.shape[3]) - padded_head_dim(k.shape[3])))
         packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
     packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis)
     p_16bit = not config.is_int8("dv")
@@ -186,7 +190,7 @@ def backward(
     dq = Result(q, q_axis, is_zeroed=window.left >= 0)
     dk, dv = Result(k, kv_axis), Result(v, kv_axis)
     # dQ of each packed block of queries, added up block of keys by block of keys, and how many were added.
-    q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, padded_head_dim(q.shape[3])
+    q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, packed_head_dim(q.shape[3])
     dq_sums = q.new_empty((q_blocks, tile[0] * head_dim), dtype=torch.float32)
     turns = q.new_zeros(q_blocks + 1, dtype=torch.int32)
     axes = CAxes.of(

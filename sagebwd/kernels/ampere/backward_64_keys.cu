@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_half(const TokenTensor& x, const float (&v
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel(const Arguments a, const Window window) {
-    extern __shared__ __align__(1024) u8 shared[];
+    extern __shared__ __align__(256) u8 shared[];  // no more, because static variables take as much
     __shared__ KeyTile work;
     if (!take_work_tile<HALF_BLOCKS>(a.axes, window, work)) return;
     const u32 base = shared_address(shared);

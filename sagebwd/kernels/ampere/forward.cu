@@ -28,12 +28,17 @@ static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
 constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);
 
 // Shared memory: two stages, each a packed block of keys. V is by columns in INT8 or, if P is in 16 bits, as it is. At
-// first the second stage holds the queries, at the end the stages are staging for the epilogue.
+// first the second stage may hold the queries, at the end the stages are staging for the epilogue.
 constexpr int KV_BYTES = P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES;
 constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
-constexpr int STAGE_BYTES = align_up(KV_BYTES, 128), QUERY_BYTES = align_up(PACKED_Q_BYTES, 128);
-constexpr int SHARED_BYTES = 2 * STAGE_BYTES > HALVES * STAGING_BYTES ? 2 * STAGE_BYTES : HALVES * STAGING_BYTES;
-static_assert(BLOCKS * QUERY_BYTES <= STAGE_BYTES);
+constexpr int ALIGNED = D > 128 ? D : 128;  // see left_address
+constexpr int QUERY_BYTES = align_up(PACKED_Q_BYTES, ALIGNED), QUERIES_BYTES = BLOCKS * QUERY_BYTES;
+constexpr int STAGE_BYTES = align_up(KV_BYTES, ALIGNED);
+// Of 256 channels, Q would take too many registers. It stays in shared memory if there is room beside 16-bit V.
+constexpr bool Q_IN_REGISTERS = D <= 128 || P_IS_16BIT;
+constexpr int QUERIES = Q_IN_REGISTERS ? STAGE_BYTES : 2 * STAGE_BYTES;  // where they are at first, or all the time
+constexpr int OPERAND_BYTES = Q_IN_REGISTERS ? 2 * STAGE_BYTES : QUERIES + QUERIES_BYTES;
+constexpr int SHARED_BYTES = OPERAND_BYTES > HALVES * STAGING_BYTES ? OPERAND_BYTES : HALVES * STAGING_BYTES;
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
 struct Arguments {
@@ -52,6 +57,20 @@ struct State {
     float o[D / 2], l[2], m[2];
     float l_rounded[4];  // sums of rounded P over a whole row: [0] and [1] of row lane / 4, [2] and [3] of row + 8
 };
+
+// Q of a warp's 16 queries: in registers, or in shared memory from `row` of `tile` on.
+struct Queries {
+    u32 values[D / 8], tile;
+    int row;
+};
+
+// S of a tile of keys.
+__device__ __forceinline__ void multiply_keys(int (&s)[BLOCK_KV / 2], const Queries& q, u32 keys) {
+    if constexpr (Q_IN_REGISTERS)
+        contract_channels<BLOCK_KV>(s, q.values, keys);
+    else
+        contract_channels<BLOCK_KV>(s, q.tile, q.row, keys);
+}
 
 // Raises the running maximum to that of another tile. `share` is the factor for P that was computed with the tile's own
 // maximum, which is -infinity where the tile hides all its keys.
@@ -122,13 +141,13 @@ __device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WOR
 
 // As add_tile, where each key and each value has a scale of its own. `q_factor`: from a row of S times a scale of K to logits.
 // P is multiplied by the scales of V before it is rounded, so that its row needs a maximum of its own.
-__device__ __forceinline__ void add_tile_of_token_scales(State& state, const u32 (&q)[D / 8], const float (&q_factor)[2],
+__device__ __forceinline__ void add_tile_of_token_scales(State& state, const Queries& q, const float (&q_factor)[2],
                                                          const u8* scales, u32 stage, bool is_cut, int keys, int query,
                                                          const Window& window) {
     const float2 *k_scales = reinterpret_cast<const float2*>(scales) + threadIdx.x % 4, *v_scales = k_scales + BLOCK_KV / 2;
     int s[BLOCK_KV / 2];
     float x[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2];
-    contract_channels<BLOCK_KV>(s, q, stage);
+    multiply_keys(s, q, stage);
     if (is_cut) mask(s, keys, query);
     if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
 #pragma unroll
@@ -167,10 +186,10 @@ __device__ __forceinline__ void add_tile_of_token_scales(State& state, const u32
 
 // One tile of keys for the 16 queries of this warp. `keys` and `query`: the number of keys left, and this thread's first
 // query, counted from the tile's first key.
-__device__ __forceinline__ void add_tile(State& state, const u32 (&q)[D / 8], float factor, float v_scale, u32 stage,
+__device__ __forceinline__ void add_tile(State& state, const Queries& q, float factor, float v_scale, u32 stage,
                                          bool is_cut, int keys, int query, const Window& window) {
     int s[BLOCK_KV / 2], largest[2] = {MASKED, MASKED};
-    contract_channels<BLOCK_KV>(s, q, stage);
+    multiply_keys(s, q, stage);
     if (is_cut) mask(s, keys, query);
     if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
 #pragma unroll
@@ -223,17 +242,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     };
 
     for (int i = 0; i < work.q_blocks; ++i)
-        copy_block<THREADS>(base + STAGE_BYTES + i * QUERY_BYTES, a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES,
+        copy_block<THREADS>(base + QUERIES + i * QUERY_BYTES, a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES,
                             PACKED_Q_BYTES);
     if (begin < work.kv_tiles) copy_keys(begin);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
-    u32 q[D / 8];
-    const u32 queries = left_address<D>(base + STAGE_BYTES + block * QUERY_BYTES);
+    Queries q;
+    q.tile = base + QUERIES + block * QUERY_BYTES;
+    q.row = warp % BLOCK_WARPS * 16;
+    if constexpr (Q_IN_REGISTERS) {
+        const u32 queries = left_address<D>(q.tile);
 #pragma unroll
-    for (int step = 0; step < D / STEP; ++step) load_left<D>(q + 4 * step, queries, warp % BLOCK_WARPS * 16, step * STEP);
-    const float* q_scales = reinterpret_cast<const float*>(shared + STAGE_BYTES + block * QUERY_BYTES + Q_TILE);
+        for (int step = 0; step < D / STEP; ++step) load_left<D>(q.values + 4 * step, queries, q.row, step * STEP);
+    }
+    const float* q_scales = reinterpret_cast<const float*>(shared + QUERIES + block * QUERY_BYTES + Q_TILE);
     float q_scale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) q_scale[r] = q_scales[HAS_TOKEN_SCALES ? lane_row + 8 * r : 0];

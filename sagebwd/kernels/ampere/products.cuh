@@ -1,6 +1,6 @@
 // Operands of mma.sync, from tiles in shared memory that packing.cu swizzled; see int8.cuh for how results lie in registers.
 //
-// All rows of a tile are contiguous along the contraction, 64 or 128 bytes each. One load brings 16 rows by 32 bytes of a
+// All rows of a tile are contiguous along the contraction, 64, 128 or 256 bytes each. One load brings 16 rows by 32 bytes of a
 // left operand, or 8 rows by 64 bytes of a right one: 32 bytes are one step, of 32 INT8 or 16 16-bit values.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 constexpr int STEP = 32;  // bytes
 
-// Where this lane begins to read. A tile is aligned to 128 bytes, so adding rows, and an XOR with bytes, leads to the rest.
+// Where this lane begins to read. A tile is aligned to its rows, at least 128 bytes, so adding rows, and an XOR with bytes, leads to the rest.
 template <int ROW_BYTES>
 __device__ __forceinline__ u32 left_address(u32 tile) {
     const int lane = threadIdx.x % 32;
@@ -55,6 +55,28 @@ __device__ __forceinline__ void contract_channels(int (&sum)[COLUMNS / 2], const
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[4 * j + i] = x[i];
+    }
+}
+
+// The same with 16 rows, from `row` on, of a tile at `left` in shared memory.
+template <int COLUMNS>
+__device__ __forceinline__ void contract_channels(int (&sum)[COLUMNS / 2], u32 left, int row, u32 tile) {
+    const u32 left_from = left_address<D>(left), right_from = right_address<D>(tile);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i) sum[i] = 0;
+#pragma unroll 1
+    for (int byte = 0; byte < D; byte += 2 * STEP) {
+        u32 a[8];
+        load_left<D>(a, left_from, row, byte);
+        load_left<D>(a + 4, left_from, row, byte + STEP);
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; ++j) {
+            u32 b[4];
+            int(&x)[4] = *reinterpret_cast<int(*)[4]>(sum + 4 * j);
+            load_right<D>(b, right_from, 8 * j, byte);
+            mma_int8(x, a, b);
+            mma_int8(x, a + 4, b + 2);
+        }
     }
 }
 

@@ -39,16 +39,20 @@ def cta_shape(
         p_16bit, token_scales: the macros of these names.
     """
     if source == "forward":
-        return CTAShape(128, THREADS, _forward_bytes(head_dim, tile[1], p_16bit, token_scales))
+        return CTAShape(128, THREADS, _forward_bytes(head_dim, tile, p_16bit, token_scales))
     shared_bytes = _backward_bytes if source == "backward" else _backward_64_keys_bytes
     return CTAShape(tile[1], THREADS, shared_bytes(head_dim, tile, p_16bit, token_scales))
 
 
-def _forward_bytes(head_dim: int, block_kv: int, p_16bit: bool, token_scales: bool) -> int:
-    """Two stages, or staging of two times 64 rows."""
+def _forward_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool) -> int:
+    """Two stages, and the queries if they do not go to registers; or staging of two times 64 rows."""
+    block_q, block_kv = tile
+    alignment = max(head_dim, 128)
+    queries = _align(block_q * head_dim + scale_bytes(1, block_q, token_scales), alignment) * 128 // block_q
     scales = scale_bytes(1 if p_16bit else 2, block_kv, token_scales)
-    stage = _align((3 if p_16bit else 2) * block_kv * head_dim + scales, 128)
-    return max(2 * stage, 2 * 64 * (2 * head_dim + 16))
+    stage = _align((3 if p_16bit else 2) * block_kv * head_dim + scales, alignment)
+    operands = 2 * stage if head_dim <= 128 or p_16bit else 2 * stage + queries
+    return max(operands, 2 * 64 * (2 * head_dim + 16))
 
 
 def _backward_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool) -> int:

@@ -32,6 +32,11 @@ TAIL = 16
 VALUES_PER_THREAD = 32
 
 
+def packed_head_dim(d: int) -> int:
+    """Channels of packed blocks: 64, 128 or 256."""
+    return max(64, padded_head_dim(d))
+
+
 def packed_kv_shape(
     k: Tensor, blocks: int, token_scales: bool = False, block_kv: int = TILE[1]
 ) -> tuple[int, int]:
@@ -44,7 +49,7 @@ def packed_kv_shape(
         block_kv: keys of a packed block.
     """
     tail = scale_bytes(1, block_kv, token_scales)
-    return k.shape[0] * k.shape[1] * blocks, block_kv * 3 * padded_head_dim(k.shape[3]) + tail
+    return k.shape[0] * k.shape[1] * blocks, block_kv * 3 * packed_head_dim(k.shape[3]) + tail
 
 
 def scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
@@ -74,7 +79,7 @@ class Packer:
 
         Zero past the head size, and for a document without tokens.
         """
-        sums = _allocate(x, axis, padded_head_dim(x.shape[3]), torch.float32)
+        sums = _allocate(x, axis, packed_head_dim(x.shape[3]), torch.float32)
         mean = sums.new_empty((x.shape[0] * x.shape[1] * axis.documents, sums.shape[1]))
         arguments = _CAxis.of(x, axis)
         self._launch("token_sum", x, self._block_kv, len(sums), _CSource.of(x), sums, arguments)
@@ -84,7 +89,7 @@ class Packer:
     def pack_q(self, q: Tensor, axis: Axis) -> Tensor:
         """Q for the forward: Q by rows; tail: its scale."""
         packed = _allocate(
-            q, axis, self._block_q * padded_head_dim(q.shape[3]) + self._scale_bytes(1, self._block_q)
+            q, axis, self._block_q * packed_head_dim(q.shape[3]) + self._scale_bytes(1, self._block_q)
         )
         self._launch("pack_q", q, self._block_q, len(packed), _CSource.of(q), packed, _CAxis.of(q, axis))
         return packed
@@ -107,7 +112,7 @@ class Packer:
             k_mean, v_mean: what to subtract from K and from V, see :meth:`token_mean`; None: nothing.
         """
         packed = _allocate(
-            k, axis, self._block_kv * 2 * padded_head_dim(k.shape[3]) + self._scale_bytes(2, self._block_kv)
+            k, axis, self._block_kv * 2 * packed_head_dim(k.shape[3]) + self._scale_bytes(2, self._block_kv)
         )
         packed_kv = None
         if pack_kv_for_backward:
@@ -136,7 +141,7 @@ class Packer:
         Args:
             k: only its shape and dtype are used.
         """
-        columns = _allocate(k, axis, self._block_kv * padded_head_dim(k.shape[3]))
+        columns = _allocate(k, axis, self._block_kv * packed_head_dim(k.shape[3]))
         self._launch(
             "pack_k_columns", k, self._block_kv, len(packed_kv), packed_kv, columns, _CAxis.of(k, axis)
         )
@@ -163,7 +168,7 @@ class Packer:
             out_residual: the rounding error of ``out``, which is added to it for δ.
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
         """
-        d_pad = padded_head_dim(q.shape[3])
+        d_pad = packed_head_dim(q.shape[3])
         rows = _allocate(q, axis, self._block_q * (3 * d_pad + 8) + self._scale_bytes(2, self._block_q))
         columns = _allocate(q, axis, self._block_q * (1 if p_16bit else 2) * d_pad)
         tensors = (q, grad_out, out, out if out_residual is None else out_residual)
@@ -188,7 +193,7 @@ class Packer:
         **defines: bool,
     ) -> None:
         """Launch a kernel of packing.cu on ``grid`` CTAs of ``tokens`` tokens each."""
-        head_dim = padded_head_dim(like.shape[3])
+        head_dim = packed_head_dim(like.shape[3])
         kernel = launch.load_kernel(
             self._sources,
             "packing",

@@ -14,7 +14,7 @@ from torch import Tensor
 from sagebwd.config import SageConfig
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CTokenTensor
-from sagebwd.kernels.cuda.packing import BLOCK_Q
+from sagebwd.kernels.cuda.packing import TILE
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.hopper import attention as hopper
@@ -83,7 +83,7 @@ def backward(
     dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
     # dQ of each packed block of queries, added up work tile by work tile, and how many were added.
     q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, padded_head_dim(q.shape[3])
-    dq_sums = q.new_empty((q_blocks, BLOCK_Q * head_dim), dtype=torch.float32)
+    dq_sums = q.new_empty((q_blocks, TILE[0] * head_dim), dtype=torch.float32)
     turns = q.new_zeros(q_blocks + 1, dtype=torch.int32)
     axes = CAxes.of(
         k, q_axis, kv_axis, work_axis=kv_axis.with_block(WORK_KEYS), group=q.shape[1] // k.shape[1],

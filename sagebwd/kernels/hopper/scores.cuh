@@ -132,9 +132,10 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
             const float x = __int2float_rn(s[i]);
             p[i] = exp2_fast(FAST ? fmaf(x, tile.factor, pick(c, i % 2))
                                   : __fadd_rn(__fmul_rn(x, tile.factor), pick(c, i % 2)));
-            if (!FAST && (key + 8 * r >= tile.keys ||
-                          (IS_CAUSAL && key + 8 * r + ROWS * tile.blocks_ahead > query + 8 * j + i % 2)))
-                p[i] = 0.0f;
+            if (!FAST) {  // without a branch
+                const int visible = query + 8 * j + i % 2 - ROWS * tile.blocks_ahead + 1;
+                p[i] = key + 8 * r < (IS_CAUSAL ? min(visible, tile.keys) : tile.keys) ? p[i] : 0.0f;
+            }
             ds[i] = p[i] * (__int_as_float(dp[i]) + pick(d, i % 2));
             ds_largest[i % 4] = nan_max_abs(ds_largest[i % 4], ds[i]);
         }

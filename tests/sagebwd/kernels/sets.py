@@ -374,6 +374,8 @@ AMPERE = replace(
     backward_kernels=("backward_kernel",),
     gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=_without_ampere,
+    all_head_dims=(8, 32, *HOPPER.all_head_dims),
+    any_head_dims=st.integers(1, 16).map(lambda n: 8 * n),
     variants={
         **HOPPER.variants,
         "strictly_causal": SageConfig.strictly_causal(),

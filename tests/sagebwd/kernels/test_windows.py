@@ -52,6 +52,7 @@ def shapes_and_configs(kernel_set):
     return [
         pytest.param(*case, CONFIGS[name], head_dim, id=f"{name}-{'-'.join(map(str, case))}-{head_dim}")
         for *case, name, head_dim in (few + more if kernel_set.is_gpu else few)
+        if kernel_set.runs(CONFIGS[name], head_dim, is_windowed=True)
     ]
 
 
@@ -66,7 +67,8 @@ def test_windows(check, sample, n_q, n_kv, window_size, config, head_dim):
 
 
 def packs_and_configs(kernel_set):
-    names = CONFIGS if kernel_set.is_gpu else ("default", "smooth_q, smooth_v")
+    on_gpu = kernel_set.those_it_runs(CONFIGS)
+    names = on_gpu if kernel_set.is_gpu else ("default", "smooth_q, smooth_v")
     packs = kernel_set.packs if kernel_set.is_gpu else ("other keys", "keys or queries missing")
     cases = product(packs, names) if kernel_set.is_gpu else zip(packs, names, strict=True)
     return [pytest.param(pack, CONFIGS[name], id=f"{pack}-{name}") for pack, name in cases]
@@ -82,7 +84,12 @@ def test_each_document_has_a_window_of_its_own(kernels, alone, sample, kernel_se
     assert_bit_equal(packed, alone(inputs, rows, columns or rows, **settings))
 
 
-@over("config", lambda kernel_set: named(CONFIGS if kernel_set.is_gpu else {"default": SageConfig()}))
+@over(
+    "config",
+    lambda kernel_set: named(
+        kernel_set.those_it_runs(CONFIGS) if kernel_set.is_gpu else {"default": SageConfig()}
+    ),
+)
 def test_a_window_that_hides_nothing_changes_no_bit(kernels, sample, kernel_set, config):
     inputs = sample(*kernel_set.short)
     n_q, n_kv = kernel_set.short

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from itertools import product
 
 import pytest
 
+from sagebwd import SageConfig
 from sagebwd.kernels.cuda.compile import why_no_compiler
-from sagebwd.kernels.cuda.packing import BLOCK_KV
 from scripts.bench import predict, sass
+from scripts.bench.attention_peers import CONFIGS
 from scripts.bench.gpu_rates import GPUS, cycles_of
 from scripts.bench.sass_loops import Program
 
@@ -140,27 +142,28 @@ def test_without_a_disassembler_the_message_says_what_to_install(monkeypatch):
 def test_the_kernels_have_the_products_and_copies_that_a_tile_needs(tmp_path, capsys):
     """Of all warps; copies of 16 bytes by 256 threads, of which the last may be partly idle."""
     counted = {}
-    for source in predict.TILES:
-        program = Program(predict.machine_code(source, 64, "causal", "sm_89"), f"{source}_kernel")
-        counted[source] = program.per_iteration()
+    for which in predict.PASSES:
+        text = predict.machine_code(which, "default", 64, "causal", "sm_89")
+        counted[which] = Program(text, f"{which}_kernel").per_iteration()
     # The products of a tile by hand: (rows, columns, depth) of each, in steps of 16 x 8 results.
     int8 = {
         "forward": [(128, 128, 64), (128, 64, 128)],
         "backward": [(128, 64, 64), (128, 64, 64), (128, 64, 64), (64, 64, 128)],
     }
-    for source, products in int8.items():
+    for which, products in int8.items():
         needed = sum(rows // 16 * (columns // 8) * (depth // 32) for rows, columns, depth in products)
-        assert predict.products_needed(source, 64)["IMMA"] == needed
-        assert 8 * counted[source]["IMMA.16832.S8.S8"] == needed
+        assert predict.products_needed(which, 64, SageConfig())["IMMA"] == needed
+        assert 8 * counted[which]["IMMA.16832.S8.S8"] == needed
     needed = 128 // 16 * (64 // 8) * (64 // 16)  # dP
     assert 8 * counted["backward"]["HMMA.16816.F32.BF16"] == needed
-    copied = {"forward": [2 * BLOCK_KV * 64 + 16], "backward": [64 * (3 * 64 + 8) + 16, 64 * 2 * 64]}
-    for source, blocks in copied.items():
-        assert counted[source]["LDGSTS.E.BYPASS.128"] == sum(-(-size // (256 * 16)) for size in blocks)
+    copied = {"forward": [2 * 128 * 64 + 16], "backward": [64 * (3 * 64 + 8) + 16, 64 * 2 * 64]}
+    for which, blocks in copied.items():
+        assert counted[which]["LDGSTS.E.BYPASS.128"] == sum(-(-size // (256 * 16)) for size in blocks)
     assert counted["backward"]["LDG.E.128.STRONG.GPU"] * 256 * 16 == 64 * 64 * 4  # dQ so far
 
     out = tmp_path / "predicted"
-    predict.main(["--gpus", "RTX 4090", "--head-dims", "64", "--masks", "causal", "--out", str(out)])
+    options = ["--gpus", "RTX 4090", "--head-dims", "64", "--masks", "causal", "--presets", "default"]
+    predict.main([*options, "--out", str(out)])
     assert "Predictions, not measurements" in capsys.readouterr().out
     result = json.loads(out.with_suffix(".json").read_text())
     assert [row["kernel"] for row in result["kernels"]] == ["forward", "backward"]
@@ -177,11 +180,24 @@ def test_the_kernels_have_the_products_and_copies_that_a_tile_needs(tmp_path, ca
 @pytest.mark.parametrize("tokens", [1, 64, 128, 129, 1000])
 def test_tiles_are_those_with_a_visible_pair(tokens, is_causal):
     """By trying all pairs of blocks."""
-    for source, (queries, keys) in predict.TILES.items():
+    for which, (queries, keys) in product(predict.PASSES, [(128, 128), (64, 128), (128, 64)]):
         blocks = [(i, j) for i in range(0, tokens, queries) for j in range(0, tokens, keys)]
         seen = [(i, j) for i, j in blocks if not is_causal or min(i + queries, tokens) > j]
-        ctas = len({(i if source == "forward" else j) for i, j in blocks})
-        assert predict.work_of(source, tokens, is_causal) == (len(seen), ctas)
+        ctas = len({(i if which == "forward" else j) for i, j in blocks})
+        assert predict.work_of(which, (queries, keys), tokens, is_causal) == (len(seen), ctas)
+
+
+def test_a_setting_has_its_products_and_bytes():
+    """paper(): tiles of 128 x 64. 16-bit P: O and dV are no INT8 products, and V and dO are not quantized."""
+    paper, p_16bit = CONFIGS["paper"][1], CONFIGS["16-bit-p"][1]
+    assert predict.tile_of("forward", 64, paper) == predict.tile_of("backward", 128, paper) == (128, 64)
+    one = 128 // 16 * (64 // 8) * 128  # rows, columns, depth of S at D 128
+    assert predict.products_needed("backward", 128, paper) == {"IMMA": 4 * one // 32, "HMMA": one // 16}
+    assert predict.products_needed("forward", 128, p_16bit) == {"IMMA": 2 * one // 32, "HMMA": 2 * one // 16}
+    assert predict.products_needed("backward", 64, p_16bit) == {"IMMA": 3 * one // 2 // 32, "HMMA": one // 16}
+    # Bytes read and written by each packing kernel: mean of K; Q; K and V; K by columns; Q, dO and O.
+    assert predict.packing_bytes(SageConfig()) == 2 + 3 + (4 + 2 + 3) + 2 + (6 + 3 + 2)
+    assert predict.packing_bytes(p_16bit) == 2 + 3 + (4 + 3) + 2 + (6 + 3 + 1)
 
 
 def test_published_peaks_are_the_rates():

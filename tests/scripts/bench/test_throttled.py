@@ -7,6 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 
+from sagebwd import SageConfig
 from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.cuda.compile import why_no_compiler
 from scripts.bench import predict, throttled
@@ -19,12 +20,12 @@ def test_every_product_is_done_so_often():
     """The backward has INT8 and 16-bit products. Nothing of it is left behind."""
     before = ampere.sources_for
     with throttled.throttled(2):
-        text = predict.machine_code.__wrapped__("backward", 64, "full", "sm_90")
+        text = predict.machine_code.__wrapped__("backward", "default", 64, "full", "sm_90")
         folder = ampere.sources_for("sm_90").folders[0]
     assert ampere.sources_for is before
     assert not folder.exists()
     found = predict.products_found(Program(text, "backward_kernel").per_iteration(), warps=8)
-    needed = predict.products_needed("backward", 64)
+    needed = predict.products_needed("backward", 64, SageConfig())
     assert found == {"IMMA": 2 * needed["IMMA"], "HMMA": 4 * needed["HMMA"]}
 
 

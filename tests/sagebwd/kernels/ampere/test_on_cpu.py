@@ -83,6 +83,9 @@ CASES = {
     "strictly causal": (SageConfig.strictly_causal(), 64, True, None),
     "paper, packed": (SageConfig.paper(), 64, True, [1, 64, 65, 0, 130, 2]),
     "paper": (SageConfig.paper(), 96, False, None),
+    "low_bias, few channels": (SageConfig.low_bias(), 24, True, [70, 65]),
+    "strictly causal, many channels": (SageConfig.strictly_causal(), 256, True, [67, 65]),
+    "default, many channels": (DEFAULT_CONFIG, 136, False, [65, 70]),
     "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 128, False, None),
 }
 

@@ -29,10 +29,14 @@ MACROS = {
     ("forward", (128, 64)): ((), ("IS_WINDOWED",)),
     ("backward", (64, 128)): ((), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",)),
     ("backward_64_keys", (128, 64)): (("SCALES_OF_TILES",), ("SCALES_OF_TILES", "IS_WINDOWED"), ()),
+    ("forward", (64, 64)): ((), ("TOKEN_SCALES",)),
     ("backward_64_keys", (64, 64)): ((), ("TOKEN_SCALES",)),
 }  # fmt: skip
 #: Bytes that ptxas may spill, by source and padded head size.
-SPILLED_BYTES = {("forward", 64): 112, ("forward", 128): 96, ("backward", 64): 16, ("backward", 128): 288}
+SPILLED_BYTES = {
+    ("forward", 64): 112, ("forward", 128): 96, ("forward", 256): 352,
+    ("backward", 64): 16, ("backward", 128): 288, ("backward_64_keys", 256): 256,
+}  # fmt: skip
 #: Every source, tile, head size and architecture occurs in the quick ones.
 QUICK = {
     ("forward", (64, 128), 64, "sm_120", ()),
@@ -45,12 +49,15 @@ QUICK = {
     ("backward", (64, 128), 64, "sm_86", ("IS_WINDOWED",)),
     ("backward_64_keys", (128, 64), 128, "sm_89", ("SCALES_OF_TILES",)),
     ("backward_64_keys", (64, 64), 64, "sm_120", ("TOKEN_SCALES",)),
+    ("backward_64_keys", (64, 64), 256, "sm_86", ("TOKEN_SCALES",)),
+    ("forward", (64, 64), 256, "sm_89", ("TOKEN_SCALES",)),
 }
 
 
 def variants():
     for (source, tile), sets_of_macros in MACROS.items():
-        for variant in product((64, 128), ARCHITECTURES, sets_of_macros):
+        head_dims = (64, 128, 256) if tile == (64, 64) else (64, 128)
+        for variant in product(head_dims, ARCHITECTURES, sets_of_macros):
             marks = () if (source, tile, *variant) in QUICK else pytest.mark.gpu
             yield pytest.param(source, tile, *variant, marks=marks)
 
@@ -96,9 +103,9 @@ def defines_of(cta, head_dim, tile, macros):
 def shapes():
     """(source, head size, tile, macros) with shared memory of their own."""
     for source, tile in MACROS:
-        for head_dim in (64, 128):
+        for head_dim in (64, 128, 256) if tile == (64, 64) else (64, 128):
             for macros in ((), ("P_16BIT",), ("TOKEN_SCALES",)):
-                if source != "backward_64_keys" or macros != ("P_16BIT",):
+                if macros != ("P_16BIT",) or source != "backward_64_keys":
                     yield source, head_dim, tile, macros
 
 

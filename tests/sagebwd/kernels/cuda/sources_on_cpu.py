@@ -15,7 +15,7 @@ from sagebwd.kernels.cuda.compile import Sources
 #: Headers that stand in for those of the same name in sagebwd/kernels/cuda.
 ON_CPU = Path(__file__).parent / "on_cpu"
 FLAGS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC"]
-DYNAMIC_SHARED = "extern __shared__ __align__(1024) u8 shared[];"  # of a size that the launch gives
+DYNAMIC_SHARED = r"extern __shared__ __align__\(\d+\) u8 shared\[\];"  # of a size that the launch gives
 
 
 def has_compiler() -> bool:
@@ -30,7 +30,7 @@ def gather(folder: Path, sources: Sources, *stand_ins: Path) -> None:
     for origin in (*reversed(sources.folders), ON_CPU, *stand_ins):
         for path in origin.glob("*.cu*"):
             text = path.read_text(encoding="utf-8")
-            (folder / path.name).write_text(text.replace(DYNAMIC_SHARED, "u8* shared = shared_memory;"))
+            (folder / path.name).write_text(re.sub(DYNAMIC_SHARED, "u8* shared = shared_memory;", text))
 
 
 def load(folder: Path, source: str, name: str, shared_bytes: int, defines: dict[str, int]) -> SimpleNamespace:

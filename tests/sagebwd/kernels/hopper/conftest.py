@@ -37,20 +37,27 @@ def emulated(folder, monkeypatch, poisoned_memory):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
 
 
+#: (whether threads run in the reverse order, the first that runs only when no other can, and how many)
+AS_THEY_COME = (False, 0, 0)
+ORDERS = ((True, 0, 0), *((False, 128 * warpgroup, 128) for warpgroup in range(4)), (False, 416, 32))
+
+
 @pytest.fixture
-def in_both_orders(folder):
-    """in_both_orders(function): its results, which must be the same in whatever order threads run."""
+def in_all_orders(folder):
+    """in_all_orders(function): its results, which must be the same in whatever order threads run."""
 
-    def set_order(reverse):
-        for library in folder.glob("*.so"):
-            ctypes.CDLL(str(library)).set_reverse_order(ctypes.c_bool(reverse))
+    def set_order(reverse, first, count):
+        for library in map(ctypes.CDLL, map(str, folder.glob("*.so"))):
+            library.set_reverse_order(ctypes.c_bool(reverse))
+            library.starve(first, count)
 
-    def in_both_orders(function):
+    def in_all_orders(function):
         found = function()
-        set_order(True)
-        for x, y in zip(found, function(), strict=True):
-            assert torch.equal(x.nan_to_num(777.0), y.nan_to_num(777.0))
+        for order in ORDERS:
+            set_order(*order)
+            for x, y in zip(found, function(), strict=True):
+                assert torch.equal(x.nan_to_num(777.0), y.nan_to_num(777.0)), order
         return found
 
-    yield in_both_orders
-    set_order(False)
+    yield in_all_orders
+    set_order(*AS_THEY_COME)

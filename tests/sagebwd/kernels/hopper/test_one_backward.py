@@ -65,21 +65,26 @@ CASES = {
 
 
 @pytest.mark.parametrize(("config", "head_dim", "is_causal", "documents"), CASES.values(), ids=CASES.keys())
-def test_it_computes_what_the_reference_does(
-    backward, in_both_orders, draw, config, head_dim, is_causal, documents
-):
+def test_it_computes_what_the_reference_does(backward, draw, config, head_dim, is_causal, documents):
     """dQ in 16 bit takes K in INT8, which the reference does not."""
     boundaries = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     inputs = draw(sum(documents), batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
     packed = boundaries if len(documents) > 1 else None
     settings = {"is_causal": is_causal, "config": config}
-    found = in_both_orders(lambda: backward(*inputs, boundaries=packed, **settings))
+    found = backward(*inputs, boundaries=packed, **settings)
     wanted = reference.attention(*inputs, **settings, cu_seqlens=packed, enable_gqa=True)
     for name, x in zip(GRADIENTS, found, strict=True):
         expected = getattr(wanted, name)
         if name == "dq" and not config.is_int8("dq"):
             expected = dq_in_16_bit(wanted.ds, inputs[1], head_dim**-0.5, boundaries.tolist())
         assert relative_l2(x, expected) < 4e-3, name
+
+
+@pytest.mark.parametrize(("config", "head_dim"), [(DEFAULT_CONFIG, 64), (without_int8("dq"), 128)])
+def test_the_order_in_which_threads_run_changes_nothing(backward, in_all_orders, draw, config, head_dim):
+    """Each warpgroup late: whoever waits too little for it, or gives it back too early, shows."""
+    inputs = draw(190, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    in_all_orders(lambda: backward(*inputs, is_causal=True, config=config))
 
 
 @pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65)])

@@ -1,7 +1,8 @@
 // Threads of a CTA as fibers of one CPU thread: each runs until it waits for others. So nothing depends on the CPU's
 // scheduler, and a kernel that hangs is noticed at once.
 //
-// The order in which fibers run is free. reverse_order turns it round: a kernel that lacks a barrier then gives another result.
+// The order in which fibers run is free. reverse_order turns it round, starve lets some run only when no other can: a kernel that
+// lacks a barrier then gives another result.
 #pragma once
 
 #include <setjmp.h>
@@ -29,6 +30,8 @@ static void (*run_kernel)(const void*);
 static const void* kernel_of_fibers;
 static bool reverse_order = false;
 extern "C" void set_reverse_order(bool reverse) { reverse_order = reverse; }
+static unsigned first_starved = 0, starved = 0;
+extern "C" void starve(unsigned first, unsigned count) { first_starved = first, starved = count; }
 
 // Lets the others run. The scheduler comes back when `is_waiting` is false.
 inline void switch_to_others() {
@@ -46,7 +49,7 @@ static unsigned idle_rounds = 0;  // how often all fibers ran, and those in wait
 template <class Condition>
 inline void wait_until(Condition condition) {
     while (!condition()) {
-        if (idle_rounds > 2) give_up("it hangs");
+        if (idle_rounds > 4) give_up("it hangs");
         switch_to_others();
     }
     idle_rounds = 0;
@@ -112,6 +115,7 @@ inline void run_fibers(unsigned count, unsigned* index, const Kernel& kernel) {
             if (next.is_waiting) continue;
             anyone_ran = true;
             *fiber = &next - fibers;
+            if (*fiber - first_starved < starved && idle_rounds < 3) continue;
             if (_setjmp(scheduler)) continue;
             if (next.is_started) _longjmp(next.state, 1);
             next.is_started = true;

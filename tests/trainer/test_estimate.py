@@ -1,0 +1,153 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.llama import Llama
+from trainer import estimate, machine
+from trainer.errors import TrainingError
+from trainer.estimate import MARGIN, Memory, check_memory, memory_parts, refusal
+from trainer.loop import train
+from trainer.optimizer import build_optimizer
+
+RESULTS = Path(__file__).parents[2] / "results"
+NO_PROBE = "probe.every=0"
+
+
+def rows(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+
+
+def allocated(settings, ranks):
+    """What PyTorch's allocator would count, in GiB."""
+    parts = memory_parts(settings, ranks)
+    return sum(size for name, size in parts.items() if not name.startswith("CUDA")) / 2**30
+
+
+ATTENTIONS = {"fpa-cudnn": "fpa", "sagebwd": "sagebwd", "sagebwd-consistent": "sagebwd_consistent"}
+
+
+def measured_steps():
+    for name in ("bench_training", "bench_training_24gb"):
+        for row in rows(name):
+            if row["contestant"] in ATTENTIONS and row["peak_memory_gib"]:
+                context, sequences = row["context"], row["micro_batch"]
+                yield pytest.param(
+                    row["peak_memory_gib"],
+                    [
+                        f"attention={ATTENTIONS[row['contestant']]}",
+                        f"context={context}",
+                        f"model.max_context={context}",
+                        f"hardware.micro_batch={sequences}",
+                        f"tps.tokens_per_step={4 * context * sequences}",
+                    ],
+                    id=f"{row['contestant']}-{context}-{sequences}",
+                )
+
+
+@pytest.mark.parametrize(("measured", "overrides"), [*measured_steps()])
+def test_memory_of_steps_measured_on_an_h200(compose_settings, measured, overrides):
+    assert allocated(compose_settings(NO_PROBE, *overrides), 1) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("row", rows("bench_gpus"), ids=lambda row: f"{row['devices']}-{row['parallel']}")
+def test_memory_of_runs_measured_on_several_h200s(compose_settings, row):
+    parallel = row["parallel"].replace("none", "auto")
+    settings = compose_settings(f"hardware.parallel={parallel}")
+    assert allocated(settings, row["devices"]) == pytest.approx(row["peak_memory_gib"], rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_weights_gradients_and_moments_to_the_byte(compose_settings, name):
+    # Of one sequence, four times a step: gradients are there when the last one runs.
+    settings = compose_settings("experiment=debug", "hardware.micro_batch=1", f"optimizer={name}")
+    llama = Llama(settings.model, F.scaled_dot_product_attention)
+    optimizer = build_optimizer(llama, settings.optimizer)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    llama(tokens, tokens).backward()
+    optimizer.step()
+    weights, gradients = (
+        sum(x.nbytes for x in of) for of in (llama.parameters(), (p.grad for p in llama.parameters()))
+    )
+    states = (x for state in optimizer.state.values() for x in state.values())
+    moments = sum(x.nbytes for x in states if x.dim() > 0)  # a step count is a scalar
+    parts = memory_parts(settings, 1)
+    counted = (parts["weights"], parts["gradients"], parts["the optimizer's moments"])
+    assert counted == (weights, gradients, moments)
+    assert parts["copy for checkpoints in the background"] == weights + moments
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_touches_anything(compose_settings, tmp_path, monkeypatch):
+    settings = compose_settings(
+        "experiment=quickstart",
+        "model=llama_1b",
+        f"run_dir={tmp_path / 'run'}",
+        f"data.root={tmp_path / 'tokens'}",
+    )
+    monkeypatch.setattr(estimate, "host_memory", lambda: 16 << 30)
+    with pytest.raises(TrainingError) as refused:
+        train(settings)
+    message = str(refused.value)
+    assert "16.0 GiB (RAM)" in message
+    assert "the optimizer's moments 8.9 GiB" in message  # 8 bytes × 1.2 billion
+    assert "hardware.check_memory=false" in message
+    assert not list(tmp_path.iterdir())
+    settings.hardware.check_memory = False
+    assert check_memory(settings, 1).is_hopeless
+
+
+def test_the_fixes_of_a_refusal_fit(compose_settings, monkeypatch):
+    """Each with the memory that it needs, the smallest change of its kind; here on 24 GB."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    settings = compose_settings("attention=sagebwd")
+    there = Memory(memory_parts(settings, 1), 24 << 30, "a GPU")
+    assert there.is_hopeless
+    told = refusal(settings, 1, there)
+    assert "hardware.micro_batch=4: " in told  # 8 do not fit
+    assert "hardware.recompute=blocks: " in told
+    assert "hardware.devices=2" not in told  # FSDP saves nothing of the activations
+    changed = replace(settings, hardware=replace(settings.hardware, micro_batch=4))
+    assert estimate.gib(sum(memory_parts(changed, 1).values())) in told
+
+
+def test_what_fits_is_not_refused(compose_settings, monkeypatch):
+    """By the margin, even if the estimate says that it is too much."""
+    settings = compose_settings("experiment=debug")
+    needed = sum(memory_parts(settings, 1).values())
+    for available, is_refused in ((needed / 1.2, False), (needed / (MARGIN + 0.1), True), (None, False)):
+        monkeypatch.setattr(estimate, "available_memory", lambda *_, n=available: (n, "RAM"))
+        if is_refused:
+            with pytest.raises(TrainingError):
+                check_memory(settings, 1)
+        else:
+            check_memory(settings, 1)
+
+
+def test_recomputation_and_fsdp_take_less(compose_settings):
+    def needed(ranks, *overrides):
+        return allocated(compose_settings("model=llama_1b", NO_PROBE, *overrides), ranks)
+
+    assert needed(1, "hardware.recompute=blocks") < 0.6 * needed(1)
+    assert needed(4, "hardware.parallel=fsdp") < needed(4, "hardware.parallel=ddp") - 10
+
+
+def test_the_limit_of_a_control_group_is_found(tmp_path, monkeypatch):
+    group = tmp_path / "job" / "step"
+    group.mkdir(parents=True)
+    (tmp_path / "job" / "memory.max").write_text("1073741824\n")
+    (group / "memory.max").write_text("max\n")
+    (tmp_path / "memory" / "slurm").mkdir(parents=True)
+    (tmp_path / "memory" / "slurm" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    own = tmp_path / "own"
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUPS", own)
+    own.write_text("5:cpu,memory:/slurm\n2:freezer:/\n0::/job/step\n")
+    assert machine.host_memory() == 1 << 30
+    own.write_text("0::/not/mounted/here\n")
+    everything = machine.host_memory()
+    assert everything > 1 << 30
+    own.unlink()
+    assert machine.host_memory() == everything
