@@ -133,13 +133,12 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"got {shapes}; each must be (batch, heads, tokens, head size)")
+        raise ValueError(f"got {_shapes(q, k, v)}; each must be (batch, heads, tokens, head size)")
     if k.shape != v.shape:
-        raise ValueError(f"got {shapes}; k and v must have the same shape")
+        raise ValueError(f"got {_shapes(q, k, v)}; k and v must have the same shape")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"got {shapes}; batch and head size must be the same for all")
+        raise ValueError(f"got {_shapes(q, k, v)}; batch and head size must be the same for all")
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and not enable_gqa:
         raise ValueError(
@@ -147,6 +146,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
         )
     if kv_heads == 0 != heads or (kv_heads and heads % kv_heads):
         raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change one of them")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def _check_scale(scale: Any) -> None:

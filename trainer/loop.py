@@ -488,7 +488,10 @@ class Trainer:
             config={
                 **dataclasses.asdict(self.settings),
                 "attention": backends.resolve(self.settings.attention),
-                "derived": derived(self.settings, self.plan, self.ranks.count),
+                "derived": {
+                    **derived(self.settings, self.plan, self.ranks.count),
+                    "attention": self.backend.description,  # the kernel that was chosen
+                },
             },
             run_id=wandb_id,
             tags=setup_tags(self.settings),

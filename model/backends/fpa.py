@@ -1,10 +1,12 @@
-"""Full-precision attention: PyTorch's scaled_dot_product_attention, with the kernel pinned.
+"""Full-precision attention by a pinned kernel: FlashAttention-4, or one of PyTorch's.
 
 This is the baseline of every comparison, so the kernel must be the fastest available and the same on every
 call and in every run. It is chosen once, by a rule and never by timing. (PyTorch's own choice may change with
 the version, and silently from call to call.)
 """
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +21,28 @@ from torch.backends.cuda import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.backends import AttentionFn, Backend, SavedBytes, saved_by_flash_attention
+from model.kernels import flash_attention_4
 
+log = logging.getLogger(__name__)
+
+#: Kernels of PyTorch's operator.
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-TITLES = {"cudnn": "cuDNN", "flash": "FlashAttention-2", "efficient": "memory-efficient", "math": "math"}
+FA4 = "fa4"  # of the package flash-attn-4
+CHOICES = (*KERNELS, FA4)
+TITLES = {
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention-2",
+    "efficient": "memory-efficient",
+    "math": "math",
+    FA4: "FlashAttention-4",
+}
 HOPPER = (9, 0)  # compute capability
+FA4_IS_FASTEST = (9, 10)  # major compute capabilities: Hopper, and Blackwell data-center GPUs
 
 _ATEN = torch.ops.aten
 SAVED_OPERATORS = (
@@ -35,6 +50,7 @@ SAVED_OPERATORS = (
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.llama.flash_attention_4.default,
 )
 
 
@@ -42,14 +58,14 @@ SAVED_OPERATORS = (
 class Settings:
     """Settings of full-precision attention."""
 
-    sdpa: str | None = None  # the kernel, one of KERNELS; None: the fastest that runs here
+    sdpa: str | None = None  # the kernel, one of CHOICES; None: the fastest that runs here
 
 
 def check(settings: Settings, *, deterministic: bool) -> None:
     """Raise ValueError for an unknown kernel, and for one that cannot be deterministic."""
-    if settings.sdpa is not None and settings.sdpa not in KERNELS:
+    if settings.sdpa is not None and settings.sdpa not in CHOICES:
         raise ValueError(
-            f"attention.sdpa={settings.sdpa} is unknown; choose one of {', '.join(KERNELS)}, or null for the "
+            f"attention.sdpa={settings.sdpa} is unknown; choose one of {', '.join(CHOICES)}, or null for the "
             "fastest available"
         )
     if deterministic and settings.sdpa == "cudnn":
@@ -70,13 +86,28 @@ def build(
         usable, order = {"math"}, ()
     kernel = settings.sdpa or next((name for name in order if name in usable), None)
     if kernel is None:
-        return _backend(F.scaled_dot_product_attention, f"PyTorch's own choice for {device.type}")
+        return _sdpa_backend(F.scaled_dot_product_attention, f"PyTorch's own choice for {device.type}")
     if kernel not in usable:
+        why = f": {flash_attention_4.why_not(device, dtype, d_head)}" if kernel == FA4 else ""
         raise ValueError(
-            f"attention.sdpa={kernel} cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}; "
-            f"use attention.sdpa={' or '.join(sorted(usable))}, or null for the fastest available"
+            f"attention.sdpa={kernel} cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}"
+            f"{why}; use attention.sdpa={' or '.join(sorted(usable))}, or null for the fastest available"
         )
-    return _backend(_pin(KERNELS[kernel]), TITLES[kernel])
+    if kernel == FA4:
+        description = f"{TITLES[FA4]}, flash-attn-4 {flash_attention_4.installed_version()}"
+        return _backend(flash_attention_4.attend, description)
+    if FA4 in order and settings.sdpa is None:
+        _say_once(f"{flash_attention_4.why_not(device, dtype, d_head)}. Full precision runs {TITLES[kernel]}")
+    return _sdpa_backend(_pin(KERNELS[kernel]), TITLES[kernel])
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    log.info("%s", message)
+
+
+def _sdpa_backend(attend: AttentionFn, kernel: str) -> Backend:
+    return _backend(attend, f"scaled_dot_product_attention, {kernel}")
 
 
 def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
@@ -87,10 +118,10 @@ def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> Sav
     return SavedBytes(total=4 * (3 * q.numel() + p) + q.nbytes, results=0)
 
 
-def _backend(attend: AttentionFn, kernel: str) -> Backend:
+def _backend(attend: AttentionFn, description: str) -> Backend:
     return Backend(
         attend,
-        f"scaled_dot_product_attention, {kernel}",
+        description,
         title="full-precision attention",
         saved_operators=SAVED_OPERATORS,
         # Full precision is the baseline, so the probe shows the error that SageBwd would have. Where no
@@ -104,8 +135,12 @@ def fastest_first(capability: tuple[int, int]) -> tuple[str, ...]:
     """The kernels in order of preference on a GPU of this compute capability.
 
     On Hopper, cuDNN uses the asynchronous tensor-core instructions and PyTorch's FlashAttention-2 does not:
-    cuDNN is 1.3 to 1.9 times as fast on an H200. On older GPUs FlashAttention-2 is the established best.
+    cuDNN is 1.3 to 1.9 times as fast on an H200. Forward and backward of FlashAttention-4 are 1.07 to 1.16
+    times as fast as cuDNN's there (docs/log.md). For a B200 its authors report the same order; it was not
+    measured here. On older GPUs FlashAttention-2 is the established best.
     """
+    if capability[0] in FA4_IS_FASTEST:
+        return (FA4, "cudnn", "flash", "efficient", "math")
     if capability >= HOPPER:
         return ("cudnn", "flash", "efficient", "math")
     return ("flash", "efficient", "cudnn", "math")
@@ -123,6 +158,7 @@ def usable_kernels(device: torch.device, dtype: torch.dtype, d_head: int, is_gqa
         "flash": can_use_flash_attention(params),
         "efficient": can_use_efficient_attention(params),
         "math": True,
+        FA4: flash_attention_4.why_not(device, dtype, d_head) is None,
     }
     return {name for name, can_run in usable.items() if can_run}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -152,6 +153,12 @@ class Axis(NamedTuple):
         if self.segments is None:
             return Axis.of(self.n, block, None)
         return self._of_documents(self.n, block, self.segments.start)
+
+
+@functools.lru_cache
+def whole_axis(n: int, block: int) -> Axis:
+    """:class:`Axis` of ``n`` tokens without packed documents; remembered, because every call asks for two."""
+    return Axis.of(n, block, None)
 
 
 def padded_head_dim(d: int) -> int:

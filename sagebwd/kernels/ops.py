@@ -24,7 +24,15 @@ from sagebwd import reference
 from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.config import SageConfig, decode
 from sagebwd.dispatch import UNMEASURED
-from sagebwd.kernels.layout import Axis, ForwardResult, block_count, empty_result, padded_head_dim, stand_in
+from sagebwd.kernels.layout import (
+    Axis,
+    ForwardResult,
+    block_count,
+    empty_result,
+    padded_head_dim,
+    stand_in,
+    whole_axis,
+)
 from sagebwd.kernels.lse import natural_lse, smoothed_lse
 from sagebwd.kernels.on_import import when_imported
 from sagebwd.validation import check_backward_mode
@@ -185,6 +193,8 @@ def _axes(
     q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None, config: SageConfig
 ) -> tuple[Axis, Axis]:
     block_q, block_kv = config.tile(q.shape[-1])
+    if cu_seqlens is None:
+        return whole_axis(q.shape[-2], block_q), whole_axis(k.shape[-2], block_kv)
     if cu_seqlens_kv is None:
         cu_seqlens_kv = cu_seqlens
     return Axis.of(q.shape[-2], block_q, cu_seqlens), Axis.of(k.shape[-2], block_kv, cu_seqlens_kv)
@@ -253,18 +263,27 @@ when_imported("torch.utils.flop_counter", lambda: _module("flops").register())
 when_imported("torch.distributed.tensor", lambda: _module("sharding").register())
 
 
+#: Skips the operators' own layer of autograd, in Python, which has nothing to do where no graph is recorded.
+#: Dispatch modes, tensor subclasses and profilers still see the operators.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
 class _Attention(torch.autograd.Function):
     """What the autograd of ``sagebwd::forward`` does, with one output and without layers for tracing."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = ops.forward.default(*inputs)
+        with _below_autograd():
+            output = ops.forward.default(*inputs)
         _save_for_backward(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        return _differentiate(ctx, grad_out)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # create_graph: the operator refuses
+            return _differentiate(ctx, grad_out)
+        with _below_autograd():
+            return _differentiate(ctx, grad_out)
 
 
 def attend(

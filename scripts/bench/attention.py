@@ -4,8 +4,8 @@
 
 Measures forward, backward and both, over sequence lengths, head sizes and masks, for SageBwd and everything
 else that is installed: FlashAttention-2 and cuDNN (PyTorch's scaled_dot_product_attention), FlexAttention,
-and the packages flash_attn (2 and 3) and sageattention (forward only). An implementation that is missing, or
-refuses a shape, is listed with its reason.
+and the packages flash_attn (2 and 3), flash-attn-4 and sageattention (forward only). An implementation
+that is missing, or refuses a shape, is listed with its reason.
 
 With --graphs and three settings of SageBwd this takes about 15 minutes of one H200.
 

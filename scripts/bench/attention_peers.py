@@ -152,6 +152,18 @@ def load_flash_package(module: str) -> Build:
     return build
 
 
+def load_flash_attention_4() -> Build:
+    attend = import_module("flash_attn.cute").flash_attn_func
+
+    def build(shape: Shape) -> Attend:
+        # The package's own function, not the operators of model.kernels, which take more of the host's time.
+        # None is no limit.
+        limits = [None if limit < 0 else limit for limit in (shape.left, shape.right)]
+        return token_major(partial(attend, causal=shape.causal, window_size=tuple(limits)))
+
+    return build
+
+
 def token_major(attend: Callable[..., Any]) -> Attend:
     """Adapt ``attend``, which takes and returns (B, N, H, D); some versions also return the logsumexp."""
 
@@ -220,6 +232,7 @@ PEERS = {
     "flex": Peer("FlexAttention", load_flex),
     "flash_attn": Peer("flash_attn package", partial(load_flash_package, "flash_attn")),
     "flash_attn_3": Peer("FlashAttention-3", partial(load_flash_package, "flash_attn_interface")),
+    "fa4": Peer(TITLES["fa4"], load_flash_attention_4),
     "sageattention": Peer("SageAttention", load_sageattention, BOUND_INT8, has_backward=False),
     "math": Peer("SDPA math", partial(load_sdpa, "math"), device="cpu"),
 }

@@ -21,7 +21,7 @@ from scripts.bench.measuring import align, number, origin_of
 
 DEFAULT = "sagebwd"  # the name of rows of the default settings
 #: Each row has its speedup over these.
-BASELINES = (TITLES["flash"], TITLES["cudnn"])
+BASELINES = (TITLES["flash"], TITLES["cudnn"], TITLES["fa4"])
 MASK_TITLES = {"causal": "causal", "full": "no mask"}
 #: The results of attention and its backward, in the order of (out, dq, dk, dv), and their titles.
 TENSORS = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}

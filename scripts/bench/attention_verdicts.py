@@ -11,6 +11,7 @@ HOW = {
     "FlexAttention": "torch.nn.attention.flex_attention",
     "flash_attn package": "flash_attn.flash_attn_func",
     "FlashAttention-3": "flash_attn_interface.flash_attn_func",
+    "FlashAttention-4": "flash_attn.cute.flash_attn_func",
     "SDPA math": "torch.nn.functional.scaled_dot_product_attention",
 }
 

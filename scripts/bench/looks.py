@@ -34,6 +34,7 @@ def variant(title: str, hatch: str) -> Look:
 
 CUDNN = Look("cuDNN", ATTENTION["fpa"].color, "")
 FLASH = Look("FlashAttention-2", "#7f7f7f", "///")
+FLASH_4 = Look("FlashAttention-4", "#3c3c3c", "\\\\\\")
 SAGEBWD = preset("SageBwd", "sagebwd")
 
 #: Rows of scripts.bench.attention.
@@ -52,6 +53,7 @@ ATTENTION_LOOKS = {
     "sagebwd consistent, dQ in 16 bit": variant("consistent, 16-bit dQ", "xxx"),
     "cuDNN": CUDNN,
     "FlashAttention-2": FLASH,
+    "FlashAttention-4": FLASH_4,
     "FlexAttention": Look("FlexAttention", "#c8c8c8", "..."),
     "FlashAttention-3": Look("FlashAttention-3", "#585858", "xxx"),
     "flash_attn package": Look("flash_attn package", "#9a9a9a", "|||"),
@@ -63,6 +65,7 @@ ATTENTION_LOOKS = {
 TRAINING_LOOKS = {
     "fpa-cudnn": CUDNN,
     "fpa-flash": FLASH,
+    "fpa-fa4": FLASH_4,
     "fpa": CUDNN._replace(title="full precision"),
     "fpa-deterministic": CUDNN._replace(title="full precision, deterministic", hatch="|||"),
     "fpa-graphs": CUDNN._replace(title="full precision, CUDA graphs", hatch="---"),

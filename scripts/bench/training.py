@@ -6,6 +6,7 @@ Everything takes the same step (trainer.loop.Trainer: autocast, torch.compile, g
 for finite gradients, fused AdamW). Only the model or the attention differs:
 
   fpa-cudnn, fpa-flash   our Llama with PyTorch's attention, restricted to cuDNN or FlashAttention-2
+  fpa-fa4                the same with FlashAttention-4, if the package flash-attn-4 is installed
   fpa                    the same with the kernel that the trainer chooses on this GPU
   sagebwd                our Llama with SageBwd
   sagebwd-consistent     the same with attention=sagebwd_consistent
@@ -72,6 +73,7 @@ CHILD = "import sys; from scripts.bench.training_step import run_job; run_job(sy
 ATTENTIONS = {
     "fpa-cudnn": ["attention=fpa", "attention.sdpa=cudnn"],
     "fpa-flash": ["attention=fpa", "attention.sdpa=flash"],
+    "fpa-fa4": ["attention=fpa", "attention.sdpa=fa4"],
     "fpa": ["attention=fpa"],
     "sagebwd": ["attention=sagebwd"],
     "sagebwd-16-bit-p": ["attention=sagebwd_consistent", "attention.compensate_o=false"],

@@ -21,7 +21,7 @@ from scripts.bench.looks import (
 from scripts.bench.measuring import align, number, origin_of
 
 #: Each row has its speedup over these.
-SPEEDUP_OVER = ("fpa-cudnn", "fpa-flash")
+SPEEDUP_OVER = ("fpa-cudnn", "fpa-flash", "fpa-fa4")
 #: Classes of kernels, as the JSON files name them; OTHER_KERNELS is shown as "other kernels".
 ATTENTION, PRODUCTS, OTHER_KERNELS = "attention", "matrix products", "rest"
 

@@ -15,6 +15,7 @@ All tiles are swizzled: 16-byte pieces are permuted within 8 rows, as tensor cor
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -249,4 +250,12 @@ class _CAxis(ctypes.Structure):
     @classmethod
     def of(cls, x: Tensor, axis: Axis) -> _CAxis:
         """The tokens of x (B, H, N, D)."""
+        if axis.segments is None:
+            return _axis_without_documents(axis.n, x.shape[3], x.shape[1], axis.blocks)
         return cls(CSegments.of(axis.segments), axis.n, x.shape[3], x.shape[1], axis.blocks, axis.documents)
+
+
+@functools.lru_cache
+def _axis_without_documents(tokens: int, d: int, heads: int, blocks: int) -> _CAxis:
+    """The structure, which holds no addresses; nobody changes it."""
+    return _CAxis(CSegments.of(None), tokens, d, heads, blocks, 1)

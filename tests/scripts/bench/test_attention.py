@@ -265,6 +265,7 @@ def test_absent_and_broken_packages_are_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     monkeypatch.setitem(sys.modules, "sageattention", types.ModuleType("sageattention"))
     options = ["--configs", "default", "strictly-causal", "paper", "default", "--without", "flex"]
     options += ["--kernels", "ampere"]
@@ -282,6 +283,7 @@ def test_absent_and_broken_packages_are_listed(monkeypatch):
     assert absent["FlexAttention"] == "left out by --without"
     assert absent["flash_attn package"].startswith("ModuleNotFoundError: import of flash_attn halted")
     assert absent["FlashAttention-3"].startswith("ModuleNotFoundError")
+    assert absent["FlashAttention-4"].startswith("ModuleNotFoundError")
     assert absent["SageAttention"].startswith("ImportError: cannot import name 'sageattn'")
     assert absent["SDPA math"] == "measured with --device cpu only"
 
@@ -305,8 +307,14 @@ def test_peers_take_the_same_window(monkeypatch):
     ).transpose(1, 2)
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     ours = functools.partial(peers.build_sagebwd, peers.CONFIGS["default"][1])
+    package_4 = types.ModuleType("flash_attn.cute")  # None is no limit, and the logsumexp is returned, too
+    package_4.flash_attn_func = lambda *x, causal, window_size: (
+        package.flash_attn_func(*x, causal=causal, window_size=[-1 if n is None else n for n in window_size]),
+        None,
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", package_4)
     assert measure_window("sagebwd", ours) == ({"passed"}, None)
-    for name in ("math", "flash_attn"):
+    for name in ("math", "flash_attn", "fa4"):
         assert measure_window(name, peers.PEERS[name].load()) == ({"passed"}, None)
     status, reason = measure_window("cudnn", peers.PEERS["cudnn"].load())
     assert status == {"refused"}
@@ -337,6 +345,19 @@ def test_packages_with_tokens_before_heads(monkeypatch, with_lse):
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     rows = measure(Implementation("flash_attn", peers.PEERS["flash_attn"].load()))
     assert {row.status for row in rows.values()} == {"passed"}
+
+
+def test_flash_attention_4_takes_none_for_no_limit(monkeypatch):
+    asked, package = [], types.ModuleType("flash_attn.cute")
+    package.flash_attn_func = lambda q, k, v, **options: asked.append(options) or (v, None)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
+    build = peers.PEERS["fa4"].load()
+    for shape in (SHAPE, replace(WINDOW, right=-1)):
+        build(shape)(*torch.randn(3, 2, 2, 24, 16))
+    assert asked == [
+        {"causal": True, "window_size": (None, None)},
+        {"causal": False, "window_size": (5, None)},
+    ]
 
 
 # --- The command --------------------------------------------------------------------------------------------

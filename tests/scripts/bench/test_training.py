@@ -84,7 +84,10 @@ def test_a_job_gives_the_trainer_its_shape():
 def test_on_a_gpu_settings_are_the_trainer_s_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     arguments = bench.parse_arguments([])
-    assert [arguments.contexts, arguments.attention] == [[4096, 16384], ["fpa-cudnn", "fpa-flash", "sagebwd"]]
+    assert [arguments.contexts, arguments.attention] == [
+        [4096, 16384],
+        ["fpa-cudnn", "fpa-flash", "fpa-fa4", "sagebwd"],
+    ]
     settings = step.settings_of(bench.job_of("sagebwd", 16384, arguments))
     assert (settings.hardware.dtype, settings.hardware.compile) == ("bfloat16", True)
     assert (settings.hardware.micro_batch, settings.model.max_context) == (4, 16384)

@@ -1,0 +1,107 @@
+"""How many kernels a call launches, and what else a GPU is asked to do; nothing runs on one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sagebwd import sage_attention
+from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels.cuda import launch
+from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.kernels.layout import Axis, whole_axis
+from sagebwd.window import CAUSAL
+
+OPTIONS = {"window": CAUSAL, "scale": 0.1, "config": DEFAULT_CONFIG}
+#: Operators that take or describe memory, and launch nothing.
+LAUNCH_NOTHING = ("empty", "view", "transpose", "detach", "expand")
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(str(operator.overloadpacket))
+        return operator(*args, **(kwargs or {}))
+
+    @property
+    def launching(self):
+        return [name for name in self.names if not any(word in name for word in LAUNCH_NOTHING)]
+
+
+def count(forward, backward, launched, sample):
+    """The kernels and launching operators of a forward, and those of a backward."""
+    *qkv, grad_out = sample
+    axes = [Axis.of(qkv[0].shape[2], n, None) for n in (64, 128)]
+    with Operators() as ran:
+        saved = forward(*qkv, *axes, **OPTIONS)
+    first = ([*launched], ran.launching)
+    launched.clear()
+    with Operators() as ran:
+        backward(grad_out, *qkv, *saved, *axes, **OPTIONS)
+    return first, ([*launched], ran.launching)
+
+
+@pytest.fixture
+def sample(draw):
+    return draw(9, batch=1, heads=2, head_dim=64, dtype=torch.float16)
+
+
+def test_hopper(sample, monkeypatch):
+    launched = []
+
+    def load_kernel(sources, source, name, shared_bytes, **defines):
+        return SimpleNamespace(launch=lambda *_: launched.append(name.removesuffix("_kernel")))
+
+    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
+
+    def forward(*inputs, **options):
+        return hopper.forward(*inputs, pack_kv_for_backward=True, **options)
+
+    assert count(forward, hopper.backward, launched, sample) == (
+        (["token_sum", "token_mean", "pack_q", "pack_kv_int8", "forward"], ["aten.new_zeros"]),
+        (["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"], ["aten.new_zeros"]),  # counters of work tiles
+    )
+
+
+def test_triton(sample, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from sagebwd.kernels.triton import backward, forward, quantize
+
+    launched = []
+
+    class Kernel:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *_, **__: launched.append(self.name)
+
+    for module in (quantize, forward, backward):
+        for name in [x for x in vars(module) if x.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Kernel(name.strip("_").removesuffix("_kernel")))
+    assert count(forward.forward, backward.backward, launched, sample) == (
+        (["block_sum", "mean", "quantize", "quantize", "quantize", "forward"], []),
+        (["quantize", "quantize", "quantize_grad", "dk_dv", "dq"], []),
+    )
+
+
+def test_whoever_watches_operators_sees_those_that_skip_autograd(sample):
+    q, k, v, grad_out = (x.clone().requires_grad_() for x in sample)
+    with Operators() as ran:
+        sage_attention(q, k, v, is_causal=True).backward(grad_out.detach())
+    ours = [name for name in ran.names if name.startswith("sagebwd.")]
+    assert ours == ["sagebwd.forward", "sagebwd.backward"]
+
+
+@pytest.mark.parametrize(("n", "block"), [(1, 64), (130, 64), (128, 128)])
+def test_a_remembered_axis_is_that_of_every_call(n, block):
+    assert whole_axis(n, block) == Axis.of(n, block, None)
