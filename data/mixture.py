@@ -128,7 +128,7 @@ class MixedOrder:
         weights, counts = self.schedule.weights, self.schedule.counts(samples)
         rows = zip(self.names, weights / weights.sum(), counts, self.epochs_of_sources(samples), strict=True)
         return [
-            f"{name}: {share:.4g} of the sequences, {count * context:,} tokens; it is read {epochs:.2f} times"
+            f"{name}: {share:.4g} of the sequences, {count * context:,} tokens; it is read {epochs:.3g} times"
             for name, share, count, epochs in rows
         ]
 

@@ -75,7 +75,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     """The arguments. Ends with a message, and exit code 2, if a path holds no run."""
     parser = command_parser("python -m scripts.compare", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, or folders that hold some")
-    baseline = "the run, or group of seeds, that the others are compared with: a path, or a name in the table"
+    baseline = "the run, or group of seeds, that the others are compared with: a path, a directory, or a name in the table"
     parser.add_argument("--baseline", metavar="RUN", help=baseline)
     where = (
         "the picture, or a folder for comparison.png (default: next to the runs; runs/comparison.png if they "
@@ -116,10 +116,14 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def group_called(name: str, labels: Sequence[str], paths: Sequence[Path]) -> str:
-    """The group that `name` means: its own name, or a run's path or label. Ends with a message if none."""
-    for label, path in zip(labels, paths, strict=True):
-        if name in (label, without_seed(label)) or Path(name).resolve() == path.resolve():
-            return without_seed(label)
+    """The group that `name` means: its own name, or a run's path, label or directory. Ends with a message if none."""
+    groups = [without_seed(label) for label in labels]
+    for group, label, path in zip(groups, labels, paths, strict=True):
+        if name in (label, group) or Path(name).resolve() == path.resolve():
+            return group
+    of_directories = {group for group, path in zip(groups, paths, strict=True) if path.name == name}
+    if len(of_directories) == 1:
+        return of_directories.pop()
     known = dict.fromkeys(without_seed(label) or label for label in labels)
     sys.exit(f"--baseline {name} is none of the runs; give the path of a run, or one of {', '.join(known)}")
 

@@ -87,7 +87,7 @@ def check_installed() -> None:
     missing = [name for name in ("lm_eval", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"{' and '.join(missing)} cannot be imported. Evaluation on tasks needs them: "
+            f"evaluation on tasks needs {' and '.join(missing)}: "
             "pip install -e '.[train,evaluate]' -c constraints.txt"
         )
 

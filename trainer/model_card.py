@@ -81,7 +81,7 @@ def _optimizer(settings: OptimizerSettings) -> str:
 
 def _attention(settings: Settings) -> str:
     backend, *switches = backends.resolve(settings.attention).items()
-    listed = ", ".join(f"{name}={value}" for name, value in switches)
+    listed = ", ".join(f"{name}={value}" for name, value in switches if value is not None)
     return f"{backend[1]} ({listed})" if listed else str(backend[1])
 
 

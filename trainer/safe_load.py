@@ -28,6 +28,13 @@ def _layout(name: str) -> torch.layout:
     return {"torch.strided": torch.strided}[name]
 
 
+def _enum_member(kind: type, name: str) -> parts._MEM_FORMAT_ENCODING:
+    """getattr(kind, name), as Python 3.11.0 to 3.11.3 pickle the members of an enum. Of this enum only."""
+    if kind is not parts._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind!r}, which no checkpoint needs")
+    return parts._MEM_FORMAT_ENCODING[name]
+
+
 CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
     **{
         (parts.__name__, kind.__name__): kind
@@ -45,6 +52,7 @@ CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
+    ("builtins", "getattr"): _enum_member,
     # Where it was written: only a name, on any system. Python 3.13 moved the class.
     **{
         (module, f"{kind}Path"): getattr(pathlib, f"Pure{kind}Path")

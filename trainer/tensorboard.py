@@ -7,7 +7,8 @@ from trainer.errors import TrainingError
 from trainer.settings import LoggerSettings
 
 MISSING_PACKAGE = (
-    "logger.tensorboard=true needs the package tensorboard: pip install tensorboard, or leave the setting out"
+    "logger.tensorboard=true needs the package tensorboard: pip install -e '.[train,tensorboard]' "
+    "-c constraints.txt, or leave the setting out"
 )
 
 

@@ -116,9 +116,9 @@ def test_ranks_and_micro_batches_share_the_same_sequences(ranks, micro_batch):
 
 def test_what_is_read_is_told():
     assert loader().order.description(480, context=7) == [
-        "a: 0.3333 of the sequences, 1,120 tokens; it is read 13.33 times",
+        "a: 0.3333 of the sequences, 1,120 tokens; it is read 13.3 times",
         "b: 0.5556 of the sequences, 1,869 tokens; it is read 1.88 times",
-        "c: 0.1111 of the sequences, 371 tokens; it is read 13.25 times",
+        "c: 0.1111 of the sequences, 371 tokens; it is read 13.2 times",
     ]
 
 

@@ -153,6 +153,14 @@ def test_differences_to_the_baseline_have_intervals_where_seeds_tell_the_noise(t
         compare.main([str(tmp_path), "--baseline", "gone"])
 
 
+def test_the_baseline_may_be_the_name_of_a_directory_in_which_one_group_lies(tmp_path):
+    paths = [tmp_path / "wide" / "first", tmp_path / "narrow" / "first", tmp_path / "narrow" / "second"]
+    groups = ["wide", "narrow+first", "narrow+second"]
+    assert compare.group_called("second", groups, paths) == "narrow+second"
+    with pytest.raises(SystemExit, match="--baseline first is none of the runs"):
+        compare.group_called("first", groups, paths)
+
+
 def test_one_seed_has_a_difference_and_no_interval_and_a_diverged_run_neither():
     runs = {"a": records(3.0), "b": records(3.25), "c": records(9.0)}
     rows = cells(compare.difference_table(runs, "a", {"c": 3}))

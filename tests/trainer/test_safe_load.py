@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests.trainer.test_checkpoint import assert_same, checkpoints, make, state_of, train_step
 from trainer import seal
 from trainer.checkpoint import load_alone, load_weights
 from trainer.errors import TrainingError
+from trainer.safe_load import read_metadata
 
 
 class Calls:
@@ -69,6 +70,30 @@ def test_metadata_runs_no_code(saved, tmp_path, load, function):
     with pytest.raises((TrainingError, ValueError), match=r"asks for [\w.]+, which no checkpoint needs"):
         load(folder)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("owner", [Metadata, torch.Size, os.path.join])
+def test_metadata_takes_attributes_of_no_class(saved, owner):
+    folder, _ = saved
+    (folder / ".metadata").write_bytes(pickle.dumps(Calls(getattr, owner, "__init__")))
+    with pytest.raises(ValueError, match="it asks for .*which no checkpoint needs"):
+        read_metadata(folder, {".metadata"})
+
+
+def test_checkpoints_of_pythons_that_pickle_enums_as_attributes_are_read(tmp_path, monkeypatch):
+    """Python 3.11.0 to 3.11.3 do; others write them as these do, and read both."""
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
+    model, optimizer = make()
+    train_step(model, optimizer)
+    checkpoints(tmp_path).save(1, model, optimizer, {})
+    assert b"getattr" in (tmp_path / "step_00000001" / ".metadata").read_bytes()
+    monkeypatch.undo()
+    expected = state_of(model, optimizer)
+    model, optimizer = make(seed=1)
+    assert checkpoints(tmp_path).load_newest(model, optimizer)["step"] == 1
+    assert_same(state_of(model, optimizer), expected)
 
 
 @pytest.mark.parametrize("load", [load_to_train, load_moments])

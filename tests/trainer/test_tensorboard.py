@@ -88,8 +88,8 @@ def test_one_logger_that_fails_does_not_stop_the_other(tmp_path, caplog):
 def test_a_missing_package_is_named_before_any_work(tmp_path, monkeypatch, datasets):
     settings = warm.debug_settings(datasets, "logger.tensorboard=true")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match="pip install tensorboard"):
+    with pytest.raises(SettingsError, match=r"pip install -e '\.\[train,tensorboard\]'"):
         make_plan(settings, 1)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(TrainingError, match="pip install tensorboard"):
+    with pytest.raises(TrainingError, match=r"pip install -e '\.\[train,tensorboard\]'"):
         start(tmp_path)
