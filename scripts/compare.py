@@ -75,7 +75,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     """The arguments. Ends with a message, and exit code 2, if a path holds no run."""
     parser = command_parser("python -m scripts.compare", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, or folders that hold some")
-    baseline = "the run, or group of seeds, that the others are compared with: a path, a directory, or a name in the table"
+    baseline = "the run, or group of seeds, that the others are compared with: a path, or a name in the table"
     parser.add_argument("--baseline", metavar="RUN", help=baseline)
     where = (
         "the picture, or a folder for comparison.png (default: next to the runs; runs/comparison.png if they "
@@ -116,7 +116,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def group_called(name: str, labels: Sequence[str], paths: Sequence[Path]) -> str:
-    """The group that `name` means: its own name, or a run's path, label or directory. Ends with a message if none."""
+    """The group that `name` means: its own name, or a run's path, label or directory's name. Or ends."""
     groups = [without_seed(label) for label in labels]
     for group, label, path in zip(groups, labels, paths, strict=True):
         if name in (label, group) or Path(name).resolve() == path.resolve():
