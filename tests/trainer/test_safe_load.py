@@ -76,7 +76,7 @@ def test_metadata_runs_no_code(saved, tmp_path, load, function):
 def test_metadata_takes_attributes_of_no_class(saved, owner):
     folder, _ = saved
     (folder / ".metadata").write_bytes(pickle.dumps(Calls(getattr, owner, "__init__")))
-    with pytest.raises(ValueError, match="it asks for .*which no checkpoint needs"):
+    with pytest.raises(ValueError, match=r"it asks for .*which no checkpoint needs"):
         read_metadata(folder, {".metadata"})
 
 
