@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -31,14 +30,6 @@ def composed(*overrides: str) -> Settings:
         return OmegaConf.to_object(compose("train", overrides=["experiment=debug", *overrides]))
 
 
-def train_all(*runs: Settings) -> None:
-    """Several runs in the same processes, which take longer to start than to train."""
-    with distributed.joined("cpu") as ranks:
-        distributed.joined = lambda device: nullcontext(ranks)
-        for one in runs:
-            train(one)
-
-
 def rolled_back(run_dir: Path, copy: Path) -> Path:
     """A copy of a finished run as it was after its checkpoint of step 4."""
     shutil.copytree(run_dir, copy)
@@ -58,31 +49,27 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         cheap = ("attention=fpa", "probe.every=0", "sample_tokens=0", "eval_every=8")
         return named(f"muon/{name}", "optimizer=muon", *cheap, *overrides)
 
-    launcher.start(
-        train_all,
+    warm.train_all(
         named("two_ddp", "hardware.parallel=ddp"),
         named("two_fsdp", "hardware.parallel=fsdp"),
         named("two_recomputed", "hardware.parallel=fsdp", "hardware.recompute=blocks"),
         muon("two_ddp", "hardware.parallel=ddp"),
         muon("two_fsdp", "hardware.parallel=fsdp"),
-        processes=2,
+        ranks=2,
     )
     rolled_back(tmp_path / "two_fsdp", tmp_path / "fsdp_to_one")
     rolled_back(tmp_path / "muon" / "two_fsdp", tmp_path / "muon" / "fsdp_to_one")
-    launcher.start(
-        train_all, named("one"), named("fsdp_to_one"), muon("one"), muon("fsdp_to_one"), processes=1
-    )
+    warm.train_all(named("one"), named("fsdp_to_one"), muon("one"), muon("fsdp_to_one"), ranks=1)
     rolled_back(tmp_path / "one", tmp_path / "one_to_fsdp")
     rolled_back(tmp_path / "two_ddp", tmp_path / "ddp_to_fsdp")
-    launcher.start(
-        train_all,
+    warm.train_all(
         named("four_ddp", "hardware.parallel=ddp"),
         named("four_fsdp", "hardware.parallel=fsdp"),
         named("one_to_fsdp", "hardware.parallel=fsdp"),
         named("ddp_to_fsdp", "hardware.parallel=fsdp"),
-        processes=4,
+        ranks=4,
     )
-    runs = sorted(path.name for path in tmp_path.iterdir() if path.name != "muon")
+    runs = sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "muon")
     assert len(runs) == 9
     for name in runs:
         assert_close(tmp_path / "one", tmp_path / name)
@@ -108,7 +95,7 @@ def torchrun(command: list[str]) -> list[str]:
 
 
 def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(command, datasets, tmp_path):
-    overrides = ("steps=30", "checkpoint_every=3", "hardware.micro_batch=2", "hardware.parallel=fsdp")
+    overrides = ("steps=18", "checkpoint_every=3", "hardware.micro_batch=2", "hardware.parallel=fsdp")
     killed = command(*overrides, "hardware.devices=2", f"run_dir={tmp_path / 'killed'}")
     whole = warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / 'whole'}")
     warm.two_ranks(whole, [], [])
@@ -116,7 +103,7 @@ def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(com
     assert "was ended by SIGKILL: the kernel does that when memory runs out" in told
     assert "The same command continues" in told
     assert "Traceback" not in told
-    told = kill_a_rank_at_step(torchrun(killed), tmp_path / "killed", 15)
+    told = kill_a_rank_at_step(torchrun(killed), tmp_path / "killed", 11)
     assert "Signal 9 (SIGKILL)" in told
     assert "lost the other ranks" in told
     assert "The same command continues" in told

@@ -11,7 +11,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import matplotlib.pyplot  # noqa: F401 - slow to import, and needed at the end of a run
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 import trainer.settings
 from tests.cli import ROOT
+from trainer import distributed
 from trainer.errors import Interrupted, TrainingError
 from trainer.loop import train
 from trainer.settings import Settings
@@ -71,13 +73,30 @@ def two_ranks(
     settings: Settings, *faults_of_each: list[Callable[[], None]], codes: tuple[int, int] = (0, 0)
 ) -> str:
     """Train on two ranks, with faults of their own, which must end with these exit codes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     processes = [
         start(settings, *faults, rank=rank, ranks=2, port=port) for rank, faults in enumerate(faults_of_each)
     ]
     return [finish(process, settings, code) for process, code in zip(processes, codes, strict=True)][-1]
+
+
+def train_all(*runs: Settings, ranks: int) -> None:
+    """Train these one after another, in the same processes, a rank each."""
+    port = _free_port()
+    output = Path(f"{runs[0].run_dir}.out")
+    environments = [_torchrun(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
+    processes = [SERVER.Process(target=_train_all, args=(runs, output, each)) for each in environments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * ranks, output.read_text()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -106,6 +125,14 @@ def _train(settings: Settings, output: Path, environment: dict[str, str], faults
         sys.exit(128 + stop.signal)
     except TrainingError as error:
         sys.exit(str(error))
+
+
+def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, str]) -> None:
+    _begin(output, environment)
+    with distributed.joined("cpu") as ranks:
+        distributed.joined = lambda device: nullcontext(ranks)
+        for one in runs:
+            train(one)
 
 
 def _begin(output: Path, environment: dict[str, str]) -> None:

@@ -281,20 +281,22 @@ def draw_settings(axes: Any, rows: list[Row]) -> None:
     """Bias over gradient of all weights and of the q and k projections, a line for each setting."""
     settings = settings_of(rows)
     for group, mark, offset in (("all", CYCLE[0], 0.15), ("qk", CYCLE[2], -0.15)):
+        label = f"{GROUP_TITLES[group]} weights"
         for place, setting in enumerate(settings):
             row = pick(rows, setting, group)
             if None in row.bias:
                 continue
-            label = f"{GROUP_TITLES[group]} weights" if place == 0 else None
             estimate, low, high = row.bias
             height = len(settings) - place + offset
             axes.plot([low, high], [height, height], color=mark.color)
             axes.plot([estimate], [height], mark.marker, color=mark.color, label=label, markersize=5)
+            label = None  # one entry in the legend
     axes.axvline(0, color="black", linewidth=0.6)
     axes.set_yticks(range(len(settings), 0, -1), settings, fontsize=8)
     axes.set_xlabel("bias / gradient")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right")
+    if legend([axes])[1]:  # matplotlib warns of an empty one
+        axes.legend(fontsize=8, loc="lower right")
 
 
 def draw_layers(axes: Any, rows: list[Row]) -> None:

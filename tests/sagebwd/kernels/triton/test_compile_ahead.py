@@ -20,29 +20,18 @@ STACK, STACK_OF_VARIANTS = 512, 1024
 ATTENTION_KERNELS = {"_forward_kernel", "_dk_dv_kernel", "_dq_kernel"}
 
 
-#: These need most memory, so they are compiled where there is least.
-LARGE = [f"128/{name}/attention" for name in ("smooth_q", "no_int8", "paper", "strictly_causal")]
-QUANTIZE = [f"128/{name}/quantize" for name in ("smooth_q", "unsigned_p", "strictly_causal")]
-
-#: Cases of compile_ahead.py, a process each; mostly at the head size that takes most. 89 and 120 have the
-#: memory of 86, and 89 its instructions. On Hopper many settings run kernels of their own; not these.
+#: Cases of compile_ahead.py; mostly at the head size that takes most, and where there is least memory. 120 has
+#: the memory of 86, and 89 its memory and instructions. On Hopper many settings run kernels of their own; not
+#: these. `make oldest` compiles all settings.
 CASES = {
-    "Hopper": [
-        *(f"90/{size}/default/*" for size in (32, 256)),
-        *(f"90/128/{name}/attention" for name in ("default", "paper")),
-        "90/64/window/attention",
-    ],
+    "Hopper": ["90/256/default/*", "90/128/paper/attention", "90/64/window/attention"],
     "consumer Ampere": [
-        *(f"86/{case}" for case in ("128/default/attention", "256/default/*", *LARGE, *QUANTIZE))
+        "86/256/default/*",
+        *(f"86/128/{name}/attention" for name in ("smooth_q", "paper", "strictly_causal")),
+        "86/128/smooth_q/quantize",
     ],
-    "Ampere and Ada": [
-        *("80/128/default/attention", "80/64/packed_gqa/attention"),
-        "89/128/default/attention",
-    ],
-    "Blackwell": [
-        *("100/128/default/attention", "100/64/full_float16/attention"),
-        "120/128/default/attention",
-    ],
+    "Ampere and Ada": ["80/64/packed_gqa/attention", "89/128/default/attention"],
+    "Blackwell": ["100/64/full_float16/attention", "120/128/default/attention"],
 }
 
 
