@@ -20,7 +20,7 @@ from tests.cli import ROOT, assert_same_run, metrics, wait_for_step
 from trainer import distributed, launcher, settings
 from trainer.errors import Interrupted, LostRanks, TrainingError
 from trainer.interrupt import StopRequest
-from trainer.loop import Trainer, train
+from trainer.loop import Trainer
 from trainer.settings import Settings
 
 
