@@ -20,9 +20,9 @@ STACK, STACK_OF_VARIANTS = 512, 1024
 ATTENTION_KERNELS = {"_forward_kernel", "_dk_dv_kernel", "_dq_kernel"}
 
 
-#: Cases of compile_ahead.py; mostly at the head size that takes most, and where there is least memory. 120 has
-#: the memory of 86, and 89 its instructions, too. On Hopper many settings run kernels of their own; not these.
-#: `make oldest` compiles all settings.
+#: Cases of compile_ahead.py; mostly at the head size that takes most, and where there is least memory. 120
+#: has the memory of 86, and 89 its instructions, too. On Hopper many settings run kernels of their own; not
+#: these. `make oldest` compiles all settings.
 CASES = {
     "Hopper": ["90/256/default/*", "90/128/paper/attention", "90/64/window/attention"],
     "consumer Ampere": [
