@@ -100,6 +100,7 @@ def test_a_launcher_that_runs_them_elsewhere_reports_by_itself(begin, capsys):
 
 SWEEP = """
 import atexit, os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # some shells have it ignored
 from trainer.interrupt import ForwardedStop, exit_on_signals
 atexit.register(print, "summary")
 exit_on_signals()

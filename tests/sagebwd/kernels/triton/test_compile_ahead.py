@@ -20,18 +20,18 @@ STACK, STACK_OF_VARIANTS = 512, 1024
 ATTENTION_KERNELS = {"_forward_kernel", "_dk_dv_kernel", "_dq_kernel"}
 
 
-#: Cases of compile_ahead.py; mostly at the head size that takes most, and where there is least memory. 120
-#: has the memory of 86, and 89 its instructions, too. On Hopper many settings run kernels of their own; not
-#: these. `make oldest` compiles all settings.
+#: Cases of compile_ahead.py: those that take most, where there is least memory. 120 has the memory of 86, and
+#: 89 its instructions, too. On Hopper many settings run kernels of their own; not these. `make oldest`
+#: compiles all settings.
 CASES = {
     "Hopper": ["90/256/default/*", "90/128/paper/attention", "90/64/window/attention"],
     "consumer Ampere": [
         "86/256/default/*",
-        *(f"86/128/{name}/attention" for name in ("smooth_q", "paper", "strictly_causal")),
+        *(f"86/128/{name}/attention" for name in ("smooth_q", "strictly_causal")),
         "86/128/smooth_q/quantize",
     ],
-    "Ampere and Ada": ["80/64/packed_gqa/attention", "89/128/default/attention"],
-    "Blackwell": ["100/64/full_float16/attention", "120/128/default/attention"],
+    "Ampere": ["80/64/packed_gqa/attention"],
+    "Blackwell": ["100/64/full_float16/attention", "120/128/paper/attention"],
 }
 
 
