@@ -2,7 +2,7 @@
 // all CTAs of a head begin with the same ones.
 //
 // Two warpgroups compute S and dP, and dK and dV of 64 keys each. They store dS for a third one, which computes dQ. The fourth
-// has one thread that copies ahead, and one that adds dQ to the sums of all CTAs.
+// has one thread that copies ahead, and three that add dQ to the sums of all CTAs.
 
 #include "epilogue.cuh"
 #include "int8.cuh"
@@ -21,6 +21,7 @@ constexpr int THREADS = 128 * (PRODUCER + 1);
 constexpr int STAGES = D == 64 ? 4 : 2;
 constexpr int DS_STAGES = D == 64 ? 2 : 1;
 constexpr int CHUNKS = D / 64;  // of 64 channels
+constexpr int DQ_BUFFERS = 3;   // each with a thread of its own
 
 // Registers of a thread. Their sum is what the CTA starts with.
 constexpr int CONSUMER_REGISTERS = D == 64 ? 184 : 208, DQ_REGISTERS = D == 64 ? 104 : 72;
@@ -36,23 +37,23 @@ constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
 constexpr int SCALES = STATISTICS + ROW_STATS;
 constexpr int STAGE_BYTES = align_up(SCALES + TAIL, 1024);
 
-// Before the stages: a packed block of keys, K for dQ, dS, and a chunk of dQ. Behind them: staging for the epilogue.
+// Before the stages: a packed block of keys, K for dQ, dS, and chunks of dQ. Behind them: staging for the epilogue.
 constexpr int V_ROWS = K_TILE;
 constexpr int K_SCALE = 3 * K_TILE;
 constexpr int DQ_K = align_up(PACKED_KV_BYTES, 1024);
 constexpr int DS = DQ_K + DQ_K_BYTES;
 constexpr int DQ = DS + DS_STAGES * DS_BYTES;
-constexpr int RING = DQ + DQ_CHUNK * 4;
+constexpr int RING = DQ + DQ_BUFFERS * DQ_CHUNK * 4;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
 constexpr int CHUNK_STAGING = staging_bytes(64);
-static_assert(DQ_CHUNK * 4 >= CHUNK_STAGING);
+static_assert(DQ_CHUNK * 4 >= staging_bytes(DQ_CHANNELS));
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
 
 struct SharedState {
     u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1];
-    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], chunk_full[1], chunk_empty[1];
+    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], chunk_full[DQ_BUFFERS], chunk_empty[DQ_BUFFERS];
     KeyTile work[2];  // whose keys are in shared memory, and whose come next, in turn; kv_head -1: there is no other
-    DqChunk chunk;    // the one in shared memory
+    DqChunk chunks[DQ_BUFFERS];
     int largest[3][DQ_IS_INT8 ? BLOCK_Q : 1];  // see store_ds_int8
     float ds_scales[DS_STAGES][DQ_IS_INT8 ? BLOCK_Q : 1];
 };
@@ -61,7 +62,7 @@ struct Arguments {
     const u8 *packed_q_rows, *packed_q_columns, *packed_kv;
     TokenTensor dq, dk, dv;
     float* dq_sums;  // of each packed block of queries, chunk by chunk, as the threads that compute dQ hold them
-    int* turns;      // of each packed block of queries: how many work tiles are in its sum; zero at the start
+    int* turns;      // of each chunk: how many work tiles are in its sum; zero at the start
     Axes axes;       // work tiles and `heads` are those of keys
     float scale;
 };
@@ -70,7 +71,7 @@ struct Rings {
     Ring<STAGES> queries;
     Ring<1> keys;
     Ring<DS_STAGES> ds;
-    Ring<1> chunks;
+    Ring<DQ_BUFFERS> chunks;
     Ring<3> largest;  // has no barriers
 };
 
@@ -175,7 +176,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
     contract_channels<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
     contract_channels_16bit<64, KEYS>(dp, v_rows, ring + (queries.index * STAGE_BYTES + GRAD_ROWS) / 16);
     for (int left = a.axes.group * work.q_tiles;; --left) {
-        // While the tensor cores work: load what this tile needs, and wait for the next stage and for room for dS.
+        // While the tensor cores work: load what this tile needs, and wait for the next stage.
         const u8* stage = shared + RING + queries.index * STAGE_BYTES;
         ScoreTile tile;
         tile.minus_lse = reinterpret_cast<const float2*>(stage + STATISTICS);
@@ -188,6 +189,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
         rings.largest.advance();
         tile.next_largest = state.largest[rings.largest.index];
         tile.ds_scales = state.ds_scales[ds.index];
+        tile.ds_empty = ds.empty + 8 * ds.index, tile.ds_parity = ds.parity ^ 1;
         const bool is_cut = tile.keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0);
         Ring<STAGES> next = queries;
         if (--block < 0) block = work.q_tiles - 1;
@@ -195,7 +197,6 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
             next.advance();
             next.wait_full();
         }
-        ds.wait_empty();
         const u32 next_stage = ring + next.index * (STAGE_BYTES / 16);
 
         Scores scores;
@@ -207,9 +208,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
             find_scores<true>(scores, s, dp, tile, warpgroup);
         else
             find_scores<false>(scores, s, dp, tile, warpgroup);
-        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
         ds.fill();
         ds.advance();
+        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
         contract_channels<64>(s, k_rows, next_stage + Q_ROWS / 16);
         wgmma_wait<1>();
@@ -269,24 +270,30 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const KeyTile& work,
             float dq[32];
             multiply_ds(dq, base + (DS + rings.ds.index * DS_BYTES) / 16, k, c,
                         state.ds_scales[rings.ds.index], k_scale);
-            const bool is_last = c == CHUNKS - 1;
-            if (is_last) rings.ds.release();
-            DqChunk chunk = {a.dq_sums + (packed_block * CHUNKS + c) * DQ_CHUNK, a.turns + packed_block, turn, is_last};
-            if (!is_finished) {
-                hand_over(rings.chunks, shared + DQ, state.chunk, chunk, dq, thread);
-                rings.chunks.advance();
-                continue;
+            if (c == CHUNKS - 1) rings.ds.release();
+#pragma unroll
+            for (int h = 0; h < 64; h += DQ_CHANNELS) {
+                const int channel = 64 * c + h;
+                const i64 index = packed_block * DQ_CHUNKS + channel / DQ_CHANNELS;
+                const DqChunk chunk = {a.dq_sums + index * DQ_CHUNK, a.turns + index, turn};
+                float* values = dq + h / 2;
+                if (!is_finished) {
+                    hand_over(rings.chunks, shared + DQ, state.chunks, chunk, values, thread);
+                    rings.chunks.advance();
+                    continue;
+                }
+                if (turn > 0) {
+                    if (thread == 0) wait_for_value(chunk.turns, turn);
+                    warpgroup_sync(DQ_WARPGROUP);
+                    add_to_own(values, chunk.sums, thread);
+                }
+                rings.chunks.wait_empty();  // its memory is the staging
+                const float scales[2] = {a.scale, a.scale};
+                u8* staging = shared + DQ + rings.chunks.index * (DQ_CHUNK * 4);
+                store_channels<DQ_CHANNELS>(a.dq, values, scales, staging, DQ_WARPGROUP, work.kv_head * a.axes.group + head,
+                                            a.axes.heads * a.axes.group, first_query, work.q, a.axes.d, channel);
+                warpgroup_sync(DQ_WARPGROUP);  // until the staging is read
             }
-            if (turn > 0) {
-                if (thread == 0) wait_for_value(chunk.turns, turn);
-                warpgroup_sync(DQ_WARPGROUP);
-                add_to_own(dq, chunk.sums, thread);
-            }
-            rings.chunks.wait_empty();  // its memory is the staging
-            const float scales[2] = {a.scale, a.scale};
-            store_channels<64>(a.dq, dq, scales, shared + DQ, DQ_WARPGROUP, work.kv_head * a.axes.group + head,
-                               a.axes.heads * a.axes.group, first_query, work.q, a.axes.d, 64 * c);
-            warpgroup_sync(DQ_WARPGROUP);  // until the staging is read
         }
         rings.ds.advance();
         if (--block < 0) block = work.q_tiles - 1, ++head;
@@ -300,6 +307,7 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, u8* shared, Rings
         const KeyTile& work = state.work[rings.keys.parity];
         if (work.kv_head < 0) break;
         const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
+        warpgroup_sync(DQ_WARPGROUP);  // the last product of every warp has read the K before
         convert_k(shared + DQ_K, shared, thread);
         fence_proxy_async();
         warpgroup_sync(DQ_WARPGROUP);
@@ -307,9 +315,13 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, u8* shared, Rings
         rings.keys.advance();
         dq_loop(a, work, k_scale, shared, rings, state);
     }
-    rings.chunks.wait_empty();
-    if (thread == 0) state.chunk.sums = nullptr;
-    rings.chunks.fill();
+#pragma unroll 1
+    for (int i = 0; i < DQ_BUFFERS; ++i) {
+        rings.chunks.wait_empty();
+        if (thread == 0) state.chunks[rings.chunks.index].sums = nullptr;
+        rings.chunks.fill();
+        rings.chunks.advance();
+    }
 }
 
 }  // namespace
@@ -335,7 +347,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     if (warpgroup == PRODUCER) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x % 128 == 0) producer_loop(a, rings, shared_address(shared), state);
-        if (threadIdx.x % 128 == 32) add_chunks(rings.chunks, shared_address(shared) + DQ, state.chunk);
+        const int buffer = static_cast<int>(threadIdx.x % 128) / 32 - 1;
+        if (buffer >= 0 && threadIdx.x % 32 == 0)
+            add_chunks(rings.chunks.full + 8 * buffer, rings.chunks.empty + 8 * buffer,
+                       shared_address(shared) + DQ + buffer * (DQ_CHUNK * 4), state.chunks[buffer]);
     } else if (warpgroup == DQ_WARPGROUP) {
         setmaxnreg_dec<DQ_REGISTERS>();
         compute_dq(a, shared, rings, state);

@@ -25,16 +25,18 @@ forward = hopper.forward
 
 #: Keys of a work tile, and threads of a CTA: two warpgroups of consumers, one for dQ, one producer.
 WORK_KEYS, THREADS = 128, 512
+#: Channels of dQ that are added at a time.
+DQ_CHANNELS = 32
 #: Dynamic shared memory by padded head size and the macros that change it. The source checks them.
 SHARED_BYTES = {
-    (64, ()): 195_584,
-    (64, ("P_16BIT",)): 179_200,
-    (64, ("DQ_INT8",)): 171_008,
-    (64, ("P_16BIT", "DQ_INT8")): 154_624,
-    (128, ()): 218_112,
-    (128, ("P_16BIT",)): 201_728,
-    (128, ("DQ_INT8",)): 193_536,
-    (128, ("P_16BIT", "DQ_INT8")): 177_152,
+    (64, ()): 203_776,
+    (64, ("P_16BIT",)): 187_392,
+    (64, ("DQ_INT8",)): 179_200,
+    (64, ("P_16BIT", "DQ_INT8")): 162_816,
+    (128, ()): 226_304,
+    (128, ("P_16BIT",)): 209_920,
+    (128, ("DQ_INT8",)): 201_728,
+    (128, ("P_16BIT", "DQ_INT8")): 185_344,
 }
 
 
@@ -81,13 +83,13 @@ def backward(
         p_16bit=not config.is_int8("dv"),
     )  # fmt: skip
     dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
-    # dQ of each packed block of queries, added up work tile by work tile, and how many were added.
-    q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, padded_head_dim(q.shape[3])
-    dq_sums = q.new_empty((q_blocks, TILE[0] * head_dim), dtype=torch.float32)
-    turns = q.new_zeros(q_blocks + 1, dtype=torch.int32)
+    # dQ of each packed block of queries, added up work tile by work tile, and how many were added to each chunk.
+    chunks = q.shape[0] * q.shape[1] * q_axis.blocks * padded_head_dim(q.shape[3]) // DQ_CHANNELS
+    dq_sums = q.new_empty((chunks, TILE[0] * DQ_CHANNELS), dtype=torch.float32)
+    turns = q.new_zeros(chunks + 1, dtype=torch.int32)
     axes = CAxes.of(
         k, q_axis, kv_axis, work_axis=kv_axis.with_block(WORK_KEYS), group=q.shape[1] // k.shape[1],
-        tile_counter=turns.data_ptr() + 4 * q_blocks,
+        tile_counter=turns.data_ptr() + 4 * chunks,
     )  # fmt: skip
     arguments = CBackward(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(), dq.target, dk.target,

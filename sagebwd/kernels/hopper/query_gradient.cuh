@@ -9,7 +9,8 @@
 #include "scores.cuh"
 
 constexpr int DQ_K_BYTES = K_TILE * (DQ_IS_INT8 ? 1 : 2);
-constexpr int DQ_CHUNK = BLOCK_Q * 64;  // values of dQ that are computed at a time, 64 channels
+constexpr int DQ_CHANNELS = 32;  // that are added at a time
+constexpr int DQ_CHUNK = BLOCK_Q * DQ_CHANNELS, DQ_CHUNKS = D / DQ_CHANNELS;
 
 // --- K as dQ takes it --------------------------------------------------------------------------------------
 
@@ -99,12 +100,11 @@ __device__ __forceinline__ void multiply_ds(float (&dq)[32], u32 ds, u32 k, int 
 
 // --- Sums over CTAs ----------------------------------------------------------------------------------------
 
-// What the warpgroup hands to the thread that adds it to the sums: 64 channels of a block of queries in shared memory.
+// What the warpgroup hands to a thread that adds it to the sums: DQ_CHANNELS of a block of queries in shared memory.
 struct DqChunk {
     float* sums;  // null: there is no other
-    int* turns;   // how many CTAs have added to this block
+    int* turns;   // how many CTAs have added to these channels of the block
     int turn;     // of this CTA
-    bool is_last; // of this block
 };
 
 // Work tiles of keys that see the block of queries from `first_query` on.
@@ -113,10 +113,10 @@ __device__ __forceinline__ int visible_key_tiles(const KeyTile& tile, int first_
     return (keys + KEYS - 1) / KEYS;
 }
 
-// One thread: adds one chunk after the other, the first CTA of a block without a sum of others.
-__device__ __forceinline__ void add_chunks(Ring<1> chunks, u32 shared, const DqChunk& next) {
-    for (;;) {
-        chunks.wait_full();
+// One thread for each buffer in shared memory: adds what comes there. The first CTA of a block has no sum of others to add to.
+__device__ __forceinline__ void add_chunks(u32 full, u32 empty, u32 shared, const DqChunk& next) {
+    for (int parity = 0;; parity ^= 1) {
+        barrier_wait(full, parity);
         const DqChunk chunk = next;
         if (chunk.sums == nullptr) return;
         if (chunk.turn > 0) {
@@ -128,32 +128,30 @@ __device__ __forceinline__ void add_chunks(Ring<1> chunks, u32 shared, const DqC
         }
         bulk_commit();
         bulk_wait_read();
-        barrier_arrive(chunks.empty);
-        if (chunk.is_last) {
-            bulk_wait();
-            fence_proxy_async_global();
-            release_value(chunk.turns, chunk.turn + 1);
-        }
-        chunks.advance();
+        barrier_arrive(empty);
+        bulk_wait();
+        fence_proxy_async_global();
+        release_value(chunk.turns, chunk.turn + 1);
     }
 }
 
-// Stores a chunk so that add_to_own finds it, and hands it over.
-__device__ __forceinline__ void hand_over(const Ring<1>& chunks, u8* shared, DqChunk& next, const DqChunk& chunk,
-                                          const float (&dq)[32], int thread) {
+// Stores a chunk so that add_to_own finds it, and hands it over. `dq`: its DQ_CHANNELS / 2 values of this thread.
+template <int BUFFERS>
+__device__ __forceinline__ void hand_over(const Ring<BUFFERS>& chunks, u8* buffers, DqChunk* next, const DqChunk& chunk,
+                                          const float* dq, int thread) {
     chunks.wait_empty();
-    float4* own = reinterpret_cast<float4*>(shared) + thread;
+    float4* own = reinterpret_cast<float4*>(buffers) + chunks.index * (DQ_CHUNK / 4) + thread;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) own[128 * j] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
-    if (thread == 0) next = chunk;
+    for (int j = 0; j < DQ_CHANNELS / 8; ++j) own[128 * j] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+    if (thread == 0) next[chunks.index] = chunk;
     chunks.fill();
 }
 
 // Adds the sums of all other CTAs. The last CTA does this.
-__device__ __forceinline__ void add_to_own(float (&dq)[32], const float* sums, int thread) {
+__device__ __forceinline__ void add_to_own(float* dq, const float* sums, int thread) {
     const float4* own = reinterpret_cast<const float4*>(sums) + thread;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < DQ_CHANNELS / 8; ++j) {
         const float4 sum = load_from_l2(own + 128 * j);
         dq[4 * j] += sum.x, dq[4 * j + 1] += sum.y, dq[4 * j + 2] += sum.z, dq[4 * j + 3] += sum.w;
     }

@@ -35,6 +35,7 @@ struct ScoreTile {
     int keys;                 // that exist, from the first one of the tile on
     int blocks_ahead;         // of 64: the first key minus the first query. Causal: 0 on the diagonal, more: all is hidden
     u32 ds;                   // where dS goes, for dQ
+    u32 ds_empty, ds_parity;  // the mbarrier that says when there is room for it
     // Of both warpgroups, if dQ is in INT8: max |dS| of each query, zero at the start; that of the next tile; the scales.
     int *largest, *next_largest;
     float* ds_scales;
@@ -156,6 +157,7 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
     }
     round_p(scores.p, p, p_inverse);
     round_tile<64>(scores.ds, ds, ds_inverse);
+    barrier_wait(tile.ds_empty, tile.ds_parity);
     if (DQ_IS_INT8)
         store_ds_int8(ds, tile, warpgroup);
     else

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch.autograd import forward_ad
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import encode
+from sagebwd.kernels import ops
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.inputs import NAMES, every_other, token_major
 from tests.sagebwd.kernels.operators import assert_same, gradients
@@ -261,7 +260,7 @@ def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compile
 
 def test_a_selective_checkpoint_does_not_attend_again(sample, kernel_set, ways, monkeypatch):
     calls = []
-    module = importlib.import_module(f"sagebwd.kernels.{kernel_set.name}.attention")
+    module = ops._kernel_set(kernel_set.name)
     forward = module.forward
     monkeypatch.setattr(module, "forward", lambda *x, **settings: calls.append(1) or forward(*x, **settings))
     inputs = sample(40)

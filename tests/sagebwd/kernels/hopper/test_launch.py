@@ -256,5 +256,5 @@ def test_what_the_one_backward_launches(launched, sample, products):
     assert [defines["P_16BIT"], defines["DQ_INT8"]] == ["dv" in products, "dq" not in products]
     assert [arguments.packed_q_rows, arguments.packed_q_columns] == [address(x) for x in packed[5:7]]
     assert arguments.packed_kv == address(saved[4])
-    # A counter follows the turns of all packed blocks of queries.
-    assert arguments.axes.tile_counter == arguments.turns + 4 * 4 * axes[0].blocks
+    # A counter follows the turns of all packed blocks of queries, of 32 channels each.
+    assert arguments.axes.tile_counter == arguments.turns + 4 * 4 * axes[0].blocks * (64 // 32)
