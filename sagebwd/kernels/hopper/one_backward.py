@@ -83,7 +83,7 @@ def backward(
         p_16bit=not config.is_int8("dv"),
     )  # fmt: skip
     dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
-    # dQ of each packed block of queries, added up work tile by work tile, and how many were added to each chunk.
+    # dQ of each packed block of queries, added up work tile by work tile; how many are in each chunk.
     chunks = q.shape[0] * q.shape[1] * q_axis.blocks * padded_head_dim(q.shape[3]) // DQ_CHANNELS
     dq_sums = q.new_empty((chunks, TILE[0] * DQ_CHANNELS), dtype=torch.float32)
     turns = q.new_zeros(chunks + 1, dtype=torch.int32)
