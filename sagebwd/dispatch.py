@@ -3,7 +3,7 @@
 Kernel sets, fastest first:
 
     hopper      CUDA, wgmma: NVIDIA GPUs of compute capability 9.0
-    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; only on request, until it has run on a GPU
+    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; on request, until a GPU of theirs has timed it
     triton      NVIDIA GPUs since Ampere
     reference   plain PyTorch: any device, slow; what CPU tensors run
 
@@ -40,8 +40,6 @@ from sagebwd.window import Window
 
 #: Fastest first.
 KERNEL_SETS = ("hopper", "ampere", "triton", "reference")
-#: What only tests and benchmarks ask for, until it is measured: the Hopper kernels with one backward kernel.
-UNMEASURED = ("hopper_one_backward",)
 
 #: Compute capabilities.
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -135,7 +133,6 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
         "ampere": ampere_rules,
         "triton": triton_rules,
         "reference": reference_rules,
-        "hopper_one_backward": one_backward_rules,
     }[kernels]
     return [rule for rule in rules(call) if not rule.holds]
 
@@ -144,7 +141,11 @@ def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
     if kernels == "ampere":
-        return [Rule(False, "no GPU has run or timed it yet, only an emulation", request)]
+        return [
+            Rule(
+                False, "it passed its tests on an H200, but no GPU that it is made for has timed it", request
+            )
+        ]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
         return [Rule(False, "it is slow", request)]
     return []
@@ -166,7 +167,7 @@ def describe(broken: list[Rule]) -> str:
     return "; ".join(f"{rule.reason} ({rule.fix})" if rule.fix else rule.reason for rule in broken)
 
 
-def hopper_rules(call: Call, matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MATMULS) -> Iterator[Rule]:
+def hopper_rules(call: Call) -> Iterator[Rule]:
     """What the CUDA kernels for Hopper need, in the order in which it is checked."""
     gpu = call.gpu
     yield _on_a_gpu(gpu is not None, call)
@@ -177,7 +178,7 @@ def hopper_rules(call: Call, matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MA
     yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
-    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,), matmuls_in_16_bit)
+    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,), (*CUDA_16_BIT_MATMULS, "dq"))
     yield Rule(
         call.head_dim in CUDA_HEAD_DIMS,
         f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
@@ -185,11 +186,6 @@ def hopper_rules(call: Call, matmuls_in_16_bit: tuple[str, ...] = CUDA_16_BIT_MA
     yield _has_cuda_compiler(call)
     yield Rule(not call.is_windowed, "window_size is set, and the Hopper kernels have no windows", warns=True)
     yield _scales_of_blocks(call.config)
-
-
-def one_backward_rules(call: Call) -> Iterator[Rule]:
-    """As :func:`hopper_rules`; dQ may be in 16 bit as well."""
-    return hopper_rules(call, (*CUDA_16_BIT_MATMULS, "dq"))
 
 
 def ampere_rules(call: Call) -> Iterator[Rule]:
@@ -432,7 +428,7 @@ def _choose_once(
     is_windowed: bool,
 ) -> tuple[str, str, str]:
     """(kernel set, "", ""), or ("", name of the error, its message). A result is remembered, an error too."""
-    if kernels not in (None, *KERNEL_SETS, *UNMEASURED):
+    if kernels not in (None, *KERNEL_SETS):
         names = ", ".join(map(repr, KERNEL_SETS))
         return "", "ValueError", f"kernels is {kernels!r}; use one of {names}, or None for the fastest"
     if kernels == "reference" or (kernels is None and device.type in REFERENCE_DEVICES):
@@ -462,7 +458,7 @@ def _as_asked(kernels: str, call: Call, device: torch.device) -> tuple[str, str,
     """The result of :func:`_choose_once` for a kernel set that is asked for."""
     if kernels == "triton" and device.type == "cpu":
         call = call._replace(is_interpreted=_is_interpreted())
-    if kernels in ("hopper", *UNMEASURED) and call.gpu == ABSENT_GPU:
+    if kernels == "hopper" and call.gpu == ABSENT_GPU:
         call = call._replace(gpu=ARCHITECTURES["9.0"])
     if kernels != "triton":
         call = _with_compiler(call, device)

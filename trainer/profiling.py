@@ -31,6 +31,7 @@ class StepProfiler:
             schedule=torch.profiler.schedule(
                 wait=settings.start - 1, warmup=1, active=settings.steps, repeat=1
             ),
+            acc_events=True,  # there is one cycle; without it torch warns that later ones clear its events
         )
         self._profiler.start()
 

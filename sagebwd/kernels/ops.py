@@ -23,7 +23,6 @@ from torch import Tensor
 from sagebwd import reference
 from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.config import SageConfig, decode
-from sagebwd.dispatch import UNMEASURED
 from sagebwd.kernels.layout import (
     Axis,
     ForwardResult,
@@ -101,7 +100,7 @@ def _fake_forward(
     channels = channels if settings.smooths_k else 0
     k_mean = k.new_empty((*k.shape[:2], documents * channels), dtype=torch.float32)
     packed_kv = k.new_empty((0,), dtype=torch.uint8)
-    if kernels in ("hopper", "ampere", *UNMEASURED) and pack_kv_for_backward:
+    if kernels in ("hopper", "ampere") and pack_kv_for_backward:
         blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
         packed_kv = k.new_empty(_packed_kv_shape(k, blocks, settings), dtype=torch.uint8)
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_kv)
@@ -170,7 +169,7 @@ def _fake_backward(
 @functools.cache
 def _kernel_set(kernels: str) -> ModuleType:
     """``forward`` and ``backward`` of a kernel set, imported at its first use: none needs the others."""
-    return _module("hopper.one_backward" if kernels in UNMEASURED else f"{kernels}.attention")
+    return _module(f"{kernels}.attention")
 
 
 def _module(name: str) -> ModuleType:
@@ -186,7 +185,8 @@ def _packed_kv_shape(k: Tensor, blocks: int, config: SageConfig) -> tuple[int, i
     from sagebwd.kernels.cuda.packing import packed_kv_shape
 
     token_scales, s_16bit = config.operand_scales == "token", not config.is_int8("s_fwd")
-    return packed_kv_shape(k, blocks, token_scales, config.tile(k.shape[-1])[1], s_16bit)
+    block_kv, k_16bit = config.tile(k.shape[-1])[1], not config.is_int8("dq")
+    return packed_kv_shape(k, blocks, token_scales, block_kv, s_16bit, k_16bit)
 
 
 def _axes(

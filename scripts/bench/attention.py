@@ -40,7 +40,7 @@ import torch
 from tqdm import tqdm
 
 from sagebwd import SageConfig
-from sagebwd.dispatch import KERNEL_SETS, UNMEASURED
+from sagebwd.dispatch import KERNEL_SETS
 from scripts.bench.attention_peers import CONFIGS, PEERS, Shape, find_implementations
 from scripts.bench.attention_tables import Row, draw, not_measured, overview, rows_of, to_markdown
 from scripts.bench.attention_timing import measure_shape
@@ -71,8 +71,8 @@ examples:
       python -m scripts.bench.attention --configs default consistent paper --without flex
   the kernels for GPUs since Ampere, which are not chosen yet, compared with FlashAttention-2
       python -m scripts.bench.attention --kernels ampere --configs default consistent --without flex cudnn
-  one backward kernel on a Hopper GPU beside the two that are chosen, dQ in INT8 and in 16 bit
-      python -m scripts.bench.attention --kernels hopper_one_backward --configs default 16-bit-dq
+  dQ in 16 bit instead of INT8: on a Hopper GPU one backward kernel instead of two
+      python -m scripts.bench.attention --configs default 16-bit-dq consistent consistent-16-bit-dq --without flex
   a sliding window: each query sees its own key and the 1024 before it; compared with no window
       python -m scripts.bench.attention --masks causal 1024,0 --lengths 4096 16384
   try the command without a GPU: times are those of the plain PyTorch reference
@@ -160,8 +160,7 @@ def add_implementation_options(add: Callable[..., Any]) -> None:
     settings = f"settings of SageBwd: {', '.join(CONFIGS)} (default: default)"
     add("--configs", **several, choices=CONFIGS, default=["default"], help=settings)
     forced = "also measure SageBwd with these kernels, by name, whatever would be chosen: "
-    names = (*KERNEL_SETS, *UNMEASURED)
-    add("--kernels", **several, choices=names, default=[], help=forced + ", ".join(names))
+    add("--kernels", **several, choices=KERNEL_SETS, default=[], help=forced + ", ".join(KERNEL_SETS))
     add("--without", **several, choices=PEERS, default=[], help=f"leave out: {', '.join(PEERS)}")
 
 

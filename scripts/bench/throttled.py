@@ -155,7 +155,7 @@ def measure(shape: Shape, arguments: Namespace, clock_ghz: float) -> Row:
 def kernel_ms(attend: Any, inputs: tuple[Tensor, ...], repetitions: int) -> float:
     """Mean time of the attention kernels of one forward and backward."""
     run_both(attend, inputs)
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(repetitions):
             run_both(attend, inputs)
         torch.cuda.synchronize()

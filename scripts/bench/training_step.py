@@ -172,7 +172,8 @@ class BenchTrainer(Trainer):
         """{kernel: ms per step}; on a CPU {operator: ms per step} without the operators it calls."""
         on_gpu = self.ranks.device.type == "cuda"
         kind, field_name = ("CUDA", "self_device_time_total") if on_gpu else ("CPU", "self_cpu_time_total")
-        with torch.profiler.profile(activities=[getattr(ProfilerActivity, kind)]) as profiler:
+        activity = getattr(ProfilerActivity, kind)
+        with torch.profiler.profile(activities=[activity], acc_events=True) as profiler:
             self.time_steps(steps)
         times: dict[str, float] = defaultdict(float)
         for event in profiler.key_averages():

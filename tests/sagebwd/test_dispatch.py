@@ -17,7 +17,10 @@ from sagebwd.dispatch import GPU, Call, explain_call
 
 H200 = GPU("NVIDIA H200", (9, 0))
 A100 = GPU("NVIDIA A100", (8, 0))
-UNTRIED = 'no GPU has run or timed it yet, only an emulation (pass kernels="ampere" to run it)'
+UNTRIED = (
+    "it passed its tests on an H200, but no GPU that it is made for has timed it "
+    '(pass kernels="ampere" to run it)'
+)
 HOPPER_HEAD_DIMS = range(40, 129, 8)
 
 
@@ -47,11 +50,11 @@ OTHER_SETTINGS = {
         ((*PAPER_INT8_MATMULS, "dp"), "triton"),
         ((), "triton"),
         *(
-            (without_int8(name).int8_matmuls, "hopper" if name in ("o", "dv") else "triton")
+            (without_int8(name).int8_matmuls, "hopper" if name in ("o", "dv", "dq") else "triton")
             for name in PAPER_INT8_MATMULS
         ),
         (without_int8("o", "dv").int8_matmuls, "hopper"),
-        (without_int8("o", "dv", "dq").int8_matmuls, "triton"),
+        (without_int8("o", "dv", "dq").int8_matmuls, "hopper"),
     ],
     "compensate_o": [],  # needs an O in 16 bit, see below
     "add_mean_k_term": [(True, "none")],
@@ -69,7 +72,8 @@ def test_every_setting_has_its_kernels():
             for head_dim in (64, 128):
                 config = replace(DEFAULT_CONFIG, **{name: value})
                 assert explain_call(call(config=config, head_dim=head_dim)).kernels == kernels, (name, value)
-    for config in (without_int8("dv", smooth_v=True), without_int8("o", compensate_o=True)):
+    on_hopper = (without_int8("dv", smooth_v=True), without_int8("o", compensate_o=True), without_int8("dq"))
+    for config in on_hopper:
         assert explain_call(call(config=config)).kernels == "hopper"
 
 
@@ -332,7 +336,7 @@ def no_driver(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, asked)
 
 
-@pytest.mark.parametrize("kernels", [*dispatch.KERNEL_SETS, *dispatch.UNMEASURED])
+@pytest.mark.parametrize("kernels", dispatch.KERNEL_SETS)
 @pytest.mark.parametrize("pack", [False, True])
 def test_fakes_ask_no_driver(no_driver, kernels, pack):
     with FakeTensorMode():

@@ -65,13 +65,14 @@ def forward(
         k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
     v_mean = packer.token_mean(v, kv_axis) if config.smooth_v else None
     packed_q = packer.pack_q(q, q_axis)
-    p_16bit = not config.is_int8("o")
+    p_16bit, k_16bit = not config.is_int8("o"), not config.is_int8("dq")
     subtracted = k_mean if config.smooth_k else None
     if p_16bit:
-        operands = packed_kv = packer.pack_kv(k, v, kv_axis, subtracted)
+        k_16bit = k_16bit and pack_kv_for_backward
+        operands = packed_kv = packer.pack_kv(k, v, kv_axis, subtracted, k_16bit=k_16bit)
     else:
         operands, packed_kv = packer.pack_kv_int8(
-            k, v, kv_axis, subtracted, v_mean, pack_kv_for_backward=pack_kv_for_backward
+            k, v, kv_axis, subtracted, v_mean, pack_kv_for_backward=pack_kv_for_backward, k_16bit=k_16bit
         )
     out = Result(q, q_axis)
     residual = Result(q, q_axis) if config.compensate_o else None

@@ -72,6 +72,8 @@ __host__ __device__ constexpr int scale_bytes_of_s(int tokens) { return S_IS_16B
 constexpr int PACKED_Q_BYTES = Q_ROWS_TILE + scale_bytes_of_s(BLOCK_Q);       // forward: Q by rows; its scale
 constexpr int PACKED_KV_INT8_BYTES = 2 * K_TILE + scale_bytes(2, BLOCK_KV);   // forward: K by rows, V by columns; scales
 constexpr int PACKED_KV_BYTES = K_ROWS_TILE + 2 * K_TILE + scale_bytes_of_s(BLOCK_KV);  // K by rows, V in 16 bits; K's scale
+// Behind all of these, if dQ is in 16 bits: for each block K in 16 bits.
+constexpr int PACKED_K_16BIT_BYTES = 2 * K_TILE;
 // Q by rows, dO in 16 bits, stats; scales of Q and dO.
 constexpr int PACKED_Q_ROWS_BYTES = Q_ROWS_TILE + 2 * Q_TILE + ROW_STATS + scale_bytes(2, BLOCK_Q);
 constexpr int PACKED_Q_COLUMNS_BYTES = (P_IS_16BIT ? 1 : 2) * Q_TILE;  // Q by columns, and dO if P is in INT8

@@ -90,6 +90,14 @@ struct Pieces {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) unpack(tile.x[i], raw[i]);
     }
+    __device__ __forceinline__ void round(const Tile<TOKENS>& tile) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            u32* pairs = &raw[i].x;
+#pragma unroll
+            for (int e = 0; e < 8; e += 2) pairs[e / 2] = pack_16bit(tile.x[i][e], tile.x[i][e + 1]);
+        }
+    }
     // What store_16bit wrote.
     __device__ __forceinline__ void load_16bit(const u8* source) {
         const int channel = Tile<TOKENS>::channel();
@@ -305,9 +313,21 @@ __device__ __forceinline__ void load(Pieces<TOKENS>& pieces, Tile<TOKENS>& tile,
     pieces.unpack_to(tile);
 }
 
-// Writes K minus its mean, by rows in INT8, to `rows` and, if it is not null, to `copy`; finds the scales.
-__device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* copy, const Source& k, const float* mean,
-                                       const Block& block, const Axis& axis, int (&slots)[16]) {
+// Where K in 16 bits of this block goes, behind all packed blocks; null if K_16BIT is not defined.
+__device__ __forceinline__ u8* k_16bit_of(u8* packed_kv, const Block& block) {
+#ifdef K_16BIT
+    const i64 blocks = gridDim.x / 2;
+    return packed_kv == nullptr ? nullptr
+                                : packed_kv + blocks * PACKED_KV_BYTES + i64(block.index) * PACKED_K_16BIT_BYTES;
+#else
+    return nullptr;
+#endif
+}
+
+// Writes K minus its mean: by rows in INT8 to `rows` and, if it is not null, to `copy`, and in 16 bits to `k_16bit`, if that is
+// not null; finds the scales.
+__device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* copy, u8* k_16bit, const Source& k,
+                                       const float* mean, const Block& block, const Axis& axis, int (&slots)[16]) {
     Pieces<BLOCK_KV> pieces;
     Tile<BLOCK_KV> tile;
     uint2 values[PIECES];
@@ -317,6 +337,9 @@ __device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* co
     quantize_tile(values, tile, scales);
     store_rows_int8<BLOCK_KV>(rows, values);
     if (copy != nullptr) store_rows_int8<BLOCK_KV>(copy, values);
+    if (k_16bit == nullptr) return;
+    pieces.round(tile);
+    pieces.store_16bit(k_16bit);
 }
 
 }  // namespace
@@ -356,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     u8* second = packed_kv == nullptr ? nullptr : packed_kv + i64(block.index) * PACKED_KV_BYTES;
     float scales[PIECES];
     if (block.part == 0) {
-        pack_k(scales, target, second, k, k_mean, block, axis, slots);
+        pack_k(scales, target, second, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(target + 2 * K_TILE, 0, scales, 2);
         if (packed_kv != nullptr) store_scales<BLOCK_KV>(second + 3 * K_TILE, 0, scales, 1);
     } else {
@@ -374,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
 }
 
 // Backward, and a forward with 16-bit P: K by rows, V as it is; the scale of K. `k_mean`: what is subtracted from K, or
-// null.
+// null. Both of these kernels also write K in 16 bits, if K_16BIT is defined.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     pack_kv_kernel(Source k, Source v, const float* k_mean, u8* packed_kv, Axis axis) {
     __shared__ int slots[16];
@@ -388,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
         pieces.store_16bit(target);
     } else if (block.part == 0) {
         float scales[PIECES];
-        pack_k(scales, target, nullptr, k, k_mean, block, axis, slots);
+        pack_k(scales, target, nullptr, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(target + 3 * K_TILE, 0, scales, 1);
     } else {
         Pieces<BLOCK_KV> pieces;

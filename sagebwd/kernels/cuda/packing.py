@@ -39,7 +39,12 @@ def packed_head_dim(d: int) -> int:
 
 
 def packed_kv_shape(
-    k: Tensor, blocks: int, token_scales: bool = False, block_kv: int = TILE[1], s_16bit: bool = False
+    k: Tensor,
+    blocks: int,
+    token_scales: bool = False,
+    block_kv: int = TILE[1],
+    s_16bit: bool = False,
+    k_16bit: bool = False,
 ) -> tuple[int, int]:
     """Shape of the result of :meth:`Packer.pack_kv`, which is uint8.
 
@@ -48,10 +53,11 @@ def packed_kv_shape(
         blocks: blocks of each head.
         token_scales, s_16bit: as of :class:`Packer`.
         block_kv: keys of a packed block.
+        k_16bit: as of :meth:`Packer.pack_kv`.
     """
     tail = 0 if s_16bit else scale_bytes(1, block_kv, token_scales)
     values = block_kv * packed_head_dim(k.shape[3])
-    return k.shape[0] * k.shape[1] * blocks, (4 if s_16bit else 3) * values + tail
+    return k.shape[0] * k.shape[1] * blocks, (3 + s_16bit + 2 * k_16bit) * values + tail
 
 
 def scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
@@ -113,6 +119,7 @@ class Packer:
         v_mean: Tensor | None,
         *,
         pack_kv_for_backward: bool,
+        k_16bit: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """K and V for the forward: K by rows, V by columns; tail: their scales.
 
@@ -120,29 +127,34 @@ class Packer:
 
         Args:
             k_mean, v_mean: what to subtract from K and from V, see :meth:`token_mean`; None: nothing.
+            k_16bit: as of :meth:`pack_kv`.
         """
         packed = _allocate(
             k, axis, self._block_kv * 2 * packed_head_dim(k.shape[3]) + self._scale_bytes(2, self._block_kv)
         )
         packed_kv = None
         if pack_kv_for_backward:
-            packed_kv = k.new_empty(self._packed_kv_shape(k, axis), dtype=torch.uint8)
+            packed_kv = k.new_empty(self._packed_kv_shape(k, axis, k_16bit), dtype=torch.uint8)
         sources = (_CSource.of(x) for x in (k, v))
         arguments = (*sources, k_mean, v_mean, packed, packed_kv, _CAxis.of(k, axis))
-        self._launch("pack_kv_int8", k, self._block_kv, 2 * len(packed), *arguments)
+        self._launch("pack_kv_int8", k, self._block_kv, 2 * len(packed), *arguments, K_16BIT=k_16bit)
         return packed, packed_kv
 
-    def pack_kv(self, k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -> Tensor:
+    def pack_kv(
+        self, k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None, *, k_16bit: bool = False
+    ) -> Tensor:
         """K and V for the backward, and for a forward with 16-bit P: K by rows, V in 16 bits.
 
         Tail: the scale of K.
 
         Args:
             k_mean: as in :meth:`pack_kv_int8`.
+            k_16bit: whether K minus ``k_mean`` in 16 bits, for a dQ that is not INT8, follows behind all
+                packed blocks. They are as long as without it.
         """
-        packed_kv = k.new_empty(self._packed_kv_shape(k, axis), dtype=torch.uint8)
+        packed_kv = k.new_empty(self._packed_kv_shape(k, axis, k_16bit), dtype=torch.uint8)
         arguments = (_CSource.of(k), _CSource.of(v), k_mean, packed_kv, _CAxis.of(k, axis))
-        self._launch("pack_kv", k, self._block_kv, 2 * len(packed_kv), *arguments)
+        self._launch("pack_kv", k, self._block_kv, 2 * len(packed_kv), *arguments, K_16BIT=k_16bit)
         return packed_kv
 
     def pack_k_columns(self, packed_kv: Tensor, k: Tensor, axis: Axis) -> Tensor:
@@ -191,8 +203,8 @@ class Packer:
         self._launch("pack_q_and_grad", q, self._block_q, 2 * len(rows), *arguments, **defines)
         return rows, columns
 
-    def _packed_kv_shape(self, k: Tensor, axis: Axis) -> tuple[int, int]:
-        return packed_kv_shape(k, axis.blocks, self._token_scales, self._block_kv, self._s_16bit)
+    def _packed_kv_shape(self, k: Tensor, axis: Axis, k_16bit: bool) -> tuple[int, int]:
+        return packed_kv_shape(k, axis.blocks, self._token_scales, self._block_kv, self._s_16bit, k_16bit)
 
     def _scale_bytes(self, tensors: int, tokens: int) -> int:
         return scale_bytes(tensors, tokens, self._token_scales)

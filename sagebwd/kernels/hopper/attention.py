@@ -1,4 +1,7 @@
-"""Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packing, then forward.cu or dk_dv.cu and dq.cu.
+"""Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packing, then forward.cu, or a backward.
+
+The backward has two kernels, dk_dv.cu and dq.cu, if dQ is in INT8, and one, backward.cu, if it is in 16 bit:
+docs/kernels.md says why.
 
 The same arithmetic as the Triton kernels, for head sizes above 32 up to 128 and the default settings.
 ``smooth_k``, ``smooth_v`` and ``unsigned_p`` may have either value. O and dV may take 16-bit P (P_16BIT in
@@ -21,6 +24,7 @@ from sagebwd.kernels.cuda import launch, packing
 from sagebwd.kernels.cuda.arguments import CTokenTensor
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
+from sagebwd.kernels.cuda.packing import TILE
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, padded_head_dim
@@ -57,18 +61,35 @@ class _CDkDv(ctypes.Structure):
     ]
 
 
+class _CBackward(ctypes.Structure):
+    _fields_ = [
+        ("packed_q_rows", ctypes.c_void_p),
+        ("packed_q_columns", ctypes.c_void_p),
+        ("packed_kv", ctypes.c_void_p),
+        ("dq", CTokenTensor),
+        ("dk", CTokenTensor),
+        ("dv", CTokenTensor),
+        ("dq_sums", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("axes", CAxes),
+        ("scale", ctypes.c_float),
+    ]
+
+
 # --- Launching ---------------------------------------------------------------------------------------------
 
 
 class CTAShape(NamedTuple):
     """What a CTA of a kernel has.
 
-    consumers: warpgroups that compute, 64 tokens of a work tile each; one more warpgroup is the producer.
+    consumers: warpgroups that compute, 64 tokens of a work tile each.
     shared_bytes: dynamic shared memory.
+    others: warpgroups besides: the producer, and the one for dQ in backward.cu.
     """
 
     consumers: int
     shared_bytes: int
+    others: int = 1
 
     @property
     def tokens(self) -> int:
@@ -78,7 +99,7 @@ class CTAShape(NamedTuple):
     @property
     def threads(self) -> int:
         """Threads of the CTA."""
-        return 128 * (self.consumers + 1)
+        return 128 * (self.consumers + self.others)
 
 
 #: By kernel, padded head size and whether P_16BIT is defined. Each source checks its own at compile time.
@@ -93,14 +114,20 @@ CTA_SHAPES = {
     ("dk_dv", 128, True): CTAShape(2, 221_184),
     ("dq", 64, False): CTAShape(2, 180_224),
     ("dq", 128, False): CTAShape(2, 219_136),
+    ("backward", 64, False): CTAShape(2, 228_352, others=2),
+    ("backward", 64, True): CTAShape(2, 211_968, others=2),
+    ("backward", 128, False): CTAShape(2, 226_304, others=2),
+    ("backward", 128, True): CTAShape(2, 209_920, others=2),
 }
+#: Channels of dQ that backward.cu adds up at a time, by padded head size.
+DQ_CHANNELS = {64: 64, 128: 32}
 
 
 def _launch(
     name: str,
     like: Tensor,
     window: Window,
-    arguments: CForward | _CDq | _CDkDv,
+    arguments: CForward | _CDq | _CDkDv | _CBackward,
     *,
     p_16bit: bool = False,
     **defines: bool,
@@ -198,26 +225,53 @@ def backward(
     """
     _check_window(window)
     if not packed_kv.numel():
-        packed_kv = PACKER.pack_kv(k, v, kv_axis, k_mean if config.smooth_k else None)
-    p_16bit = not config.is_int8("dv")
-    packed_q_rows, packed_q_columns = PACKER.pack_q_and_grad(
+        subtracted = k_mean if config.smooth_k else None
+        packed_kv = PACKER.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
+    packed_q = PACKER.pack_q_and_grad(
         q,
         grad_out,
         out,
         lse,
         q_axis,
         out_residual=out_residual if config.compensate_o else None,
-        p_16bit=p_16bit,
+        p_16bit=not config.is_int8("dv"),
     )
-    dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
+    results = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
+    launch = _launch_two_kernels if config.is_int8("dq") else _launch_one_kernel
+    launch([*packed_q], packed_kv, results, q, k, q_axis, kv_axis, window=window, scale=scale, config=config)
+    dq, dk, dv = (result.finish() for result in results)
+    return dq, dk, dv
+
+
+def _launch_two_kernels(
+    packed_q: list[Tensor],
+    packed_kv: Tensor,
+    results: tuple[Result, Result, Result],
+    q: Tensor,
+    k: Tensor,
+    q_axis: Axis,
+    kv_axis: Axis,
+    *,
+    window: Window,
+    scale: float,
+    config: SageConfig,
+) -> None:
+    """dK and dV by dk_dv.cu, then dQ by dq.cu.
+
+    Args:
+        packed_q: of PACKER.pack_q_and_grad; the columns are taken out of it, for their memory.
+    """
+    dq, dk, dv = results
     group, counters = q.shape[1] // k.shape[1], q.new_zeros(2, dtype=torch.int32)
     axes = _axes(
         "dk_dv", k, q_axis, kv_axis, work_axis=kv_axis, group=group, tile_counter=counters.data_ptr()
     )
+    packed_q_columns, packed_q_rows = packed_q.pop(), packed_q[0]
     arguments = _CDkDv(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(), dk.target, dv.target,
         axes, scale,
     )  # fmt: skip
+    p_16bit = not config.is_int8("dv")
     _launch("dk_dv", q, window, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
 
     del packed_q_columns  # frees its memory before more is packed
@@ -229,7 +283,38 @@ def backward(
         packed_q_rows.data_ptr(), packed_kv.data_ptr(), packed_k_columns.data_ptr(), dq.target, axes, scale
     )
     _launch("dq", q, window, arguments)
-    return dq.finish(), dk.finish(), dv.finish()
+
+
+def _launch_one_kernel(
+    packed_q: list[Tensor],
+    packed_kv: Tensor,
+    results: tuple[Result, Result, Result],
+    q: Tensor,
+    k: Tensor,
+    q_axis: Axis,
+    kv_axis: Axis,
+    *,
+    window: Window,
+    scale: float,
+    config: SageConfig,
+) -> None:
+    """All gradients by backward.cu; arguments as for the two kernels."""
+    head_dim = padded_head_dim(q.shape[3])
+    channels = DQ_CHANNELS[head_dim]
+    # dQ in chunks, each added up work tile by work tile; how many work tiles are in each; the tile counter.
+    chunks = q.shape[0] * q.shape[1] * q_axis.blocks * head_dim // channels
+    dq_sums = q.new_empty((chunks, TILE[0] * channels), dtype=torch.float32)
+    turns = q.new_zeros(chunks + 1, dtype=torch.int32)
+    axes = _axes(
+        "backward", k, q_axis, kv_axis, work_axis=kv_axis, group=q.shape[1] // k.shape[1],
+        tile_counter=turns.data_ptr() + 4 * chunks,
+    )  # fmt: skip
+    arguments = _CBackward(
+        *(x.data_ptr() for x in (*packed_q, packed_kv)), *(x.target for x in results),
+        dq_sums.data_ptr(), turns.data_ptr(), axes, scale,
+    )  # fmt: skip
+    p_16bit = not config.is_int8("dv")
+    _launch("backward", q, window, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
 
 
 def _check_window(window: Window) -> None:

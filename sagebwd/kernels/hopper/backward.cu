@@ -1,5 +1,4 @@
-// dQ, dK and dV. A work tile is 128 keys of one key head; it loops over all queries that see them, the last ones first, so that
-// all CTAs of a head begin with the same ones.
+// dQ, dK and dV. A work tile is 128 keys of one key head; it loops over all queries that see them.
 //
 // Two warpgroups compute S and dP, and dK and dV of 64 keys each. They store dS for a third one, which computes dQ. The fourth
 // has one thread that copies ahead, and three that add dQ to the sums of all CTAs.
@@ -24,7 +23,7 @@ constexpr int CHUNKS = D / 64;  // of 64 channels
 constexpr int DQ_BUFFERS = 3;   // each with a thread of its own
 
 // Registers of a thread. Their sum is what the CTA starts with.
-constexpr int CONSUMER_REGISTERS = D == 64 ? 184 : 208, DQ_REGISTERS = D == 64 ? 104 : 72;
+constexpr int CONSUMER_REGISTERS = D == 64 ? 184 : 216, DQ_REGISTERS = D == 64 ? 104 : 56;
 constexpr int PRODUCER_REGISTERS = D == 64 ? 40 : 24;
 static_assert(CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS == 65536 / 128);
 
@@ -41,7 +40,7 @@ constexpr int STAGE_BYTES = align_up(SCALES + TAIL, 1024);
 constexpr int V_ROWS = K_TILE;
 constexpr int K_SCALE = 3 * K_TILE;
 constexpr int DQ_K = align_up(PACKED_KV_BYTES, 1024);
-constexpr int DS = DQ_K + DQ_K_BYTES;
+constexpr int DS = DQ_K + PACKED_K_16BIT_BYTES;
 constexpr int DQ = DS + DS_STAGES * DS_BYTES;
 constexpr int RING = DQ + DQ_BUFFERS * DQ_CHUNK * 4;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
@@ -50,16 +49,14 @@ static_assert(DQ_CHUNK * 4 >= staging_bytes(DQ_CHANNELS));
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
 
 struct SharedState {
-    u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1];
+    u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1], dq_k_full[1];
     u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], chunk_full[DQ_BUFFERS], chunk_empty[DQ_BUFFERS];
     KeyTile work[2];  // whose keys are in shared memory, and whose come next, in turn; kv_head -1: there is no other
     DqChunk chunks[DQ_BUFFERS];
-    int largest[3][DQ_IS_INT8 ? BLOCK_Q : 1];  // see store_ds_int8
-    float ds_scales[DS_STAGES][DQ_IS_INT8 ? BLOCK_Q : 1];
 };
 
 struct Arguments {
-    const u8 *packed_q_rows, *packed_q_columns, *packed_kv;
+    const u8 *packed_q_rows, *packed_q_columns, *packed_kv;  // K in 16 bits is behind packed_kv
     TokenTensor dq, dk, dv;
     float* dq_sums;  // of each packed block of queries, chunk by chunk, as the threads that compute dQ hold them
     int* turns;      // of each chunk: how many work tiles are in its sum; zero at the start
@@ -72,7 +69,7 @@ struct Rings {
     Ring<1> keys;
     Ring<DS_STAGES> ds;
     Ring<DQ_BUFFERS> chunks;
-    Ring<3> largest;  // has no barriers
+    u32 dq_k_full;
 };
 
 // The first packed block of queries that a work tile visits in one head of its group, counted over all heads.
@@ -87,6 +84,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, Rings& rings, 
     WorkTile work_tile;
     while ((work_tile = work_tile_at(a.axes, atomicAdd(a.axes.tile_counter, 1))).head >= 0) {
         KeyTile found;
+        if (LAST_KEYS_FIRST) work_tile.rank = a.axes.work_blocks - 1 - work_tile.rank;
         if (!find_key_tile<CONSUMERS>(a.axes, work_tile, found)) continue;
         keys.wait_empty();
         KeyTile& work = state.work[keys.parity];
@@ -94,10 +92,13 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, Rings& rings, 
         barrier_expect_bytes(keys.full, PACKED_KV_BYTES);
         bulk_copy(shared, a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES, PACKED_KV_BYTES, keys.full);
         keys.advance();
+        int next = first_block(work);
         for (int h = 0; h < a.axes.group; ++h) {
             const i64 first = first_packed_block(a.axes, work, h);
 #pragma unroll 1
-            for (i64 block = first + work.q_tiles - 1; block >= first; --block) {
+            for (int left = work.q_tiles; left > 0; --left) {
+                const i64 block = first + next;
+                next = next_block(work, next);
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
                 barrier_expect_bytes(full, PACKED_Q_ROWS_BYTES + PACKED_Q_COLUMNS_BYTES);
@@ -170,8 +171,8 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
     const u32 ring = base + RING / 16;
     const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
 
-    int s[32], dp[32], block = work.q_tiles - 1;  // block: of queries, counted from the first one
-    if constexpr (P_IS_16BIT) pin(sums.dv);       // zero dV before the first wgmma: later writes would serialize it
+    int s[32], dp[32], block = first_block(work);
+    if constexpr (P_IS_16BIT) pin(sums.dv);  // zero dV before the first wgmma: later writes would serialize it
     queries.wait_full();
     contract_channels<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
     contract_channels_16bit<64, KEYS>(dp, v_rows, ring + (queries.index * STAGE_BYTES + GRAD_ROWS) / 16);
@@ -185,14 +186,10 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
         tile.keys = work.kv.tokens - work.first - warpgroup * ROWS;
         tile.blocks_ahead = warpgroup - block;
         tile.ds = shared_address(shared) + DS + ds.index * DS_BYTES;
-        tile.largest = state.largest[rings.largest.index];
-        rings.largest.advance();
-        tile.next_largest = state.largest[rings.largest.index];
-        tile.ds_scales = state.ds_scales[ds.index];
         tile.ds_empty = ds.empty + 8 * ds.index, tile.ds_parity = ds.parity ^ 1;
         const bool is_cut = tile.keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0);
         Ring<STAGES> next = queries;
-        if (--block < 0) block = work.q_tiles - 1;
+        block = next_block(work, block);
         if (left > 1) {
             next.advance();
             next.wait_full();
@@ -208,9 +205,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
             find_scores<true>(scores, s, dp, tile, warpgroup);
         else
             find_scores<false>(scores, s, dp, tile, warpgroup);
+        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
         ds.fill();
         ds.advance();
-        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
         contract_channels<64>(s, k_rows, next_stage + Q_ROWS / 16);
         wgmma_wait<1>();
@@ -254,66 +251,63 @@ __device__ __forceinline__ void consume(const Arguments& a, int warpgroup, u8* s
 // --- dQ ----------------------------------------------------------------------------------------------------
 
 // All blocks of queries of a work tile, as the consumers go through them.
-__device__ __forceinline__ void dq_loop(const Arguments& a, const KeyTile& work, float k_scale, u8* shared, Rings& rings,
-                                        SharedState& state) {
-    const int thread = threadIdx.x % 128, turn = work.first / KEYS;
+__device__ __forceinline__ void dq_loop(const Arguments& a, const KeyTile& work, u8* shared, Rings& rings, SharedState& state) {
+    const int thread = threadIdx.x % 128;
     const u32 base = descriptor_base(shared_address(shared)), k = base + DQ_K / 16;
-    int block = work.q_tiles - 1, head = 0;
+    int block = first_block(work), head = 0;
 #pragma unroll 1
     for (int left = a.axes.group * work.q_tiles; left > 0; --left) {
         const int first_query = work.first_query + block * BLOCK_Q;
         const i64 packed_block = first_packed_block(a.axes, work, head) + block;
-        const bool is_finished = turn + 1 == visible_key_tiles(work, first_query);
+        const Turn turn = turn_of(work, first_query);
         rings.ds.wait_full();
 #pragma unroll 1
-        for (int c = 0; c < CHUNKS; ++c) {
-            float dq[32];
-            multiply_ds(dq, base + (DS + rings.ds.index * DS_BYTES) / 16, k, c,
-                        state.ds_scales[rings.ds.index], k_scale);
-            if (c == CHUNKS - 1) rings.ds.release();
-#pragma unroll
-            for (int h = 0; h < 64; h += DQ_CHANNELS) {
-                const int channel = 64 * c + h;
-                const i64 index = packed_block * DQ_CHUNKS + channel / DQ_CHANNELS;
-                const DqChunk chunk = {a.dq_sums + index * DQ_CHUNK, a.turns + index, turn};
-                float* values = dq + h / 2;
-                if (!is_finished) {
-                    hand_over(rings.chunks, shared + DQ, state.chunks, chunk, values, thread);
-                    rings.chunks.advance();
-                    continue;
-                }
-                if (turn > 0) {
-                    if (thread == 0) wait_for_value(chunk.turns, turn);
-                    warpgroup_sync(DQ_WARPGROUP);
-                    add_to_own(values, chunk.sums, thread);
-                }
-                rings.chunks.wait_empty();  // its memory is the staging
-                const float scales[2] = {a.scale, a.scale};
-                u8* staging = shared + DQ + rings.chunks.index * (DQ_CHUNK * 4);
-                store_channels<DQ_CHANNELS>(a.dq, values, scales, staging, DQ_WARPGROUP, work.kv_head * a.axes.group + head,
-                                            a.axes.heads * a.axes.group, first_query, work.q, a.axes.d, channel);
-                warpgroup_sync(DQ_WARPGROUP);  // until the staging is read
+        for (int c = 0; c < DQ_CHUNKS; ++c) {
+            float dq[DQ_CHANNELS / 2];
+            multiply_ds(dq, base + (DS + rings.ds.index * DS_BYTES) / 16, k, c * DQ_CHANNELS);
+            if (c == DQ_CHUNKS - 1) rings.ds.release();
+            const i64 index = packed_block * DQ_CHUNKS + c;
+            const DqChunk chunk = {a.dq_sums + index * DQ_CHUNK, a.turns + index, turn.number};
+            if (!turn.is_last) {
+                hand_over(rings.chunks, shared + DQ, state.chunks, chunk, dq, thread);
+                rings.chunks.advance();
+                continue;
             }
+            if (turn.number > 0) {
+                if (thread == 0) wait_for_value(chunk.turns, turn.number);
+                warpgroup_sync(DQ_WARPGROUP);
+                add_to_own(dq, chunk.sums, thread);
+            }
+            rings.chunks.wait_empty();  // its memory is the staging
+            const float scales[2] = {a.scale, a.scale};
+            u8* staging = shared + DQ + rings.chunks.index * (DQ_CHUNK * 4);
+            store_channels<DQ_CHANNELS>(a.dq, dq, scales, staging, DQ_WARPGROUP, work.kv_head * a.axes.group + head,
+                                        a.axes.heads * a.axes.group, first_query, work.q, a.axes.d, c * DQ_CHANNELS);
+            warpgroup_sync(DQ_WARPGROUP);  // until the staging is read
         }
         rings.ds.advance();
-        if (--block < 0) block = work.q_tiles - 1, ++head;
+        block = next_block(work, block);
+        if (block == first_block(work)) ++head;
     }
 }
 
 __device__ __forceinline__ void compute_dq(const Arguments& a, u8* shared, Rings& rings, SharedState& state) {
     const int thread = threadIdx.x % 128;
-    for (;;) {
+    const u8* k_16bit = a.packed_kv + i64(a.axes.work_heads) * a.axes.kv_blocks * PACKED_KV_BYTES;
+    for (int parity = 0;; parity ^= 1) {
         rings.keys.wait_full();
         const KeyTile& work = state.work[rings.keys.parity];
         if (work.kv_head < 0) break;
-        const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
-        warpgroup_sync(DQ_WARPGROUP);  // the last product of every warp has read the K before
-        convert_k(shared + DQ_K, shared, thread);
-        fence_proxy_async();
-        warpgroup_sync(DQ_WARPGROUP);
-        rings.keys.release();
+        rings.keys.release();  // of the packed block only `work` is needed, which is not overwritten yet
         rings.keys.advance();
-        dq_loop(a, work, k_scale, shared, rings, state);
+        warpgroup_sync(DQ_WARPGROUP);  // every warp's last product has read the K before
+        if (thread == 0) {
+            barrier_expect_bytes(rings.dq_k_full, PACKED_K_16BIT_BYTES);
+            bulk_copy(shared_address(shared) + DQ_K, k_16bit + i64(work.kv_block) * PACKED_K_16BIT_BYTES,
+                      PACKED_K_16BIT_BYTES, rings.dq_k_full);
+        }
+        barrier_wait(rings.dq_k_full, parity);
+        dq_loop(a, work, shared, rings, state);
     }
 #pragma unroll 1
     for (int i = 0; i < DQ_BUFFERS; ++i) {
@@ -329,19 +323,20 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, u8* shared, Rings
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ SharedState state;
-    if (DQ_IS_INT8 && threadIdx.x < BLOCK_Q) state.largest[0][threadIdx.x] = 0;
     if (threadIdx.x == 0) {
         ring_init(state.full, state.empty, CONSUMERS);
         ring_init(state.keys_full, state.keys_empty, CONSUMERS + 1);
         ring_init(state.ds_full, state.ds_empty, 4 * CONSUMERS, 4);
         ring_init(state.chunk_full, state.chunk_empty, 4, 1);
+        barrier_init(shared_address(state.dq_k_full), 1);
         barrier_init_fence();
     }
     __syncthreads();
     Rings rings = {{shared_address(state.full), shared_address(state.empty)},
                    {shared_address(state.keys_full), shared_address(state.keys_empty)},
                    {shared_address(state.ds_full), shared_address(state.ds_empty)},
-                   {shared_address(state.chunk_full), shared_address(state.chunk_empty)}};
+                   {shared_address(state.chunk_full), shared_address(state.chunk_empty)},
+                   shared_address(state.dq_k_full)};
 
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == PRODUCER) {

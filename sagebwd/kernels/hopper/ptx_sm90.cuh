@@ -61,9 +61,6 @@ __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.comm
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Waits for the 256 threads of two warpgroups. The named barrier is none of warpgroup_sync's.
-__device__ __forceinline__ void two_warpgroups_sync() { asm volatile("bar.sync 8, 256;" ::: "memory"); }
-
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -89,20 +86,6 @@ __device__ __forceinline__ void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
                  "r"(d)
                  : "memory");
-}
-
-// The same, each matrix transposed.
-__device__ __forceinline__ void stmatrix_trans(u32 address, u32 a, u32 b, u32 c, u32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
-}
-
-// Two values rounded to bf16, whatever the type of the tensors; the first in the low half.
-__device__ __forceinline__ u32 pack_bf16(float first, float second) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
-    return y;
 }
 
 // --- Between CTAs ------------------------------------------------------------------------------------------
@@ -180,11 +163,13 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 }
 #define REGISTERS_8(c, x, i) \
     c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3]), c(x[i + 4]), c(x[i + 5]), c(x[i + 6]), c(x[i + 7])
-#define REGISTERS_32(c, x) REGISTERS_8(c, x, 0), REGISTERS_8(c, x, 8), REGISTERS_8(c, x, 16), REGISTERS_8(c, x, 24)
+#define REGISTERS_16(c, x) REGISTERS_8(c, x, 0), REGISTERS_8(c, x, 8)
+#define REGISTERS_32(c, x) REGISTERS_16(c, x), REGISTERS_8(c, x, 16), REGISTERS_8(c, x, 24)
 #define REGISTERS_64(c, x)                                                                                    \
     REGISTERS_32(c, x), REGISTERS_8(c, x, 32), REGISTERS_8(c, x, 40), REGISTERS_8(c, x, 48), REGISTERS_8(c, x, 56)
+#define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_32                                                                     \
-    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "         \
+    NAMES_16 ", "                                                                    \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_64                                                                              \
     NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "  \
@@ -277,12 +262,23 @@ __device__ __forceinline__ void wgmma_16bit(float (&sum)[4], const u32* a, u64 b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// One step of a (64, 64) product of bf16 values, both operands MN-major in shared memory. ACCUMULATE 0 starts a new sum.
+// One step of a (64, N) product of 16-bit values, both operands MN-major in shared memory. ACCUMULATE 0 starts a new sum.
 template <int ACCUMULATE>
-__device__ __forceinline__ void wgmma_bf16(float (&sum)[32], u64 a, u64 b) {
+__device__ __forceinline__ void wgmma_16bit(float (&sum)[16], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE_16BIT "." TYPE_16BIT
+        " {" NAMES_16 "}, %16, %17, accumulate, 1, 1, 1, 1;\n}\n"
+        : REGISTERS_16("+f", sum)
+        : "l"(a), "l"(b), "n"(ACCUMULATE));
+}
+
+template <int ACCUMULATE>
+__device__ __forceinline__ void wgmma_16bit(float (&sum)[32], u64 a, u64 b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32 "}, %32, %33, accumulate, 1, 1, 1, 1;\n}\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE_16BIT "." TYPE_16BIT
+        " {" NAMES_32 "}, %32, %33, accumulate, 1, 1, 1, 1;\n}\n"
         : REGISTERS_32("+f", sum)
         : "l"(a), "l"(b), "n"(ACCUMULATE));
 }

@@ -1,26 +1,19 @@
 // P and dS of a tile of 64 keys and 64 queries, one tile for each warpgroup: rounded for dV and dK, where they stay in
 // registers, and dS for dQ, transposed through shared memory.
 //
-// Tiles are transposed, (keys, queries): a scale of P or dS for each key is one for each row. dQ contracts keys. In 16 bits
-// its dS needs no scale. In INT8 it has a scale for each query, which the two warpgroups find together.
+// Tiles are transposed, (keys, queries): a scale of P or dS for each key is one for each row. dQ contracts keys: its dS is in
+// 16 bits, which needs no scale.
 #pragma once
 
 #include "epilogue.cuh"
 #include "int8.cuh"
 #include "ptx_sm90.cuh"
 
-#ifdef DQ_INT8
-constexpr bool DQ_IS_INT8 = true;
-#else
-constexpr bool DQ_IS_INT8 = false;
-#endif
-
 constexpr int KEYS = 2 * ROWS;  // of two warpgroups
 static_assert(KEYS == BLOCK_KV);
 
-// dS for dQ of a block of queries. In bf16: rows are keys, and wgmma transposes. In INT8: rows are queries, and each 16 keys are
-// in the order of store_ds_int8.
-constexpr int DS_BYTES = KEYS * BLOCK_Q * (DQ_IS_INT8 ? 1 : 2);
+// dS for dQ of a block of queries in 16 bits: rows are keys, and wgmma transposes.
+constexpr int DS_BYTES = KEYS * BLOCK_Q * 2;
 
 struct Scores {
     u32 p[P_IS_16BIT ? 16 : 8], ds[8];
@@ -36,9 +29,6 @@ struct ScoreTile {
     int blocks_ahead;         // of 64: the first key minus the first query. Causal: 0 on the diagonal, more: all is hidden
     u32 ds;                   // where dS goes, for dQ
     u32 ds_empty, ds_parity;  // the mbarrier that says when there is room for it
-    // Of both warpgroups, if dQ is in INT8: max |dS| of each query, zero at the start; that of the next tile; the scales.
-    int *largest, *next_largest;
-    float* ds_scales;
 };
 
 template <int WORDS>
@@ -51,65 +41,12 @@ __device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[
     }
 }
 
-// Of 2 QUERIES maxima that each lane has, keeps those of one half of the queries, over this lane and its partner.
-template <int QUERIES>
-__device__ __forceinline__ void keep_half(int (&largest)[16], int partner) {
-    const bool is_upper = threadIdx.x & partner;
-#pragma unroll
-    for (int i = 0; i < QUERIES; ++i) {
-        const int kept = is_upper ? largest[i + QUERIES] : largest[i], given = is_upper ? largest[i] : largest[i + QUERIES];
-        largest[i] = max(kept, __shfl_xor_sync(0xffffffff, given, partner));
-    }
-}
-
-// Raises the maxima of |dS| for each query by the 16 keys of this warp.
-__device__ __forceinline__ void raise_largest(int* largest, const float (&ds)[32]) {
-    int found[16];  // bits: non-negative floats are ordered as their bits, NaN at the top
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        const float* x = ds + i / 2 * 4 + i % 2;
-        found[i] = max(__float_as_int(x[0]) & 0x7fffffff, __float_as_int(x[2]) & 0x7fffffff);
-    }
-    keep_half<8>(found, 16);
-    keep_half<4>(found, 8);
-    keep_half<2>(found, 4);  // this lane now has queries 2 lane and 2 lane + 1
-    atomicMax(largest + threadIdx.x % 32 * 2, found[0]);
-    atomicMax(largest + threadIdx.x % 32 * 2 + 1, found[1]);
-}
-
-// Stores dS for dQ in INT8, with a scale for each query. What can be transposed is pairs of bytes, and a thread has keys r and
-// r + 8; so each 16 keys of a query are in the order 0, 8, 1, 9, ... Three sets of maxima take turns: when this tile clears the
-// next one's, all threads have read them as those of the last tile but one.
-__device__ __forceinline__ void store_ds_int8(const float (&ds)[32], const ScoreTile& tile, int warpgroup) {
-    const int thread = threadIdx.x % 128, lane = thread % 32;
-    if (thread < BLOCK_Q && warpgroup == 0) tile.next_largest[thread] = 0;
-    raise_largest(tile.largest, ds);
-    two_warpgroups_sync();
-    if (thread < BLOCK_Q && warpgroup == 0)
-        tile.ds_scales[thread] = scale_of(__int_as_float(tile.largest[thread]), INT8_MAX);
-    const int2* pairs = reinterpret_cast<const int2*>(tile.largest) + lane % 4;
-    const int key = warpgroup * ROWS + thread / 32 * 16;
-#pragma unroll
-    for (int first = 0; first < 8; first += 4) {  // 32 queries
-        u32 words[4];                             // keys r and r + 8 of one query, then of the next
-#pragma unroll
-        for (int j = first; j < first + 4; ++j) {
-            const int2 bits = pairs[4 * j];
-            const float inverse[2] = {reciprocal(scale_of(__int_as_float(bits.x), INT8_MAX)),
-                                      reciprocal(scale_of(__int_as_float(bits.y), INT8_MAX))};
-            const auto rounded = [&](int r, int e) { return fmaf(ds[4 * j + 2 * r + e], inverse[e], ROUNDING_OFFSET); };
-            words[j - first] = low_bytes(rounded(0, 0), rounded(1, 0), rounded(0, 1), rounded(1, 1));
-        }
-        stmatrix_trans(tile.ds + swizzled<KEYS>((8 * first + lane) * KEYS + key), words[0], words[1], words[2], words[3]);
-    }
-}
-
-// In bf16, key by key.
-__device__ __forceinline__ void store_ds_16bit(const float (&ds)[32], const ScoreTile& tile, int warpgroup) {
+// dS for dQ, key by key.
+__device__ __forceinline__ void store_ds(const float (&ds)[32], const ScoreTile& tile, int warpgroup) {
     const int lane = threadIdx.x % 32, key = warpgroup * ROWS + threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {  // four matrices: keys 0 and 8 of 8 queries, and of the next 8
-        const auto pair = [&](int i) { return pack_bf16(ds[4 * j + 2 * i], ds[4 * j + 2 * i + 1]); };
+        const auto pair = [&](int i) { return pack_16bit(ds[4 * j + 2 * i], ds[4 * j + 2 * i + 1]); };
         stmatrix(tile.ds + swizzled<2 * BLOCK_Q>(key * 2 * BLOCK_Q + (j + lane / 16) * 16), pair(0), pair(1), pair(2), pair(3));
     }
 }
@@ -158,8 +95,5 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
     round_p(scores.p, p, p_inverse);
     round_tile<64>(scores.ds, ds, ds_inverse);
     barrier_wait(tile.ds_empty, tile.ds_parity);
-    if (DQ_IS_INT8)
-        store_ds_int8(ds, tile, warpgroup);
-    else
-        store_ds_16bit(ds, tile, warpgroup);
+    store_ds(ds, tile, warpgroup);
 }

@@ -4,6 +4,7 @@
 torch's dispatcher and torch's own autograd formulas, as on a GPU.
 """
 
+import inspect
 import itertools
 import threading
 
@@ -27,6 +28,9 @@ aten = torch.ops.aten
 EXACT = SageConfig(int8_matmuls=())
 #: K is smoothed where an INT8 product takes it, so that the logsumexp is not that of the plain logits.
 SMOOTHED = SageConfig(int8_matmuls=("dk",))
+#: Before torch 2.12 torch's function for packed sequences has no groups of heads.
+HAS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+VARLEN_KV_HEADS, VARLEN_GROUPS = (2, {"enable_gqa": True}) if HAS_GROUPS else (4, {})
 TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
 
 
@@ -84,13 +88,13 @@ def test_packed_sequences_by_torchs_own_function(override, window, is_same):
     cuts, cuts_kv = [0, 3, 7, 12], [0, 3, 7, 12] if is_same else [0, 1, 9, 14]
     boundaries = torch.tensor(cuts, dtype=torch.int32)
     boundaries_kv = boundaries if is_same else torch.tensor(cuts_kv, dtype=torch.int32)
-    leaves = draw((12, 4, 8), (cuts_kv[-1], 2, 8), (cuts_kv[-1], 2, 8))
+    leaves = draw((12, 4, 8), *2 * [(cuts_kv[-1], VARLEN_KV_HEADS, 8)])
     mask = torch.zeros(12, cuts_kv[-1], dtype=torch.bool)
     for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
         mask[a:b, c:d] = is_seen(b - a, d - c, window)
     truth, true_lse = truth_of(*(x[None] for x in leaves), mask, None)
     arguments = (*leaves, boundaries, boundaries_kv, 5, 8)
-    settings = {"window_size": window, "enable_gqa": True}
+    settings = {"window_size": window, **VARLEN_GROUPS}
     out, lse = varlen.varlen_attn(*arguments, return_aux=varlen.AuxRequest(lse=True), **settings)
     torch.testing.assert_close(lse, true_lse[0].float())
     assert_same(out, truth[0], leaves, window, bound=0.02)
@@ -417,7 +421,8 @@ def test_packed_sequences_on_a_gpu(activated):
     """Two tensors of boundaries, without reading them: nothing waits for the GPU."""
     cuts, cuts_kv = [0, 30, 200, 300], [0, 90, 150, 400]
     boundaries = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (cuts, cuts_kv)]
-    leaves = [x.detach().cuda().bfloat16() for x in draw((300, 4, 64), (400, 2, 64), (400, 2, 64))]
+    shapes = (300, 4, 64), *2 * [(400, VARLEN_KV_HEADS, 64)]
+    leaves = [x.detach().cuda().bfloat16() for x in draw(*shapes)]
     leaves = [x.requires_grad_() for x in leaves]
     mask = torch.zeros(300, 400, dtype=torch.bool, device="cuda")
     for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
@@ -427,8 +432,8 @@ def test_packed_sequences_on_a_gpu(activated):
 
     def attend():
         out, lse = varlen.varlen_attn(
-            *leaves, *boundaries, 170, 250, window_size=(-1, 0), enable_gqa=True,
-            return_aux=varlen.AuxRequest(lse=True),
+            *leaves, *boundaries, 170, 250, window_size=(-1, 0),
+            return_aux=varlen.AuxRequest(lse=True), **VARLEN_GROUPS,
         )  # fmt: skip
         return lse, out, *torch.autograd.grad(out, leaves, grad_out)
 

@@ -250,6 +250,7 @@ def test_on_a_gpu_a_model_trains_as_with_sdpa_but_for_the_rounding(how):
 @pytest.mark.gpu
 @on_a_gpu
 @may_run_triton
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_on_a_gpu_masks_are_read_once_however_many_layers_there_are():
     waits = []
     for layers in (6, 12):

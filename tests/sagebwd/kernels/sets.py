@@ -273,6 +273,19 @@ _OTHER_LENGTHS = (
     (1000, 300),
 )  # fmt: skip
 
+#: Of both CUDA kernel sets.
+_CUDA_VARIANTS = {
+    "smooth_v": SageConfig(smooth_v=True),
+    "unsigned_p": SageConfig(unsigned_p=True),
+    "16-bit O, dV": without_int8("o", "dv"),
+    "consistent": SageConfig.consistent(),
+    "unsigned_p, smooth_v": SageConfig(unsigned_p=True, smooth_v=True),
+    "16-bit O": without_int8("o", unsigned_p=True),
+    "16-bit dV": without_int8("dv", smooth_v=True),
+    "compensate_o": without_int8("o", compensate_o=True),
+}
+_MAIN_CUDA_VARIANTS = ("unsigned_p", "16-bit O, dV", "consistent")
+
 HOPPER = KernelSet(
     name="hopper",
     device="cuda",
@@ -326,16 +339,11 @@ HOPPER = KernelSet(
     },
     pack_heads={"others": (4, 2)},
     variants={
-        "smooth_v": SageConfig(smooth_v=True),
-        "unsigned_p": SageConfig(unsigned_p=True),
-        "16-bit O, dV": without_int8("o", "dv"),
-        "consistent": SageConfig.consistent(),
-        "unsigned_p, smooth_v": SageConfig(unsigned_p=True, smooth_v=True),
-        "16-bit O": without_int8("o", unsigned_p=True),
-        "16-bit dV": without_int8("dv", smooth_v=True),
-        "compensate_o": without_int8("o", compensate_o=True),
+        **_CUDA_VARIANTS,
+        "16-bit dQ": without_int8("dq"),
+        "consistent, 16-bit dQ": without_int8("o", "dv", "dq", compensate_o=True),
     },
-    main_variants=("unsigned_p", "16-bit O, dV", "consistent"),
+    main_variants=(*_MAIN_CUDA_VARIANTS, "16-bit dQ", "consistent, 16-bit dQ"),
     another_config=SageConfig(smooth_v=True, unsigned_p=True),
     any_lengths=st.integers(1, 400),
     any_head_dims=st.integers(5, 16).map(lambda n: 8 * n),
@@ -345,21 +353,6 @@ HOPPER = KernelSet(
     examples=60,
     large_values=(22, 24, 26, 28, 100, 300, 3000, 10000, 60000),
     exact_from=100,
-)
-
-#: One backward kernel: the same arithmetic, and dQ may be in 16 bit. Fewer cases, until it is chosen.
-HOPPER_ONE_BACKWARD = replace(
-    HOPPER,
-    name="hopper_one_backward",
-    backward_kernels=("backward_kernel",),
-    all_head_dims=(40, 72, 120),
-    poisoned_tokens=(40, 139),
-    lengths=HOPPER.lengths[::3],
-    packs={name: HOPPER.packs[name] for name in ("around tiles", "other keys", "keys or queries missing")},
-    large_values=(24, 300, 60000),
-    variants={"16-bit dV": HOPPER.variants["16-bit dV"], "consistent": SageConfig.consistent()},
-    main_variants=("consistent",),
-    extra_memory=2.25,  # dQ in fp32
 )
 
 # --- Ampere ------------------------------------------------------------------------------------------------
@@ -384,7 +377,7 @@ AMPERE = replace(
     all_head_dims=(8, 32, *HOPPER.all_head_dims),
     any_head_dims=st.integers(1, 16).map(lambda n: 8 * n),
     variants={
-        **HOPPER.variants,
+        **_CUDA_VARIANTS,
         "strictly_causal": SageConfig.strictly_causal(),
         "paper": SageConfig.paper(),
         "accurate": SageConfig.accurate(),
@@ -393,9 +386,9 @@ AMPERE = replace(
             operand_scales="token", unsigned_p=True, smooth_v=True
         ),
     },
-    main_variants=(*HOPPER.main_variants, "strictly_causal", "paper", "accurate"),
+    main_variants=(*_MAIN_CUDA_VARIANTS, "strictly_causal", "paper", "accurate"),
     extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32
 )
 
 #: All of them. Tests of the interpreter run without a GPU, others with ``-m gpu``.
-KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, HOPPER_ONE_BACKWARD, AMPERE)
+KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, AMPERE)

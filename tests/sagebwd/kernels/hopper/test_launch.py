@@ -15,7 +15,6 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.compile import SHARED, compile_source
 from sagebwd.kernels.cuda.packing import packed_kv_shape
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import one_backward
 from sagebwd.kernels.layout import Axis
 from sagebwd.window import Window
 from tests.sagebwd.kernels.sets import without_int8
@@ -54,7 +53,7 @@ def assert_same_fields(structure, name, text):
         ("forward", hopper.CForward),
         ("dk_dv", hopper._CDkDv),
         ("dq", hopper._CDq),
-        ("backward", one_backward.CBackward),
+        ("backward", hopper._CBackward),
     ],
     ids=["forward", "dk_dv", "dq", "backward"],
 )
@@ -88,21 +87,6 @@ def test_cta_shapes_are_those_of_the_sources(source, head_dim, p_16bit):
         wrong = cta._replace(**change)
         with pytest.raises(RuntimeError, match="static assertion failed"):
             check_syntax(source, head_dim, p_16bit, wrong.threads, wrong.shared_bytes)
-
-
-@pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize(("head_dim", "macros"), one_backward.SHARED_BYTES, ids=str)
-def test_shared_memory_of_the_one_backward_is_that_of_the_source(head_dim, macros):
-    for wrong in (0, 16):
-        shared_bytes = one_backward.SHARED_BYTES[head_dim, macros] + wrong
-        defines = {"HEAD_DIM": head_dim, "IS_CAUSAL": 1, **dict.fromkeys(macros, True)}
-        defines |= {"LAUNCH_THREADS": one_backward.THREADS, "LAUNCH_BYTES": shared_bytes}
-        arguments = (hopper.SOURCES, "backward", defines, ["--fdevice-syntax-only"])
-        if wrong:
-            with pytest.raises(RuntimeError, match="static assertion failed"):
-                compile_source(*arguments)
-        else:
-            compile_source(*arguments)
 
 
 # --- What is launched --------------------------------------------------------------------------------------
@@ -242,19 +226,19 @@ def test_kernels_of_the_backward_share_packed_q_and_have_tile_counters_of_their_
     assert dk_dv.axes.tile_counter != dq.axes.tile_counter
 
 
-@pytest.mark.parametrize("products", [(), ("dq",), ("dv", "dq")], ids=str)
+@pytest.mark.parametrize("products", [("dq",), ("dv", "dq")], ids=str)
 def test_what_the_one_backward_launches(launched, sample, products):
     """One kernel, with neither K by columns nor a second read of anything."""
     q, k, v, grad_out = sample(9, heads=4, kv_heads=2, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"window": Window.of(True), "scale": 0.1, "config": without_int8(*products)}
-    saved = one_backward.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     before = len(launched)
-    one_backward.backward(grad_out, q, k, v, *saved, *axes, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     (_, _, packed), (name, defines, (arguments,)) = launched[before:]
     assert [launched[before][0], name] == ["pack_q_and_grad", "backward"]
-    assert [defines["P_16BIT"], defines["DQ_INT8"]] == ["dv" in products, "dq" not in products]
+    assert defines["P_16BIT"] == ("dv" in products)
     assert [arguments.packed_q_rows, arguments.packed_q_columns] == [address(x) for x in packed[5:7]]
     assert arguments.packed_kv == address(saved[4])
-    # A counter follows the turns of all packed blocks of queries, of 32 channels each.
-    assert arguments.axes.tile_counter == arguments.turns + 4 * 4 * axes[0].blocks * (64 // 32)
+    # A counter follows the turns of all packed blocks of queries.
+    assert arguments.axes.tile_counter == arguments.turns + 4 * 4 * axes[0].blocks

@@ -6,17 +6,15 @@ On a GPU the tests of kernel sets run for it, too, and test_one_backward_gpu.py.
 from __future__ import annotations
 
 import math
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 import torch
 
-from sagebwd import SageConfig, reference
-from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels.hopper import one_backward
+from sagebwd import reference
+from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
-from sagebwd.reference.quantization import PER_BLOCK, quantize
 from sagebwd.window import Window
 from tests.sagebwd.kernels.inputs import GRADIENTS, INPUTS, poison_one
 from tests.sagebwd.kernels.sets import without_int8
@@ -36,36 +34,23 @@ def backward(emulated):
             k_mean[:, : q.shape[3]] = of_documents.view(-1, q.shape[3])
         lse = (lse / math.log(2)).flatten(0, 1).contiguous()
         saved = (out, lse, k_mean, residual, q.new_empty(0, dtype=torch.uint8))
-        return one_backward.backward(grad_out, q, k, v, *saved, *axes, **options)
+        return hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
 
     return backward
 
 
-def dq_in_16_bit(ds, k, scale, boundaries):
-    """dS in bf16 times the INT8 values of K, the very ones that S was made of."""
-    dq = torch.zeros(*ds.shape[:3], k.shape[3])
-    for start, stop in pairwise(boundaries):
-        keys = k[..., start:stop, :].float()
-        for first in range(start, stop, 128):
-            block = slice(first, min(first + 128, stop))
-            rounded = quantize(k[..., block, :].float() - keys.mean(-2, keepdim=True), PER_BLOCK)
-            rounded = (rounded.values * rounded.scale).repeat_interleave(ds.shape[1] // k.shape[1], 1)
-            dq += ds[..., block].bfloat16().float() @ rounded
-    return dq * scale
-
-
-IN_16_BIT = without_int8("dq", unsigned_p=True)
+DEFAULT, UNSIGNED_P = without_int8("dq"), without_int8("dq", unsigned_p=True)
+CONSISTENT = without_int8("o", "dv", "dq", compensate_o=True)
 CASES = {
-    "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2, 1]),
-    "dQ in 16 bit": (IN_16_BIT, 128, False, [150]),
-    "dQ in 16 bit, packed": (without_int8("dq"), 56, True, [130, 70]),
-    "consistent": (SageConfig.consistent(), 120, True, [190]),
+    "default, packed": (DEFAULT, 64, True, [1, 64, 65, 0, 127, 2, 1]),
+    "default, fewer channels": (DEFAULT, 56, True, [130, 70]),
+    "unsigned_p": (UNSIGNED_P, 128, False, [150]),
+    "consistent": (CONSISTENT, 120, True, [190]),
 }
 
 
 @pytest.mark.parametrize(("config", "head_dim", "is_causal", "documents"), CASES.values(), ids=CASES.keys())
 def test_it_computes_what_the_reference_does(backward, draw, config, head_dim, is_causal, documents):
-    """dQ in 16 bit takes K in INT8, which the reference does not."""
     boundaries = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     inputs = draw(sum(documents), batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
     packed = boundaries if len(documents) > 1 else None
@@ -73,16 +58,13 @@ def test_it_computes_what_the_reference_does(backward, draw, config, head_dim, i
     found = backward(*inputs, boundaries=packed, **settings)
     wanted = reference.attention(*inputs, **settings, cu_seqlens=packed, enable_gqa=True)
     for name, x in zip(GRADIENTS, found, strict=True):
-        expected = getattr(wanted, name)
-        if name == "dq" and not config.is_int8("dq"):
-            expected = dq_in_16_bit(wanted.ds, inputs[1], head_dim**-0.5, boundaries.tolist())
-        assert relative_l2(x, expected) < 4e-3, name
+        assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
 
 
 @pytest.mark.parametrize(
     ("config", "head_dim", "is_causal", "n_q"),
-    [(DEFAULT_CONFIG, 64, True, 190), (IN_16_BIT, 128, False, 130), (IN_16_BIT, 128, False, 64)],
-    ids=["INT8", "16 bit", "few queries"],
+    [(DEFAULT, 64, True, 190), (UNSIGNED_P, 128, False, 130), (UNSIGNED_P, 128, False, 64)],
+    ids=["64", "128", "few queries"],
 )
 def test_the_order_in_which_threads_run_changes_nothing(
     backward, in_all_orders, draw, config, head_dim, is_causal, n_q
@@ -95,21 +77,20 @@ def test_the_order_in_which_threads_run_changes_nothing(
 @pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65)])
 def test_lengths(backward, draw, n_q, n_kv):
     inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
-    found = backward(*inputs, is_causal=True, config=DEFAULT_CONFIG)
-    wanted = reference.attention(*inputs, is_causal=True, enable_gqa=True)
+    found = backward(*inputs, is_causal=True, config=DEFAULT)
+    wanted = reference.attention(*inputs, is_causal=True, config=DEFAULT, enable_gqa=True)
     for name, x in zip(GRADIENTS, found, strict=True):
         y = getattr(wanted, name)
         assert relative_l2(x, y) < 8e-3 or (x - y).abs().max() < 1e-5, name
 
 
-@pytest.mark.parametrize("config", [DEFAULT_CONFIG, without_int8("dq")], ids=["INT8", "16 bit"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(backward, draw, name, config):
+def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(backward, draw, name):
     """Token 70 is in the second block of queries, and in the tile of keys that all blocks see."""
     inputs = draw(140, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
     poison_one(inputs, name, 70, torch.inf)
-    found = backward(*inputs, is_causal=True, config=config)
-    wanted = reference.attention(*inputs, is_causal=True, config=config)
+    found = backward(*inputs, is_causal=True, config=DEFAULT)
+    wanted = reference.attention(*inputs, is_causal=True, config=DEFAULT)
     for result, x in zip(GRADIENTS, found, strict=True):
         assert not x.isinf().any()
         assert torch.equal(x.isnan(), getattr(wanted, result).isnan()), result

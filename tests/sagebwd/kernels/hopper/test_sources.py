@@ -12,8 +12,7 @@ import pytest
 import triton
 
 from sagebwd.kernels.cuda.compile import compile_source
-from sagebwd.kernels.hopper import one_backward
-from sagebwd.kernels.hopper.attention import SOURCES
+from sagebwd.kernels.hopper.attention import CTA_SHAPES, SOURCES
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
@@ -39,9 +38,7 @@ MACROS = {
 #: Those of backward.cu, with the settings of the quick ones.
 BACKWARD_MACROS = {
     (): (128, 1, True),
-    ("DQ_INT8",): None,
-    ("P_16BIT",): None,
-    ("P_16BIT", "DQ_INT8"): (64, 0, False),
+    ("P_16BIT",): (64, 0, False),
 }
 #: Every pair of settings occurs in the quick ones.
 QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
@@ -87,20 +84,20 @@ def backward_variants():
 @pytest.mark.parametrize(("d", "causal", "bf16", "macros"), list(backward_variants()))
 def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros, tmp_path):
     """Also registers, and shared memory with the barriers."""
-    shared_bytes = one_backward.SHARED_BYTES[d, macros]
+    cta = CTA_SHAPES["backward", d, "P_16BIT" in macros]
     defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
-    defines |= {"LAUNCH_THREADS": one_backward.THREADS, "LAUNCH_BYTES": shared_bytes}
+    defines |= {"LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes}
     cubin, log = compile_source(SOURCES, "backward", defines, ["--ptxas-options=-v"])
     assert_runs_freely(log, SPILLED_BYTES.get(("backward", d), FEW_BYTES))
     static = sum(int(count) for count in re.findall(r"(\d+) bytes smem", log))
-    assert shared_bytes + static <= 232_448
-    assert int(re.search(r"Used (\d+) registers", log)[1]) * one_backward.THREADS <= 65536
+    assert cta.shared_bytes + static <= 232_448
+    assert int(re.search(r"Used (\d+) registers", log)[1]) * cta.threads <= 65536
 
     text = disassemble(cubin, tmp_path)
     of_s, of_dp, of_tokens = d // 32, d // 16, 64 // 32 * (d // 64)
     int8, in_16_bit = 2 * of_s + of_tokens, 2 * of_dp  # before the loop and in it; dK
     int8, in_16_bit = (int8, in_16_bit + 64 // 16) if "P_16BIT" in macros else (int8 + of_tokens, in_16_bit)
-    int8, in_16_bit = (int8 + 128 // 32, in_16_bit) if "DQ_INT8" in macros else (int8, in_16_bit + 128 // 16)
+    in_16_bit += 128 // 16  # dQ
     assert len(re.findall(r"\bIGMMA\.", text)) == int8
     assert len(re.findall(r"\bHGMMA\.", text)) == in_16_bit
     assert len(re.findall(r"\bMUFU\.EX2", text)) == 2 * 64 * 64 // 128  # with a mask, and without

@@ -106,12 +106,6 @@ inline void bulk_wait() {
     std::erase_if(bulk_stores[threadIdx.x], [](const BulkStore& store) { return store.is_read; });
 }
 
-inline void two_warpgroups_sync() {
-    static Meeting meeting;
-    meeting.members = 256;
-    meeting.wait();
-}
-
 template <int>
 inline void setmaxnreg_inc() {}
 template <int>
@@ -124,29 +118,19 @@ inline void fence_proxy_async_global() {}
 struct StoreMatrix {
     u32 address, x[4];
 };
-template <bool IS_TRANSPOSED>
-inline void store_matrices(StoreMatrix own) {
+inline void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    StoreMatrix own = {address, {a, b, c, d}};
     if (own.address % 16 || own.address > sizeof shared_memory - 16) give_up("a row of a matrix is not aligned or outside");
     warp_instruction(own, [](StoreMatrix* const* lanes) {
         for (int lane = 0; lane < 32; ++lane)
             for (int i = 0; i < 4; ++i)
                 for (int e = 0; e < 2; ++e) {
-                    const int a = lane / 4, b = lane % 4 * 2 + e;
-                    const int row = IS_TRANSPOSED ? b : a, column = IS_TRANSPOSED ? a : b;
+                    const int row = lane / 4, column = lane % 4 * 2 + e;
                     const u16 value = static_cast<u16>(lanes[lane]->x[i] >> 16 * e);
                     std::memcpy(shared_memory + lanes[8 * i + row]->address + 2 * column, &value, 2);
                 }
     });
 }
-inline void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) { store_matrices<false>({address, {a, b, c, d}}); }
-inline void stmatrix_trans(u32 address, u32 a, u32 b, u32 c, u32 d) { store_matrices<true>({address, {a, b, c, d}}); }
-
-inline float bf16_to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
-inline u16 to_bf16(float x) {
-    const u32 bits = __float_as_uint(x);
-    return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-inline u32 pack_bf16(float first, float second) { return to_bf16(first) | u32(to_bf16(second)) << 16; }
 
 // --- Between CTAs ------------------------------------------------------------------------------------------
 
@@ -336,18 +320,14 @@ inline void wgmma_16bit(float (&sum)[N], const u32* a, u64 b) {
 }
 
 // Both operands MN-major: lines of 64 rows of a, or columns of b, one line for each k.
-inline float bf16_at(u64 tile, int k, int i) {
-    u16 bits;
-    std::memcpy(&bits, in_tile(u32(tile) << 4, 128, k, 2 * i), 2);
-    return bf16_to_float(bits);
-}
-template <int ACCUMULATE>
-inline void wgmma_bf16(float (&sum)[32], u64 a, u64 b) {
+inline float value_at(u64 tile, int k, int i) { return value_at(in_tile(u32(tile) << 4, 128, k, 2 * i)); }
+template <int ACCUMULATE, int N>
+inline void wgmma_16bit(float (&sum)[N], u64 a, u64 b) {
     issue(sum, a, b, [](const Product& product, u32* sums) {
         float* sum = reinterpret_cast<float*>(sums);
-        for (int i = 0; i < 32; ++i) {
+        for (int i = 0; i < N; ++i) {
             if (!ACCUMULATE) sum[i] = 0.0f;
-            for (int k = 0; k < 16; ++k) sum[i] += bf16_at(product.a, k, row_of(i)) * bf16_at(product.b, k, column_of(i));
+            for (int k = 0; k < 16; ++k) sum[i] += value_at(product.a, k, row_of(i)) * value_at(product.b, k, column_of(i));
         }
     });
 }
