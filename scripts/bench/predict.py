@@ -19,6 +19,8 @@ TFLOP/s count as in scripts.bench.attention.
 FlashAttention-2 on an RTX 4090 has the speed that the paper measured. On other GPUs it is set to a share of
 the bf16 peak at all lengths: 92.5% on a GeForce, as in the paper's long sequences, 73% on others, which its
 own paper gives as the most on an A100.
+
+The H200 is there to check the method: its predictions can be compared with times.
 """
 
 from __future__ import annotations
