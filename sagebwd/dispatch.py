@@ -140,6 +140,8 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
+    if kernels == "hopper" and call.is_windowed:
+        return [Rule(False, "window_size is set, and no GPU has run its windows yet", request)]
     if kernels == "ampere":
         return [
             Rule(
@@ -184,7 +186,6 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
         f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
     )
     yield _has_cuda_compiler(call)
-    yield Rule(not call.is_windowed, "window_size is set, and the Hopper kernels have no windows", warns=True)
     yield _scales_of_blocks(call.config)
 
 

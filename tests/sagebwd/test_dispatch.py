@@ -137,7 +137,8 @@ def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
 def test_a_window_runs_the_triton_kernels():
     found = explain_call(call(is_windowed=True))
     assert found.kernels == "triton"
-    assert found.reasons["hopper"] == "window_size is set, and the Hopper kernels have no windows"
+    untried = 'window_size is set, and no GPU has run its windows yet (pass kernels="hopper" to run it)'
+    assert found.reasons["hopper"] == untried
     assert explain_call(call(A100, is_windowed=True)).kernels == "triton"
     assert explain_call(call(None, is_windowed=True)).kernels == "reference"
 
@@ -237,15 +238,10 @@ def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
         choose(config=SageConfig(granularity="block"))
 
 
-def test_a_window_on_a_hopper_gpu_warns_once(choose):
-    message = "slower than those for this GPU: window_size is set, and the Hopper kernels have no windows"
-    with pytest.warns(UserWarning, match=message):
-        assert choose(is_windowed=True) == "triton"
-    assert choose(is_windowed=True) == "triton"  # a second warning would be an error
-    assert choose(is_windowed=True, kernels="triton") == "triton"
+def test_a_window_runs_the_hopper_kernels_on_request(choose):
+    assert choose(is_windowed=True) == "triton"  # a warning would be an error
+    assert choose(is_windowed=True, kernels="hopper") == "hopper"
     assert choose() == "hopper"
-    with pytest.raises(NotImplementedError, match='kernels="hopper" cannot run: window_size is set'):
-        choose(is_windowed=True, kernels="hopper")
 
 
 def test_a_hopper_gpu_without_a_compiler_warns_once(choose):

@@ -19,7 +19,7 @@ from sagebwd.config import SageConfig
 from sagebwd.kernels.ampere.shapes import backward_source, cta_shape
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch
-from sagebwd.kernels.cuda.arguments import CTokenTensor
+from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.packing import Packer, packed_head_dim
@@ -27,10 +27,6 @@ from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.window import CAUSAL, Window
-
-#: For kernels, no limit of a window: more than all tokens, so that sums with it do not overflow.
-NO_LIMIT = 2**30
-
 
 # --- Arguments: struct Arguments of backward.cu ------------------------------------------------------------
 
@@ -51,17 +47,6 @@ class CBackward(ctypes.Structure):
         ("axes", CAxes),
         ("scale", ctypes.c_float),
     ]
-
-
-class CWindow(ctypes.Structure):
-    """``Window`` of window.cuh."""
-
-    _fields_ = [("left", ctypes.c_int), ("right", ctypes.c_int)]
-
-    @classmethod
-    def of(cls, window: Window) -> CWindow:
-        """``window`` with :data:`NO_LIMIT` for −1."""
-        return cls(*(NO_LIMIT if limit < 0 else min(limit, NO_LIMIT) for limit in window))
 
 
 # --- Launching ---------------------------------------------------------------------------------------------

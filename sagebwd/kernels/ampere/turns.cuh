@@ -14,7 +14,7 @@ __device__ __forceinline__ bool take_work_tile(const Axes& axes, const Window& w
     __shared__ bool has_keys;
     if (threadIdx.x == 0) has_keys = find_key_tile<HALF_BLOCKS>(axes, work_tile_at(axes, atomicAdd(axes.tile_counter, 1)), tile);
     if constexpr (HAS_WINDOW) {
-        if (threadIdx.x == 0) leave_queries_that_see(tile, window);
+        if (threadIdx.x == 0) leave_queries_that_see<HALF_BLOCKS * BLOCK_KV / 2>(tile, window);
     }
     __syncthreads();
     return has_keys;

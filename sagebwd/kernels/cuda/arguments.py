@@ -10,6 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from sagebwd.kernels.layout import Segments
+from sagebwd.window import Window
+
+#: For kernels, no limit of a window: more than all tokens, so that sums with it do not overflow.
+NO_LIMIT = 2**30
 
 
 class CTokenTensor(ctypes.Structure):
@@ -42,6 +46,17 @@ class CSegments(ctypes.Structure):
     def of(cls, segments: Segments | None) -> CSegments:
         """``segments`` as kernels take them. Holds no reference: they must outlive the launch."""
         return cls() if segments is None else cls(*(x.data_ptr() for x in segments))
+
+
+class CWindow(ctypes.Structure):
+    """``Window`` of window.cuh."""
+
+    _fields_ = [("left", ctypes.c_int), ("right", ctypes.c_int)]
+
+    @classmethod
+    def of(cls, window: Window) -> CWindow:
+        """``window`` with :data:`NO_LIMIT` for −1."""
+        return cls(*(NO_LIMIT if limit < 0 else min(limit, NO_LIMIT) for limit in window))
 
 
 def _null(_: None) -> int:

@@ -21,14 +21,14 @@ from torch import Tensor
 from sagebwd.config import SageConfig
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
-from sagebwd.kernels.cuda.arguments import CTokenTensor
+from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.packing import TILE
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, padded_head_dim
-from sagebwd.window import Window
+from sagebwd.window import CAUSAL, Window
 
 COMPUTE_CAPABILITY = (9, 0)
 #: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
@@ -145,14 +145,20 @@ def _launch(
         f"{name}_kernel",
         cta.shared_bytes,
         HEAD_DIM=head_dim,
-        IS_CAUSAL=int(window.right == 0),
+        IS_CAUSAL=int(window == CAUSAL),
+        IS_WINDOWED=window.is_sliding,
         IS_BF16=like.dtype == torch.bfloat16,
         LAUNCH_THREADS=cta.threads,
         LAUNCH_BYTES=cta.shared_bytes,
         P_16BIT=p_16bit,
         **defines,
     )
-    kernel.launch(min(arguments.axes.work_tiles, _multiprocessors(like.device.index)), cta.threads, arguments)
+    kernel.launch(
+        min(arguments.axes.work_tiles, _multiprocessors(like.device.index)),
+        cta.threads,
+        arguments,
+        CWindow.of(window),
+    )
 
 
 def _axes(
@@ -192,8 +198,7 @@ def forward(
     config: SageConfig,
     pack_kv_for_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.cuda.forward.forward`, for a window that is at most a causal mask."""
-    _check_window(window)
+    """As :func:`sagebwd.kernels.cuda.forward.forward`."""
     return cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=PACKER, launch=_launch, work_tokens=_work_tokens("forward", q),
         window=window, scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
@@ -223,7 +228,6 @@ def backward(
         packed_kv: of :func:`forward`. If it is not empty, k and v may be stand-ins, see
             :func:`sagebwd.kernels.layout.stand_in`.
     """
-    _check_window(window)
     if not packed_kv.numel():
         subtracted = k_mean if config.smooth_k else None
         packed_kv = PACKER.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
@@ -236,9 +240,12 @@ def backward(
         out_residual=out_residual if config.compensate_o else None,
         p_16bit=not config.is_int8("dv"),
     )
-    results = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
-    launch = _launch_two_kernels if config.is_int8("dq") else _launch_one_kernel
-    launch([*packed_q], packed_kv, results, q, k, q_axis, kv_axis, window=window, scale=scale, config=config)
+    # With dQ in 16 bit, queries that see no key are not visited.
+    dq = Result(q, q_axis, is_zeroed=window.left >= 0 and not config.is_int8("dq"))
+    results = dq, Result(k, kv_axis), Result(v, kv_axis)
+    launch_all = _launch_two_kernels if config.is_int8("dq") else _launch_one_kernel
+    axes = (q_axis, kv_axis)
+    launch_all([*packed_q], packed_kv, results, q, k, *axes, window=window, scale=scale, config=config)
     dq, dk, dv = (result.finish() for result in results)
     return dq, dk, dv
 
@@ -315,11 +322,3 @@ def _launch_one_kernel(
     )  # fmt: skip
     p_16bit = not config.is_int8("dv")
     _launch("backward", q, window, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
-
-
-def _check_window(window: Window) -> None:
-    """Raise NotImplementedError for a sliding window: for those who call the operators themselves."""
-    if window.is_sliding:
-        raise NotImplementedError(
-            f"the Hopper kernels have no windows, and got {tuple(window)}; use the Triton kernels"
-        )

@@ -77,7 +77,8 @@ __device__ __forceinline__ i64 first_packed_block(const Axes& axes, const KeyTil
     return i64(work.kv_head * axes.group + head) * axes.q_blocks + work.q_block;
 }
 
-__device__ __forceinline__ void producer_loop(const Arguments& a, Rings& rings, u32 shared, SharedState& state) {
+__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Rings& rings, u32 shared,
+                                              SharedState& state) {
     Ring<STAGES>& queries = rings.queries;
     Ring<1>& keys = rings.keys;
     // All work tiles come from the counter, the first ones too: none is taken before those that it waits for.
@@ -86,6 +87,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, Rings& rings, 
         KeyTile found;
         if (LAST_KEYS_FIRST) work_tile.rank = a.axes.work_blocks - 1 - work_tile.rank;
         if (!find_key_tile<CONSUMERS>(a.axes, work_tile, found)) continue;
+        if constexpr (HAS_WINDOW) leave_queries_that_see<KEYS>(found, window);
         keys.wait_empty();
         KeyTile& work = state.work[keys.parity];
         work = found;
@@ -162,8 +164,8 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&
     }
 }
 
-__device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile& work, int warpgroup, u8* shared, Rings& rings,
-                                              SharedState& state, Sums& sums) {
+__device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const KeyTile& work, int warpgroup,
+                                              u8* shared, Rings& rings, SharedState& state, Sums& sums) {
     Ring<STAGES>& queries = rings.queries;
     Ring<DS_STAGES>& ds = rings.ds;
     const u32 base = descriptor_base(shared_address(shared));
@@ -185,9 +187,14 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
         tile.factor = logit_factor(tile.scales.x, k_scale, a.scale);
         tile.keys = work.kv.tokens - work.first - warpgroup * ROWS;
         tile.blocks_ahead = warpgroup - block;
+        if constexpr (HAS_WINDOW) {
+            tile.blocks_ahead += (work.first - work.first_query) / ROWS;
+            tile.window = window;
+        }
         tile.ds = shared_address(shared) + DS + ds.index * DS_BYTES;
         tile.ds_empty = ds.empty + 8 * ds.index, tile.ds_parity = ds.parity ^ 1;
-        const bool is_cut = tile.keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0);
+        const bool is_cut = tile.keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0) ||
+                            (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead));
         Ring<STAGES> next = queries;
         block = next_block(work, block);
         if (left > 1) {
@@ -224,14 +231,14 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
     queries.advance();
 }
 
-__device__ __forceinline__ void consume(const Arguments& a, int warpgroup, u8* shared, Rings& rings, SharedState& state) {
+__device__ __forceinline__ void consume(const Arguments& a, const Window& window, int warpgroup, u8* shared, Rings& rings, SharedState& state) {
     for (;;) {
         rings.keys.wait_full();
         const KeyTile& work = state.work[rings.keys.parity];
         if (work.kv_head < 0) return;
         Sums sums = {};
         if (work.q_tiles > 0)
-            consumer_loop(a, work, warpgroup, shared, rings, state, sums);
+            consumer_loop(a, window, work, warpgroup, shared, rings, state, sums);
         else
             rings.keys.release();
         u8* staging = shared + STAGING + warpgroup * CHUNK_STAGING;
@@ -251,7 +258,7 @@ __device__ __forceinline__ void consume(const Arguments& a, int warpgroup, u8* s
 // --- dQ ----------------------------------------------------------------------------------------------------
 
 // All blocks of queries of a work tile, as the consumers go through them.
-__device__ __forceinline__ void dq_loop(const Arguments& a, const KeyTile& work, u8* shared, Rings& rings, SharedState& state) {
+__device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window, const KeyTile& work, u8* shared, Rings& rings, SharedState& state) {
     const int thread = threadIdx.x % 128;
     const u32 base = descriptor_base(shared_address(shared)), k = base + DQ_K / 16;
     int block = first_block(work), head = 0;
@@ -259,7 +266,7 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const KeyTile& work,
     for (int left = a.axes.group * work.q_tiles; left > 0; --left) {
         const int first_query = work.first_query + block * BLOCK_Q;
         const i64 packed_block = first_packed_block(a.axes, work, head) + block;
-        const Turn turn = turn_of(work, first_query);
+        const Turn turn = turn_of(work, window, first_query);
         rings.ds.wait_full();
 #pragma unroll 1
         for (int c = 0; c < DQ_CHUNKS; ++c) {
@@ -291,7 +298,7 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const KeyTile& work,
     }
 }
 
-__device__ __forceinline__ void compute_dq(const Arguments& a, u8* shared, Rings& rings, SharedState& state) {
+__device__ __forceinline__ void compute_dq(const Arguments& a, const Window& window, u8* shared, Rings& rings, SharedState& state) {
     const int thread = threadIdx.x % 128;
     const u8* k_16bit = a.packed_kv + i64(a.axes.work_heads) * a.axes.kv_blocks * PACKED_KV_BYTES;
     for (int parity = 0;; parity ^= 1) {
@@ -307,7 +314,7 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, u8* shared, Rings
                       PACKED_K_16BIT_BYTES, rings.dq_k_full);
         }
         barrier_wait(rings.dq_k_full, parity);
-        dq_loop(a, work, shared, rings, state);
+        dq_loop(a, window, work, shared, rings, state);
     }
 #pragma unroll 1
     for (int i = 0; i < DQ_BUFFERS; ++i) {
@@ -320,7 +327,7 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, u8* shared, Rings
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a, const Window window) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ SharedState state;
     if (threadIdx.x == 0) {
@@ -341,16 +348,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == PRODUCER) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (threadIdx.x % 128 == 0) producer_loop(a, rings, shared_address(shared), state);
+        if (threadIdx.x % 128 == 0) producer_loop(a, window, rings, shared_address(shared), state);
         const int buffer = static_cast<int>(threadIdx.x % 128) / 32 - 1;
         if (buffer >= 0 && threadIdx.x % 32 == 0)
             add_chunks(rings.chunks.full + 8 * buffer, rings.chunks.empty + 8 * buffer,
                        shared_address(shared) + DQ + buffer * (DQ_CHUNK * 4), state.chunks[buffer]);
     } else if (warpgroup == DQ_WARPGROUP) {
         setmaxnreg_dec<DQ_REGISTERS>();
-        compute_dq(a, shared, rings, state);
+        compute_dq(a, window, shared, rings, state);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume(a, warpgroup, shared, rings, state);
+        consume(a, window, warpgroup, shared, rings, state);
     }
 }

@@ -9,6 +9,7 @@
 #include "products.cuh"
 #include "registers.cuh"
 #include "scheduler.cuh"
+#include "window.cuh"
 
 namespace {
 
@@ -59,12 +60,13 @@ __device__ __forceinline__ void copy_keys(const Arguments& a, const KeyTile& wor
     bulk_copy(target + K_SCALE, block + 3 * K_TILE, TAIL, full);
 }
 
-__device__ __forceinline__ void producer_loop(const Arguments& a, Ring<STAGES> queries, Ring<1> keys, u32 shared,
-                                              WorkTile (&work_tiles)[2]) {
+__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Ring<STAGES> queries, Ring<1> keys,
+                                              u32 shared, WorkTile (&work_tiles)[2]) {
     KeyTile work;
     WorkTile work_tile;
     for (int index = blockIdx.x; (work_tile = work_tile_at(a.axes, index)).head >= 0; index = next_work_tile(a.axes)) {
         if (!find_key_tile<CONSUMERS>(a.axes, work_tile, work)) continue;
+        if constexpr (HAS_WINDOW) leave_queries_that_see<CONSUMERS * ROWS>(work, window);
         keys.wait_empty();
         work_tiles[keys.parity] = work_tile;
         barrier_expect_bytes(keys.full, work.half_blocks * (3 * Q_TILE + TAIL));
@@ -106,11 +108,13 @@ __device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[
 }
 
 // The scores of one tile from S and dP; `scales` are those of Q and dO. FAST: every logit allows a fused multiply-add,
-// and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there.
-// Straight-line code, so that all units are busy.
+// and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there. With a
+// window, those that a query does not see; `first_key`: the first key minus the first query. Straight-line code, so that all
+// units are busy.
 template <bool FAST>
 __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], const int (&dp)[32], float factor,
-                                            const float2* minus_lse, float2 scales, bool is_diagonal) {
+                                            const float2* minus_lse, float2 scales, bool is_diagonal, const Window& window,
+                                            int first_key) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int key = thread / 32 * 16 + lane / 4, query = lane % 4 * 2;
     const float2* minus_delta = minus_lse + ROWS / 2;
@@ -125,6 +129,7 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
             const float x = __int2float_rn(s[i]);
             p[i] = exp2_fast(FAST ? fmaf(x, factor, pick(c, i % 2)) : __fadd_rn(__fmul_rn(x, factor), pick(c, i % 2)));
             if (!FAST && is_diagonal && key + 8 * r > query + 8 * j + i % 2) p[i] = 0.0f;
+            if (HAS_WINDOW && !FAST && window.hides(first_key + key + 8 * r - query - 8 * j - i % 2)) p[i] = 0.0f;
             ds[i] = p[i] * (__int_as_float(dp[i]) + pick(d, i % 2));
             ds_largest[i % 4] = nan_max_abs(ds_largest[i % 4], ds[i]);
         }
@@ -193,42 +198,49 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&
     }
 }
 
-// Releases `tiles` stages that only other consumers need.
-__device__ __forceinline__ void skip(Ring<STAGES>& queries, int tiles) {
-#pragma unroll 1
-    for (int i = 0; i < tiles; ++i) {
-        queries.wait_full();
-        queries.release();
-        queries.advance();
-    }
+// The tiles of queries of each head that see no key of a consumer: before and after those that do.
+struct Hidden {
+    int before, after;
+};
+__device__ __forceinline__ Hidden tiles_hidden(const KeyTile& work, const Window& window, int warpgroup) {
+    if (warpgroup >= work.half_blocks) return {work.q_tiles, 0};
+    if constexpr (!HAS_WINDOW) return {IS_CAUSAL ? min(warpgroup, work.q_tiles) : 0, 0};
+    const QueryRange own = queries_that_see(work, window, (work.first + warpgroup * ROWS) / BLOCK_KV * BLOCK_KV);
+    const int begin = work.first_query / BLOCK_Q;
+    if (own.begin >= own.end) return {work.q_tiles, 0};
+    return {own.begin - begin, begin + work.q_tiles - own.end};
 }
 
-// Under the causal mask the keys of this consumer are not seen by the first `hidden` tiles of each head.
-__device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile& work, int hidden, int warpgroup,
-                                              u8* shared, Ring<STAGES>& queries, Ring<1>& keys, Sums& sums) {
+__device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const KeyTile& work,
+                                              const Hidden& hidden, int warpgroup, u8* shared, Ring<STAGES>& queries,
+                                              Ring<1>& keys, Sums& sums) {
     const u32 base = descriptor_base(shared_address(shared));
     const u32 k_rows = base + warpgroup * (KEY_BYTES / 16), v_rows = k_rows + V_ROWS / 16, ring = base + RING / 16;
     const float k_scale = *reinterpret_cast<const float*>(shared + warpgroup * KEY_BYTES + K_SCALE);
 
-    int s[32], dp[32], tile = hidden;
+    const int end = work.q_tiles - hidden.after;
+    int s[32], dp[32], tile = hidden.before;
     if constexpr (P_IS_16BIT) pin(sums.dv);  // zero dV before the first wgmma: later writes would serialize it
-    skip(queries, hidden);
+    skip(queries, hidden.before);
     queries.wait_full();
     contract_channels<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
     contract_channels_16bit<64, ROWS>(dp, v_rows, ring + (queries.index * STAGE_BYTES + GRAD_ROWS) / 16);
-    for (int left = a.axes.group * (work.q_tiles - hidden);; --left) {
+    for (int left = a.axes.group * (end - hidden.before);; --left) {
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
         const u8* block = shared + RING + queries.index * STAGE_BYTES;
         const float2* minus_lse = reinterpret_cast<const float2*>(block + STATISTICS);
         const float2 scales = *reinterpret_cast<const float2*>(block + SCALES);  // of Q and dO
         const float factor = logit_factor(scales.x, k_scale, a.scale);
-        const bool is_diagonal = IS_CAUSAL && tile == hidden, is_fast = is_fusible(factor) && !is_diagonal;
+        const int first_key = HAS_WINDOW ? work.first + warpgroup * ROWS - work.first_query - tile * BLOCK_Q : 0;
+        const bool is_diagonal = IS_CAUSAL && tile == hidden.before;
+        const bool is_cut = is_diagonal || (HAS_WINDOW && window.cuts<ROWS>(first_key));
+        const bool is_fast = is_fusible(factor) && !is_cut;
         Ring<STAGES> next = queries;
         if (left > 1) {
             next.advance();
-            if (++tile == work.q_tiles) {
-                tile = hidden;
-                skip(next, hidden);
+            if (++tile == end) {
+                tile = hidden.before;
+                skip(next, hidden.after + hidden.before);
             }
             next.wait_full();
         }
@@ -240,9 +252,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
         pin(dp);
         if (left == 1) keys.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_fast)
-            find_scores<true>(scores, s, dp, factor, minus_lse, scales, is_diagonal);
+            find_scores<true>(scores, s, dp, factor, minus_lse, scales, is_diagonal, window, first_key);
         else
-            find_scores<false>(scores, s, dp, factor, minus_lse, scales, is_diagonal);
+            find_scores<false>(scores, s, dp, factor, minus_lse, scales, is_diagonal, window, first_key);
 
         multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
@@ -259,11 +271,12 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const KeyTile&
     if constexpr (P_IS_16BIT) pin(sums.dv);
     queries.release();
     queries.advance();
+    if (HAS_WINDOW) skip(queries, hidden.after);
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Arguments a, const Window window) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ Barriers barriers;
     if (threadIdx.x == 0) {
@@ -278,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == CONSUMERS) {
         begin_producer<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) producer_loop(a, queries, keys, shared_address(shared), barriers.work_tiles);
+        if (threadIdx.x % 128 == 0) producer_loop(a, window, queries, keys, shared_address(shared), barriers.work_tiles);
         return;
     }
     begin_consumer<CONSUMERS>();
@@ -288,10 +301,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
         if (work_tile.head < 0) return;
         KeyTile work;
         find_key_tile<CONSUMERS>(a.axes, work_tile, work);
+        if constexpr (HAS_WINDOW) leave_queries_that_see<CONSUMERS * ROWS>(work, window);
         Sums sums = {};
-        const int hidden = warpgroup >= work.half_blocks ? work.q_tiles : IS_CAUSAL ? min(warpgroup, work.q_tiles) : 0;
-        if (hidden < work.q_tiles) {
-            consumer_loop(a, work, hidden, warpgroup, shared, queries, keys, sums);
+        const Hidden hidden = tiles_hidden(work, window, warpgroup);
+        if (hidden.before < work.q_tiles) {
+            consumer_loop(a, window, work, hidden, warpgroup, shared, queries, keys, sums);
         } else {
             keys.release();
             skip(queries, a.axes.group * work.q_tiles);

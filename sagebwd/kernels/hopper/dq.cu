@@ -7,6 +7,7 @@
 #include "products.cuh"
 #include "registers.cuh"
 #include "scheduler.cuh"
+#include "window.cuh"
 
 namespace {
 
@@ -43,8 +44,8 @@ struct Arguments {
     float scale;
 };
 
-__device__ __forceinline__ void producer_loop(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared,
-                                              WorkTile (&work_tiles)[2]) {
+__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Ring<STAGES> keys, Ring<1> queries,
+                                              u32 shared, WorkTile (&work_tiles)[2]) {
     QueryTile work;
     WorkTile work_tile;
     for (int index = blockIdx.x; (work_tile = work_tile_at(a.axes, index)).head >= 0; index = next_work_tile(a.axes)) {
@@ -58,8 +59,9 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, Ring<STAGES> k
                       queries.full);
         }
         queries.advance();
+        const KeyRange seen = keys_seen(work, window);
 #pragma unroll 1
-        for (i64 block = work.kv_block; block < work.kv_block + work.kv_tiles; ++block) {
+        for (i64 block = work.kv_block + seen.begin; block < work.kv_block + seen.end; ++block) {
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index, stage = shared + RING + keys.index * STAGE_BYTES;
             barrier_expect_bytes(full, PACKED_KV_BYTES + PACKED_K_COLUMNS_BYTES);
@@ -80,12 +82,12 @@ struct Products {
 };
 
 // dS of one tile from S and dP, in INT8, and its scale per row. FAST: every logit allows a fused multiply-add, and none
-// is masked. Else columns from `keys` on are masked, and those after `query` + 8 r if IS_CAUSAL. Straight-line
+// is masked. Else columns from `keys` on are masked, and those that `query` + 8 r does not see. Straight-line
 // code, with the previous tile's products accumulated in between, so that all units are busy.
 template <bool FAST>
 __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_scale)[2], const int (&s)[64],
                                                 const int (&dp)[64], float factor, const float (&minus_lse)[2],
-                                                const float (&minus_delta)[2], int keys, int query,
+                                                const float (&minus_delta)[2], const Window& window, int keys, int query,
                                                 const Products& products, float* dq_sum) {
     float ds[64], found[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -96,6 +98,7 @@ __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_s
         if (!FAST) {
             const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
             if (column >= keys || (IS_CAUSAL && column > query + 8 * r)) p = 0.0f;
+            if (HAS_WINDOW && window.hides(column - query - 8 * r)) p = 0.0f;
         }
         ds[i] = p * (__int_as_float(dp[i]) + minus_delta[r]);
         found[i % 4] = nan_max_abs(found[i % 4], ds[i]);
@@ -113,8 +116,9 @@ __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_s
     round_tile<BLOCK_KV>(ds_int8, ds, inverse);
 }
 
-__device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTile& work, int warpgroup, u8* shared,
-                                              Ring<STAGES>& keys, Ring<1>& queries, float (&dq_sum)[D / 2]) {
+__device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const QueryTile& work,
+                                              const KeyRange& own, int warpgroup, u8* shared, Ring<STAGES>& keys,
+                                              Ring<1>& queries, float (&dq_sum)[D / 2]) {
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
     const u32 base = descriptor_base(shared_address(shared));
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), grad_rows = q_rows + GRAD_ROWS / 16, ring = base + RING / 16;
@@ -131,13 +135,14 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTil
     contract_channels<BLOCK_KV>(s, q_rows, stage + K_ROWS / 16);
     contract_channels_16bit<BLOCK_KV, ROWS>(dp, grad_rows, stage + V_ROWS / 16);
     Ring<STAGES> before = keys;
-    for (int tile = 0;; ++tile) {
+    for (int tile = own.begin;; ++tile) {
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
         const float k_scale = *reinterpret_cast<const float*>(shared + RING + keys.index * STAGE_BYTES + K_SCALE);
         const float factor = logit_factor(q_scale, k_scale, a.scale);
         const int first_key = tile * BLOCK_KV, query = work.first + warpgroup * ROWS;
-        const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > query);
-        const bool is_last = tile == work.kv_tiles - 1, is_fast = is_fusible(factor) && !is_cut;
+        const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > query) ||
+                            (HAS_WINDOW && window.cuts(first_key - query));
+        const bool is_last = tile == own.end - 1, is_fast = is_fusible(factor) && !is_cut;
         Ring<STAGES> next = keys;
         if (!is_last) next.advance();
         if (STAGES > 2 && !is_last) next.wait_full();
@@ -151,10 +156,10 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTil
         if (CHUNKS == 1) pin(products.chunk[0]);
         if (is_last) queries.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_fast)
-            score_gradients<true>(ds_int8, ds_scale, s, dp, factor, minus_lse, minus_delta, 0, 0, products, dq_sum);
+            score_gradients<true>(ds_int8, ds_scale, s, dp, factor, minus_lse, minus_delta, window, 0, 0, products, dq_sum);
         else
-            score_gradients<false>(ds_int8, ds_scale, s, dp, factor, minus_lse, minus_delta, work.keys - first_key,
-                                   query + row - first_key, products, dq_sum);
+            score_gradients<false>(ds_int8, ds_scale, s, dp, factor, minus_lse, minus_delta, window,
+                                   work.keys - first_key, query + row - first_key, products, dq_sum);
 #pragma unroll
         for (int r = 0; r < 2; ++r) products.factor[r] = ds_scale[r] * k_scale;
 
@@ -166,7 +171,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTil
             if (is_last) break;
             contract_channels<BLOCK_KV>(s, q_rows, next_stage + K_ROWS / 16);
             contract_channels_16bit<BLOCK_KV, ROWS>(dp, grad_rows, next_stage + V_ROWS / 16);
-            if (tile > 0) before.release();
+            if (tile > own.begin) before.release();
             before = keys;
         } else {
             // There are too few registers for these products next to S and dP. After the last tile S is computed once
@@ -196,7 +201,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTil
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Arguments a, const Window window) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ Barriers barriers;
     if (threadIdx.x == 0) {
@@ -211,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Argumen
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == CONSUMERS) {
         begin_producer<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) producer_loop(a, keys, queries, shared_address(shared), barriers.work_tiles);
+        if (threadIdx.x % 128 == 0) producer_loop(a, window, keys, queries, shared_address(shared), barriers.work_tiles);
         return;
     }
     begin_consumer<CONSUMERS>();
@@ -222,10 +227,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Argumen
         QueryTile work;
         find_query_tile<CONSUMERS>(a.axes, work_tile, work);
         float dq_sum[D / 2] = {};
-        if (work.kv_tiles > 0)
-            consumer_loop(a, work, warpgroup, shared, keys, queries, dq_sum);
+        const KeyRange seen = keys_seen(work, window), own = HAS_WINDOW ? keys_seen_by(work, window, warpgroup) : seen;
+        const bool sees_any = own.begin < own.end;
+        if (HAS_WINDOW && sees_any) skip(keys, own.begin - seen.begin);
+        if (sees_any)
+            consumer_loop(a, window, work, own, warpgroup, shared, keys, queries, dq_sum);
         else
             queries.release();
+        if (HAS_WINDOW) skip(keys, seen.end - (sees_any ? own.end : seen.begin));
         find_query_tile<CONSUMERS>(a.axes, work_tile, work);  // computed again: keeping it costs registers
         const float scales[2] = {a.scale, a.scale};
         store_rows(a.dq, dq_sum, scales, shared + STAGING + warpgroup * STAGING_BYTES, warpgroup, work.head, a.axes.heads,

@@ -8,6 +8,7 @@
 #include "registers.cuh"
 #include "scheduler.cuh"
 #include "softmax.cuh"
+#include "window.cuh"
 
 namespace {
 
@@ -53,8 +54,8 @@ struct Arguments {
     const float* v_mean;  // of each document of each key head, see token_mean_kernel
 };
 
-__device__ __forceinline__ void producer_loop(const Arguments& a, Ring<STAGES> keys, Ring<1> queries, u32 shared,
-                                              WorkTile (&work_tiles)[2]) {
+__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Ring<STAGES> keys, Ring<1> queries,
+                                              u32 shared, WorkTile (&work_tiles)[2]) {
     QueryTile work;
     WorkTile work_tile;
     for (int index = blockIdx.x; (work_tile = work_tile_at(a.axes, index)).head >= 0; index = next_work_tile(a.axes)) {
@@ -66,8 +67,9 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, Ring<STAGES> k
             bulk_copy(shared + w * QUERY_BYTES, a.packed_q + i64(work.q_block + w) * PACKED_Q_BYTES, PACKED_Q_BYTES,
                       queries.full);
         queries.advance();
+        const KeyRange seen = keys_seen(work, window);
 #pragma unroll 1
-        for (i64 block = work.kv_block; block < work.kv_block + work.kv_tiles; ++block) {
+        for (i64 block = work.kv_block + seen.begin; block < work.kv_block + seen.end; ++block) {
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index;
             barrier_expect_bytes(full, KV_BYTES);
@@ -142,8 +144,9 @@ __device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float m = fmaxf(state.m[r], m_tile[r]);
-        share[r] = exp2_fast(m_tile[r] - m);
-        rescale[r] = exp2_fast(state.m[r] - m);
+        const float shift = HAS_WINDOW && m == -INFINITE ? 0.0f : m;  // a query may have seen no key yet
+        share[r] = exp2_fast(m_tile[r] - shift);
+        rescale[r] = exp2_fast(state.m[r] - shift);
         state.m[r] = m;
     }
     // Rare: most maxima are found in the first tiles.
@@ -198,8 +201,9 @@ __device__ __forceinline__ void finish_product(State& state) {
     }
 }
 
-__device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTile& work, int tiles, int warpgroup,
-                                              u8* shared, u64 ones, Ring<STAGES>& keys, Ring<1>& queries, State& state) {
+__device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const QueryTile& work,
+                                              const KeyRange& own, int warpgroup, u8* shared, u64 ones, Ring<STAGES>& keys,
+                                              Ring<1>& queries, State& state) {
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4, first = work.first + warpgroup * ROWS;
     const u32 base = descriptor_base(shared_address(shared));
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), ring = base + RING / 16;
@@ -210,13 +214,14 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTil
     if constexpr (P_IS_16BIT) finish_product(state);  // zero o before the first wgmma: later writes would serialize it
     keys.wait_full();
     contract_channels<BLOCK_KV>(s, q_rows, ring + (keys.index * STAGE_BYTES + K_ROWS) / 16);
-    for (int tile = 0;; ++tile) {
+    for (int tile = own.begin;; ++tile) {
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
         const float2 scales = *reinterpret_cast<const float2*>(shared + RING + keys.index * STAGE_BYTES + SCALES);
         const float factor = logit_factor(q_scale, scales.x, a.scale);
         const int first_key = tile * BLOCK_KV;
-        const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first);
-        const bool is_last = tile == tiles - 1, is_fast = is_fusible(factor) && !is_cut;
+        const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
+                            (HAS_WINDOW && window.cuts(first_key - first));
+        const bool is_last = tile == own.end - 1, is_fast = is_fusible(factor) && !is_cut;
         Ring<STAGES> next = keys;
         if (!is_last) {
             next.advance();
@@ -228,14 +233,18 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTil
         wgmma_wait<0>();
         pin(s);
         finish_product(state);
-        if (tile > 0) before.release();
+        if (tile > own.begin) before.release();
         if (is_last) queries.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_cut) mask(s, work.keys - first_key, first + row - first_key);
+        if (HAS_WINDOW && is_cut) mask_outside(s, window, first + row - first_key);
         int largest[2] = {MASKED, MASKED};
 #pragma unroll
         for (int i = 0; i < 64; i += 2) largest[i / 2 % 2] = max(max(largest[i / 2 % 2], s[i]), s[i + 1]);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) m_tile[r] = __fmul_rn(__int2float_rn(row_max(largest[r])), factor);
+        for (int r = 0; r < 2; ++r) {
+            const int m = row_max(largest[r]);
+            m_tile[r] = HAS_WINDOW && m == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(m), factor);
+        }
         if constexpr (P_IS_16BIT) raise_maximum(state, m_tile, rescale, share);  // before the product is added to o
         const float (&maximum)[2] = P_IS_16BIT ? state.m : m_tile;
         if (is_fast)
@@ -269,7 +278,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const QueryTil
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Arguments a, const Window window) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ Barriers barriers;
     const u64 ones = ones_tile();
@@ -285,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == CONSUMERS) {
         begin_producer<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) producer_loop(a, keys, queries, shared_address(shared), barriers.work_tiles);
+        if (threadIdx.x % 128 == 0) producer_loop(a, window, keys, queries, shared_address(shared), barriers.work_tiles);
         return;
     }
     begin_consumer<CONSUMERS>();
@@ -298,13 +307,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
         find_query_tile<CONSUMERS>(a.axes, work_tile, work);
         State state = {};
         state.m[0] = state.m[1] = -INFINITE;
-        const int tiles = warpgroup < work.q_blocks ? visible_kv_tiles(work, warpgroup) : 0;
-        if (tiles > 0)
-            consumer_loop(a, work, tiles, warpgroup, shared, ones, keys, queries, state);
+        const KeyRange seen = keys_seen(work, window), own = keys_seen_by(work, window, warpgroup);
+        const bool sees_any = own.begin < own.end;
+        if (HAS_WINDOW && sees_any) skip(keys, own.begin - seen.begin);
+        if (sees_any)
+            consumer_loop(a, window, work, own, warpgroup, shared, ones, keys, queries, state);
         else
             queries.release();
         queries.advance();
-        for (int tile = tiles; tile < work.kv_tiles; ++tile) {  // tiles that only other warpgroups see
+        // Tiles that only other warpgroups see.
+        for (int tile = HAS_WINDOW && !sees_any ? seen.begin : own.end; tile < seen.end; ++tile) {
             keys.wait_full();
             keys.release();
             keys.advance();
@@ -327,6 +339,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
         add_mean(state.o, inverse, a.v_mean + (i64(work.head / a.axes.group) * a.documents + work.document) * D);
         inverse[0] = inverse[1] = 1.0f;
 #endif
+        if constexpr (HAS_WINDOW) {  // a query that sees no key: not even a NaN among the values is its own
+            const int query = first + thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+            for (int i = 0; i < D / 2; ++i)
+                if (query + i / 2 % 2 * 8 - window.left >= work.keys) state.o[i] = 0.0f;
+        }
         u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
         store_rows(a.out, state.o, inverse, staging, warpgroup, work.head, a.axes.heads, first, work.q, a.axes.d);
         if constexpr (COMPENSATES)

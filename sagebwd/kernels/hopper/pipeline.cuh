@@ -42,3 +42,14 @@ template <int STAGES>
 __device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAGES], int consumers) {
     ring_init(full, empty, 1, 4 * consumers);
 }
+
+// Releases stages that only other consumers need.
+template <int STAGES>
+__device__ __forceinline__ void skip(Ring<STAGES>& ring, int stages) {
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+        ring.wait_full();
+        ring.release();
+        ring.advance();
+    }
+}

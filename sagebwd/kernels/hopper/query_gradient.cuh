@@ -33,9 +33,14 @@ struct Turn {
 };
 
 // The turn of a work tile at the block of queries from `first_query` on.
-__device__ __forceinline__ Turn turn_of(const KeyTile& tile, int first_query) {
+__device__ __forceinline__ Turn turn_of(const KeyTile& tile, const Window& window, int first_query) {
     const int keys = IS_CAUSAL ? min(tile.kv.tokens, first_query + BLOCK_Q) : tile.kv.tokens;
-    const int turns = (keys + KEYS - 1) / KEYS, before = tile.first / KEYS;
+    int turns = (keys + KEYS - 1) / KEYS, before = tile.first / KEYS;
+    if constexpr (HAS_WINDOW) {
+        const int begin = first_key_block(window, first_query);
+        turns = end_of_key_blocks(window, min(first_query + BLOCK_Q, tile.q.tokens), tile.kv.tokens) - begin;
+        before -= begin;
+    }
     const int number = LAST_KEYS_FIRST ? turns - 1 - before : before;
     return {number, number + 1 == turns};
 }

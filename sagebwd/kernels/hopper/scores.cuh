@@ -8,6 +8,7 @@
 #include "epilogue.cuh"
 #include "int8.cuh"
 #include "ptx_sm90.cuh"
+#include "window.cuh"
 
 constexpr int KEYS = 2 * ROWS;  // of two warpgroups
 static_assert(KEYS == BLOCK_KV);
@@ -27,6 +28,7 @@ struct ScoreTile {
     float2 scales;            // of Q and dO
     int keys;                 // that exist, from the first one of the tile on
     int blocks_ahead;         // of 64: the first key minus the first query. Causal: 0 on the diagonal, more: all is hidden
+    Window window;            // set if there is one
     u32 ds;                   // where dS goes, for dQ
     u32 ds_empty, ds_parity;  // the mbarrier that says when there is room for it
 };
@@ -73,6 +75,7 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
             if (!FAST) {  // without a branch
                 const int visible = query + 8 * j + i % 2 - ROWS * tile.blocks_ahead + 1;
                 p[i] = key + 8 * r < (IS_CAUSAL ? min(visible, tile.keys) : tile.keys) ? p[i] : 0.0f;
+                if (HAS_WINDOW && tile.window.hides(key + 8 * r - visible + 1)) p[i] = 0.0f;
             }
             ds[i] = p[i] * (__int_as_float(dp[i]) + pick(d, i % 2));
             ds_largest[i % 4] = nan_max_abs(ds_largest[i % 4], ds[i]);

@@ -153,7 +153,7 @@ def test_only_the_means_that_are_asked_for_are_taken(
         assert packed_kv is None
         assert address(first["pack_kv"][1][2]) == address(of_k)
     assert first["dk_dv"][1][0].packed_kv == address(packed_kv if pack_once else first["pack_kv"][1][3])
-    defines, (arguments,) = first["forward"]
+    defines, (arguments, _) = first["forward"]
     assert defines["SMOOTH_V"] is smooth_v
     assert arguments.v_mean == address(of_v)
     assert arguments.documents == documents
@@ -235,7 +235,7 @@ def test_what_the_one_backward_launches(launched, sample, products):
     saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     before = len(launched)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    (_, _, packed), (name, defines, (arguments,)) = launched[before:]
+    (_, _, packed), (name, defines, (arguments, _)) = launched[before:]
     assert [launched[before][0], name] == ["pack_q_and_grad", "backward"]
     assert defines["P_16BIT"] == ("dv" in products)
     assert [arguments.packed_q_rows, arguments.packed_q_columns] == [address(x) for x in packed[5:7]]

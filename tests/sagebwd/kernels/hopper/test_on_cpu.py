@@ -17,6 +17,8 @@ from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels import operators
+from tests.sagebwd.kernels.inputs import INPUTS, NAMES, poison_one
+from tests.sagebwd.kernels.sets import without_int8
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile itself
@@ -28,9 +30,10 @@ pytestmark = pytest.mark.filterwarnings(
 def attend_on_cpu(emulated):
     """Out, dq, dk and dv of the Hopper kernels, on CPU tensors."""
 
-    def attend_on_cpu(q, k, v, grad_out, *, is_causal, config, boundaries):
+    def attend_on_cpu(q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None):
         axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
-        options = {"window": Window.of(is_causal), "scale": q.shape[3] ** -0.5, "config": config}
+        window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
+        options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
         saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
         return saved[0], *hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
 
@@ -54,17 +57,73 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
     found = attend_on_cpu(*inputs, is_causal=is_causal, config=config, boundaries=boundaries)
     options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries, "enable_gqa": True}
     wanted = reference.attention(*inputs, **options)
-    for name, x in zip(("out", "dq", "dk", "dv"), found, strict=True):
+    for name, x in zip(NAMES, found, strict=True):
         assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
 
 
-@pytest.mark.parametrize("window", [Window(9, 0), Window(-1, 3)])
-def test_a_window_is_refused_and_never_taken_for_none(draw, window):
-    """Also from those who call the operators past the choice of kernels."""
-    q, k, v, _ = draw(40, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
-    settings = (None, None, *window, 0.125, encode(DEFAULT_CONFIG), "hopper")
-    with pytest.raises(NotImplementedError, match="the Hopper kernels have no windows, and got"):
-        torch.ops.sagebwd.forward(q, k, v, *settings)
+# --- Windows -----------------------------------------------------------------------------------------------
+
+WINDOWED_CONFIGS = {"INT8 dQ": DEFAULT_CONFIG, "16-bit dQ": without_int8("dq")}
+#: (queries, keys, window, settings, head size): whole tiles to skip on either side, of keys or queries; no
+#: limit on one side; queries that see no key, one with only some of its tile, and keys that no query sees.
+WINDOWS = (
+    (330, 330, (9, 0), "INT8 dQ", 64),
+    (310, 310, (140, 70), "INT8 dQ", 128),
+    (310, 310, (140, 70), "16-bit dQ", 64),
+    (200, 66, (40, -1), "INT8 dQ", 64),
+    (200, 66, (40, -1), "16-bit dQ", 128),
+    (70, 260, (-1, 40), "INT8 dQ", 64),
+    (70, 260, (-1, 40), "16-bit dQ", 64),
+    (65, 65, (0, 1), "INT8 dQ", 64),
+)
+
+
+@pytest.mark.parametrize(("n_q", "n_kv", "window_size", "settings", "head_dim"), WINDOWS)
+def test_windows(attend_on_cpu, draw, n_q, n_kv, window_size, settings, head_dim):
+    config = WINDOWED_CONFIGS[settings]
+    inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    settings = {"window_size": window_size, "config": config}
+    found = attend_on_cpu(*inputs, **settings)
+    wanted = reference.attention(*inputs, **settings, enable_gqa=True)
+    for name, x in zip(NAMES, found, strict=True):
+        assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
+    if window_size[0] >= 0:
+        assert not found[0][:, :, n_kv + window_size[0] :].any()
+        assert not found[1][:, :, n_kv + window_size[0] :].any()
+
+
+WINDOWED_CASES = {
+    "low_bias, packed": (SageConfig.low_bias(), [1, 64, 65, 0, 130, 2]),
+    "consistent": (SageConfig.consistent(), None),
+    "consistent, 16-bit dQ, packed": (without_int8("o", "dv", "dq", compensate_o=True), [130, 65]),
+}
+
+
+@pytest.mark.parametrize(("config", "documents"), WINDOWED_CASES.values(), ids=WINDOWED_CASES.keys())
+def test_windows_with_other_settings(attend_on_cpu, draw, config, documents):
+    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    tokens = 150 if documents is None else sum(documents)
+    inputs = draw(tokens, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    found = attend_on_cpu(*inputs, window_size=(70, 3), config=config, boundaries=boundaries)
+    wanted = reference.attention(*inputs, window_size=(70, 3), config=config, cu_seqlens=boundaries)
+    for name, x in zip(NAMES, found, strict=True):
+        assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
+
+
+@pytest.mark.parametrize("config", WINDOWED_CONFIGS.values(), ids=WINDOWED_CONFIGS.keys())
+@pytest.mark.parametrize("name", INPUTS)
+def test_nan_with_a_window_comes_out_where_the_reference_has_it(attend_on_cpu, draw, name, config):
+    """Token 70 is in a tile of keys that the last block of queries does not see."""
+    inputs = draw(200, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    poison_one(inputs, name, 70, torch.nan)
+    found = attend_on_cpu(*inputs, window_size=(20, 5), config=config)
+    wanted = reference.attention(*inputs, window_size=(20, 5), config=config)
+    for result, x in zip(NAMES, found, strict=True):
+        are_nan = getattr(wanted, result).isnan()
+        if result in ("dk", "dv"):
+            assert not (x.isnan() & ~are_nan).any(), result  # hidden P is 0 here, there exp(-inf - NaN)
+        else:
+            assert torch.equal(x.isnan(), are_nan), result
 
 
 @pytest.mark.parametrize("documents", [None, [200, 110]], ids=["whole", "packed"])

@@ -31,14 +31,16 @@ def entries():
 
 #: Macros of the sources that know any; those together that can be.
 MACROS = {
-    "forward": ((), ("SMOOTH_V",), ("P_16BIT",), ("P_16BIT", "COMPENSATE_O")),
-    "dk_dv": ((), ("P_16BIT",)),
-    "packing": ((), ("P_16BIT", "COMPENSATE_O")),
+    "forward": ((), ("SMOOTH_V",), ("P_16BIT",), ("P_16BIT", "COMPENSATE_O"), ("IS_WINDOWED",)),
+    "dk_dv": ((), ("P_16BIT",), ("IS_WINDOWED",)),
+    "dq": ((), ("IS_WINDOWED",)),
+    "packing": ((), ("P_16BIT", "COMPENSATE_O"), ("K_16BIT",)),
 }
 #: Those of backward.cu, with the settings of the quick ones.
 BACKWARD_MACROS = {
     (): (128, 1, True),
     ("P_16BIT",): (64, 0, False),
+    ("IS_WINDOWED",): None,
 }
 #: Every pair of settings occurs in the quick ones.
 QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
@@ -48,9 +50,12 @@ def variants():
     """Every source with every combination of its macros."""
     for source in sorted({source for source, _ in entries()} - {"backward"}):
         for d, causal, bf16, macros in product((64, 128), (0, 1), (False, True), MACROS.get(source, ((),))):
+            if causal and "IS_WINDOWED" in macros:
+                continue
             names = (source, str(d), "causal" if causal else "full", "bf16" if bf16 else "fp16", *macros)
             defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
-            marks = () if (d, causal, bf16) in QUICK else pytest.mark.gpu
+            is_quick = (d, causal, bf16) in (QUICK - {(64, 0, False)} if "IS_WINDOWED" in macros else QUICK)
+            marks = () if is_quick else pytest.mark.gpu
             yield pytest.param(source, defines, marks=marks, id="-".join(names))
 
 
@@ -76,6 +81,8 @@ def assert_runs_freely(log, few_bytes=FEW_BYTES):
 def backward_variants():
     """backward.cu with every combination of its macros."""
     for d, causal, bf16, macros in product((64, 128), (0, 1), (False, True), BACKWARD_MACROS):
+        if causal and "IS_WINDOWED" in macros:
+            continue
         is_quick = (d, causal, bf16) == BACKWARD_MACROS[macros]
         yield pytest.param(d, causal, bf16, macros, marks=() if is_quick else pytest.mark.gpu)
 
