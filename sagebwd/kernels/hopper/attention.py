@@ -161,14 +161,6 @@ def _launch(
     )
 
 
-def _axes(
-    name: str, x: Tensor, q_axis: Axis, kv_axis: Axis, *, work_axis: Axis, group: int, tile_counter: int
-) -> CAxes:
-    """The work tiles of kernel ``name``, see :meth:`CAxes.of`."""
-    work_axis = work_axis.with_block(_work_tokens(name, x))
-    return CAxes.of(x, q_axis, kv_axis, work_axis=work_axis, group=group, tile_counter=tile_counter)
-
-
 def _work_tokens(name: str, x: Tensor) -> int:
     return CTA_SHAPES[name, padded_head_dim(x.shape[3]), False].tokens
 
@@ -231,94 +223,88 @@ def backward(
     if not packed_kv.numel():
         subtracted = k_mean if config.smooth_k else None
         packed_kv = PACKER.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
-    packed_q = PACKER.pack_q_and_grad(
-        q,
-        grad_out,
-        out,
-        lse,
-        q_axis,
-        out_residual=out_residual if config.compensate_o else None,
-        p_16bit=not config.is_int8("dv"),
-    )
+    residual = out_residual if config.compensate_o else None
+    p_16bit = not config.is_int8("dv")
+    packed_q = [
+        *PACKER.pack_q_and_grad(q, grad_out, out, lse, q_axis, out_residual=residual, p_16bit=p_16bit)
+    ]
     # With dQ in 16 bit, queries that see no key are not visited.
     dq = Result(q, q_axis, is_zeroed=window.left >= 0 and not config.is_int8("dq"))
-    results = dq, Result(k, kv_axis), Result(v, kv_axis)
-    launch_all = _launch_two_kernels if config.is_int8("dq") else _launch_one_kernel
-    axes = (q_axis, kv_axis)
-    launch_all([*packed_q], packed_kv, results, q, k, *axes, window=window, scale=scale, config=config)
-    dq, dk, dv = (result.finish() for result in results)
-    return dq, dk, dv
+    dk, dv = Result(k, kv_axis), Result(v, kv_axis)
+    call = _Backward(q, k, q_axis, kv_axis, packed_kv, dq, dk, dv, window, scale, config)
+    if config.is_int8("dq"):
+        _launch_two_kernels(call, packed_q)
+    else:
+        _launch_one_kernel(call, *packed_q)
+    return dq.finish(), dk.finish(), dv.finish()
 
 
-def _launch_two_kernels(
-    packed_q: list[Tensor],
-    packed_kv: Tensor,
-    results: tuple[Result, Result, Result],
-    q: Tensor,
-    k: Tensor,
-    q_axis: Axis,
-    kv_axis: Axis,
-    *,
-    window: Window,
-    scale: float,
-    config: SageConfig,
-) -> None:
+class _Backward(NamedTuple):
+    """What one kernel or two compute. Of q and k only shapes, dtype and device are used."""
+
+    q: Tensor
+    k: Tensor
+    q_axis: Axis
+    kv_axis: Axis
+    packed_kv: Tensor
+    dq: Result
+    dk: Result
+    dv: Result
+    window: Window
+    scale: float
+    config: SageConfig
+
+    def axes(self, name: str, tile_counter: int) -> CAxes:
+        """The work tiles of a kernel, of queries for dq.cu, else of keys; keep it until the launch."""
+        x, work_axis = (self.q, self.q_axis) if name == "dq" else (self.k, self.kv_axis)
+        return CAxes.of(
+            x, self.q_axis, self.kv_axis, work_axis=work_axis.with_block(_work_tokens(name, x)),
+            group=self.q.shape[1] // self.k.shape[1], tile_counter=tile_counter,
+        )  # fmt: skip
+
+    def launch(self, name: str, arguments: _CDkDv | _CBackward) -> None:
+        """A kernel that multiplies P with dO."""
+        macros = {"p_16bit": not self.config.is_int8("dv"), "UNSIGNED_P": self.config.is_unsigned("dv")}
+        _launch(name, self.q, self.window, arguments, **macros)
+
+
+def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
     """dK and dV by dk_dv.cu, then dQ by dq.cu.
 
     Args:
-        packed_q: of PACKER.pack_q_and_grad; the columns are taken out of it, for their memory.
+        packed_q: rows and columns. The columns are taken out of the list, so that nothing else keeps them.
     """
-    dq, dk, dv = results
-    group, counters = q.shape[1] // k.shape[1], q.new_zeros(2, dtype=torch.int32)
-    axes = _axes(
-        "dk_dv", k, q_axis, kv_axis, work_axis=kv_axis, group=group, tile_counter=counters.data_ptr()
-    )
+    counters = call.q.new_zeros(2, dtype=torch.int32)
     packed_q_columns, packed_q_rows = packed_q.pop(), packed_q[0]
+    axes = call.axes("dk_dv", counters.data_ptr())
     arguments = _CDkDv(
-        packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(), dk.target, dv.target,
-        axes, scale,
+        packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),
+        call.dk.target, call.dv.target, axes, call.scale,
     )  # fmt: skip
-    p_16bit = not config.is_int8("dv")
-    _launch("dk_dv", q, window, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
+    call.launch("dk_dv", arguments)
 
     del packed_q_columns  # frees its memory before more is packed
-    packed_k_columns = PACKER.pack_k_columns(packed_kv, k, kv_axis)
-    axes = _axes(
-        "dq", q, q_axis, kv_axis, work_axis=q_axis, group=group, tile_counter=counters.data_ptr() + 4
-    )
-    arguments = _CDq(
-        packed_q_rows.data_ptr(), packed_kv.data_ptr(), packed_k_columns.data_ptr(), dq.target, axes, scale
-    )
-    _launch("dq", q, window, arguments)
+    packed_k_columns = PACKER.pack_k_columns(call.packed_kv, call.k, call.kv_axis)
+    axes = call.axes("dq", counters.data_ptr() + 4)
+    of_dq = _CDq(
+        packed_q_rows.data_ptr(), call.packed_kv.data_ptr(), packed_k_columns.data_ptr(), call.dq.target,
+        axes, call.scale,
+    )  # fmt: skip
+    _launch("dq", call.q, call.window, of_dq)
 
 
-def _launch_one_kernel(
-    packed_q: list[Tensor],
-    packed_kv: Tensor,
-    results: tuple[Result, Result, Result],
-    q: Tensor,
-    k: Tensor,
-    q_axis: Axis,
-    kv_axis: Axis,
-    *,
-    window: Window,
-    scale: float,
-    config: SageConfig,
-) -> None:
-    """All gradients by backward.cu; arguments as for the two kernels."""
-    head_dim = padded_head_dim(q.shape[3])
+def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:
+    """All gradients by backward.cu."""
+    head_dim = padded_head_dim(call.q.shape[3])
     channels = DQ_CHANNELS[head_dim]
     # dQ in chunks, each added up work tile by work tile; how many work tiles are in each; the tile counter.
-    chunks = q.shape[0] * q.shape[1] * q_axis.blocks * head_dim // channels
-    dq_sums = q.new_empty((chunks, TILE[0] * channels), dtype=torch.float32)
-    turns = q.new_zeros(chunks + 1, dtype=torch.int32)
-    axes = _axes(
-        "backward", k, q_axis, kv_axis, work_axis=kv_axis, group=q.shape[1] // k.shape[1],
-        tile_counter=turns.data_ptr() + 4 * chunks,
-    )  # fmt: skip
+    chunks = call.q.shape[0] * call.q.shape[1] * call.q_axis.blocks * head_dim // channels
+    dq_sums = call.q.new_empty((chunks, TILE[0] * channels), dtype=torch.float32)
+    turns = call.q.new_zeros(chunks + 1, dtype=torch.int32)
+    axes = call.axes("backward", turns.data_ptr() + 4 * chunks)
     arguments = _CBackward(
-        *(x.data_ptr() for x in (*packed_q, packed_kv)), *(x.target for x in results),
-        dq_sums.data_ptr(), turns.data_ptr(), axes, scale,
+        packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),
+        call.dq.target, call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(),
+        axes, call.scale,
     )  # fmt: skip
-    p_16bit = not config.is_int8("dv")
-    _launch("backward", q, window, arguments, p_16bit=p_16bit, UNSIGNED_P=config.is_unsigned("dv"))
+    call.launch("backward", arguments)

@@ -80,7 +80,7 @@ def check_syntax(source, head_dim, p_16bit, threads, shared_bytes):
 @pytest.mark.parametrize(("source", "head_dim", "p_16bit"), hopper.CTA_SHAPES, ids=str)
 def test_cta_shapes_are_those_of_the_sources(source, head_dim, p_16bit):
     cta = hopper.CTA_SHAPES[source, head_dim, p_16bit]
-    assert cta.tokens == hopper.CTA_SHAPES[source, head_dim, False].tokens  # _axes relies on it
+    assert cta.tokens == hopper.CTA_SHAPES[source, head_dim, False].tokens  # _work_tokens relies on it
     assert cta.shared_bytes <= 226 * 1024  # of the 227 KiB that a CTA may have; barriers take a little
     check_syntax(source, head_dim, p_16bit, cta.threads, cta.shared_bytes)
     for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
