@@ -231,7 +231,8 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     queries.advance();
 }
 
-__device__ __forceinline__ void consume(const Arguments& a, const Window& window, int warpgroup, u8* shared, Rings& rings, SharedState& state) {
+__device__ __forceinline__ void consume(const Arguments& a, const Window& window, int warpgroup, u8* shared, Rings& rings,
+                                        SharedState& state) {
     for (;;) {
         rings.keys.wait_full();
         const KeyTile& work = state.work[rings.keys.parity];
@@ -258,7 +259,8 @@ __device__ __forceinline__ void consume(const Arguments& a, const Window& window
 // --- dQ ----------------------------------------------------------------------------------------------------
 
 // All blocks of queries of a work tile, as the consumers go through them.
-__device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window, const KeyTile& work, u8* shared, Rings& rings, SharedState& state) {
+__device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window, const KeyTile& work, u8* shared,
+                                        Rings& rings, SharedState& state) {
     const int thread = threadIdx.x % 128;
     const u32 base = descriptor_base(shared_address(shared)), k = base + DQ_K / 16;
     int block = first_block(work), head = 0;
@@ -298,7 +300,8 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
     }
 }
 
-__device__ __forceinline__ void compute_dq(const Arguments& a, const Window& window, u8* shared, Rings& rings, SharedState& state) {
+__device__ __forceinline__ void compute_dq(const Arguments& a, const Window& window, u8* shared, Rings& rings,
+                                           SharedState& state) {
     const int thread = threadIdx.x % 128;
     const u8* k_16bit = a.packed_kv + i64(a.axes.work_heads) * a.axes.kv_blocks * PACKED_KV_BYTES;
     for (int parity = 0;; parity ^= 1) {
