@@ -53,8 +53,8 @@ __device__ __forceinline__ void store_ds(const float (&ds)[32], const ScoreTile&
     }
 }
 
-// The scores of one tile from S and dP; stores dS for dQ. FAST: every logit allows a fused multiply-add, and none is masked. Straight-line
-// code, so that all units are busy.
+// The scores of one tile from S and dP; stores dS for dQ. FAST: every logit allows a fused multiply-add, and none is masked.
+// Straight-line code, so that all units are busy.
 template <bool FAST>
 __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], const int (&dp)[32], const ScoreTile& tile,
                                             int warpgroup) {
