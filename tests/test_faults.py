@@ -150,7 +150,7 @@ def wandb_breaks(after):
 # ------------------------------------------------------------------ killed
 
 
-KILLS, IN_A_WRITE = 12, 4
+KILLS, IN_A_WRITE = 8, 3
 
 
 def test_killed_at_random_moments_and_continued_is_the_same_run(debug, whole):

@@ -58,9 +58,7 @@ def test_killed_at_random_steps_and_continued_is_the_same_run_bit_for_bit(datase
     assert spikes == (tmp_path / "whole" / "spikes.jsonl").read_text()
 
 
-@pytest.mark.parametrize(
-    ("number", "devices"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
-)
+@pytest.mark.parametrize(("number", "devices"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_asked_to_stop_it_saves_and_continues_exactly(command, datasets, tmp_path, number, devices):
     overrides = ("steps=40", "checkpoint_every=1000", "hardware.micro_batch=2")
     stopped, whole = (f"run_dir={tmp_path / name}" for name in ("stopped", "whole"))
@@ -79,9 +77,8 @@ def train_warm(settings, devices):
     return warm.run(settings) if devices == 1 else warm.two_ranks(settings, [], [])
 
 
-@pytest.mark.parametrize("tps", ["260k", "2.1m"])
-def test_two_ranks_train_as_one(datasets, tmp_path, tps):
-    overrides = ("attention=sagebwd", f"tps={tps}", "hardware.micro_batch=2", "steps=6", "probe.every=3")
+def test_two_ranks_train_as_one(datasets, tmp_path):
+    overrides = ("attention=sagebwd", "tps=2.1m", "hardware.micro_batch=2", "steps=6", "probe.every=3")
     for devices, name in enumerate(("one", "two"), start=1):
         train_warm(warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / name}"), devices)
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
