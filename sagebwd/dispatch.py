@@ -142,6 +142,8 @@ def not_chosen(kernels: str, call: Call) -> list[Rule]:
     request = f'pass kernels="{kernels}" to run it'
     if kernels == "hopper" and call.is_windowed:
         return [Rule(False, "window_size is set, and no GPU has run its windows yet", request)]
+    if kernels == "hopper" and not call.config.is_int8("dq"):
+        return [Rule(False, "dq is not in INT8, and no GPU has run its kernel as it is now", request)]
     if kernels == "ampere":
         return [
             Rule(

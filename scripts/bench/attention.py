@@ -72,7 +72,7 @@ examples:
   the kernels for GPUs since Ampere, which are not chosen yet, compared with FlashAttention-2
       python -m scripts.bench.attention --kernels ampere --configs default consistent --without flex cudnn
   dQ in 16 bit instead of INT8: on a Hopper GPU one backward kernel instead of two
-      python -m scripts.bench.attention --configs default 16-bit-dq consistent consistent-16-bit-dq
+      python -m scripts.bench.attention --configs default 16-bit-dq --kernels hopper
   a sliding window: each query sees its own key and the 1024 before it; compared with no window
       python -m scripts.bench.attention --masks causal 1024,0 --lengths 4096 16384
   try the command without a GPU: times are those of the plain PyTorch reference

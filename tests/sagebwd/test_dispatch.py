@@ -50,11 +50,11 @@ OTHER_SETTINGS = {
         ((*PAPER_INT8_MATMULS, "dp"), "triton"),
         ((), "triton"),
         *(
-            (without_int8(name).int8_matmuls, "hopper" if name in ("o", "dv", "dq") else "triton")
+            (without_int8(name).int8_matmuls, "hopper" if name in ("o", "dv") else "triton")
             for name in PAPER_INT8_MATMULS
         ),
         (without_int8("o", "dv").int8_matmuls, "hopper"),
-        (without_int8("o", "dv", "dq").int8_matmuls, "hopper"),
+        (without_int8("o", "dv", "dq").int8_matmuls, "triton"),
     ],
     "compensate_o": [],  # needs an O in 16 bit, see below
     "add_mean_k_term": [(True, "none")],
@@ -72,8 +72,7 @@ def test_every_setting_has_its_kernels():
             for head_dim in (64, 128):
                 config = replace(DEFAULT_CONFIG, **{name: value})
                 assert explain_call(call(config=config, head_dim=head_dim)).kernels == kernels, (name, value)
-    on_hopper = (without_int8("dv", smooth_v=True), without_int8("o", compensate_o=True), without_int8("dq"))
-    for config in on_hopper:
+    for config in (without_int8("dv", smooth_v=True), without_int8("o", compensate_o=True)):
         assert explain_call(call(config=config)).kernels == "hopper"
 
 
@@ -238,9 +237,10 @@ def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
         choose(config=SageConfig(granularity="block"))
 
 
-def test_a_window_runs_the_hopper_kernels_on_request(choose):
-    assert choose(is_windowed=True) == "triton"  # a warning would be an error
-    assert choose(is_windowed=True, kernels="hopper") == "hopper"
+@pytest.mark.parametrize("settings", [{"is_windowed": True}, {"config": without_int8("dq")}], ids=str)
+def test_what_no_gpu_has_run_is_run_on_request(choose, settings):
+    assert choose(**settings) == "triton"  # a warning would be an error
+    assert choose(**settings, kernels="hopper") == "hopper"
     assert choose() == "hopper"
 
 
