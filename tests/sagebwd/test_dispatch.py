@@ -18,8 +18,7 @@ from sagebwd.dispatch import GPU, Call, explain_call
 H200 = GPU("NVIDIA H200", (9, 0))
 A100 = GPU("NVIDIA A100", (8, 0))
 UNTRIED = (
-    "it passed its tests on an H200, but no GPU that it is made for has timed it "
-    '(pass kernels="ampere" to run it)'
+    'it ran on an H200 only, and no GPU that it is made for has timed it (pass kernels="ampere" to run it)'
 )
 HOPPER_HEAD_DIMS = range(40, 129, 8)
 

@@ -1,6 +1,6 @@
 // dQ. A warpgroup multiplies dS, which others store in shared memory, with the K of its CTA. CTAs that own other keys add to the
 // same sums in fp32. They take turns, in the order of work tiles, so that the sum is always the same. A CTA waits only for CTAs
-// that took an earlier work tile: those run already, so none waits for ever.
+// that took an earlier work tile: those run already, so there is no deadlock.
 #pragma once
 
 #include "pipeline.cuh"
@@ -15,8 +15,8 @@ constexpr int DQ_CHUNK = BLOCK_Q * DQ_CHANNELS, DQ_CHUNKS = D / DQ_CHANNELS;
 
 // Whether the last keys come first, and every CTA begins with the first queries that see its keys. Under the causal mask CTAs
 // then follow each other through the queries and hardly wait; but the CTA of the first keys has all the last turns, which
-// write dQ. With two chunks or more it cannot keep up. Otherwise the first keys come first, and all CTAs of a head begin with
-// its last queries.
+// write dQ. With several chunks this order was slower (docs/log.md). Otherwise the first keys come first, and all CTAs of a head
+// begin with its last queries.
 constexpr bool LAST_KEYS_FIRST = DQ_CHUNKS == 1;
 
 // The block of queries with which a work tile begins, and the one that follows in turn, counted from the first one that sees
