@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,7 +172,7 @@ def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
     tensor tells whether it was modified. Nothing is remembered where that is not reliable: tensors of
     inference mode have no version, and those on the CPU, where nothing waits, may share memory with numpy.
     """
-    recent: deque[tuple[list[Any], Any]] = deque(maxlen=REMEMBERED)
+    recent: deque[tuple[list[Any], Any]] = deque(maxlen=REMEMBERED)  # arguments and results
 
     @functools.wraps(function)
     def remembering(*args: Any) -> Any:
@@ -183,16 +183,25 @@ def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
             if all(map(_is_same, known, args)):
                 return result
         result = function(*args)
-        recent.append(([(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args], result))
+        recent.append(
+            ([_Known(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args], result)
+        )
         return result
 
     return torch.compiler.disable(remembering, reason="it compares tensors by identity")
 
 
+class _Known(NamedTuple):
+    """A tensor that a function was called with."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+
+
 def _is_same(known: Any, x: Any) -> bool:
     if isinstance(x, Tensor):
-        return isinstance(known, tuple) and known[0]() is x and known[1] == x._version
-    return not isinstance(known, tuple) and known == x
+        return isinstance(known, _Known) and known.tensor() is x and known.version == x._version
+    return not isinstance(known, _Known) and known == x
 
 
 def _lay_end_to_end(x: Tensor, tokens: Tensor | None) -> Tensor:

@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         tile.keys = work.kv.tokens - work.first;
         if constexpr (HAS_WINDOW) tile.window = window;
         tile.is_cut = tile.keys < BLOCK_KV || (IS_CAUSAL && tile.first_key + BLOCK_KV > 1) ||
-                      (HAS_WINDOW && window.cuts(tile.first_key));
+                      (HAS_WINDOW && window.cuts(tile.first_key, work.q.tokens, work.kv.tokens));
         if (threadIdx.x < BLOCK_Q) largest[(at.left + 1) % 2 * BLOCK_Q + threadIdx.x] = 0;
 
         int s[32];

@@ -26,7 +26,9 @@ __device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, 
 #pragma unroll
     for (int step = 0; step < BLOCK_KV / STEP; ++step)
         load_left<BLOCK_KV>(ds + 4 * step, ds_address, row, step * STEP);
-    float factor[2], *sum = a.dq_sums + block * (BLOCK_Q * D);
+    const bool is_first = turn == (HAS_WINDOW ? first_key_block(window, first_query) : 0);
+    const bool is_last = turn + 1 >= visible_key_blocks(work, window, first_query);
+    float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
         factor[r] = scale_of(__int_as_float(largest[IS_SCALE_OF_TILE ? 0 : lane_row + 8 * r]), INT8_MAX) * k_scale;
@@ -34,11 +36,13 @@ __device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, 
     for (int part = 0; part < DQ_PARTS; ++part) {
         float dq[DQ_VALUES] = {};
         contract_tokens<BLOCK_KV, DQ_CHANNELS>(dq, ds, k_columns + dq_channel(part) * BLOCK_KV, factor);
-        add_to_sum(dq, sum, part, turn == (HAS_WINDOW ? first_key_block(window, first_query) : 0));
-        if (turn + 1 < visible_key_blocks(work, window, first_query))
-            store_sum(sum, dq, part);
-        else
-            store_dq(a.dq, dq, part, a.scale, head, a.axes.heads * a.axes.group, first_query, work.q, a.axes.d);
+        float* sums = own_sums(a.dq_sums + block * (BLOCK_Q * D), part);
+        if (!is_last) {
+            is_first ? begin_sum(sums, dq) : add_to_sum(sums, dq);
+            continue;
+        }
+        if (!is_first) take_sum(dq, sums);
+        store_dq(a.dq, dq, part, a.scale, head, a.axes.heads * a.axes.group, first_query, work.q, a.axes.d);
     }
 }
 

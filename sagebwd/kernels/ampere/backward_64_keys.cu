@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
         tile.keys = work.kv.tokens - work.first;
         if constexpr (HAS_WINDOW) tile.window = window;
         tile.is_cut = tile.keys < BLOCK_KV || (IS_CAUSAL && tile.first_key + BLOCK_KV > 1) ||
-                      (HAS_WINDOW && window.cuts(tile.first_key));
+                      (HAS_WINDOW && window.cuts(tile.first_key, work.q.tokens, work.kv.tokens));
         clear(maxima[(at.left + 1) % 2]);
 
         float p[QUERIES / 2], ds[QUERIES / 2], ds_of_queries[QUERIES / 2];

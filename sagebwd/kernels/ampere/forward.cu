@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
         if (tile >= tiles || (HAS_WINDOW && tile < own_begin)) continue;
         const int stage = (tile - begin) % 2 * STAGE_BYTES, first_key = tile * BLOCK_KV;
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
-                            (HAS_WINDOW && window.cuts(first_key - first));
+                            (HAS_WINDOW && window.cuts(first_key - first, work.q.tokens, work.keys));
         const int keys = work.keys - first_key, query = first + lane_row - first_key;
         if constexpr (S_IS_16BIT) {
             add_tile_16bit(state, q.values, __fmul_rn(a.scale, LOG2_E), base + stage, is_cut, keys, query, window);

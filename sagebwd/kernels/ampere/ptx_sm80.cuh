@@ -90,16 +90,17 @@ __device__ __forceinline__ void release_value(int* place, int value) {
 }
 
 // Past the L1 cache, which does not see what other CTAs write.
-__device__ __forceinline__ float4 load_from_l2(const float4* place) {
-    float4 x;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "l"(place)
-                 : "memory");
+__device__ __forceinline__ float load_from_l2(const float* place) {
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(place) : "memory");
     return x;
 }
 
-__device__ __forceinline__ void store_to_l2(float4* place, const float4& x) {
-    asm volatile("st.global.cg.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(place), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-                 : "memory");
+__device__ __forceinline__ void store_to_l2(float* place, float x) {
+    asm volatile("st.global.cg.f32 [%0], %1;" ::"l"(place), "f"(x) : "memory");
+}
+
+// The L2 cache adds, so that nobody waits for the sum to come.
+__device__ __forceinline__ void add_in_l2(float* place, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(place), "f"(x) : "memory");
 }

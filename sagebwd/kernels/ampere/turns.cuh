@@ -45,22 +45,25 @@ __device__ __forceinline__ int visible_key_blocks(const KeyTile& tile, const Win
     return (keys + BLOCK_KV - 1) / BLOCK_KV;
 }
 
-// Adds the sum of earlier CTAs; the first one to add has none. A thread finds its own values.
-__device__ __forceinline__ void add_to_sum(float (&dq)[DQ_VALUES], const float* sums, int part, bool is_first) {
-    if (is_first) return;
-    const float4* own = reinterpret_cast<const float4*>(sums) + part * (256 * DQ_VALUES / 4) + threadIdx.x;
+// --- The sum of all CTAs -----------------------------------------------------------------------------------
+
+// Where a thread keeps its values of a block of queries. They are 256 apart: those of a warp are contiguous.
+__device__ __forceinline__ float* own_sums(float* block, int part) { return block + part * DQ_VALUES * 256 + threadIdx.x; }
+
+__device__ __forceinline__ void begin_sum(float* sums, const float (&dq)[DQ_VALUES]) {
 #pragma unroll
-    for (int j = 0; j < DQ_VALUES / 4; ++j) {
-        const float4 sum = load_from_l2(own + 256 * j);
-        dq[4 * j] += sum.x, dq[4 * j + 1] += sum.y, dq[4 * j + 2] += sum.z, dq[4 * j + 3] += sum.w;
-    }
+    for (int i = 0; i < DQ_VALUES; ++i) store_to_l2(sums + 256 * i, dq[i]);
 }
 
-__device__ __forceinline__ void store_sum(float* sums, const float (&dq)[DQ_VALUES], int part) {
-    float4* own = reinterpret_cast<float4*>(sums) + part * (256 * DQ_VALUES / 4) + threadIdx.x;
+__device__ __forceinline__ void add_to_sum(float* sums, const float (&dq)[DQ_VALUES]) {
 #pragma unroll
-    for (int j = 0; j < DQ_VALUES / 4; ++j)
-        store_to_l2(own + 256 * j, {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]});
+    for (int i = 0; i < DQ_VALUES; ++i) add_in_l2(sums + 256 * i, dq[i]);
+}
+
+// What the last CTA does.
+__device__ __forceinline__ void take_sum(float (&dq)[DQ_VALUES], const float* sums) {
+#pragma unroll
+    for (int i = 0; i < DQ_VALUES; ++i) dq[i] += load_from_l2(sums + 256 * i);
 }
 
 // Stores a finished block, whose first query is `first`, to rows of a tensor.

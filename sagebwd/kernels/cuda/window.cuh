@@ -17,10 +17,13 @@ struct Window {
 
     // `distance`: the key minus the query.
     __device__ __forceinline__ bool hides(int distance) const { return distance > right || distance < -left; }
-    // Whether some query of a tile does not see some of its KEYS. `first_key`: the first key minus the first query.
+    // Whether some query of a tile does not see some of its KEYS. `first_key`: the first key minus the first query. A limit that
+    // hides nothing in the whole document cuts no tile, though a tile may reach beyond the document: what is not cut is rounded
+    // otherwise, and a document alone has no such limit (Window.narrowed in window.py).
     template <int KEYS = BLOCK_KV>
-    __device__ __forceinline__ bool cuts(int first_key) const {
-        return first_key + KEYS - 1 > right || first_key - (BLOCK_Q - 1) < -left;
+    __device__ __forceinline__ bool cuts(int first_key, int queries, int keys) const {
+        const bool cuts_right = (right == 0 || right < keys - 1) && first_key + KEYS - 1 > right;
+        return cuts_right || ((left == 0 || left < queries - 1) && first_key - (BLOCK_Q - 1) < -left);
     }
 };
 

@@ -194,7 +194,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         tile.ds = shared_address(shared) + DS + ds.index * DS_BYTES;
         tile.ds_empty = ds.empty + 8 * ds.index, tile.ds_parity = ds.parity ^ 1;
         const bool is_cut = tile.keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0) ||
-                            (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead));
+                            (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead, work.q.tokens, work.kv.tokens));
         Ring<STAGES> next = queries;
         block = next_block(work, block);
         if (left > 1) {

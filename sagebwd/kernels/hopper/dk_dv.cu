@@ -233,7 +233,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         const float factor = logit_factor(scales.x, k_scale, a.scale);
         const int first_key = HAS_WINDOW ? work.first + warpgroup * ROWS - work.first_query - tile * BLOCK_Q : 0;
         const bool is_diagonal = IS_CAUSAL && tile == hidden.before;
-        const bool is_cut = is_diagonal || (HAS_WINDOW && window.cuts<ROWS>(first_key));
+        const bool is_cut = is_diagonal || (HAS_WINDOW && window.cuts<ROWS>(first_key, work.q.tokens, work.kv.tokens));
         const bool is_fast = is_fusible(factor) && !is_cut;
         Ring<STAGES> next = queries;
         if (left > 1) {

@@ -141,7 +141,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         const float factor = logit_factor(q_scale, k_scale, a.scale);
         const int first_key = tile * BLOCK_KV, query = work.first + warpgroup * ROWS;
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > query) ||
-                            (HAS_WINDOW && window.cuts(first_key - query));
+                            (HAS_WINDOW && window.cuts(first_key - query, work.q.tokens, work.keys));
         const bool is_last = tile == own.end - 1, is_fast = is_fusible(factor) && !is_cut;
         Ring<STAGES> next = keys;
         if (!is_last) next.advance();

@@ -237,6 +237,8 @@ def test_a_mask_of_tokens_keeps_its_window_where_it_goes_and_is_for_handing_on_a
 def test_recent_layouts_are_remembered_until_a_tensor_changes():
     calls = []
     remembering = remember_recent(lambda *arguments: calls.append(arguments) or len(calls))
+    assert remembering(None, CAUSAL) == remembering(None, Window(-1, 0)) != remembering(None, Window(-1, 1))
+    calls.clear()
     x, same = torch.zeros(3, device="meta"), torch.zeros(3, device="meta")
     assert [remembering(x, 1), remembering(x, 1)] == [1, 1]
     assert [remembering(x, 2), remembering(same, 2), remembering(None, 2), remembering(x, 2)] == [2, 3, 4, 2]

@@ -11,7 +11,7 @@ from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS, PRESETS, encode
 from tests.sagebwd.kernels.inputs import assert_bit_equal, boundary_arguments
 from tests.sagebwd.kernels.operators import assert_same
-from tests.sagebwd.kernels.sets import named, over, windowed_only
+from tests.sagebwd.kernels.sets import named, needs, over, windowed_only
 
 pytestmark = [windowed_only, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -99,6 +99,7 @@ def test_a_window_that_hides_nothing_changes_no_bit(kernels, sample, kernel_set,
     assert_bit_equal(kernels(*inputs, config=config, is_causal=True, window_size=(10**9, 3)), causal)
 
 
+@needs(operand_scales="token")
 @over("changes", lambda kernel_set: [["NaN"]] + ([["other values"]] if kernel_set.is_gpu else []))
 def test_strictly_causal_tokens_outside_a_window_leave_no_trace(kernels, sample, changes):
     """In out and dq of a token: it sees keys i − 12 … i."""
@@ -117,6 +118,7 @@ def test_strictly_causal_tokens_outside_a_window_leave_no_trace(kernels, sample,
             assert torch.equal(x, y), name
 
 
+@needs(operand_scales="token")
 def test_the_queries_that_see_a_poisoned_key_show_it(kernels, sample):
     inputs = sample(100)
     inputs[1][..., 50, 3] = torch.nan

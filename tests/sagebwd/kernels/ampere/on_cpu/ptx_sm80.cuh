@@ -134,5 +134,6 @@ inline void wait_for_value(const int* place, int value) {
     if (*place != value) give_up("it hangs: a CTA waits for one that comes later");
 }
 inline void release_value(int* place, int value) { *place = value; }
-inline float4 load_from_l2(const float4* place) { return *place; }
-inline void store_to_l2(float4* place, const float4& x) { *place = x; }
+inline float load_from_l2(const float* place) { return *place; }
+inline void store_to_l2(float* place, float x) { *place = x; }
+inline void add_in_l2(float* place, float x) { *place += x; }
