@@ -3,7 +3,7 @@
 Kernel sets, fastest first:
 
     hopper      CUDA, wgmma: NVIDIA GPUs of compute capability 9.0
-    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; on request, until a GPU of theirs has timed it
+    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; chosen where Triton has no other instruction either
     triton      NVIDIA GPUs since Ampere
     reference   plain PyTorch: any device, slow; what CPU tensors run
 
@@ -43,6 +43,9 @@ KERNEL_SETS = ("hopper", "ampere", "triton", "reference")
 
 #: Compute capabilities.
 HOPPER, AMPERE = (9, 0), (8, 0)
+#: Major compute capabilities of GPUs whose only tensor-core instruction is mma.sync. On an H200 that was kept
+#: to it, the CUDA kernels were faster than the Triton kernels; with wgmma Triton was (docs/kernels.md).
+MMA_SYNC_ONLY = (8, 12)
 #: Head sizes that the kernels on a GPU take are multiples of 8, up to this one.
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
@@ -140,12 +143,8 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
-    if kernels == "hopper" and call.is_windowed:
-        return [Rule(False, "window_size is set, and no GPU has run its windows yet", request)]
-    if kernels == "hopper" and not call.config.is_int8("dq"):
-        return [Rule(False, "dq is not in INT8, and no GPU has run its kernel as it is now", request)]
-    if kernels == "ampere":
-        return [Rule(False, "it ran on an H200 only, and no GPU that it is made for has timed it", request)]
+    if kernels == "ampere" and call.gpu is not None and call.gpu.capability[0] not in MMA_SYNC_ONLY:
+        return [Rule(False, "Triton uses faster instructions on this GPU", request)]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
         return [Rule(False, "it is slow", request)]
     return []

@@ -165,4 +165,4 @@ def wavefronts_of(opcode: str) -> int:
     if base in ("LDS", "STS", "LDG", "STG", "LDL", "STL", "LDGSTS"):
         bits = next((int(modifier) for modifier in modifiers if modifier in ("64", "128")), 32)
         return bits // 32
-    return int(base in ("ATOMS", "SHFL", "MOVM"))
+    return int(base in ("ATOMS", "RED", "SHFL", "MOVM"))

@@ -74,6 +74,7 @@ TRAINING_LOOKS = {
     "sagebwd-graphs": SAGEBWD._replace(title="SageBwd, CUDA graphs", hatch="---"),
     "sagebwd-16-bit-p": ATTENTION_LOOKS["sagebwd P in 16 bit"],
     "sagebwd-consistent": ATTENTION_LOOKS["sagebwd consistent"],
+    "sagebwd-16-bit-dq": ATTENTION_LOOKS["sagebwd consistent, dQ in 16 bit"],
     "hf": Look("transformers Llama", "#9a9a9a", "xxx"),
     "hf-causal": Look("transformers Llama, no mask", "#b8b8b8", "..."),
     "nanogpt": Look("nanoGPT-style GPT", "#d8d8d8", "ooo"),

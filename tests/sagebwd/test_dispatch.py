@@ -17,9 +17,8 @@ from sagebwd.dispatch import GPU, Call, explain_call
 
 H200 = GPU("NVIDIA H200", (9, 0))
 A100 = GPU("NVIDIA A100", (8, 0))
-UNTRIED = (
-    'it ran on an H200 only, and no GPU that it is made for has timed it (pass kernels="ampere" to run it)'
-)
+B200 = GPU("NVIDIA B200", (10, 0))
+RTX_4090 = GPU("NVIDIA GeForce RTX 4090", (8, 9))
 HOPPER_HEAD_DIMS = range(40, 129, 8)
 
 
@@ -49,11 +48,12 @@ OTHER_SETTINGS = {
         ((*PAPER_INT8_MATMULS, "dp"), "triton"),
         ((), "triton"),
         *(
-            (without_int8(name).int8_matmuls, "hopper" if name in ("o", "dv") else "triton")
+            (without_int8(name).int8_matmuls, "hopper" if name in ("o", "dv", "dq") else "triton")
             for name in PAPER_INT8_MATMULS
         ),
         (without_int8("o", "dv").int8_matmuls, "hopper"),
-        (without_int8("o", "dv", "dq").int8_matmuls, "triton"),
+        (without_int8("o", "dv", "dq").int8_matmuls, "hopper"),
+        (without_int8("dq", "dk").int8_matmuls, "triton"),
     ],
     "compensate_o": [],  # needs an O in 16 bit, see below
     "add_mean_k_term": [(True, "none")],
@@ -81,7 +81,9 @@ def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
     fast = name in ("default", "low_bias", "consistent") and head_dim in HOPPER_HEAD_DIMS
     found = dispatch.architectures(PRESETS[name], head_dim)
     kernels = {device: own.kernels for device, own in found.items()}
-    since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "triton")
+    since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "12.0"), "ampere") | {"10.0": "triton"}
+    if head_dim > 128 and name in ("paper", "consistent", "accurate"):
+        since_ampere = dict.fromkeys(since_ampere, "triton")
     hopper = "hopper" if fast else "triton"
     assert kernels == {"7.5": "none", "9.0": hopper, "CPU": "reference"} | since_ampere
     for device, own in found.items():
@@ -110,11 +112,12 @@ def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose
         assert choose(gpu, config, kernels=told, **settings) == told
 
 
-def test_the_ampere_kernels_run_on_request_only():
-    for capability in ("8.0", "8.6", "8.9", "10.0", "12.0"):
-        assert dispatch.architectures()[capability].reasons["ampere"] == UNTRIED
-    other_tiles = dispatch.architectures(SageConfig(block_q=32, block_kv=32))["8.9"]
-    assert "emulation" not in other_tiles.reasons["ampere"]  # that is not what keeps them from running it
+def test_the_ampere_kernels_run_where_triton_has_no_faster_instruction():
+    for gpu in (B200, H200):
+        reasons = explain_call(call(gpu, SageConfig(operand_scales="token"))).reasons
+        faster = 'Triton uses faster instructions on this GPU (pass kernels="ampere" to run it)'
+        assert reasons["ampere"] == faster
+    assert explain_call(call(RTX_4090, SageConfig(block_q=32, block_kv=32))).kernels == "triton"
 
 
 def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
@@ -123,8 +126,7 @@ def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
         "block_q is 128 and block_kv 64 (set both to None); granularity is 'block' (set granularity='row')"
     )
     assert explain_call(call(A100)).reasons == {
-        "hopper": "NVIDIA A100 has compute capability 8.0, not 9.0 (Hopper)",
-        "ampere": UNTRIED,
+        "hopper": "NVIDIA A100 has compute capability 8.0, not 9.0 (Hopper)"
     }
     reasons = explain_call(call(head_dim=256)).reasons
     assert reasons["hopper"] == "the head size is 256, and the Hopper kernels have sizes from 40 to 128"
@@ -132,13 +134,9 @@ def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
     assert "NVRTC" in explain_call(call(H200._replace(no_cuda_kernels="no NVRTC"))).reasons["hopper"]
 
 
-def test_a_window_runs_the_triton_kernels():
-    found = explain_call(call(is_windowed=True))
-    assert found.kernels == "triton"
-    untried = 'window_size is set, and no GPU has run its windows yet (pass kernels="hopper" to run it)'
-    assert found.reasons["hopper"] == untried
-    assert explain_call(call(A100, is_windowed=True)).kernels == "triton"
-    assert explain_call(call(None, is_windowed=True)).kernels == "reference"
+def test_a_window_runs_the_same_kernels():
+    for gpu, kernels in ((H200, "hopper"), (RTX_4090, "ampere"), (B200, "triton"), (None, "reference")):
+        assert explain_call(call(gpu, is_windowed=True)).kernels == kernels
 
 
 def test_explain_knows_which_windows_hide_keys(monkeypatch):
@@ -187,7 +185,7 @@ def test_the_table_covers_presets_and_head_sizes():
     assert all([*row.kernels] == [*dispatch.ARCHITECTURES, "CPU"] for row in rows)
     (row,) = (row for row in rows if row.preset == "default" and row.head_dims == (40, 128))
     assert [row.kernels[name] for name in ("7.5", "8.9", "9.0", "CPU")] == [
-        "none", "triton", "hopper", "reference",
+        "none", "ampere", "hopper", "reference",
     ]  # fmt: skip
 
 
@@ -221,8 +219,9 @@ def choose(monkeypatch):
 def test_the_fastest_is_chosen_without_a_word(choose):
     assert choose() == "hopper"
     assert choose(head_dim=256) == "triton"  # nothing that a setting could change
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        assert choose(GPU("another", capability), SageConfig.paper()) == "triton"
+    for capability in ((8, 0), (8, 9), (12, 0)):
+        assert choose(GPU("another", capability), SageConfig.paper()) == "ampere"
+    assert choose(B200, SageConfig.paper()) == "triton"
 
 
 def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
@@ -236,19 +235,12 @@ def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
         choose(config=SageConfig(granularity="block"))
 
 
-@pytest.mark.parametrize("settings", [{"is_windowed": True}, {"config": without_int8("dq")}], ids=str)
-def test_what_no_gpu_has_run_is_run_on_request(choose, settings):
-    assert choose(**settings) == "triton"  # a warning would be an error
-    assert choose(**settings, kernels="hopper") == "hopper"
-    assert choose() == "hopper"
-
-
-def test_a_hopper_gpu_without_a_compiler_warns_once(choose):
-    gpu = H200._replace(no_cuda_kernels="NVRTC cannot be loaded")
+@pytest.mark.parametrize("gpu", [H200, RTX_4090], ids=str)
+def test_a_gpu_without_a_compiler_warns_once(choose, gpu):
+    gpu = gpu._replace(no_cuda_kernels="NVRTC cannot be loaded")
     with pytest.warns(UserWarning, match="slower than those for this GPU: NVRTC cannot be loaded"):
         assert choose(gpu) == "triton"
     assert choose(gpu) == "triton"
-    assert choose(gpu, head_dim=256) == "triton"
 
 
 def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
@@ -303,9 +295,10 @@ def test_what_no_kernels_run_names_the_fix(choose):
 def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     assert choose() == "hopper"
+    assert choose(A100) == "ampere"
     message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
     with pytest.raises(NotImplementedError, match=message):
-        choose(A100)
+        choose(B200)
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
         choose(A100, SageConfig(block_q=32, block_kv=32))
 
