@@ -6,9 +6,9 @@ Compares results with float64 attention first. What is wrong is reported, and no
 and backward of SageBwd and of everything else that is installed, the most common shapes first, until the time
 is over. If something else is faster on this GPU, the end says what to use instead.
 
-On GPUs since Ampere it also runs SageBwd's Ampere kernels, which no GPU has run yet: your run would be the
-first. Should they hang, end the command, and leave them out with --kernels and no name. What was measured is
-kept.
+It also runs those kernels of SageBwd that are not the first choice on this GPU: the choice rests on
+measurements of an H200, and yours may be the first GPU of its kind. Should something hang, end the command:
+what was measured is kept. --kernels without a name leaves the other kernels out.
 
 The file holds the GPU, its limits and clocks, versions of driver and packages, settings, times and errors. It
 holds no names of users, machines or folders. To send it: add it to results/submitted/ in a pull request, or
@@ -56,7 +56,7 @@ EXAMPLES = f"""examples:
   {PROGRAM}
   only what is common, in three minutes
       {PROGRAM} --lengths 4096 --head-dims 128 --minutes 3
-  without the Ampere kernels, which no GPU has run yet
+  only the kernels that calls run by default
       {PROGRAM} --kernels
   try the command without a GPU: times are those of the plain PyTorch reference
       {PROGRAM} --device cpu --lengths 64 --tokens 128 --width 128 --repetitions 3
@@ -169,7 +169,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     attention.add_shape_options(parser.add_argument, LENGTHS)
     attention.add_timing_options(parser.add_argument)
     names = {"nargs": "*", "metavar": "NAME", "choices": dispatch.KERNEL_SETS}
-    text = "also measure SageBwd with these kernels (default: ampere, on GPUs since Ampere)"
+    text = "also measure these kernels of SageBwd (default: ampere, triton, unless they are the first choice)"
     parser.add_argument("--kernels", **names, help=text)
     text = f"leave out: {', '.join(PEERS)} (default: flex, which compiles for minutes)"
     parser.add_argument("--without", nargs="*", metavar="NAME", choices=PEERS, default=["flex"], help=text)
@@ -182,14 +182,16 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 
 
 def kernels_to_try(device: torch.device, parser: ArgumentParser) -> list[str]:
-    """Kernel sets that are not chosen but can run. Ends the command on a GPU without any kernels."""
+    """Kernel sets that are not chosen but can run, the reference aside. Ends the command if none can."""
     if device.type != "cuda":
         return []
     gpu = dispatch.gpu_of(device.index or 0)
     call = dispatch.Call("cuda", gpu, torch.bfloat16, 64, CONFIGS["default"][1])
-    if dispatch.explain_call(call).kernels == "none" and dispatch.obstacles("ampere", call):
+    chosen = dispatch.explain_call(call).kernels
+    others = [x for x in ("ampere", "triton") if x != chosen and not dispatch.obstacles(x, call)]
+    if chosen == "none" and not others:
         parser.error(dispatch.describe(dispatch.obstacles("triton", call)))
-    return [] if dispatch.obstacles("ampere", call) else ["ampere"]
+    return others
 
 
 def describe(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:

@@ -147,9 +147,9 @@ def test_nvidia_smi_is_read_as_it_writes():
     assert set(gpu_state.summarise([]).values()) == {None}
 
 
-def test_kernels_that_no_gpu_has_run_are_tried_where_they_can_run(monkeypatch, capsys):
+def test_kernels_that_are_not_chosen_are_tried_where_they_can_run(monkeypatch, capsys):
     parser = ArgumentParser()
-    for capability, kernels in (((8, 9), ["ampere"]), ((9, 0), ["ampere"])):
+    for capability, kernels in (((8, 9), ["triton"]), ((9, 0), ["ampere", "triton"]), ((10, 0), ["ampere"])):
         monkeypatch.setattr(dispatch, "gpu_of", lambda index, own=capability: dispatch.GPU("some GPU", own))
         assert share.kernels_to_try(torch.device("cuda"), parser) == kernels
     monkeypatch.setattr(dispatch, "gpu_of", lambda index: dispatch.GPU("an RTX 2080", (7, 5)))
