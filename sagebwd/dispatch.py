@@ -3,7 +3,7 @@
 Kernel sets, fastest first:
 
     hopper      CUDA, wgmma: NVIDIA GPUs of compute capability 9.0
-    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; chosen where Triton has no other instruction either
+    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; on Hopper only if asked for
     triton      NVIDIA GPUs since Ampere
     reference   plain PyTorch: any device, slow; what CPU tensors run
 
@@ -43,9 +43,6 @@ KERNEL_SETS = ("hopper", "ampere", "triton", "reference")
 
 #: Compute capabilities.
 HOPPER, AMPERE = (9, 0), (8, 0)
-#: Major compute capabilities of GPUs whose only tensor-core instruction is mma.sync. On an H200 that was kept
-#: to it, the CUDA kernels were faster than the Triton kernels; with wgmma Triton was (docs/kernels.md).
-MMA_SYNC_ONLY = (8, 12)
 #: Head sizes that the kernels on a GPU take are multiples of 8, up to this one.
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
@@ -143,8 +140,8 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
-    if kernels == "ampere" and call.gpu is not None and call.gpu.capability[0] not in MMA_SYNC_ONLY:
-        return [Rule(False, "Triton uses faster instructions on this GPU", request)]
+    if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
+        return [Rule(False, "on Hopper Triton multiplies INT8 by wgmma, which is faster", request)]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
         return [Rule(False, "it is slow", request)]
     return []

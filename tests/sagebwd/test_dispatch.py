@@ -81,7 +81,7 @@ def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
     fast = name in ("default", "low_bias", "consistent") and head_dim in HOPPER_HEAD_DIMS
     found = dispatch.architectures(PRESETS[name], head_dim)
     kernels = {device: own.kernels for device, own in found.items()}
-    since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "12.0"), "ampere") | {"10.0": "triton"}
+    since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "ampere")
     if head_dim > 128 and name in ("paper", "consistent", "accurate"):
         since_ampere = dict.fromkeys(since_ampere, "triton")
     hopper = "hopper" if fast else "triton"
@@ -112,11 +112,9 @@ def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose
         assert choose(gpu, config, kernels=told, **settings) == told
 
 
-def test_the_ampere_kernels_run_where_triton_has_no_faster_instruction():
-    for gpu in (B200, H200):
-        reasons = explain_call(call(gpu, SageConfig(operand_scales="token"))).reasons
-        faster = 'Triton uses faster instructions on this GPU (pass kernels="ampere" to run it)'
-        assert reasons["ampere"] == faster
+def test_the_ampere_kernels_run_on_hopper_on_request_only():
+    faster = 'on Hopper Triton multiplies INT8 by wgmma, which is faster (pass kernels="ampere" to run it)'
+    assert explain_call(call(config=SageConfig(operand_scales="token"))).reasons["ampere"] == faster
     assert explain_call(call(RTX_4090, SageConfig(block_q=32, block_kv=32))).kernels == "triton"
 
 
@@ -135,7 +133,7 @@ def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
 
 
 def test_a_window_runs_the_same_kernels():
-    for gpu, kernels in ((H200, "hopper"), (RTX_4090, "ampere"), (B200, "triton"), (None, "reference")):
+    for gpu, kernels in ((H200, "hopper"), (RTX_4090, "ampere"), (B200, "ampere"), (None, "reference")):
         assert explain_call(call(gpu, is_windowed=True)).kernels == kernels
 
 
@@ -219,9 +217,8 @@ def choose(monkeypatch):
 def test_the_fastest_is_chosen_without_a_word(choose):
     assert choose() == "hopper"
     assert choose(head_dim=256) == "triton"  # nothing that a setting could change
-    for capability in ((8, 0), (8, 9), (12, 0)):
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         assert choose(GPU("another", capability), SageConfig.paper()) == "ampere"
-    assert choose(B200, SageConfig.paper()) == "triton"
 
 
 def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
@@ -298,7 +295,7 @@ def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     assert choose(A100) == "ampere"
     message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
     with pytest.raises(NotImplementedError, match=message):
-        choose(B200)
+        choose(H200, SageConfig(operand_scales="token"))
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
         choose(A100, SageConfig(block_q=32, block_kv=32))
 
