@@ -17,7 +17,7 @@ from scripts.paper.remedies_tables import (
     title_of,
     with_interval,
 )
-from scripts.paper.report.gradient_bias import shown
+from scripts.paper.report.gradient_bias import extremes
 from scripts.paper.report.markdown import commit_of, hardware, table
 from scripts.paper.report.section import Section
 from scripts.paper.result_files import Results
@@ -33,17 +33,25 @@ def remedies(results: Results) -> Section:
         tables[f"Gradients of all weights, {run}: |b| / |G| and its 95% interval"] = gradient_table(data, own)
     for source in sources_of(data):
         tables[f"Tensors, {source}: bias / noise, relative to the exact tensor"] = tensor_table(data, source)
-    fields = {"table": main_table(data, rows, runs), "scale": scale_in_words(data), "best": best(data, rows)}
+    fields = {"table": main_tables(data, rows, runs), "best": best(data, rows, runs)}
     for candidate in data["candidates"]:
         fields |= numbers_of(rows, runs, candidate)
     return Section(provenance(data), tables, [], fields)
 
 
-def main_table(data: dict[str, Any], rows: list[Row], runs: list[str]) -> str:
-    """A line for each candidate: cost, bias and noise in the gradients of the first run, and its tensors."""
-    if not runs:
-        return cost_table(data)
-    own, tensors = [row for row in rows if row.run == runs[0]], tensors_of(data, runs[0])
+def main_tables(data: dict[str, Any], rows: list[Row], runs: list[str]) -> str:
+    """A table for each run, below its name; costs alone if there is no run."""
+    named = [f"{norm_of(data, run)}:\n\n{main_table(data, rows, run)}" for run in runs]
+    return "\n\n".join(named) or cost_table(data)
+
+
+def norm_of(data: dict[str, Any], run: str) -> str:
+    return "With QK-norm" if data["runs"][run]["qk_norm"] else "Without QK-norm"
+
+
+def main_table(data: dict[str, Any], rows: list[Row], run: str) -> str:
+    """A line for each candidate: cost, bias and noise in the gradients of a run, and its tensors."""
+    own, tensors = [row for row in rows if row.run == run], tensors_of(data, run)
     lines = []
     for candidate, known in data["candidates"].items():
         if not any(row.setting == candidate for row in own):
@@ -55,8 +63,8 @@ def main_table(data: dict[str, Any], rows: list[Row], runs: list[str]) -> str:
                 title_of(data, candidate),
                 f"{known['units']:g}",
                 in_time(known["kernel_time"]) or ("not timed" if known["has_kernel"] else "no kernel"),
-                shown(whole.bias),
-                shown(qk.bias),
+                with_interval(whole.bias),
+                with_interval(qk.bias),
                 noise,
                 *(bias_and_noise(tensors[candidate, tensor]) for tensor in TENSORS),
             ]
@@ -98,54 +106,76 @@ def tensor_table(data: dict[str, Any], source: str) -> str:
 
 
 def numbers_of(rows: list[Row], runs: list[str], candidate: str) -> dict[str, str]:
-    """{"all.default": "0.061", "qk.default": …} of the first run, for sentences."""
+    """Over runs, for sentences: {"all.low_bias": "0.0051 to 0.0088", "less.all.low_bias": "5.1 to 11.5", …}.
+
+    all, qk: the bias. less: how many times smaller it is than the default's, if its intervals leave out zero.
+    """
     found = {}
     for group in ("all", "qk"):
-        own = [row for row in rows if row.run in runs[:1] and row.setting == candidate and row.group == group]
-        if own and own[0].bias[0] is not None:
-            found[f"{group}.{candidate}"] = f"{own[0].bias[0]:.3f}"
+        biases = {run: bias_in(rows, run, candidate, group) for run in runs}
+        biases = {run: bias for run, bias in biases.items() if bias}
+        if not biases:
+            continue
+        found[f"{group}.{candidate}"] = extremes([bias[0] for bias in biases.values()], "{:.4f}")
+        defaults = {run: bias_in(rows, run, "default", group) for run in biases}
+        if all(defaults.values()) and all(bias[1] > 0 for bias in biases.values()):
+            ratios = [defaults[run][0] / bias[0] for run, bias in biases.items()]
+            found[f"less.{group}.{candidate}"] = extremes(ratios, "{:.1f}")
     return found
 
 
-def best(data: dict[str, Any], rows: list[Row]) -> str:
-    """The all-INT8 candidates whose interval of the bias reaches the smallest of their estimates."""
-    if not rows:
+def bias_in(rows: list[Row], run: str, candidate: str, group: str) -> list[float] | None:
+    """The bias and its interval; None if it was not measured."""
+    own = [row for row in rows if (row.run, row.setting, row.group) == (run, candidate, group)]
+    return own[0].bias if own and None not in own[0].bias else None
+
+
+def best(data: dict[str, Any], rows: list[Row], runs: list[str]) -> str:
+    """The all-INT8 candidates whose interval of the bias reaches the smallest estimate, in every run."""
+    if not runs:
         return "unknown"
+    first, *others = (best_of(data, [row for row in rows if row.run == run]) for run in runs)
+    return "; ".join(title for title in first if all(title in own for own in others)) or "none"
+
+
+def best_of(data: dict[str, Any], rows: list[Row]) -> list[str]:
     biases = {
         row.setting: row.bias
         for row in rows
-        if (row.run, row.group) == (rows[0].run, "all")
+        if row.group == "all"
         and row.setting != CONTROL
         and data["candidates"][row.setting]["all_int8"]
         and None not in row.bias
     }
     smallest = min(bias[0] for bias in biases.values())
-    alike = [title_of(data, name) for name, bias in biases.items() if bias[1] <= smallest]
-    return "; ".join(alike)
+    return [title_of(data, name) for name, bias in biases.items() if bias[1] <= smallest]
 
 
 def scale_in_words(data: dict[str, Any]) -> str:
-    """ "0.895M parameters, 1.31M tokens of real text, context 512, on a CPU"; of each run."""
+    """ "0.895M parameters, 1.31M tokens of parquet (tokens 98a66c5d), …"; of the runs, each once."""
     words = [
-        f"{parameter_count(LlamaConfig(**run['model'])) / 1e6:.3g}M parameters, {run['tokens'] / 1e6:.3g}M "
-        f"tokens of text ({run['data']['name'] or run['data']['source']}), context {run['context']}"
+        f"{parameter_count(LlamaConfig(**run['model'])) / 1e6:.3g}M parameters, trained with "
+        f"{run['attention']} on {run['tokens']:,} tokens of {run['data']['source']} (tokens "
+        f"{run['data']['fingerprint'][:8]}), {run['tokens_per_step']:,} a step, context {run['context']}, "
+        f"seed {run['seed']}"
         for run in data["runs"].values()
     ]
-    return "; ".join([*words, hardware(data)])
+    return "; ".join(dict.fromkeys(words))
 
 
 def provenance(data: dict[str, Any]) -> str:
     refined = [
         f"{source}: {own['p']:.0%} of P, {own['ds']:.0%} of dS" for source, own in data["refined"].items()
     ]
-    batches = (
-        f"Gradients on {data['settings']['batches']} batches of {data['tokens_per_batch']:,} tokens. "
-        if data["runs"]
+    gradients = (
+        f"Models: {scale_in_words(data)}. Gradients on {data['settings']['batches']} batches of "
+        f"{data['tokens_per_batch']:,} tokens, compared with {data['checkpoints'][0]['truth']}. "
+        if data["checkpoints"]
         else ""
     )
     return (
-        f"{hardware(data)}, {commit_of(data)}. Scale: {scale_in_words(data)}. {batches}"
-        f"Kernel time: {data['kernel_time']}. Rows of tiles with finer scales: {'; '.join(refined)}."
+        f"{hardware(data)}, {commit_of(data)}. {gradients}Kernel time: {data['kernel_time']}. "
+        f"Rows of tiles with finer scales: {'; '.join(refined)}."
     )
 
 

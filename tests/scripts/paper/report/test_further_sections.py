@@ -272,57 +272,87 @@ def test_runs_that_share_no_loss_are_not_compared(tmp_path):
 # --- Remedies -----------------------------------------------------------------------------------------------
 
 
-def remedies(folder, biases):
-    """biases: {candidate: (units, interval of the bias of all weights)}."""
+def trained_run(norm):
+    sizes = {"vocab_size": 32, "d_model": 16, "n_layers": 1, "n_heads": 1, "d_ffn": 16, "max_context": 8}
+    return {
+        "qk_norm": norm, "attention": "fpa", "tokens": 1000, "tokens_per_step": 100, "context": 8, "seed": 1,
+        "model": sizes, "data": {"source": "parquet", "fingerprint": "0123456789"},
+    }  # fmt: skip
+
+
+def remedies(folder, *biases, runs=None):
+    """biases: of each run {candidate: (units, interval of the bias)}, of all weights and of q and k alike."""
+    runs = {"r": trained_run(True), "s": trained_run(False)} if runs is None else runs
     candidates = {
         name: {"title": name.upper(), "units": units, "all_int8": units == 11, "has_kernel": name == "a"}
         | {"kernel_time": {"time": 1.5, "commit": "abcdef0123"} if name == "b" else None, "extra": "x"}
-        for name, (units, _) in biases.items()
+        for name, (units, _) in biases[0].items()
     }
     measured = {"along": [0.0] * 3, "noise": [0.01] * 3, "critical_tokens": [None] * 3}
-    place = {"run": "r", "step": 1, "tokens": 2, "view": "raw", "layer": None}
+    place = {"step": 1, "tokens": 2, "view": "raw", "layer": None}
     rows = [
-        place | measured | {"setting": name, "group": group, "bias": bias}
-        for name, (_, bias) in biases.items()
+        place | measured | {"run": run, "setting": name, "group": group, "bias": bias}
+        for run, own in zip(runs, biases, strict=False)
+        for name, (_, bias) in own.items()
         for group in ("all", "qk")
     ]
     tensors = [
-        {"source": "r", "candidate": name, "tensor": tensor, "heads": 1}
+        {"source": run, "candidate": name, "tensor": tensor, "heads": 1}
         | {"error": 0.5, "bias": 0.4, "noise": 0.3 if name == "a" else 0.0, "along": 0.0}
-        for name in biases
+        for run in runs
+        for name in biases[0]
         for tensor in ("dq", "dk", "dv")
     ]
     data = {
-        "hardware": "cpu",
-        "commit": "abcdef0",
-        "candidates": candidates,
-        "rows": rows,
-        "tensors": tensors,
-    }
-    data |= {"runs": {}, "refined": {}, "kernel_time": "of x"}
+        "hardware": "cpu", "commit": "abcdef0", "candidates": candidates, "rows": rows, "tensors": tensors,
+        "runs": runs, "refined": {}, "kernel_time": "of x", "settings": {"batches": 4},
+        "tokens_per_batch": 64, "checkpoints": [{"truth": "T"}] if runs else [],
+    }  # fmt: skip
     (folder / "remedies.json").write_text(json.dumps(data))
     return SECTIONS["remedies"](Results(folder))
 
 
-def test_the_best_remedy_is_all_int8_and_those_alike_are_named(tmp_path):
-    found = remedies(
-        tmp_path,
-        {
-            "a": (11, [0.02, 0.01, 0.03]),
-            "b": (11, [0.015, 0.014, 0.016]),
-            "c": (11, [0.05, 0.04, 0.06]),
-            "d": (18, [0.001, 0.0, 0.002]),
-        },
-    )
-    assert found.fields["best"] == "A; B"
-    assert found.fields["all.c"] == "0.050"
-    lines = found.fields["table"].splitlines()
-    bias = "0.020 [0.010, 0.030] | 0.020 [0.010, 0.030] | 0.0100"
+def test_the_best_remedy_is_all_int8_and_those_alike_in_every_run_are_named(tmp_path):
+    with_norm = {
+        "a": (11, [0.02, 0.01, 0.03]),
+        "b": (11, [0.015, 0.014, 0.016]),
+        "default": (11, [0.06, 0.05, 0.07]),
+        "d": (18, [0.001, 0.0, 0.002]),
+    }
+    without = with_norm | {"b": (11, [0.03, 0.025, 0.035]), "default": (11, [0.05, 0.04, 0.06])}
+    found = remedies(tmp_path, with_norm, without)
+    assert found.fields["best"] == "A"
+    assert found.fields["all.a"] == "0.0200"
+    assert found.fields["all.b"] == "0.0150 to 0.0300"
+    assert found.fields["less.qk.b"] == "1.7 to 4.0"
+    first, second = found.fields["table"].split("Without QK-norm:")
+    assert first.startswith("With QK-norm:")
+    lines = first.splitlines()
+    bias = "0.0200 [0.0100, 0.0300] | 0.0200 [0.0100, 0.0300] | 0.0100"
     both = " | ".join(["0.4000 / 0.3000"] * 3)
-    assert lines[2] == f"| A | 11 | not timed | {bias} | {both} |"
-    assert lines[3].startswith("| B | 11 | 1.50 (abcdef0) | 0.015")
-    assert lines[4].startswith("| C | 11 | no kernel | 0.050")
+    assert lines[4] == f"| A | 11 | not timed | {bias} | {both} |"
+    assert lines[5].startswith("| B | 11 | 1.50 (abcdef0) | 0.0150")
+    assert lines[7].startswith("| D | 18 | no kernel | 0.0010")
+    assert "| B | 11 | 1.50 (abcdef0) | 0.0300" in second
+    assert "on 1,000 tokens of parquet (tokens 01234567), 100 a step" in found.setting
+    assert found.setting.count("parquet") == 1  # runs alike are told once
+    assert "4 batches of 64 tokens, compared with T." in found.setting
     assert found.verdicts == []
+
+
+def test_a_bias_that_may_be_zero_is_not_a_divisor(tmp_path):
+    biases = {"a": (11, [0.001, -0.002, 0.002]), "default": (11, [0.06, 0.05, 0.07])}
+    fields = remedies(tmp_path, biases, runs={"r": trained_run(True)}).fields
+    assert fields["all.a"] == "0.0010"
+    assert "less.all.a" not in fields
+    assert fields["less.all.default"] == "1.0"
+
+
+def test_remedies_without_a_run_are_costs_and_gaussian_heads(tmp_path):
+    found = remedies(tmp_path, {"b": (11, [0.1] * 3)}, runs={})
+    assert found.fields["best"] == "unknown"
+    assert found.fields["table"].splitlines()[2] == "| B | 11 | 1.50 (abcdef0) | x |"
+    assert "all.b" not in found.fields
 
 
 # --- Not run ------------------------------------------------------------------------------------------------
