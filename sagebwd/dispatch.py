@@ -140,6 +140,8 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
+    if kernels == "ampere" and call.gpu == ABSENT_GPU:
+        return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
         return [Rule(False, "on Hopper Triton multiplies INT8 by wgmma, which is faster", request)]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
@@ -432,7 +434,7 @@ def _choose_once(
         message = f"sagebwd has no kernels for {device.type.upper()} tensors; {USE_REFERENCE}"
         return "", "NotImplementedError", message
     call = _call(device, dtype, head_dim, decode(config), is_windowed=is_windowed)
-    return _fastest(call) if kernels is None else _as_asked(kernels, call, device)
+    return _fastest(call) if kernels is None else _as_asked(kernels, call)
 
 
 def _fastest(call: Call) -> tuple[str, str, str]:
@@ -449,14 +451,12 @@ def _fastest(call: Call) -> tuple[str, str, str]:
     return chosen, "", ""
 
 
-def _as_asked(kernels: str, call: Call, device: torch.device) -> tuple[str, str, str]:
+def _as_asked(kernels: str, call: Call) -> tuple[str, str, str]:
     """The result of :func:`_choose_once` for a kernel set that is asked for."""
-    if kernels == "triton" and device.type == "cpu":
+    if kernels == "triton" and call.device == "cpu":
         call = call._replace(is_interpreted=_is_interpreted())
     if kernels == "hopper" and call.gpu == ABSENT_GPU:
         call = call._replace(gpu=ARCHITECTURES["9.0"])
-    if kernels != "triton":
-        call = _with_compiler(call, device)
     broken = obstacles(kernels, call)
     if not broken:
         return kernels, "", ""
@@ -492,17 +492,6 @@ def _call(
     return Call(device.type, gpu, dtype, head_dim, config, _has_triton(), is_windowed=is_windowed)
 
 
-def _with_compiler(call: Call, device: torch.device) -> Call:
-    """``call``, with what :func:`gpu_of` looks up for Hopper GPUs only: whether CUDA kernels can be made."""
-    gpu = call.gpu
-    if gpu is None or gpu.is_amd or call.device != "cuda" or not torch.cuda.is_available():
-        return call
-    from sagebwd.kernels.cuda import runtime
-
-    reason = runtime.why_unavailable(device, gpu.capability)
-    return call._replace(gpu=gpu._replace(no_cuda_kernels=reason))
-
-
 @functools.cache
 def gpu_of(index: int) -> GPU:
     """The GPU with this index. Where there is none: :data:`ABSENT_GPU`."""
@@ -511,10 +500,10 @@ def gpu_of(index: int) -> GPU:
     capability = torch.cuda.get_device_capability(index)
     is_amd = torch.version.hip is not None
     reason = None
-    if capability == HOPPER and not is_amd:
+    if capability >= AMPERE and not is_amd:
         from sagebwd.kernels.cuda import runtime
 
-        reason = runtime.why_unavailable(torch.device("cuda", index), HOPPER)
+        reason = runtime.why_unavailable(torch.device("cuda", index), capability)
     return GPU(torch.cuda.get_device_name(index), capability, is_amd, reason)
 
 

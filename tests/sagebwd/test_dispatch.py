@@ -14,6 +14,7 @@ import sagebwd
 from sagebwd import SageConfig, dispatch, sage_attention
 from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, PRESETS, encode
 from sagebwd.dispatch import GPU, Call, explain_call
+from sagebwd.kernels.cuda import runtime
 
 H200 = GPU("NVIDIA H200", (9, 0))
 A100 = GPU("NVIDIA A100", (8, 0))
@@ -238,6 +239,24 @@ def test_a_gpu_without_a_compiler_warns_once(choose, gpu):
     with pytest.warns(UserWarning, match="slower than those for this GPU: NVRTC cannot be loaded"):
         assert choose(gpu) == "triton"
     assert choose(gpu) == "triton"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_a_gpu_is_asked_whether_cuda_kernels_can_be_made_for_it(monkeypatch, capability):
+    known = {"is_available": True, "get_device_capability": capability, "get_device_name": "some GPU"}
+    for name, answer in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *index, answer=answer: answer)
+    asked = []
+    monkeypatch.setattr(runtime, "why_unavailable", lambda *about: asked.append(about) or "no NVRTC")
+    assert dispatch.gpu_of.__wrapped__(1) == GPU("some GPU", capability, no_cuda_kernels="no NVRTC")
+    assert asked == [(torch.device("cuda", 1), capability)]
+
+
+def test_without_a_gpu_a_program_gets_kernels_that_run_on_any(choose):
+    gpu = dispatch.ABSENT_GPU
+    assert choose(gpu) == "triton"
+    assert choose(gpu, kernels="ampere") == "ampere"
+    assert choose(gpu, kernels="hopper") == "hopper"
 
 
 def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
