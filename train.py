@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 from trainer import distributed, interrupt, launcher, local_gpus, overrides, settings
 from trainer.errors import Interrupted, SettingsError, TrainingError
 from trainer.forecast import describe
-from trainer.loop import train
 from trainer.run_directory import is_finished
 from trainer.settings import Settings
 
@@ -50,7 +49,10 @@ def run(run_settings: Settings) -> None:
         return
     if is_finished(run_settings, processes, overrides.unresolved(HydraConfig.get().overrides.task)):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
-    elif torchrun or (processes == 1 and not _in_sweep()):
+        return
+    from trainer.loop import train  # here, so that `--help` and wrong settings need not wait for it
+
+    if torchrun or (processes == 1 and not _in_sweep()):
         if torchrun:
             interrupt.watch_parent(os.getppid())  # launcher.start does it for the processes that it starts
         train(run_settings)

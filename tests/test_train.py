@@ -211,6 +211,12 @@ def test_help_teaches():
         assert text in output
 
 
+def test_what_only_training_needs_is_not_imported_before():
+    needed = ["trainer.loop", "torch.distributed.checkpoint", "torch._dynamo", "sympy"]
+    program = f"import sys, train; print([name for name in {needed} if name in sys.modules])"
+    assert run_fresh([sys.executable, "-c", program]).strip() == "[]"
+
+
 def test_corrupt_shard_is_refused_by_name(tmp_path):
     def settings(name):
         return warm.debug_settings(tmp_path / "data", f"run_dir={tmp_path / name}")

@@ -18,8 +18,7 @@ from model.config import LlamaConfig, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
 from trainer.errors import TrainingError
 from trainer.machine import host_memory, own_memory
-from trainer.parallel import is_sharded
-from trainer.plan import tokens_per_step
+from trainer.plan import is_sharded, tokens_per_step
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from data.texts import all_texts, sources_of
 from model.config import parameter_count
 from trainer.estimate import Memory, checkpoint_copy, gib, memory, state_bytes
 from trainer.machine import matmul_flops
-from trainer.parallel import is_sharded
-from trainer.plan import Plan, make_plan
+from trainer.plan import Plan, is_sharded, make_plan
 from trainer.settings import Settings
 from trainer.throughput import attention_flops_per_token, flops_per_token, peak_of, peak_tflops
 

@@ -34,7 +34,7 @@ from trainer.export import draw, export
 from trainer.interrupt import StopRequest
 from trainer.model_card import model_card
 from trainer.optimizer import build_optimizer, set_learning_rate
-from trainer.plan import make_plan
+from trainer.plan import is_sharded, make_plan
 from trainer.probe import Alarm, Probe, build_probe
 from trainer.profiling import start_profiler
 from trainer.run_directory import RunDirectory, read_metrics
@@ -251,7 +251,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """Loss on the first `eval_sequences` sequences of each validation set, and a sample."""
         settings, ranks = self.settings, self.ranks
-        sharded = parallel.is_sharded(settings.model, settings.hardware, ranks.count)
+        sharded = is_sharded(settings.model, settings.hardware, ranks.count)
         losses = [self._validation_loss(one.tokens, in_step=sharded) for one in self.corpus.validation]
         # All ranks of a sharded model take part in generating each token.
         sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None

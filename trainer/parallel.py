@@ -19,12 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from model.config import LlamaConfig, parameter_count
 from model.llama import Llama
 from trainer.distributed import Ranks
+from trainer.plan import is_sharded
 from trainer.settings import HardwareSettings
-
-SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
 # Size of DDP's gradient buckets (the default is 25). The compiler ends a graph wherever a bucket ends and
 # cannot fuse across; 100 MiB are about two layers of the 325M model.
@@ -33,13 +31,6 @@ BUCKET_MIB = 100
 # DDP's argument for "broadcast the buffers before each forward"; torch 2.13 renamed it.
 _CHOICES = inspect.signature(DistributedDataParallel.__init__).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _CHOICES else "broadcast_buffers"
-
-
-def is_sharded(config: LlamaConfig, hardware: HardwareSettings, ranks: int) -> bool:
-    """Whether weights, gradients and moments are sharded: on request, and by default for large models."""
-    if ranks == 1 or hardware.parallel == "ddp":
-        return False
-    return hardware.parallel == "fsdp" or parameter_count(config) >= SHARD_FROM
 
 
 def place(

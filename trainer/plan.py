@@ -16,10 +16,12 @@ import model.huggingface
 from model import backends
 from trainer import optimizer, profiling, schedule
 from trainer.errors import SettingsError
-from trainer.settings import Settings
+from trainer.settings import HardwareSettings, Settings
 from trainer.tensorboard import MISSING_PACKAGE
 
 Problems = Iterator[str]
+
+SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ def make_plan(settings: Settings, ranks: int) -> Plan:
 def tokens_per_step(settings: Settings) -> int:
     """Tokens of all devices together that make up one optimizer step."""
     return settings.tps.tokens_per_step // settings.tps.divide_by
+
+
+def is_sharded(config: model.config.LlamaConfig, hardware: HardwareSettings, ranks: int) -> bool:
+    """Whether weights, gradients and moments are sharded: on request, and by default for large models."""
+    if ranks == 1 or hardware.parallel == "ddp":
+        return False
+    return hardware.parallel == "fsdp" or model.config.parameter_count(config) >= SHARD_FROM
 
 
 def _steps(settings: Settings) -> int:

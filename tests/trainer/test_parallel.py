@@ -80,22 +80,6 @@ def test_with_cuda_graphs_gradients_stay_where_they_are(compose_settings):
         assert not any(map(torch.any, gradients))
 
 
-@pytest.mark.parametrize(
-    ("preset", "asked", "ranks", "sharded"),
-    [
-        ("llama_325m", "auto", 8, False),
-        ("llama_1b", "auto", 2, True),
-        ("llama_1b", "auto", 1, False),
-        ("llama_1b", "ddp", 2, False),
-        ("llama_325m", "fsdp", 2, True),
-        ("llama_325m", "fsdp", 1, False),
-    ],
-)
-def test_large_models_are_sharded(compose_settings, preset, asked, ranks, sharded):
-    settings = compose_settings(f"model={preset}", f"hardware.parallel={asked}")
-    assert parallel.is_sharded(settings.model, settings.hardware, ranks) is sharded
-
-
 def test_clipping_returns_the_norm_before_and_names_what_is_not_finite():
     model = torch.nn.Linear(3, 2)
     model.weight.grad, model.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), 1.0)

@@ -8,7 +8,7 @@ from model import backends
 from model.backends.sagebwd import PRESETS, sage_config
 from sagebwd import SageConfig
 from trainer.errors import SettingsError
-from trainer.plan import Plan, make_plan
+from trainer.plan import Plan, is_sharded, make_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -230,3 +230,19 @@ def test_a_small_gpu_trains_the_papers_model(compose_settings):
 def test_suggested_fixes_work(compose_settings):
     for fix in ("hardware.micro_batch=8", "hardware.micro_batch=16", "tps.tokens_per_step=245760"):
         make_plan(compose_settings("hardware.micro_batch=12", fix), 1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "asked", "ranks", "sharded"),
+    [
+        ("llama_325m", "auto", 8, False),
+        ("llama_1b", "auto", 2, True),
+        ("llama_1b", "auto", 1, False),
+        ("llama_1b", "ddp", 2, False),
+        ("llama_325m", "fsdp", 2, True),
+        ("llama_325m", "fsdp", 1, False),
+    ],
+)
+def test_large_models_are_sharded(compose_settings, preset, asked, ranks, sharded):
+    settings = compose_settings(f"model={preset}", f"hardware.parallel={asked}")
+    assert is_sharded(settings.model, settings.hardware, ranks) is sharded
