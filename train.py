@@ -50,7 +50,8 @@ def run(run_settings: Settings) -> None:
     if is_finished(run_settings, processes, overrides.unresolved(HydraConfig.get().overrides.task)):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
         return
-    from trainer.loop import train  # here, so that `--help` and wrong settings need not wait for it
+    # Not at the top: it takes seconds, and neither `--help` nor a plan nor a misspelled setting needs it.
+    from trainer.loop import train
 
     if torchrun or (processes == 1 and not _in_sweep()):
         if torchrun:
