@@ -36,7 +36,7 @@ def sage_attention(
     CUDA tensors run the fastest kernels that can, CPU tensors the plain PyTorch reference;
     :func:`sagebwd.explain` tells which, and why. Meta and fake tensors work, and any size may be 0. Under
     autocast the inputs are cast to its dtype. A NaN or Inf in the inputs gives NaN, never a plausible result.
-    The backward has no atomics: the same inputs give the same bits.
+    The backward adds in a fixed order: the same inputs give the same bits.
 
     Under ``is_causal`` an output depends slightly, through scales and the mean of K, on tokens that the mask
     hides from it: see :class:`SageConfig`, and :meth:`SageConfig.strictly_causal` for a preset without that.
