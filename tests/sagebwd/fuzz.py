@@ -55,7 +55,7 @@ WIDTHS = (0, 1, 5, 31, 64, 65, 100, 200)
 LENGTHS = (1, 2, 3, 7, 16, 31, 33, 63, 64, 65, 100, 127, 128, 129, 150)
 #: What Triton's interpreter runs in about a second.
 LARGEST_INTERPRETED = 100 * 100 * 2
-KERNELS = ("reference", "triton", "hopper")
+KERNELS = ("reference", "triton", "hopper", "ampere")
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def kernel_sets(case: Case, device: str) -> list[str]:
         if not dispatch._is_interpreted() or case.logits > LARGEST_INTERPRETED:
             return names
         call = call._replace(is_interpreted=True)
-    return names + [name for name in ("triton", "hopper") if not dispatch.obstacles(name, call)]
+    return names + [name for name in KERNELS[1:] if not dispatch.obstacles(name, call)]
 
 
 def attend(case: Case, kernels: str, device: str) -> dict[str, Tensor]:
