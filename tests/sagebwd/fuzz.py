@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -417,9 +418,15 @@ def run_case(
     case, found = draw_case(seed, index), []
     names = [name for name in kernel_sets(case, device) if name in kernels]
     for name in names:
-        wrong = list(problems(case, attend(case, name, device)))
+        about = f"--seed {seed} --case {index}, {name}"
+        try:
+            results = attend(case, name, device)
+        except Exception as error:
+            error.add_note(f"{about}\n    {case.description}")
+            raise
+        wrong = list(problems(case, results))
         if wrong:
-            found.append(f"--seed {seed} --case {index}, {name}: {'; '.join(wrong)}\n    {case.description}")
+            found.append(f"{about}: {'; '.join(wrong)}\n    {case.description}")
     return found, len(names)
 
 
@@ -438,12 +445,12 @@ def main(argv: list[str] | None = None) -> int:
     indices = range(options.first, options.first + options.cases) if options.case is None else [options.case]
     failed = runs = 0
     start = time.perf_counter()
-    for index in indices:
+    for index in tqdm(indices, unit="case", disable=None):
         found, sets = run_case(options.seed, index, options.device, options.kernels)
         runs += sets
         failed += bool(found)
         for line in found:
-            print(line, flush=True)
+            tqdm.write(line)
     seconds = time.perf_counter() - start
     print(f"{len(indices)} cases, {runs} runs, {failed} cases out of bound, {seconds:.0f} s")
     return failed
