@@ -14,11 +14,13 @@ from torch import Tensor
 from sagebwd.config import SageConfig
 from sagebwd.kernels.layout import NO_PACKED_OPERAND, SIZES, Axis, TokenTensor, padded_head_dim
 from sagebwd.kernels.triton import device
+from sagebwd.kernels.triton.assembler import with_right_addresses
 from sagebwd.kernels.triton.launch import launch_options, window_arguments
 from sagebwd.kernels.triton.quantize import quantize, quantize_grad, quantize_q_and_k
 from sagebwd.window import Window
 
 
+@with_right_addresses
 @triton.jit(do_not_specialize=SIZES)
 def _dk_dv_kernel(
     q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dk, dv, q_segments, kv_segments,
@@ -135,6 +137,7 @@ def _dk_dv_kernel(
     device.store_tokens(dv, dv_pointer, first, n_kv, d, dv_acc, OWN, D_PAD)
 
 
+@with_right_addresses
 @triton.jit(do_not_specialize=SIZES)
 def _dq_kernel(
     q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dq, q_segments, kv_segments,

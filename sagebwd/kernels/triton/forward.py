@@ -10,11 +10,13 @@ from torch import Tensor
 from sagebwd.config import SageConfig
 from sagebwd.kernels.layout import NO_PACKED_OPERAND, SIZES, Axis, PackedOperand, TokenTensor, padded_head_dim
 from sagebwd.kernels.triton import device
+from sagebwd.kernels.triton.assembler import with_right_addresses
 from sagebwd.kernels.triton.launch import launch_options, window_arguments
 from sagebwd.kernels.triton.quantize import quantize, quantize_q_and_k, token_mean
 from sagebwd.window import Window
 
 
+@with_right_addresses
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     q, k, v, k_tokens, v_tokens, out, out_residual, lse, q_segments, kv_segments,

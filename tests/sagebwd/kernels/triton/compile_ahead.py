@@ -36,6 +36,7 @@ from sagebwd.kernels.triton import launch as tiles
 from sagebwd.kernels.triton.backward import backward
 from sagebwd.kernels.triton.forward import forward
 from sagebwd.window import FULL, Window
+from tests.sagebwd.kernels.triton.wgmma_addresses import wrong_addresses
 
 #: Bytes of shared memory that one CTA may take, by compute capability.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
@@ -77,6 +78,18 @@ VARIANTS = {
     "unsigned_p": Variant(SageConfig(unsigned_p=True)),
     "window": Variant(window=Window(100, 20)),
     "no_int8": Variant(SageConfig(int8_matmuls=(), compensate_o=True)),
+    # ptxas 12.8 miscompiles this one.
+    "query_blocks": Variant(
+        SageConfig(
+            smooth_k=False,
+            smooth_q=True,
+            granularity="block",
+            int8_matmuls=("s_fwd", "o", "s_bwd", "dv", "dp", "dq"),
+            block_q=128,
+            block_kv=64,
+        ),
+        dtype=torch.float16,
+    ),
 }
 
 
@@ -177,6 +190,7 @@ def describe(compiled: Any) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "warps": compiled.metadata.num_warps,
         "instructions": tensor_core_instructions(ptx),
+        "wrong_addresses": wrong_addresses(compiled.asm["cubin"]),
         "atomics": len(re.findall(r"^\s*(?:@\S+ )?(?:atom|red)\.", ptx, re.MULTILINE)),
     }
 

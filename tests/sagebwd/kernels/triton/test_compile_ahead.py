@@ -7,7 +7,9 @@ import sys
 from fnmatch import fnmatchcase
 
 import pytest
+import triton
 
+from sagebwd.kernels.triton.assembler import FIRST_RIGHT, is_right
 from tests.cli import ROOT
 
 #: Bytes of shared memory that one CTA may take, by compute capability.
@@ -29,10 +31,16 @@ CASES = {
 }
 
 
-def compile_ahead(names, cache):
+def compile_ahead(names, cache, first_right=FIRST_RIGHT):
+    """What compile_ahead.py prints; from version ``first_right`` on, Triton's own assembler is taken."""
+    program = (
+        "import sys; from sagebwd.kernels.triton import assembler; "
+        "from tests.sagebwd.kernels.triton.compile_ahead import main; "
+        f"assembler.FIRST_RIGHT = {first_right}; main()"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.sagebwd.kernels.triton.compile_ahead", *names],
+        [sys.executable, "-c", program, *names],
         cwd=ROOT,
         env={**environment, "TRITON_CACHE_DIR": str(cache), "TRITON_DISABLE_LINE_INFO": "1"},
         capture_output=True,
@@ -63,6 +71,24 @@ def test_kernels_compile_fit_and_use_tensor_cores(gpus, tmp_path):
             assert names >= wanted, case
 
 
+#: A setting whose kernel ptxas 12.8 miscompiles.
+MISCOMPILED = "90/32/query_blocks/attention"
+
+
+def test_wgmma_reads_at_addresses(tmp_path):
+    records = compile_ahead([MISCOMPILED], tmp_path)
+    assert {record["kernel"] for record in records} == ATTENTION_KERNELS
+    assert not [record for record in records if record["wrong_addresses"]]
+
+
+@pytest.mark.gpu  # it runs anywhere, but takes long
+@pytest.mark.skipif(is_right(triton.knobs.nvidia.ptxas), reason="this Triton's own ptxas is free of it")
+def test_tritons_own_assembler_is_found_out(tmp_path):
+    """If this fails, sagebwd/kernels/triton/assembler.py may no longer be needed."""
+    records = compile_ahead([MISCOMPILED], tmp_path, first_right=(0, 0))
+    assert [record["kernel"] for record in records if record["wrong_addresses"]] == ["_dk_dv_kernel"]
+
+
 def failures_of(record):
     """What is wrong with one kernel, in words."""
     if "error" in record:
@@ -74,6 +100,8 @@ def failures_of(record):
         yield "spills"
     if record["atomics"]:
         yield "has atomics, so two runs may differ"
+    if record["wrong_addresses"]:
+        yield "multiplies what does not lie at an address of shared memory"
     if record["kernels"] == "attention":
         yield from wrong_instructions(record)
 
