@@ -107,7 +107,7 @@ def _dk_dv_kernel(
                         p, columns, sums, grad_scale, visible, WHOLE_TILE, TOKEN_SCALES
                     )
                 else:
-                    dv_acc += device.dot(p.to(grad_values.dtype), grad_values)
+                    dv_acc += device.dot(device.round_to(p, grad_values.dtype), grad_values)
 
                 if DP_INT8:
                     grad_rows = device.load_rows(grad, q_tile + i, 0, True, BLOCK_Q, BLOCK_Q, D_PAD)
@@ -126,7 +126,7 @@ def _dk_dv_kernel(
                         ds, q_columns, None, q_scale, visible, WHOLE_TILE, TOKEN_SCALES
                     )
                 else:
-                    dk_acc += device.dot(ds.to(q_columns.dtype), q_columns)
+                    dk_acc += device.dot(device.round_to(ds, q_columns.dtype), q_columns)
                 if SMOOTH_Q:
                     q_mean = tl.load(q.mean + (q_tile + i).to(tl.int64) * D_PAD + tl.arange(0, D_PAD))
                     dk_acc += tl.sum(ds, 1)[:, None] * q_mean[None, :]
@@ -226,7 +226,7 @@ def _dq_kernel(
                     ds, k_columns, None, column_scale, visible, WHOLE_TILE, TOKEN_SCALES
                 )
             else:
-                acc += device.dot(ds.to(k_columns.dtype), k_columns)
+                acc += device.dot(device.round_to(ds, k_columns.dtype), k_columns)
 
     dq_pointer = device.head_pointer(dq, head, heads, q_start)
     device.store_tokens(dq, dq_pointer, first, n_q, d, acc * scale, OWN, D_PAD)

@@ -34,6 +34,18 @@ def dot(a, b):
 
 
 @triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """fp32 ``x`` in a dtype of 16 bits: the nearest value, of two the even one."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter cuts the lower half of the bits off. Half a step of the upper half is added before.
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def multiply(a, b):
     """a · b rounded to fp32, never fused with a following addition.
 
@@ -303,7 +315,11 @@ def store_tokens(x, pointer, first, n, d, tile, SIZE: tl.constexpr, D_PAD: tl.co
     """Store the part of ``tile`` that exists, an infinity of fp32 as NaN."""
     pointer += tl.full((), first, tl.int64) * x.stride_n
     mask = token_mask(first, n, d, SIZE, D_PAD)
-    tl.store(pointer + token_offsets(x, SIZE, D_PAD), inf_to_nan(tile).to(x.data.dtype.element_ty), mask=mask)
+    tl.store(
+        pointer + token_offsets(x, SIZE, D_PAD),
+        round_to(inf_to_nan(tile), x.data.dtype.element_ty),
+        mask=mask,
+    )
 
 
 @triton.jit

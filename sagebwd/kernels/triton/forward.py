@@ -110,7 +110,7 @@ def _forward_kernel(
                     product = device.contract_tokens(p, v_values, v_sums, v_scale, visible, False, True)
                 else:
                     v_values = device.load_tokens(v_tokens, v_pointer, j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD)
-                    p_rounded = p.to(v_values.dtype)
+                    p_rounded = device.round_to(p, v_values.dtype)
                     if COMPENSATE_O:
                         l_rounded = l_rounded * rescale + tl.sum(p_rounded.to(tl.float32), 1)
                     product = device.dot(p_rounded, v_values)
@@ -131,7 +131,7 @@ def _forward_kernel(
     device.store_tokens(out, out_pointer, first, n_q, d, result, OWN, D_PAD)
     if COMPENSATE_O:
         residual_pointer = device.head_pointer(out_residual, head, heads, q_start)
-        residual = result - result.to(out.data.dtype.element_ty).to(tl.float32)
+        residual = result - device.round_to(result, out.data.dtype.element_ty).to(tl.float32)
         device.store_tokens(out_residual, residual_pointer, first, n_q, d, residual, OWN, D_PAD)
 
 

@@ -22,7 +22,7 @@ def _store_operand(operand, x, tile, TOKEN_SCALES: tl.constexpr, BLOCK: tl.const
     token, channel = tl.arange(0, BLOCK)[:, None], tl.arange(0, D_PAD)[None, :]
     offset = tile * (BLOCK * D_PAD)
     if operand.rounded is not None:
-        rounded = device.inf_to_nan(x).to(operand.rounded.dtype.element_ty)
+        rounded = device.round_to(device.inf_to_nan(x), operand.rounded.dtype.element_ty)
         tl.store(operand.rounded + offset + token * D_PAD + channel, rounded)
     if operand.scale is not None:
         largest = device.nan_max(tl.abs(x), 1)

@@ -230,8 +230,6 @@ INTERPRETER = KernelSet(
     ),
     examples=8,  # each has settings of its own, for which a GPU compiles kernels
     large_values=(300, 60000),
-    bf16_error=2
-    * 2**-7,  # it cuts digits off where a GPU rounds, in what is stored and in what is multiplied
 )
 
 TRITON = replace(
