@@ -114,11 +114,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def kernel_names() -> list[str]:
     """The kernels of this library; the sanitizer skips all others."""
+    from sagebwd.kernels.ampere.attention import sources_for
     from sagebwd.kernels.hopper.attention import SOURCES
     from sagebwd.kernels.triton import backward, forward, quantize
 
     names = [name for module in (forward, backward, quantize) for name in vars(module)]
-    for source in (path for folder in SOURCES.folders for path in folder.glob("*.cu")):
+    folders = {*SOURCES.folders, *sources_for("sm_80").folders}
+    for source in (path for folder in folders for path in folder.glob("*.cu")):
         names += re.findall(r"(\w+_kernel)\(", source.read_text())
     return sorted({name for name in names if name.endswith("_kernel")})
 
