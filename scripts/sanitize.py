@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 
 from sagebwd import SageConfig, sage_attention
+from sagebwd.config import PAPER_INT8_MATMULS
 from sagebwd.dispatch import KERNEL_SETS
 from scripts.bench.measuring import command_parser
 
@@ -54,6 +55,8 @@ class Case(NamedTuple):
     backward: bool = True
 
 
+SIX_WITHOUT_DQ = tuple(name for name in PAPER_INT8_MATMULS if name != "dq")
+
 CASES = {
     "forward": Case(backward=False),
     "backward": Case(),
@@ -69,6 +72,7 @@ CASES = {
     "wide_64": Case(tokens=200, head_dim=56),
     "wide_128": Case(tokens=200, head_dim=120),
     "wide_packed": Case(tokens=200, head_dim=64, boundaries=(0, 33, 33, 165)),
+    "wide_16_bit_dq": Case(SageConfig(int8_matmuls=SIX_WITHOUT_DQ), tokens=200, head_dim=56),
     "wide_consistent": Case(SageConfig.consistent(), tokens=200, head_dim=120),
     "wide_smooth_v": Case(SageConfig(smooth_v=True), tokens=200, head_dim=56, boundaries=(0, 33, 33, 165)),
 }
