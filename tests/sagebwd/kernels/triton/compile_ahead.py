@@ -190,7 +190,7 @@ def describe(compiled: Any) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "warps": compiled.metadata.num_warps,
         "instructions": tensor_core_instructions(ptx),
-        "wrong_addresses": wrong_addresses(compiled.asm["cubin"]),
+        "wrong_addresses": wrong_addresses(compiled.asm["cubin"]) if "wgmma" in ptx else [],
         "atomics": len(re.findall(r"^\s*(?:@\S+ )?(?:atom|red)\.", ptx, re.MULTILINE)),
     }
 
