@@ -32,9 +32,7 @@ def folder(tmp_path_factory):
     """A folder with all sources and stand-ins."""
     if not sources_on_cpu.has_compiler():
         pytest.skip("there is no g++ that knows C++20")
-    folder = tmp_path_factory.mktemp("sources")
-    sources_on_cpu.gather(folder, ampere.sources_for("sm_80"), ON_CPU)
-    return folder
+    return sources_on_cpu.gather(tmp_path_factory, ampere.sources_for("sm_80"), ON_CPU)
 
 
 @pytest.fixture

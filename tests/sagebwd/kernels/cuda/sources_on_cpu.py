@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import hashlib
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 from sagebwd.kernels.cuda.arguments import Signature
 from sagebwd.kernels.cuda.compile import Sources
@@ -15,6 +21,8 @@ from sagebwd.kernels.cuda.compile import Sources
 #: Headers that stand in for those of the same name in sagebwd/kernels/cuda.
 ON_CPU = Path(__file__).parent / "on_cpu"
 FLAGS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC"]
+#: Libraries that this process has loaded.
+LOADED: dict[Path, ctypes.CDLL] = {}
 DYNAMIC_SHARED = r"extern __shared__ __align__\(\d+\) u8 shared\[\];"  # of a size that the launch gives
 
 
@@ -25,12 +33,30 @@ def has_compiler() -> bool:
     return bool(shutil.which("g++")) and not subprocess.run(command, input=probe.encode()).returncode
 
 
-def gather(folder: Path, sources: Sources, *stand_ins: Path) -> None:
-    """Copy to ``folder`` all that ``sources`` consist of; headers in ``stand_ins`` replace those of GPUs."""
-    for origin in (*reversed(sources.folders), ON_CPU, *stand_ins):
-        for path in origin.glob("*.cu*"):
-            text = path.read_text(encoding="utf-8")
-            (folder / path.name).write_text(re.sub(DYNAMIC_SHARED, "u8* shared = shared_memory;", text))
+def gather(tmp_path_factory: pytest.TempPathFactory, sources: Sources, *stand_ins: Path) -> Path:
+    """A folder with all that ``sources`` consist of; headers in ``stand_ins`` replace those of GPUs.
+
+    All processes of pytest-xdist share it, and the libraries in it.
+    """
+    texts = {
+        path.name: re.sub(DYNAMIC_SHARED, "u8* shared = shared_memory;", path.read_text(encoding="utf-8"))
+        for origin in (*reversed(sources.folders), ON_CPU, *stand_ins)
+        for path in origin.glob("*.cu*")
+    }
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"sources-{digest(texts)}"
+    if not folder.exists():
+        made = tmp_path_factory.mktemp("sources")
+        for name, text in texts.items():
+            (made / name).write_text(text)
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(folder)
+    return folder
+
+
+def digest(x: object) -> str:
+    """The same for the same x in every process."""
+    return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
 
 
 def load(folder: Path, source: str, name: str, shared_bytes: int, defines: dict[str, int]) -> SimpleNamespace:
@@ -53,8 +79,13 @@ def _build(folder: Path, source: str, defines: dict[str, int]) -> ctypes.CDLL:
         for name in dict.fromkeys(names)
     )
     macros = [f"-D{key}={int(value)}" for key, value in defines.items() if value is not False]
-    library = folder / f"{abs(hash((source, *macros)))}.so"
-    if not library.exists():
-        command = ["g++", *FLAGS, *macros, f"-I{folder}", "-x", "c++", "-", "-o", str(library)]
-        subprocess.run(command, input=main, text=True, check=True)
-    return ctypes.CDLL(str(library))
+    library = folder / f"{digest((source, macros))}.so"
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            unfinished = library.with_suffix(".unfinished")
+            command = ["g++", *FLAGS, *macros, f"-I{folder}", "-x", "c++", "-", "-o", str(unfinished)]
+            subprocess.run(command, input=main, text=True, check=True)
+            unfinished.rename(library)
+    LOADED[library] = ctypes.CDLL(str(library))
+    return LOADED[library]

@@ -21,9 +21,7 @@ def folder(tmp_path_factory):
     """A folder with all sources and stand-ins."""
     if not sources_on_cpu.has_compiler():
         pytest.skip("there is no g++ that knows C++20")
-    folder = tmp_path_factory.mktemp("sources")
-    sources_on_cpu.gather(folder, hopper.SOURCES, ON_CPU)
-    return folder
+    return sources_on_cpu.gather(tmp_path_factory, hopper.SOURCES, ON_CPU)
 
 
 @pytest.fixture
@@ -43,11 +41,11 @@ ORDERS = ((True, 0, 0), *((False, 128 * warpgroup, 128) for warpgroup in range(4
 
 
 @pytest.fixture
-def in_all_orders(folder):
+def in_all_orders():
     """in_all_orders(function): its results, which must be the same in whatever order threads run."""
 
     def set_order(reverse, first, count):
-        for library in map(ctypes.CDLL, map(str, folder.glob("*.so"))):
+        for library in sources_on_cpu.LOADED.values():
             library.set_reverse_order(ctypes.c_bool(reverse))
             library.starve(first, count)
 
