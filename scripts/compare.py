@@ -287,7 +287,8 @@ def _difference(pair: dict[str, Any] | None) -> str:
     if pair is None:
         return ""
     width = "" if pair["half_width"] is None else f" ± {pair['half_width']:.4f}"
-    return f"{pair['mean']:+.4f}{width}"
+    mean = round(pair["mean"], 4) + 0.0  # which turns −0, of which the sign depends on the processor, into 0
+    return f"{mean:+.4f}{width}"
 
 
 def mean_and_deviation(values: list[float | None]) -> str:
