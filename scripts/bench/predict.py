@@ -144,7 +144,7 @@ def count_kernel(which: str, preset: str, head_dim: int, mask: str, gpu: GPU) ->
     text = machine_code(which, preset, head_dim, mask, gpu.architecture)
     program = Program(text, f"{source_of(which, head_dim, config)}_kernel")
     counts, outside = program.per_iteration(), program.outside()
-    warps = THREADS // 32
+    warps = THREADS[source_of(which, head_dim, config)] // 32
     found, needed = products_found(counts, warps), products_needed(which, head_dim, config)
     if found != needed:
         where = f"{which}, {preset}, D {head_dim}"

@@ -17,7 +17,7 @@
 
 namespace {
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
+static_assert(WARPS == 8);
 constexpr int HALF_BLOCKS = 16 * WARPS / ROWS;  // of keys; four warps share one
 
 // Shared memory: what stays for the whole work tile, then one block of queries, then what the warps exchange.

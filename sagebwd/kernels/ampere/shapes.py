@@ -8,10 +8,8 @@ from sagebwd.kernels.cuda.packing import scale_bytes
 
 #: Shared memory that a CTA may take on a GeForce (8.6, 8.9, 12.0).
 SHARED_LIMIT = 99 * 1024
-#: What is left of it beside static variables, in backward_64_keys.cu.
+#: What is left of it beside static variables, in backward_shared_keys.cu.
 DYNAMIC_LIMIT = SHARED_LIMIT - 256
-
-THREADS = 256
 
 
 class CTAShape(NamedTuple):
@@ -22,9 +20,13 @@ class CTAShape(NamedTuple):
     shared_bytes: int
 
 
+#: Threads of a CTA, by source. backward_shared_keys.cu can have 512, too, and then takes tiles of 128 keys.
+THREADS = {"forward": 256, "backward": 256, "backward_shared_keys": 256}
+
+
 def backward_source(tile: tuple[int, int]) -> str:
     """The source of the backward for tiles of (queries, keys)."""
-    return "backward" if tile[1] == 128 else "backward_64_keys"
+    return "backward" if tile[1] == 128 else "backward_shared_keys"
 
 
 def cta_shape(
@@ -39,16 +41,17 @@ def cta_shape(
     """The CTA of a kernel.
 
     Args:
-        source: "forward", "backward" or "backward_64_keys".
+        source: "forward", "backward" or "backward_shared_keys".
         head_dim: as padded.
         tile: queries and keys of a packed block.
         p_16bit, token_scales, s_16bit: the macros of these names.
     """
+    threads = THREADS[source]
     if source == "forward":
-        return CTAShape(128, THREADS, _forward_bytes(head_dim, tile, p_16bit, token_scales, s_16bit))
+        return CTAShape(128, threads, _forward_bytes(head_dim, tile, p_16bit, token_scales, s_16bit))
     if source == "backward":
-        return CTAShape(tile[1], THREADS, _backward_bytes(head_dim, tile, p_16bit, token_scales))
-    return CTAShape(tile[1], THREADS, _backward_64_keys_bytes(head_dim, tile, token_scales, s_16bit))
+        return CTAShape(tile[1], threads, _backward_bytes(head_dim, tile, p_16bit, token_scales))
+    return CTAShape(tile[1], threads, _shared_keys_bytes(head_dim, tile, token_scales, s_16bit))
 
 
 def _forward_bytes(
@@ -75,7 +78,7 @@ def _backward_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_s
     return 3 * block_kv * head_dim + rows + columns + block_q * block_kv + 2 * block_q * 4
 
 
-def _backward_64_keys_bytes(head_dim: int, tile: tuple[int, int], token_scales: bool, s_16bit: bool) -> int:
+def _shared_keys_bytes(head_dim: int, tile: tuple[int, int], token_scales: bool, s_16bit: bool) -> int:
     """V, K by columns, 16-bit K; maxima; a block of queries by rows; by columns, dS twice, P: may alias."""
     block_q, block_kv = tile
     keys = (5 if s_16bit else 3) * block_kv * head_dim
