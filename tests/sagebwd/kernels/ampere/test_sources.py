@@ -39,6 +39,8 @@ SPILLED_BYTES = {
     ("backward", 64): 16, ("backward", 128): 288,
     ("backward_shared_keys", 128): 20, ("backward_shared_keys", 256): 256,
 }  # fmt: skip
+#: On 8.6 and 8.9 it keeps up to 26 of O's 64 registers in memory from tile to tile.
+SPILLED_WITH = {("forward", 128, ("IS_WINDOWED", "TOKEN_SCALES")): 272}
 #: Every source, tile, head size and architecture occurs in the quick ones.
 QUICK = {
     ("forward", (64, 128), 64, "sm_120", ()),
@@ -79,7 +81,8 @@ def test_kernels_fit_every_gpu(source, tile, head_dim, architecture, macros, tmp
     cubin, log = compile_source(sources, source, defines, ["--ptxas-options=-v"])
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
     assert spilled, log
-    assert max(spilled) <= SPILLED_BYTES.get((source, head_dim), 0), log
+    allowed = SPILLED_WITH.get((source, head_dim, macros), SPILLED_BYTES.get((source, head_dim), 0))
+    assert max(spilled) <= allowed, log
     static = sum(int(count) for count in re.findall(r"(\d+) bytes smem", log))
     assert cta.shared_bytes + static <= SHARED_LIMIT
     registers = max(int(count) for count in re.findall(r"Used (\d+) registers", log))
