@@ -45,6 +45,13 @@ constexpr bool P_IS_16BIT = true;
 constexpr bool P_IS_16BIT = false;
 #endif
 
+#ifdef DK_16BIT  // dS stays in 16 bits, times Q in 16 bits; P does, too
+constexpr bool DK_IS_16BIT = true;
+#else
+constexpr bool DK_IS_16BIT = false;
+#endif
+static_assert(P_IS_16BIT || !DK_IS_16BIT);
+
 #ifdef S_16BIT  // S is a product of Q and K in 16 bits
 constexpr bool S_IS_16BIT = true;
 #else
@@ -76,7 +83,8 @@ constexpr int PACKED_KV_BYTES = K_ROWS_TILE + 2 * K_TILE + scale_bytes_of_s(BLOC
 constexpr int PACKED_K_16BIT_BYTES = 2 * K_TILE;
 // Q by rows, dO in 16 bits, stats; scales of Q and dO.
 constexpr int PACKED_Q_ROWS_BYTES = Q_ROWS_TILE + 2 * Q_TILE + ROW_STATS + scale_bytes(2, BLOCK_Q);
-constexpr int PACKED_Q_COLUMNS_BYTES = (P_IS_16BIT ? 1 : 2) * Q_TILE;  // Q by columns, and dO if P is in INT8
+// Q by columns, and dO if P is in INT8; or, for dK in 16 bits, Q in 16 bits.
+constexpr int PACKED_Q_COLUMNS_BYTES = (P_IS_16BIT && !DK_IS_16BIT ? 1 : 2) * Q_TILE;
 constexpr int PACKED_K_COLUMNS_BYTES = K_TILE + (S_IS_16BIT ? scale_bytes(1, BLOCK_KV) : 0);  // K by columns; its scale
 
 // Where byte o of a tile with rows of 64, 128 or 256 bytes lies: 16-byte pieces are permuted within 8 rows, so that 8 rows

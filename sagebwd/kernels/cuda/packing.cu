@@ -451,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
 }
 
 // Backward: Q by rows, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their
-// own, Q by columns and, if P is in INT8, dO by columns. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is
+// own, Q by columns and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is
 // defined, O includes its rounding residual.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     pack_q_and_grad_kernel(Source q, Source grad, Source out, Source out_residual, const float* lse, u8* packed_q_rows,
@@ -474,7 +474,8 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
         if (S_IS_16BIT) pieces.make_infinite_nan();
         if (S_IS_16BIT) pieces.store_16bit(rows);
         if (!S_IS_16BIT) store_rows_int8<BLOCK_Q>(rows, values);
-        store_columns_int8<BLOCK_Q>(columns, values, transposed);
+        if (DK_IS_16BIT) pieces.store_16bit(columns);
+        if (!DK_IS_16BIT) store_columns_int8<BLOCK_Q>(columns, values, transposed);
         store_scales<BLOCK_Q>(tail, 0, scales, P_IS_16BIT ? 1 : 2);
         return;
     }

@@ -182,6 +182,7 @@ class Packer:
         *,
         out_residual: Tensor | None = None,
         p_16bit: bool = False,
+        dk_16bit: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Q and dO for the backward, as two packed blocks for each block of tokens.
 
@@ -192,14 +193,16 @@ class Packer:
             lse: (B · H, N_q) or (B, H, N_q) fp32, contiguous.
             out_residual: the rounding error of ``out``, which is added to it for δ.
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
+            dk_16bit: whether dK takes 16-bit dS, and Q as it is: Q in 16 bits in place of its columns. Only
+                with ``p_16bit``.
         """
         d_pad = packed_head_dim(q.shape[3])
         row_bytes = (4 if self._s_16bit else 3) * d_pad + 8
         rows = _allocate(q, axis, self._block_q * row_bytes + self._scale_bytes(2, self._block_q))
-        columns = _allocate(q, axis, self._block_q * (1 if p_16bit else 2) * d_pad)
+        columns = _allocate(q, axis, self._block_q * (1 if p_16bit and not dk_16bit else 2) * d_pad)
         tensors = (q, grad_out, out, out if out_residual is None else out_residual)
         arguments = (*(_CSource.of(x) for x in tensors), lse, rows, columns, _CAxis.of(q, axis))
-        defines = {"P_16BIT": p_16bit, "COMPENSATE_O": out_residual is not None}
+        defines = {"P_16BIT": p_16bit, "DK_16BIT": dk_16bit, "COMPENSATE_O": out_residual is not None}
         self._launch("pack_q_and_grad", q, self._block_q, 2 * len(rows), *arguments, **defines)
         return rows, columns
 

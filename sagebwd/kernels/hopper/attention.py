@@ -138,7 +138,8 @@ def _launch(
         p_16bit, defines: macros that only this kernel knows.
     """
     head_dim = padded_head_dim(like.shape[-1])
-    cta = CTA_SHAPES[name, head_dim, p_16bit]
+    # Q in 16 bits, for dK, takes as much memory as Q and dO by columns.
+    cta = CTA_SHAPES[name, head_dim, p_16bit and not defines.get("DK_16BIT")]
     kernel = launch.load_kernel(
         SOURCES,
         name,
@@ -224,10 +225,8 @@ def backward(
         subtracted = k_mean if config.smooth_k else None
         packed_kv = PACKER.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
     residual = out_residual if config.compensate_o else None
-    p_16bit = not config.is_int8("dv")
-    packed_q = [
-        *PACKER.pack_q_and_grad(q, grad_out, out, lse, q_axis, out_residual=residual, p_16bit=p_16bit)
-    ]
+    in_16_bits = {"p_16bit": not config.is_int8("dv"), "dk_16bit": not config.is_int8("dk")}
+    packed_q = [*PACKER.pack_q_and_grad(q, grad_out, out, lse, q_axis, out_residual=residual, **in_16_bits)]
     # With dQ in 16 bit, queries that see no key are not visited.
     dq = Result(q, q_axis, is_zeroed=window.left >= 0 and not config.is_int8("dq"))
     dk, dv = Result(k, kv_axis), Result(v, kv_axis)
@@ -264,8 +263,8 @@ class _Backward(NamedTuple):
 
     def launch(self, name: str, arguments: _CDkDv | _CBackward) -> None:
         """A kernel that multiplies P with dO."""
-        macros = {"p_16bit": not self.config.is_int8("dv"), "UNSIGNED_P": self.config.is_unsigned("dv")}
-        _launch(name, self.q, self.window, arguments, **macros)
+        macros = {"DK_16BIT": not self.config.is_int8("dk"), "UNSIGNED_P": self.config.is_unsigned("dv")}
+        _launch(name, self.q, self.window, arguments, p_16bit=not self.config.is_int8("dv"), **macros)
 
 
 def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:

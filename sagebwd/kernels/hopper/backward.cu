@@ -28,7 +28,7 @@ constexpr int PRODUCER_REGISTERS = D == 64 ? 40 : 24;
 static_assert(CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS == 65536 / 128);
 
 // A stage in shared memory: both packed blocks of 64 queries.
-constexpr int Q_COLUMNS = 0;
+constexpr int Q_COLUMNS = 0;                      // in 16 bits it is Q by rows
 constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // absent if P is in 16 bits
 constexpr int Q_ROWS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;
 constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
@@ -46,6 +46,7 @@ constexpr int RING = DQ + DQ_BUFFERS * DQ_CHUNK * 4;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
 constexpr int CHUNK_STAGING = staging_bytes(64);
 static_assert(DQ_CHUNK * 4 >= staging_bytes(DQ_CHANNELS));
+static_assert(D == 64 || !DK_IS_16BIT, "with 128 channels there are too few registers");
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
 
 struct SharedState {
@@ -123,27 +124,35 @@ struct Sums {
     float dk[D / 2], dv[D / 2];
 };
 
+// Keeps reads and writes of what the tensor cores accumulate where they are.
+__device__ __forceinline__ void pin_sums(Sums& sums) {
+    if constexpr (P_IS_16BIT) pin(sums.dv);
+    if constexpr (DK_IS_16BIT) pin(sums.dk);
+}
+
 // dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left
-// unfinished in dp. 16-bit dV is accumulated by the tensor cores, in registers of its own.
-template <int WORDS>
+// unfinished in dp. 16-bit dV and dK are accumulated by the tensor cores, in registers of their own.
+template <int P_WORDS, int DS_WORDS>
 __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&dp)[32], const Scores& scores,
-                                                const u32 (&p)[WORDS], u32 stage) {
+                                                const u32 (&p)[P_WORDS], const u32 (&ds)[DS_WORDS], u32 stage) {
     const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16;
-    if constexpr (P_IS_16BIT) {
-        contract_tokens_16bit<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16);
+    if constexpr (P_IS_16BIT) contract_tokens_16bit<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16);
+    if constexpr (DK_IS_16BIT) {
+        contract_tokens_16bit<ROWS>(sums.dk, ds, q_columns);
+    } else if constexpr (P_IS_16BIT) {
         if (CHUNKS == 2) {
-            contract_tokens<64>(s, scores.ds, q_columns);
-            contract_tokens<64>(dp, scores.ds, q_columns + 256);
+            contract_tokens<64>(s, ds, q_columns);
+            contract_tokens<64>(dp, ds, q_columns + 256);
             wgmma_wait<1>();
             pin(s);
             accumulate(sums.dk, s, scores.dk_factor);
         } else {
-            contract_tokens<64>(dp, scores.ds, q_columns);
+            contract_tokens<64>(dp, ds, q_columns);
         }
     } else {
         contract_tokens<64, P_IS_UNSIGNED>(s, p, grad_columns);
         if (CHUNKS == 1) {
-            contract_tokens<64>(dp, scores.ds, q_columns);
+            contract_tokens<64>(dp, ds, q_columns);
             wgmma_wait<1>();
             pin(s);
             accumulate(sums.dv, s, scores.dv_factor);
@@ -152,11 +161,11 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&
             wgmma_wait<1>();
             pin(s);
             accumulate(sums.dv, s, scores.dv_factor);
-            contract_tokens<64>(s, scores.ds, q_columns);
+            contract_tokens<64>(s, ds, q_columns);
             wgmma_wait<1>();
             pin(dp);
             accumulate(sums.dv + 32, dp, scores.dv_factor);
-            contract_tokens<64>(dp, scores.ds, q_columns + 256);
+            contract_tokens<64>(dp, ds, q_columns + 256);
             wgmma_wait<1>();
             pin(s);
             accumulate(sums.dk, s, scores.dk_factor);
@@ -174,7 +183,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
 
     int s[32], dp[32], block = first_block(work);
-    if constexpr (P_IS_16BIT) pin(sums.dv);  // zero dV before the first wgmma: later writes would serialize it
+    pin_sums(sums);  // zero them before the first wgmma: later writes would serialize it
     queries.wait_full();
     contract_channels<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
     contract_channels_16bit<64, KEYS>(dp, v_rows, ring + (queries.index * STAGE_BYTES + GRAD_ROWS) / 16);
@@ -212,21 +221,23 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
             find_scores<true>(scores, s, dp, tile, warpgroup);
         else
             find_scores<false>(scores, s, dp, tile, warpgroup);
-        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
+        multiply_scores(sums, s, dp, scores, scores.p, scores.ds, ring + queries.index * (STAGE_BYTES / 16));
         ds.fill();
         ds.advance();
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
         contract_channels<64>(s, k_rows, next_stage + Q_ROWS / 16);
         wgmma_wait<1>();
-        pin(dp);
-        accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
+        if (!DK_IS_16BIT) {
+            pin(dp);
+            accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
+        }
         if (left == 1) break;
         contract_channels_16bit<64, KEYS>(dp, v_rows, next_stage + GRAD_ROWS / 16);
         queries.release();
         queries = next;
     }
     wgmma_wait<0>();
-    if constexpr (P_IS_16BIT) pin(sums.dv);
+    pin_sums(sums);
     queries.release();
     queries.advance();
 }

@@ -17,8 +17,8 @@ static_assert(KEYS == BLOCK_KV);
 constexpr int DS_BYTES = KEYS * BLOCK_Q * 2;
 
 struct Scores {
-    u32 p[P_IS_16BIT ? 16 : 8], ds[8];
-    float dv_factor[2], dk_factor[2];  // scales per row, times those of dO and Q; 16-bit P has none
+    u32 p[P_IS_16BIT ? 16 : 8], ds[DK_IS_16BIT ? 16 : 8];
+    float dv_factor[2], dk_factor[2];  // scales per row, times those of dO and Q; in 16 bits there are none
 };
 
 // What find_scores needs of a tile.
@@ -33,13 +33,14 @@ struct ScoreTile {
     u32 ds_empty, ds_parity;  // the mbarrier that says when there is room for it
 };
 
+// P or dS as the left operand of dV or dK: 16 words in 16 bits, 8 in INT8.
 template <int WORDS>
-__device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[32], const float (&inverse)[2]) {
-    if constexpr (P_IS_16BIT) {
+__device__ __forceinline__ void round_scores(u32 (&rounded)[WORDS], const float (&x)[32], const float (&inverse)[2]) {
+    if constexpr (WORDS == 16) {
 #pragma unroll
-        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(p[2 * k], p[2 * k + 1]);
+        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(x[2 * k], x[2 * k + 1]);
     } else {
-        round_tile<64>(rounded, p, inverse);
+        round_tile<64>(rounded, x, inverse);
     }
 }
 
@@ -87,6 +88,7 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
     float p_inverse[2], ds_inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+        if (DK_IS_16BIT) continue;
         const float ds_scale = scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])), INT8_MAX);
         scores.dk_factor[r] = ds_scale * tile.scales.x;
         ds_inverse[r] = reciprocal(ds_scale);
@@ -95,8 +97,8 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
         scores.dv_factor[r] = p_scale * tile.scales.y;
         p_inverse[r] = reciprocal(p_scale);
     }
-    round_p(scores.p, p, p_inverse);
-    round_tile<64>(scores.ds, ds, ds_inverse);
+    round_scores(scores.p, p, p_inverse);
+    round_scores(scores.ds, ds, ds_inverse);
     barrier_wait(tile.ds_empty, tile.ds_parity);
     store_ds(ds, tile, warpgroup);
 }

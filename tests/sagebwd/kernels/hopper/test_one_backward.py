@@ -41,11 +41,15 @@ def backward(emulated):
 
 DEFAULT, UNSIGNED_P = without_int8("dq"), without_int8("dq", unsigned_p=True)
 CONSISTENT = without_int8("o", "dv", "dq", compensate_o=True)
+#: dispatch does not choose the Hopper kernels for it yet: they have not run on a GPU with it.
+S_ALONE = without_int8("o", "dv", "dq", "dk", compensate_o=True)
 CASES = {
     "default, packed": (DEFAULT, 64, True, [1, 64, 65, 0, 127, 2, 1]),
     "default, fewer channels": (DEFAULT, 56, True, [130, 70]),
     "unsigned_p": (UNSIGNED_P, 128, False, [150]),
     "consistent": (CONSISTENT, 120, True, [190]),
+    "S alone, packed": (S_ALONE, 64, True, [1, 64, 65, 0, 127, 2, 1]),
+    "S alone, fewer channels": (S_ALONE, 40, False, [190]),
 }
 
 
@@ -63,8 +67,13 @@ def test_it_computes_what_the_reference_does(backward, draw, config, head_dim, i
 
 @pytest.mark.parametrize(
     ("config", "head_dim", "is_causal", "n_q"),
-    [(DEFAULT, 64, True, 190), (UNSIGNED_P, 128, False, 130), (UNSIGNED_P, 128, False, 64)],
-    ids=["64", "128", "few queries"],
+    [
+        (DEFAULT, 64, True, 190),
+        (UNSIGNED_P, 128, False, 130),
+        (UNSIGNED_P, 128, False, 64),
+        (S_ALONE, 64, True, 190),
+    ],
+    ids=["64", "128", "few queries", "S alone"],
 )
 def test_the_order_in_which_threads_run_changes_nothing(
     backward, in_all_orders, draw, config, head_dim, is_causal, n_q
@@ -84,13 +93,14 @@ def test_lengths(backward, draw, n_q, n_kv):
         assert relative_l2(x, y) < 8e-3 or (x - y).abs().max() < 1e-5, name
 
 
+@pytest.mark.parametrize("config", [DEFAULT, S_ALONE], ids=["default", "S alone"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(backward, draw, name):
+def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(backward, draw, name, config):
     """Token 70 is in the second block of queries, and in the tile of keys that all blocks see."""
     inputs = draw(140, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
     poison_one(inputs, name, 70, torch.inf)
-    found = backward(*inputs, is_causal=True, config=DEFAULT)
-    wanted = reference.attention(*inputs, is_causal=True, config=DEFAULT)
+    found = backward(*inputs, is_causal=True, config=config)
+    wanted = reference.attention(*inputs, is_causal=True, config=config)
     for result, x in zip(GRADIENTS, found, strict=True):
         assert not x.isinf().any()
         assert torch.equal(x.isnan(), getattr(wanted, result).isnan()), result
