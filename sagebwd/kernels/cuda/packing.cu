@@ -451,8 +451,8 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
 }
 
 // Backward: Q by rows, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their
-// own, Q by columns and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is
-// defined, O includes its rounding residual.
+// own, Q by columns and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is. delta = rowsum(dO * O), section 3 of
+// the paper; if COMPENSATE_O is defined, O includes its rounding residual.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     pack_q_and_grad_kernel(Source q, Source grad, Source out, Source out_residual, const float* lse, u8* packed_q_rows,
                            u8* packed_q_columns, Axis axis) {

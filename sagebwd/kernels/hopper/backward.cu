@@ -46,7 +46,6 @@ constexpr int RING = DQ + DQ_BUFFERS * DQ_CHUNK * 4;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
 constexpr int CHUNK_STAGING = staging_bytes(64);
 static_assert(DQ_CHUNK * 4 >= staging_bytes(DQ_CHANNELS));
-static_assert(D == 64 || !DK_IS_16BIT, "with 128 channels there are too few registers");
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
 
 struct SharedState {
@@ -132,13 +131,13 @@ __device__ __forceinline__ void pin_sums(Sums& sums) {
 
 // dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left
 // unfinished in dp. 16-bit dV and dK are accumulated by the tensor cores, in registers of their own.
-template <int P_WORDS, int DS_WORDS>
-__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&dp)[32], const Scores& scores,
-                                                const u32 (&p)[P_WORDS], const u32 (&ds)[DS_WORDS], u32 stage) {
-    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16;
-    if constexpr (P_IS_16BIT) contract_tokens_16bit<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16);
+template <int N, int P_WORDS, int DS_WORDS>
+__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&dp)[N], const Scores& scores,
+                                                const u32 (&p)[P_WORDS], const u32 (&ds)[DS_WORDS], u32 stage, int first_query) {
+    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16, row = first_query * 128 / 16;
+    if constexpr (P_IS_16BIT) contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, p, stage + GRAD_ROWS / 16 + row);
     if constexpr (DK_IS_16BIT) {
-        contract_tokens_16bit<ROWS>(sums.dk, ds, q_columns);
+        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dk, ds, q_columns + row);
     } else if constexpr (P_IS_16BIT) {
         if (CHUNKS == 2) {
             contract_tokens<64>(s, ds, q_columns);
@@ -173,6 +172,16 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&
     }
 }
 
+// Waits for these products, while S is still multiplied.
+template <int N>
+__device__ __forceinline__ void finish_scores(Sums& sums, int (&dp)[N], const Scores& scores) {
+    wgmma_wait<1>();
+    if constexpr (!DK_IS_16BIT) {
+        pin(dp);
+        accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
+    }
+}
+
 __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const KeyTile& work, int warpgroup,
                                               u8* shared, Rings& rings, SharedState& state, Sums& sums) {
     Ring<STAGES>& queries = rings.queries;
@@ -182,11 +191,17 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const u32 ring = base + RING / 16;
     const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
 
-    int s[32], dp[32], block = first_block(work);
+    int s[VALUES], dp[VALUES], block = first_block(work);
+    const auto begin_s = [&](u32 stage, int part) {
+        contract_channels<QUERIES>(s, k_rows, stage + (Q_ROWS + part * QUERIES * D) / 16);
+    };
+    const auto begin_dp = [&](u32 stage, int part) {
+        contract_channels_16bit<QUERIES, KEYS, BLOCK_Q>(dp, v_rows, stage + (GRAD_ROWS + part * QUERIES * 128) / 16);
+    };
     pin_sums(sums);  // zero them before the first wgmma: later writes would serialize it
     queries.wait_full();
-    contract_channels<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
-    contract_channels_16bit<64, KEYS>(dp, v_rows, ring + (queries.index * STAGE_BYTES + GRAD_ROWS) / 16);
+    begin_s(ring + queries.index * (STAGE_BYTES / 16), 0);
+    begin_dp(ring + queries.index * (STAGE_BYTES / 16), 0);
     for (int left = a.axes.group * work.q_tiles;; --left) {
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
         const u8* stage = shared + RING + queries.index * STAGE_BYTES;
@@ -206,33 +221,37 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
                             (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead, work.q.tokens, work.kv.tokens));
         Ring<STAGES> next = queries;
         block = next_block(work, block);
-        if (left > 1) {
-            next.advance();
-            next.wait_full();
-        }
-        const u32 next_stage = ring + next.index * (STAGE_BYTES / 16);
-
-        Scores scores;
-        wgmma_wait<0>();
-        pin(s);
-        pin(dp);
-        if (left == 1) rings.keys.release();  // early, so that the next ones arrive in time; the last S below is never used
-        if (is_fusible(tile.factor) && !is_cut)
-            find_scores<true>(scores, s, dp, tile, warpgroup);
-        else
-            find_scores<false>(scores, s, dp, tile, warpgroup);
-        multiply_scores(sums, s, dp, scores, scores.p, scores.ds, ring + queries.index * (STAGE_BYTES / 16));
-        ds.fill();
-        ds.advance();
-        // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
-        contract_channels<64>(s, k_rows, next_stage + Q_ROWS / 16);
-        wgmma_wait<1>();
-        if (!DK_IS_16BIT) {
+        const u32 this_stage = ring + queries.index * (STAGE_BYTES / 16);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const bool is_last = part + 1 == PARTS;
+            if (is_last && left > 1) {
+                next.advance();
+                next.wait_full();
+            }
+            tile.first_query = part * QUERIES;
+            Scores scores;
+            wgmma_wait<0>();
+            pin(s);
             pin(dp);
-            accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
+            // Early, so that the next ones arrive in time; the last S below is never used.
+            if (is_last && left == 1) rings.keys.release();
+            if (is_fusible(tile.factor) && !is_cut)
+                find_scores<true>(scores, s, dp, tile, warpgroup);
+            else
+                find_scores<false>(scores, s, dp, tile, warpgroup);
+            multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, tile.first_query);
+            if (is_last) {
+                ds.fill();
+                ds.advance();
+            }
+            // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
+            begin_s(is_last ? ring + next.index * (STAGE_BYTES / 16) : this_stage, is_last ? 0 : part + 1);
+            finish_scores(sums, dp, scores);
+            if (!is_last) begin_dp(this_stage, part + 1);
         }
         if (left == 1) break;
-        contract_channels_16bit<64, KEYS>(dp, v_rows, next_stage + GRAD_ROWS / 16);
+        begin_dp(ring + next.index * (STAGE_BYTES / 16), 0);
         queries.release();
         queries = next;
     }

@@ -16,14 +16,14 @@ __device__ __forceinline__ void contract_channels(int (&sum)[N / 2], u32 a, u32 
     wgmma_commit();
 }
 
-// dP or its transpose, as bits of fp32: 64 rows of a tile of A_ROWS, and N rows, both (., D) in 16 bits.
-template <int N, int A_ROWS>
+// dP or its transpose, as bits of fp32: 64 rows of a tile of A_ROWS, and N rows of one of B_ROWS, both (., D) in 16 bits.
+template <int N, int A_ROWS, int B_ROWS = N>
 __device__ __forceinline__ void contract_channels_16bit(int (&sum)[N / 2], u32 a, u32 b) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < D / 16; ++i) {
         const u64 a_tile = descriptor<128>(a + i / 4 * A_ROWS * 8 + i % 4 * 2);
-        const u64 b_tile = descriptor<128>(b + i / 4 * N * 8 + i % 4 * 2);
+        const u64 b_tile = descriptor<128>(b + i / 4 * B_ROWS * 8 + i % 4 * 2);
         if (i == 0)
             wgmma_16bit<0>(sum, a_tile, b_tile);
         else
@@ -42,12 +42,12 @@ __device__ __forceinline__ void contract_tokens(int (&sum)[32], const u32 (&a)[N
     wgmma_commit();
 }
 
-// sum += 16-bit P in registers, times all channels of a 16-bit tile (N tokens, D).
-template <int N>
+// sum += 16-bit P in registers, times all channels of N tokens of a 16-bit tile (ROWS_OF_TILE tokens, D).
+template <int N, int ROWS_OF_TILE = N>
 __device__ __forceinline__ void contract_tokens_16bit(float (&sum)[D / 2], const u32 (&a)[N / 4], u32 b) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < N / 16; ++i)
-        wgmma_16bit(sum, a + 4 * i, descriptor_mn_major<N * 128>(b + i * (16 * 128 / 16)));
+        wgmma_16bit(sum, a + 4 * i, descriptor_mn_major<ROWS_OF_TILE * 128>(b + i * (16 * 128 / 16)));
     wgmma_commit();
 }

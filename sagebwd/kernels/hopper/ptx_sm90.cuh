@@ -177,6 +177,15 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
 
 // One step of a (64, N) product in INT8, 32 deep. ACCUMULATE 0 starts a new sum.
 template <int ACCUMULATE>
+__device__ __forceinline__ void wgmma_int8(int (&sum)[16], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {" NAMES_16 "}, %16, %17, accumulate;\n}\n"
+        : REGISTERS_16("+r", sum)
+        : "l"(a), "l"(b), "n"(ACCUMULATE));
+}
+
+template <int ACCUMULATE>
 __device__ __forceinline__ void wgmma_int8(int (&sum)[32], u64 a, u64 b) {
     asm volatile(
         "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
@@ -213,6 +222,16 @@ __device__ __forceinline__ void wgmma_int8(int (&sum)[32], const u32* a, u64 b) 
 
 // One step of a (64, N) product of 16-bit values, 16 deep. Sums are fp32, passed as bits, so that the registers of an
 // INT8 product can be reused.
+template <int ACCUMULATE>
+__device__ __forceinline__ void wgmma_16bit(int (&sum)[16], u64 a, u64 b) {
+    asm volatile(
+        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE_16BIT "." TYPE_16BIT
+        " {" NAMES_16 "}, %16, %17, accumulate, 1, 1, 0, 0;\n}\n"
+        : REGISTERS_16("+r", sum)
+        : "l"(a), "l"(b), "n"(ACCUMULATE));
+}
+
 template <int ACCUMULATE>
 __device__ __forceinline__ void wgmma_16bit(int (&sum)[32], u64 a, u64 b) {
     asm volatile(

@@ -16,15 +16,20 @@ static_assert(KEYS == BLOCK_KV);
 // dS for dQ of a block of queries in 16 bits: rows are keys, and wgmma transposes.
 constexpr int DS_BYTES = KEYS * BLOCK_Q * 2;
 
+// Queries of a block that a warpgroup takes at a time: half of them where registers are scarce.
+constexpr int QUERIES = D == 128 && DK_IS_16BIT ? BLOCK_Q / 2 : BLOCK_Q;
+constexpr int PARTS = BLOCK_Q / QUERIES, VALUES = QUERIES / 2;  // VALUES: of S, that a thread has
+
 struct Scores {
-    u32 p[P_IS_16BIT ? 16 : 8], ds[DK_IS_16BIT ? 16 : 8];
+    u32 p[VALUES / (P_IS_16BIT ? 2 : 4)], ds[VALUES / (DK_IS_16BIT ? 2 : 4)];
     float dv_factor[2], dk_factor[2];  // scales per row, times those of dO and Q; in 16 bits there are none
 };
 
 // What find_scores needs of a tile.
 struct ScoreTile {
     float factor;             // from INT8 products to logits
-    const float2* minus_lse;  // of 64 queries, in pairs; then -delta
+    const float2* minus_lse;  // of all queries of the block, in pairs; then -delta
+    int first_query;          // of QUERIES, in the block
     float2 scales;            // of Q and dO
     int keys;                 // that exist, from the first one of the tile on
     int blocks_ahead;         // of 64: the first key minus the first query. Causal: 0 on the diagonal, more: all is hidden
@@ -33,39 +38,40 @@ struct ScoreTile {
     u32 ds_empty, ds_parity;  // the mbarrier that says when there is room for it
 };
 
-// P or dS as the left operand of dV or dK: 16 words in 16 bits, 8 in INT8.
+// P or dS as the left operand of dV or dK.
 template <int WORDS>
-__device__ __forceinline__ void round_scores(u32 (&rounded)[WORDS], const float (&x)[32], const float (&inverse)[2]) {
-    if constexpr (WORDS == 16) {
+__device__ __forceinline__ void round_scores(u32 (&rounded)[WORDS], const float (&x)[VALUES], const float (&inverse)[2]) {
+    if constexpr (WORDS == VALUES / 2) {  // in 16 bits
 #pragma unroll
         for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(x[2 * k], x[2 * k + 1]);
     } else {
-        round_tile<64>(rounded, x, inverse);
+        round_tile<QUERIES>(rounded, x, inverse);
     }
 }
 
 // dS for dQ, key by key.
-__device__ __forceinline__ void store_ds(const float (&ds)[32], const ScoreTile& tile, int warpgroup) {
+__device__ __forceinline__ void store_ds(const float (&ds)[VALUES], const ScoreTile& tile, int warpgroup) {
     const int lane = threadIdx.x % 32, key = warpgroup * ROWS + threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {  // four matrices: keys 0 and 8 of 8 queries, and of the next 8
+    for (int j = 0; j < QUERIES / 8; j += 2) {  // four matrices: keys 0 and 8 of 8 queries, and of the next 8
         const auto pair = [&](int i) { return pack_16bit(ds[4 * j + 2 * i], ds[4 * j + 2 * i + 1]); };
-        stmatrix(tile.ds + swizzled<2 * BLOCK_Q>(key * 2 * BLOCK_Q + (j + lane / 16) * 16), pair(0), pair(1), pair(2), pair(3));
+        const int byte = (tile.first_query / 8 + j + lane / 16) * 16;
+        stmatrix(tile.ds + swizzled<2 * BLOCK_Q>(key * 2 * BLOCK_Q + byte), pair(0), pair(1), pair(2), pair(3));
     }
 }
 
 // The scores of one tile from S and dP; stores dS for dQ. FAST: every logit allows a fused multiply-add, and none is masked.
 // Straight-line code, so that all units are busy.
 template <bool FAST>
-__device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], const int (&dp)[32], const ScoreTile& tile,
+__device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[VALUES], const int (&dp)[VALUES], const ScoreTile& tile,
                                             int warpgroup) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
-    const int key = thread / 32 * 16 + lane / 4, query = lane % 4 * 2;
-    const float2 *minus_lse = tile.minus_lse, *minus_delta = minus_lse + ROWS / 2;
-    float p[32], ds[32], ds_largest[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    const int key = thread / 32 * 16 + lane / 4, query = tile.first_query + lane % 4 * 2;
+    const float2 *minus_lse = tile.minus_lse + tile.first_query / 2, *minus_delta = minus_lse + BLOCK_Q / 2;
+    float p[VALUES], ds[VALUES], ds_largest[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     int p_largest[2] = {0, 0};  // bits, as above
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < VALUES / 4; ++j) {
         const float2 c = minus_lse[4 * j + lane % 4], d = minus_delta[4 * j + lane % 4];
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) {

@@ -50,6 +50,7 @@ CASES = {
     "consistent": (CONSISTENT, 120, True, [190]),
     "S alone, packed": (S_ALONE, 64, True, [1, 64, 65, 0, 127, 2, 1]),
     "S alone, fewer channels": (S_ALONE, 40, False, [190]),
+    "S alone, many channels": (S_ALONE, 128, True, [1, 64, 65, 0, 127, 2, 1]),
 }
 
 
@@ -72,8 +73,9 @@ def test_it_computes_what_the_reference_does(backward, draw, config, head_dim, i
         (UNSIGNED_P, 128, False, 130),
         (UNSIGNED_P, 128, False, 64),
         (S_ALONE, 64, True, 190),
+        (S_ALONE, 128, False, 130),
     ],
-    ids=["64", "128", "few queries", "S alone"],
+    ids=["64", "128", "few queries", "S alone", "S alone, 128"],
 )
 def test_the_order_in_which_threads_run_changes_nothing(
     backward, in_all_orders, draw, config, head_dim, is_causal, n_q
