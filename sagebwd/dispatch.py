@@ -144,6 +144,8 @@ def not_chosen(kernels: str, call: Call) -> list[Rule]:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
         return [Rule(False, "on Hopper Triton multiplies INT8 by wgmma, which is faster", request)]
+    if kernels == "hopper" and not call.config.is_int8("dk"):
+        return [Rule(False, "with dk in 16 bit its kernels have never run", request)]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
         return [Rule(False, "it is slow", request)]
     return []
@@ -176,13 +178,20 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
-    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,), (*CUDA_16_BIT_MATMULS, "dq"))
+    config = call.config
+    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,), (*CUDA_16_BIT_MATMULS, "dq", "dk"))
+    yield Rule(
+        config.is_int8("dk") or not (config.is_int8("dv") or config.is_int8("dq")),
+        "dk is not in INT8, and dv or dq is",
+        "add 'dk' to int8_matmuls, or remove 'dv' and 'dq'",
+        warns=True,
+    )
     yield Rule(
         call.head_dim in CUDA_HEAD_DIMS,
         f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
     )
     yield _has_cuda_compiler(call)
-    yield _scales_of_blocks(call.config)
+    yield _scales_of_blocks(config)
 
 
 def ampere_rules(call: Call) -> Iterator[Rule]:

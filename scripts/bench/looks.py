@@ -51,6 +51,7 @@ ATTENTION_LOOKS = {
     "sagebwd compensated O": variant("compensated O", "***"),
     "sagebwd dQ in 16 bit": variant("16-bit dQ", "ooo"),
     "sagebwd consistent, dQ in 16 bit": variant("consistent, 16-bit dQ", "xxx"),
+    "sagebwd S alone in INT8": variant("S alone in INT8", "///"),
     "cuDNN": CUDNN,
     "FlashAttention-2": FLASH,
     "FlashAttention-4": FLASH_4,

@@ -55,6 +55,7 @@ OTHER_SETTINGS = {
         (without_int8("o", "dv").int8_matmuls, "hopper"),
         (without_int8("o", "dv", "dq").int8_matmuls, "hopper"),
         (without_int8("dq", "dk").int8_matmuls, "triton"),
+        (without_int8("o", "dv", "dq", "dk").int8_matmuls, "triton"),  # not chosen, see below
     ],
     "compensate_o": [],  # needs an O in 16 bit, see below
     "add_mean_k_term": [(True, "none")],
@@ -266,6 +267,12 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
     for gpu in (A100, H200):
         for config in PRESETS.values():
             assert choose(gpu, config, kernels="ampere") == "ampere"
+    s_alone = without_int8("o", "dv", "dq", "dk")
+    assert choose(config=s_alone, kernels="hopper") == "hopper"
+    assert "have never run" in str(explain_call(call(config=s_alone)))
+    for others in (("dk",), ("dk", "dq"), ("dk", "dv")):
+        with pytest.raises(NotImplementedError, match="dk is not in INT8, and dv or dq is"):
+            choose(config=without_int8(*others), kernels="hopper")
     with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
         choose(A100, without_int8("dv", operand_scales="token"), kernels="ampere")
     with pytest.raises(NotImplementedError, match='kernels="ampere" cannot run: smooth_q is True'):

@@ -41,7 +41,6 @@ def backward(emulated):
 
 DEFAULT, UNSIGNED_P = without_int8("dq"), without_int8("dq", unsigned_p=True)
 CONSISTENT = without_int8("o", "dv", "dq", compensate_o=True)
-#: dispatch does not choose the Hopper kernels for it yet: they have not run on a GPU with it.
 S_ALONE = without_int8("o", "dv", "dq", "dk", compensate_o=True)
 CASES = {
     "default, packed": (DEFAULT, 64, True, [1, 64, 65, 0, 127, 2, 1]),

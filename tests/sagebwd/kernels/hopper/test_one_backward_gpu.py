@@ -29,6 +29,8 @@ CONFIGS = {
     "consistent": (SageConfig.consistent(), without_int8("o", "dv", "dq", compensate_o=True)),
     "unsigned_p": (SageConfig(unsigned_p=True), without_int8("dq", unsigned_p=True)),
 }
+#: One kernel, too; there are none with INT8 dQ and 16-bit dK.
+S_ALONE = without_int8("o", "dv", "dq", "dk", compensate_o=True)
 #: (batch, heads, key heads, queries, keys)
 SHAPES = ((2, 8, 8, 1024, 1024), (1, 8, 2, 4096, 4096), (3, 4, 2, 333, 777), (1, 2, 1, 777, 130))
 
@@ -81,15 +83,29 @@ def test_dq_in_16_bit_is_nearer_to_exact_attention_than_in_int8(configs, head_di
     assert of_16_bit < of_int8 < 0.06
 
 
+@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+def test_gradients_are_nearest_to_exact_attention_with_s_alone_in_int8(head_dim, is_causal):
+    for shape in SHAPES:
+        inputs = draw(*shape, head_dim)
+        exact = exact_attention(*inputs, is_causal=is_causal)
+        _, consistent = CONFIGS["consistent"]
+        found, others = (gradients(*inputs, is_causal=is_causal, config=x) for x in (S_ALONE, consistent))
+        for name, x, y in zip(GRADIENTS, found, others, strict=True):
+            wanted = getattr(exact, name)
+            assert relative_l2(x, wanted) < 1.02 * relative_l2(y, wanted) < 0.06, (name, shape)
+
+
+@pytest.mark.parametrize("config", [without_int8("dq"), S_ALONE], ids=["default", "S alone"])
 @pytest.mark.parametrize(
     ("shape", "head_dim", "is_causal"),
     [((2, 16, 16, 2048, 2048), 64, True), ((1, 32, 8, 1024, 1024), 128, False)],
     ids=["causal", "full, groups"],
 )
-def test_the_same_bits_whichever_cta_computes_what(monkeypatch, shape, head_dim, is_causal):
+def test_the_same_bits_whichever_cta_computes_what(monkeypatch, shape, head_dim, is_causal, config):
     """100 times, in between with few CTAs, and while another stream takes a part of the GPU."""
     inputs = draw(*shape, head_dim)
-    settings = {"is_causal": is_causal, "config": without_int8("dq")}
+    settings = {"is_causal": is_causal, "config": config}
     first = gradients(*inputs, **settings)
     assert all(x.isfinite().all() for x in first)
     differ = torch.zeros(3, dtype=torch.int64, device="cuda")
@@ -115,8 +131,9 @@ for head_dim in (64, 128):
             options = {"is_causal": is_causal, "config": tests.CONFIGS["default"][1]}
             tests.gradients(*tests.draw(*shape, head_dim), **options)
         inputs = tests.draw(1, 4, 4, 16384, 16384, head_dim)
-        options = {"is_causal": is_causal, "config": tests.CONFIGS["consistent"][1], "cu_seqlens": boundaries}
-        tests.gradients(*inputs, **options)
+        for config in (tests.CONFIGS["consistent"][1], tests.S_ALONE):
+            options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries}
+            tests.gradients(*inputs, **options)
 torch.cuda.synchronize()
 """
 
