@@ -169,6 +169,9 @@ def backward(
         packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooths_k else None)
     packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis)
     p_16bit = not config.is_int8("dv")
+    # How many blocks of keys were added to dQ of each packed block of queries; the counter of work tiles.
+    q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, packed_head_dim(q.shape[3])
+    turns = q.new_empty(q_blocks + 1, dtype=torch.int32)
     packed_q_rows, packed_q_columns = packer.pack_q_and_grad(
         q,
         grad_out,
@@ -177,14 +180,14 @@ def backward(
         q_axis,
         out_residual=out_residual if config.compensate_o else None,
         p_16bit=p_16bit,
+        counters=turns,
     )
     # No CTA visits queries that see no key.
     dq = Result(q, q_axis, is_zeroed=window.left >= 0)
     dk, dv = Result(k, kv_axis), Result(v, kv_axis)
-    # dQ of each packed block of queries, added up block of keys by block of keys, and how many were added.
-    q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, packed_head_dim(q.shape[3])
-    dq_sums = q.new_empty((q_blocks, tile[0] * head_dim), dtype=torch.float32)
-    turns = q.new_zeros(q_blocks + 1, dtype=torch.int32)
+    dq_sums = q.new_empty(
+        (q_blocks, tile[0] * head_dim), dtype=torch.float32
+    )  # added up in the order of keys
     axes = CAxes.of(
         k,
         q_axis,

@@ -64,7 +64,8 @@ def forward(
     else:
         k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
     v_mean = packer.token_mean(v, kv_axis) if config.smooth_v else None
-    packed_q = packer.pack_q(q, q_axis)
+    counter = q.new_empty(1, dtype=torch.int32)  # of work tiles
+    packed_q = packer.pack_q(q, q_axis, counter)
     p_16bit, k_16bit = not config.is_int8("o"), not config.is_int8("dq")
     subtracted = k_mean if config.smooth_k else None
     if p_16bit:
@@ -79,7 +80,7 @@ def forward(
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
     if q_axis.segments is not None:
         lse.fill_(float("-inf"))
-    group, counter = q.shape[1] // k.shape[1], q.new_zeros(1, dtype=torch.int32)
+    group = q.shape[1] // k.shape[1]
     work_axis = q_axis.with_block(work_tokens)
     axes = CAxes.of(q, q_axis, kv_axis, work_axis=work_axis, group=group, tile_counter=counter.data_ptr())
     arguments = CForward(

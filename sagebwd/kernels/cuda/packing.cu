@@ -25,6 +25,12 @@ struct Block {
     int start, first, tokens;    // first token of the document; first token of the block in it; tokens of the block
 };
 
+// Zeros for the kernels that follow: a launch for them alone would take longer than this.
+template <int THREADS_OF_CTA>
+__device__ __forceinline__ void clear(int* counters, int count) {
+    for (int i = blockIdx.x * THREADS_OF_CTA + threadIdx.x; i < count; i += gridDim.x * THREADS_OF_CTA) counters[i] = 0;
+}
+
 // The block of this CTA; false if it has no tokens.
 template <int TOKENS, int PARTS = 1>
 __device__ __forceinline__ bool find_block(const Segments& segments, int tokens, int blocks, Block& block) {
@@ -344,10 +350,12 @@ __device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* co
 
 }  // namespace
 
-// Forward: Q by rows; its scale.
-extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>) pack_q_kernel(Source q, u8* packed_q, Axis axis) {
+// Forward: Q by rows; its scale. Also clears `counters`.
+extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
+    pack_q_kernel(Source q, u8* packed_q, Axis axis, int* counters, int count) {
     __shared__ int slots[16];
     Block block;
+    clear<THREADS<BLOCK_Q>>(counters, count);
     if (!find_block<BLOCK_Q>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* target = packed_q + i64(block.index) * PACKED_Q_BYTES;
     Pieces<BLOCK_Q> pieces;
@@ -452,13 +460,14 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
 
 // Backward: Q by rows, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their
 // own, Q by columns and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is. delta = rowsum(dO * O), section 3 of
-// the paper; if COMPENSATE_O is defined, O includes its rounding residual.
+// the paper; if COMPENSATE_O is defined, O includes its rounding residual. Also clears `counters`.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     pack_q_and_grad_kernel(Source q, Source grad, Source out, Source out_residual, const float* lse, u8* packed_q_rows,
-                           u8* packed_q_columns, Axis axis) {
+                           u8* packed_q_columns, Axis axis, int* counters, int count) {
     __shared__ int slots[16];
     __shared__ __align__(16) u8 transposed[D * (BLOCK_Q + 4)];
     Block block;
+    clear<THREADS<BLOCK_Q>>(counters, count);
     if (!find_block<BLOCK_Q, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* rows = packed_q_rows + i64(block.index) * PACKED_Q_ROWS_BYTES;
     u8* columns = packed_q_columns + i64(block.index) * PACKED_Q_COLUMNS_BYTES;

@@ -102,12 +102,17 @@ class Packer:
         self._launch("token_mean", x, self._block_kv, len(mean), sums, mean, arguments)
         return mean
 
-    def pack_q(self, q: Tensor, axis: Axis) -> Tensor:
-        """Q for the forward: Q by rows; tail: its scale."""
+    def pack_q(self, q: Tensor, axis: Axis, counters: Tensor | None = None) -> Tensor:
+        """Q for the forward: Q by rows; tail: its scale.
+
+        Args:
+            counters: int32, contiguous; the same kernel sets them to zero for those that follow.
+        """
         rows = self._block_q * packed_head_dim(q.shape[3])
         tail = self._scale_bytes(1, self._block_q)
         packed = _allocate(q, axis, 2 * rows if self._s_16bit else rows + tail)
-        self._launch("pack_q", q, self._block_q, len(packed), _CSource.of(q), packed, _CAxis.of(q, axis))
+        arguments = (_CSource.of(q), packed, _CAxis.of(q, axis), counters, _count(counters))
+        self._launch("pack_q", q, self._block_q, len(packed), *arguments)
         return packed
 
     def pack_kv_int8(
@@ -183,6 +188,7 @@ class Packer:
         out_residual: Tensor | None = None,
         p_16bit: bool = False,
         dk_16bit: bool = False,
+        counters: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Q and dO for the backward, as two packed blocks for each block of tokens.
 
@@ -195,13 +201,15 @@ class Packer:
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
             dk_16bit: whether dK takes 16-bit dS, and Q as it is: Q in 16 bits in place of its columns. Only
                 with ``p_16bit``.
+            counters: as of :meth:`pack_q`.
         """
         d_pad = packed_head_dim(q.shape[3])
         row_bytes = (4 if self._s_16bit else 3) * d_pad + 8
         rows = _allocate(q, axis, self._block_q * row_bytes + self._scale_bytes(2, self._block_q))
         columns = _allocate(q, axis, self._block_q * (1 if p_16bit and not dk_16bit else 2) * d_pad)
         tensors = (q, grad_out, out, out if out_residual is None else out_residual)
-        arguments = (*(_CSource.of(x) for x in tensors), lse, rows, columns, _CAxis.of(q, axis))
+        sources = (_CSource.of(x) for x in tensors)
+        arguments = (*sources, lse, rows, columns, _CAxis.of(q, axis), counters, _count(counters))
         defines = {"P_16BIT": p_16bit, "DK_16BIT": dk_16bit, "COMPENSATE_O": out_residual is not None}
         self._launch("pack_q_and_grad", q, self._block_q, 2 * len(rows), *arguments, **defines)
         return rows, columns
@@ -218,7 +226,7 @@ class Packer:
         like: Tensor,
         tokens: int,
         grid: int,
-        *arguments: Tensor | ctypes.Structure | None,
+        *arguments: Tensor | ctypes.Structure | int | None,
         **defines: bool,
     ) -> None:
         """Launch a kernel of packing.cu on ``grid`` CTAs of ``tokens`` tokens each."""
@@ -236,6 +244,10 @@ class Packer:
             **defines,
         )
         kernel.launch(grid, tokens * head_dim // VALUES_PER_THREAD, *arguments)
+
+
+def _count(counters: Tensor | None) -> int:
+    return 0 if counters is None else counters.numel()
 
 
 def _allocate(x: Tensor, axis: Axis, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:

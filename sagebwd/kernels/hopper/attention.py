@@ -225,12 +225,17 @@ def backward(
         subtracted = k_mean if config.smooth_k else None
         packed_kv = PACKER.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
     residual = out_residual if config.compensate_o else None
-    in_16_bits = {"p_16bit": not config.is_int8("dv"), "dk_16bit": not config.is_int8("dk")}
-    packed_q = [*PACKER.pack_q_and_grad(q, grad_out, out, lse, q_axis, out_residual=residual, **in_16_bits)]
+    options = {
+        "p_16bit": not config.is_int8("dv"),
+        "dk_16bit": not config.is_int8("dk"),
+        "out_residual": residual,
+    }
+    counters = q.new_empty(_counters(q, q_axis, config), dtype=torch.int32)
+    packed_q = [*PACKER.pack_q_and_grad(q, grad_out, out, lse, q_axis, counters=counters, **options)]
     # With dQ in 16 bit, queries that see no key are not visited.
     dq = Result(q, q_axis, is_zeroed=window.left >= 0 and not config.is_int8("dq"))
     dk, dv = Result(k, kv_axis), Result(v, kv_axis)
-    call = _Backward(q, k, q_axis, kv_axis, packed_kv, dq, dk, dv, window, scale, config)
+    call = _Backward(q, k, q_axis, kv_axis, packed_kv, dq, dk, dv, counters, window, scale, config)
     if config.is_int8("dq"):
         _launch_two_kernels(call, packed_q)
     else:
@@ -238,8 +243,25 @@ def backward(
     return dq.finish(), dk.finish(), dv.finish()
 
 
+def _counters(q: Tensor, q_axis: Axis, config: SageConfig) -> int:
+    """How many int32 the backward counts with: the work tiles that were taken, in each of two kernels.
+
+    One kernel counts, before these, how many work tiles were added to each chunk of dQ.
+    """
+    return 2 if config.is_int8("dq") else _chunks(q, q_axis) + 1
+
+
+def _chunks(q: Tensor, q_axis: Axis) -> int:
+    """Of dQ, as backward.cu adds them up."""
+    head_dim = padded_head_dim(q.shape[3])
+    return q.shape[0] * q.shape[1] * q_axis.blocks * head_dim // DQ_CHANNELS[head_dim]
+
+
 class _Backward(NamedTuple):
-    """What one kernel or two compute. Of q and k only shapes, dtype and device are used."""
+    """What one kernel or two compute. Of q and k only shapes, dtype and device are used.
+
+    counters: see :func:`_counters`; zero.
+    """
 
     q: Tensor
     k: Tensor
@@ -249,6 +271,7 @@ class _Backward(NamedTuple):
     dq: Result
     dk: Result
     dv: Result
+    counters: Tensor
     window: Window
     scale: float
     config: SageConfig
@@ -273,9 +296,8 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
     Args:
         packed_q: rows and columns. The columns are taken out of the list, so that nothing else keeps them.
     """
-    counters = call.q.new_zeros(2, dtype=torch.int32)
     packed_q_columns, packed_q_rows = packed_q.pop(), packed_q[0]
-    axes = call.axes("dk_dv", counters.data_ptr())
+    axes = call.axes("dk_dv", call.counters.data_ptr())
     arguments = _CDkDv(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),
         call.dk.target, call.dv.target, axes, call.scale,
@@ -284,7 +306,7 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
 
     del packed_q_columns  # frees its memory before more is packed
     packed_k_columns = PACKER.pack_k_columns(call.packed_kv, call.k, call.kv_axis)
-    axes = call.axes("dq", counters.data_ptr() + 4)
+    axes = call.axes("dq", call.counters.data_ptr() + 4)
     of_dq = _CDq(
         packed_q_rows.data_ptr(), call.packed_kv.data_ptr(), packed_k_columns.data_ptr(), call.dq.target,
         axes, call.scale,
@@ -294,12 +316,10 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
 
 def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:
     """All gradients by backward.cu."""
-    head_dim = padded_head_dim(call.q.shape[3])
-    channels = DQ_CHANNELS[head_dim]
-    # dQ in chunks, each added up work tile by work tile; how many work tiles are in each; the tile counter.
-    chunks = call.q.shape[0] * call.q.shape[1] * call.q_axis.blocks * head_dim // channels
-    dq_sums = call.q.new_empty((chunks, TILE[0] * channels), dtype=torch.float32)
-    turns = call.q.new_zeros(chunks + 1, dtype=torch.int32)
+    chunks = _chunks(call.q, call.q_axis)
+    values = TILE[0] * DQ_CHANNELS[padded_head_dim(call.q.shape[3])]
+    dq_sums = call.q.new_empty((chunks, values), dtype=torch.float32)
+    turns = call.counters
     axes = call.axes("backward", turns.data_ptr() + 4 * chunks)
     arguments = _CBackward(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),

@@ -67,8 +67,8 @@ def test_hopper(sample, monkeypatch):
         return hopper.forward(*inputs, pack_kv_for_backward=True, **options)
 
     assert count(forward, hopper.backward, launched, sample) == (
-        (["token_sum", "token_mean", "pack_q", "pack_kv_int8", "forward"], ["aten.new_zeros"]),
-        (["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"], ["aten.new_zeros"]),  # counters of work tiles
+        (["token_sum", "token_mean", "pack_q", "pack_kv_int8", "forward"], []),
+        (["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"], []),
     )
 
 
