@@ -9,6 +9,7 @@ before, after. Kernels are compiled first, all at once. Times include quantizati
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -141,12 +142,21 @@ def named_cases(arguments: Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def compile_all(cases: list[dict[str, Any]], trees: tuple[Path, ...]) -> None:
-    """Run every case once, small, in several processes: kernels are in the cache before any is timed."""
+    """Run every case once, small, in several processes: kernels are in the cache before any is timed.
+
+    What fails here fails again when it is timed, or is compiled only then.
+    """
     small = [case | {"batch": 1, "heads": 1, "length": 256, "repetitions": 0} for case in cases]
     parts = [(tree, small[i::COMPILERS]) for tree in trees for i in range(min(COMPILERS, len(small)))]
+
+    def compile_part(part: tuple[Path, list[dict[str, Any]]]) -> None:
+        with contextlib.suppress(RuntimeError):
+            measure(*part)
+
     with ThreadPoolExecutor(len(parts)) as pool:
-        list(tqdm(pool.map(lambda part: measure(*part), parts), total=len(parts), desc="compile",
-                  disable=not sys.stderr.isatty()))  # fmt: skip
+        compiled = pool.map(compile_part, parts)
+        for _ in tqdm(compiled, total=len(parts), desc="compile", disable=not sys.stderr.isatty()):
+            pass
 
 
 def measure(tree: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -185,9 +185,8 @@ def backward(
     # No CTA visits queries that see no key.
     dq = Result(q, q_axis, is_zeroed=window.left >= 0)
     dk, dv = Result(k, kv_axis), Result(v, kv_axis)
-    dq_sums = q.new_empty(
-        (q_blocks, tile[0] * head_dim), dtype=torch.float32
-    )  # added up in the order of keys
+    # dQ of each packed block of queries, added up block of keys by block of keys.
+    dq_sums = q.new_empty((q_blocks, tile[0] * head_dim), dtype=torch.float32)
     axes = CAxes.of(
         k,
         q_axis,

@@ -32,7 +32,7 @@ constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;                        // absen
 constexpr int DS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;                  // (queries, keys) INT8, keys as in tiles by columns
 constexpr int LARGEST = DS + BLOCK_Q * BLOCK_KV;                        // of each query, of two tiles in turn
 constexpr int SHARED_BYTES = LARGEST + 2 * BLOCK_Q * 4;
-static_assert(!(HAS_TOKEN_SCALES && P_IS_16BIT));
+static_assert(!(HAS_TOKEN_SCALES && P_IS_16BIT) && !DK_IS_16BIT);
 static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && HALF_BLOCKS * STAGING_BYTES <= LARGEST);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 

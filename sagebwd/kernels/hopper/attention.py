@@ -252,7 +252,7 @@ def _counters(q: Tensor, q_axis: Axis, config: SageConfig) -> int:
 
 
 def _chunks(q: Tensor, q_axis: Axis) -> int:
-    """Of dQ, as backward.cu adds them up."""
+    """How many chunks of dQ there are, each added up by itself in backward.cu."""
     head_dim = padded_head_dim(q.shape[3])
     return q.shape[0] * q.shape[1] * q_axis.blocks * head_dim // DQ_CHANNELS[head_dim]
 

@@ -17,6 +17,7 @@ constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the produ
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int STAGES = D == 64 ? 6 : P_IS_16BIT ? 4 : 3;
 constexpr int CHUNKS = D / 64;  // of 64 channels; dV and dK are computed chunk by chunk
+static_assert(!DK_IS_16BIT);
 
 // A stage in shared memory: both packed blocks of 64 queries.
 constexpr int Q_COLUMNS = 0;

@@ -42,7 +42,7 @@ __device__ __forceinline__ void contract_tokens(int (&sum)[32], const u32 (&a)[N
     wgmma_commit();
 }
 
-// sum += 16-bit P in registers, times all channels of N tokens of a 16-bit tile (ROWS_OF_TILE tokens, D).
+// sum += 16-bit P or dS in registers, times all channels of N tokens of a 16-bit tile (ROWS_OF_TILE tokens, D).
 template <int N, int ROWS_OF_TILE = N>
 __device__ __forceinline__ void contract_tokens_16bit(float (&sum)[D / 2], const u32 (&a)[N / 4], u32 b) {
     wgmma_fence();

@@ -29,7 +29,7 @@ struct Scores {
 struct ScoreTile {
     float factor;             // from INT8 products to logits
     const float2* minus_lse;  // of all queries of the block, in pairs; then -delta
-    int first_query;          // of QUERIES, in the block
+    int first_query;          // of the QUERIES that are taken now, in the block
     float2 scales;            // of Q and dO
     int keys;                 // that exist, from the first one of the tile on
     int blocks_ahead;         // of 64: the first key minus the first query. Causal: 0 on the diagonal, more: all is hidden

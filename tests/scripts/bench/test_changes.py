@@ -53,3 +53,12 @@ def test_a_process_that_fails_says_why(other):
     (other / "sagebwd" / "__init__.py").write_text("raise ImportError('half a checkout')")
     with pytest.raises(RuntimeError, match="half a checkout"):
         changes.main([str(other), *SMALL])
+
+
+def test_what_does_not_compile_is_left_to_the_measurement(other, tmp_path):
+    """There its error is shown."""
+    ran = tmp_path / "ran"
+    (other / "sagebwd" / "__init__.py").write_text(f"open({str(ran)!r}, 'w').close()\nraise ImportError")
+    arguments = changes.parse_arguments([str(other), *SMALL])
+    changes.compile_all([case for _, case in changes.named_cases(arguments)], (other,))
+    assert ran.exists()
