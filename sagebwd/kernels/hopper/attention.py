@@ -119,8 +119,6 @@ CTA_SHAPES = {
     ("backward", 128, False): CTAShape(2, 226_304, others=2),
     ("backward", 128, True): CTAShape(2, 209_920, others=2),
 }
-#: Channels of dQ that backward.cu adds up at a time, by padded head size.
-DQ_CHANNELS = {64: 64, 128: 32}
 
 
 def _launch(
@@ -252,9 +250,8 @@ def _counters(q: Tensor, q_axis: Axis, config: SageConfig) -> int:
 
 
 def _chunks(q: Tensor, q_axis: Axis) -> int:
-    """How many chunks of dQ there are, each added up by itself in backward.cu."""
-    head_dim = padded_head_dim(q.shape[3])
-    return q.shape[0] * q.shape[1] * q_axis.blocks * head_dim // DQ_CHANNELS[head_dim]
+    """How many chunks of dQ there are, 64 queries and channels each, added up by themselves in backward.cu."""
+    return q.shape[0] * q.shape[1] * q_axis.blocks * padded_head_dim(q.shape[3]) // 64
 
 
 class _Backward(NamedTuple):
@@ -317,8 +314,7 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
 def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:
     """All gradients by backward.cu."""
     chunks = _chunks(call.q, call.q_axis)
-    values = TILE[0] * DQ_CHANNELS[padded_head_dim(call.q.shape[3])]
-    dq_sums = call.q.new_empty((chunks, values), dtype=torch.float32)
+    dq_sums = call.q.new_empty((chunks, TILE[0] * 64), dtype=torch.float32)
     turns = call.counters
     axes = call.axes("backward", turns.data_ptr() + 4 * chunks)
     arguments = _CBackward(

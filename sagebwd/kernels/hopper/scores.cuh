@@ -107,4 +107,5 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[VALUE
     round_scores(scores.ds, ds, ds_inverse);
     barrier_wait(tile.ds_empty, tile.ds_parity);
     store_ds(ds, tile, warpgroup);
+    fence_proxy_async();  // here, because it also waits for products that are being issued
 }
