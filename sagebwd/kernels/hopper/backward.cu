@@ -201,65 +201,116 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const auto begin_dp = [&](u32 stage, int part) {
         contract_channels_16bit<QUERIES, KEYS, BLOCK_Q>(dp, v_rows, stage + (GRAD_ROWS + part * QUERIES * 128) / 16);
     };
-    const auto scales_of = [&](const Ring<STAGES>& at) {
-        return *reinterpret_cast<const float2*>(shared + RING + at.index * STAGE_BYTES + SCALES);
-    };
     pin_sums(sums);  // zero them before the first wgmma: later writes would serialize it
     queries.wait_full();
-    begin_s(ring + queries.index * (STAGE_BYTES / 16), 0);
-    begin_dp(ring + queries.index * (STAGE_BYTES / 16), 0);
-    float2 scales = scales_of(queries);
-    Ring<STAGES> last = queries;  // the stage that products of the block before still read
-    for (int left = blocks;; --left) {
-        // While the tensor cores work: what this tile needs, and wait for the next stage.
+    const auto tile_at = [&](int part) {
         ScoreTile tile;
-        tile.minus_lse = reinterpret_cast<const float2*>(shared + RING + queries.index * STAGE_BYTES + STATISTICS);
-        tile.scales = scales;
-        tile.factor = logit_factor(scales.x, k_scale, a.scale);
+        const u8* stage = shared + RING + queries.index * STAGE_BYTES;
+        tile.minus_lse = reinterpret_cast<const float2*>(stage + STATISTICS);
+        tile.scales = *reinterpret_cast<const float2*>(stage + SCALES);
+        tile.factor = logit_factor(tile.scales.x, k_scale, a.scale);
         tile.keys = keys;
         tile.blocks_ahead = first_ahead - block;
         tile.window = window;
         tile.ds = shared_address(shared) + DS + ds.index * DS_BYTES;
         tile.ds_empty = ds.empty + 8 * ds.index, tile.ds_parity = ds.parity ^ 1;
+        tile.first_query = part * QUERIES;
+        return tile;
+    };
+    const auto is_fast = [&](const ScoreTile& tile) {
         const bool is_cut = keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0) ||
                             (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead, q_tokens, kv_tokens));
-        Ring<STAGES> next = queries;
-        block = next_block(q_tiles, block);
-        const u32 this_stage = ring + queries.index * (STAGE_BYTES / 16);
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            const bool is_last = part + 1 == PARTS;
-            tile.first_query = part * QUERIES;
-            Scores scores;
-            wgmma_wait<0>();
-            pin(s);
-            pin(dp);
-            if (part == 0 && left < blocks) last.release();
-            // Early, so that the next ones arrive in time; what is multiplied with these below is never used.
-            if (is_last && left == 1) rings.keys.release();
-            if (is_fusible(tile.factor) && !is_cut)
-                find_scores<true>(scores, s, dp, tile, warpgroup);
-            else
-                find_scores<false>(scores, s, dp, tile, warpgroup);
-            if (is_last && left > 1) {
-                next.advance();
-                next.wait_full();
-            }
-            multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, tile.first_query);
+        return is_fusible(tile.factor) && !is_cut;
+    };
+    const auto stage_of = [&](const Ring<STAGES>& at) { return ring + at.index * (STAGE_BYTES / 16); };
+
+    if constexpr (DK_IS_16BIT) {
+        // S and dP of the next tile come before dV and dK of this one, so that these are multiplied while it is worked on.
+        Scores scores;
+        begin_s(stage_of(queries), 0);
+        begin_dp(stage_of(queries), 0);
+        ScoreTile tile = tile_at(0);
+        wgmma_wait<0>();
+        pin(s);
+        pin(dp);
+        {
+            ExactScores exact;
+            find_scores<false>(exact, s, dp, tile);
+            round_scores(scores, exact, tile);
+            hand_over_ds(exact, tile, warpgroup);
+        }
+        int part = 0;
+#pragma unroll 1
+        for (int left = blocks * PARTS; left > 1; --left) {
+            const bool is_last = PARTS == 1 || part == 1;
+            const u32 this_stage = stage_of(queries);
+            const int first_query = part * QUERIES;
+            const Ring<STAGES> last = queries;
             if (is_last) {
                 ds.fill();
                 ds.advance();
+                block = next_block(q_tiles, block);
+                queries.advance();
+                queries.wait_full();
             }
-            // After the last tile S and dP are computed once more and not used: a branch between wgmmas would serialize them.
-            const u32 next_stage = is_last ? ring + next.index * (STAGE_BYTES / 16) : this_stage;
-            begin_s(next_stage, is_last ? 0 : part + 1);
-            finish_scores(sums, dp, scores);
-            begin_dp(next_stage, is_last ? 0 : part + 1);
+            part = is_last ? 0 : part + 1;
+            begin_s(stage_of(queries), part);
+            begin_dp(stage_of(queries), part);
+            multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, first_query);
+            tile = tile_at(part);
+            wgmma_wait<2>();
+            pin(s);
+            pin(dp);
+            ExactScores exact;
+            if (is_fast(tile))
+                find_scores<true>(exact, s, dp, tile);
+            else
+                find_scores<false>(exact, s, dp, tile);
+            wgmma_wait<0>();
+            if (is_last) last.release();
+            round_scores(scores, exact, tile);
+            hand_over_ds(exact, tile, warpgroup);
         }
+        rings.keys.release();
+        ds.fill();
+        ds.advance();
+        multiply_scores(sums, s, dp, scores, scores.p, scores.ds, stage_of(queries), part * QUERIES);
+    } else {
+    begin_s(stage_of(queries), 0);
+    begin_dp(stage_of(queries), 0);
+    for (int left = blocks;; --left) {
+        const ScoreTile tile = tile_at(0);
+        const u32 this_stage = stage_of(queries);
+        Ring<STAGES> next = queries;
+        block = next_block(q_tiles, block);
+        wgmma_wait<0>();
+        pin(s);
+        pin(dp);
+        // Early, so that the next ones arrive in time; what is multiplied with these below is never used.
+        if (left == 1) rings.keys.release();
+        ExactScores exact;
+        Scores scores;
+        if (is_fast(tile))
+            find_scores<true>(exact, s, dp, tile);
+        else
+            find_scores<false>(exact, s, dp, tile);
+        round_scores(scores, exact, tile);
+        hand_over_ds(exact, tile, warpgroup);
+        if (left > 1) {
+            next.advance();
+            next.wait_full();
+        }
+        multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, 0);
+        ds.fill();
+        ds.advance();
+        // After the last tile S and dP are computed once more and not used: a branch between wgmmas would serialize them.
+        begin_s(stage_of(next), 0);
+        finish_scores(sums, dp, scores);
+        begin_dp(stage_of(next), 0);
         if (left == 1) break;
-        scales = scales_of(next);
-        last = queries;
+        queries.release();
         queries = next;
+    }
     }
     wgmma_wait<0>();
     pin_sums(sums);
