@@ -65,6 +65,7 @@ from scripts.paper.gradient_bias_gradients import (
     attending,
     draw_batches,
     empty_gradients,
+    fit_twice,
     gradients,
     own_grams,
     second_moments,
@@ -120,7 +121,8 @@ EXAMPLES = """
 examples:
   the end of a run and its milestones, on a GPU
       python -m scripts.paper.gradient_bias runs/NAME --milestones --out runs/paper/gradient_bias
-  325M parameters: gradients of 32 batches take 2 x 41 GB, so fewer sequences in a pass
+  325M parameters: gradients of 32 batches take 41 GB, and as much in host memory where the GPU has less than
+  110 GB, so fewer sequences in a pass
       python -m scripts.paper.gradient_bias runs/NAME --micro-batch 4
   what two processes measured, as one result
       python -m scripts.paper.gradient_bias --join first.json.gz second.json.gz --out runs/paper/gradient_bias
@@ -292,13 +294,12 @@ def measure_checkpoint(
             | {"adam": "mean square of g over batches" if v_hat is None else "v of the checkpoint"}
             | {"truth": TITLES[kernel], "loss": float(np.mean(losses)), "loss_differences": {}}
         )
-        rows, d = [], empty_gradients(llama, len(batches))
+        fits = fit_twice(llama, len(batches))
+        rows, g_setting = [], empty_gradients(llama, len(batches), in_host_memory=not fits)
         for setting, attend in found.items():
             with attending(llama, attend):
-                with_setting = gradients(llama, batches, micro_batch, dtype, d)
-            for name in d:
-                d[name] -= g[name]
-            grams = tensor_grams(d, g, own, scales)
+                with_setting = gradients(llama, batches, micro_batch, dtype, g_setting)
+            grams = tensor_grams(g_setting, g, own, scales)
             rows += setting_rows(grams, place | {"setting": setting}, arguments.tokens_per_batch)
             difference = np.array(with_setting) - np.array(losses)
             result["checkpoints"][-1]["loss_differences"][setting] = mean_and_interval(difference)

@@ -50,11 +50,22 @@ def gradients(
     return torch.stack(losses).tolist()
 
 
-def empty_gradients(llama: Llama, batches: int) -> Gradients:
+def empty_gradients(llama: Llama, batches: int, *, in_host_memory: bool = False) -> Gradients:
+    """Room for the gradients of so many batches, where the weights are or in pinned host memory."""
+    place = {"pin_memory": True} if in_host_memory else {"device": next(llama.parameters()).device}
     return {
-        name: torch.empty(batches, parameter.numel(), device=parameter.device)
-        for name, parameter in llama.named_parameters()
+        name: torch.empty(batches, parameter.numel(), **place) for name, parameter in llama.named_parameters()
     }
+
+
+def fit_twice(llama: Llama, batches: int) -> bool:
+    """Whether the GPU has room for the gradients of so many batches, twice; True on a CPU."""
+    device = next(llama.parameters()).device
+    if device.type != "cuda":
+        return True
+    size = 4 * batches * sum(parameter.numel() for parameter in llama.parameters())
+    # A quarter is left to activations.
+    return 2 * size < 0.75 * torch.cuda.get_device_properties(device).total_memory
 
 
 @contextmanager
@@ -93,16 +104,18 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def tensor_grams(
-    d: Gradients, g: Gradients, own: Mapping[tuple[str, str], np.ndarray], scales: Mapping[str, Tensor]
+    g_setting: Gradients,
+    g: Gradients,
+    own: Mapping[tuple[str, str], np.ndarray],
+    scales: Mapping[str, Tensor],
 ) -> dict[tuple[str, str], Grams]:
-    """By (view, weight). own: the inner products of g by itself."""
-    return {
-        (view, name): Grams(
-            dd=gram(d[name], d[name], scale), dg=gram(d[name], g[name], scale), gg=own[view, name]
-        )
-        for name in d
-        for view, scale in ((RAW, None), (ADAM, scales[name]))
-    }
+    """By (view, weight). own: the inner products of g by itself. g_setting may be in host memory."""
+    grams = {}
+    for name, rows in g_setting.items():
+        d = rows.to(g[name].device, copy=True).sub_(g[name])
+        for view, scale in ((RAW, None), (ADAM, scales[name])):
+            grams[view, name] = Grams(dd=gram(d, d, scale), dg=gram(d, g[name], scale), gg=own[view, name])
+    return grams
 
 
 def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str], np.ndarray]:

@@ -250,7 +250,7 @@ def _counters(q: Tensor, q_axis: Axis, config: SageConfig) -> int:
 
 
 def _chunks(q: Tensor, q_axis: Axis) -> int:
-    """How many chunks of dQ there are, 64 queries and channels each, added up by themselves in backward.cu."""
+    """How many chunks of dQ backward.cu adds up, each of 64 queries and 64 channels."""
     return q.shape[0] * q.shape[1] * q_axis.blocks * padded_head_dim(q.shape[3]) // 64
 
 
