@@ -181,16 +181,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
         load_left<D>(k + 4 * step, left_address<D>(base + Q_ROWS), warp_key, step * STEP);
     __syncthreads();
 
-    const auto packed_block = [&](const QueryBlocks& at) {
-        return (i64(work.kv_head) * a.axes.group + at.head) * a.axes.q_blocks + work.q_block + at.block;
-    };
     const auto copy_rows = [&](const QueryBlocks& at) {
         if (at.left > 0)
-            copy_block<THREADS>(base + Q_ROWS, a.packed_q_rows + packed_block(at) * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES);
+            copy_block<THREADS>(base + Q_ROWS, a.packed_q_rows + packed_block(a, work, at) * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES);
         cp_async_commit();
     };
     const auto copy_columns = [&](const QueryBlocks& at) {
-        copy_block<THREADS>(base + Q_COLUMNS, a.packed_q_columns + packed_block(at) * PACKED_Q_COLUMNS_BYTES,
+        copy_block<THREADS>(base + Q_COLUMNS, a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES,
                             PACKED_Q_COLUMNS_BYTES);
         cp_async_commit();
     };
@@ -267,15 +264,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
         float dv_factor[2], dk_factor[2];
         find_factors(dv_factor, largest.p + row, P_MAX, tile.scales.y);
         find_factors(dk_factor, largest.ds + row, INT8_MAX, tile.scales.x);
-        const i64 block = packed_block(at);
-        const bool is_first = HAS_WINDOW && turn == first_key_block(window, first_query);
-        if (threadIdx.x == 0) wait_for_value(a.turns + block, is_first ? 0 : turn);
+        const i64 block = packed_block(a, work, at);
+        if (threadIdx.x == 0) wait_for_turn(a, block, first_query, turn, window);
         if (IS_ALIASED) cp_async_wait<0>();
 
         __syncthreads();  // P, dS and the columns are there, and it is this CTA's turn
         multiply_scores(sums, shared, base, dv_factor, dk_factor, channel);
-        add_dq<HAS_TILE_SCALES>(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, window, base + DS,
-                                base + K_COLUMNS, of_queries, HAS_TOKEN_SCALES ? 1.0f : tile.k_scale[0]);
+        const LeftOfDq left =
+            load_left_of_dq<HAS_TILE_SCALES>(base + DS, of_queries, HAS_TOKEN_SCALES ? 1.0f : tile.k_scale[0]);
+        add_dq(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, window, left, base + K_COLUMNS);
         finished = a.turns + block;
         if (IS_ALIASED) {
             __syncthreads();  // nobody needs the columns

@@ -71,11 +71,12 @@ def _forward_bytes(
 
 
 def _backward_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool) -> int:
-    """V, K by columns; a block of queries by rows and by columns; dS; maxima."""
+    """V, K by columns; a block of queries by rows and by columns; dS; maxima; scales of K."""
     block_q, block_kv = tile
     rows = _align(_q_rows_bytes(head_dim, block_q, token_scales), 128)
     columns = (1 if p_16bit else 2) * block_q * head_dim
-    return 3 * block_kv * head_dim + rows + columns + block_q * block_kv + 2 * block_q * 4
+    keys = 3 * block_kv * head_dim + scale_bytes(1, block_kv, token_scales)
+    return keys + rows + columns + block_q * block_kv + 2 * block_q * 4
 
 
 def _shared_keys_bytes(head_dim: int, tile: tuple[int, int], token_scales: bool, s_16bit: bool) -> int:
