@@ -73,7 +73,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         next.advance(work.q_tiles);
         cp_async_wait<1>();
         __syncthreads();  // this block's rows are there; dQ of the last block is written
-        pass_turn(finished, turn);
 
         const int first_query = work.first_query + at.block * BLOCK_Q;
         const Tile tile = describe_tile(shared + Q_ROWS, k_scales, largest + at.left % 2 * BLOCK_Q, first_query, a.scale, work,
@@ -87,10 +86,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         __syncthreads();  // the maxima and this block's columns are there; nobody needs its rows but for 16-bit dV
         if (!P_IS_16BIT && next.left > 0) copy_rows(next);
         if (!P_IS_16BIT) cp_async_commit();
+        pass_turn(finished, turn);  // not earlier: it waits until all additions have arrived
         store_ds(shared + DS, ds, tile.largest, key_of_warp());
         multiply_scores(sums, scores, scores.p, base + Q_ROWS, base + Q_COLUMNS);
         const i64 block = packed_block(a, work, at);
-        if (threadIdx.x == 0) wait_for_turn(a, block, first_query, turn, window);
+        wait_for_turn(a, block, first_query, turn, window);
 
         __syncthreads();  // dS is there, it is this CTA's turn, and nobody needs the columns
         if (P_IS_16BIT && next.left > 0) copy_rows(next);

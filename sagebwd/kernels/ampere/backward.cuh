@@ -37,10 +37,10 @@ __device__ __forceinline__ LeftOfDq load_left_of_dq(u32 ds_tile, const int* larg
 }
 
 // Waits until the CTA that owns the keys before has added to packed block `block` of queries, the first of which is `first_query`.
-// One thread calls it; a barrier tells the others.
+// One thread waits, of another warp than the one that passes turns; a barrier tells all others.
 __device__ __forceinline__ void wait_for_turn(const Arguments& a, i64 block, int first_query, int turn, const Window& window) {
     const bool is_first = HAS_WINDOW && turn == first_key_block(window, first_query);
-    wait_for_value(a.turns + block, is_first ? 0 : turn);
+    if (threadIdx.x == THREADS - 32) wait_for_value(a.turns + block, is_first ? 0 : turn);
 }
 
 // Adds a tile's share to dQ of packed block `block` of queries of a head. Call it when it is this CTA's turn.

@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
         find_factors(dv_factor, largest.p + row, P_MAX, tile.scales.y);
         find_factors(dk_factor, largest.ds + row, INT8_MAX, tile.scales.x);
         const i64 block = packed_block(a, work, at);
-        if (threadIdx.x == 0) wait_for_turn(a, block, first_query, turn, window);
+        wait_for_turn(a, block, first_query, turn, window);
         if (IS_ALIASED) cp_async_wait<0>();
 
         __syncthreads();  // P, dS and the columns are there, and it is this CTA's turn
