@@ -196,6 +196,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
     QueryBlocks at = {0, work.q_tiles - 1, has_queries ? a.axes.group * work.q_tiles : 0};
     copy_rows(at);
 
+    // Not read for each block: waiting for a turn empties the L1 cache.
+    const float k_scale[2] = {k_scales[HAS_TOKEN_SCALES ? key : 0], k_scales[HAS_TOKEN_SCALES ? key + 8 : 0]};
     Sums sums = {};
     int* finished = nullptr;  // the turn that this CTA has taken but not yet passed on
     const int turn = work.first / BLOCK_KV;
@@ -204,15 +206,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
         next.advance(work.q_tiles);
         cp_async_wait<0>();
         __syncthreads();  // this block's rows are there; dQ of the last block is written, and nobody needs its columns
-        pass_turn(finished, turn);
         if (!IS_ALIASED) copy_columns(at);
 
         const int first_query = work.first_query + at.block * BLOCK_Q;
         Maxima& largest = maxima[at.left % 2];
         Tile tile;
         tile.scales = {1.0f, 1.0f};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) tile.k_scale[r] = k_scales[HAS_TOKEN_SCALES ? key + 8 * r : 0];
+        tile.k_scale[0] = k_scale[0], tile.k_scale[1] = k_scale[1];
         if (!HAS_TOKEN_SCALES) tile.scales = *reinterpret_cast<const float2*>(shared + SCALES);
         tile.factor = S_IS_16BIT ? __fmul_rn(a.scale, LOG2_E) : logit_factor(tile.scales.x, tile.k_scale[0], a.scale);
         tile.q_scales = reinterpret_cast<const float2*>(shared + SCALES) + query / 2 + lane % 4;
@@ -252,6 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
         __syncthreads();  // the maxima are there, the columns too unless they lie where the rows are; nobody needs these
         if (IS_ALIASED) copy_columns(at);
         if (!IS_ALIASED) copy_rows(next);
+        pass_turn(finished, turn);  // not earlier: it waits until all additions have arrived
         const int row = HAS_TILE_SCALES ? 0 : key;
         u32 rounded[QUERIES / 8];
         round_scores(rounded, p, largest.p + row, P_MAX);

@@ -114,10 +114,10 @@ def test_kernels_fit_every_gpu(source, tile, head_dim, architecture, macros, tmp
 
 #: (tile, head size, macros) of backward_shared_keys.cu with 16 warps, and bytes that ptxas may spill.
 MORE_WARPS = {
-    ((64, 128), 64, ()): 0,
-    ((64, 128), 64, ("TOKEN_SCALES",)): 0,
+    ((64, 128), 64, ()): 32,
+    ((64, 128), 64, ("TOKEN_SCALES",)): 32,
     ((64, 128), 64, ("IS_WINDOWED", "UNSIGNED_P")): 16,
-    ((64, 128), 128, ()): 256,
+    ((64, 128), 128, ()): 272,
     ((128, 64), 64, ("SCALES_OF_TILES",)): 32,
     ((128, 64), 128, ("SCALES_OF_TILES",)): 16,
 }
