@@ -100,7 +100,7 @@ __device__ __forceinline__ void raise_largest(int* largest, const float (&ds)[N]
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
         const float* x = ds + i / 2 * 4 + i % 2;
-        found[i] = max(__float_as_int(x[0]) & 0x7fffffff, __float_as_int(x[2]) & 0x7fffffff);
+        found[i] = __float_as_int(nan_max_abs(fabsf(x[0]), x[2]));
     }
     keep_half<N / 4>(found, 16);
     keep_half<N / 8>(found, 8);
@@ -134,9 +134,7 @@ __device__ __forceinline__ void store_ds(u8* target, const float (&ds)[N], const
         const u32 pair = low_bytes(rounded(0, 0), rounded(1, 0), rounded(0, 1), rounded(1, 1));
         four_keys[j] = __byte_perm(transpose_matrix(pair), 0, 0x3120);
     }
+    u8* own = target + swizzled<BLOCK_KV>(lane / 4 * BLOCK_KV + key + lane % 4 * 4);  // 8 rows further on it is the same
 #pragma unroll
-    for (int j = 0; j < N / 4; ++j) {
-        const int query = 8 * j + lane / 4;
-        *reinterpret_cast<u32*>(target + swizzled<BLOCK_KV>(query * BLOCK_KV + key + lane % 4 * 4)) = four_keys[j];
-    }
+    for (int j = 0; j < N / 4; ++j) *reinterpret_cast<u32*>(own + 8 * j * BLOCK_KV) = four_keys[j];
 }
