@@ -181,8 +181,14 @@ def machine_code(which: str, preset: str, head_dim: int, mask: str, architecture
 
 
 def source_of(which: str, head_dim: int, config: SageConfig) -> str:
-    """The source of the kernel of a pass."""
-    return which if which == "forward" else backward_source(config.tile(head_dim))
+    """The source of the kernel of a pass.
+
+    Instead of backward_dq_warps.cu, whose warps run two loops, it is backward.cu: the same work in one.
+    """
+    if which == "forward":
+        return which
+    source = backward_source(config.tile(head_dim), head_dim)
+    return "backward" if source == "backward_dq_warps" else source
 
 
 def tile_of(which: str, head_dim: int, config: SageConfig) -> tuple[int, int]:

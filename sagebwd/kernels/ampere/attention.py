@@ -1,4 +1,4 @@
-"""Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) with mma.sync: packing, then forward.cu and backward.cu.
+"""Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) with mma.sync: packing, forward.cu, one of backward*.cu.
 
 The same arithmetic as the Hopper kernels, for the same head sizes and settings, and with INT8 O and dV also
 ``operand_scales="token"`` (TOKEN_SCALES in the sources). The backward is one kernel: S and dP are computed
@@ -28,11 +28,11 @@ from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.window import CAUSAL, Window
 
-# --- Arguments: struct Arguments of backward.cu ------------------------------------------------------------
+# --- Arguments: struct Arguments of backward.cuh ------------------------------------------------------------
 
 
 class CBackward(ctypes.Structure):
-    """``Arguments`` of backward.cu."""
+    """``Arguments`` of backward.cuh."""
 
     _fields_ = [
         ("packed_q_rows", ctypes.c_void_p),
@@ -206,5 +206,5 @@ def backward(
         "UNSIGNED_P": config.is_unsigned("dv"),
         "SCALES_OF_TILES": config.granularity == "block",
     }
-    _launch(backward_source(tile), q, window, arguments, tile=tile, p_16bit=p_16bit, **settings)
+    _launch(backward_source(tile, head_dim), q, window, arguments, tile=tile, p_16bit=p_16bit, **settings)
     return dq.finish(), dk.finish(), dv.finish()

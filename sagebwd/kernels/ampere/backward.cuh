@@ -15,27 +15,43 @@ struct Arguments {
     float scale;
 };
 
-// Adds a tile's share to dQ of packed block `block` of queries of a head. Call it when it is this CTA's turn. `ds_tile`:
-// (queries, keys), see store_ds; `largest`: of each query or of the tile.
+// What a warp needs of dS of a tile for its part of dQ: its queries, all keys.
+struct LeftOfDq {
+    u32 ds[BLOCK_KV / 8];
+    float factor[2];  // scales per row, times that of K
+};
+
+// `ds_tile`: (queries, keys), see store_ds; `largest`: of each query or of the tile.
 template <bool IS_SCALE_OF_TILE = false>
-__device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, int head, i64 block, int first_query, int turn,
-                                       const Window& window, u32 ds_tile, u32 k_columns, const int* largest, float k_scale) {
+__device__ __forceinline__ LeftOfDq load_left_of_dq(u32 ds_tile, const int* largest, float k_scale) {
+    LeftOfDq left;
     const int row = dq_row(), lane_row = row + threadIdx.x % 32 / 4;
     const u32 ds_address = left_address<BLOCK_KV>(ds_tile);
-    u32 ds[BLOCK_KV / 8];
 #pragma unroll
     for (int step = 0; step < BLOCK_KV / STEP; ++step)
-        load_left<BLOCK_KV>(ds + 4 * step, ds_address, row, step * STEP);
-    const bool is_first = turn == (HAS_WINDOW ? first_key_block(window, first_query) : 0);
-    const bool is_last = turn + 1 >= visible_key_blocks(work, window, first_query);
-    float factor[2];
+        load_left<BLOCK_KV>(left.ds + 4 * step, ds_address, row, step * STEP);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-        factor[r] = scale_of(__int_as_float(largest[IS_SCALE_OF_TILE ? 0 : lane_row + 8 * r]), INT8_MAX) * k_scale;
+        left.factor[r] = scale_of(__int_as_float(largest[IS_SCALE_OF_TILE ? 0 : lane_row + 8 * r]), INT8_MAX) * k_scale;
+    return left;
+}
+
+// Waits until the CTA that owns the keys before has added to packed block `block` of queries, the first of which is `first_query`.
+// One thread waits, of another warp than the one that passes turns; a barrier tells all others.
+__device__ __forceinline__ void wait_for_turn(const Arguments& a, i64 block, int first_query, int turn, const Window& window) {
+    const bool is_first = HAS_WINDOW && turn == first_key_block(window, first_query);
+    if (threadIdx.x == THREADS - 32) wait_for_value(a.turns + block, is_first ? 0 : turn);
+}
+
+// Adds a tile's share to dQ of packed block `block` of queries of a head. Call it when it is this CTA's turn.
+__device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, int head, i64 block, int first_query, int turn,
+                                       const Window& window, const LeftOfDq& left, u32 k_columns) {
+    const bool is_first = turn == (HAS_WINDOW ? first_key_block(window, first_query) : 0);
+    const bool is_last = turn + 1 >= visible_key_blocks(work, window, first_query);
 #pragma unroll 1
     for (int part = 0; part < DQ_PARTS; ++part) {
         float dq[DQ_VALUES] = {};
-        contract_tokens<BLOCK_KV, DQ_CHANNELS>(dq, ds, k_columns + dq_channel(part) * BLOCK_KV, factor);
+        contract_tokens<BLOCK_KV, DQ_CHANNELS>(dq, left.ds, k_columns + dq_channel(part) * BLOCK_KV, left.factor);
         float* sums = own_sums(a.dq_sums + block * (BLOCK_Q * D), part);
         if (!is_last) {
             is_first ? begin_sum(sums, dq) : add_to_sum(sums, dq);
@@ -56,3 +72,8 @@ struct QueryBlocks {
         if (--block < 0) block = blocks - 1, ++head;
     }
 };
+
+// The packed block of queries at `at`, counted over all heads.
+__device__ __forceinline__ i64 packed_block(const Arguments& a, const KeyTile& work, const QueryBlocks& at) {
+    return (i64(work.kv_head) * a.axes.group + at.head) * a.axes.q_blocks + work.q_block + at.block;
+}

@@ -181,16 +181,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
         load_left<D>(k + 4 * step, left_address<D>(base + Q_ROWS), warp_key, step * STEP);
     __syncthreads();
 
-    const auto packed_block = [&](const QueryBlocks& at) {
-        return (i64(work.kv_head) * a.axes.group + at.head) * a.axes.q_blocks + work.q_block + at.block;
-    };
     const auto copy_rows = [&](const QueryBlocks& at) {
         if (at.left > 0)
-            copy_block<THREADS>(base + Q_ROWS, a.packed_q_rows + packed_block(at) * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES);
+            copy_block<THREADS>(base + Q_ROWS, a.packed_q_rows + packed_block(a, work, at) * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES);
         cp_async_commit();
     };
     const auto copy_columns = [&](const QueryBlocks& at) {
-        copy_block<THREADS>(base + Q_COLUMNS, a.packed_q_columns + packed_block(at) * PACKED_Q_COLUMNS_BYTES,
+        copy_block<THREADS>(base + Q_COLUMNS, a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES,
                             PACKED_Q_COLUMNS_BYTES);
         cp_async_commit();
     };
@@ -199,6 +196,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
     QueryBlocks at = {0, work.q_tiles - 1, has_queries ? a.axes.group * work.q_tiles : 0};
     copy_rows(at);
 
+    // Not read for each block: waiting for a turn empties the L1 cache.
+    const float k_scale[2] = {k_scales[HAS_TOKEN_SCALES ? key : 0], k_scales[HAS_TOKEN_SCALES ? key + 8 : 0]};
     Sums sums = {};
     int* finished = nullptr;  // the turn that this CTA has taken but not yet passed on
     const int turn = work.first / BLOCK_KV;
@@ -207,15 +206,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
         next.advance(work.q_tiles);
         cp_async_wait<0>();
         __syncthreads();  // this block's rows are there; dQ of the last block is written, and nobody needs its columns
-        pass_turn(finished, turn);
         if (!IS_ALIASED) copy_columns(at);
 
         const int first_query = work.first_query + at.block * BLOCK_Q;
         Maxima& largest = maxima[at.left % 2];
         Tile tile;
         tile.scales = {1.0f, 1.0f};
-#pragma unroll
-        for (int r = 0; r < 2; ++r) tile.k_scale[r] = k_scales[HAS_TOKEN_SCALES ? key + 8 * r : 0];
+        tile.k_scale[0] = k_scale[0], tile.k_scale[1] = k_scale[1];
         if (!HAS_TOKEN_SCALES) tile.scales = *reinterpret_cast<const float2*>(shared + SCALES);
         tile.factor = S_IS_16BIT ? __fmul_rn(a.scale, LOG2_E) : logit_factor(tile.scales.x, tile.k_scale[0], a.scale);
         tile.q_scales = reinterpret_cast<const float2*>(shared + SCALES) + query / 2 + lane % 4;
@@ -255,6 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
         __syncthreads();  // the maxima are there, the columns too unless they lie where the rows are; nobody needs these
         if (IS_ALIASED) copy_columns(at);
         if (!IS_ALIASED) copy_rows(next);
+        pass_turn(finished, turn);  // not earlier: it waits until all additions have arrived
         const int row = HAS_TILE_SCALES ? 0 : key;
         u32 rounded[QUERIES / 8];
         round_scores(rounded, p, largest.p + row, P_MAX);
@@ -267,15 +265,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
         float dv_factor[2], dk_factor[2];
         find_factors(dv_factor, largest.p + row, P_MAX, tile.scales.y);
         find_factors(dk_factor, largest.ds + row, INT8_MAX, tile.scales.x);
-        const i64 block = packed_block(at);
-        const bool is_first = HAS_WINDOW && turn == first_key_block(window, first_query);
-        if (threadIdx.x == 0) wait_for_value(a.turns + block, is_first ? 0 : turn);
+        const i64 block = packed_block(a, work, at);
+        wait_for_turn(a, block, first_query, turn, window);
         if (IS_ALIASED) cp_async_wait<0>();
 
         __syncthreads();  // P, dS and the columns are there, and it is this CTA's turn
         multiply_scores(sums, shared, base, dv_factor, dk_factor, channel);
-        add_dq<HAS_TILE_SCALES>(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, window, base + DS,
-                                base + K_COLUMNS, of_queries, HAS_TOKEN_SCALES ? 1.0f : tile.k_scale[0]);
+        const LeftOfDq left =
+            load_left_of_dq<HAS_TILE_SCALES>(base + DS, of_queries, HAS_TOKEN_SCALES ? 1.0f : tile.k_scale[0]);
+        add_dq(a, work, work.kv_head * a.axes.group + at.head, block, first_query, turn, window, left, base + K_COLUMNS);
         finished = a.turns + block;
         if (IS_ALIASED) {
             __syncthreads();  // nobody needs the columns

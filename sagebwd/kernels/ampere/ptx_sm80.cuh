@@ -76,6 +76,20 @@ __device__ __forceinline__ void mma_16bit(float* sum, const u32* a, const u32* b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// --- Barriers between some warps of a CTA ------------------------------------------------------------------
+//
+// By number; it is complete when THREADS have come, whether they wait for the others or not.
+
+template <int THREADS>
+__device__ __forceinline__ void barrier_sync(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+template <int THREADS>
+__device__ __forceinline__ void barrier_arrive(int barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
 // --- Between CTAs ------------------------------------------------------------------------------------------
 
 // Waits until another CTA has released `value` at `place`, and sees what it wrote before.

@@ -100,7 +100,7 @@ __device__ __forceinline__ void raise_largest(int* largest, const float (&ds)[N]
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
         const float* x = ds + i / 2 * 4 + i % 2;
-        found[i] = max(__float_as_int(x[0]) & 0x7fffffff, __float_as_int(x[2]) & 0x7fffffff);
+        found[i] = __float_as_int(nan_max_abs(fabsf(x[0]), x[2]));
     }
     keep_half<N / 4>(found, 16);
     keep_half<N / 8>(found, 8);
@@ -116,20 +116,25 @@ __device__ __forceinline__ void raise_largest(int* largest, const float (&ds)[N]
 
 // Stores dS of 16 keys, from `key` on, and N / 2 queries, rounded with a scale for each query or for the tile, transposed, for
 // the product with K. Keys r and r + 8 make 16 bits, which can be transposed; then a thread has four keys in the order of
-// tiles by columns.
+// tiles by columns. Nothing is stored before all is loaded and transposed: the compiler leaves loads and stores of shared memory
+// in order, and each transposition would wait for the one before.
 template <bool IS_SCALE_OF_TILE = false, int N>
 __device__ __forceinline__ void store_ds(u8* target, const float (&ds)[N], const int* largest, int key) {
     const int lane = threadIdx.x % 32;
     const int2* pairs = reinterpret_cast<const int2*>(largest) + lane % 4;
+    int2 bits[N / 4];
+    u32 four_keys[N / 4];
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) bits[j] = IS_SCALE_OF_TILE ? int2{*largest, *largest} : pairs[4 * j];
 #pragma unroll
     for (int j = 0; j < N / 4; ++j) {
-        const int2 bits = IS_SCALE_OF_TILE ? int2{*largest, *largest} : pairs[4 * j];
-        const float inverse[2] = {reciprocal(scale_of(__int_as_float(bits.x), INT8_MAX)),
-                                  reciprocal(scale_of(__int_as_float(bits.y), INT8_MAX))};
+        const float inverse[2] = {reciprocal(scale_of(__int_as_float(bits[j].x), INT8_MAX)),
+                                  reciprocal(scale_of(__int_as_float(bits[j].y), INT8_MAX))};
         const auto rounded = [&](int r, int e) { return fmaf(ds[4 * j + 2 * r + e], inverse[e], ROUNDING_OFFSET); };
         const u32 pair = low_bytes(rounded(0, 0), rounded(1, 0), rounded(0, 1), rounded(1, 1));
-        const u32 four_keys = __byte_perm(transpose_matrix(pair), 0, 0x3120);
-        const int query = 8 * j + lane / 4;
-        *reinterpret_cast<u32*>(target + swizzled<BLOCK_KV>(query * BLOCK_KV + key + lane % 4 * 4)) = four_keys;
+        four_keys[j] = __byte_perm(transpose_matrix(pair), 0, 0x3120);
     }
+    u8* own = target + swizzled<BLOCK_KV>(lane / 4 * BLOCK_KV + key + lane % 4 * 4);  // 8 rows further on it is the same
+#pragma unroll
+    for (int j = 0; j < N / 4; ++j) *reinterpret_cast<u32*>(own + 8 * j * BLOCK_KV) = four_keys[j];
 }

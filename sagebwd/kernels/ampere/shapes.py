@@ -21,12 +21,16 @@ class CTAShape(NamedTuple):
 
 
 #: Threads of a CTA, by source. backward_shared_keys.cu can have 512, too, and then takes tiles of 128 keys.
-THREADS = {"forward": 256, "backward": 256, "backward_shared_keys": 256}
+THREADS = {"forward": 256, "backward": 256, "backward_dq_warps": 384, "backward_shared_keys": 256}
+#: Padded head sizes at which backward_dq_warps.cu runs: at 128, the threads of 12 warps lack registers.
+DQ_WARP_HEAD_DIMS = (64,)
 
 
-def backward_source(tile: tuple[int, int]) -> str:
-    """The source of the backward for tiles of (queries, keys)."""
-    return "backward" if tile[1] == 128 else "backward_shared_keys"
+def backward_source(tile: tuple[int, int], head_dim: int) -> str:
+    """The source of the backward for tiles of (queries, keys) and a padded head size."""
+    if tile[1] != 128:
+        return "backward_shared_keys"
+    return "backward_dq_warps" if head_dim in DQ_WARP_HEAD_DIMS else "backward"
 
 
 def cta_shape(
@@ -41,7 +45,7 @@ def cta_shape(
     """The CTA of a kernel.
 
     Args:
-        source: "forward", "backward" or "backward_shared_keys".
+        source: a key of :data:`THREADS`.
         head_dim: as padded.
         tile: queries and keys of a packed block.
         p_16bit, token_scales, s_16bit: the macros of these names.
@@ -49,8 +53,10 @@ def cta_shape(
     threads = THREADS[source]
     if source == "forward":
         return CTAShape(128, threads, _forward_bytes(head_dim, tile, p_16bit, token_scales, s_16bit))
-    if source == "backward":
-        return CTAShape(tile[1], threads, _backward_bytes(head_dim, tile, p_16bit, token_scales))
+    if source in ("backward", "backward_dq_warps"):
+        is_staged = source == "backward_dq_warps"
+        shared_bytes = _backward_bytes(head_dim, tile, is_staged, p_16bit, token_scales)
+        return CTAShape(tile[1], threads, shared_bytes)
     return CTAShape(tile[1], threads, _shared_keys_bytes(head_dim, tile, token_scales, s_16bit))
 
 
@@ -70,12 +76,19 @@ def _forward_bytes(
     return max(operands, 2 * 64 * (2 * head_dim + 16))
 
 
-def _backward_bytes(head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool) -> int:
-    """V, K by columns; a block of queries by rows and by columns; dS; maxima."""
+def _backward_bytes(
+    head_dim: int, tile: tuple[int, int], is_staged: bool, p_16bit: bool, token_scales: bool
+) -> int:
+    """V, K by columns, its scales; a block of queries by rows and by columns; dS; maxima.
+
+    With stages there are two blocks of queries, and K by rows.
+    """
     block_q, block_kv = tile
     rows = _align(_q_rows_bytes(head_dim, block_q, token_scales), 128)
     columns = (1 if p_16bit else 2) * block_q * head_dim
-    return 3 * block_kv * head_dim + rows + columns + block_q * block_kv + 2 * block_q * 4
+    exchanged = block_q * block_kv + 2 * block_q * 4
+    keys = (4 if is_staged else 3) * block_kv * head_dim + scale_bytes(1, block_kv, token_scales)
+    return keys + (2 if is_staged else 1) * (rows + columns) + exchanged
 
 
 def _shared_keys_bytes(head_dim: int, tile: tuple[int, int], token_scales: bool, s_16bit: bool) -> int:

@@ -20,20 +20,22 @@ __device__ __forceinline__ bool take_work_tile(const Axes& axes, const Window& w
     return has_keys;
 }
 
-// Lets the next CTA add. Call it after a barrier that follows this CTA's addition.
-__device__ __forceinline__ void pass_turn(int* turn, int value) {
-    if (turn != nullptr && threadIdx.x == 0) release_value(turn, value + 1);
-}
-
-// A block of dQ is divided among all warps: 16 queries each and a part of the channels. A warp computes DQ_CHANNELS at a time,
-// because registers are scarce.
+// A block of dQ is divided among all warps, or, of 12, among the last four: 16 queries each and a part of the channels. A warp
+// computes DQ_CHANNELS at a time, because registers are scarce.
 constexpr int THREADS = LAUNCH_THREADS, WARPS = THREADS / 32;
-constexpr int DQ_ROW_WARPS = BLOCK_Q / 16, DQ_WARP_CHANNELS = D * DQ_ROW_WARPS / WARPS;
+constexpr int DQ_WARPS = WARPS == 12 ? 4 : WARPS, DQ_THREADS = 32 * DQ_WARPS;
+constexpr int DQ_ROW_WARPS = BLOCK_Q / 16, DQ_WARP_CHANNELS = D * DQ_ROW_WARPS / DQ_WARPS;
 constexpr int DQ_CHANNELS = DQ_WARP_CHANNELS < 32 ? DQ_WARP_CHANNELS : 32;
 constexpr int DQ_PARTS = DQ_WARP_CHANNELS / DQ_CHANNELS, DQ_VALUES = 16 * DQ_CHANNELS / 32;
+__device__ __forceinline__ int dq_thread() { return threadIdx.x - (THREADS - DQ_THREADS); }
 __device__ __forceinline__ int dq_row() { return threadIdx.x / 32 % DQ_ROW_WARPS * 16; }
 __device__ __forceinline__ int dq_channel(int part) {
-    return threadIdx.x / (32 * DQ_ROW_WARPS) * DQ_WARP_CHANNELS + part * DQ_CHANNELS;
+    return dq_thread() / (32 * DQ_ROW_WARPS) * DQ_WARP_CHANNELS + part * DQ_CHANNELS;
+}
+
+// One thread lets the next CTA add. Call it after a barrier that follows this CTA's addition.
+__device__ __forceinline__ void pass_turn(int* turn, int value) {
+    if (turn != nullptr && dq_thread() == 0) release_value(turn, value + 1);
 }
 
 // The last block of keys + 1 that a block of queries sees.
@@ -49,23 +51,23 @@ __device__ __forceinline__ int visible_key_blocks(const KeyTile& tile, const Win
 
 // --- The sum of all CTAs -----------------------------------------------------------------------------------
 
-// Where a thread keeps its values of a block of queries. They are THREADS apart: those of a warp are contiguous.
-__device__ __forceinline__ float* own_sums(float* block, int part) { return block + part * DQ_VALUES * THREADS + threadIdx.x; }
+// Where a thread keeps its values of a block of queries. They are DQ_THREADS apart: those of a warp are contiguous.
+__device__ __forceinline__ float* own_sums(float* block, int part) { return block + part * DQ_VALUES * DQ_THREADS + dq_thread(); }
 
 __device__ __forceinline__ void begin_sum(float* sums, const float (&dq)[DQ_VALUES]) {
 #pragma unroll
-    for (int i = 0; i < DQ_VALUES; ++i) store_to_l2(sums + THREADS * i, dq[i]);
+    for (int i = 0; i < DQ_VALUES; ++i) store_to_l2(sums + DQ_THREADS * i, dq[i]);
 }
 
 __device__ __forceinline__ void add_to_sum(float* sums, const float (&dq)[DQ_VALUES]) {
 #pragma unroll
-    for (int i = 0; i < DQ_VALUES; ++i) add_in_l2(sums + THREADS * i, dq[i]);
+    for (int i = 0; i < DQ_VALUES; ++i) add_in_l2(sums + DQ_THREADS * i, dq[i]);
 }
 
 // What the last CTA does.
 __device__ __forceinline__ void take_sum(float (&dq)[DQ_VALUES], const float* sums) {
 #pragma unroll
-    for (int i = 0; i < DQ_VALUES; ++i) dq[i] += load_from_l2(sums + THREADS * i);
+    for (int i = 0; i < DQ_VALUES; ++i) dq[i] += load_from_l2(sums + DQ_THREADS * i);
 }
 
 // Stores a finished block, whose first query is `first`, to rows of a tensor.

@@ -76,6 +76,24 @@ def in_both_orders(folder):
     set_order(False)
 
 
+@pytest.fixture
+def starving(folder):
+    """starving(first, count, function): its results if so many threads run only when no other can."""
+
+    def starve(first, count):
+        for library in folder.glob("*.so"):
+            ctypes.CDLL(str(library)).starve(ctypes.c_uint(first), ctypes.c_uint(count))
+
+    def starving(first, count, function):
+        starve(first, count)
+        try:
+            return function()
+        finally:
+            starve(0, 0)
+
+    return starving
+
+
 CASES = {
     "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
     "consistent": (SageConfig.consistent(), 40, True, None),
@@ -159,9 +177,34 @@ def test_more_warps_give_the_same_bits(
     settings = {"config": config, "boundaries": boundaries, **mask}
     few = attend_on_cpu(*inputs, **settings)
     monkeypatch.setitem(shapes.THREADS, "backward_shared_keys", 512)
-    monkeypatch.setattr(ampere, "backward_source", lambda tile: "backward_shared_keys")
+    monkeypatch.setattr(ampere, "backward_source", lambda tile, head_dim: "backward_shared_keys")
     for x, y in zip(in_both_orders(lambda: attend_on_cpu(*inputs, **settings)), few, strict=True):
         assert torch.equal(x, y)
+
+
+DQ_WARPS = {
+    "default, packed": (DEFAULT_CONFIG, [1, 64, 65, 0, 127, 2], {"is_causal": True}),
+    "default, full": (DEFAULT_CONFIG, None, {}),
+    "low_bias, a window": (SageConfig.low_bias(), None, {"window_size": (70, 3)}),
+    "consistent": (SageConfig.consistent(), None, {"is_causal": True}),
+    "strictly causal": (SageConfig.strictly_causal(), None, {"is_causal": True}),
+}
+
+
+@pytest.mark.parametrize(("config", "documents", "mask"), DQ_WARPS.values(), ids=DQ_WARPS.keys())
+def test_warps_for_dq_give_the_same_bits(attend_on_cpu, starving, draw, monkeypatch, config, documents, mask):
+    """Those of backward_dq_warps.cu and those of backward.cu, whichever warps are late."""
+    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    tokens = 330 if documents is None else sum(documents)
+    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    settings = {"config": config, "boundaries": boundaries, **mask}
+    found = [attend_on_cpu(*inputs, **settings)]
+    for first, count in ((0, 32), (128, 128), (256, 32), (256, 128)):
+        found.append(starving(first, count, lambda: attend_on_cpu(*inputs, **settings)))
+    monkeypatch.setattr(shapes, "DQ_WARP_HEAD_DIMS", ())
+    wanted = attend_on_cpu(*inputs, **settings)
+    for results in found:
+        assert all(map(torch.equal, results, wanted))
 
 
 # --- Windows -----------------------------------------------------------------------------------------------

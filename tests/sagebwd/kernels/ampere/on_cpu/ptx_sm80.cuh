@@ -127,6 +127,26 @@ inline void mma_int8(int (&sum)[4], const u32* a, const u32* b) {
 }
 inline void mma_16bit(float* sum, const u32* a, const u32* b) { mma<2>(sum, a, b, half_word, half_word); }
 
+// --- Barriers between some warps of a CTA ------------------------------------------------------------------
+
+static Meeting barriers[16];
+
+template <int THREADS>
+inline Meeting& barrier_of(int barrier) {
+    Meeting& meeting = barriers[barrier];
+    if (meeting.present && meeting.members != THREADS) give_up("threads disagree how many come to a barrier");
+    meeting.members = THREADS;
+    return meeting;
+}
+template <int THREADS>
+inline void barrier_sync(int barrier) {
+    barrier_of<THREADS>(barrier).wait();
+}
+template <int THREADS>
+inline void barrier_arrive(int barrier) {
+    barrier_of<THREADS>(barrier).pass();
+}
+
 // --- Between CTAs ------------------------------------------------------------------------------------------
 
 // CTAs run one after the other, in the order of their indices: what a CTA waits for must have been released before.

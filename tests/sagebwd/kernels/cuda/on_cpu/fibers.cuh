@@ -63,12 +63,16 @@ inline void wait_until(Condition condition) {
 
 // Where fibers wait for each other.
 struct Meeting {
-    unsigned members = 0, present = 0, waiting[MOST_FIBERS];
+    unsigned members = 0, present = 0, blocked = 0, waiting[MOST_FIBERS];
     const void* purpose = nullptr;
     void* operands[32];
 
     void wait() {
         if (arrive()) leave();
+    }
+    // Counts as one that came, and goes on.
+    void pass() {
+        if (++present == members) leave();
     }
     // The last one to come calls `execute` for all. All must have come for the same `purpose`.
     template <class Execute>
@@ -84,15 +88,15 @@ struct Meeting {
    private:
     // Waits; true at once for the last one, which must then call leave().
     bool arrive() {
-        waiting[present++] = *fiber;
-        if (present == members) return true;
+        if (++present == members) return true;
+        waiting[blocked++] = *fiber;
         fibers[*fiber].is_waiting = true;
         switch_to_others();
         return false;
     }
     void leave() {
-        for (unsigned i = 0; i < present; ++i) fibers[waiting[i]].is_waiting = false;
-        present = 0;
+        for (unsigned i = 0; i < blocked; ++i) fibers[waiting[i]].is_waiting = false;
+        present = blocked = 0;
         idle_rounds = 0;
     }
 };
