@@ -15,6 +15,7 @@ namespace {
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int STAGES = D == 64 ? 6 : P_IS_16BIT ? 3 : 4;
+constexpr bool IS_SHORT = STAGES == 3;  // so few stages that the next one is waited for as late as possible
 constexpr int CHUNKS = D / 64;  // of 64 channels; P V is computed chunk by chunk
 
 #ifdef COMPENSATE_O  // O is divided by the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
@@ -81,10 +82,8 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
     barrier_arrive(queries.full);
 }
 
-// --- The online softmax ------------------------------------------------------------------------------------
-
-// Of 64 queries: O and l up to a common factor per row, and the maximum m of the logits. With P in INT8 the product of the
-// last tile is not yet added to o; the true value is o + product * factor.
+// The online softmax of 64 queries: O and l up to a common factor per row, and the maximum m of the logits. With P in
+// INT8 the product of the last tile is not yet added to o; the true value is o + product * factor.
 struct State {
     float o[D / 2], l[2], m[2];
     float l_rounded[4];  // sums of rounded P over a whole row: [0] and [1] of row lane / 4, [2] and [3] of row + 8
@@ -121,22 +120,25 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[
     sum[1] = part[2] + part[3];
 }
 
-// P of one tile, not rounded, and its sum per row, for logits whose running maximum is `m`.
+// The same in 16 bits, for logits whose running maximum is `m`.
 template <bool FAST>
-__device__ __forceinline__ void probabilities(float (&p)[64], const int (&s)[64], float factor, const float (&m)[2],
-                                              float (&sum)[2]) {
+__device__ __forceinline__ void probabilities(u32 (&p_16bit)[32], const int (&s)[64], float factor, const float (&m)[2],
+                                              float (&sum)[2], State&) {
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
-        p[i] = probability<FAST>(s[i], factor, m[i / 2 % 2]);
-        part[i % 4] += p[i];
+    for (int k = 0; k < 32; ++k) {  // two columns
+        const int r = k % 2;
+        const float first = probability<FAST>(s[2 * k], factor, m[r]), second = probability<FAST>(s[2 * k + 1], factor, m[r]);
+        part[2 * r] += first;
+        part[2 * r + 1] += second;
+        p_16bit[k] = pack_16bit(first, second);
     }
     sum[0] = part[0] + part[1];
     sum[1] = part[2] + part[3];
 }
 
-// Raises the running maximum to that of another tile. The caller multiplies o and l by the resulting factor `rescale`. `share`
-// is the factor for P that was computed with the tile's own maximum.
+// Raises the running maximum to that of another tile. o is multiplied by the resulting factor `rescale` here, l by the
+// caller. `share` is the factor for P that was computed with the tile's own maximum.
 __device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile)[2], float (&rescale)[2],
                                               float (&share)[2]) {
 #pragma unroll
@@ -147,26 +149,22 @@ __device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile
         rescale[r] = exp2_fast(state.m[r] - shift);
         state.m[r] = m;
     }
-}
-
-__device__ __forceinline__ void rescale_out(State& state, const float (&rescale)[2]) {
     // Rare: most maxima are found in the first tiles.
-    if (!__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+    if (__any_sync(0xffffffff, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
-    for (int i = 0; i < D / 2; ++i) state.o[i] *= rescale[i / 2 % 2];
-    if constexpr (COMPENSATES) {
+        for (int i = 0; i < D / 2; ++i) state.o[i] *= rescale[i / 2 % 2];
+        if constexpr (COMPENSATES) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) state.l_rounded[i] *= rescale[i / 2];
+            for (int i = 0; i < 4; ++i) state.l_rounded[i] *= rescale[i / 2];
+        }
     }
 }
-
-// --- Products ----------------------------------------------------------------------------------------------
 
 // P times V of a tile. In INT8 the product has a scale and goes to state.product; in 16 bits it is added to state.o.
 // `ones`: see ones_tile.
 template <int WORDS>
 __device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WORDS], u32 values, u64 ones) {
-    if constexpr (WORDS == 32) {
+    if constexpr (P_IS_16BIT) {
         contract_tokens_16bit<BLOCK_KV>(state.o, p, values);
         if constexpr (COMPENSATES) {  // summed by the tensor cores, which have time to spare
             wgmma_fence();
@@ -203,40 +201,40 @@ __device__ __forceinline__ void finish_product(State& state) {
     }
 }
 
-// --- The loop over keys ------------------------------------------------------------------------------------
+__device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const QueryTile& work,
+                                              const KeyRange& own, int warpgroup, u8* shared, u64 ones, Ring<STAGES>& keys,
+                                              Ring<1>& queries, State& state) {
+    const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4, first = work.first + warpgroup * ROWS;
+    const u32 base = descriptor_base(shared_address(shared));
+    const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), ring = base + RING / 16;
 
-// The tiles of a work tile, for one warpgroup.
-struct Tiles {
-    const Arguments& a;
-    const Window& window;
-    const QueryTile& work;
-    u8* shared;
-    int first, row;  // this warpgroup's first query, and this thread's first row
-    u32 q_rows, ring;
-    float q_scale;
-
-    __device__ __forceinline__ Tiles(const Arguments& a, const Window& window, const QueryTile& work, int warpgroup, u8* shared)
-        : a(a), window(window), work(work), shared(shared), first(work.first + warpgroup * ROWS),
-          row(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4),
-          q_rows(descriptor_base(shared_address(shared)) + warpgroup * (QUERY_BYTES / 16)),
-          ring(descriptor_base(shared_address(shared)) + RING / 16),
-          q_scale(*reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE)) {}
-
-    __device__ __forceinline__ void begin_s(int (&s)[64], const Ring<STAGES>& at) const {
-        contract_channels<BLOCK_KV>(s, q_rows, ring + (at.index * STAGE_BYTES + K_ROWS) / 16);
-    }
-    __device__ __forceinline__ u32 values(const Ring<STAGES>& at) const { return ring + (at.index * STAGE_BYTES + VALUES) / 16; }
-    __device__ __forceinline__ float2 scales(const Ring<STAGES>& at) const {
-        return *reinterpret_cast<const float2*>(shared + RING + at.index * STAGE_BYTES + SCALES);
-    }
-    __device__ __forceinline__ bool is_cut(int tile) const {
+    const float q_scale = *reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE);
+    int s[64];
+    Ring<STAGES> before = keys;
+    if constexpr (P_IS_16BIT) finish_product(state);  // zero o before the first wgmma: later writes would serialize it
+    keys.wait_full();
+    contract_channels<BLOCK_KV>(s, q_rows, ring + (keys.index * STAGE_BYTES + K_ROWS) / 16);
+    for (int tile = own.begin;; ++tile) {
+        // While the tensor cores work: load what this tile needs, and wait for the next stage.
+        const float2 scales = *reinterpret_cast<const float2*>(shared + RING + keys.index * STAGE_BYTES + SCALES);
+        const float factor = logit_factor(q_scale, scales.x, a.scale);
         const int first_key = tile * BLOCK_KV;
-        return first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
-               (HAS_WINDOW && window.cuts(first_key - first, work.q.tokens, work.keys));
-    }
-    // The largest logit of each row.
-    __device__ __forceinline__ void find_maxima(float (&m_tile)[2], int (&s)[64], int tile, bool is_cut, float factor) const {
-        const int first_key = tile * BLOCK_KV;
+        const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
+                            (HAS_WINDOW && window.cuts(first_key - first, work.q.tokens, work.keys));
+        const bool is_last = tile == own.end - 1, is_fast = is_fusible(factor) && !is_cut;
+        Ring<STAGES> next = keys;
+        if (!is_last) {
+            next.advance();
+            if (!IS_SHORT) next.wait_full();
+        }
+
+        float m_tile[2], rescale[2], share[2], sum[2];
+        u32 p[P_IS_16BIT ? 32 : 16];
+        wgmma_wait<0>();
+        pin(s);
+        finish_product(state);
+        if (tile > own.begin) before.release();
+        if (is_last) queries.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_cut) mask(s, work.keys - first_key, first + row - first_key);
         if (HAS_WINDOW && is_cut) mask_outside(s, window, first + row - first_key);
         int largest[2] = {MASKED, MASKED};
@@ -247,46 +245,22 @@ struct Tiles {
             const int m = row_max(largest[r]);
             m_tile[r] = HAS_WINDOW && m == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(m), factor);
         }
-    }
-};
-
-// P in INT8: the product of a tile is added to o during the exponentials of the next one.
-__device__ __forceinline__ void consumer_loop_int8(const Tiles& tiles, const KeyRange& own, Ring<STAGES>& keys,
-                                                   Ring<1>& queries, State& state) {
-    int s[64];
-    Ring<STAGES> before = keys;
-    keys.wait_full();
-    tiles.begin_s(s, keys);
-    for (int tile = own.begin;; ++tile) {
-        // While the tensor cores work: load what this tile needs, and wait for the next stage.
-        const float2 scales = tiles.scales(keys);
-        const float factor = logit_factor(tiles.q_scale, scales.x, tiles.a.scale);
-        const bool is_cut = tiles.is_cut(tile), is_last = tile == own.end - 1, is_fast = is_fusible(factor) && !is_cut;
-        Ring<STAGES> next = keys;
-        if (!is_last) next.advance(), next.wait_full();
-
-        float m_tile[2], rescale[2], share[2], sum[2];
-        u32 p[16];
-        wgmma_wait<0>();
-        pin(s);
-        finish_product(state);
-        if (tile > own.begin) before.release();
-        if (is_last) queries.release();  // early, so that the next ones arrive in time; the last S below is never used
-        tiles.find_maxima(m_tile, s, tile, is_cut, factor);
+        if constexpr (P_IS_16BIT) raise_maximum(state, m_tile, rescale, share);  // before the product is added to o
+        const float (&maximum)[2] = P_IS_16BIT ? state.m : m_tile;
         if (is_fast)
-            probabilities<true>(p, s, factor, m_tile, sum, state);
+            probabilities<true>(p, s, factor, maximum, sum, state);
         else
-            probabilities<false>(p, s, factor, m_tile, sum, state);
-        multiply_values(state, p, tiles.values(keys), 0);
+            probabilities<false>(p, s, factor, maximum, sum, state);
+        if (IS_SHORT && !is_last) next.wait_full();
+        multiply_values(state, p, ring + (keys.index * STAGE_BYTES + VALUES) / 16, ones);
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
-        tiles.begin_s(s, next);
+        contract_channels<BLOCK_KV>(s, q_rows, ring + (next.index * STAGE_BYTES + K_ROWS) / 16);
 
-        raise_maximum(state, m_tile, rescale, share);
-        rescale_out(state, rescale);
+        if constexpr (!P_IS_16BIT) raise_maximum(state, m_tile, rescale, share);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             state.factor[r] = share[r] * (scales.y * (1.0f / P_MAX));
-            state.l[r] = state.l[r] * rescale[r] + sum[r] * share[r];
+            state.l[r] = state.l[r] * rescale[r] + (P_IS_16BIT ? sum[r] : sum[r] * share[r]);
         }
         before = keys;
         if (is_last) break;
@@ -294,71 +268,10 @@ __device__ __forceinline__ void consumer_loop_int8(const Tiles& tiles, const Key
     }
     wgmma_wait<0>();
     finish_product(state);
+    if constexpr (!P_IS_16BIT) {
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) accumulate(state.o + 32 * c, state.product[c], state.factor);
-}
-
-// P in 16 bits. S of the next tile comes before the product of this one, so that this is multiplied during the exponentials.
-__device__ __forceinline__ void consumer_loop_16bit(const Tiles& tiles, const KeyRange& own, u64 ones, Ring<STAGES>& keys,
-                                                    Ring<1>& queries, State& state) {
-    int s[64];
-    float p[64], rescale[2];
-    u32 rounded[32];
-    // P of a tile whose S is there, up to rounding: products of the one before may still read what is rounded.
-    const auto find_p = [&](int tile) {
-        const float factor = logit_factor(tiles.q_scale, tiles.scales(keys).x, tiles.a.scale);
-        const bool is_cut = tiles.is_cut(tile);
-        float m_tile[2], share[2], sum[2];
-        tiles.find_maxima(m_tile, s, tile, is_cut, factor);
-        raise_maximum(state, m_tile, rescale, share);
-        if (is_fusible(factor) && !is_cut)
-            probabilities<true>(p, s, factor, state.m, sum);
-        else
-            probabilities<false>(p, s, factor, state.m, sum);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) state.l[r] = state.l[r] * rescale[r] + sum[r];
-    };
-    const auto round_p = [&] {
-#pragma unroll
-        for (int k = 0; k < 32; ++k) rounded[k] = pack_16bit(p[2 * k], p[2 * k + 1]);
-    };
-    finish_product(state);  // zero o before the first wgmma: later writes would serialize it
-    keys.wait_full();
-    tiles.begin_s(s, keys);
-    wgmma_wait<0>();
-    pin(s);
-    find_p(own.begin);
-    round_p();
-#pragma unroll 1
-    for (int tile = own.begin + 1; tile < own.end; ++tile) {
-        const Ring<STAGES> before = keys;
-        keys.advance();
-        keys.wait_full();
-        tiles.begin_s(s, keys);
-        multiply_values(state, rounded, tiles.values(before), ones);
-        wgmma_wait<COMPENSATES ? 2 : 1>();
-        pin(s);
-        find_p(tile);
-        wgmma_wait<0>();
-        finish_product(state);
-        before.release();
-        rescale_out(state, rescale);
-        round_p();
+        for (int c = 0; c < CHUNKS; ++c) accumulate(state.o + 32 * c, state.product[c], state.factor);
     }
-    queries.release();
-    multiply_values(state, rounded, tiles.values(keys), ones);
-    wgmma_wait<0>();
-    finish_product(state);
-}
-
-__device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const QueryTile& work,
-                                              const KeyRange& own, int warpgroup, u8* shared, u64 ones, Ring<STAGES>& keys,
-                                              Ring<1>& queries, State& state) {
-    const Tiles tiles(a, window, work, warpgroup, shared);
-    if constexpr (P_IS_16BIT)
-        consumer_loop_16bit(tiles, own, ones, keys, queries, state);
-    else
-        consumer_loop_int8(tiles, own, keys, queries, state);
     keys.release();
     keys.advance();
 }
