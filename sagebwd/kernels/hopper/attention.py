@@ -66,11 +66,20 @@ class _CBackward(ctypes.Structure):
         ("packed_q_rows", ctypes.c_void_p),
         ("packed_q_columns", ctypes.c_void_p),
         ("packed_kv", ctypes.c_void_p),
-        ("dq", CTokenTensor),
         ("dk", CTokenTensor),
         ("dv", CTokenTensor),
         ("dq_sums", ctypes.c_void_p),
         ("turns", ctypes.c_void_p),
+        ("axes", CAxes),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _CFinishDq(ctypes.Structure):
+    _fields_ = [
+        ("dq_sums", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("dq", CTokenTensor),
         ("axes", CAxes),
         ("scale", ctypes.c_float),
     ]
@@ -119,6 +128,10 @@ CTA_SHAPES = {
     ("backward", 128, False): CTAShape(2, 226_304, others=2),
     ("backward", 128, True): CTAShape(2, 209_920, others=2),
 }
+
+
+#: Of a CTA of finish_dq.cu.
+FINISH_DQ_THREADS = 128
 
 
 def _launch(
@@ -312,14 +325,22 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
 
 
 def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:
-    """All gradients by backward.cu."""
+    """All gradients by backward.cu, dQ as sums, which finish_dq.cu rounds."""
     chunks = _chunks(call.q, call.q_axis)
     dq_sums = call.q.new_empty((chunks, TILE[0] * 64), dtype=torch.float32)
     turns = call.counters
     axes = call.axes("backward", turns.data_ptr() + 4 * chunks)
     arguments = _CBackward(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),
-        call.dq.target, call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(),
-        axes, call.scale,
+        call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(), axes, call.scale,
     )  # fmt: skip
     call.launch("backward", arguments)
+    finish = _CFinishDq(
+        dq_sums.data_ptr(), turns.data_ptr(), call.dq.target, call.axes("dq", 0), call.scale,
+    )  # fmt: skip
+    head_dim = padded_head_dim(call.q.shape[3])
+    kernel = launch.load_kernel(
+        SOURCES, "finish_dq", "finish_dq_kernel", 0, HEAD_DIM=head_dim, IS_CAUSAL=0,
+        IS_BF16=call.q.dtype == torch.bfloat16, LAUNCH_THREADS=FINISH_DQ_THREADS, LAUNCH_BYTES=0,
+    )  # fmt: skip
+    kernel.launch(chunks, FINISH_DQ_THREADS, finish)

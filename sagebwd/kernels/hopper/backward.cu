@@ -1,7 +1,8 @@
-// dQ, dK and dV. A work tile is 128 keys of one key head; it loops over all queries that see them.
+// dK and dV, and the sums of which finish_dq.cu makes dQ. A work tile is 128 keys of one key head; it loops over all queries
+// that see them.
 //
 // Two warpgroups compute S and dP, and dK and dV of 64 keys each. They store dS for a third one, which computes dQ. The fourth
-// has one warp that copies ahead, and others that add dQ to the sums of all CTAs.
+// has one thread that copies ahead, and others that add dQ to the sums of all CTAs.
 
 #include "epilogue.cuh"
 #include "int8.cuh"
@@ -55,7 +56,7 @@ struct SharedState {
 
 struct Arguments {
     const u8 *packed_q_rows, *packed_q_columns, *packed_kv;  // K in 16 bits is behind packed_kv
-    TokenTensor dq, dk, dv;
+    TokenTensor dk, dv;
     float* dq_sums;  // of each packed block of queries, chunk by chunk, as the threads that compute dQ hold them
     int* turns;      // of each chunk: how many work tiles are in its sum; zero at the start
     Axes axes;       // work tiles and `heads` are those of keys
@@ -127,162 +128,127 @@ __device__ __forceinline__ void pin_sums(Sums& sums) {
     if constexpr (DK_IS_16BIT) pin(sums.dk);
 }
 
-// dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left
-// unfinished in dp. 16-bit dV and dK are accumulated by the tensor cores, in registers of their own, and not waited for.
-template <int N, int P_WORDS, int DS_WORDS>
-__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&dp)[N], const Scores& scores,
-                                                const u32 (&p)[P_WORDS], const u32 (&ds)[DS_WORDS], u32 stage, int first_query) {
-    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16, row = first_query * 128 / 16;
-    if constexpr (P_IS_16BIT) contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, p, stage + GRAD_ROWS / 16 + row);
-    if constexpr (DK_IS_16BIT) {
-        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dk, ds, q_columns + row);
-    } else if constexpr (P_IS_16BIT) {
-        if (CHUNKS == 2) {
-            contract_tokens<64>(s, ds, q_columns);
-            contract_tokens<64>(dp, ds, q_columns + 256);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dk, s, scores.dk_factor);
-        } else {
-            contract_tokens<64>(dp, ds, q_columns);
-        }
-    } else {
-        contract_tokens<64, P_IS_UNSIGNED>(s, p, grad_columns);
-        if (CHUNKS == 1) {
-            contract_tokens<64>(dp, ds, q_columns);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dv, s, scores.dv_factor);
-        } else {
-            contract_tokens<64, P_IS_UNSIGNED>(dp, p, grad_columns + 256);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dv, s, scores.dv_factor);
-            contract_tokens<64>(s, ds, q_columns);
-            wgmma_wait<1>();
-            pin(dp);
-            accumulate(sums.dv + 32, dp, scores.dv_factor);
-            contract_tokens<64>(dp, ds, q_columns + 256);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dk, s, scores.dk_factor);
-        }
+// A tile of a work tile: the stage that its block of queries lies in, the block as in first_block, and which QUERIES of it.
+struct Place {
+    Ring<STAGES> queries;
+    int block, part;
+
+    __device__ __forceinline__ bool is_last_part() const { return part == PARTS - 1; }
+};
+
+// The tiles of a work tile, for one warpgroup. `work` lies in shared memory; read in the loops, it would be waited for.
+struct Tiles {
+    const Window& window;
+    const u8* shared;
+    int keys, q_tiles, first_ahead, q_tokens, kv_tokens;  // keys: that exist, from the first of this warpgroup on
+    u32 k_rows, v_rows, ring;
+    float k_scale, scale;
+
+    __device__ __forceinline__ Tiles(const Arguments& a, const Window& window, const KeyTile& work, int warpgroup, const u8* shared)
+        : window(window), shared(shared), keys(work.kv.tokens - work.first - warpgroup * ROWS), q_tiles(work.q_tiles),
+          first_ahead(warpgroup + (HAS_WINDOW ? (work.first - work.first_query) / ROWS : 0)), q_tokens(work.q.tokens),
+          kv_tokens(work.kv.tokens), k_scale(*reinterpret_cast<const float*>(shared + K_SCALE)), scale(a.scale) {
+        const u32 base = descriptor_base(shared_address(shared));
+        k_rows = base + warpgroup * (ROWS * D / 16), v_rows = base + (V_ROWS + warpgroup * ROWS * 128) / 16;
+        ring = base + RING / 16;
     }
-}
 
-// Waits for these products, while S is still multiplied: dp is needed for the next dP. In 16 bits it is free already.
-template <int N>
-__device__ __forceinline__ void finish_scores(Sums& sums, int (&dp)[N], const Scores& scores) {
-    if constexpr (!DK_IS_16BIT) {
-        wgmma_wait<1>();
-        pin(dp);
-        accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
+    __device__ __forceinline__ Place first(const Ring<STAGES>& queries) const { return {queries, first_block(q_tiles), 0}; }
+    // To the next one, when its block is there.
+    __device__ __forceinline__ void advance(Place& at) const {
+        at.part = at.is_last_part() ? 0 : at.part + 1;
+        if (at.part > 0) return;
+        at.block = next_block(q_tiles, at.block);
+        at.queries.advance();
+        at.queries.wait_full();
     }
-}
-
-__device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const KeyTile& work, int warpgroup,
-                                              u8* shared, Rings& rings, SharedState& state, Sums& sums) {
-    Ring<STAGES>& queries = rings.queries;
-    Ring<DS_STAGES>& ds = rings.ds;
-    const u32 base = descriptor_base(shared_address(shared));
-    const u32 k_rows = base + warpgroup * (ROWS * D / 16), v_rows = base + (V_ROWS + warpgroup * ROWS * 128) / 16;
-    const u32 ring = base + RING / 16;
-    const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
-
-    // `work` lies in shared memory. Read in the loop, it would be waited for.
-    const int keys = work.kv.tokens - work.first - warpgroup * ROWS, q_tiles = work.q_tiles;
-    const int first_ahead = warpgroup + (HAS_WINDOW ? (work.first - work.first_query) / ROWS : 0);
-    const int q_tokens = work.q.tokens, kv_tokens = work.kv.tokens, blocks = a.axes.group * q_tiles;
-
-    int s[VALUES], dp[VALUES], block = first_block(q_tiles);
-    const auto begin_s = [&](u32 stage, int part) {
-        contract_channels<QUERIES>(s, k_rows, stage + (Q_ROWS + part * QUERIES * D) / 16);
-    };
-    const auto begin_dp = [&](u32 stage, int part) {
-        contract_channels_16bit<QUERIES, KEYS, BLOCK_Q>(dp, v_rows, stage + (GRAD_ROWS + part * QUERIES * 128) / 16);
-    };
-    pin_sums(sums);  // zero them before the first wgmma: later writes would serialize it
-    queries.wait_full();
-    const auto tile_at = [&](int part) {
-        ScoreTile tile;
-        const u8* stage = shared + RING + queries.index * STAGE_BYTES;
-        tile.minus_lse = reinterpret_cast<const float2*>(stage + STATISTICS);
-        tile.scales = *reinterpret_cast<const float2*>(stage + SCALES);
-        tile.factor = logit_factor(tile.scales.x, k_scale, a.scale);
-        tile.keys = keys;
-        tile.blocks_ahead = first_ahead - block;
-        tile.window = window;
-        tile.ds = shared_address(shared) + DS + ds.index * DS_BYTES;
-        tile.ds_empty = ds.empty + 8 * ds.index, tile.ds_parity = ds.parity ^ 1;
-        tile.first_query = part * QUERIES;
-        return tile;
-    };
-    const auto is_fast = [&](const ScoreTile& tile) {
+    __device__ __forceinline__ u32 stage(const Place& at) const { return ring + at.queries.index * (STAGE_BYTES / 16); }
+    __device__ __forceinline__ void begin_s(int (&s)[VALUES], const Place& at) const {
+        contract_channels<QUERIES>(s, k_rows, stage(at) + (Q_ROWS + at.part * QUERIES * D) / 16);
+    }
+    __device__ __forceinline__ void begin_dp(int (&dp)[VALUES], const Place& at) const {
+        contract_channels_16bit<QUERIES, KEYS, BLOCK_Q>(dp, v_rows, stage(at) + (GRAD_ROWS + at.part * QUERIES * 128) / 16);
+    }
+    __device__ __forceinline__ ScoreTile tile(const Place& at) const {
+        const u8* stage = shared + RING + at.queries.index * STAGE_BYTES;
+        const float2 scales = *reinterpret_cast<const float2*>(stage + SCALES);
+        return {logit_factor(scales.x, k_scale, scale), reinterpret_cast<const float2*>(stage + STATISTICS), at.part * QUERIES,
+                scales, keys, first_ahead - at.block, window};
+    }
+    // See find_p.
+    __device__ __forceinline__ bool is_fast(const ScoreTile& tile) const {
         const bool is_cut = keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0) ||
                             (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead, q_tokens, kv_tokens));
         return is_fusible(tile.factor) && !is_cut;
-    };
-    const auto stage_of = [&](const Ring<STAGES>& at) { return ring + at.index * (STAGE_BYTES / 16); };
+    }
+};
 
-    if constexpr (DK_IS_16BIT) {
-        // S and dP of the next tile come before dV and dK of this one, so that these are multiplied while it is worked on.
-        Scores scores;
-        begin_s(stage_of(queries), 0);
-        begin_dp(stage_of(queries), 0);
-        ScoreTile tile = tile_at(0);
-        wgmma_wait<0>();
-        pin(s);
-        pin(dp);
-        {
-            ExactScores exact;
-            find_scores<false>(exact, s, dp, tile);
-            round_scores(scores, exact, tile);
-            hand_over_ds(exact, tile, warpgroup);
-        }
-        int part = 0;
-#pragma unroll 1
-        for (int left = blocks * PARTS; left > 1; --left) {
-            const bool is_last = PARTS == 1 || part == 1;
-            const u32 this_stage = stage_of(queries);
-            const int first_query = part * QUERIES;
-            const Ring<STAGES> last = queries;
-            if (is_last) {
-                ds.fill();
-                ds.advance();
-                block = next_block(q_tiles, block);
-                queries.advance();
-                queries.wait_full();
-            }
-            part = is_last ? 0 : part + 1;
-            begin_s(stage_of(queries), part);
-            begin_dp(stage_of(queries), part);
-            multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, first_query);
-            tile = tile_at(part);
-            wgmma_wait<2>();
+__device__ __forceinline__ void hand_over_ds(const ExactScores& scores, const ScoreTile& tile, const Ring<DS_STAGES>& ds,
+                                             const u8* shared, int warpgroup) {
+    ds.wait_empty();
+    store_ds(scores.ds, shared_address(shared) + DS + ds.index * DS_BYTES, tile.first_query, warpgroup);
+}
+
+// With dK in INT8: dV and dK of a tile, 64 channels at a time, in the registers of S and dP. The last product of dK is left
+// unfinished in dp. 16-bit dV is accumulated by the tensor cores, in registers of its own.
+template <int N, class AnyScores>
+__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&dp)[N], const AnyScores& scores, u32 stage) {
+    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16;
+    if constexpr (P_IS_16BIT) {
+        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, scores.p, stage + GRAD_ROWS / 16);
+        if (CHUNKS == 2) {
+            contract_tokens<64>(s, scores.ds, q_columns);
+            contract_tokens<64>(dp, scores.ds, q_columns + 256);
+            wgmma_wait<1>();
             pin(s);
-            pin(dp);
-            ExactScores exact;
-            if (is_fast(tile))
-                find_scores<true>(exact, s, dp, tile);
-            else
-                find_scores<false>(exact, s, dp, tile);
-            wgmma_wait<0>();
-            if (is_last) last.release();
-            round_scores(scores, exact, tile);
-            hand_over_ds(exact, tile, warpgroup);
+            accumulate(sums.dk, s, scores.dk_factor);
+        } else {
+            contract_tokens<64>(dp, scores.ds, q_columns);
         }
-        rings.keys.release();
-        ds.fill();
-        ds.advance();
-        multiply_scores(sums, s, dp, scores, scores.p, scores.ds, stage_of(queries), part * QUERIES);
     } else {
-    begin_s(stage_of(queries), 0);
-    begin_dp(stage_of(queries), 0);
-    for (int left = blocks;; --left) {
-        const ScoreTile tile = tile_at(0);
-        const u32 this_stage = stage_of(queries);
-        Ring<STAGES> next = queries;
-        block = next_block(q_tiles, block);
+        contract_tokens<64, P_IS_UNSIGNED>(s, scores.p, grad_columns);
+        if (CHUNKS == 1) {
+            contract_tokens<64>(dp, scores.ds, q_columns);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dv, s, scores.dv_factor);
+        } else {
+            contract_tokens<64, P_IS_UNSIGNED>(dp, scores.p, grad_columns + 256);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dv, s, scores.dv_factor);
+            contract_tokens<64>(s, scores.ds, q_columns);
+            wgmma_wait<1>();
+            pin(dp);
+            accumulate(sums.dv + 32, dp, scores.dv_factor);
+            contract_tokens<64>(dp, scores.ds, q_columns + 256);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dk, s, scores.dk_factor);
+        }
+    }
+}
+
+// With dK in 16 bits: both are accumulated by the tensor cores.
+template <class AnyScores>
+__device__ __forceinline__ void multiply_scores_16bit(Sums& sums, const AnyScores& scores, u32 first_row) {
+    contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, scores.p, first_row + GRAD_ROWS / 16);
+    contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dk, scores.ds, first_row + Q_COLUMNS / 16);
+}
+
+// All tiles, with dK in INT8. A template, as is the next one, because only one of the two compiles.
+template <int N>
+__device__ __forceinline__ void loop_int8(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
+    int s[N], dp[N];
+    Place at = tiles.first(rings.queries);
+    pin_sums(sums);  // zero them before the first wgmma: later writes would serialize it
+    at.queries.wait_full();
+    tiles.begin_s(s, at);
+    tiles.begin_dp(dp, at);
+    for (int left = count;; --left) {
+        const ScoreTile tile = tiles.tile(at);  // while the tensor cores work
+        Place next = at;
+        if (left > 1) tiles.advance(next);
         wgmma_wait<0>();
         pin(s);
         pin(dp);
@@ -290,32 +256,80 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         if (left == 1) rings.keys.release();
         ExactScores exact;
         Scores scores;
-        if (is_fast(tile))
-            find_scores<true>(exact, s, dp, tile);
+        if (tiles.is_fast(tile))
+            find_p<true>(exact, s, tile);
         else
-            find_scores<false>(exact, s, dp, tile);
+            find_p<false>(exact, s, tile);
+        find_ds(exact, dp, tile);
         round_scores(scores, exact, tile);
-        hand_over_ds(exact, tile, warpgroup);
-        if (left > 1) {
-            next.advance();
-            next.wait_full();
-        }
-        multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, 0);
-        ds.fill();
-        ds.advance();
+        hand_over_ds(exact, tile, rings.ds, tiles.shared, warpgroup);
+        multiply_scores(sums, s, dp, scores, tiles.stage(at));
+        rings.ds.fill();
+        rings.ds.advance();
         // After the last tile S and dP are computed once more and not used: a branch between wgmmas would serialize them.
-        begin_s(stage_of(next), 0);
-        finish_scores(sums, dp, scores);
-        begin_dp(stage_of(next), 0);
+        tiles.begin_s(s, next);
+        wgmma_wait<1>();
+        pin(dp);
+        accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
+        tiles.begin_dp(dp, next);
+        at.queries.release();
+        at = next;
         if (left == 1) break;
-        queries.release();
-        queries = next;
-    }
     }
     wgmma_wait<0>();
     pin_sums(sums);
-    queries.release();
-    queries.advance();
+    rings.queries = at.queries;
+    rings.queries.advance();
+}
+
+// All tiles, with dK in 16 bits. The tensor cores multiply S of the next tile while dS is found, and dP of it while its P is
+// found. Products whose left operands lie in registers, as those of dV and dK, hold up the warps that issue them.
+template <int N>
+__device__ __forceinline__ void loop_16bit(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
+    int s[N], dp[N];
+    ExactScores exact;
+    Place at = tiles.first(rings.queries);
+    pin_sums(sums);
+    at.queries.wait_full();
+    tiles.begin_s(s, at);
+    tiles.begin_dp(dp, at);
+    ScoreTile tile = tiles.tile(at);
+    wgmma_wait<0>();
+    pin(s);
+    pin(dp);
+    find_p<false>(exact, s, tile);
+#pragma unroll 1
+    for (int left = count; left > 0; --left) {
+        // After the last tile S, dP and P are computed once more and not used: a branch between wgmmas would serialize them.
+        Place next = at;
+        if (left > 1) tiles.advance(next);
+        tiles.begin_s(s, next);
+        Scores scores;
+        find_ds(exact, dp, tile);
+        round_scores(scores, exact, tile);
+        hand_over_ds(exact, tile, rings.ds, tiles.shared, warpgroup);
+        multiply_scores_16bit(sums, scores, tiles.stage(at) + at.part * QUERIES * 128 / 16);
+        tiles.begin_dp(dp, next);
+        if (at.is_last_part()) {
+            rings.ds.fill();
+            rings.ds.advance();
+        }
+        wgmma_wait<1>();  // all but dP
+        pin(s);
+        if (at.is_last_part()) at.queries.release();
+        tile = tiles.tile(next);
+        if (tiles.is_fast(tile))
+            find_p<true>(exact, s, tile);
+        else
+            find_p<false>(exact, s, tile);
+        wgmma_wait<0>();
+        pin(dp);
+        at = next;
+    }
+    pin_sums(sums);
+    rings.keys.release();
+    rings.queries = at.queries;
+    rings.queries.advance();
 }
 
 __device__ __forceinline__ void consume(const Arguments& a, const Window& window, int warpgroup, u8* shared, Rings& rings,
@@ -325,10 +339,14 @@ __device__ __forceinline__ void consume(const Arguments& a, const Window& window
         const KeyTile& work = state.work[rings.keys.parity];
         if (work.kv_head < 0) return;
         Sums sums = {};
-        if (work.q_tiles > 0)
-            consumer_loop(a, window, work, warpgroup, shared, rings, state, sums);
-        else
+        const Tiles tiles(a, window, work, warpgroup, shared);
+        const int count = a.axes.group * tiles.q_tiles * PARTS;
+        if (count == 0)
             rings.keys.release();
+        else if constexpr (DK_IS_16BIT)
+            loop_16bit<VALUES>(tiles, count, warpgroup, rings, sums);
+        else
+            loop_int8<VALUES>(tiles, count, warpgroup, rings, sums);
         u8* staging = shared + STAGING + warpgroup * CHUNK_STAGING;
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
@@ -354,15 +372,14 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
 #pragma unroll 1
     for (int left = a.axes.group * q_tiles; left > 0; --left) {
         const i64 first_chunk = (first_packed_block(a.axes, work, head) + block) * DQ_CHUNKS;
-        const Turn turn = turn_of(work, window, first_query + block * BLOCK_Q);
+        const int turn = turn_of(work, window, first_query + block * BLOCK_Q);
         rings.ds.wait_full();
 #pragma unroll 1
         for (int c = 0; c < DQ_CHUNKS; ++c) {
             float dq[DQ_CHUNK / 128];
             multiply_ds(dq, base + (DS + rings.ds.index * DS_BYTES) / 16, k, c * DQ_CHANNELS);
             if (c == DQ_CHUNKS - 1) rings.ds.release();
-            const DqChunk chunk = {a.dq_sums + (first_chunk + c) * DQ_CHUNK, a.turns + first_chunk + c, turn, work.q,
-                                   work.kv_head * a.axes.group + head, first_query + block * BLOCK_Q, c * DQ_CHANNELS};
+            const DqChunk chunk = {a.dq_sums + (first_chunk + c) * DQ_CHUNK, a.turns + first_chunk + c, turn};
             hand_over(rings.dq, shared + DQ, state.dq_chunks, chunk, dq, thread);
             rings.dq.advance();
         }
@@ -423,10 +440,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     if (warpgroup == PRODUCER) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x % 128 == 0) producer_loop(a, window, rings, shared_address(shared), state);
-        const int helper = __shfl_sync(0xffffffff, threadIdx.x % 128 / 32, 0) - 1;
-        if (helper >= 0 && helper < HELPERS)
+        const int helper = static_cast<int>(threadIdx.x % 128) / 32 - 1;
+        if (helper >= 0 && helper < HELPERS && threadIdx.x % 32 == 0)
             add_chunks(rings.dq.full + 8 * helper, rings.dq.empty + 8 * helper, shared_address(shared) + DQ + helper * DQ_CHUNK * 4,
-                       state.dq_chunks[helper], a.dq, a.axes.heads * a.axes.group, a.axes.d, a.scale);
+                       state.dq_chunks[helper]);
     } else if (warpgroup == DQ_WARPGROUP) {
         setmaxnreg_dec<DQ_REGISTERS>();
         compute_dq(a, window, shared, rings, state);

@@ -117,16 +117,6 @@ __device__ __forceinline__ void release_value(int* place, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
 
-// Past the L1 cache, which does not see what other CTAs write.
-__device__ __forceinline__ float4 load_from_l2(const float4* place) {
-    float4 x;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "l"(place)
-                 : "memory");
-    return x;
-}
-
 // --- wgmma -------------------------------------------------------------------------------------------------
 //
 // An operand in shared memory is a tile whose rows are contiguous along the contraction: 64 or 128 bytes each,

@@ -1,9 +1,9 @@
-// dQ. A warpgroup multiplies dS, which others store in shared memory, with the K of its CTA. Helper warps add the products to
+// dQ. A warpgroup multiplies dS, which others store in shared memory, with the K of its CTA. Helper threads add the products to
 // fp32 sums in the L2 cache, to which CTAs that own other keys add, too. CTAs take turns, in the order of work tiles, so that the
 // sum is always the same. A CTA waits only for CTAs that took an earlier work tile: those run already, so there is no deadlock.
+// finish_dq.cu makes dQ of the sums.
 #pragma once
 
-#include "nonfinite.cuh"
 #include "pipeline.cuh"
 #include "products.cuh"
 #include "scheduler.cuh"
@@ -31,13 +31,8 @@ __device__ __forceinline__ int next_block(int q_tiles, int block) {
     return block > 0 ? block - 1 : q_tiles - 1;
 }
 
-struct Turn {
-    int number;    // from 0
-    bool is_last;  // of its block
-};
-
-// The turn of a work tile at the block of queries from `first_query` on.
-__device__ __forceinline__ Turn turn_of(const KeyTile& tile, const Window& window, int first_query) {
+// The turn of a work tile at the block of queries from `first_query` on, from 0.
+__device__ __forceinline__ int turn_of(const KeyTile& tile, const Window& window, int first_query) {
     const int keys = IS_CAUSAL ? min(tile.kv.tokens, first_query + BLOCK_Q) : tile.kv.tokens;
     int turns = (keys + KEYS - 1) / KEYS, before = tile.first / KEYS;
     if constexpr (HAS_WINDOW) {
@@ -45,8 +40,7 @@ __device__ __forceinline__ Turn turn_of(const KeyTile& tile, const Window& windo
         turns = end_of_key_blocks(window, min(first_query + BLOCK_Q, tile.q.tokens), tile.kv.tokens) - begin;
         before -= begin;
     }
-    const int number = LAST_KEYS_FIRST ? turns - 1 - before : before;
-    return {number, number + 1 == turns};
+    return LAST_KEYS_FIRST ? turns - 1 - before : before;
 }
 
 // --- The product -------------------------------------------------------------------------------------------
@@ -69,9 +63,7 @@ __device__ __forceinline__ void multiply_ds(float (&dq)[DQ_CHUNK / 128], u32 ds,
 struct DqChunk {
     float* sums;  // null: there is no other
     int* turns;   // how many CTAs have added to the chunk
-    Turn turn;    // of this CTA
-    Document q;
-    int head, first_query, channel;
+    int turn;     // of this CTA
 };
 
 // Stores a chunk, in the order of threads, and hands it over.
@@ -86,61 +78,25 @@ __device__ __forceinline__ void hand_over(const Ring<HELPERS>& ring, u8* buffers
     ring.fill();
 }
 
-// Stores a chunk that all CTAs have added to, from its sums to rows of dQ. A lane takes 8 channels of two rows, which four threads
-// of the warpgroup held.
-__device__ __forceinline__ void store_sums(const TokenTensor& dq, const DqChunk& chunk, int heads, int d, float scale) {
-    const int lane = threadIdx.x % 32;
-    u16* base = dq.data + chunk.head / heads * dq.stride_b + chunk.head % heads * dq.stride_h + chunk.q.start * dq.stride_n;
-#pragma unroll 1
-    for (int i = lane; i < DQ_CHUNK / 16; i += 32) {
-        const float4* four = reinterpret_cast<const float4*>(chunk.sums) + 4 * i;
-        u32 rows[2][4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float4 x = load_from_l2(four + j);
-            rows[0][j] = pack_16bit(infinite_to_nan(x.x * scale), infinite_to_nan(x.y * scale));
-            rows[1][j] = pack_16bit(infinite_to_nan(x.z * scale), infinite_to_nan(x.w * scale));
-        }
-        const int channel = chunk.channel + i / 32 * 8, row = chunk.first_query + i % 32 / 8 * 16 + i % 8;
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            if (row + 8 * r < chunk.q.tokens && channel < d)
-                *reinterpret_cast<uint4*>(base + (row + 8 * r) * dq.stride_n + channel) = {rows[r][0], rows[r][1], rows[r][2],
-                                                                                          rows[r][3]};
-    }
-}
-
-// A helper warp: adds what comes in its buffer, and stores what is complete. It sleeps while it waits: polls would take issue
-// slots from those who compute. The first CTA of a chunk has no sum of others to add to.
-__device__ __forceinline__ void add_chunks(u32 full, u32 empty, u32 buffer, const DqChunk& chunk, const TokenTensor& dq, int heads,
-                                           int d, float scale) {
-    const bool is_first_lane = threadIdx.x % 32 == 0;
+// A helper thread: adds what comes in its buffer. It sleeps while it waits: polls would take issue slots from those who compute.
+// The first CTA of a chunk has no sum of others to add to.
+__device__ __forceinline__ void add_chunks(u32 full, u32 empty, u32 buffer, const DqChunk& next) {
     for (int parity = 0;; parity ^= 1) {
         barrier_wait_asleep(full, parity);
+        const DqChunk chunk = next;
         if (chunk.sums == nullptr) return;
-        const bool is_last = chunk.turn.is_last;
-        __syncwarp();  // all lanes have read it
-        if (is_first_lane) {
-            const Turn turn = chunk.turn;
-            int* turns = chunk.turns;
-            if (turn.number > 0) {
-                wait_for_value(turns, turn.number);
-                fence_proxy_async_global();
-                bulk_add(chunk.sums, buffer, DQ_CHUNK * 4);
-            } else {
-                bulk_store(chunk.sums, buffer, DQ_CHUNK * 4);
-            }
-            bulk_commit();
-            bulk_wait_read();
-            if (!is_last) barrier_arrive(empty);
-            bulk_wait();
+        if (chunk.turn > 0) {
+            wait_for_value(chunk.turns, chunk.turn);
             fence_proxy_async_global();
-            if (!is_last) release_value(turns, turn.number + 1);
+            bulk_add(chunk.sums, buffer, DQ_CHUNK * 4);
+        } else {
+            bulk_store(chunk.sums, buffer, DQ_CHUNK * 4);
         }
-        if (!is_last) continue;
-        __syncwarp();
-        store_sums(dq, chunk, heads, d, scale);
-        __syncwarp();
-        if (is_first_lane) barrier_arrive(empty);
+        bulk_commit();
+        bulk_wait_read();
+        barrier_arrive(empty);
+        bulk_wait();
+        fence_proxy_async_global();
+        release_value(chunk.turns, chunk.turn + 1);
     }
 }

@@ -140,7 +140,6 @@ inline void wait_for_value(const int* place, int value) {
     wait_until([=] { return *place == value; });
 }
 inline void release_value(int* place, int value) { *place = value; }
-inline float4 load_from_l2(const float4* place) { return *place; }
 
 // --- wgmma -------------------------------------------------------------------------------------------------
 
