@@ -243,9 +243,7 @@ def backward(
     }
     counters = q.new_empty(_counters(q, q_axis, config), dtype=torch.int32)
     packed_q = [*PACKER.pack_q_and_grad(q, grad_out, out, lse, q_axis, counters=counters, **options)]
-    # With dQ in 16 bit, queries that see no key are not visited.
-    dq = Result(q, q_axis, is_zeroed=window.left >= 0 and not config.is_int8("dq"))
-    dk, dv = Result(k, kv_axis), Result(v, kv_axis)
+    dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
     call = _Backward(q, k, q_axis, kv_axis, packed_kv, dq, dk, dv, counters, window, scale, config)
     if config.is_int8("dq"):
         _launch_two_kernels(call, packed_q)
@@ -286,7 +284,7 @@ class _Backward(NamedTuple):
     scale: float
     config: SageConfig
 
-    def axes(self, name: str, tile_counter: int) -> CAxes:
+    def axes(self, name: str, tile_counter: int | None) -> CAxes:
         """The work tiles of a kernel, of queries for dq.cu, else of keys; keep it until the launch."""
         x, work_axis = (self.q, self.q_axis) if name == "dq" else (self.k, self.kv_axis)
         return CAxes.of(
@@ -335,12 +333,23 @@ def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns:
         call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(), axes, call.scale,
     )  # fmt: skip
     call.launch("backward", arguments)
-    finish = _CFinishDq(
-        dq_sums.data_ptr(), turns.data_ptr(), call.dq.target, call.axes("dq", 0), call.scale,
-    )  # fmt: skip
-    head_dim = padded_head_dim(call.q.shape[3])
+    _launch_finish_dq(call, dq_sums, turns)
+
+
+def _launch_finish_dq(call: _Backward, dq_sums: Tensor, turns: Tensor) -> None:
+    """dQ from its sums, by a CTA for each chunk."""
+    arguments = _CFinishDq(
+        dq_sums.data_ptr(), turns.data_ptr(), call.dq.target, call.axes("dq", None), call.scale
+    )
     kernel = launch.load_kernel(
-        SOURCES, "finish_dq", "finish_dq_kernel", 0, HEAD_DIM=head_dim, IS_CAUSAL=0,
-        IS_BF16=call.q.dtype == torch.bfloat16, LAUNCH_THREADS=FINISH_DQ_THREADS, LAUNCH_BYTES=0,
-    )  # fmt: skip
-    kernel.launch(chunks, FINISH_DQ_THREADS, finish)
+        SOURCES,
+        "finish_dq",
+        "finish_dq_kernel",
+        0,
+        HEAD_DIM=padded_head_dim(call.q.shape[3]),
+        IS_CAUSAL=0,
+        IS_BF16=call.q.dtype == torch.bfloat16,
+        LAUNCH_THREADS=FINISH_DQ_THREADS,
+        LAUNCH_BYTES=0,
+    )
+    kernel.launch(len(dq_sums), FINISH_DQ_THREADS, arguments)

@@ -109,7 +109,7 @@ def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros, tmp_path):
         "DK_16BIT" in macros
     ):  # dV and dK in the loop and behind it; at head size 128 by half blocks of queries
         parts = d // 64
-        in_16_bit += 2 * 2 * 64 // 16 // parts
+        in_16_bit += 2 * 64 // 16 // parts  # dV and dK
         exponentials = 3 * 64 * 64 // 128 // parts  # before the loop, too, with a mask
     else:
         int8 += of_tokens
