@@ -16,12 +16,9 @@ constexpr int HELPERS = D == 64 ? 3 : 2;  // each with a buffer of its own
 // --- The order of work -------------------------------------------------------------------------------------
 
 // Whether the last keys come first, and every CTA begins with the first queries that see its keys. Under the causal mask CTAs
-// then follow each other through the queries and hardly wait. Otherwise the first keys come first, and all CTAs of a head begin
-// with its last queries.
-#ifndef LAST_KEYS
-#define LAST_KEYS 1
-#endif
-constexpr bool LAST_KEYS_FIRST = LAST_KEYS;
+// then follow each other through the queries and hardly wait, but the longest work tiles come last. Otherwise the first keys come
+// first, and all CTAs of a head begin with its last queries. docs/log.md has both measured.
+constexpr bool LAST_KEYS_FIRST = D == 64;
 
 // The block of queries with which a work tile begins, and the one that follows in turn, counted from the first one that sees
 // its keys.

@@ -105,17 +105,13 @@ def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros, tmp_path):
     of_s, of_dp, of_tokens = d // 32, d // 16, 64 // 32 * (d // 64)
     int8, in_16_bit = 2 * of_s, 2 * of_dp  # before the loop and in it
     exponentials = 2 * 64 * 64 // 128  # with a mask, and without
-    if (
-        "DK_16BIT" in macros
-    ):  # dV and dK in the loop and behind it; at head size 128 by half blocks of queries
+    if "DK_16BIT" in macros:  # at head size 128 by half blocks of queries
         parts = d // 64
         in_16_bit += 2 * 64 // 16 // parts  # dV and dK
         exponentials = 3 * 64 * 64 // 128 // parts  # before the loop, too, with a mask
     else:
-        int8 += of_tokens
-        int8, in_16_bit = (
-            (int8, in_16_bit + 64 // 16) if "P_16BIT" in macros else (int8 + of_tokens, in_16_bit)
-        )
+        of_dv = (0, 64 // 16) if "P_16BIT" in macros else (of_tokens, 0)
+        int8, in_16_bit = int8 + of_tokens + of_dv[0], in_16_bit + of_dv[1]
     in_16_bit += 128 // 16  # dQ
     assert len(re.findall(r"\bIGMMA\.", text)) == int8
     assert len(re.findall(r"\bHGMMA\.", text)) == in_16_bit
