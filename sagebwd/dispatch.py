@@ -144,8 +144,6 @@ def not_chosen(kernels: str, call: Call) -> list[Rule]:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
         return [Rule(False, "on Hopper Triton multiplies INT8 by wgmma, which is faster", request)]
-    if kernels == "hopper" and not call.config.is_int8("dq"):
-        return [Rule(False, "its backward with dq in 16 bit has changed and not run on a GPU since", request)]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
         return [Rule(False, "it is slow", request)]
     return []
