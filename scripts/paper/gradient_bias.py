@@ -74,7 +74,7 @@ from scripts.paper.gradient_bias_gradients import (
 from scripts.paper.gradient_bias_tables import CONTROL, Row, write
 from scripts.paper.layers import dtype_of, load_model
 from scripts.paper.layers_runs import TrainedRun, UnusableWeights, at_step, milestones_of, open_run
-from scripts.paper.result_files import OUT, read_json
+from scripts.paper.result_files import OUT, read_json, write_numbers
 from trainer.checkpoint import checkpoint_of
 from trainer.run_directory import RunDirectory
 
@@ -127,7 +127,7 @@ examples:
   what two processes measured, as one result
       python -m scripts.paper.gradient_bias --join first.json.gz second.json.gz --out runs/paper/gradient_bias
 
-written after every checkpoint, with --out runs/paper/gradient_bias:
+written after every checkpoint, the numbers after every setting, with --out runs/paper/gradient_bias:
   runs/paper/gradient_bias.json.gz  every number, by setting, group of weights, layer; hardware, versions
   runs/paper/gradient_bias.md       tables
   runs/paper/gradient_bias.png      bias by setting, critical tokens by layer, bias along training
@@ -216,7 +216,7 @@ def try_attention(
 
 
 def measure_all(runs: list[list[TrainedRun]], result: dict[str, Any], arguments: Namespace) -> None:
-    """Measure each run's checkpoints, and write all results so far after each.
+    """Measure each run's checkpoints; write numbers after each setting, the rest after each checkpoint.
 
     Raises UnusableWeights, and ValueError if the text is too short for the batches.
     """
@@ -234,7 +234,9 @@ def measure_all(runs: list[list[TrainedRun]], result: dict[str, Any], arguments:
             found = working_attentions(end, result, arguments)
             for run in reversed(checkpoints):  # the end first, should there be no time for all
                 progress.set_description(f"{run.name}, step {run.origin.step}")
-                rows += measure_checkpoint(run, batches, found, result, arguments, progress.update)
+                for own in measure_checkpoint(run, batches, found, result, arguments, progress.update):
+                    rows += own
+                    write_numbers(Path(arguments.out), result, rows)
                 write(Path(arguments.out), result, rows)
 
 
@@ -273,8 +275,8 @@ def measure_checkpoint(
     result: dict[str, Any],
     arguments: Namespace,
     advance: Callable[[], object],
-) -> list[Row]:
-    """A row for each setting, view, group and layer; adds the gradient's own and the losses to the result."""
+) -> Iterator[list[Row]]:
+    """Rows of each setting, by view, group and layer. Adds losses and the gradient itself to the result."""
     device, dtype = torch.device(arguments.device), dtype_of(run)
     kernel = TRUTH_KERNEL[device.type]
     micro_batch = sequences_of_pass(run, arguments)
@@ -295,16 +297,15 @@ def measure_checkpoint(
             | {"truth": TITLES[kernel], "loss": float(np.mean(losses)), "loss_differences": {}}
         )
         fits = fit_twice(llama, len(batches))
-        rows, g_setting = [], empty_gradients(llama, len(batches), in_host_memory=not fits)
+        g_setting = empty_gradients(llama, len(batches), in_host_memory=not fits)
         for setting, attend in found.items():
             with attending(llama, attend):
                 with_setting = gradients(llama, batches, micro_batch, dtype, g_setting)
             grams = tensor_grams(g_setting, g, own, scales)
-            rows += setting_rows(grams, place | {"setting": setting}, arguments.tokens_per_batch)
             difference = np.array(with_setting) - np.array(losses)
             result["checkpoints"][-1]["loss_differences"][setting] = mean_and_interval(difference)
             advance()
-    return rows
+            yield setting_rows(grams, place | {"setting": setting}, arguments.tokens_per_batch)
 
 
 def sequences_of_pass(run: TrainedRun, arguments: Namespace) -> int:

@@ -188,10 +188,12 @@ def progress_table(rows: list[Row], run: str) -> list[str]:
     header = [f"{title}, {count(tokens[step])}" for title, *_ in columns for step in steps]
     lines = []
     for setting in (name for name in settings_of(chosen) if name in STYLES):
+        measured = [row for row in chosen if row.setting == setting]
         cells = [
-            shown(pick([row for row in chosen if row.step == step], setting, group))
+            shown(pick(own, setting, group)) if own else "not measured"
             for _, group, shown in columns
             for step in steps
+            for own in [[row for row in measured if row.step == step]]
         ]
         lines.append([f"`{setting}`", *cells])
     return ["After training on so many tokens:", "", *align(["setting", *header], lines)]
@@ -334,7 +336,9 @@ def draw_progress(axes: Any, rows: list[Row]) -> None:
     """Bias of the q and k projections over gradient, over the tokens trained on."""
     steps = sorted({row.step for row in rows})
     for setting, look in drawn(rows):
-        found = [pick([row for row in rows if row.step == step], setting, "qk") for step in steps]
+        measured = [row for row in rows if row.setting == setting]
+        of_steps = [[row for row in measured if row.step == step] for step in steps]
+        found = [pick(own, setting, "qk") for own in of_steps if own]
         found = [row for row in found if None not in row.bias]
         for row in found:
             axes.plot([row.tokens / 1e6] * 2, row.bias[1:], color=look.color, alpha=0.4)

@@ -284,7 +284,8 @@ def gradient_rows(run: TrainedRun, result: dict[str, Any], arguments: Namespace)
     batches = [(x.to(device), y.to(device)) for x, y in batches]
     found = attentions(run, arguments)
     with tqdm(total=1 + len(found), desc=f"gradients of {run.name}", disable=None) as progress:
-        rows = gradient_bias.measure_checkpoint(run, batches, found, result, arguments, progress.update)
+        measured = gradient_bias.measure_checkpoint(run, batches, found, result, arguments, progress.update)
+        rows = [row for own in measured for row in own]
     result["gradients"] = [
         own for own in result["gradients"] if is_shown(own["view"], own["group"], own["layer"])
     ]

@@ -82,8 +82,13 @@ def write_compressed_json(path: Path, content: dict[str, Any]) -> Path:
 
 def write_result(out: Path, result: dict[str, Any], rows: Sequence[Any], markdown: str) -> None:
     """OUT.json.gz, the result with its rows (dataclasses), and OUT.md."""
-    write_compressed_json(with_ending(out, ".json"), result | {"rows": [asdict(row) for row in rows]})
+    write_numbers(out, result, rows)
     write_text(with_ending(out, ".md"), markdown)
+
+
+def write_numbers(out: Path, result: dict[str, Any], rows: Sequence[Any]) -> None:
+    """OUT.json.gz alone."""
+    write_compressed_json(with_ending(out, ".json"), result | {"rows": [asdict(row) for row in rows]})
 
 
 def write_compressed(path: Path, text: str) -> Path:

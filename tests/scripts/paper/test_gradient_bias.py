@@ -250,6 +250,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "out" / "bias.png").stat().st_size > 10_000
     check_without_checkpoint(tmp_path, rows)
     check_a_setting_that_fails(tmp_path, monkeypatch)
+    check_an_interruption(tmp_path, monkeypatch, rows)
     check_joining(tmp_path)
     check_refusals(tmp_path, capsys)
 
@@ -307,6 +308,31 @@ def naive(d, g):
     found["bias"] = [math.copysign(math.sqrt(abs(x)), x) for x in found["bias"]]
     tokens = [222 / x if x > 0 else math.inf for x in found["critical_tokens"]]
     return found | {"critical_tokens": [tokens[0], tokens[2], tokens[1]]}
+
+
+def check_an_interruption(folder, monkeypatch, rows):
+    """What was measured before it is in the file, of which --join makes the rest."""
+    measured, real = [], gradient_bias.gradients
+
+    def interrupted(*arguments):
+        measured.append(None)
+        if len(measured) == 6:  # twice full precision, "paper", "all_int8"
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(gradient_bias, "gradients", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gradient_bias.main(
+            [str(folder / "run"), "--milestones", "--settings", "paper", "all_int8", "--batches", "4",
+             "--device", "cpu", "--tokens-per-batch", "222", "--out", str(folder / "out" / "part")]
+        )  # fmt: skip
+    monkeypatch.setattr(gradient_bias, "gradients", real)
+    kept = [Row(**row) for row in read_json(folder / "out" / "part.json")["rows"]]
+    wanted = ((3, "paper"), (3, "all_int8"), (2, "paper"))
+    assert kept == [row for row in rows if (row.step, row.setting) in wanted]
+    part, whole = folder / "out" / "part.json", folder / "out" / "whole"
+    gradient_bias.main(["--join", str(part), "--out", str(whole)])
+    assert "not measured" in whole.with_suffix(".md").read_text()
 
 
 def check_without_checkpoint(folder, rows):
