@@ -144,8 +144,6 @@ def not_chosen(kernels: str, call: Call) -> list[Rule]:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
         return [Rule(False, "on Hopper Triton multiplies INT8 by wgmma, which is faster", request)]
-    if kernels == "hopper" and not call.config.is_int8("dk"):
-        return [Rule(False, "with dk in 16 bit its kernels have never run", request)]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
         return [Rule(False, "it is slow", request)]
     return []

@@ -81,10 +81,11 @@ def to_markdown(result: dict[str, Any], rows: list[Row]) -> str:
     lines = ["# Bias and noise of INT8 attention in the gradients of training", ""]
     for measured in (result, *result.get("joined_with", ())):
         lines += [origin_of(measured), ""]
+    control = f"; `{CONTROL}` is {result['control']}" if CONTROL in settings_of(rows) else ""
     lines += [
         f"Gradients on {result['settings']['batches']} batches of {result['tokens_per_batch']:,} tokens. "
-        f"Each setting is compared with {result['checkpoints'][0]['truth']}; `{CONTROL}` is "
-        f"{result['control']}. Bias: |b| / |G|. Along: ⟨b, G⟩ / |G|². Noise: variance of quantization / "
+        f"Each setting is compared with {result['checkpoints'][0]['truth']}{control}. "
+        "Bias: |b| / |G|. Along: ⟨b, G⟩ / |G|². Noise: variance of quantization / "
         "variance of a minibatch of that size. T*: tokens per step at which bias² equals the variance of the "
         "minibatch. Bias² / noise at T tokens: T / T*. In brackets: 95% intervals. "
         "`python -m scripts.paper.gradient_bias --help` says more; the JSON has every layer and group.",

@@ -38,6 +38,9 @@ from scripts.paper.result_files import DamagedResult, Results
 from scripts.paper.run_summary import stored_runs
 from trainer.plot import plot_losses
 
+#: What scripts.paper.gradient_bias measured: 35M models, and one of 325M.
+BIAS = ("gradient_bias", "gradient_bias_325m")
+
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
@@ -77,7 +80,8 @@ def tables(results: Results) -> dict[str, Callable[[Path], None]]:
     add("accuracy", accuracy.to_markdown)
     add("layers", lambda data: layers_markdown(data, layer_rows(data)))
     add("gradient_error", lambda data: error_markdown(*study(data)))
-    add("gradient_bias", lambda data: bias_markdown(data, bias_rows(data)))
+    for name in BIAS:
+        add(name, lambda data: bias_markdown(data, bias_rows(data)))
     add("large_logits", lambda data: large_logits_markdown(data, large_logits.compare(data["runs"])))
     add("gradient_formats", lambda data: gradient_formats.to_markdown(data, gradient_formats.rows_of(data)))
     return made
@@ -105,10 +109,11 @@ def pictures(results: Results) -> dict[str, Callable[[Path], None]]:
                 "gradient_error.json",
                 lambda data, tensor=tensor: draw_progress(*study(data), tensor),
             )
-    if results.has("gradient_bias.json"):
-        drawn["gradient_bias.png"] = lambda path: draw_bias(
-            bias_rows(results.json("gradient_bias.json")), path
-        )
+    for name in BIAS:
+        if results.has(f"{name}.json"):
+            drawn[f"{name}.png"] = lambda path, name=name: draw_bias(
+                bias_rows(results.json(f"{name}.json")), path
+            )
     add(
         "large_logits.png",
         "large_logits.json",

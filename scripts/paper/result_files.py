@@ -9,7 +9,8 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,15 @@ class Results:
     def environment(self, name: str) -> dict[str, Any]:
         """What the first start of the copied run directory `name` ran on."""
         return self.metrics(f"{name}/environment.jsonl")[0]
+
+
+@contextmanager
+def naming(name: str, results: Results) -> Iterator[None]:
+    """Turn errors about missing parts of a JSON into a DamagedResult that names the file."""
+    try:
+        yield
+    except DamagedResult:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, StopIteration, ValueError) as error:
+        path = results.folder / results.name(name)
+        raise DamagedResult(f"{path} lacks what the report needs ({error!r}); {FIX}") from error

@@ -26,7 +26,11 @@ QUESTIONS = {
     "Does pre-training end": ("figure1b", "qk_norm", "34.7M parameters"),
     "… with the paper's 325M": ("figure1b", "qk_norm", "324M parameters"),
     "Is there the paper's gap": ("figure1a", "gap", "learning rate 0.001"),
-    "Is dS the bottleneck": ("gradient_bias", "bottleneck", "scales per row as in the default, with QK-norm"),
+    "Is dS the bottleneck": (
+        "gradient_bias",
+        "bottleneck",
+        "scales per row as in the default, 34.7M parameters, with QK-norm",
+    ),
     "Does fine-tuning end": ("finetune", "match", ""),
 }
 DIFFERENCE = re.compile(r"[+-]\d\.\d{4} ± \d\.\d{4}")

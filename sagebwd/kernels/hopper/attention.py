@@ -119,6 +119,8 @@ CTA_SHAPES = {
     ("backward", 128, False): CTAShape(2, 226_304, others=2),
     ("backward", 128, True): CTAShape(2, 209_920, others=2),
 }
+#: Channels of dQ that backward.cu adds up at a time, by padded head size.
+DQ_CHANNELS = {64: 64, 128: 32}
 
 
 def _launch(
@@ -250,8 +252,9 @@ def _counters(q: Tensor, q_axis: Axis, config: SageConfig) -> int:
 
 
 def _chunks(q: Tensor, q_axis: Axis) -> int:
-    """How many chunks of dQ backward.cu adds up, each of 64 queries and 64 channels."""
-    return q.shape[0] * q.shape[1] * q_axis.blocks * padded_head_dim(q.shape[3]) // 64
+    """How many chunks of dQ there are, each added up by itself in backward.cu."""
+    head_dim = padded_head_dim(q.shape[3])
+    return q.shape[0] * q.shape[1] * q_axis.blocks * head_dim // DQ_CHANNELS[head_dim]
 
 
 class _Backward(NamedTuple):
@@ -314,7 +317,8 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
 def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:
     """All gradients by backward.cu."""
     chunks = _chunks(call.q, call.q_axis)
-    dq_sums = call.q.new_empty((chunks, TILE[0] * 64), dtype=torch.float32)
+    values = TILE[0] * DQ_CHANNELS[padded_head_dim(call.q.shape[3])]
+    dq_sums = call.q.new_empty((chunks, values), dtype=torch.float32)
     turns = call.counters
     axes = call.axes("backward", turns.data_ptr() + 4 * chunks)
     arguments = _CBackward(

@@ -1,7 +1,7 @@
 // dQ, dK and dV. A work tile is 128 keys of one key head; it loops over all queries that see them.
 //
 // Two warpgroups compute S and dP, and dK and dV of 64 keys each. They store dS for a third one, which computes dQ. The fourth
-// has one warp that copies ahead, and others that add dQ to the sums of all CTAs.
+// has one thread that copies ahead, and three that add dQ to the sums of all CTAs.
 
 #include "epilogue.cuh"
 #include "int8.cuh"
@@ -20,9 +20,11 @@ constexpr int THREADS = 128 * (PRODUCER + 1);
 constexpr int STAGES = D == 64 ? 4 : 2;
 constexpr int DS_STAGES = D == 64 ? 2 : 1;
 constexpr int CHUNKS = D / 64;  // of 64 channels
+constexpr int DQ_BUFFERS = 3;   // each with a thread of its own
 
 // Registers of a thread. Their sum is what the CTA starts with.
-constexpr int CONSUMER_REGISTERS = D == 64 ? 200 : 208, DQ_REGISTERS = 72, PRODUCER_REGISTERS = D == 64 ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = D == 64 ? 184 : 216, DQ_REGISTERS = D == 64 ? 104 : 56;
+constexpr int PRODUCER_REGISTERS = D == 64 ? 40 : 24;
 static_assert(CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS == 65536 / 128);
 
 // A stage in shared memory: both packed blocks of 64 queries.
@@ -40,17 +42,17 @@ constexpr int K_SCALE = 3 * K_TILE;
 constexpr int DQ_K = align_up(PACKED_KV_BYTES, 1024);
 constexpr int DS = DQ_K + PACKED_K_16BIT_BYTES;
 constexpr int DQ = DS + DS_STAGES * DS_BYTES;
-constexpr int RING = DQ + HELPERS * DQ_CHUNK * 4;
+constexpr int RING = DQ + DQ_BUFFERS * DQ_CHUNK * 4;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
-constexpr int STORED_CHANNELS = D == 64 ? 64 : 32;  // at a time, in the epilogue
-constexpr int CHUNK_STAGING = staging_bytes(STORED_CHANNELS);
+constexpr int CHUNK_STAGING = staging_bytes(64);
+static_assert(DQ_CHUNK * 4 >= staging_bytes(DQ_CHANNELS));
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
 
 struct SharedState {
     u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1], dq_k_full[1];
-    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], dq_full[HELPERS], dq_empty[HELPERS];
+    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], chunk_full[DQ_BUFFERS], chunk_empty[DQ_BUFFERS];
     KeyTile work[2];  // whose keys are in shared memory, and whose come next, in turn; kv_head -1: there is no other
-    DqChunk dq_chunks[HELPERS];
+    DqChunk chunks[DQ_BUFFERS];
 };
 
 struct Arguments {
@@ -66,7 +68,7 @@ struct Rings {
     Ring<STAGES> queries;
     Ring<1> keys;
     Ring<DS_STAGES> ds;
-    Ring<HELPERS> dq;
+    Ring<DQ_BUFFERS> chunks;
     u32 dq_k_full;
 };
 
@@ -92,13 +94,13 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         barrier_expect_bytes(keys.full, PACKED_KV_BYTES);
         bulk_copy(shared, a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES, PACKED_KV_BYTES, keys.full);
         keys.advance();
-        int next = first_block(work.q_tiles);
+        int next = first_block(work);
         for (int h = 0; h < a.axes.group; ++h) {
             const i64 first = first_packed_block(a.axes, work, h);
 #pragma unroll 1
             for (int left = work.q_tiles; left > 0; --left) {
                 const i64 block = first + next;
-                next = next_block(work.q_tiles, next);
+                next = next_block(work, next);
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
                 barrier_expect_bytes(full, PACKED_Q_ROWS_BYTES + PACKED_Q_COLUMNS_BYTES);
@@ -128,7 +130,7 @@ __device__ __forceinline__ void pin_sums(Sums& sums) {
 }
 
 // dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left
-// unfinished in dp. 16-bit dV and dK are accumulated by the tensor cores, in registers of their own, and not waited for.
+// unfinished in dp. 16-bit dV and dK are accumulated by the tensor cores, in registers of their own.
 template <int N, int P_WORDS, int DS_WORDS>
 __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&dp)[N], const Scores& scores,
                                                 const u32 (&p)[P_WORDS], const u32 (&ds)[DS_WORDS], u32 stage, int first_query) {
@@ -170,11 +172,11 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&d
     }
 }
 
-// Waits for these products, while S is still multiplied: dp is needed for the next dP. In 16 bits it is free already.
+// Waits for these products, while S is still multiplied.
 template <int N>
 __device__ __forceinline__ void finish_scores(Sums& sums, int (&dp)[N], const Scores& scores) {
+    wgmma_wait<1>();
     if constexpr (!DK_IS_16BIT) {
-        wgmma_wait<1>();
         pin(dp);
         accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
     }
@@ -189,12 +191,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const u32 ring = base + RING / 16;
     const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
 
-    // `work` lies in shared memory. Read in the loop, it would be waited for.
-    const int keys = work.kv.tokens - work.first - warpgroup * ROWS, q_tiles = work.q_tiles;
-    const int first_ahead = warpgroup + (HAS_WINDOW ? (work.first - work.first_query) / ROWS : 0);
-    const int q_tokens = work.q.tokens, kv_tokens = work.kv.tokens, blocks = a.axes.group * q_tiles;
-
-    int s[VALUES], dp[VALUES], block = first_block(q_tiles);
+    int s[VALUES], dp[VALUES], block = first_block(work);
     const auto begin_s = [&](u32 stage, int part) {
         contract_channels<QUERIES>(s, k_rows, stage + (Q_ROWS + part * QUERIES * D) / 16);
     };
@@ -203,114 +200,60 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     };
     pin_sums(sums);  // zero them before the first wgmma: later writes would serialize it
     queries.wait_full();
-    const auto tile_at = [&](int part) {
-        ScoreTile tile;
+    begin_s(ring + queries.index * (STAGE_BYTES / 16), 0);
+    begin_dp(ring + queries.index * (STAGE_BYTES / 16), 0);
+    for (int left = a.axes.group * work.q_tiles;; --left) {
+        // While the tensor cores work: load what this tile needs, and wait for the next stage.
         const u8* stage = shared + RING + queries.index * STAGE_BYTES;
+        ScoreTile tile;
         tile.minus_lse = reinterpret_cast<const float2*>(stage + STATISTICS);
         tile.scales = *reinterpret_cast<const float2*>(stage + SCALES);
         tile.factor = logit_factor(tile.scales.x, k_scale, a.scale);
-        tile.keys = keys;
-        tile.blocks_ahead = first_ahead - block;
-        tile.window = window;
+        tile.keys = work.kv.tokens - work.first - warpgroup * ROWS;
+        tile.blocks_ahead = warpgroup - block;
+        if constexpr (HAS_WINDOW) {
+            tile.blocks_ahead += (work.first - work.first_query) / ROWS;
+            tile.window = window;
+        }
         tile.ds = shared_address(shared) + DS + ds.index * DS_BYTES;
         tile.ds_empty = ds.empty + 8 * ds.index, tile.ds_parity = ds.parity ^ 1;
-        tile.first_query = part * QUERIES;
-        return tile;
-    };
-    const auto is_fast = [&](const ScoreTile& tile) {
-        const bool is_cut = keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0) ||
-                            (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead, q_tokens, kv_tokens));
-        return is_fusible(tile.factor) && !is_cut;
-    };
-    const auto stage_of = [&](const Ring<STAGES>& at) { return ring + at.index * (STAGE_BYTES / 16); };
-
-    if constexpr (DK_IS_16BIT) {
-        // S and dP of the next tile come before dV and dK of this one, so that these are multiplied while it is worked on.
-        Scores scores;
-        begin_s(stage_of(queries), 0);
-        begin_dp(stage_of(queries), 0);
-        ScoreTile tile = tile_at(0);
-        wgmma_wait<0>();
-        pin(s);
-        pin(dp);
-        {
-            ExactScores exact;
-            find_scores<false>(exact, s, dp, tile);
-            round_scores(scores, exact, tile);
-            hand_over_ds(exact, tile, warpgroup);
-        }
-        int part = 0;
-#pragma unroll 1
-        for (int left = blocks * PARTS; left > 1; --left) {
-            const bool is_last = PARTS == 1 || part == 1;
-            const u32 this_stage = stage_of(queries);
-            const int first_query = part * QUERIES;
-            const Ring<STAGES> last = queries;
+        const bool is_cut = tile.keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0) ||
+                            (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead, work.q.tokens, work.kv.tokens));
+        Ring<STAGES> next = queries;
+        block = next_block(work, block);
+        const u32 this_stage = ring + queries.index * (STAGE_BYTES / 16);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const bool is_last = part + 1 == PARTS;
+            if (is_last && left > 1) {
+                next.advance();
+                next.wait_full();
+            }
+            tile.first_query = part * QUERIES;
+            Scores scores;
+            wgmma_wait<0>();
+            pin(s);
+            pin(dp);
+            // Early, so that the next ones arrive in time; the last S below is never used.
+            if (is_last && left == 1) rings.keys.release();
+            if (is_fusible(tile.factor) && !is_cut)
+                find_scores<true>(scores, s, dp, tile, warpgroup);
+            else
+                find_scores<false>(scores, s, dp, tile, warpgroup);
+            multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, tile.first_query);
             if (is_last) {
                 ds.fill();
                 ds.advance();
-                block = next_block(q_tiles, block);
-                queries.advance();
-                queries.wait_full();
             }
-            part = is_last ? 0 : part + 1;
-            begin_s(stage_of(queries), part);
-            begin_dp(stage_of(queries), part);
-            multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, first_query);
-            tile = tile_at(part);
-            wgmma_wait<2>();
-            pin(s);
-            pin(dp);
-            ExactScores exact;
-            if (is_fast(tile))
-                find_scores<true>(exact, s, dp, tile);
-            else
-                find_scores<false>(exact, s, dp, tile);
-            wgmma_wait<0>();
-            if (is_last) last.release();
-            round_scores(scores, exact, tile);
-            hand_over_ds(exact, tile, warpgroup);
+            // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
+            begin_s(is_last ? ring + next.index * (STAGE_BYTES / 16) : this_stage, is_last ? 0 : part + 1);
+            finish_scores(sums, dp, scores);
+            if (!is_last) begin_dp(this_stage, part + 1);
         }
-        rings.keys.release();
-        ds.fill();
-        ds.advance();
-        multiply_scores(sums, s, dp, scores, scores.p, scores.ds, stage_of(queries), part * QUERIES);
-    } else {
-    begin_s(stage_of(queries), 0);
-    begin_dp(stage_of(queries), 0);
-    for (int left = blocks;; --left) {
-        const ScoreTile tile = tile_at(0);
-        const u32 this_stage = stage_of(queries);
-        Ring<STAGES> next = queries;
-        block = next_block(q_tiles, block);
-        wgmma_wait<0>();
-        pin(s);
-        pin(dp);
-        // Early, so that the next ones arrive in time; what is multiplied with these below is never used.
-        if (left == 1) rings.keys.release();
-        ExactScores exact;
-        Scores scores;
-        if (is_fast(tile))
-            find_scores<true>(exact, s, dp, tile);
-        else
-            find_scores<false>(exact, s, dp, tile);
-        round_scores(scores, exact, tile);
-        hand_over_ds(exact, tile, warpgroup);
-        if (left > 1) {
-            next.advance();
-            next.wait_full();
-        }
-        multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, 0);
-        ds.fill();
-        ds.advance();
-        // After the last tile S and dP are computed once more and not used: a branch between wgmmas would serialize them.
-        begin_s(stage_of(next), 0);
-        finish_scores(sums, dp, scores);
-        begin_dp(stage_of(next), 0);
         if (left == 1) break;
+        begin_dp(ring + next.index * (STAGE_BYTES / 16), 0);
         queries.release();
         queries = next;
-    }
     }
     wgmma_wait<0>();
     pin_sums(sums);
@@ -333,11 +276,11 @@ __device__ __forceinline__ void consume(const Arguments& a, const Window& window
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
 #pragma unroll
-        for (int c = 0; c < D; c += STORED_CHANNELS) {
-            store_channels<STORED_CHANNELS>(a.dv, sums.dv + c / 2, ones, staging, warpgroup, work.kv_head, a.axes.heads, first,
-                                            work.kv, a.axes.d, c);
-            store_channels<STORED_CHANNELS>(a.dk, sums.dk + c / 2, scales, staging, warpgroup, work.kv_head, a.axes.heads, first,
-                                            work.kv, a.axes.d, c);
+        for (int c = 0; c < CHUNKS; ++c) {
+            store_channels<64>(a.dv, sums.dv + 32 * c, ones, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
+                               a.axes.d, 64 * c);
+            store_channels<64>(a.dk, sums.dk + 32 * c, scales, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
+                               a.axes.d, 64 * c);
         }
         rings.keys.advance();
     }
@@ -348,27 +291,42 @@ __device__ __forceinline__ void consume(const Arguments& a, const Window& window
 // All blocks of queries of a work tile, as the consumers go through them.
 __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window, const KeyTile& work, u8* shared,
                                         Rings& rings, SharedState& state) {
-    const int thread = threadIdx.x % 128, q_tiles = work.q_tiles, first_query = work.first_query;
+    const int thread = threadIdx.x % 128;
     const u32 base = descriptor_base(shared_address(shared)), k = base + DQ_K / 16;
-    int block = first_block(q_tiles), head = 0;
+    int block = first_block(work), head = 0;
 #pragma unroll 1
-    for (int left = a.axes.group * q_tiles; left > 0; --left) {
-        const i64 first_chunk = (first_packed_block(a.axes, work, head) + block) * DQ_CHUNKS;
-        const Turn turn = turn_of(work, window, first_query + block * BLOCK_Q);
+    for (int left = a.axes.group * work.q_tiles; left > 0; --left) {
+        const int first_query = work.first_query + block * BLOCK_Q;
+        const i64 packed_block = first_packed_block(a.axes, work, head) + block;
+        const Turn turn = turn_of(work, window, first_query);
         rings.ds.wait_full();
 #pragma unroll 1
         for (int c = 0; c < DQ_CHUNKS; ++c) {
-            float dq[DQ_CHUNK / 128];
+            float dq[DQ_CHANNELS / 2];
             multiply_ds(dq, base + (DS + rings.ds.index * DS_BYTES) / 16, k, c * DQ_CHANNELS);
             if (c == DQ_CHUNKS - 1) rings.ds.release();
-            const DqChunk chunk = {a.dq_sums + (first_chunk + c) * DQ_CHUNK, a.turns + first_chunk + c, turn, work.q,
-                                   work.kv_head * a.axes.group + head, first_query + block * BLOCK_Q, c * DQ_CHANNELS};
-            hand_over(rings.dq, shared + DQ, state.dq_chunks, chunk, dq, thread);
-            rings.dq.advance();
+            const i64 index = packed_block * DQ_CHUNKS + c;
+            const DqChunk chunk = {a.dq_sums + index * DQ_CHUNK, a.turns + index, turn.number};
+            if (!turn.is_last) {
+                hand_over(rings.chunks, shared + DQ, state.chunks, chunk, dq, thread);
+                rings.chunks.advance();
+                continue;
+            }
+            if (turn.number > 0) {
+                if (thread == 0) wait_for_value(chunk.turns, turn.number);
+                warpgroup_sync(DQ_WARPGROUP);
+                add_to_own(dq, chunk.sums, thread);
+            }
+            rings.chunks.wait_empty();  // its memory is the staging
+            const float scales[2] = {a.scale, a.scale};
+            u8* staging = shared + DQ + rings.chunks.index * (DQ_CHUNK * 4);
+            store_channels<DQ_CHANNELS>(a.dq, dq, scales, staging, DQ_WARPGROUP, work.kv_head * a.axes.group + head,
+                                        a.axes.heads * a.axes.group, first_query, work.q, a.axes.d, c * DQ_CHANNELS);
+            warpgroup_sync(DQ_WARPGROUP);  // until the staging is read
         }
         rings.ds.advance();
-        block = next_block(q_tiles, block);
-        if (block == first_block(q_tiles)) ++head;
+        block = next_block(work, block);
+        if (block == first_block(work)) ++head;
     }
 }
 
@@ -392,10 +350,11 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, const Window& win
         dq_loop(a, window, work, shared, rings, state);
     }
 #pragma unroll 1
-    for (int i = 0; i < HELPERS; ++i, rings.dq.advance()) {
-        rings.dq.wait_empty();
-        if (thread == 0) state.dq_chunks[rings.dq.index].sums = nullptr;
-        rings.dq.fill();
+    for (int i = 0; i < DQ_BUFFERS; ++i) {
+        rings.chunks.wait_empty();
+        if (thread == 0) state.chunks[rings.chunks.index].sums = nullptr;
+        rings.chunks.fill();
+        rings.chunks.advance();
     }
 }
 
@@ -408,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         ring_init(state.full, state.empty, CONSUMERS);
         ring_init(state.keys_full, state.keys_empty, CONSUMERS + 1);
         ring_init(state.ds_full, state.ds_empty, 4 * CONSUMERS, 4);
-        ring_init(state.dq_full, state.dq_empty, 4, 1);
+        ring_init(state.chunk_full, state.chunk_empty, 4, 1);
         barrier_init(shared_address(state.dq_k_full), 1);
         barrier_init_fence();
     }
@@ -416,17 +375,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     Rings rings = {{shared_address(state.full), shared_address(state.empty)},
                    {shared_address(state.keys_full), shared_address(state.keys_empty)},
                    {shared_address(state.ds_full), shared_address(state.ds_empty)},
-                   {shared_address(state.dq_full), shared_address(state.dq_empty)},
+                   {shared_address(state.chunk_full), shared_address(state.chunk_empty)},
                    shared_address(state.dq_k_full)};
 
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == PRODUCER) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x % 128 == 0) producer_loop(a, window, rings, shared_address(shared), state);
-        const int helper = __shfl_sync(0xffffffff, threadIdx.x % 128 / 32, 0) - 1;
-        if (helper >= 0 && helper < HELPERS)
-            add_chunks(rings.dq.full + 8 * helper, rings.dq.empty + 8 * helper, shared_address(shared) + DQ + helper * DQ_CHUNK * 4,
-                       state.dq_chunks[helper], a.dq, a.axes.heads * a.axes.group, a.axes.d, a.scale);
+        const int buffer = static_cast<int>(threadIdx.x % 128) / 32 - 1;
+        if (buffer >= 0 && threadIdx.x % 32 == 0)
+            add_chunks(rings.chunks.full + 8 * buffer, rings.chunks.empty + 8 * buffer,
+                       shared_address(shared) + DQ + buffer * (DQ_CHUNK * 4), state.chunks[buffer]);
     } else if (warpgroup == DQ_WARPGROUP) {
         setmaxnreg_dec<DQ_REGISTERS>();
         compute_dq(a, window, shared, rings, state);

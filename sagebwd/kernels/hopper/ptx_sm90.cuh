@@ -37,22 +37,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// The same for a thread that is in no hurry.
-__device__ __forceinline__ void barrier_wait_asleep(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "wait:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra finished;\n"
-        "nanosleep.u32 40;\n"
-        "bra wait;\n"
-        "finished:\n"
-        "}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
 // Copies `bytes` to shared memory; the barrier counts them. All three are multiples of 16.
 __device__ __forceinline__ void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
     asm volatile(

@@ -1,34 +1,30 @@
-// dQ. A warpgroup multiplies dS, which others store in shared memory, with the K of its CTA. Helper warps add the products to
-// fp32 sums in the L2 cache, to which CTAs that own other keys add, too. CTAs take turns, in the order of work tiles, so that the
-// sum is always the same. A CTA waits only for CTAs that took an earlier work tile: those run already, so there is no deadlock.
+// dQ. A warpgroup multiplies dS, which others store in shared memory, with the K of its CTA. CTAs that own other keys add to the
+// same sums in fp32. They take turns, in the order of work tiles, so that the sum is always the same. A CTA waits only for CTAs
+// that took an earlier work tile: those run already, so there is no deadlock.
 #pragma once
 
-#include "nonfinite.cuh"
 #include "pipeline.cuh"
 #include "products.cuh"
 #include "scheduler.cuh"
 #include "scores.cuh"
 
-constexpr int DQ_CHANNELS = 64;  // that are computed and added at a time
+constexpr int DQ_CHANNELS = D == 64 ? 64 : 32;  // that are computed and added at a time
 constexpr int DQ_CHUNK = BLOCK_Q * DQ_CHANNELS, DQ_CHUNKS = D / DQ_CHANNELS;
-constexpr int HELPERS = D == 64 ? 3 : 2;  // each with a buffer of its own
 
 // --- The order of work -------------------------------------------------------------------------------------
 
 // Whether the last keys come first, and every CTA begins with the first queries that see its keys. Under the causal mask CTAs
-// then follow each other through the queries and hardly wait. Otherwise the first keys come first, and all CTAs of a head begin
-// with its last queries.
-#ifndef LAST_KEYS
-#define LAST_KEYS 1
-#endif
-constexpr bool LAST_KEYS_FIRST = LAST_KEYS;
+// then follow each other through the queries and hardly wait; but the CTA of the first keys has all the last turns, which
+// write dQ. With several chunks this order was slower (docs/log.md). Otherwise the first keys come first, and all CTAs of a head
+// begin with its last queries.
+constexpr bool LAST_KEYS_FIRST = DQ_CHUNKS == 1;
 
 // The block of queries with which a work tile begins, and the one that follows in turn, counted from the first one that sees
 // its keys.
-__device__ __forceinline__ int first_block(int q_tiles) { return LAST_KEYS_FIRST ? 0 : q_tiles - 1; }
-__device__ __forceinline__ int next_block(int q_tiles, int block) {
-    if (LAST_KEYS_FIRST) return block + 1 < q_tiles ? block + 1 : 0;
-    return block > 0 ? block - 1 : q_tiles - 1;
+__device__ __forceinline__ int first_block(const KeyTile& tile) { return LAST_KEYS_FIRST ? 0 : tile.q_tiles - 1; }
+__device__ __forceinline__ int next_block(const KeyTile& tile, int block) {
+    if (LAST_KEYS_FIRST) return block + 1 < tile.q_tiles ? block + 1 : 0;
+    return block > 0 ? block - 1 : tile.q_tiles - 1;
 }
 
 struct Turn {
@@ -52,8 +48,9 @@ __device__ __forceinline__ Turn turn_of(const KeyTile& tile, const Window& windo
 // --- The product -------------------------------------------------------------------------------------------
 
 // The share of all keys in dQ of a block of queries, DQ_CHANNELS of it from `channel` on. `ds` and `k`: see descriptor_base.
-__device__ __forceinline__ void multiply_ds(float (&dq)[DQ_CHUNK / 128], u32 ds, u32 k, int channel) {
-    const u64 a = descriptor_mn_major<DS_BYTES>(ds), b = descriptor_mn_major<KEYS * 128>(k + channel / 64 * (KEYS * 128 / 16));
+__device__ __forceinline__ void multiply_ds(float (&dq)[DQ_CHANNELS / 2], u32 ds, u32 k, int channel) {
+    const u64 a = descriptor_mn_major<DS_BYTES>(ds);
+    const u64 b = descriptor_mn_major<KEYS * 128>(k + channel / 64 * (KEYS * 128 / 16) + channel % 64 * 2 / 16);
     wgmma_fence();
     wgmma_16bit<0>(dq, a, b);
 #pragma unroll
@@ -65,82 +62,53 @@ __device__ __forceinline__ void multiply_ds(float (&dq)[DQ_CHUNK / 128], u32 ds,
 
 // --- Sums over CTAs ----------------------------------------------------------------------------------------
 
-// What the warpgroup hands to a helper: a product in shared memory.
+// What the warpgroup hands to a thread that adds it to the sums: a product in shared memory.
 struct DqChunk {
     float* sums;  // null: there is no other
-    int* turns;   // how many CTAs have added to the chunk
-    Turn turn;    // of this CTA
-    Document q;
-    int head, first_query, channel;
+    int* turns;   // how many CTAs have added to these channels of the block
+    int turn;     // of this CTA
 };
 
-// Stores a chunk, in the order of threads, and hands it over.
-__device__ __forceinline__ void hand_over(const Ring<HELPERS>& ring, u8* buffers, DqChunk* chunks, const DqChunk& chunk,
-                                          const float (&dq)[DQ_CHUNK / 128], int thread) {
-    ring.wait_empty();
-    float4* own = reinterpret_cast<float4*>(buffers) + ring.index * (DQ_CHUNK / 4) + thread;
-#pragma unroll
-    for (int j = 0; j < DQ_CHANNELS / 8; ++j) own[128 * j] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
-    if (thread == 0) chunks[ring.index] = chunk;
-    fence_proxy_async();
-    ring.fill();
-}
-
-// Stores a chunk that all CTAs have added to, from its sums to rows of dQ. A lane takes 8 channels of two rows, which four threads
-// of the warpgroup held.
-__device__ __forceinline__ void store_sums(const TokenTensor& dq, const DqChunk& chunk, int heads, int d, float scale) {
-    const int lane = threadIdx.x % 32;
-    u16* base = dq.data + chunk.head / heads * dq.stride_b + chunk.head % heads * dq.stride_h + chunk.q.start * dq.stride_n;
-#pragma unroll 1
-    for (int i = lane; i < DQ_CHUNK / 16; i += 32) {
-        const float4* four = reinterpret_cast<const float4*>(chunk.sums) + 4 * i;
-        u32 rows[2][4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float4 x = load_from_l2(four + j);
-            rows[0][j] = pack_16bit(infinite_to_nan(x.x * scale), infinite_to_nan(x.y * scale));
-            rows[1][j] = pack_16bit(infinite_to_nan(x.z * scale), infinite_to_nan(x.w * scale));
+// One thread for each buffer in shared memory: adds what comes there. The first CTA of a block has no sum of others to add to.
+__device__ __forceinline__ void add_chunks(u32 full, u32 empty, u32 shared, const DqChunk& next) {
+    for (int parity = 0;; parity ^= 1) {
+        barrier_wait(full, parity);
+        const DqChunk chunk = next;
+        if (chunk.sums == nullptr) return;
+        if (chunk.turn > 0) {
+            wait_for_value(chunk.turns, chunk.turn);
+            fence_proxy_async_global();
+            bulk_add(chunk.sums, shared, DQ_CHUNK * 4);
+        } else {
+            bulk_store(chunk.sums, shared, DQ_CHUNK * 4);
         }
-        const int channel = chunk.channel + i / 32 * 8, row = chunk.first_query + i % 32 / 8 * 16 + i % 8;
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            if (row + 8 * r < chunk.q.tokens && channel < d)
-                *reinterpret_cast<uint4*>(base + (row + 8 * r) * dq.stride_n + channel) = {rows[r][0], rows[r][1], rows[r][2],
-                                                                                          rows[r][3]};
+        bulk_commit();
+        bulk_wait_read();
+        barrier_arrive(empty);
+        bulk_wait();
+        fence_proxy_async_global();
+        release_value(chunk.turns, chunk.turn + 1);
     }
 }
 
-// A helper warp: adds what comes in its buffer, and stores what is complete. It sleeps while it waits: polls would take issue
-// slots from those who compute. The first CTA of a chunk has no sum of others to add to.
-__device__ __forceinline__ void add_chunks(u32 full, u32 empty, u32 buffer, const DqChunk& chunk, const TokenTensor& dq, int heads,
-                                           int d, float scale) {
-    const bool is_first_lane = threadIdx.x % 32 == 0;
-    for (int parity = 0;; parity ^= 1) {
-        barrier_wait_asleep(full, parity);
-        if (chunk.sums == nullptr) return;
-        const bool is_last = chunk.turn.is_last;
-        __syncwarp();  // all lanes have read it
-        if (is_first_lane) {
-            const Turn turn = chunk.turn;
-            int* turns = chunk.turns;
-            if (turn.number > 0) {
-                wait_for_value(turns, turn.number);
-                fence_proxy_async_global();
-                bulk_add(chunk.sums, buffer, DQ_CHUNK * 4);
-            } else {
-                bulk_store(chunk.sums, buffer, DQ_CHUNK * 4);
-            }
-            bulk_commit();
-            bulk_wait_read();
-            if (!is_last) barrier_arrive(empty);
-            bulk_wait();
-            fence_proxy_async_global();
-            if (!is_last) release_value(turns, turn.number + 1);
-        }
-        if (!is_last) continue;
-        __syncwarp();
-        store_sums(dq, chunk, heads, d, scale);
-        __syncwarp();
-        if (is_first_lane) barrier_arrive(empty);
+// Stores a chunk so that add_to_own finds it, and hands it over.
+template <int BUFFERS>
+__device__ __forceinline__ void hand_over(const Ring<BUFFERS>& chunks, u8* buffers, DqChunk* next, const DqChunk& chunk,
+                                          const float (&dq)[DQ_CHANNELS / 2], int thread) {
+    chunks.wait_empty();
+    float4* own = reinterpret_cast<float4*>(buffers) + chunks.index * (DQ_CHUNK / 4) + thread;
+#pragma unroll
+    for (int j = 0; j < DQ_CHANNELS / 8; ++j) own[128 * j] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+    if (thread == 0) next[chunks.index] = chunk;
+    chunks.fill();
+}
+
+// Adds the sums of all other CTAs. The last CTA does this.
+__device__ __forceinline__ void add_to_own(float (&dq)[DQ_CHANNELS / 2], const float* sums, int thread) {
+    const float4* own = reinterpret_cast<const float4*>(sums) + thread;
+#pragma unroll
+    for (int j = 0; j < DQ_CHANNELS / 8; ++j) {
+        const float4 sum = load_from_l2(own + 128 * j);
+        dq[4 * j] += sum.x, dq[4 * j + 1] += sum.y, dq[4 * j + 2] += sum.z, dq[4 * j + 3] += sum.w;
     }
 }

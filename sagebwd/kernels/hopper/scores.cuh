@@ -40,7 +40,7 @@ struct ScoreTile {
 
 // P or dS as the left operand of dV or dK.
 template <int WORDS>
-__device__ __forceinline__ void round_operand(u32 (&rounded)[WORDS], const float (&x)[VALUES], const float (&inverse)[2]) {
+__device__ __forceinline__ void round_scores(u32 (&rounded)[WORDS], const float (&x)[VALUES], const float (&inverse)[2]) {
     if constexpr (WORDS == VALUES / 2) {  // in 16 bits
 #pragma unroll
         for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(x[2 * k], x[2 * k + 1]);
@@ -60,67 +60,51 @@ __device__ __forceinline__ void store_ds(const float (&ds)[VALUES], const ScoreT
     }
 }
 
-// P and dS of a tile before they are rounded, with what their scales need: magnitudes, of P as bits.
-struct ExactScores {
-    float p[VALUES], ds[VALUES], ds_largest[4];
-    int p_largest[2];
-};
-
-// P and dS of one tile from S and dP. FAST: every logit allows a fused multiply-add, and none is masked. Straight-line code, so
-// that all units are busy.
+// The scores of one tile from S and dP; stores dS for dQ. FAST: every logit allows a fused multiply-add, and none is masked.
+// Straight-line code, so that all units are busy.
 template <bool FAST>
-__device__ __forceinline__ void find_scores(ExactScores& x, const int (&s)[VALUES], const int (&dp)[VALUES], const ScoreTile& tile) {
+__device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[VALUES], const int (&dp)[VALUES], const ScoreTile& tile,
+                                            int warpgroup) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int key = thread / 32 * 16 + lane / 4, query = tile.first_query + lane % 4 * 2;
     const float2 *minus_lse = tile.minus_lse + tile.first_query / 2, *minus_delta = minus_lse + BLOCK_Q / 2;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x.ds_largest[i] = 0.0f;
-    x.p_largest[0] = x.p_largest[1] = 0;
+    float p[VALUES], ds[VALUES], ds_largest[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    int p_largest[2] = {0, 0};  // bits, as above
 #pragma unroll
     for (int j = 0; j < VALUES / 4; ++j) {
         const float2 c = minus_lse[4 * j + lane % 4], d = minus_delta[4 * j + lane % 4];
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) {
             const int r = i / 2 % 2;
-            const float logit = __int2float_rn(s[i]);
-            float p = exp2_fast(FAST ? fmaf(logit, tile.factor, pick(c, i % 2))
-                                     : __fadd_rn(__fmul_rn(logit, tile.factor), pick(c, i % 2)));
+            const float x = __int2float_rn(s[i]);
+            p[i] = exp2_fast(FAST ? fmaf(x, tile.factor, pick(c, i % 2))
+                                  : __fadd_rn(__fmul_rn(x, tile.factor), pick(c, i % 2)));
             if (!FAST) {  // without a branch
                 const int visible = query + 8 * j + i % 2 - ROWS * tile.blocks_ahead + 1;
-                p = key + 8 * r < (IS_CAUSAL ? min(visible, tile.keys) : tile.keys) ? p : 0.0f;
-                if (HAS_WINDOW && tile.window.hides(key + 8 * r - visible + 1)) p = 0.0f;
+                p[i] = key + 8 * r < (IS_CAUSAL ? min(visible, tile.keys) : tile.keys) ? p[i] : 0.0f;
+                if (HAS_WINDOW && tile.window.hides(key + 8 * r - visible + 1)) p[i] = 0.0f;
             }
-            x.p[i] = p;
-            x.ds[i] = p * (__int_as_float(dp[i]) + pick(d, i % 2));
-            x.ds_largest[i % 4] = nan_max_abs(x.ds_largest[i % 4], x.ds[i]);
+            ds[i] = p[i] * (__int_as_float(dp[i]) + pick(d, i % 2));
+            ds_largest[i % 4] = nan_max_abs(ds_largest[i % 4], ds[i]);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-            x.p_largest[r] = max(max(x.p_largest[r], __float_as_int(x.p[4 * j + 2 * r])), __float_as_int(x.p[4 * j + 2 * r + 1]));
+            p_largest[r] = max(max(p_largest[r], __float_as_int(p[4 * j + 2 * r])), __float_as_int(p[4 * j + 2 * r + 1]));
     }
-}
-
-// Rounds them for dV and dK.
-__device__ __forceinline__ void round_scores(Scores& scores, const ExactScores& x, const ScoreTile& tile) {
     float p_inverse[2], ds_inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         if (DK_IS_16BIT) continue;
-        const float ds_scale = scale_of(row_max(nan_max(x.ds_largest[2 * r], x.ds_largest[2 * r + 1])), INT8_MAX);
+        const float ds_scale = scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])), INT8_MAX);
         scores.dk_factor[r] = ds_scale * tile.scales.x;
         ds_inverse[r] = reciprocal(ds_scale);
         if (P_IS_16BIT) continue;
-        const float p_scale = scale_of(__int_as_float(row_max(x.p_largest[r])), P_MAX);
+        const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
         scores.dv_factor[r] = p_scale * tile.scales.y;
         p_inverse[r] = reciprocal(p_scale);
     }
-    round_operand(scores.p, x.p, p_inverse);
-    round_operand(scores.ds, x.ds, ds_inverse);
-}
-
-// Hands dS over to dQ, once there is room.
-__device__ __forceinline__ void hand_over_ds(const ExactScores& x, const ScoreTile& tile, int warpgroup) {
+    round_scores(scores.p, p, p_inverse);
+    round_scores(scores.ds, ds, ds_inverse);
     barrier_wait(tile.ds_empty, tile.ds_parity);
-    store_ds(x.ds, tile, warpgroup);
-    fence_proxy_async();  // here, because it also waits for products that are being issued
+    store_ds(ds, tile, warpgroup);
 }

@@ -7,8 +7,6 @@ and tables alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from data.files import write_text
@@ -36,7 +34,7 @@ from scripts.paper.report.markdown import table
 from scripts.paper.report.rules import ANSWERS, GAP, MARGIN_SHARE, NOT_RUN, OPEN
 from scripts.paper.report.section import Section
 from scripts.paper.report.verdicts import TABLE_1_TOLERANCE, TOKENS_PER_STEP, Verdict
-from scripts.paper.result_files import FIX, DamagedResult, Results
+from scripts.paper.result_files import Results, naming
 
 __all__ = ["SECTIONS", "copied_runs", "generate", "write"]
 
@@ -102,18 +100,6 @@ def filled(folder: Path, fields: dict[str, str], absent: dict[str, str]) -> dict
 def section_of(item: Item, results: Results) -> Section:
     with naming(item.json, results):
         return SECTIONS[item.name](results)
-
-
-@contextmanager
-def naming(name: str, results: Results) -> Iterator[None]:
-    """Turn errors about missing parts of a JSON into a DamagedResult that names the file."""
-    try:
-        yield
-    except DamagedResult:
-        raise
-    except (KeyError, IndexError, TypeError, AttributeError, StopIteration, ValueError) as error:
-        path = results.folder / results.name(name)
-        raise DamagedResult(f"{path} lacks what the report needs ({error!r}); {FIX}") from error
 
 
 def published_fields() -> dict[str, str]:

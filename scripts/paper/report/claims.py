@@ -146,7 +146,8 @@ CLAIMS: dict[str, dict[str, tuple[str, str]]] = {
     "gradient_bias": {
         "critical": (
             f"gradient noise hides the error of SageBwd at {_SMALL} tokens per step and not at {_LARGE}",
-            "tokens per step at which bias² equals the noise of the minibatch, in the q and k projections: "
+            "tokens per step at which bias² equals the noise of the minibatch, in the q and k projections "
+            "together, at the end of each run: "
             "95% interval between the two: agrees; above both: not seen; below both: contradicts; else open",
         ),
         "bottleneck": (

@@ -1,4 +1,4 @@
-"""Training runs whose directories were copied into the results: their losses and speed."""
+"""Sections beyond the experiments: training runs copied into the results, and single measurements."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any, NamedTuple
 
+from scripts.paper.report.gradient_bias import LARGE
+from scripts.paper.report.gradient_bias_325m import gradient_bias_325m
 from scripts.paper.report.markdown import table
 from scripts.paper.report.section import Section
 from scripts.paper.report.speed import preparing
@@ -105,6 +107,9 @@ def loss_table(runs: dict[str, list[dict]]) -> str:
 
 
 FURTHER = {
+    "gradient_bias_325m": Further(
+        "Beyond the paper: bias of gradients in a 325M model", (LARGE,), gradient_bias_325m
+    ),
     "llama_325m_fpa": Further(
         "The 325M model on real text, full precision",
         ("llama_325m_fpa/metrics.jsonl", "llama_325m_fpa/300_steps.jsonl"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from model.config import LlamaConfig, parameter_count
 from scripts.paper.gradient_bias_tables import (
     CONTROL,
     PAPER_TOKENS,
@@ -19,7 +20,10 @@ from scripts.paper.gradient_bias_tables import (
 from scripts.paper.report.markdown import commit_of, hardware, table
 from scripts.paper.report.section import Section
 from scripts.paper.report.verdicts import Verdict, bias_of, bottleneck_verdict, critical_verdict
-from scripts.paper.result_files import Results
+from scripts.paper.result_files import Results, naming
+
+#: The same on a 325M model: fewer settings and batches. Its tables are in gradient_bias_325m.py.
+LARGE = "gradient_bias_325m.json"
 
 #: Settings of the front page's table, in its order.
 SHOWN = {
@@ -43,10 +47,11 @@ JUDGED = {"paper": "`paper()`", "default": "default"}
 
 @dataclass(frozen=True)
 class End:
-    """The last checkpoint of a run: raw gradients under every setting."""
+    """The last checkpoint of a run: its gradients under every setting, in one view."""
 
     run: str
     norm: str
+    parameters: int
     rows: list[Row]
 
     def row(self, setting: str, group: str = "qk", layer: int | None = None) -> Row:
@@ -60,7 +65,10 @@ class End:
 def gradient_bias(results: Results) -> Section:
     data = results.json("gradient_bias.json")
     ends = ends_of(data)
-    verdicts = [verdict for end in ends for verdict in verdicts_of(end, checkpoints(data, end.run))]
+    verdicts = verdicts_on(data, ends)
+    if results.has(LARGE):
+        with naming(LARGE, results):
+            verdicts += verdicts_on(results.json(LARGE))
     tables = {
         f"{end.norm}, end of the run, raw gradients; bias relative to the gradient": bias_table(end)
         for end in ends
@@ -78,17 +86,23 @@ def gradient_bias(results: Results) -> Section:
     return Section(provenance(data), tables, verdicts, fields)
 
 
-def ends_of(data: dict[str, Any]) -> list[End]:
-    """Of every run the rows of its last step, raw. Raises ValueError if there are none."""
-    rows = [Row(**row) for row in data["rows"] if row["view"] == "raw"]
+def ends_of(data: dict[str, Any], view: str = "raw") -> list[End]:
+    """Of every run the rows of its last step, in one view. Raises ValueError if there are none."""
+    rows = [Row(**row) for row in data["rows"] if row["view"] == view]
     if not rows:
         raise ValueError("no rows")
     found = []
     for run in dict.fromkeys(row.run for row in rows):
         last = max(row.step for row in rows if row.run == run)
         norm = "With QK-norm" if data["runs"][run]["qk_norm"] else "Without QK-norm"
-        found.append(End(run, norm, [row for row in rows if (row.run, row.step) == (run, last)]))
+        parameters = parameter_count(LlamaConfig(**data["runs"][run]["model"]))
+        own = [row for row in rows if (row.run, row.step) == (run, last)]
+        found.append(End(run, norm, parameters, own))
     return found
+
+
+def size_of(end: End) -> str:
+    return f"{end.parameters / 1e6:.3g}M"
 
 
 def checkpoints(data: dict[str, Any], run: str) -> dict[str, dict[int, Row]]:
@@ -100,15 +114,22 @@ def checkpoints(data: dict[str, Any], run: str) -> dict[str, dict[int, Row]]:
     return {setting: dict(sorted(own.items())) for setting, own in found.items()}
 
 
+def verdicts_on(data: dict[str, Any], ends: list[End] | None = None) -> list[Verdict]:
+    """On the end of every run of a JSON."""
+    ends = ends_of(data) if ends is None else ends
+    return [verdict for end in ends for verdict in verdicts_of(end, checkpoints(data, end.run))]
+
+
 def verdicts_of(end: End, seen: dict[str, dict[int, Row]]) -> list[Verdict]:
-    """On the end of a run; the numbers have the earlier checkpoints, too."""
-    place = end.norm[0].lower() + end.norm[1:]
+    """On the end of a run; the numbers have q and k alone and the earlier checkpoints, too."""
+    place = f"{size_of(end)} parameters, {end.norm[0].lower()}{end.norm[1:]}"
     verdicts = []
     for setting, title in JUDGED.items():
         if setting in end.settings:
             layers = [end.row(setting, "qk", layer).critical_tokens[0] for layer in layers_of(end.rows)]
             below = sum(value is not None and value < max(PAPER_TOKENS) for value in layers)
-            numbers = f", below {max(PAPER_TOKENS):,} in {below} of {len(layers)} layers"
+            q, k = (count(end.row(setting, group).critical_tokens[0]) for group in ("q", "k"))
+            numbers = f", below {max(PAPER_TOKENS):,} in {below} of {len(layers)} layers; q alone {q}, k {k}"
             earlier = [
                 f"{count(row.critical_tokens[0])} after {count(tokens)}"
                 for tokens, row in list(seen[setting].items())[:-1]
@@ -217,14 +238,15 @@ def provenance(data: dict[str, Any]) -> str:
 
     models = [f"{run['model']['n_layers']} layers of width {run['model']['d_model']}" for run in runs]
     texts = [f"{run['data']['source']} (tokens {run['data']['fingerprint'][:8]})" for run in runs]
+    measured = any(row["setting"] == CONTROL for row in data["rows"])
+    control = f"control: {data['control']}" if measured else "no control"
     tokens, steps = ([f"{run[key]:,}" for run in runs] for key in ("tokens", "tokens_per_step"))
     return (
         f"{hardware(data)}, {commit_of(data)}. Models: {all_of(models)}, trained with "
         f"{all_of([run['attention'] for run in runs])} on {all_of(tokens)} tokens. Text: "
         f"{all_of(texts)}. Tokens per step: {all_of(steps)}. Seeds: "
         f"{all_of([run['seed'] for run in runs])}. Gradients on {data['settings']['batches']} batches of "
-        f"{data['tokens_per_batch']:,} tokens, compared with {data['checkpoints'][0]['truth']}; control: "
-        f"{data['control']}."
+        f"{data['tokens_per_batch']:,} tokens, compared with {data['checkpoints'][0]['truth']}; {control}."
     )
 
 

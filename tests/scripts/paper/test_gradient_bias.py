@@ -244,6 +244,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys, monkeypatch):
     assert abs(differences[CONTROL][0]) < 1e-5 < abs(differences["paper"][0])
 
     text = (tmp_path / "out" / "bias.md").read_text()
+    assert f"compared with FlashAttention-2; `{CONTROL}` is plain PyTorch. Bias:" in text
     assert re.search(r"\| `paper` +\|", text)
     assert "Trained with fpa with QK-norm on 444 tokens, 148 a step" in text
     assert (tmp_path / "out" / "bias.png").stat().st_size > 10_000
@@ -317,6 +318,7 @@ def check_without_checkpoint(folder, rows):
          "--micro-batch", "4", "--device", "cpu", "--out", str(folder / "out" / "without")]
     )  # fmt: skip
     (folder / "away").rename(checkpoints)
+    assert "compared with FlashAttention-2. Bias:" in (folder / "out" / "without.md").read_text()
     result = read_json(folder / "out" / "without.json")
     assert result["checkpoints"][0]["adam"] == "mean square of g over batches"
     before = {

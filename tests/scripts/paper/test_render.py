@@ -24,7 +24,16 @@ def test_every_picture_of_the_paper_can_be_drawn_again():
 
 
 @pytest.mark.parametrize(
-    "name", ["accuracy", "layers", "gradient_bias", "gradient_error", "gradient_formats", "large_logits"]
+    "name",
+    [
+        "accuracy",
+        "layers",
+        "gradient_bias",
+        "gradient_bias_325m",
+        "gradient_error",
+        "gradient_formats",
+        "large_logits",
+    ],
 )
 def test_the_committed_tables_are_those_of_the_committed_numbers(name, tmp_path):
     render.files(Results(RESULTS))[f"{name}.md"](tmp_path / "made.md")

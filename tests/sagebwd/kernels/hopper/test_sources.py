@@ -17,7 +17,7 @@ from sagebwd.kernels.hopper.attention import CTA_SHAPES, SOURCES
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
 #: Bytes that ptxas may spill, by source and head size. At 128 backward.cu has 208 registers and needs 240.
-SPILLED_BYTES = {("backward", 128): 320}
+SPILLED_BYTES = {("backward", 128): 450}
 FEW_BYTES = 64
 ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
@@ -104,22 +104,14 @@ def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros, tmp_path):
     text = disassemble(cubin, tmp_path)
     of_s, of_dp, of_tokens = d // 32, d // 16, 64 // 32 * (d // 64)
     int8, in_16_bit = 2 * of_s, 2 * of_dp  # before the loop and in it
-    exponentials = 2 * 64 * 64 // 128  # with a mask, and without
-    if (
-        "DK_16BIT" in macros
-    ):  # dV and dK in the loop and behind it; at head size 128 by half blocks of queries
-        parts = d // 64
-        in_16_bit += 2 * 2 * 64 // 16 // parts
-        exponentials = 3 * 64 * 64 // 128 // parts  # before the loop, too, with a mask
-    else:
-        int8 += of_tokens
-        int8, in_16_bit = (
-            (int8, in_16_bit + 64 // 16) if "P_16BIT" in macros else (int8 + of_tokens, in_16_bit)
-        )
+    if d == 128 and "DK_16BIT" in macros:  # S and dP by halves: before the loop one half
+        int8, in_16_bit = int8 + of_s, in_16_bit + of_dp
+    for name in ("P_16BIT", "DK_16BIT"):  # dV and dK
+        int8, in_16_bit = (int8, in_16_bit + 64 // 16) if name in macros else (int8 + of_tokens, in_16_bit)
     in_16_bit += 128 // 16  # dQ
     assert len(re.findall(r"\bIGMMA\.", text)) == int8
     assert len(re.findall(r"\bHGMMA\.", text)) == in_16_bit
-    assert len(re.findall(r"\bMUFU\.EX2", text)) == exponentials
+    assert len(re.findall(r"\bMUFU\.EX2", text)) == 2 * 64 * 64 // 128  # with a mask, and without
 
 
 def disassemble(cubin, folder):

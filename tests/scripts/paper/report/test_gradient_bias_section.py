@@ -68,12 +68,12 @@ def test_its_numbers_are_those_of_the_file():
     ratios = {f"{2_097_152 / critical[0] / noise:.0f}"}
     assert ratios <= set(section.fields["bias_over_noise"].split(" to "))
     verdicts = {verdict.case: verdict for verdict in section.verdicts if verdict.claim == "critical"}
-    numbers = verdicts["`paper()`, with QK-norm"].numbers
+    numbers = verdicts["`paper()`, 34.7M parameters, with QK-norm"].numbers
     assert numbers.startswith(
         f"{critical[0] / 1e6:.2f}M [{critical[1] / 1e6:.2f}M, {critical[2] / 1e6:.2f}M]"
     )
     assert f"{value('qk-norm', 'paper', 'qk', 'critical_tokens', 96)[0] / 1e6:.2f}M after 12.6M" in numbers
-    assert len(section.verdicts) == 6
+    assert len(section.verdicts) == 8
 
 
 def test_settings_that_were_not_measured_are_left_out(tmp_path):
@@ -82,7 +82,7 @@ def test_settings_that_were_not_measured_are_left_out(tmp_path):
     (tmp_path / "gradient_bias.json").write_text(json.dumps(data))
     section = gradient_bias(Results(tmp_path))
     assert {verdict.case for verdict in section.verdicts} == {
-        "`paper()`, with QK-norm",
-        "`paper()`, without QK-norm",
+        "`paper()`, 34.7M parameters, with QK-norm",
+        "`paper()`, 34.7M parameters, without QK-norm",
     }
     assert "all.default" not in section.fields
