@@ -77,7 +77,7 @@ SCHEDULERS = 4
 
 @dataclass
 class Cycles:
-    """Cycles of an SM for one tile, by unit, and instructions of a warp that no unit was found for."""
+    """Cycles of an SM for one tile, by unit, and instructions of all warps that no unit was found for."""
 
     units: dict[str, float] = field(default_factory=dict)
     issue_only: Counter[str] = field(default_factory=Counter)
@@ -102,12 +102,11 @@ class Cycles:
         return self.tensor + self.others
 
 
-def cycles_of(counts: Counter[str], warps: int, gpu: GPU) -> Cycles:
+def cycles_of(counts: Counter[str], gpu: GPU) -> Cycles:
     """Cycles of one SM, by unit.
 
     Args:
-        counts: {opcode: how often each warp executes it}.
-        warps: those that work on the tile.
+        counts: {opcode: how often it is executed by all warps together}.
     """
     lanes: Counter[str] = Counter()
     cycles = Cycles({"tensor": 0.0})
@@ -115,11 +114,11 @@ def cycles_of(counts: Counter[str], warps: int, gpu: GPU) -> Cycles:
     for opcode, count in counts.items():
         base = opcode.split(".")[0]
         if products := products_of(opcode):
-            cycles.units["tensor"] += warps * count * products / (gpu.int8 if base == "IMMA" else gpu.bits16)
+            cycles.units["tensor"] += count * products / (gpu.int8 if base == "IMMA" else gpu.bits16)
         elif unit := unit_of(base):
-            lanes[unit] += WARP * warps * count
+            lanes[unit] += WARP * count
         elif own := wavefronts_of(opcode):
-            wavefronts += warps * count * own
+            wavefronts += count * own
         else:
             cycles.issue_only[opcode] += count
     cycles.units |= {
@@ -130,7 +129,7 @@ def cycles_of(counts: Counter[str], warps: int, gpu: GPU) -> Cycles:
         "ALU": lanes["alu"] / ALU_RATE + lanes["add"] / gpu.add,
         "special functions": lanes["special"] / SPECIAL_RATE,
         "shared memory": wavefronts,
-        "issue": warps * counts.total() / SCHEDULERS,
+        "issue": counts.total() / SCHEDULERS,
     }
     return cycles
 
@@ -165,4 +164,4 @@ def wavefronts_of(opcode: str) -> int:
     if base in ("LDS", "STS", "LDG", "STG", "LDL", "STL", "LDGSTS"):
         bits = next((int(modifier) for modifier in modifiers if modifier in ("64", "128")), 32)
         return bits // 32
-    return int(base in ("ATOMS", "RED", "SHFL", "MOVM"))
+    return int(base in ("ATOMS", "RED", "REDG", "SHFL", "MOVM"))

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.predict --help
 
-Compiles the forward and the backward for each architecture, disassembles them, counts what a warp executes
+Compiles the forward and the backward for each architecture, disassembles them, counts what the warps execute
 for one tile (scripts.bench.sass_loops), and divides by the rates that NVIDIA publishes
 (scripts.bench.gpu_rates). Nothing here is measured, except the paper's values for an RTX 4090 that stand
 beside the predictions.
@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -63,6 +64,8 @@ LENGTHS = [1024 << power for power in range(6)]
 #: Of the forward: a CTA has so many queries, whatever the tile of the settings.
 FORWARD_QUERIES = 128
 PASSES = ("forward", "backward")
+#: Warps of each kind in a CTA, where there are several, in the order of Program.tile_loops.
+KINDS_OF_WARPS = {"backward_dq_warps": (8, 4)}
 #: Of the memory's bandwidth, for packing: as on an H200, docs/log.md.
 PACKING_EFFICIENCY = 0.85
 
@@ -138,22 +141,26 @@ def count_kernel(which: str, preset: str, head_dim: int, mask: str, gpu: GPU) ->
     """Compile the kernel of a pass and count its cycles.
 
     Raises:
-        ValueError: the machine code has another number of products than a tile needs.
+        ValueError: the machine code has another number of products or loops over tiles than a tile needs.
     """
     config = CONFIGS[preset][1]
     text = machine_code(which, preset, head_dim, mask, gpu.architecture)
-    program = Program(text, f"{source_of(which, head_dim, config)}_kernel")
-    counts, outside = program.per_iteration(), program.outside()
-    warps = THREADS[source_of(which, head_dim, config)] // 32
-    found, needed = products_found(counts, warps), products_needed(which, head_dim, config)
+    source = source_of(which, head_dim, config)
+    warps = warps_of(source)
+    program = Program(text, f"{source}_kernel", warps)
+    tile = [program.per_iteration(kind) for kind in range(len(warps))]
+    outside = [program.outside(kind) for kind in range(len(warps))]
+    counts = of_all_warps(tile, warps)
+    found, needed = products_found(counts), products_needed(which, head_dim, config)
     if found != needed:
         where = f"{which}, {preset}, D {head_dim}"
         raise ValueError(f"{where}: a tile needs {needed}, the machine code has {found}")
-    cycles = cycles_of(counts, warps, gpu)
+    cycles = cycles_of(counts, gpu)
     return Kernel(
-        gpu.name, preset, which, tile_of(which, head_dim, config), head_dim, mask,
-        counts.total(), outside.total(), found, cycles.units, cycles.bound, cycles.without_overlap,
-        cycles_of(outside, warps, gpu).bound, dict(cycles.issue_only),
+        gpu.name, preset, which, tile_of(which, head_dim, config), head_dim, mask, warps,
+        tuple(own.total() for own in tile), tuple(own.total() for own in outside),
+        found, cycles.units, cycles.bound, cycles.without_overlap,
+        cycles_of(of_all_warps(outside, warps), gpu).bound, dict(cycles.issue_only),
     )  # fmt: skip
 
 
@@ -181,14 +188,21 @@ def machine_code(which: str, preset: str, head_dim: int, mask: str, architecture
 
 
 def source_of(which: str, head_dim: int, config: SageConfig) -> str:
-    """The source of the kernel of a pass.
+    """The source of the kernel of a pass."""
+    return which if which == "forward" else backward_source(config.tile(head_dim), head_dim)
 
-    Instead of backward_dq_warps.cu, whose warps run two loops, it is backward.cu: the same work in one.
-    """
-    if which == "forward":
-        return which
-    source = backward_source(config.tile(head_dim), head_dim)
-    return "backward" if source == "backward_dq_warps" else source
+
+def warps_of(source: str) -> tuple[int, ...]:
+    """The warps of a CTA, by the loop over tiles that they run."""
+    return KINDS_OF_WARPS.get(source, (THREADS[source] // 32,))
+
+
+def of_all_warps(counts: Sequence[Counter[str]], warps: Sequence[int]) -> Counter[str]:
+    """What all warps of a CTA execute, from what one of each kind does."""
+    found: Counter[str] = Counter()
+    for own, number in zip(counts, warps, strict=True):
+        found.update({opcode: number * count for opcode, count in own.items()})
+    return found
 
 
 def tile_of(which: str, head_dim: int, config: SageConfig) -> tuple[int, int]:
@@ -197,12 +211,12 @@ def tile_of(which: str, head_dim: int, config: SageConfig) -> tuple[int, int]:
     return (FORWARD_QUERIES if which == "forward" else queries), keys
 
 
-def products_found(counts: Counter[str], warps: int) -> dict[str, int]:
-    """Tensor-core instructions of all warps."""
+def products_found(counts: Counter[str]) -> dict[str, int]:
+    """The tensor-core instructions among what all warps execute."""
     found: Counter[str] = Counter()
     for opcode, count in counts.items():
         if (base := opcode.split(".")[0]) in ("IMMA", "HMMA"):
-            found[base] += warps * count
+            found[base] += count
     return dict(found)
 
 

@@ -13,7 +13,8 @@ class Kernel:
     """A kernel on a GPU. Cycles are those of one SM.
 
     kernel: forward or backward. tile: its queries and keys, of one iteration of the loop.
-    instructions: of a warp, for a tile; outside: before and after the loop over tiles.
+    warps: of each kind. instructions: of one warp of each kind, for a tile; outside: before and after the
+    loop over tiles. products, no_unit: instructions of all warps, for a tile.
     cycles: for a tile, by unit. outside_cycles: of a CTA, before and after the loop.
     """
 
@@ -23,8 +24,9 @@ class Kernel:
     tile: tuple[int, int]
     head_dim: int
     mask: str
-    instructions: int
-    outside: int
+    warps: tuple[int, ...]
+    instructions: tuple[int, ...]
+    outside: tuple[int, ...]
     products: dict[str, int]
     cycles: dict[str, float]
     bound: float
@@ -80,10 +82,10 @@ def to_markdown(result: dict[str, Any], kernels: list[Kernel], predictions: list
 
 def kernel_table(kernels: list[Kernel]) -> list[str]:
     units = [*kernels[0].cycles]
-    header = ["GPU", "preset", "kernel", "tile", "D", "instructions", *units, "overlap", "no overlap"]
+    header = ["GPU", "preset", "kernel", "tile", "D", "warps × instructions", *units, "overlap", "no overlap"]
     table = [
         [kernel.gpu, kernel.preset, kernel.kernel, "{} × {}".format(*kernel.tile), str(kernel.head_dim)]
-        + [str(kernel.instructions)]
+        + [" + ".join(f"{n} × {own:,}" for n, own in zip(kernel.warps, kernel.instructions, strict=True))]
         + [number(kernel.cycles[unit], ",.0f") for unit in units]
         + [number(cycles, ",.0f") for cycles in (kernel.bound, kernel.without_overlap)]
         for kernel in kernels

@@ -8,7 +8,7 @@ from sagebwd.kernels.cuda.packing import scale_bytes
 
 #: Shared memory that a CTA may take on a GeForce (8.6, 8.9, 12.0).
 SHARED_LIMIT = 99 * 1024
-#: What is left of it beside static variables, in backward_shared_keys.cu.
+#: What is left of it beside static variables, in backward_64_keys.cu.
 DYNAMIC_LIMIT = SHARED_LIMIT - 256
 
 
@@ -20,8 +20,8 @@ class CTAShape(NamedTuple):
     shared_bytes: int
 
 
-#: Threads of a CTA, by source. backward_shared_keys.cu can have 512, too, and then takes tiles of 128 keys.
-THREADS = {"forward": 256, "backward": 256, "backward_dq_warps": 384, "backward_shared_keys": 256}
+#: Threads of a CTA, by source.
+THREADS = {"forward": 256, "backward": 256, "backward_dq_warps": 384, "backward_64_keys": 256}
 #: Padded head sizes at which backward_dq_warps.cu runs: at 128, the threads of 12 warps lack registers.
 DQ_WARP_HEAD_DIMS = (64,)
 
@@ -29,7 +29,7 @@ DQ_WARP_HEAD_DIMS = (64,)
 def backward_source(tile: tuple[int, int], head_dim: int) -> str:
     """The source of the backward for tiles of (queries, keys) and a padded head size."""
     if tile[1] != 128:
-        return "backward_shared_keys"
+        return "backward_64_keys"
     return "backward_dq_warps" if head_dim in DQ_WARP_HEAD_DIMS else "backward"
 
 
@@ -57,7 +57,7 @@ def cta_shape(
         is_staged = source == "backward_dq_warps"
         shared_bytes = _backward_bytes(head_dim, tile, is_staged, p_16bit, token_scales)
         return CTAShape(tile[1], threads, shared_bytes)
-    return CTAShape(tile[1], threads, _shared_keys_bytes(head_dim, tile, token_scales, s_16bit))
+    return CTAShape(tile[1], threads, _64_keys_bytes(head_dim, tile, token_scales, s_16bit))
 
 
 def _forward_bytes(
@@ -91,7 +91,7 @@ def _backward_bytes(
     return keys + (2 if is_staged else 1) * (rows + columns) + exchanged
 
 
-def _shared_keys_bytes(head_dim: int, tile: tuple[int, int], token_scales: bool, s_16bit: bool) -> int:
+def _64_keys_bytes(head_dim: int, tile: tuple[int, int], token_scales: bool, s_16bit: bool) -> int:
     """V, K by columns, 16-bit K; maxima; a block of queries by rows; by columns, dS twice, P: may alias."""
     block_q, block_kv = tile
     keys = (5 if s_16bit else 3) * block_kv * head_dim

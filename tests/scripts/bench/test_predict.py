@@ -85,9 +85,72 @@ def test_a_tile_is_counted_as_by_hand():
     assert program.outside() == Counter({"S2R": 1, "EXIT": 2, "STG.E.128": 1})
 
 
+#: Two kinds of warps: threads from 96 on go to .L_x_9, copy, and multiply less. They count what they copy
+#: from 16 · thread − 0x800 on.
+TWO_KINDS = """
+	.target	sm_90
+	.section	.text.two_kinds_kernel,"ax",@progbits
+two_kinds_kernel:
+        /*0000*/                   S2R R0, SR_TID.X ;
+        /*0010*/                   IMAD.SHL.U32 R1, R0, 0x10, RZ ;
+        /*0020*/                   VIADD R2, R1, 0xfffff800 ;
+        /*0030*/                   ISETP.GE.U32.AND P0, PT, R0, 0x60, PT ;
+        /*0040*/               @P0 BRA `(.L_x_9) ;
+        /*0050*/               @P1 BRA `(.L_x_8) ;
+.L_x_7:
+        /*0060*/                   IMMA.16832.S8.S8 R32, R96.ROW, R34.COL, R76 ;
+        /*0070*/                   IMMA.16832.S8.S8 R36, R96.ROW, R34.COL, R76 ;
+        /*0080*/              @!P6 BRA `(.L_x_7) ;
+.L_x_8:
+        /*0090*/                   STG.E.128 [R2.64], R4 ;
+        /*00a0*/                   EXIT ;
+.L_x_9:
+        /*00b0*/               @P1 EXIT ;
+.L_x_10:
+        /*00c0*/                   MOV R3, R2 ;
+.L_x_11:
+        /*00d0*/                   IADD3 R3, R3, 0x200, RZ ;
+        /*00e0*/                   LDGSTS.E.BYPASS.128 [R31+0x6400], [R28.64] ;
+        /*00f0*/                   ISETP.GE.AND P2, PT, R3, 0x200, PT ;
+        /*0100*/              @!P2 BRA `(.L_x_11) ;
+        /*0110*/                   IMMA.16832.S8.S8 R32, R96.ROW, R34.COL, R76 ;
+        /*0120*/               @P3 BRA `(.L_x_12) ;
+        /*0130*/                   STG.E [R2.64], R4 ;
+        /*0140*/                   BRA `(.L_x_13) ;
+.L_x_12:
+        /*0150*/                   REDG.E.ADD.F32 [R2.64], R4 ;
+        /*0160*/                   REDG.E.ADD.F32 [R2.64], R5 ;
+.L_x_13:
+        /*0170*/              @!P6 BRA `(.L_x_10) ;
+        /*0180*/                   EXIT ;
+"""
+
+
+def test_each_kind_of_warps_has_its_loop():
+    """Thread 96 counts from -0x200 on, so that it copies twice; no kind executes what another does."""
+    program = Program(TWO_KINDS, "two_kinds_kernel", (3, 2))
+    assert program.per_iteration(0) == Counter({"IMMA.16832.S8.S8": 2, "BRA": 1})
+    of_others = program.per_iteration(1)
+    assert of_others == Counter(
+        {
+            "MOV": 1, "IADD3": 2, "LDGSTS.E.BYPASS.128": 2, "ISETP.GE.AND": 2, "BRA": 2 + 2,
+            "IMMA.16832.S8.S8": 1, "REDG.E.ADD.F32": 2,
+        }
+    )  # fmt: skip
+    before = Counter({"S2R": 1, "IMAD.SHL.U32": 1, "VIADD": 1, "ISETP.GE.U32.AND": 1, "BRA": 1})
+    assert program.outside(0) == before + Counter({"BRA": 1, "STG.E.128": 1, "EXIT": 1})
+    assert program.outside(1) == before + Counter({"EXIT": 2})
+    both = predict.of_all_warps([program.per_iteration(0), of_others], (3, 2))
+    assert predict.products_found(both) == {"IMMA": 3 * 2 + 2 * 1}
+    assert cycles_of(both, GPUS["H200"]).units["shared memory"] == 2 * (2 * 4 + 2)
+    message = "two_kinds_kernel has 2 outermost loops with tensor-core instructions, but 1 kind"
+    with pytest.raises(ValueError, match=message):
+        Program(TWO_KINDS, "two_kinds_kernel")
+
+
 def test_cycles_are_work_over_rates():
     """Eight warps on an RTX 4090, unit by unit from its published rates."""
-    cycles = cycles_of(TILE, 8, GPUS["RTX 4090"])
+    cycles = cycles_of(predict.of_all_warps([TILE], [8]), GPUS["RTX 4090"])
     assert cycles.units == {
         "tensor": 8 * (16 * 8 * 32 / 1024 + 2 * 16 * 8 * 16 / 256),
         "FP32": 8 * 32 * max((1 + 6) / 128, 6 / 64),
@@ -100,7 +163,7 @@ def test_cycles_are_work_over_rates():
     assert cycles.without_overlap == cycles.tensor + 8 * (2 * 4 + 4 * 4 + 1)
     assert {*cycles.issue_only} == {"BAR.SYNC.DEFER_BLOCKING", "BRA", "NOP", "CALL.REL.NOINC"}
     with pytest.raises(ValueError, match=r"HMMA\.1688\.F32 has another shape than IMMA"):
-        cycles_of(Counter({"HMMA.1688.F32": 1}), 8, GPUS["A100"])
+        cycles_of(Counter({"HMMA.1688.F32": 1}), GPUS["A100"])
 
 
 def test_predicates_can_count_to_two():
@@ -121,7 +184,7 @@ def test_predicates_can_count_to_two():
 def test_what_cannot_be_counted_is_an_error():
     with pytest.raises(ValueError, match="no kernel 'absent_kernel'"):
         Program(SAMPLE, "absent_kernel")
-    with pytest.raises(ValueError, match="other_kernel has no loop with tensor-core instructions"):
+    with pytest.raises(ValueError, match="other_kernel has 0 outermost loops with tensor-core instructions"):
         Program(SAMPLE, "other_kernel")
     endless = SAMPLE.replace("R148, 0x80, PT", "R148, R7, PT")
     with pytest.raises(ValueError, match="the loop at 0x50 does not count up to a constant"):
@@ -138,36 +201,53 @@ def test_without_a_disassembler_the_message_says_what_to_install(monkeypatch):
         sass.disassemble(b"")
 
 
-@pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
-def test_the_kernels_have_the_products_and_copies_that_a_tile_needs(tmp_path, capsys):
-    """Of all warps; copies of 16 bytes by 256 threads, of which the last may be partly idle."""
-    counted = {}
-    for which in predict.PASSES:
-        text = predict.machine_code(which, "default", 64, "causal", "sm_89")
-        counted[which] = Program(text, f"{which}_kernel").per_iteration()
-    # The products of a tile by hand: (rows, columns, depth) of each, in steps of 16 x 8 results.
-    int8 = {
-        "forward": [(128, 128, 64), (128, 64, 128)],
-        "backward": [(128, 64, 64), (128, 64, 64), (128, 64, 64), (64, 64, 128)],
-    }
-    for which, products in int8.items():
-        needed = sum(rows // 16 * (columns // 8) * (depth // 32) for rows, columns, depth in products)
-        assert predict.products_needed(which, 64, SageConfig())["IMMA"] == needed
-        assert 8 * counted[which]["IMMA.16832.S8.S8"] == needed
-    needed = 128 // 16 * (64 // 8) * (64 // 16)  # dP
-    assert 8 * counted["backward"]["HMMA.16816.F32.BF16"] == needed
-    copied = {"forward": [2 * 128 * 64 + 16], "backward": [64 * (3 * 64 + 8) + 16, 64 * 2 * 64]}
-    for which, blocks in copied.items():
-        assert counted[which]["LDGSTS.E.BYPASS.128"] == sum(-(-size // (256 * 16)) for size in blocks)
-    (added,) = (count for opcode, count in counted["backward"].items() if opcode.startswith("RED.E.ADD.F32"))
-    assert added * 256 == 64 * 64  # dQ
+needs_compiler = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
 
+#: (pass, preset, head size): threads that copy a tile's operands, the bytes of each copy.
+COPIES = {
+    ("forward", "default", 64): (256, [2 * 128 * 64 + 16]),
+    ("backward", "default", 64): (128, [64 * (3 * 64 + 8) + 16, 64 * 2 * 64]),
+    ("backward", "default", 128): (256, [64 * (3 * 128 + 8) + 16, 64 * 2 * 128]),
+    ("backward", "paper", 64): (256, [128 * (3 * 64 + 8) + 16, 128 * 2 * 64]),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("architecture", ["sm_89", "sm_90", "sm_120"])
+@pytest.mark.parametrize(("which", "preset", "head_dim"), COPIES, ids=str)
+def test_the_kernels_have_the_products_and_copies_that_a_tile_needs(which, preset, head_dim, architecture):
+    """Of all warps; copies of 16 bytes by some threads, of which the last may be partly idle."""
+    text = predict.machine_code(which, preset, head_dim, "causal", architecture)
+    config = CONFIGS[preset][1]
+    source = predict.source_of(which, head_dim, config)
+    program = Program(text, f"{source}_kernel", predict.warps_of(source))
+    kinds = range(len(program.warps))
+    counts = predict.of_all_warps([program.per_iteration(kind) for kind in kinds], program.warps)
+    # The products of a tile by hand: (rows, columns, depth) of each, in steps of 16 x 8 results.
+    queries, keys = predict.tile_of(which, head_dim, config)
+    of_s, of_keys = (keys, queries, head_dim), (keys, head_dim, queries)
+    of_queries = (queries, head_dim, keys)
+    int8 = [of_s, of_queries] if which == "forward" else [of_s, of_keys, of_keys, of_queries]
+    needed = {"IMMA": sum(rows // 16 * (columns // 8) * (depth // 32) for rows, columns, depth in int8)}
+    if which == "backward":
+        needed["HMMA"] = keys // 16 * (queries // 8) * (head_dim // 16)  # dP
+    assert predict.products_found(counts) == needed == predict.products_needed(which, head_dim, config)
+    threads, sizes = COPIES[which, preset, head_dim]
+    copies = sum(-(-size // (threads * 16)) for size in sizes)
+    assert counts["LDGSTS.E.BYPASS.128"] * 32 == copies * threads
+    added = sum(count for opcode, count in counts.items() if opcode.startswith(("RED.E.ADD", "REDG.E.ADD")))
+    assert added * 32 == (queries * head_dim if which == "backward" else 0)  # dQ
+
+
+@needs_compiler
+def test_the_command_writes_what_it_predicts(tmp_path, capsys):
     out = tmp_path / "predicted"
     options = ["--gpus", "RTX 4090", "--head-dims", "64", "--masks", "causal", "--presets", "default"]
     predict.main([*options, "--out", str(out)])
     assert "Predictions, not measurements" in capsys.readouterr().out
     result = json.loads(out.with_suffix(".json").read_text())
     assert [row["kernel"] for row in result["kernels"]] == ["forward", "backward"]
+    assert [row["warps"] for row in result["kernels"]] == [[8], [8, 4]]
     rows = {row["tokens"]: row for row in result["rows"]}
     assert [*rows] == predict.LENGTHS
     assert all(row["no_overlap"] < row["overlap"] for row in rows.values())

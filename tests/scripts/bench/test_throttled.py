@@ -24,7 +24,9 @@ def test_every_product_is_done_so_often():
         folder = ampere.sources_for("sm_90").folders[0]
     assert ampere.sources_for is before
     assert not folder.exists()
-    found = predict.products_found(Program(text, "backward_kernel").per_iteration(), warps=8)
+    program = Program(text, "backward_dq_warps_kernel", (8, 4))
+    tile = [program.per_iteration(kind) for kind in range(2)]
+    found = predict.products_found(predict.of_all_warps(tile, program.warps))
     needed = predict.products_needed("backward", 64, SageConfig())
     assert found == {"IMMA": 2 * needed["IMMA"], "HMMA": 4 * needed["HMMA"]}
 

@@ -155,33 +155,6 @@ def test_later_tokens_change_nothing_that_is_strictly_causal(attend_on_cpu, draw
     assert torch.equal(changed[1][..., :41, :], dq[..., :41, :])
 
 
-MORE_WARPS = {
-    "default, packed": (DEFAULT_CONFIG, 64, [1, 64, 65, 0, 127, 2], {"is_causal": True}),
-    "low_bias, a window": (SageConfig.low_bias(), 64, None, {"window_size": (70, 3)}),
-    "strictly causal": (SageConfig.strictly_causal(), 40, None, {"is_causal": True}),
-    "default, many channels": (DEFAULT_CONFIG, 128, None, {}),
-    "paper, packed": (SageConfig.paper(), 64, [1, 64, 65, 0, 130, 2], {"is_causal": True}),
-}
-
-
-@pytest.mark.parametrize(
-    ("config", "head_dim", "documents", "mask"), MORE_WARPS.values(), ids=MORE_WARPS.keys()
-)
-def test_more_warps_give_the_same_bits(
-    attend_on_cpu, in_both_orders, draw, monkeypatch, config, head_dim, documents, mask
-):
-    """16 warps of backward_shared_keys.cu, and as few as each kernel has now."""
-    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
-    tokens = 200 if documents is None else sum(documents)
-    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
-    settings = {"config": config, "boundaries": boundaries, **mask}
-    few = attend_on_cpu(*inputs, **settings)
-    monkeypatch.setitem(shapes.THREADS, "backward_shared_keys", 512)
-    monkeypatch.setattr(ampere, "backward_source", lambda tile, head_dim: "backward_shared_keys")
-    for x, y in zip(in_both_orders(lambda: attend_on_cpu(*inputs, **settings)), few, strict=True):
-        assert torch.equal(x, y)
-
-
 DQ_WARPS = {
     "default, packed": (DEFAULT_CONFIG, [1, 64, 65, 0, 127, 2], {"is_causal": True}),
     "default, full": (DEFAULT_CONFIG, None, {}),

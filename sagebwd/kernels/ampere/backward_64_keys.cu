@@ -1,7 +1,5 @@
-// dQ, dK and dV. As backward.cu, but several warps share 16 keys: of P and dS each computes its part of the queries, of dK and dV
-// its part of the channels. In between, all warps exchange the maxima of P and dS, then P and dS. For tiles of 64 keys.
-//
-// With 512 threads a scheduler has four warps instead of two, and tiles may have 128 keys. That is not timed yet (docs/log.md).
+// dQ, dK and dV with tiles of 64 keys. As backward.cu, but two warps share 16 keys: of P and dS each computes one half of the
+// queries, of dK and dV one half of the channels. In between, all warps exchange the maxima of P and dS, then P and dS.
 
 #include "backward.cuh"
 #include "copies.cuh"
@@ -17,9 +15,8 @@
 namespace {
 
 constexpr int HALF_BLOCKS = 2;  // one packed block of keys
-constexpr int KEY_GROUPS = BLOCK_KV / 16, SHARERS = WARPS / KEY_GROUPS;  // of 16 keys; warps that share them
-constexpr int QUERIES = BLOCK_Q / SHARERS, CHANNELS = D / SHARERS;       // of a warp
-static_assert(SHARERS * KEY_GROUPS == WARPS && QUERIES >= 32 && !P_IS_16BIT);
+constexpr int QUERIES = BLOCK_Q / 2, CHANNELS = D / 2;  // of a warp
+static_assert(WARPS == 8 && BLOCK_KV == 64 && !P_IS_16BIT);
 
 #ifdef SCALES_OF_TILES  // one scale for all P, and one for all dS, of a tile; otherwise one for each output row of a product
 constexpr bool HAS_TILE_SCALES = true;
@@ -53,8 +50,8 @@ constexpr int DS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;  // (queries, keys) INT8,
 constexpr int LEFT_DS = DS + TILE_BYTES, LEFT_P = LEFT_DS + TILE_BYTES;  // as left operands of dK and dV, see store_left
 constexpr int COLUMNS_END = Q_COLUMNS + COLUMNS_BYTES;
 constexpr int SHARED_BYTES = ROWS_END > COLUMNS_END ? ROWS_END : COLUMNS_END;
-constexpr int PART_STAGING_BYTES = staging_bytes(CHANNELS);
-static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && (!S_IS_16BIT || D <= 128) && WARPS / 4 * PART_STAGING_BYTES <= SHARED_BYTES);
+constexpr int HALF_STAGING_BYTES = staging_bytes(CHANNELS);
+static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && (!S_IS_16BIT || D <= 128) && 2 * HALF_STAGING_BYTES <= SHARED_BYTES);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
 // --- Maxima and rounding -----------------------------------------------------------------------------------
@@ -109,7 +106,7 @@ __device__ __forceinline__ void find_factors(float (&factor)[2], const int* larg
 
 // Left operands of products over all queries of a tile: of each 16 keys, 32 queries after the other, four words of each lane.
 __device__ __forceinline__ uint4* left_words(u8* tile) {
-    return reinterpret_cast<uint4*>(tile) + threadIdx.x / 32 % KEY_GROUPS * BLOCK_Q + threadIdx.x % 32;
+    return reinterpret_cast<uint4*>(tile) + threadIdx.x / 32 % 4 * BLOCK_Q + threadIdx.x % 32;
 }
 template <int WORDS>
 __device__ __forceinline__ void store_left(u8* tile, const u32 (&words)[WORDS], int query) {
@@ -125,7 +122,7 @@ __device__ __forceinline__ void load_left_words(u32 (&words)[BLOCK_Q / 8], u8* t
     }
 }
 
-// The gradients of 16 keys, this warp's channels.
+// The gradients of 16 keys, half of the channels.
 struct Sums {
     float dk[CHANNELS / 2], dv[CHANNELS / 2];
 };
@@ -140,25 +137,24 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, u8* shared, u32 base
     contract_tokens<BLOCK_Q, CHANNELS>(sums.dk, left, base + Q_COLUMNS + channel * BLOCK_Q, dk_factor);
 }
 
-// Stores this warp's channels of dK or dV.
-__device__ __forceinline__ void store_part(const TokenTensor& x, const float (&values)[CHANNELS / 2], float scale, u8* shared,
+// Stores this warp's half of the channels of dK or dV.
+__device__ __forceinline__ void store_half(const TokenTensor& x, const float (&values)[CHANNELS / 2], float scale, u8* shared,
                                            const KeyTile& work, const Axes& axes) {
-    const int part = threadIdx.x / 128, channel = part / (BLOCK_KV / ROWS) * CHANNELS;
-    const int first = work.first + part % (BLOCK_KV / ROWS) * ROWS;
+    const int half = threadIdx.x / 128, first = work.first;
     const float factor[2] = {scale, scale};
-    store_channels<CHANNELS>(x, values, factor, shared + part * PART_STAGING_BYTES, part, work.kv_head, axes.heads, first,
-                             work.kv, axes.d, channel);
+    store_channels<CHANNELS>(x, values, factor, shared + half * HALF_STAGING_BYTES, half, work.kv_head, axes.heads, first,
+                             work.kv, axes.d, half * CHANNELS);
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_kernel(const Arguments a, const Window window) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel(const Arguments a, const Window window) {
     extern __shared__ __align__(256) u8 shared[];  // no more, because static variables take as much
     __shared__ KeyTile work;
     if (!take_work_tile<HALF_BLOCKS>(a.axes, window, work)) return;
     const u32 base = shared_address(shared);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_key = warp % KEY_GROUPS * 16, key = warp_key + lane / 4;
-    const int query = warp / KEY_GROUPS * QUERIES, channel = warp / KEY_GROUPS * CHANNELS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_key = warp % 4 * 16, key = warp_key + lane / 4;
+    const int query = warp / 4 * QUERIES, channel = warp / 4 * CHANNELS;
     const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
     const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
     const float* k_scales = reinterpret_cast<const float*>(S_IS_16BIT ? k_columns + K_TILE : kv + 3 * K_TILE);
@@ -283,6 +279,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_shared_keys_ke
     }
     __syncthreads();
     pass_turn(finished, turn);
-    store_part(a.dv, sums.dv, 1.0f, shared, work, a.axes);
-    store_part(a.dk, sums.dk, a.scale, shared, work, a.axes);
+    store_half(a.dv, sums.dv, 1.0f, shared, work, a.axes);
+    store_half(a.dk, sums.dk, a.scale, shared, work, a.axes);
 }
