@@ -23,7 +23,8 @@ constexpr int DS_STAGES = D == 64 ? 2 : 1;
 constexpr int CHUNKS = D / 64;  // of 64 channels
 
 // Registers of a thread. Their sum is what the CTA starts with.
-constexpr int CONSUMER_REGISTERS = D == 64 ? 200 : 208, DQ_REGISTERS = 72, PRODUCER_REGISTERS = D == 64 ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = D == 64 ? 192 : 208, DQ_REGISTERS = D == 64 ? 96 : 72;
+constexpr int PRODUCER_REGISTERS = D == 64 ? 32 : 24;
 static_assert(CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS == 65536 / 128);
 
 // A stage in shared memory: both packed blocks of 64 queries.
@@ -368,6 +369,8 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
                                         Rings& rings, SharedState& state) {
     const int thread = threadIdx.x % 128, q_tiles = work.q_tiles, first_query = work.first_query;
     const u32 base = descriptor_base(shared_address(shared)), k = base + DQ_K / 16;
+    LeftK left_k;
+    left_k.load(shared + DQ_K);
     int block = first_block(q_tiles), head = 0;
 #pragma unroll 1
     for (int left = a.axes.group * q_tiles; left > 0; --left) {
@@ -377,7 +380,7 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
 #pragma unroll 1
         for (int c = 0; c < DQ_CHUNKS; ++c) {
             float dq[DQ_CHUNK / 128];
-            multiply_ds(dq, base + (DS + rings.ds.index * DS_BYTES) / 16, k, c * DQ_CHANNELS);
+            multiply_ds(dq, left_k, k, base + (DS + rings.ds.index * DS_BYTES) / 16, c * DQ_CHANNELS);
             if (c == DQ_CHUNKS - 1) rings.ds.release();
             const DqChunk chunk = {a.dq_sums + (first_chunk + c) * DQ_CHUNK, a.turns + first_chunk + c, turn};
             hand_over(rings.dq, shared + DQ, state.dq_chunks, chunk, dq, thread);

@@ -13,26 +13,33 @@ constexpr int CHANNELS = 64, CHUNKS = D / CHANNELS;  // of a chunk; in a packed 
 CHECK_LAUNCH(THREADS, 0);
 
 struct Arguments {
-    const float* dq_sums;  // of each packed block of queries, chunk by chunk, as the threads that computed it held them
+    const float* dq_sums;  // of each packed block of queries, chunk by chunk, transposed, as the threads that computed it held it
     const int* turns;      // of each chunk: 0 if nothing was added to it, and its sum is not set
     TokenTensor dq;
     Axes axes;  // of q, `heads` are those of queries
     float scale;
 };
 
-// Two rows, 8 apart, of 8 channels in 16 bits. Four threads of a warpgroup held them: see int8.cuh.
-struct Rows {
-    u32 pairs[2][4];
+// 16 channels of two queries in 16 bits, from the threads of a warpgroup that held dQ transposed: see int8.cuh.
+struct Piece {
+    uint4 x[2][2];  // query, then 8 channels
 };
-__device__ __forceinline__ Rows load_rows(const float4* sums, float scale) {
-    Rows rows;
+__device__ __forceinline__ Piece load_piece(const float4* sums, float scale) {
+    Piece piece = {};
+    float x[8][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const float4 x = sums[j];
-        rows.pairs[0][j] = pack_16bit(infinite_to_nan(x.x * scale), infinite_to_nan(x.y * scale));
-        rows.pairs[1][j] = pack_16bit(infinite_to_nan(x.z * scale), infinite_to_nan(x.w * scale));
+    for (int channel = 0; channel < 8; ++channel) {
+        const float4 four = sums[4 * channel];
+        x[channel][0] = four.x, x[channel][1] = four.y, x[channel][2] = four.z, x[channel][3] = four.w;
     }
-    return rows;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const auto pair = [&](int c) {
+            return pack_16bit(infinite_to_nan(x[c][i] * scale), infinite_to_nan(x[c + 1][i] * scale));
+        };
+        piece.x[i % 2][i / 2] = {pair(0), pair(2), pair(4), pair(6)};
+    }
+    return piece;
 }
 
 }  // namespace
@@ -45,18 +52,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish_dq_kernel(const Arg
     if (first >= q.tokens) return;
     const bool is_empty = a.turns[blockIdx.x] == 0;  // queries that see no key
     const float4* sums = reinterpret_cast<const float4*>(a.dq_sums) + i64(blockIdx.x) * (BLOCK_Q * CHANNELS / 4);
+    // Neighbouring threads have neighbouring channels: those of one warp that computed dQ each.
+    const int warp = threadIdx.x % 4, query = threadIdx.x / 4 * 2, channel = first_channel + warp * 16;
+    const Piece piece = is_empty ? Piece{} : load_piece(sums + query / 8 * 128 + warp * 32 + query % 8 / 2, a.scale);
     u16* base = a.dq.data + head / a.axes.heads * a.dq.stride_b + head % a.axes.heads * a.dq.stride_h +
-                (q.start + first) * a.dq.stride_n + first_channel;
-    // Neighbouring threads have neighbouring channels.
-    const int channel = threadIdx.x % (CHANNELS / 8) * 8;
+                (q.start + first + query) * a.dq.stride_n + channel;
 #pragma unroll
-    for (int four = threadIdx.x / (CHANNELS / 8); four < BLOCK_Q / 2; four += THREADS / (CHANNELS / 8)) {
-        const Rows rows = is_empty ? Rows{} : load_rows(sums + channel / 8 * 128 + 4 * four, a.scale);
-        const int row = four / 8 * 16 + four % 8;
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            if (first + row + 8 * r < q.tokens && first_channel + channel < a.axes.d)
-                *reinterpret_cast<uint4*>(base + (row + 8 * r) * a.dq.stride_n + channel) = {
-                    rows.pairs[r][0], rows.pairs[r][1], rows.pairs[r][2], rows.pairs[r][3]};
-    }
+    for (int i = 0; i < 4; ++i)
+        if (first + query + i % 2 < q.tokens && channel + i / 2 * 8 < a.axes.d)
+            *reinterpret_cast<uint4*>(base + i % 2 * a.dq.stride_n + i / 2 * 8) = piece.x[i % 2][i / 2];
 }

@@ -42,13 +42,44 @@ __device__ __forceinline__ int turn_of(const KeyTile& tile, const Window& window
 
 // --- The product -------------------------------------------------------------------------------------------
 
-// The share of all keys in dQ of a block of queries, DQ_CHANNELS of it from `channel` on. `ds` and `k`: see descriptor_base.
-__device__ __forceinline__ void multiply_ds(float (&dq)[DQ_CHUNK / 128], u32 ds, u32 k, int channel) {
-    const u64 a = descriptor_mn_major<DS_BYTES>(ds), b = descriptor_mn_major<KEYS * 128>(k + channel / 64 * (KEYS * 128 / 16));
-    wgmma_fence();
-    wgmma_16bit<0>(dq, a, b);
+// K of the CTA as the left operand of dQ, which is computed transposed, (channels, queries). With 64 channels it stays in
+// registers: K in shared memory would be read again for each block of queries, as often as dS.
+constexpr bool K_IS_KEPT = D == 64;
+struct LeftK {
+    u32 words[K_IS_KEPT ? KEYS / 4 : 1];
+
+    // From a tile in 16 bits; rows are keys.
+    __device__ __forceinline__ void load(const u8* tile) {
+        if (!K_IS_KEPT) return;
+        const int lane = threadIdx.x % 32, channel = threadIdx.x % 128 / 32 * 16 + lane / 4, key = lane % 4 * 2;
+        const auto value = [&](int e, int r) { return swizzled<128>((key + e) * 128 + (channel + 8 * r) * 2); };
+        const u8* of_rows[2][2] = {{tile + value(0, 0), tile + value(1, 0)}, {tile + value(0, 1), tile + value(1, 1)}};
 #pragma unroll
-    for (int i = 1; i < KEYS / 16; ++i) wgmma_16bit<1>(dq, a + 128 * i, b + 128 * i);
+        for (int i = 0; i < KEYS / 4; ++i) {
+            const int byte = (i / 4 * 16 + i / 2 % 2 * 8) * 128;  // 8 keys further on the swizzle is the same
+            const auto read = [&](int e) -> u32 { return *reinterpret_cast<const u16*>(of_rows[i % 2][e] + byte); };
+            words[i] = read(0) | read(1) << 16;
+        }
+    }
+};
+
+// The share of all keys in dQ of a block of queries, transposed, DQ_CHANNELS of it from `channel` on. `ds` and `k`: see
+// descriptor_base.
+__device__ __forceinline__ void multiply_ds(float (&dq)[DQ_CHUNK / 128], const LeftK& left_k, u32 k, u32 ds, int channel) {
+    const u64 b = descriptor_mn_major<DS_BYTES>(ds);
+    if constexpr (K_IS_KEPT) {
+#pragma unroll
+        for (int i = 0; i < DQ_CHUNK / 128; ++i) dq[i] = 0.0f;
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; ++i) wgmma_16bit(dq, left_k.words + 4 * i, b + 128 * i);
+    } else {
+        const u64 a = descriptor_mn_major<KEYS * 128>(k + channel / 64 * (KEYS * 128 / 16));
+        wgmma_fence();
+        wgmma_16bit<0>(dq, a, b);
+#pragma unroll
+        for (int i = 1; i < KEYS / 16; ++i) wgmma_16bit<1>(dq, a + 128 * i, b + 128 * i);
+    }
     wgmma_commit();
     wgmma_wait<0>();
     pin(dq);
