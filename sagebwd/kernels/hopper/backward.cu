@@ -190,7 +190,7 @@ __device__ __forceinline__ void hand_over_ds(const ExactScores& scores, const Sc
     store_ds(scores.ds, shared_address(shared) + DS + ds.index * DS_BYTES, tile.first_query, warpgroup);
 }
 
-// With dK in INT8: dV and dK of a tile, 64 channels at a time, in the registers of S and dP. The last product of dK is left
+// Otherwise: dV and dK of a tile, 64 channels at a time, in the registers of S and dP. The last product of dK is left
 // unfinished in dp. 16-bit dV is accumulated by the tensor cores, in registers of its own.
 template <int N, class AnyScores>
 __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&dp)[N], const AnyScores& scores, u32 stage) {
@@ -230,16 +230,40 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&d
     }
 }
 
-// With dK in 16 bits: both are accumulated by the tensor cores.
-template <class AnyScores>
-__device__ __forceinline__ void multiply_scores_16bit(Sums& sums, const AnyScores& scores, u32 first_row) {
+// Whether the loop over tiles is loop_overlapped. It needs registers for P beside those of S and dP.
+constexpr bool IS_OVERLAPPED = DK_IS_16BIT || (P_IS_16BIT && D == 64);
+
+// Then: dV and dK of a tile, and dP of the next one. In 16 bits the tensor cores accumulate dV and dK; dK in INT8 takes the
+// registers of dP first. In between, others can be told that dS is there.
+template <int N, class AnyScores>
+__device__ __forceinline__ void begin_products(Sums& sums, int (&dp)[N], const AnyScores& scores, const Tiles& tiles,
+                                               const Place& at, const Place& next) {
+    const u32 stage = tiles.stage(at), first_row = stage + at.part * QUERIES * 128 / 16;
     contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, scores.p, first_row + GRAD_ROWS / 16);
-    contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dk, scores.ds, first_row + Q_COLUMNS / 16);
+    if constexpr (DK_IS_16BIT) {
+        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dk, scores.ds, first_row + Q_COLUMNS / 16);
+        tiles.begin_dp(dp, next);
+    } else {
+        contract_tokens<QUERIES>(dp, scores.ds, stage + Q_COLUMNS / 16);
+    }
+}
+// Leaves dP unfinished, and nothing else.
+template <int N, class AnyScores>
+__device__ __forceinline__ void finish_products(Sums& sums, int (&dp)[N], const AnyScores& scores, const Tiles& tiles,
+                                                const Place& next) {
+    if constexpr (DK_IS_16BIT) {
+        wgmma_wait<1>();
+    } else {
+        wgmma_wait<0>();
+        pin(dp);
+        accumulate(sums.dk, dp, scores.dk_factor);
+        tiles.begin_dp(dp, next);
+    }
 }
 
-// All tiles, with dK in INT8. A template, as is the next one, because only one of the two compiles.
+// All tiles. A template, as is the next one, because only one of the two compiles.
 template <int N>
-__device__ __forceinline__ void loop_int8(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
+__device__ __forceinline__ void loop_in_turn(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
     int s[N], dp[N];
     Place at = tiles.first(rings.queries);
     pin_sums(sums);  // zero them before the first wgmma: later writes would serialize it
@@ -283,10 +307,10 @@ __device__ __forceinline__ void loop_int8(const Tiles& tiles, int count, int war
     rings.queries.advance();
 }
 
-// All tiles, with dK in 16 bits. The tensor cores multiply S of the next tile while dS is found, and dP of it while its P is
-// found. Products whose left operands lie in registers, as those of dV and dK, hold up the warps that issue them.
+// All tiles. The tensor cores multiply S of the next tile while dS is found, and dP of it while its P is found. Products whose
+// left operands lie in registers, as those of dV and dK, hold up the warps that issue them.
 template <int N>
-__device__ __forceinline__ void loop_16bit(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
+__device__ __forceinline__ void loop_overlapped(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
     int s[N], dp[N];
     ExactScores exact;
     Place at = tiles.first(rings.queries);
@@ -309,13 +333,12 @@ __device__ __forceinline__ void loop_16bit(const Tiles& tiles, int count, int wa
         find_ds(exact, dp, tile);
         round_scores(scores, exact, tile);
         hand_over_ds(exact, tile, rings.ds, tiles.shared, warpgroup);
-        multiply_scores_16bit(sums, scores, tiles.stage(at) + at.part * QUERIES * 128 / 16);
-        tiles.begin_dp(dp, next);
+        begin_products(sums, dp, scores, tiles, at, next);
         if (at.is_last_part()) {
             rings.ds.fill();
             rings.ds.advance();
         }
-        wgmma_wait<1>();  // all but dP
+        finish_products(sums, dp, scores, tiles, next);
         pin(s);
         if (at.is_last_part()) at.queries.release();
         tile = tiles.tile(next);
@@ -344,10 +367,10 @@ __device__ __forceinline__ void consume(const Arguments& a, const Window& window
         const int count = a.axes.group * tiles.q_tiles * PARTS;
         if (count == 0)
             rings.keys.release();
-        else if constexpr (DK_IS_16BIT)
-            loop_16bit<VALUES>(tiles, count, warpgroup, rings, sums);
+        else if constexpr (IS_OVERLAPPED)
+            loop_overlapped<VALUES>(tiles, count, warpgroup, rings, sums);
         else
-            loop_int8<VALUES>(tiles, count, warpgroup, rings, sums);
+            loop_in_turn<VALUES>(tiles, count, warpgroup, rings, sums);
         u8* staging = shared + STAGING + warpgroup * CHUNK_STAGING;
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
