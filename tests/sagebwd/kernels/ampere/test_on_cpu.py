@@ -155,7 +155,7 @@ def test_later_tokens_change_nothing_that_is_strictly_causal(attend_on_cpu, draw
     assert torch.equal(changed[1][..., :41, :], dq[..., :41, :])
 
 
-DQ_WARPS = {
+TWELVE_WARPS = {
     "default, packed": (DEFAULT_CONFIG, [1, 64, 65, 0, 127, 2], {"is_causal": True}),
     "default, full": (DEFAULT_CONFIG, None, {}),
     "low_bias, a window": (SageConfig.low_bias(), None, {"window_size": (70, 3)}),
@@ -164,17 +164,26 @@ DQ_WARPS = {
 }
 
 
-@pytest.mark.parametrize(("config", "documents", "mask"), DQ_WARPS.values(), ids=DQ_WARPS.keys())
-def test_warps_for_dq_give_the_same_bits(attend_on_cpu, starving, draw, monkeypatch, config, documents, mask):
-    """Those of backward_dq_warps.cu and those of backward.cu, whichever warps are late."""
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("config", "documents", "mask"), TWELVE_WARPS.values(), ids=TWELVE_WARPS.keys())
+def test_twelve_warps_give_the_same_bits_as_eight(
+    attend_on_cpu, starving, draw, monkeypatch, config, documents, mask, head_dim
+):
+    """backward_dq_warps.cu and backward_dk_warps.cu, whichever warps are late, and backward.cu."""
+    sources = {64: "backward_dq_warps", 128: "backward_dk_warps"}
+    monkeypatch.setattr(shapes, "DK_WARP_HEAD_DIMS", (128,))
+    p_16bit = not config.is_int8("dv")
+    if shapes.backward_source(config.tile(head_dim), head_dim, p_16bit=p_16bit) != sources[head_dim]:
+        pytest.skip("backward_dk_warps.cu does not take P in 16 bits")
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     tokens = 330 if documents is None else sum(documents)
-    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
     settings = {"config": config, "boundaries": boundaries, **mask}
     found = [attend_on_cpu(*inputs, **settings)]
     for first, count in ((0, 32), (128, 128), (256, 32), (256, 128)):
         found.append(starving(first, count, lambda: attend_on_cpu(*inputs, **settings)))
     monkeypatch.setattr(shapes, "DQ_WARP_HEAD_DIMS", ())
+    monkeypatch.setattr(shapes, "DK_WARP_HEAD_DIMS", ())
     wanted = attend_on_cpu(*inputs, **settings)
     for results in found:
         assert all(map(torch.equal, results, wanted))
