@@ -40,12 +40,20 @@ def attend_on_cpu(emulated):
     return attend_on_cpu
 
 
+STRICT = SageConfig.strictly_causal()
+#: Token scales with all that may go with them.
+TOKEN_SCALES = SageConfig(operand_scales="token", smooth_v=True, unsigned_p=True)
 CASES = {
     "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
     "default": (DEFAULT_CONFIG, 128, False, None),
     "consistent": (SageConfig.consistent(), 64, True, None),
     "consistent, packed": (SageConfig.consistent(), 120, True, [200, 30]),
     "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 64, False, None),
+    "strictly causal": (STRICT, 64, True, None),
+    "strictly causal, packed": (STRICT, 72, True, [1, 64, 65, 0, 127, 2]),
+    "strictly causal, many channels": (STRICT, 128, True, [1, 64, 65, 0, 130, 2]),
+    "token scales": (TOKEN_SCALES, 128, False, None),
+    "token scales, fewer channels": (TOKEN_SCALES, 40, False, [200, 30]),
 }
 
 
