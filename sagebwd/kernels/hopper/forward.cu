@@ -158,7 +158,8 @@ __device__ __forceinline__ void probabilities_of_tokens(u32 (&p_int8)[WORDS], co
         x[i] = IS_CUT && s[i] == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(s[i]), factor);
         m_tile[r] = nan_max(m_tile[r], x[i]);
     }
-    float shift[2], part[4] = {0.0f, 0.0f, 0.0f, 0.0f}, largest[2] = {0.0f, 0.0f}, inverse[2];
+    float shift[2], part[4] = {0.0f, 0.0f, 0.0f, 0.0f}, inverse[2];
+    int largest[2] = {0, 0};  // bits: non-negative floats are ordered as their bits, NaN at the top
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         m_tile[r] = row_max(m_tile[r]);
@@ -171,13 +172,13 @@ __device__ __forceinline__ void probabilities_of_tokens(u32 (&p_int8)[WORDS], co
         const float p = exp2_fast(__fadd_rn(x[i], -shift[r]));
         part[i % 4] += p;
         x[i] = is_masked ? 0.0f : p * pick(v_scales[i / 4 * 4], i % 2);  // 0 even next to a NaN
-        largest[r] = nan_max(largest[r], x[i]);
+        largest[r] = max(largest[r], __float_as_int(x[i]));
         accumulate_element(state, i);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         sum[r] = part[2 * r] + part[2 * r + 1];
-        p_scale[r] = scale_of(row_max(largest[r]), P_MAX);
+        p_scale[r] = scale_of(__int_as_float(row_max(largest[r])), P_MAX);
         inverse[r] = reciprocal(p_scale[r]);
     }
     round_tile<BLOCK_KV>(p_int8, x, inverse);
