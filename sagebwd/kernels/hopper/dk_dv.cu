@@ -119,7 +119,8 @@ __device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[
 // The scores of one tile from S and dP; `scales` are those of Q and dO. FAST: every logit allows a fused multiply-add,
 // and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there. With a
 // window, those that a query does not see; `first_key`: the first key minus the first query. Straight-line code, so that all
-// units are busy. Scales of single queries run along the contraction of dV and dK: P and dS are multiplied by them.
+// units are busy. If tokens have scales: those of the queries run along the contraction of dV and dK, so that P and dS are
+// multiplied by them; `factor` is not read.
 template <bool FAST>
 __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], const int (&dp)[32], float factor,
                                             const float2* minus_lse, float2 scales, const TokenScales& tokens,
@@ -136,10 +137,10 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
         for (int i = 4 * j; i < 4 * j + 4; ++i) {
             const int r = i / 2 % 2;
             const float x = __int2float_rn(s[i]);
-            if (HAS_TOKEN_SCALES)
-                factor = __fmul_rn(__fmul_rn(pick(tokens.q[4 * j + lane % 4], i % 2), tokens.q_factor), tokens.k[r]);
-            p[i] = exp2_fast(FAST && !HAS_TOKEN_SCALES ? fmaf(x, factor, pick(c, i % 2))
-                                                       : __fadd_rn(__fmul_rn(x, factor), pick(c, i % 2)));
+            const float q_scale = HAS_TOKEN_SCALES ? pick(tokens.q[4 * j + lane % 4], i % 2) : 1.0f;
+            const float f = HAS_TOKEN_SCALES ? __fmul_rn(__fmul_rn(q_scale, tokens.q_factor), tokens.k[r]) : factor;
+            p[i] = exp2_fast(FAST && !HAS_TOKEN_SCALES ? fmaf(x, f, pick(c, i % 2))
+                                                       : __fadd_rn(__fmul_rn(x, f), pick(c, i % 2)));
             const bool is_hidden =
                 !FAST && ((is_diagonal && key + 8 * r > query + 8 * j + i % 2) ||
                           (HAS_WINDOW && window.hides(first_key + key + 8 * r - query - 8 * j - i % 2)));
@@ -147,7 +148,7 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
             ds[i] = p[i] * (__int_as_float(dp[i]) + pick(d, i % 2));
             if constexpr (HAS_TOKEN_SCALES) {  // what is hidden stays zero, even next to a NaN
                 p[i] = is_hidden ? 0.0f : p[i] * pick(tokens.grad[4 * j + lane % 4], i % 2);
-                ds[i] = is_hidden ? 0.0f : ds[i] * pick(tokens.q[4 * j + lane % 4], i % 2);
+                ds[i] = is_hidden ? 0.0f : ds[i] * q_scale;
             }
             ds_largest[i % 4] = nan_max_abs(ds_largest[i % 4], ds[i]);
         }

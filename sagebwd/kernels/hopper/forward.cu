@@ -141,9 +141,9 @@ __device__ __forceinline__ void probabilities(u32 (&p_16bit)[32], const int (&s)
     sum[1] = part[2] + part[3];
 }
 
-// The same where each key and each value has a scale of its own; finds `m_tile`, too. P is multiplied by the scales of V before it
-// is rounded, so that its row needs a scale, `p_scale`. `q_factor`: from a row of S times a scale of K to logits. `k_scales`: from
-// this thread's first column on; every fourth is one's own, and those of V follow. IS_CUT: S may be MASKED.
+// P of one tile in INT8, where each key and each value has a scale of its own; finds `m_tile`, too. P is multiplied by the scales
+// of V before it is rounded, so that its row needs a scale, `p_scale`. `q_factor`: from a row of S times a scale of K to logits.
+// `k_scales`: from this thread's first column on; every fourth is one's own, and those of V follow. IS_CUT: S may be MASKED.
 template <bool IS_CUT, int WORDS>
 __device__ __forceinline__ void probabilities_of_tokens(u32 (&p_int8)[WORDS], const int (&s)[64], const float (&q_factor)[2],
                                                         const float2* k_scales, float (&m_tile)[2], float (&sum)[2],
