@@ -52,8 +52,10 @@ TRITON_BLOCKS = (32, 64, 128)
 CUDA_TILE = (64, 128)
 AMPERE_TILES = (CUDA_TILE, (128, 64), (64, 64))
 CUDA_HEAD_DIMS = range(33, 129)
-#: CUDA: products that may run in 16 bit; all others of the paper's INT8 products are INT8.
+#: CUDA: products that may run in 16 bit, and those on Hopper; all others of the paper's INT8 products are
+#: INT8.
 CUDA_16_BIT_MATMULS = ("o", "dv")
+HOPPER_16_BIT_MATMULS = (*CUDA_16_BIT_MATMULS, "dq", "dk")
 
 #: Devices whose tensors run the reference if no kernel set is asked for.
 REFERENCE_DEVICES = ("cpu", "meta")
@@ -140,6 +142,9 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
+    # What the settings rule out needs no other reason.
+    if kernels == "hopper" and call.config.operand_scales == "token" and not obstacles(kernels, call):
+        return [Rule(False, 'with operand_scales "token" its kernels have never run', request)]
     if kernels == "ampere" and call.gpu == ABSENT_GPU:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
@@ -177,7 +182,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
     config = call.config
-    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,), (*CUDA_16_BIT_MATMULS, "dq", "dk"))
+    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,), HOPPER_16_BIT_MATMULS)
     yield Rule(
         config.is_int8("dk") or not (config.is_int8("dv") or config.is_int8("dq")),
         "dk is not in INT8, and dv or dq is",
@@ -189,7 +194,8 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
         f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
     )
     yield _has_cuda_compiler(call)
-    yield _scales_of_blocks(config)
+    if not all(map(config.is_int8, HOPPER_16_BIT_MATMULS)):
+        yield _scales_of_blocks(config)
 
 
 def ampere_rules(call: Call) -> Iterator[Rule]:

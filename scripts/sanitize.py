@@ -67,13 +67,14 @@ CASES = {
     "token_scales": Case(SageConfig.strictly_causal()),
     "block_granularity": Case(SageConfig.paper()),
     "sixteen_bit": Case(SageConfig(int8_matmuls=())),
-    # On Hopper these run the CUDA kernels.
+    # On Hopper these run the CUDA kernels, scales of tokens with --kernels hopper.
     "wide_forward": Case(tokens=200, head_dim=56, backward=False),
     "wide_64": Case(tokens=200, head_dim=56),
     "wide_128": Case(tokens=200, head_dim=120),
     "wide_packed": Case(tokens=200, head_dim=64, boundaries=(0, 33, 33, 165)),
     "wide_16_bit_dq": Case(SageConfig(int8_matmuls=SIX_WITHOUT_DQ), tokens=200, head_dim=56),
     "wide_consistent": Case(SageConfig.consistent(), tokens=200, head_dim=120),
+    "wide_token_scales": Case(SageConfig.strictly_causal(), tokens=200, head_dim=120),
     "wide_smooth_v": Case(SageConfig(smooth_v=True), tokens=200, head_dim=56, boundaries=(0, 33, 33, 165)),
 }
 

@@ -120,6 +120,19 @@ def test_the_ampere_kernels_run_on_hopper_on_request_only():
     assert explain_call(call(RTX_4090, SageConfig(block_q=32, block_kv=32))).kernels == "triton"
 
 
+def test_the_hopper_kernels_with_scales_of_tokens_run_on_request_only(choose):
+    never = 'with operand_scales "token" its kernels have never run (pass kernels="hopper" to run it)'
+    strict, others = SageConfig.strictly_causal(), SageConfig(operand_scales="token", smooth_v=True)
+    for config, head_dim in product((strict, others), (40, 64, 128)):
+        assert explain_call(call(config=config, head_dim=head_dim)).reasons["hopper"] == never
+        assert choose(config=config, head_dim=head_dim) == "triton"  # without a warning
+        assert choose(config=config, head_dim=head_dim, kernels="hopper") == "hopper"
+    assert "the head size is 136" in explain_call(call(config=strict, head_dim=136)).reasons["hopper"]
+    for products in (("o",), ("dv",), ("dq",), ("o", "dv", "dq", "dk")):
+        with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
+            choose(config=without_int8(*products, operand_scales="token"), kernels="hopper")
+
+
 def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
     reasons = explain_call(call(config=SageConfig.paper())).reasons
     assert reasons["hopper"] == (
@@ -225,10 +238,11 @@ def test_the_fastest_is_chosen_without_a_word(choose):
 
 def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
     message = r"slower than those for this GPU: operand_scales is 'token' \(set operand_scales='block'\)"
+    config = without_int8("dv", operand_scales="token")
     with pytest.warns(UserWarning, match=message):
-        assert choose(config=SageConfig(operand_scales="token")) == "triton"
-    assert choose(config=SageConfig(operand_scales="token")) == "triton"  # a second warning would be an error
-    assert choose(config=SageConfig(operand_scales="token", smooth_v=True)) == "triton"
+        assert choose(config=config) == "triton"
+    assert choose(config=config) == "triton"  # a second warning would be an error
+    assert choose(config=replace(config, smooth_v=True)) == "triton"
     assert choose(config=SageConfig(granularity="block"), kernels="triton") == "triton"  # as was asked for
     with pytest.warns(UserWarning, match="granularity"):
         choose(config=SageConfig(granularity="block"))
@@ -316,7 +330,8 @@ def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     assert choose() == "hopper"
     assert choose(A100) == "ampere"
-    message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
+    ways_out = [f'pass kernels="{name}" to run it' for name in ("hopper", "ampere")]
+    message = ", or ".join(["install triton", *ways_out, 'pass kernels="reference"'])
     with pytest.raises(NotImplementedError, match=message):
         choose(H200, SageConfig(operand_scales="token"))
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):

@@ -5,7 +5,8 @@ docs/kernels.md says why.
 
 The same arithmetic as the Triton kernels, for head sizes above 32 up to 128 and the default settings.
 ``smooth_k``, ``smooth_v`` and ``unsigned_p`` may have either value. O and dV may take 16-bit P (P_16BIT in
-the sources), and such an O may be compensated (COMPENSATE_O).
+the sources), and such an O may be compensated (COMPENSATE_O). If all products are in INT8, tokens may have
+scales of their own (TOKEN_SCALES).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from sagebwd.window import CAUSAL, Window
 COMPUTE_CAPABILITY = (9, 0)
 #: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
 SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
-PACKER = packing.Packer(SOURCES)
+#: By ``SageConfig.operand_scales``.
+PACKERS = {"block": packing.Packer(SOURCES), "token": packing.Packer(SOURCES, token_scales=True)}
 
 # --- Arguments: struct Arguments of each source ------------------------------------------------------------
 
@@ -176,7 +178,7 @@ def _multiprocessors(device: int) -> int:
 
 def token_mean(x: Tensor, axis: Axis) -> Tensor:
     """As :func:`sagebwd.kernels.triton.quantize.token_mean`, to the bits of the ``k_mean`` of the forward."""
-    return PACKER.token_mean(x, axis)
+    return PACKERS["block"].token_mean(x, axis)
 
 
 def forward(
@@ -193,8 +195,10 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.cuda.forward.forward`."""
     return cuda_forward.forward(
-        q, k, v, q_axis, kv_axis, packer=PACKER, launch=_launch, work_tokens=_work_tokens("forward", q),
-        window=window, scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
+        q, k, v, q_axis, kv_axis, packer=PACKERS[config.operand_scales],
+        launch=functools.partial(_launch, TOKEN_SCALES=config.operand_scales == "token"),
+        work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
+        pack_kv_for_backward=pack_kv_for_backward,
     )  # fmt: skip
 
 
@@ -221,9 +225,10 @@ def backward(
         packed_kv: of :func:`forward`. If it is not empty, k and v may be stand-ins, see
             :func:`sagebwd.kernels.layout.stand_in`.
     """
+    packer = PACKERS[config.operand_scales]
     if not packed_kv.numel():
         subtracted = k_mean if config.smooth_k else None
-        packed_kv = PACKER.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
+        packed_kv = packer.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
     residual = out_residual if config.compensate_o else None
     options = {
         "p_16bit": not config.is_int8("dv"),
@@ -231,7 +236,7 @@ def backward(
         "out_residual": residual,
     }
     counters = q.new_empty(_counters(q, q_axis, config), dtype=torch.int32)
-    packed_q = [*PACKER.pack_q_and_grad(q, grad_out, out, lse, q_axis, counters=counters, **options)]
+    packed_q = [*packer.pack_q_and_grad(q, grad_out, out, lse, q_axis, counters=counters, **options)]
     # With dQ in 16 bit, queries that see no key are not visited.
     dq = Result(q, q_axis, is_zeroed=window.left >= 0 and not config.is_int8("dq"))
     dk, dv = Result(k, kv_axis), Result(v, kv_axis)
@@ -284,10 +289,13 @@ class _Backward(NamedTuple):
             group=self.q.shape[1] // self.k.shape[1], tile_counter=tile_counter,
         )  # fmt: skip
 
-    def launch(self, name: str, arguments: _CDkDv | _CBackward) -> None:
-        """A kernel that multiplies P with dO."""
-        macros = {"DK_16BIT": not self.config.is_int8("dk"), "UNSIGNED_P": self.config.is_unsigned("dv")}
-        _launch(name, self.q, self.window, arguments, p_16bit=not self.config.is_int8("dv"), **macros)
+    def launch(self, name: str, arguments: _CDq | _CDkDv | _CBackward) -> None:
+        config = self.config
+        macros = {"TOKEN_SCALES": config.operand_scales == "token"}
+        if name != "dq":  # it multiplies P with dO
+            macros["p_16bit"] = not config.is_int8("dv")
+            macros |= {"DK_16BIT": not config.is_int8("dk"), "UNSIGNED_P": config.is_unsigned("dv")}
+        _launch(name, self.q, self.window, arguments, **macros)
 
 
 def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
@@ -305,13 +313,15 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
     call.launch("dk_dv", arguments)
 
     del packed_q_columns  # frees its memory before more is packed
-    packed_k_columns = PACKER.pack_k_columns(call.packed_kv, call.k, call.kv_axis)
+    packed_k_columns = PACKERS[call.config.operand_scales].pack_k_columns(
+        call.packed_kv, call.k, call.kv_axis
+    )
     axes = call.axes("dq", call.counters.data_ptr() + 4)
     of_dq = _CDq(
         packed_q_rows.data_ptr(), call.packed_kv.data_ptr(), packed_k_columns.data_ptr(), call.dq.target,
         axes, call.scale,
     )  # fmt: skip
-    _launch("dq", call.q, call.window, of_dq)
+    call.launch("dq", of_dq)
 
 
 def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:

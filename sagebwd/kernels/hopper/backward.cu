@@ -21,6 +21,7 @@ constexpr int STAGES = D == 64 ? 4 : 2;
 constexpr int DS_STAGES = D == 64 ? 2 : 1;
 constexpr int CHUNKS = D / 64;  // of 64 channels
 constexpr int DQ_BUFFERS = 3;   // each with a thread of its own
+static_assert(!HAS_TOKEN_SCALES);
 
 // Registers of a thread. Their sum is what the CTA starts with.
 constexpr int CONSUMER_REGISTERS = D == 64 ? 184 : 216, DQ_REGISTERS = D == 64 ? 104 : 56;

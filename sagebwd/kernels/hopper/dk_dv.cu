@@ -17,7 +17,7 @@ constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the produ
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int STAGES = D == 64 ? 6 : P_IS_16BIT ? 4 : 3;
 constexpr int CHUNKS = D / 64;  // of 64 channels; dV and dK are computed chunk by chunk
-static_assert(!DK_IS_16BIT);
+static_assert(!DK_IS_16BIT && !(HAS_TOKEN_SCALES && P_IS_16BIT));
 
 // A stage in shared memory: both packed blocks of 64 queries.
 constexpr int Q_COLUMNS = 0;
@@ -26,12 +26,13 @@ constexpr int Q_ROWS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;
 constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
 constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
 constexpr int SCALES = STATISTICS + ROW_STATS;
-constexpr int STAGE_BYTES = align_up(SCALES + TAIL, 1024);
+constexpr int STAGE_BYTES = align_up(SCALES + scale_bytes(2, BLOCK_Q), 1024);
 
 // Before the stages: 64 keys for each consumer, half a packed block. Behind them: staging for the epilogue.
 constexpr int V_ROWS = Q_TILE;
 constexpr int K_SCALE = 3 * Q_TILE;
-constexpr int KEY_BYTES = align_up(K_SCALE + TAIL, 1024);
+constexpr int K_SCALE_BYTES = scale_bytes(1, ROWS);
+constexpr int KEY_BYTES = align_up(K_SCALE + K_SCALE_BYTES, 1024);
 constexpr int RING = CONSUMERS * KEY_BYTES;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
@@ -58,7 +59,7 @@ __device__ __forceinline__ void copy_keys(const Arguments& a, const KeyTile& wor
         constexpr int BYTES = ROWS * 128;
         bulk_copy(target + V_ROWS + c * BYTES, block + K_TILE + (2 * c + half % 2) * BYTES, BYTES, full);
     }
-    bulk_copy(target + K_SCALE, block + 3 * K_TILE, TAIL, full);
+    bulk_copy(target + K_SCALE, block + 3 * K_TILE + (HAS_TOKEN_SCALES ? half % 2 * K_SCALE_BYTES : 0), K_SCALE_BYTES, full);
 }
 
 __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Ring<STAGES> queries, Ring<1> keys,
@@ -70,7 +71,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         if constexpr (HAS_WINDOW) leave_queries_that_see<CONSUMERS * ROWS>(work, window);
         keys.wait_empty();
         work_tiles[keys.parity] = work_tile;
-        barrier_expect_bytes(keys.full, work.half_blocks * (3 * Q_TILE + TAIL));
+        barrier_expect_bytes(keys.full, work.half_blocks * (3 * Q_TILE + K_SCALE_BYTES));
         for (int w = 0; w < work.half_blocks; ++w) copy_keys(a, work, w, shared + w * KEY_BYTES, keys.full);
         keys.advance();
         for (int h = 0; h < a.axes.group; ++h) {
@@ -92,6 +93,13 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
     barrier_arrive(keys.full);
 }
 
+// Scales of single tokens, if they have some.
+struct TokenScales {
+    const float2 *q, *grad;  // of all queries of the block
+    float q_factor;          // from scales of Q and K to factors
+    float k[2];              // of the keys of this thread
+};
+
 // P and dS of one tile in INT8, and their scales per row times those of dO and Q. 16-bit P has no scale.
 struct Scores {
     u32 p[P_IS_16BIT ? 16 : 8], ds[8];
@@ -111,11 +119,12 @@ __device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[
 // The scores of one tile from S and dP; `scales` are those of Q and dO. FAST: every logit allows a fused multiply-add,
 // and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there. With a
 // window, those that a query does not see; `first_key`: the first key minus the first query. Straight-line code, so that all
-// units are busy.
+// units are busy. If tokens have scales: those of the queries run along the contraction of dV and dK, so that P and dS are
+// multiplied by them; `factor` is not read.
 template <bool FAST>
 __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], const int (&dp)[32], float factor,
-                                            const float2* minus_lse, float2 scales, bool is_diagonal, const Window& window,
-                                            int first_key) {
+                                            const float2* minus_lse, float2 scales, const TokenScales& tokens,
+                                            bool is_diagonal, const Window& window, int first_key) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int key = thread / 32 * 16 + lane / 4, query = lane % 4 * 2;
     const float2* minus_delta = minus_lse + ROWS / 2;
@@ -128,10 +137,19 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
         for (int i = 4 * j; i < 4 * j + 4; ++i) {
             const int r = i / 2 % 2;
             const float x = __int2float_rn(s[i]);
-            p[i] = exp2_fast(FAST ? fmaf(x, factor, pick(c, i % 2)) : __fadd_rn(__fmul_rn(x, factor), pick(c, i % 2)));
-            if (!FAST && is_diagonal && key + 8 * r > query + 8 * j + i % 2) p[i] = 0.0f;
-            if (HAS_WINDOW && !FAST && window.hides(first_key + key + 8 * r - query - 8 * j - i % 2)) p[i] = 0.0f;
+            const float q_scale = HAS_TOKEN_SCALES ? pick(tokens.q[4 * j + lane % 4], i % 2) : 1.0f;
+            const float f = HAS_TOKEN_SCALES ? __fmul_rn(__fmul_rn(q_scale, tokens.q_factor), tokens.k[r]) : factor;
+            p[i] = exp2_fast(FAST && !HAS_TOKEN_SCALES ? fmaf(x, f, pick(c, i % 2))
+                                                       : __fadd_rn(__fmul_rn(x, f), pick(c, i % 2)));
+            const bool is_hidden =
+                !FAST && ((is_diagonal && key + 8 * r > query + 8 * j + i % 2) ||
+                          (HAS_WINDOW && window.hides(first_key + key + 8 * r - query - 8 * j - i % 2)));
+            if (is_hidden) p[i] = 0.0f;
             ds[i] = p[i] * (__int_as_float(dp[i]) + pick(d, i % 2));
+            if constexpr (HAS_TOKEN_SCALES) {  // what is hidden stays zero, even next to a NaN
+                p[i] = is_hidden ? 0.0f : p[i] * pick(tokens.grad[4 * j + lane % 4], i % 2);
+                ds[i] = is_hidden ? 0.0f : ds[i] * q_scale;
+            }
             ds_largest[i % 4] = nan_max_abs(ds_largest[i % 4], ds[i]);
         }
 #pragma unroll
@@ -217,7 +235,13 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
                                               Ring<1>& keys, Sums& sums) {
     const u32 base = descriptor_base(shared_address(shared));
     const u32 k_rows = base + warpgroup * (KEY_BYTES / 16), v_rows = k_rows + V_ROWS / 16, ring = base + RING / 16;
-    const float k_scale = *reinterpret_cast<const float*>(shared + warpgroup * KEY_BYTES + K_SCALE);
+    const float* k_scales = reinterpret_cast<const float*>(shared + warpgroup * KEY_BYTES + K_SCALE);
+    const float k_scale = *k_scales;
+    TokenScales tokens;
+    if constexpr (HAS_TOKEN_SCALES) {
+        const int key = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+        tokens = {nullptr, nullptr, logit_factor(1.0f, 1.0f, a.scale), {k_scales[key], k_scales[key + 8]}};
+    }
 
     const int end = work.q_tiles - hidden.after;
     int s[32], dp[32], tile = hidden.before;
@@ -230,12 +254,14 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
         const u8* block = shared + RING + queries.index * STAGE_BYTES;
         const float2* minus_lse = reinterpret_cast<const float2*>(block + STATISTICS);
-        const float2 scales = *reinterpret_cast<const float2*>(block + SCALES);  // of Q and dO
+        tokens.q = reinterpret_cast<const float2*>(block + SCALES);
+        tokens.grad = tokens.q + BLOCK_Q / 2;
+        const float2 scales = HAS_TOKEN_SCALES ? float2{1.0f, 1.0f} : *tokens.q;  // of Q and dO
         const float factor = logit_factor(scales.x, k_scale, a.scale);
         const int first_key = HAS_WINDOW ? work.first + warpgroup * ROWS - work.first_query - tile * BLOCK_Q : 0;
         const bool is_diagonal = IS_CAUSAL && tile == hidden.before;
         const bool is_cut = is_diagonal || (HAS_WINDOW && window.cuts<ROWS>(first_key, work.q.tokens, work.kv.tokens));
-        const bool is_fast = is_fusible(factor) && !is_cut;
+        const bool is_fast = (HAS_TOKEN_SCALES || is_fusible(factor)) && !is_cut;
         Ring<STAGES> next = queries;
         if (left > 1) {
             next.advance();
@@ -253,9 +279,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         pin(dp);
         if (left == 1) keys.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_fast)
-            find_scores<true>(scores, s, dp, factor, minus_lse, scales, is_diagonal, window, first_key);
+            find_scores<true>(scores, s, dp, factor, minus_lse, scales, tokens, is_diagonal, window, first_key);
         else
-            find_scores<false>(scores, s, dp, factor, minus_lse, scales, is_diagonal, window, first_key);
+            find_scores<false>(scores, s, dp, factor, minus_lse, scales, tokens, is_diagonal, window, first_key);
 
         multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.

@@ -21,7 +21,7 @@ constexpr int K_COLUMNS = 0;
 constexpr int K_ROWS = K_COLUMNS + K_TILE;
 constexpr int V_ROWS = K_ROWS + K_TILE;
 constexpr int K_SCALE = V_ROWS + 2 * K_TILE;
-constexpr int STAGE_BYTES = align_up(K_SCALE + TAIL, 1024);
+constexpr int STAGE_BYTES = align_up(K_SCALE + scale_bytes(1, BLOCK_KV), 1024);
 
 // Before the stages: a packed block of queries for each consumer. Behind them: staging for the epilogue.
 constexpr int GRAD_ROWS = Q_TILE;
@@ -83,24 +83,29 @@ struct Products {
 
 // dS of one tile from S and dP, in INT8, and its scale per row. FAST: every logit allows a fused multiply-add, and none
 // is masked. Else columns from `keys` on are masked, and those that `query` + 8 r does not see. Straight-line
-// code, with the previous tile's products accumulated in between, so that all units are busy.
+// code, with the previous tile's products accumulated in between, so that all units are busy. If tokens have scales: those of
+// the keys are at `k_scales` and run along the contraction of dQ, so that dS is multiplied by them; `factor` is without them.
 template <bool FAST>
 __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_scale)[2], const int (&s)[64],
-                                                const int (&dp)[64], float factor, const float (&minus_lse)[2],
-                                                const float (&minus_delta)[2], const Window& window, int keys, int query,
-                                                const Products& products, float* dq_sum) {
+                                                const int (&dp)[64], const float (&factor)[2], const float2* k_scales,
+                                                const float (&minus_lse)[2], const float (&minus_delta)[2],
+                                                const Window& window, int keys, int query, const Products& products,
+                                                float* dq_sum) {
     float ds[64], found[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
         const int r = i / 2 % 2;
         const float x = __int2float_rn(s[i]);
-        float p = exp2_fast(FAST ? fmaf(x, factor, minus_lse[r]) : __fadd_rn(__fmul_rn(x, factor), minus_lse[r]));
-        if (!FAST) {
-            const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-            if (column >= keys || (IS_CAUSAL && column > query + 8 * r)) p = 0.0f;
-            if (HAS_WINDOW && window.hides(column - query - 8 * r)) p = 0.0f;
-        }
+        const float k_scale = HAS_TOKEN_SCALES ? pick(k_scales[i / 4 * 4 + threadIdx.x % 4], i % 2) : 1.0f;
+        const float f = HAS_TOKEN_SCALES ? __fmul_rn(factor[r], k_scale) : factor[r];
+        float p = exp2_fast(FAST && !HAS_TOKEN_SCALES ? fmaf(x, f, minus_lse[r]) : __fadd_rn(__fmul_rn(x, f), minus_lse[r]));
+        const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        const bool is_hidden = !FAST && (column >= keys || (IS_CAUSAL && column > query + 8 * r));
+        const bool is_outside = HAS_WINDOW && !FAST && window.hides(column - query - 8 * r);
+        if (is_hidden) p = 0.0f;
+        if (is_outside) p = 0.0f;
         ds[i] = p * (__int_as_float(dp[i]) + minus_delta[r]);
+        if constexpr (HAS_TOKEN_SCALES) ds[i] = is_hidden || is_outside ? 0.0f : ds[i] * k_scale;  // 0 even next to a NaN
         found[i % 4] = nan_max_abs(found[i % 4], ds[i]);
         if (CHUNKS == 1 && i % 2 == 0) {
             const int k = i / 2;
@@ -124,7 +129,8 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), grad_rows = q_rows + GRAD_ROWS / 16, ring = base + RING / 16;
     const u8* block = shared + warpgroup * QUERY_BYTES;
 
-    const float q_scale = *reinterpret_cast<const float*>(block + SCALES);
+    const float* q_scales = reinterpret_cast<const float*>(block + SCALES);
+    const float q_scale[2] = {q_scales[HAS_TOKEN_SCALES ? row : 0], q_scales[HAS_TOKEN_SCALES ? row + 8 : 0]};
     const float* stats = reinterpret_cast<const float*>(block + STATISTICS);
     const float minus_lse[2] = {stats[row], stats[row + 8]}, minus_delta[2] = {stats[ROWS + row], stats[ROWS + row + 8]};
 
@@ -137,12 +143,13 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     Ring<STAGES> before = keys;
     for (int tile = own.begin;; ++tile) {
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
-        const float k_scale = *reinterpret_cast<const float*>(shared + RING + keys.index * STAGE_BYTES + K_SCALE);
-        const float factor = logit_factor(q_scale, k_scale, a.scale);
+        const float2* k_scales = reinterpret_cast<const float2*>(shared + RING + keys.index * STAGE_BYTES + K_SCALE);
+        const float k_scale = HAS_TOKEN_SCALES ? 1.0f : k_scales->x;
+        const float factor[2] = {logit_factor(q_scale[0], k_scale, a.scale), logit_factor(q_scale[1], k_scale, a.scale)};
         const int first_key = tile * BLOCK_KV, query = work.first + warpgroup * ROWS;
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > query) ||
                             (HAS_WINDOW && window.cuts(first_key - query, work.q.tokens, work.keys));
-        const bool is_last = tile == own.end - 1, is_fast = is_fusible(factor) && !is_cut;
+        const bool is_last = tile == own.end - 1, is_fast = (HAS_TOKEN_SCALES || is_fusible(factor[0])) && !is_cut;
         Ring<STAGES> next = keys;
         if (!is_last) next.advance();
         if (STAGES > 2 && !is_last) next.wait_full();
@@ -156,9 +163,10 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         if (CHUNKS == 1) pin(products.chunk[0]);
         if (is_last) queries.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_fast)
-            score_gradients<true>(ds_int8, ds_scale, s, dp, factor, minus_lse, minus_delta, window, 0, 0, products, dq_sum);
+            score_gradients<true>(ds_int8, ds_scale, s, dp, factor, k_scales, minus_lse, minus_delta, window, 0, 0, products,
+                                  dq_sum);
         else
-            score_gradients<false>(ds_int8, ds_scale, s, dp, factor, minus_lse, minus_delta, window,
+            score_gradients<false>(ds_int8, ds_scale, s, dp, factor, k_scales, minus_lse, minus_delta, window,
                                    work.keys - first_key, query + row - first_key, products, dq_sum);
 #pragma unroll
         for (int r = 0; r < 2; ++r) products.factor[r] = ds_scale[r] * k_scale;

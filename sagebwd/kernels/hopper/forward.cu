@@ -23,13 +23,13 @@ constexpr bool COMPENSATES = true;
 #else
 constexpr bool COMPENSATES = false;
 #endif
-static_assert(P_IS_16BIT || !COMPENSATES);
+static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
 
 // A stage in shared memory: a packed block of 128 keys. V is by columns in INT8 or, if P is in 16 bits, as it is.
 constexpr int KV_BYTES = P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES;
 constexpr int K_ROWS = 0;
 constexpr int VALUES = K_ROWS + K_TILE;
-constexpr int SCALES = KV_BYTES - TAIL;
+constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
 constexpr int STAGE_BYTES = align_up(KV_BYTES, 1024);
 
 // Before the stages: a packed block of queries for each consumer. Behind them: staging for the epilogue.
@@ -91,6 +91,13 @@ struct State {
     float factor[2];
 };
 
+// Adds element i of 64 of the last product to o.
+__device__ __forceinline__ void accumulate_element(State& state, int i) {
+    if (CHUNKS == 1 && i % 2 == 1) return;  // there are 32 of them
+    const int k = CHUNKS == 1 ? i / 2 : i;
+    state.o[k] = fmaf(__int2float_rn(state.product[k / 32][k % 32]), state.factor[k / 2 % 2], state.o[k]);
+}
+
 // P of one tile, whose largest logit per row is `m_tile`: in INT8, as the left operand of a product (see round_tile), and
 // its sum per row. The product of the previous tile is accumulated in between, so that more units are busy.
 template <bool FAST>
@@ -105,10 +112,7 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[
             const int i = 8 * j + e;
             p[e] = probability<FAST>(s[i], factor, m_tile[i / 2 % 2]);
             part[e % 4] += p[e];
-            if (e % 2 == 0 || CHUNKS == 2) {
-                const int k = CHUNKS == 2 ? i : i / 2, row = k / 2 % 2;
-                state.o[k] = fmaf(__int2float_rn(state.product[k / 32][k % 32]), state.factor[row], state.o[k]);
-            }
+            accumulate_element(state, i);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -135,6 +139,49 @@ __device__ __forceinline__ void probabilities(u32 (&p_16bit)[32], const int (&s)
     }
     sum[0] = part[0] + part[1];
     sum[1] = part[2] + part[3];
+}
+
+// P of one tile in INT8, where each key and each value has a scale of its own; finds `m_tile`, too. P is multiplied by the scales
+// of V before it is rounded, so that its row needs a scale, `p_scale`. `q_factor`: from a row of S times a scale of K to logits.
+// `k_scales`: from this thread's first column on; every fourth is one's own, and those of V follow. IS_CUT: S may be MASKED.
+template <bool IS_CUT, int WORDS>
+__device__ __forceinline__ void probabilities_of_tokens(u32 (&p_int8)[WORDS], const int (&s)[64], const float (&q_factor)[2],
+                                                        const float2* k_scales, float (&m_tile)[2], float (&sum)[2],
+                                                        float (&p_scale)[2], State& state) {
+    const float2* v_scales = k_scales + BLOCK_KV / 2;
+    float x[64];  // logits, then P
+    m_tile[0] = m_tile[1] = -INFINITE;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+        const int r = i / 2 % 2;
+        const float factor = __fmul_rn(q_factor[r], pick(k_scales[i / 4 * 4], i % 2));
+        x[i] = IS_CUT && s[i] == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(s[i]), factor);
+        m_tile[r] = nan_max(m_tile[r], x[i]);
+    }
+    float shift[2], part[4] = {0.0f, 0.0f, 0.0f, 0.0f}, inverse[2];
+    int largest[2] = {0, 0};  // bits: non-negative floats are ordered as their bits, NaN at the top
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        m_tile[r] = row_max(m_tile[r]);
+        shift[r] = HAS_WINDOW && m_tile[r] == -INFINITE ? 0.0f : m_tile[r];  // the tile may hide all its keys
+    }
+#pragma unroll
+    for (int i = 0; i < 64; ++i) {
+        const int r = i / 2 % 2;
+        const bool is_masked = IS_CUT && x[i] == -INFINITE;
+        const float p = exp2_fast(__fadd_rn(x[i], -shift[r]));
+        part[i % 4] += p;
+        x[i] = is_masked ? 0.0f : p * pick(v_scales[i / 4 * 4], i % 2);  // 0 even next to a NaN
+        largest[r] = max(largest[r], __float_as_int(x[i]));
+        accumulate_element(state, i);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        sum[r] = part[2 * r] + part[2 * r + 1];
+        p_scale[r] = scale_of(__int_as_float(row_max(largest[r])), P_MAX);
+        inverse[r] = reciprocal(p_scale[r]);
+    }
+    round_tile<BLOCK_KV>(p_int8, x, inverse);
 }
 
 // Raises the running maximum to that of another tile. o is multiplied by the resulting factor `rescale` here, l by the
@@ -208,7 +255,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const u32 base = descriptor_base(shared_address(shared));
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), ring = base + RING / 16;
 
-    const float q_scale = *reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE);
+    const float* q_scales = reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE);
+    const float q_scale[2] = {q_scales[HAS_TOKEN_SCALES ? row : 0], q_scales[HAS_TOKEN_SCALES ? row + 8 : 0]};
+    const float q_factor[2] = {logit_factor(q_scale[0], 1.0f, a.scale), logit_factor(q_scale[1], 1.0f, a.scale)};
     int s[64];
     Ring<STAGES> before = keys;
     if constexpr (P_IS_16BIT) finish_product(state);  // zero o before the first wgmma: later writes would serialize it
@@ -216,8 +265,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     contract_channels<BLOCK_KV>(s, q_rows, ring + (keys.index * STAGE_BYTES + K_ROWS) / 16);
     for (int tile = own.begin;; ++tile) {
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
-        const float2 scales = *reinterpret_cast<const float2*>(shared + RING + keys.index * STAGE_BYTES + SCALES);
-        const float factor = logit_factor(q_scale, scales.x, a.scale);
+        const float2* kv_scales = reinterpret_cast<const float2*>(shared + RING + keys.index * STAGE_BYTES + SCALES);
+        const float2 scales = *kv_scales;  // of the block, if it has some
+        const float factor = logit_factor(q_scale[0], scales.x, a.scale);
         const int first_key = tile * BLOCK_KV;
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
                             (HAS_WINDOW && window.cuts(first_key - first, work.q.tokens, work.keys));
@@ -228,7 +278,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
             if (!IS_SHORT) next.wait_full();
         }
 
-        float m_tile[2], rescale[2], share[2], sum[2];
+        float m_tile[2], rescale[2], share[2], sum[2], p_scale[2] = {scales.y * (1.0f / P_MAX), scales.y * (1.0f / P_MAX)};
         u32 p[P_IS_16BIT ? 32 : 16];
         wgmma_wait<0>();
         pin(s);
@@ -237,20 +287,27 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         if (is_last) queries.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_cut) mask(s, work.keys - first_key, first + row - first_key);
         if (HAS_WINDOW && is_cut) mask_outside(s, window, first + row - first_key);
-        int largest[2] = {MASKED, MASKED};
+        if constexpr (HAS_TOKEN_SCALES) {
+            if (is_cut)
+                probabilities_of_tokens<true>(p, s, q_factor, kv_scales + thread % 4, m_tile, sum, p_scale, state);
+            else
+                probabilities_of_tokens<false>(p, s, q_factor, kv_scales + thread % 4, m_tile, sum, p_scale, state);
+        } else {
+            int largest[2] = {MASKED, MASKED};
 #pragma unroll
-        for (int i = 0; i < 64; i += 2) largest[i / 2 % 2] = max(max(largest[i / 2 % 2], s[i]), s[i + 1]);
+            for (int i = 0; i < 64; i += 2) largest[i / 2 % 2] = max(max(largest[i / 2 % 2], s[i]), s[i + 1]);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int m = row_max(largest[r]);
-            m_tile[r] = HAS_WINDOW && m == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(m), factor);
+            for (int r = 0; r < 2; ++r) {
+                const int m = row_max(largest[r]);
+                m_tile[r] = HAS_WINDOW && m == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(m), factor);
+            }
+            if constexpr (P_IS_16BIT) raise_maximum(state, m_tile, rescale, share);  // before the product is added to o
+            const float (&maximum)[2] = P_IS_16BIT ? state.m : m_tile;
+            if (is_fast)
+                probabilities<true>(p, s, factor, maximum, sum, state);
+            else
+                probabilities<false>(p, s, factor, maximum, sum, state);
         }
-        if constexpr (P_IS_16BIT) raise_maximum(state, m_tile, rescale, share);  // before the product is added to o
-        const float (&maximum)[2] = P_IS_16BIT ? state.m : m_tile;
-        if (is_fast)
-            probabilities<true>(p, s, factor, maximum, sum, state);
-        else
-            probabilities<false>(p, s, factor, maximum, sum, state);
         if (IS_SHORT && !is_last) next.wait_full();
         multiply_values(state, p, ring + (keys.index * STAGE_BYTES + VALUES) / 16, ones);
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
@@ -259,7 +316,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         if constexpr (!P_IS_16BIT) raise_maximum(state, m_tile, rescale, share);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            state.factor[r] = share[r] * (scales.y * (1.0f / P_MAX));
+            state.factor[r] = share[r] * p_scale[r];
             state.l[r] = state.l[r] * rescale[r] + (P_IS_16BIT ? sum[r] : sum[r] * share[r]);
         }
         before = keys;

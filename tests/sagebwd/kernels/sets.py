@@ -281,8 +281,10 @@ _CUDA_VARIANTS = {
     "16-bit O": without_int8("o", unsigned_p=True),
     "16-bit dV": without_int8("dv", smooth_v=True),
     "compensate_o": without_int8("o", compensate_o=True),
+    "strictly_causal": SageConfig.strictly_causal(),
+    "token scales, unsigned_p, smooth_v": SageConfig(operand_scales="token", unsigned_p=True, smooth_v=True),
 }
-_MAIN_CUDA_VARIANTS = ("unsigned_p", "16-bit O, dV", "consistent")
+_MAIN_CUDA_VARIANTS = ("unsigned_p", "16-bit O, dV", "consistent", "strictly_causal")
 
 HOPPER = KernelSet(
     name="hopper",
@@ -347,7 +349,11 @@ HOPPER = KernelSet(
     any_lengths=st.integers(1, 400),
     any_head_dims=st.integers(5, 16).map(lambda n: 8 * n),
     any_config=st.builds(
-        SageConfig, smooth_k=st.booleans(), smooth_v=st.booleans(), unsigned_p=st.booleans()
+        SageConfig,
+        smooth_k=st.booleans(),
+        smooth_v=st.booleans(),
+        unsigned_p=st.booleans(),
+        operand_scales=st.sampled_from(["block", "token"]),
     ),
     examples=60,
     large_values=(22, 24, 26, 28, 100, 300, 3000, 10000, 60000),
@@ -377,15 +383,11 @@ AMPERE = replace(
     any_head_dims=st.integers(1, 16).map(lambda n: 8 * n),
     variants={
         **_CUDA_VARIANTS,
-        "strictly_causal": SageConfig.strictly_causal(),
         "paper": SageConfig.paper(),
         "accurate": SageConfig.accurate(),
         "row scales in 128 x 64": SageConfig(block_q=128, block_kv=64, unsigned_p=True),
-        "token scales, unsigned_p, smooth_v": SageConfig(
-            operand_scales="token", unsigned_p=True, smooth_v=True
-        ),
     },
-    main_variants=(*_MAIN_CUDA_VARIANTS, "strictly_causal", "paper", "accurate"),
+    main_variants=(*_MAIN_CUDA_VARIANTS, "paper", "accurate"),
     extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32
 )
 

@@ -64,7 +64,7 @@ def test_arguments_are_those_of_the_source(source, structure):
     assert_same_fields(structure, "Arguments", text)
 
 
-def check_syntax(source, head_dim, p_16bit, threads, shared_bytes):
+def check_syntax(source, head_dim, p_16bit, threads, shared_bytes, **macros):
     """Compile as far as static_assert, which takes milliseconds; raise what the compiler says."""
     defines = {
         "HEAD_DIM": head_dim,
@@ -72,6 +72,7 @@ def check_syntax(source, head_dim, p_16bit, threads, shared_bytes):
         "LAUNCH_THREADS": threads,
         "LAUNCH_BYTES": shared_bytes,
         "P_16BIT": p_16bit,
+        **macros,
     }
     compile_source(hopper.SOURCES, source, defines, ["--fdevice-syntax-only"])
 
@@ -82,7 +83,8 @@ def test_cta_shapes_are_those_of_the_sources(source, head_dim, p_16bit):
     cta = hopper.CTA_SHAPES[source, head_dim, p_16bit]
     assert cta.tokens == hopper.CTA_SHAPES[source, head_dim, False].tokens  # _work_tokens relies on it
     assert cta.shared_bytes <= 226 * 1024  # of the 227 KiB that a CTA may have; barriers take a little
-    check_syntax(source, head_dim, p_16bit, cta.threads, cta.shared_bytes)
+    for token_scales in {False, source != "backward" and not p_16bit}:  # they lie in the padding of stages
+        check_syntax(source, head_dim, p_16bit, cta.threads, cta.shared_bytes, TOKEN_SCALES=token_scales)
     for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
         wrong = cta._replace(**change)
         with pytest.raises(RuntimeError, match="static assertion failed"):
@@ -169,6 +171,20 @@ def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
     assert macros == {"forward": unsigned_p, "dk_dv": unsigned_p}  # a macro that is False is not defined
+
+
+@pytest.mark.parametrize("operand_scales", ["block", "token"])
+@pytest.mark.parametrize("pack_once", [True, False], ids=["packed once", "packed again"])
+def test_scales_of_tokens_reach_all_kernels(launched, sample, operand_scales, pack_once):
+    """What is saved has the size that the operator promises."""
+    q, k, v, grad_out = sample(140, head_dim=64)
+    axes = [Axis.of(140, block, None) for block in (64, 128)]
+    config, is_token = SageConfig(operand_scales=operand_scales), operand_scales == "token"
+    options = {"window": Window.of(True), "scale": 0.1, "config": config}
+    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=pack_once, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    assert all(defines["TOKEN_SCALES"] is is_token for _, defines, _ in launched)
+    assert saved[4].shape == (packed_kv_shape(k, axes[1].blocks, is_token) if pack_once else (0,))
 
 
 @pytest.mark.parametrize("products", [(), ("o",), ("dv",), ("o", "dv")], ids=str)

@@ -17,7 +17,7 @@ from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels import operators
-from tests.sagebwd.kernels.inputs import INPUTS, NAMES, poison_one
+from tests.sagebwd.kernels.inputs import INPUTS, NAMES, change_after, poison_one
 from tests.sagebwd.kernels.sets import without_int8
 
 pytestmark = pytest.mark.filterwarnings(
@@ -40,12 +40,20 @@ def attend_on_cpu(emulated):
     return attend_on_cpu
 
 
+STRICT = SageConfig.strictly_causal()
+#: Token scales with all that may go with them.
+TOKEN_SCALES = SageConfig(operand_scales="token", smooth_v=True, unsigned_p=True)
 CASES = {
     "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
     "default": (DEFAULT_CONFIG, 128, False, None),
     "consistent": (SageConfig.consistent(), 64, True, None),
     "consistent, packed": (SageConfig.consistent(), 120, True, [200, 30]),
     "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 64, False, None),
+    "strictly causal": (STRICT, 64, True, None),
+    "strictly causal, packed": (STRICT, 72, True, [1, 64, 65, 0, 127, 2]),
+    "strictly causal, many channels": (STRICT, 128, True, [1, 64, 65, 0, 130, 2]),
+    "token scales": (TOKEN_SCALES, 128, False, None),
+    "token scales, fewer channels": (TOKEN_SCALES, 40, False, [200, 30]),
 }
 
 
@@ -61,9 +69,64 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
         assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
 
 
+@pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65)])
+def test_lengths(attend_on_cpu, draw, n_q, n_kv):
+    inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    found = attend_on_cpu(*inputs, is_causal=True, config=STRICT)
+    wanted = reference.attention(*inputs, is_causal=True, config=STRICT, enable_gqa=True)
+    for name, x in zip(NAMES, found, strict=True):
+        y = getattr(wanted, name)
+        assert relative_l2(x, y) < 8e-3 or (x - y).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("config", "head_dim", "is_causal"),
+    [(DEFAULT_CONFIG, 64, True), (STRICT, 64, True), (TOKEN_SCALES, 128, False)],
+    ids=["default", "strictly causal", "token scales"],
+)
+def test_the_order_in_which_threads_run_changes_nothing(
+    attend_on_cpu, in_all_orders, draw, config, head_dim, is_causal
+):
+    """Each warpgroup late: whoever waits too little for it, or gives it back too early, shows."""
+    inputs = draw(260, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    in_all_orders(lambda: attend_on_cpu(*inputs, is_causal=is_causal, config=config))
+
+
+@pytest.mark.parametrize("config", [DEFAULT_CONFIG, STRICT], ids=["default", "strictly causal"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(attend_on_cpu, draw, name, config):
+    """Token 70 is in the second block of queries, and in the tile of keys that all blocks see."""
+    inputs = draw(140, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    poison_one(inputs, name, 70, torch.inf)
+    found = attend_on_cpu(*inputs, is_causal=True, config=config)
+    wanted = reference.attention(*inputs, is_causal=True, config=config)
+    for result, x in zip(NAMES, found, strict=True):
+        assert not x.isinf().any()
+        assert torch.equal(x.isnan(), getattr(wanted, result).isnan()), result
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("later", ["huge", "NaN"])
+@pytest.mark.parametrize(("window_size", "cut"), [((-1, -1), 41), ((-1, -1), 150), ((70, 0), 150)])
+def test_later_tokens_change_nothing_that_is_strictly_causal(
+    attend_on_cpu, draw, head_dim, later, window_size, cut
+):
+    """Not a bit, within one tile and beyond."""
+    inputs = draw(200, batch=1, heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    settings = {"is_causal": True, "window_size": window_size, "config": STRICT}
+    out, dq, *_ = attend_on_cpu(*inputs, **settings)
+    changed = attend_on_cpu(*(change_after(x, cut, later) for x in inputs), **settings)
+    assert torch.equal(changed[0][..., :cut, :], out[..., :cut, :])
+    assert torch.equal(changed[1][..., :cut, :], dq[..., :cut, :])
+
+
 # --- Windows -----------------------------------------------------------------------------------------------
 
-WINDOWED_CONFIGS = {"INT8 dQ": DEFAULT_CONFIG, "16-bit dQ": without_int8("dq")}
+WINDOWED_CONFIGS = {
+    "INT8 dQ": DEFAULT_CONFIG,
+    "16-bit dQ": without_int8("dq"),
+    "token scales": STRICT,
+}
 #: (queries, keys, window, settings, head size): whole tiles to skip on either side, of keys or queries; no
 #: limit on one side; queries that see no key, one with only some of its tile, and keys that no query sees.
 WINDOWS = (
@@ -73,6 +136,11 @@ WINDOWS = (
     (200, 66, (40, -1), "16-bit dQ", 128),
     (70, 260, (-1, 40), "INT8 dQ", 64),
     (65, 65, (0, 1), "INT8 dQ", 64),
+    (330, 330, (9, 0), "token scales", 64),
+    (310, 310, (140, 70), "token scales", 128),
+    (200, 66, (40, -1), "token scales", 64),
+    (70, 260, (-1, 40), "token scales", 128),
+    (65, 65, (0, 1), "token scales", 64),
 )
 
 
@@ -94,6 +162,7 @@ WINDOWED_CASES = {
     "low_bias, packed": (SageConfig.low_bias(), [1, 64, 65, 0, 130, 2]),
     "consistent": (SageConfig.consistent(), None),
     "consistent, 16-bit dQ, packed": (without_int8("o", "dv", "dq", compensate_o=True), [130, 65]),
+    "strictly causal, packed": (STRICT, [1, 64, 65, 0, 130, 2]),
 }
 
 
@@ -130,7 +199,7 @@ def test_nan_with_a_window_comes_out_where_the_reference_has_it(attend_on_cpu, d
     wanted = reference.attention(*inputs, window_size=(20, 5), config=config)
     for result, x in zip(NAMES, found, strict=True):
         are_nan = getattr(wanted, result).isnan()
-        if result in ("dk", "dv"):
+        if config != STRICT and result in ("dk", "dv"):
             assert not (x.isnan() & ~are_nan).any(), result  # hidden P is 0 here, there exp(-inf - NaN)
         else:
             assert torch.equal(x.isnan(), are_nan), result

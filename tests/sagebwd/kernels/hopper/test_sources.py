@@ -31,11 +31,14 @@ def entries():
 
 #: Macros of the sources that know any; those together that can be.
 MACROS = {
-    "forward": ((), ("SMOOTH_V",), ("P_16BIT",), ("P_16BIT", "COMPENSATE_O"), ("IS_WINDOWED",)),
-    "dk_dv": ((), ("P_16BIT",), ("IS_WINDOWED",)),
-    "dq": ((), ("IS_WINDOWED",)),
-    "packing": ((), ("P_16BIT", "COMPENSATE_O"), ("K_16BIT",)),
-}
+    "forward": (
+        (), ("SMOOTH_V",), ("P_16BIT",), ("P_16BIT", "COMPENSATE_O"), ("TOKEN_SCALES",), ("IS_WINDOWED",),
+        ("IS_WINDOWED", "TOKEN_SCALES"),
+    ),
+    "dk_dv": ((), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES")),
+    "dq": ((), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES")),
+    "packing": ((), ("P_16BIT", "COMPENSATE_O"), ("K_16BIT",), ("TOKEN_SCALES",)),
+}  # fmt: skip
 #: Those of backward.cu, with the settings of the quick ones.
 BACKWARD_MACROS = {
     (): (128, 1, True),
