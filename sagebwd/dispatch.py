@@ -52,8 +52,8 @@ TRITON_BLOCKS = (32, 64, 128)
 CUDA_TILE = (64, 128)
 AMPERE_TILES = (CUDA_TILE, (128, 64), (64, 64))
 CUDA_HEAD_DIMS = range(33, 129)
-#: CUDA: products that may run in 16 bit, and those on Hopper; all others of the paper's INT8 products are
-#: INT8.
+#: Products that may run in 16 bit: with the Ampere kernels, with the Hopper kernels. The paper's other INT8
+#: products must be in INT8.
 CUDA_16_BIT_MATMULS = ("o", "dv")
 HOPPER_16_BIT_MATMULS = (*CUDA_16_BIT_MATMULS, "dq", "dk")
 
