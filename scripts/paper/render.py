@@ -38,8 +38,8 @@ from scripts.paper.result_files import DamagedResult, Results
 from scripts.paper.run_summary import stored_runs
 from trainer.plot import plot_losses
 
-#: What scripts.paper.gradient_bias measured: 35M models, and one of 325M.
-BIAS = ("gradient_bias", "gradient_bias_325m")
+#: What scripts.paper.gradient_bias measured: 35M models, and one of 325M with QK-norm and one without.
+BIAS = ("gradient_bias", "gradient_bias_325m", "gradient_bias_325m_no_qk_norm")
 
 
 def main(argv: list[str] | None = None) -> None:

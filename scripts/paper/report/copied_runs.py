@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -107,9 +108,14 @@ def loss_table(runs: dict[str, list[dict]]) -> str:
 
 
 FURTHER = {
-    "gradient_bias_325m": Further(
-        "Beyond the paper: bias of gradients in a 325M model", (LARGE,), gradient_bias_325m
-    ),
+    **{
+        name.removesuffix(".json"): Further(
+            f"Beyond the paper: bias of gradients in a 325M model, {norm} QK-norm",
+            (name,),
+            partial(gradient_bias_325m, name=name),
+        )
+        for name, norm in zip(LARGE, ("with", "without"), strict=True)
+    },
     "llama_325m_fpa": Further(
         "The 325M model on real text, full precision",
         ("llama_325m_fpa/metrics.jsonl", "llama_325m_fpa/300_steps.jsonl"),

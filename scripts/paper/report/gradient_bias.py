@@ -22,8 +22,8 @@ from scripts.paper.report.section import Section
 from scripts.paper.report.verdicts import Verdict, bias_of, bottleneck_verdict, critical_verdict
 from scripts.paper.result_files import Results, naming
 
-#: The same on a 325M model: fewer settings and batches. Its tables are in gradient_bias_325m.py.
-LARGE = "gradient_bias_325m.json"
+#: The same on 325M models, with and without QK-norm: fewer settings. gradient_bias_325m.py has their tables.
+LARGE = ("gradient_bias_325m.json", "gradient_bias_325m_no_qk_norm.json")
 
 #: Settings of the front page's table, in its order.
 SHOWN = {
@@ -66,9 +66,9 @@ def gradient_bias(results: Results) -> Section:
     data = results.json("gradient_bias.json")
     ends = ends_of(data)
     verdicts = verdicts_on(data, ends)
-    if results.has(LARGE):
-        with naming(LARGE, results):
-            verdicts += verdicts_on(results.json(LARGE))
+    for name in filter(results.has, LARGE):
+        with naming(name, results):
+            verdicts += verdicts_on(results.json(name))
     tables = {
         f"{end.norm}, end of the run, raw gradients; bias relative to the gradient": bias_table(end)
         for end in ends

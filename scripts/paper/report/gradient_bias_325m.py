@@ -1,6 +1,6 @@
-"""Bias of INT8 attention in the gradients of a 325M model: the section on gradient_bias_325m.json.
+"""Bias of INT8 attention in the gradients of a 325M model: a section for each JSON, with QK-norm and without.
 
-Its verdicts are among those of gradient_bias.py, by the same rule.
+Their verdicts are among those of gradient_bias.py, by the same rule.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from scripts.paper.gradient_bias_tables import (
     layers_of,
     share,
 )
-from scripts.paper.report.gradient_bias import LARGE, SHOWN, End, ends_of, provenance, shown, size_of
+from scripts.paper.report.gradient_bias import SHOWN, End, ends_of, provenance, shown, size_of
 from scripts.paper.report.markdown import table, without_repeats
 from scripts.paper.report.section import Section
 from scripts.paper.result_files import Results
 
-#: The weights of the tables.
+#: The weights of the tables. Only a model with QK-norm has gains.
 GROUPS = ("all", "q", "k", "qk", "gains")
 
 
-def gradient_bias_325m(results: Results) -> Section:
-    data = results.json(LARGE)
+def gradient_bias_325m(results: Results, name: str) -> Section:
+    """The section on the JSON of this name."""
+    data = results.json(name)
     ends = {view: only_end(data, view) for view in VIEW_TITLES}
     titles = {view: f"{size_of(end)} parameters, {VIEW_TITLES[view]}" for view, end in ends.items()}
     tables = {f"{titles[view]}: bias and T* by weights": group_table(end) for view, end in ends.items()}
@@ -47,7 +48,7 @@ def gradient_bias_325m(results: Results) -> Section:
     }
     for view, end in ends.items():
         for setting in end.settings:
-            for group in GROUPS:
+            for group in groups_of(end):
                 fields |= numbers_of(end.row(setting, group), f"{view}.{setting}.{group}")
             for group in ("q", "k"):
                 fields[f"below.{view}.{setting}.{group}"] = below(end, setting, group, max(PAPER_TOKENS))
@@ -58,6 +59,11 @@ def only_end(data: dict[str, Any], view: str) -> End:
     """Raises ValueError if there are several runs."""
     [end] = ends_of(data, view)
     return end
+
+
+def groups_of(end: End) -> list[str]:
+    there = {row.group for row in end.rows}
+    return [group for group in GROUPS if group in there]
 
 
 def numbers_of(row: Row, name: str) -> dict[str, str]:
@@ -94,7 +100,7 @@ def group_table(end: End) -> str:
     header += [f"bias² / minibatch noise at {tokens:,}" for tokens in PAPER_TOKENS]
     rows = []
     for setting in settings_of(end):
-        for group in GROUPS:
+        for group in groups_of(end):
             row = end.row(setting, group)
             noise = "" if row.noise[0] is None else f"{row.noise[0]:.4f}"
             at_steps = [f"{share(row, tokens):.4f}" for tokens in PAPER_TOKENS]

@@ -6,13 +6,15 @@ import pytest
 
 from scripts.paper import report
 from scripts.paper.gradient_bias_tables import PAPER_TOKENS
-from scripts.paper.report.gradient_bias import LARGE, gradient_bias
+from scripts.paper.report.gradient_bias import LARGE as BOTH
+from scripts.paper.report.gradient_bias import gradient_bias
 from scripts.paper.report.gradient_bias_325m import gradient_bias_325m
 from scripts.paper.report.rules import AGREES, NOT_SEEN, OPEN
 from scripts.paper.result_files import DamagedResult, Results
 from tests.cli import ROOT
 
 RESULTS = Results(ROOT / "results")
+LARGE, WITHOUT_NORM = BOTH
 SMALL, LARGE_STEP = PAPER_TOKENS
 CASE = "`paper()`, 324M parameters, with QK-norm"
 
@@ -44,7 +46,7 @@ def both(tmp_path):
 
 
 def test_its_numbers_are_those_of_the_file():
-    data, fields = RESULTS.json(LARGE), gradient_bias_325m(RESULTS).fields
+    data, fields = RESULTS.json(LARGE), gradient_bias_325m(RESULTS, LARGE).fields
     for view in ("raw", "adam"):
         k = rows(data, "paper", view, "k")
         critical = k[None]["critical_tokens"][0]
@@ -61,7 +63,7 @@ def test_the_table_of_layers_counts_at_each_of_the_two_steps_and_names_the_small
     data = RESULTS.json(LARGE)
     line = next(
         line
-        for line in gradient_bias_325m(RESULTS).fields["layers"].splitlines()
+        for line in gradient_bias_325m(RESULTS, LARGE).fields["layers"].splitlines()
         if line.startswith("|  | k")
     )
     cells = []
@@ -79,13 +81,13 @@ def test_layers_without_a_bias_are_not_below_any_step(tmp_path):
     data = RESULTS.json(LARGE)
     for layer, row in rows(data, "paper", "raw", "k").items():
         row["critical_tokens"] = [None] * 3 if layer != 4 else [LARGE_STEP - 1.0] * 3
-    fields = gradient_bias_325m(stored(tmp_path, data)).fields
+    fields = gradient_bias_325m(stored(tmp_path, data), LARGE).fields
     assert fields["below.raw.paper.k"] == "1 of 20"
     assert "|  | k | 2.1M (layer 4) | 0 of 20 | 1 of 20 |" in fields["layers"]
     assert fields["critical.raw.paper.k"] == "∞"
     assert fields["large.raw.paper.k"] == "0.00"
     rows(data, "paper", "raw", "k")[4]["critical_tokens"] = [float(LARGE_STEP)] * 3
-    assert gradient_bias_325m(stored(tmp_path, data)).fields["below.raw.paper.k"] == "0 of 20"
+    assert gradient_bias_325m(stored(tmp_path, data), LARGE).fields["below.raw.paper.k"] == "0 of 20"
 
 
 def test_what_the_report_says_by_hand_holds():
@@ -158,7 +160,7 @@ def test_a_damaged_file_is_named(both, missing):
 
 def test_its_limits_are_said():
     """Sequences that the run had not seen, counted by hand: (101,022,328 − 1) // 4096 − 382 · 64 = 215."""
-    section = gradient_bias_325m(RESULTS)
+    section = gradient_bias_325m(RESULTS, LARGE)
     assert section.fields["unseen"] == "215 of 256"
     assert section.fields["batches"] == "16"
     assert "no control" in section.setting
