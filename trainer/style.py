@@ -27,6 +27,7 @@ ATTENTION = {
     "sagebwd_accurate": Style("#CC79A7", ":", "v", "..."),
     "sagebwd_strictly_causal": Style("#E69F00", (0, (5, 1, 1, 1)), "P", "xxx"),
     "sagebwd_low_bias": Style("#56B4E9", (0, (1, 1)), "X", "oo"),
+    "sagebwd_int8_scores": Style("#8C564B", (0, (3, 1, 1, 1, 1, 1)), "<", "++"),
 }
 
 #: For anything else: matrix products, other libraries, runs that differ in something other than attention.

@@ -222,11 +222,7 @@ CONFIGS = {
         without_int8_dq(SageConfig.consistent()),
         BOUND_INT8,
     ),
-    "s-alone": (
-        "sagebwd S alone in INT8",
-        replace(SageConfig.consistent(), int8_matmuls=("s_fwd", "s_bwd")),
-        BOUND_INT8,
-    ),
+    "int8-scores": ("sagebwd S alone in INT8", SageConfig.int8_scores(), BOUND_INT8),
     "16-bit-p": ("sagebwd P in 16 bit", replace(SageConfig.consistent(), compensate_o=False), BOUND_INT8),
 }
 

@@ -10,6 +10,7 @@ for finite gradients, fused AdamW). Only the model or the attention differs:
   fpa                    the same with the kernel that the trainer chooses on this GPU
   sagebwd                our Llama with SageBwd
   sagebwd-consistent     the same with attention=sagebwd_consistent
+  sagebwd-int8-scores    the same with attention=sagebwd_int8_scores
   sagebwd-16-bit-dq      the same with dQ in 16 bit, too: one backward kernel on Hopper
   sagebwd-16-bit-p       sagebwd-consistent without the residual of O (attention.compensate_o=false)
   …-deterministic        with hardware.deterministic=true
@@ -79,6 +80,7 @@ ATTENTIONS = {
     "sagebwd": ["attention=sagebwd"],
     "sagebwd-16-bit-p": ["attention=sagebwd_consistent", "attention.compensate_o=false"],
     "sagebwd-consistent": ["attention=sagebwd_consistent"],
+    "sagebwd-int8-scores": ["attention=sagebwd_int8_scores"],
     "sagebwd-16-bit-dq": ["attention=sagebwd_consistent", "attention.int8_matmuls=[s_fwd,s_bwd,dk]"],
     "fpa-deterministic": ["attention=fpa", "hardware.deterministic=true"],
     "sagebwd-deterministic": ["attention=sagebwd", "hardware.deterministic=true"],

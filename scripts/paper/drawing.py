@@ -36,6 +36,7 @@ CONFIG_NAMES = {
     "accurate": "sagebwd_accurate",
     "strictly causal": "sagebwd_strictly_causal",
     "low bias": "sagebwd_low_bias",
+    "S alone in INT8": "sagebwd_int8_scores",
 }
 
 

@@ -80,11 +80,11 @@ def test_every_setting_has_its_kernels():
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 136, 256])
 def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
-    fast = name in ("default", "low_bias", "consistent") and head_dim in HOPPER_HEAD_DIMS
+    fast = name in ("default", "low_bias", "consistent", "int8_scores") and head_dim in HOPPER_HEAD_DIMS
     found = dispatch.architectures(PRESETS[name], head_dim)
     kernels = {device: own.kernels for device, own in found.items()}
     since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "ampere")
-    if head_dim > 128 and name in ("paper", "consistent", "accurate"):
+    if name == "int8_scores" or (head_dim > 128 and name in ("paper", "consistent", "accurate")):
         since_ampere = dict.fromkeys(since_ampere, "triton")
     hopper = "hopper" if fast else "triton"
     assert kernels == {"7.5": "none", "9.0": hopper, "CPU": "reference"} | since_ampere
@@ -279,8 +279,11 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
     assert choose(kernels="reference") == "reference"
     assert choose(kernels="hopper") == "hopper"
     for gpu in (A100, H200):
-        for config in PRESETS.values():
-            assert choose(gpu, config, kernels="ampere") == "ampere"
+        for name, config in PRESETS.items():
+            if name != "int8_scores":
+                assert choose(gpu, config, kernels="ampere") == "ampere"
+        with pytest.raises(NotImplementedError, match="dq, dk not in INT8"):
+            choose(gpu, SageConfig.int8_scores(), kernels="ampere")
     for others in (("dk",), ("dk", "dq"), ("dk", "dv")):
         with pytest.raises(NotImplementedError, match="dk is not in INT8, and dv or dq is"):
             choose(config=without_int8(*others), kernels="hopper")
