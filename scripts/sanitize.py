@@ -73,6 +73,8 @@ CASES = {
     "wide_128": Case(tokens=200, head_dim=120),
     "wide_packed": Case(tokens=200, head_dim=64, boundaries=(0, 33, 33, 165)),
     "wide_16_bit_dq": Case(SageConfig(int8_matmuls=SIX_WITHOUT_DQ), tokens=200, head_dim=56),
+    "wide_int8_scores": Case(SageConfig.int8_scores(), tokens=200, head_dim=56),
+    "wide_int8_scores_128": Case(SageConfig.int8_scores(), tokens=200, head_dim=120),
     "wide_consistent": Case(SageConfig.consistent(), tokens=200, head_dim=120),
     "wide_token_scales": Case(SageConfig.strictly_causal(), tokens=200, head_dim=120),
     "wide_smooth_v": Case(SageConfig(smooth_v=True), tokens=200, head_dim=56, boundaries=(0, 33, 33, 165)),
