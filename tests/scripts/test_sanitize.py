@@ -73,7 +73,6 @@ def test_sanitizer_watches_every_kernel():
         "_quantize_grad_kernel",
         "_quantize_kernel",
         "backward_64_keys_kernel",
-        "backward_dk_warps_kernel",
         "backward_dq_warps_kernel",
         "backward_kernel",
         "dk_dv_kernel",

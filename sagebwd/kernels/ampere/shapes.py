@@ -21,26 +21,15 @@ class CTAShape(NamedTuple):
 
 
 #: Threads of a CTA, by source.
-THREADS = {
-    "forward": 256,
-    "backward": 256,
-    "backward_dq_warps": 384,
-    "backward_dk_warps": 384,
-    "backward_64_keys": 256,
-}
+THREADS = {"forward": 256, "backward": 256, "backward_dq_warps": 384, "backward_64_keys": 256}
 #: Padded head sizes at which backward_dq_warps.cu runs: at 128, the threads of 12 warps lack registers.
 DQ_WARP_HEAD_DIMS = (64,)
-#: Padded head sizes at which backward_dk_warps.cu runs, unless P is in 16 bits. It is written for 128. It has
-#: never run on a GPU, so it is off until it has been timed beside backward.cu; (128,) switches it on.
-DK_WARP_HEAD_DIMS: tuple[int, ...] = ()
 
 
-def backward_source(tile: tuple[int, int], head_dim: int, *, p_16bit: bool) -> str:
+def backward_source(tile: tuple[int, int], head_dim: int) -> str:
     """The source of the backward for tiles of (queries, keys) and a padded head size."""
     if tile[1] != 128:
         return "backward_64_keys"
-    if head_dim in DK_WARP_HEAD_DIMS and not p_16bit:
-        return "backward_dk_warps"
     return "backward_dq_warps" if head_dim in DQ_WARP_HEAD_DIMS else "backward"
 
 
@@ -64,11 +53,10 @@ def cta_shape(
     threads = THREADS[source]
     if source == "forward":
         return CTAShape(128, threads, _forward_bytes(head_dim, tile, p_16bit, token_scales, s_16bit))
-    if source in ("backward", "backward_dq_warps", "backward_dk_warps"):
+    if source in ("backward", "backward_dq_warps"):
         is_staged = source == "backward_dq_warps"
         shared_bytes = _backward_bytes(head_dim, tile, is_staged, p_16bit, token_scales)
-        factors = 4 * tile[1] if source == "backward_dk_warps" else 0
-        return CTAShape(tile[1], threads, shared_bytes + factors)
+        return CTAShape(tile[1], threads, shared_bytes)
     return CTAShape(tile[1], threads, _64_keys_bytes(head_dim, tile, token_scales, s_16bit))
 
 

@@ -21,12 +21,11 @@ __device__ __forceinline__ bool take_work_tile(const Axes& axes, const Window& w
 }
 
 // A block of dQ is divided among 8 warps, or, of 12, among the last four: 16 queries each and a part of the channels. A warp
-// computes DQ_CHANNELS at a time, because registers are scarce, most of all where the four have dK in registers.
+// computes DQ_CHANNELS at a time, because registers are scarce.
 constexpr int THREADS = LAUNCH_THREADS, WARPS = THREADS / 32;
 constexpr int DQ_WARPS = WARPS == 12 ? 4 : WARPS, DQ_THREADS = 32 * DQ_WARPS;
 constexpr int DQ_ROW_WARPS = BLOCK_Q / 16, DQ_WARP_CHANNELS = D * DQ_ROW_WARPS / DQ_WARPS;
-constexpr int DQ_CHANNELS = WARPS == 12 && D == 128 ? 8 : 32, DQ_PARTS = DQ_WARP_CHANNELS / DQ_CHANNELS;
-constexpr int DQ_VALUES = 16 * DQ_CHANNELS / 32;
+constexpr int DQ_CHANNELS = 32, DQ_PARTS = DQ_WARP_CHANNELS / DQ_CHANNELS, DQ_VALUES = 16 * DQ_CHANNELS / 32;
 __device__ __forceinline__ int dq_thread() { return threadIdx.x - (THREADS - DQ_THREADS); }
 __device__ __forceinline__ int dq_row() { return threadIdx.x / 32 % DQ_ROW_WARPS * 16; }
 __device__ __forceinline__ int dq_channel(int part) {

@@ -164,36 +164,20 @@ TWELVE_WARPS = {
 }
 
 
-#: By head size, the source and the cases that it does not take: P in 16 bits leaves no room.
-TWELVE_WARP_SOURCES = {64: ("backward_dq_warps", set()), 128: ("backward_dk_warps", {"consistent"})}
-
-
-@pytest.mark.parametrize(
-    ("source", "head_dim", "case"),
-    [
-        (source, head_dim, case)
-        for head_dim, (source, without) in TWELVE_WARP_SOURCES.items()
-        for case in TWELVE_WARPS
-        if case not in without
-    ],
-)
+@pytest.mark.parametrize(("config", "documents", "mask"), TWELVE_WARPS.values(), ids=TWELVE_WARPS.keys())
 def test_twelve_warps_give_the_same_bits_as_eight(
-    attend_on_cpu, starving, draw, monkeypatch, source, head_dim, case
+    attend_on_cpu, starving, draw, monkeypatch, config, documents, mask
 ):
     """Whichever warps are late."""
-    config, documents, mask = TWELVE_WARPS[case]
-    monkeypatch.setattr(shapes, "DK_WARP_HEAD_DIMS", (128,))
-    p_16bit = not config.is_int8("dv")
-    assert shapes.backward_source(config.tile(head_dim), head_dim, p_16bit=p_16bit) == source
+    assert shapes.backward_source(config.tile(64), 64) == "backward_dq_warps"
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     tokens = 330 if documents is None else sum(documents)
-    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
     settings = {"config": config, "boundaries": boundaries, **mask}
     found = [attend_on_cpu(*inputs, **settings)]
     for first, count in ((0, 32), (128, 128), (256, 32), (256, 128)):
         found.append(starving(first, count, lambda: attend_on_cpu(*inputs, **settings)))
     monkeypatch.setattr(shapes, "DQ_WARP_HEAD_DIMS", ())
-    monkeypatch.setattr(shapes, "DK_WARP_HEAD_DIMS", ())
     wanted = attend_on_cpu(*inputs, **settings)
     for results in found:
         assert all(map(torch.equal, results, wanted))
