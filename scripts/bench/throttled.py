@@ -56,7 +56,13 @@ H200_INT8, H200_16BIT = 2706, 1354
 #: times as long as INT8 ones, on an H200 twice.
 TIMES = (2, 3)
 #: Kernels of which the time counts.
-KERNELS = ("forward_kernel", "backward_kernel", "backward_dq_warps_kernel", "backward_64_keys_kernel")
+KERNELS = (
+    "forward_kernel",
+    "backward_kernel",
+    "backward_dq_warps_kernel",
+    "backward_64_keys_kernel",
+    "backward_64_keys_dq_warps_kernel",
+)
 
 HEADER = "ptx_sm80.cuh"
 ORIGINAL = "ptx_sm80_original.cuh"

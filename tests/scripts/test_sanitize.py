@@ -72,6 +72,7 @@ def test_sanitizer_watches_every_kernel():
         "_mean_kernel",
         "_quantize_grad_kernel",
         "_quantize_kernel",
+        "backward_64_keys_dq_warps_kernel",
         "backward_64_keys_kernel",
         "backward_dq_warps_kernel",
         "backward_kernel",
