@@ -65,7 +65,7 @@ LENGTHS = [1024 << power for power in range(6)]
 FORWARD_QUERIES = 128
 PASSES = ("forward", "backward")
 #: Warps of each kind in a CTA, where there are several, in the order of Program.tile_loops.
-KINDS_OF_WARPS = {"backward_dq_warps": (8, 4), "backward_dk_warps": (8, 4)}
+KINDS_OF_WARPS = {"backward_dq_warps": (8, 4), "backward_64_keys_dq_warps": (8, 4)}
 #: Of the memory's bandwidth, for packing: as on an H200, docs/log.md.
 PACKING_EFFICIENCY = 0.85
 
@@ -191,7 +191,7 @@ def source_of(which: str, head_dim: int, config: SageConfig) -> str:
     """The source of the kernel of a pass."""
     if which == "forward":
         return which
-    return backward_source(config.tile(head_dim), head_dim, p_16bit=not config.is_int8("dv"))
+    return backward_source(config.tile(head_dim), head_dim, s_16bit=not config.is_int8("s_bwd"))
 
 
 def warps_of(source: str) -> tuple[int, ...]:

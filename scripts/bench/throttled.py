@@ -60,8 +60,8 @@ KERNELS = (
     "forward_kernel",
     "backward_kernel",
     "backward_dq_warps_kernel",
-    "backward_dk_warps_kernel",
     "backward_64_keys_kernel",
+    "backward_64_keys_dq_warps_kernel",
 )
 
 HEADER = "ptx_sm80.cuh"

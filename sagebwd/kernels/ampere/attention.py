@@ -206,6 +206,6 @@ def backward(
         "UNSIGNED_P": config.is_unsigned("dv"),
         "SCALES_OF_TILES": config.granularity == "block",
     }
-    source = backward_source(tile, head_dim, p_16bit=p_16bit)
+    source = backward_source(tile, head_dim, s_16bit=s_16bit)
     _launch(source, q, window, arguments, tile=tile, p_16bit=p_16bit, **settings)
     return dq.finish(), dk.finish(), dv.finish()

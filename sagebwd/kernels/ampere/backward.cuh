@@ -23,9 +23,9 @@ struct LeftOfDq {
 
 // `ds_tile`: (queries, keys), see store_ds; `largest`: of each query or of the tile.
 template <bool IS_SCALE_OF_TILE = false>
-__device__ __forceinline__ LeftOfDq load_left_of_dq(u32 ds_tile, const int* largest, float k_scale) {
+__device__ __forceinline__ LeftOfDq load_left_of_dq(u32 ds_tile, const int* largest, float k_scale, int pass = 0) {
     LeftOfDq left;
-    const int row = dq_row(), lane_row = row + threadIdx.x % 32 / 4;
+    const int row = dq_row(pass), lane_row = row + threadIdx.x % 32 / 4;
     const u32 ds_address = left_address<BLOCK_KV>(ds_tile);
 #pragma unroll
     for (int step = 0; step < BLOCK_KV / STEP; ++step)
@@ -45,20 +45,20 @@ __device__ __forceinline__ void wait_for_turn(const Arguments& a, i64 block, int
 
 // Adds a tile's share to dQ of packed block `block` of queries of a head. Call it when it is this CTA's turn.
 __device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, int head, i64 block, int first_query, int turn,
-                                       const Window& window, const LeftOfDq& left, u32 k_columns) {
+                                       const Window& window, const LeftOfDq& left, u32 k_columns, int pass = 0) {
     const bool is_first = turn == (HAS_WINDOW ? first_key_block(window, first_query) : 0);
     const bool is_last = turn + 1 >= visible_key_blocks(work, window, first_query);
 #pragma unroll 1
     for (int part = 0; part < DQ_PARTS; ++part) {
         float dq[DQ_VALUES] = {};
         contract_tokens<BLOCK_KV, DQ_CHANNELS>(dq, left.ds, k_columns + dq_channel(part) * BLOCK_KV, left.factor);
-        float* sums = own_sums(a.dq_sums + block * (BLOCK_Q * D), part);
+        float* sums = own_sums(a.dq_sums + block * (BLOCK_Q * D), pass, part);
         if (!is_last) {
             is_first ? begin_sum(sums, dq) : add_to_sum(sums, dq);
             continue;
         }
         if (!is_first) take_sum(dq, sums);
-        store_dq(a.dq, dq, part, a.scale, head, a.axes.heads * a.axes.group, first_query, work.q, a.axes.d);
+        store_dq(a.dq, dq, pass, part, a.scale, head, a.axes.heads * a.axes.group, first_query, work.q, a.axes.d);
     }
 }
 

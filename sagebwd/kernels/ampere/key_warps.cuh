@@ -1,4 +1,4 @@
-// What a warp that has 16 keys for itself does with a block of queries: all backward kernels but backward_64_keys.cu.
+// What a warp that has 16 keys for itself does with a block of queries: the backward kernels with tiles of 128 keys.
 //
 // Tiles of S and dP are transposed, (keys, queries): a scale of P or dS for each key is one for each row.
 #pragma once

@@ -8,7 +8,7 @@ from sagebwd.kernels.cuda.packing import scale_bytes
 
 #: Shared memory that a CTA may take on a GeForce (8.6, 8.9, 12.0).
 SHARED_LIMIT = 99 * 1024
-#: What is left of it beside static variables, in backward_64_keys.cu.
+#: What is left of it beside static variables, in the backward with 64 keys.
 DYNAMIC_LIMIT = SHARED_LIMIT - 256
 
 
@@ -25,22 +25,23 @@ THREADS = {
     "forward": 256,
     "backward": 256,
     "backward_dq_warps": 384,
-    "backward_dk_warps": 384,
     "backward_64_keys": 256,
+    "backward_64_keys_dq_warps": 384,
 }
 #: Padded head sizes at which backward_dq_warps.cu runs: at 128, the threads of 12 warps lack registers.
 DQ_WARP_HEAD_DIMS = (64,)
-#: Padded head sizes at which backward_dk_warps.cu runs, unless P is in 16 bits. It is written for 128. It has
-#: never run on a GPU, so it is off until it has been timed beside backward.cu; (128,) switches it on.
-DK_WARP_HEAD_DIMS: tuple[int, ...] = ()
+#: The same for backward_64_keys_dq_warps.cu, which is written for 64; () switches it off.
+DQ_WARP_HEAD_DIMS_OF_64_KEYS: tuple[int, ...] = (64,)
 
 
-def backward_source(tile: tuple[int, int], head_dim: int, *, p_16bit: bool) -> str:
-    """The source of the backward for tiles of (queries, keys) and a padded head size."""
+def backward_source(tile: tuple[int, int], head_dim: int, *, s_16bit: bool = False) -> str:
+    """The source of the backward for tiles of (queries, keys) and a padded head size.
+
+    128 queries with S in 16 bits leave no room for a second block of queries by columns.
+    """
     if tile[1] != 128:
-        return "backward_64_keys"
-    if head_dim in DK_WARP_HEAD_DIMS and not p_16bit:
-        return "backward_dk_warps"
+        has_dq_warps = head_dim in DQ_WARP_HEAD_DIMS_OF_64_KEYS and not (s_16bit and tile[0] == 128)
+        return "backward_64_keys_dq_warps" if has_dq_warps else "backward_64_keys"
     return "backward_dq_warps" if head_dim in DQ_WARP_HEAD_DIMS else "backward"
 
 
@@ -64,12 +65,12 @@ def cta_shape(
     threads = THREADS[source]
     if source == "forward":
         return CTAShape(128, threads, _forward_bytes(head_dim, tile, p_16bit, token_scales, s_16bit))
-    if source in ("backward", "backward_dq_warps", "backward_dk_warps"):
+    if source in ("backward", "backward_dq_warps"):
         is_staged = source == "backward_dq_warps"
         shared_bytes = _backward_bytes(head_dim, tile, is_staged, p_16bit, token_scales)
-        factors = 4 * tile[1] if source == "backward_dk_warps" else 0
-        return CTAShape(tile[1], threads, shared_bytes + factors)
-    return CTAShape(tile[1], threads, _64_keys_bytes(head_dim, tile, token_scales, s_16bit))
+        return CTAShape(tile[1], threads, shared_bytes)
+    of_64_keys = _64_keys_bytes if source == "backward_64_keys" else _64_keys_dq_warps_bytes
+    return CTAShape(tile[1], threads, of_64_keys(head_dim, tile, token_scales, s_16bit))
 
 
 def _forward_bytes(
@@ -112,6 +113,15 @@ def _64_keys_bytes(head_dim: int, tile: tuple[int, int], token_scales: bool, s_1
     columns = 2 * block_q * head_dim + 3 * block_q * block_kv
     is_aliased = rows_end + columns > DYNAMIC_LIMIT
     return max(rows_end, (rows_begin if is_aliased else rows_end) + columns)
+
+
+def _64_keys_dq_warps_bytes(head_dim: int, tile: tuple[int, int], token_scales: bool, s_16bit: bool) -> int:
+    """The same with two blocks of queries by columns, and nothing that aliases."""
+    block_q, block_kv = tile
+    keys = (5 if s_16bit else 3) * block_kv * head_dim
+    rows = _align(_q_rows_bytes(head_dim, block_q, token_scales, s_16bit), 256)
+    columns = 2 * 2 * block_q * head_dim
+    return keys + rows + columns + 3 * block_q * block_kv + 2 * (block_q + 2 * block_kv) * 4
 
 
 def _q_rows_bytes(head_dim: int, block_q: int, token_scales: bool, s_16bit: bool = False) -> int:

@@ -20,15 +20,16 @@ __device__ __forceinline__ bool take_work_tile(const Axes& axes, const Window& w
     return has_keys;
 }
 
-// A block of dQ is divided among 8 warps, or, of 12, among the last four: 16 queries each and a part of the channels. A warp
-// computes DQ_CHANNELS at a time, because registers are scarce, most of all where the four have dK in registers.
+// A block of dQ is divided among 8 warps, or, of 12, among the last four: 16 queries each and a part of the channels. Four have
+// 64 queries at a time, so they pass twice through a block of 128. A warp computes DQ_CHANNELS at a time, because registers are
+// scarce.
 constexpr int THREADS = LAUNCH_THREADS, WARPS = THREADS / 32;
 constexpr int DQ_WARPS = WARPS == 12 ? 4 : WARPS, DQ_THREADS = 32 * DQ_WARPS;
-constexpr int DQ_ROW_WARPS = BLOCK_Q / 16, DQ_WARP_CHANNELS = D * DQ_ROW_WARPS / DQ_WARPS;
-constexpr int DQ_CHANNELS = WARPS == 12 && D == 128 ? 8 : 32, DQ_PARTS = DQ_WARP_CHANNELS / DQ_CHANNELS;
-constexpr int DQ_VALUES = 16 * DQ_CHANNELS / 32;
+constexpr int DQ_ROW_WARPS = BLOCK_Q / 16 < DQ_WARPS ? BLOCK_Q / 16 : DQ_WARPS;
+constexpr int DQ_QUERIES = 16 * DQ_ROW_WARPS, DQ_PASSES = BLOCK_Q / DQ_QUERIES, DQ_WARP_CHANNELS = D * DQ_ROW_WARPS / DQ_WARPS;
+constexpr int DQ_CHANNELS = 32, DQ_PARTS = DQ_WARP_CHANNELS / DQ_CHANNELS, DQ_VALUES = 16 * DQ_CHANNELS / 32;
 __device__ __forceinline__ int dq_thread() { return threadIdx.x - (THREADS - DQ_THREADS); }
-__device__ __forceinline__ int dq_row() { return threadIdx.x / 32 % DQ_ROW_WARPS * 16; }
+__device__ __forceinline__ int dq_row(int pass) { return pass * DQ_QUERIES + threadIdx.x / 32 % DQ_ROW_WARPS * 16; }
 __device__ __forceinline__ int dq_channel(int part) {
     return dq_thread() / (32 * DQ_ROW_WARPS) * DQ_WARP_CHANNELS + part * DQ_CHANNELS;
 }
@@ -52,7 +53,9 @@ __device__ __forceinline__ int visible_key_blocks(const KeyTile& tile, const Win
 // --- The sum of all CTAs -----------------------------------------------------------------------------------
 
 // Where a thread keeps its values of a block of queries. They are DQ_THREADS apart: those of a warp are contiguous.
-__device__ __forceinline__ float* own_sums(float* block, int part) { return block + part * DQ_VALUES * DQ_THREADS + dq_thread(); }
+__device__ __forceinline__ float* own_sums(float* block, int pass, int part) {
+    return block + (pass * DQ_PARTS + part) * DQ_VALUES * DQ_THREADS + dq_thread();
+}
 
 __device__ __forceinline__ void begin_sum(float* sums, const float (&dq)[DQ_VALUES]) {
 #pragma unroll
@@ -71,13 +74,13 @@ __device__ __forceinline__ void take_sum(float (&dq)[DQ_VALUES], const float* su
 }
 
 // Stores a finished block, whose first query is `first`, to rows of a tensor.
-__device__ __forceinline__ void store_dq(const TokenTensor& x, const float (&dq)[DQ_VALUES], int part, float scale, int head,
-                                         int heads, int first, const Document& document, int d) {
+__device__ __forceinline__ void store_dq(const TokenTensor& x, const float (&dq)[DQ_VALUES], int pass, int part, float scale,
+                                         int head, int heads, int first, const Document& document, int d) {
     const int lane = threadIdx.x % 32;
     u16* base = x.data + head / heads * x.stride_b + head % heads * x.stride_h + document.start * x.stride_n;
 #pragma unroll
     for (int i = 0; i < DQ_VALUES / 2; ++i) {
-        const int token = first + dq_row() + lane / 4 + i % 2 * 8, channel = dq_channel(part) + i / 2 * 8 + lane % 4 * 2;
+        const int token = first + dq_row(pass) + lane / 4 + i % 2 * 8, channel = dq_channel(part) + i / 2 * 8 + lane % 4 * 2;
         const float a = infinite_to_nan(dq[2 * i] * scale), b = infinite_to_nan(dq[2 * i + 1] * scale);
         if (token < document.tokens && channel < d)
             *reinterpret_cast<u32*>(base + token * x.stride_n + channel) = pack_16bit(a, b);

@@ -6,6 +6,7 @@ They must agree with the reference. On a GPU the other files of this folder test
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -100,6 +101,7 @@ CASES = {
     "strictly causal": (SageConfig.strictly_causal(), 64, True, None),
     "paper, packed": (SageConfig.paper(), 64, True, [1, 64, 65, 0, 130, 2]),
     "accurate, packed": (SageConfig.accurate(), 64, True, [1, 64, 65, 0, 70, 2]),
+    "accurate, 128 queries": (replace(SageConfig.accurate(), block_q=128), 64, True, [130, 3]),
     "default, few channels": (DEFAULT_CONFIG, 24, True, [70, 3]),
     "default, many channels": (DEFAULT_CONFIG, 136, True, [65, 6]),
     "smooth_v, unsigned_p": (SageConfig(smooth_v=True, unsigned_p=True), 128, False, None),
@@ -161,39 +163,34 @@ TWELVE_WARPS = {
     "low_bias, a window": (SageConfig.low_bias(), None, {"window_size": (70, 3)}),
     "consistent": (SageConfig.consistent(), None, {"is_causal": True}),
     "strictly causal": (SageConfig.strictly_causal(), None, {"is_causal": True}),
-}
+    "paper, packed": (SageConfig.paper(), [1, 64, 65, 0, 130, 2], {"is_causal": True}),
+    "paper, full": (SageConfig.paper(), None, {}),
+    "paper, a window": (SageConfig.paper(), None, {"window_size": (70, 3)}),
+    "paper, scales of rows": (replace(SageConfig.paper(), granularity="row"), None, {"is_causal": True}),
+    "strictly causal, 128 × 64": (
+        replace(SageConfig.strictly_causal(), block_q=128, block_kv=64), None, {"is_causal": True},
+    ),
+    "accurate, packed": (SageConfig.accurate(), [1, 64, 65, 0, 130, 2], {"is_causal": True}),
+}  # fmt: skip
 
 
-#: By head size, the source and the cases that it does not take: P in 16 bits leaves no room.
-TWELVE_WARP_SOURCES = {64: ("backward_dq_warps", set()), 128: ("backward_dk_warps", {"consistent"})}
-
-
-@pytest.mark.parametrize(
-    ("source", "head_dim", "case"),
-    [
-        (source, head_dim, case)
-        for head_dim, (source, without) in TWELVE_WARP_SOURCES.items()
-        for case in TWELVE_WARPS
-        if case not in without
-    ],
-)
+@pytest.mark.parametrize(("config", "documents", "mask"), TWELVE_WARPS.values(), ids=TWELVE_WARPS.keys())
 def test_twelve_warps_give_the_same_bits_as_eight(
-    attend_on_cpu, starving, draw, monkeypatch, source, head_dim, case
+    attend_on_cpu, starving, draw, monkeypatch, config, documents, mask
 ):
     """Whichever warps are late."""
-    config, documents, mask = TWELVE_WARPS[case]
-    monkeypatch.setattr(shapes, "DK_WARP_HEAD_DIMS", (128,))
-    p_16bit = not config.is_int8("dv")
-    assert shapes.backward_source(config.tile(head_dim), head_dim, p_16bit=p_16bit) == source
+    tile, s_16bit = config.tile(64), not config.is_int8("s_bwd")
+    source = shapes.backward_source(tile, 64, s_16bit=s_16bit)
+    assert source == ("backward_dq_warps" if tile[1] == 128 else "backward_64_keys_dq_warps")
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
     tokens = 330 if documents is None else sum(documents)
-    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
     settings = {"config": config, "boundaries": boundaries, **mask}
     found = [attend_on_cpu(*inputs, **settings)]
     for first, count in ((0, 32), (128, 128), (256, 32), (256, 128)):
         found.append(starving(first, count, lambda: attend_on_cpu(*inputs, **settings)))
     monkeypatch.setattr(shapes, "DQ_WARP_HEAD_DIMS", ())
-    monkeypatch.setattr(shapes, "DK_WARP_HEAD_DIMS", ())
+    monkeypatch.setattr(shapes, "DQ_WARP_HEAD_DIMS_OF_64_KEYS", ())
     wanted = attend_on_cpu(*inputs, **settings)
     for results in found:
         assert all(map(torch.equal, results, wanted))

@@ -31,23 +31,25 @@ MACROS = {
     ("backward_dq_warps", (64, 128)): (
         (), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",),
     ),
-    ("backward_dk_warps", (64, 128)): ((), ("UNSIGNED_P",), ("TOKEN_SCALES",), ("IS_WINDOWED",)),
     ("backward_64_keys", (128, 64)): (("SCALES_OF_TILES",), ("SCALES_OF_TILES", "IS_WINDOWED"), ()),
+    ("backward_64_keys_dq_warps", (128, 64)): (
+        ("SCALES_OF_TILES",), ("SCALES_OF_TILES", "IS_WINDOWED"), (), ("UNSIGNED_P",), ("TOKEN_SCALES",),
+    ),
     ("forward", (64, 64)): ((), ("TOKEN_SCALES",), ("P_16BIT", "S_16BIT")),
     ("backward_64_keys", (64, 64)): ((), ("TOKEN_SCALES",), ("TOKEN_SCALES", "S_16BIT")),
+    ("backward_64_keys_dq_warps", (64, 64)): ((), ("TOKEN_SCALES",), ("TOKEN_SCALES", "S_16BIT")),
 }  # fmt: skip
 #: Bytes that ptxas may spill, by source and padded head size.
 SPILLED_BYTES = {
     ("forward", 64): 112, ("forward", 128): 96, ("forward", 256): 360,
     ("backward", 64): 16, ("backward", 128): 288, ("backward_dq_warps", 64): 48,
-    ("backward_dk_warps", 128): 168, ("backward_64_keys", 128): 24, ("backward_64_keys", 256): 256,
+    ("backward_64_keys", 128): 24, ("backward_64_keys", 256): 256,
 }  # fmt: skip
 #: From tile to tile memory keeps up to 26 of O's 64 registers, on 8.6 and 8.9, or up to 28 of dK's and dV's.
 SPILLED_WITH = {
     ("forward", 128, ("IS_WINDOWED", "TOKEN_SCALES")): 272,
     ("backward_dq_warps", 64, ("P_16BIT",)): 272,
     ("backward_dq_warps", 64, ("TOKEN_SCALES",)): 112,
-    ("backward_dk_warps", 128, ("TOKEN_SCALES",)): 224,
 }
 #: Every source, tile, head size and architecture occurs in the quick ones.
 QUICK = {
@@ -64,13 +66,13 @@ QUICK = {
     ("backward_dq_warps", (64, 128), 64, "sm_100", ("P_16BIT",)),
     ("backward_dq_warps", (64, 128), 64, "sm_120", ("TOKEN_SCALES",)),
     ("backward_dq_warps", (64, 128), 64, "sm_86", ("IS_WINDOWED",)),
-    ("backward_dk_warps", (64, 128), 128, "sm_89", ("UNSIGNED_P",)),
-    ("backward_dk_warps", (64, 128), 128, "sm_80", ()),
-    ("backward_dk_warps", (64, 128), 128, "sm_100", ("IS_WINDOWED",)),
-    ("backward_dk_warps", (64, 128), 128, "sm_120", ()),
-    ("backward_dk_warps", (64, 128), 128, "sm_86", ("TOKEN_SCALES",)),
-    ("backward_dk_warps", (64, 128), 128, "sm_90", ("IS_WINDOWED",)),
     ("backward_64_keys", (128, 64), 128, "sm_89", ("SCALES_OF_TILES",)),
+    ("backward_64_keys_dq_warps", (128, 64), 64, "sm_120", ("SCALES_OF_TILES",)),
+    ("backward_64_keys_dq_warps", (128, 64), 64, "sm_90", ("SCALES_OF_TILES", "IS_WINDOWED")),
+    ("backward_64_keys_dq_warps", (128, 64), 64, "sm_89", ("UNSIGNED_P",)),
+    ("backward_64_keys_dq_warps", (128, 64), 64, "sm_80", ("TOKEN_SCALES",)),
+    ("backward_64_keys_dq_warps", (64, 64), 64, "sm_86", ("TOKEN_SCALES", "S_16BIT")),
+    ("backward_64_keys_dq_warps", (64, 64), 64, "sm_100", ("TOKEN_SCALES",)),
     ("backward_64_keys", (64, 64), 64, "sm_120", ("TOKEN_SCALES",)),
     ("backward_64_keys", (64, 64), 256, "sm_86", ("TOKEN_SCALES",)),
     ("forward", (64, 64), 256, "sm_89", ("TOKEN_SCALES",)),
@@ -82,7 +84,7 @@ QUICK = {
 def variants():
     for (source, tile), sets_of_macros in MACROS.items():
         head_dims = (64, 128, 256) if tile == (64, 64) else (64, 128)
-        head_dims = {"backward_dq_warps": (64,), "backward_dk_warps": (128,)}.get(source, head_dims)
+        head_dims = (64,) if source.endswith("dq_warps") else head_dims
         for variant in product(head_dims, ARCHITECTURES, sets_of_macros):
             if variant[0] == 256 and "S_16BIT" in variant[2]:
                 continue
@@ -113,7 +115,7 @@ def test_kernels_fit_every_gpu(source, tile, head_dim, architecture, macros, tmp
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     text = subprocess.run([str(tool), "-c", str(file)], capture_output=True, text=True, check=True).stdout
     found = Counter(re.findall(r"\bIMMA\.\w+\.(\w+)\.(\w+)", text))
-    tokens = {"forward": tile[1], "backward_64_keys": None}.get(source, 64)
+    tokens = tile[1] if source == "forward" else 64
     assert found.get(("U8", "S8"), 0) == (("UNSIGNED_P" in macros) and head_dim // 8 * tokens // 32)
     assert (found["S8", "S8"] > 0) == (("S_16BIT" not in macros) or source != "forward")
 
