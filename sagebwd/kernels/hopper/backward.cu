@@ -65,6 +65,7 @@ struct Arguments {
     int* turns;      // of each chunk: how many work tiles are in its sum; zero at the start
     Axes axes;       // work tiles and `heads` are those of keys
     float scale;
+    int last_keys_first;  // see query_gradient.cuh
 };
 
 struct Rings {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
     WorkTile work_tile;
     while ((work_tile = work_tile_at(a.axes, atomicAdd(a.axes.tile_counter, 1))).head >= 0) {
         KeyTile found;
-        if (LAST_KEYS_FIRST) work_tile.rank = a.axes.work_blocks - 1 - work_tile.rank;
+        if (a.last_keys_first) work_tile.rank = a.axes.work_blocks - 1 - work_tile.rank;
         if (!find_key_tile<CONSUMERS>(a.axes, work_tile, found)) continue;
         if constexpr (HAS_WINDOW) leave_queries_that_see<KEYS>(found, window);
         keys.wait_empty();
@@ -97,13 +98,13 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         barrier_expect_bytes(keys.full, PACKED_KV_BYTES);
         bulk_copy(shared, a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES, PACKED_KV_BYTES, keys.full);
         keys.advance();
-        int next = first_block(work.q_tiles);
+        int next = first_block(a.last_keys_first, work.q_tiles);
         for (int h = 0; h < a.axes.group; ++h) {
             const i64 first = first_packed_block(a.axes, work, h);
 #pragma unroll 1
             for (int left = work.q_tiles; left > 0; --left) {
                 const i64 block = first + next;
-                next = next_block(work.q_tiles, next);
+                next = next_block(a.last_keys_first, work.q_tiles, next);
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
                 barrier_expect_bytes(full, PACKED_Q_ROWS_BYTES + PACKED_Q_COLUMNS_BYTES);
@@ -147,22 +148,26 @@ struct Tiles {
     int keys, q_tiles, first_ahead, q_tokens, kv_tokens;  // keys: that exist, from the first of this warpgroup on
     u32 k_rows, v_rows, ring;
     float k_scale, scale;
+    bool last_keys_first;
 
     __device__ __forceinline__ Tiles(const Arguments& a, const Window& window, const KeyTile& work, int warpgroup, const u8* shared)
         : window(window), shared(shared), keys(work.kv.tokens - work.first - warpgroup * ROWS), q_tiles(work.q_tiles),
           first_ahead(warpgroup + (HAS_WINDOW ? (work.first - work.first_query) / ROWS : 0)), q_tokens(work.q.tokens),
-          kv_tokens(work.kv.tokens), k_scale(*reinterpret_cast<const float*>(shared + K_SCALE)), scale(a.scale) {
+          kv_tokens(work.kv.tokens), k_scale(*reinterpret_cast<const float*>(shared + K_SCALE)), scale(a.scale),
+          last_keys_first(a.last_keys_first) {
         const u32 base = descriptor_base(shared_address(shared));
         k_rows = base + warpgroup * (ROWS * D / 16), v_rows = base + (V_ROWS + warpgroup * ROWS * 128) / 16;
         ring = base + RING / 16;
     }
 
-    __device__ __forceinline__ Place first(const Ring<STAGES>& queries) const { return {queries, first_block(q_tiles), 0}; }
+    __device__ __forceinline__ Place first(const Ring<STAGES>& queries) const {
+        return {queries, first_block(last_keys_first, q_tiles), 0};
+    }
     // To the next one, when its block is there.
     __device__ __forceinline__ void advance(Place& at) const {
         at.part = at.is_last_part() ? 0 : at.part + 1;
         if (at.part > 0) return;
-        at.block = next_block(q_tiles, at.block);
+        at.block = next_block(last_keys_first, q_tiles, at.block);
         at.queries.advance();
         at.queries.wait_full();
     }
@@ -396,11 +401,11 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
     const u32 base = descriptor_base(shared_address(shared)), k = base + DQ_K / 16;
     LeftK left_k;
     left_k.load(shared + DQ_K);
-    int block = first_block(q_tiles), head = 0;
+    int block = first_block(a.last_keys_first, q_tiles), head = 0;
 #pragma unroll 1
     for (int left = a.axes.group * q_tiles; left > 0; --left) {
         const i64 first_chunk = (first_packed_block(a.axes, work, head) + block) * DQ_CHUNKS;
-        const int turn = turn_of(work, window, first_query + block * BLOCK_Q);
+        const int turn = turn_of(a.last_keys_first, work, window, first_query + block * BLOCK_Q);
         rings.ds.wait_full();
 #pragma unroll 1
         for (int c = 0; c < DQ_CHUNKS; ++c) {
@@ -419,8 +424,8 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
             rings.dq.advance();
         }
         rings.ds.advance();
-        block = next_block(q_tiles, block);
-        if (block == first_block(q_tiles)) ++head;
+        block = next_block(a.last_keys_first, q_tiles, block);
+        if (block == first_block(a.last_keys_first, q_tiles)) ++head;
     }
 }
 

@@ -16,21 +16,21 @@ constexpr int HELPERS = D == 64 ? 3 : 2;  // each with a buffer of its own
 
 // --- The order of work -------------------------------------------------------------------------------------
 
-// Whether the last keys come first, and every CTA begins with the first queries that see its keys. Under the causal mask CTAs
-// then follow each other through the queries and hardly wait, but the longest work tiles come last. Otherwise the first keys come
-// first, and all CTAs of a head begin with its last queries. docs/log.md has both measured.
-constexpr bool LAST_KEYS_FIRST = D == 64;
+// `last_keys_first`: the last keys come first, and every CTA begins with the first queries that see its keys. Under the causal mask
+// CTAs then follow each other through the queries and hardly wait, but the longest work tiles come last, and CTAs of a head are
+// spread over its queries. Otherwise the first keys come first, and all CTAs of a head begin with its last queries, which then come
+// from the L2 cache. The same for a whole launch; docs/log.md has both measured.
 
 // The block of queries with which a work tile begins, and the one that follows in turn, counted from the first one that sees
 // its keys.
-__device__ __forceinline__ int first_block(int q_tiles) { return LAST_KEYS_FIRST ? 0 : q_tiles - 1; }
-__device__ __forceinline__ int next_block(int q_tiles, int block) {
-    if (LAST_KEYS_FIRST) return block + 1 < q_tiles ? block + 1 : 0;
+__device__ __forceinline__ int first_block(bool last_keys_first, int q_tiles) { return last_keys_first ? 0 : q_tiles - 1; }
+__device__ __forceinline__ int next_block(bool last_keys_first, int q_tiles, int block) {
+    if (last_keys_first) return block + 1 < q_tiles ? block + 1 : 0;
     return block > 0 ? block - 1 : q_tiles - 1;
 }
 
 // The turn of a work tile at the block of queries from `first_query` on, from 0.
-__device__ __forceinline__ int turn_of(const KeyTile& tile, const Window& window, int first_query) {
+__device__ __forceinline__ int turn_of(bool last_keys_first, const KeyTile& tile, const Window& window, int first_query) {
     const int keys = IS_CAUSAL ? min(tile.kv.tokens, first_query + BLOCK_Q) : tile.kv.tokens;
     int turns = (keys + KEYS - 1) / KEYS, before = tile.first / KEYS;
     if constexpr (HAS_WINDOW) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ int turn_of(const KeyTile& tile, const Window& window
         turns = end_of_key_blocks(window, min(first_query + BLOCK_Q, tile.q.tokens), tile.kv.tokens) - begin;
         before -= begin;
     }
-    return LAST_KEYS_FIRST ? turns - 1 - before : before;
+    return last_keys_first ? turns - 1 - before : before;
 }
 
 // --- The product -------------------------------------------------------------------------------------------
