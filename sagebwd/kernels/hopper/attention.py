@@ -74,7 +74,7 @@ class _CBackward(ctypes.Structure):
         ("turns", ctypes.c_void_p),
         ("axes", CAxes),
         ("scale", ctypes.c_float),
-        ("last_keys_first", ctypes.c_int),
+        ("last_keys_first_up_to", ctypes.c_int),
     ]
 
 
@@ -133,7 +133,9 @@ CTA_SHAPES = {
 }
 #: Of a CTA of finish_dq.cu.
 FINISH_DQ_THREADS = 128
-#: Up to how many queries a head has where backward.cu begins with its last keys, by padded head size.
+#: Up to how many queries a document has where backward.cu begins with its last keys, by padded head size.
+#: The CTAs are then spread over the queries of several heads; if these do not fit the L2 cache, they come
+#: from memory again and again. dQ is added up in the order of keys, so its bits depend on this number.
 LAST_KEYS_FIRST_UP_TO = {64: 8192, 128: 0}
 
 
@@ -342,20 +344,10 @@ def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns:
     arguments = _CBackward(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),
         call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(), axes, call.scale,
-        _last_keys_first(call.q, call.q_axis),
+        LAST_KEYS_FIRST_UP_TO[padded_head_dim(call.q.shape[3])],
     )  # fmt: skip
     call.launch("backward", arguments)
     _launch_finish_dq(call, dq_sums, turns)
-
-
-def _last_keys_first(q: Tensor, q_axis: Axis) -> bool:
-    """Whether backward.cu begins with the last keys of a head instead of the first ones.
-
-    Its CTAs are then spread over all queries of several heads. If these do not fit the L2 cache, they come
-    from memory again and again. Packed documents count together: only the GPU knows their lengths. In each
-    order dQ is added up in another one, so the choice depends on shapes alone.
-    """
-    return q_axis.n <= LAST_KEYS_FIRST_UP_TO[padded_head_dim(q.shape[3])]
 
 
 def _launch_finish_dq(call: _Backward, dq_sums: Tensor, turns: Tensor) -> None:

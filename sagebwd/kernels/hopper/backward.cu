@@ -65,7 +65,7 @@ struct Arguments {
     int* turns;      // of each chunk: how many work tiles are in its sum; zero at the start
     Axes axes;       // work tiles and `heads` are those of keys
     float scale;
-    int last_keys_first;  // see query_gradient.cuh
+    int last_keys_first_up_to;  // queries of a document; see query_gradient.cuh
 };
 
 struct Rings {
@@ -89,8 +89,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
     WorkTile work_tile;
     while ((work_tile = work_tile_at(a.axes, atomicAdd(a.axes.tile_counter, 1))).head >= 0) {
         KeyTile found;
-        if (a.last_keys_first) work_tile.rank = a.axes.work_blocks - 1 - work_tile.rank;
-        if (!find_key_tile<CONSUMERS>(a.axes, work_tile, found)) continue;
+        if (!find_key_tile_in_order(a.axes, work_tile, a.last_keys_first_up_to, found)) continue;
         if constexpr (HAS_WINDOW) leave_queries_that_see<KEYS>(found, window);
         keys.wait_empty();
         KeyTile& work = state.work[keys.parity];
@@ -98,13 +97,14 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         barrier_expect_bytes(keys.full, PACKED_KV_BYTES);
         bulk_copy(shared, a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES, PACKED_KV_BYTES, keys.full);
         keys.advance();
-        int next = first_block(a.last_keys_first, work.q_tiles);
+        const bool last_keys_first = takes_last_keys_first(work, a.last_keys_first_up_to);
+        int next = first_block(last_keys_first, work.q_tiles);
         for (int h = 0; h < a.axes.group; ++h) {
             const i64 first = first_packed_block(a.axes, work, h);
 #pragma unroll 1
             for (int left = work.q_tiles; left > 0; --left) {
                 const i64 block = first + next;
-                next = next_block(a.last_keys_first, work.q_tiles, next);
+                next = next_block(last_keys_first, work.q_tiles, next);
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
                 barrier_expect_bytes(full, PACKED_Q_ROWS_BYTES + PACKED_Q_COLUMNS_BYTES);
@@ -154,7 +154,8 @@ struct Tiles {
         : window(window), shared(shared), keys(work.kv.tokens - work.first - warpgroup * ROWS), q_tiles(work.q_tiles),
           first_ahead(warpgroup + (HAS_WINDOW ? (work.first - work.first_query) / ROWS : 0)), q_tokens(work.q.tokens),
           kv_tokens(work.kv.tokens), k_scale(*reinterpret_cast<const float*>(shared + K_SCALE)), scale(a.scale),
-          last_keys_first(a.last_keys_first) {
+          // The compiler then knows that it is warp-uniform.
+          last_keys_first(__shfl_sync(0xffffffff, takes_last_keys_first(work, a.last_keys_first_up_to), 0)) {
         const u32 base = descriptor_base(shared_address(shared));
         k_rows = base + warpgroup * (ROWS * D / 16), v_rows = base + (V_ROWS + warpgroup * ROWS * 128) / 16;
         ring = base + RING / 16;
@@ -401,11 +402,12 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
     const u32 base = descriptor_base(shared_address(shared)), k = base + DQ_K / 16;
     LeftK left_k;
     left_k.load(shared + DQ_K);
-    int block = first_block(a.last_keys_first, q_tiles), head = 0;
+    const bool last_keys_first = takes_last_keys_first(work, a.last_keys_first_up_to);
+    int block = first_block(last_keys_first, q_tiles), head = 0;
 #pragma unroll 1
     for (int left = a.axes.group * q_tiles; left > 0; --left) {
         const i64 first_chunk = (first_packed_block(a.axes, work, head) + block) * DQ_CHUNKS;
-        const int turn = turn_of(a.last_keys_first, work, window, first_query + block * BLOCK_Q);
+        const int turn = turn_of(last_keys_first, work, window, first_query + block * BLOCK_Q);
         rings.ds.wait_full();
 #pragma unroll 1
         for (int c = 0; c < DQ_CHUNKS; ++c) {
@@ -424,8 +426,8 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
             rings.dq.advance();
         }
         rings.ds.advance();
-        block = next_block(a.last_keys_first, q_tiles, block);
-        if (block == first_block(a.last_keys_first, q_tiles)) ++head;
+        block = next_block(last_keys_first, q_tiles, block);
+        if (block == first_block(last_keys_first, q_tiles)) ++head;
     }
 }
 

@@ -16,10 +16,24 @@ constexpr int HELPERS = D == 64 ? 3 : 2;  // each with a buffer of its own
 
 // --- The order of work -------------------------------------------------------------------------------------
 
-// `last_keys_first`: the last keys come first, and every CTA begins with the first queries that see its keys. Under the causal mask
-// CTAs then follow each other through the queries and hardly wait, but the longest work tiles come last, and CTAs of a head are
-// spread over its queries. Otherwise the first keys come first, and all CTAs of a head begin with its last queries, which then come
-// from the L2 cache. The same for a whole launch; docs/log.md has both measured.
+// `last_keys_first`: the last keys of a document come first, and every CTA begins with the first queries that see its keys. Under
+// the causal mask CTAs then follow each other through the queries and hardly wait, but the longest work tiles come last, and the
+// CTAs of a head are spread over its queries. Otherwise the first keys come first, and all CTAs begin with the last queries, which
+// then come from the L2 cache. docs/log.md has both measured. It depends on the document alone: dQ has the same bits in any pack.
+__device__ __forceinline__ bool takes_last_keys_first(const KeyTile& tile, int up_to_queries) {
+    return tile.q.tokens <= up_to_queries;
+}
+
+// As find_key_tile, with the work tiles of a document in this order.
+__device__ __forceinline__ bool find_key_tile_in_order(const Axes& axes, WorkTile work_tile, int last_keys_first_up_to,
+                                                       KeyTile& tile) {
+    const bool exists = find_key_tile<KEYS / ROWS>(axes, work_tile, tile);
+    if (exists && takes_last_keys_first(tile, last_keys_first_up_to)) {
+        work_tile.rank += (tile.kv.tokens - 1) / KEYS - 2 * (tile.first / KEYS);
+        find_key_tile<KEYS / ROWS>(axes, work_tile, tile);
+    }
+    return exists;
+}
 
 // The block of queries with which a work tile begins, and the one that follows in turn, counted from the first one that sees
 // its keys.

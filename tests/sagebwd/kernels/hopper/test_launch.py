@@ -243,16 +243,16 @@ def test_kernels_of_the_backward_share_packed_q_and_have_tile_counters_of_their_
     assert dk_dv.axes.tile_counter != dq.axes.tile_counter
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "tokens", "last_keys_first"), [(40, 8192, 1), (64, 8193, 0), (72, 9, 0), (128, 9, 0)]
-)
-def test_with_which_keys_the_one_backward_begins(launched, sample, head_dim, tokens, last_keys_first):
-    q, k, v, grad_out = sample(tokens, head_dim=head_dim)
-    axes = [Axis.of(tokens, block, None) for block in (64, 128)]
+@pytest.mark.parametrize(("head_dim", "last_keys_first_up_to"), [(40, 8192), (64, 8192), (72, 0), (128, 0)])
+def test_up_to_which_length_the_one_backward_begins_with_the_last_keys(
+    launched, sample, head_dim, last_keys_first_up_to
+):
+    q, k, v, grad_out = sample(9, head_dim=head_dim)
+    axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"window": Window.of(True), "scale": 0.1, "config": without_int8("dq")}
     saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    assert {name: x for name, _, x in launched}["backward"][0].last_keys_first == last_keys_first
+    assert {name: x for name, _, x in launched}["backward"][0].last_keys_first_up_to == last_keys_first_up_to
 
 
 @pytest.mark.parametrize("products", [("dq",), ("dv", "dq")], ids=str)

@@ -122,6 +122,20 @@ def test_either_order_of_keys(backward, draw, case):
         assert torch.equal(x, y), name
 
 
+@pytest.mark.parametrize("window_size", [(-1, 0), (130, 5)])
+def test_each_document_has_its_own_order_of_keys(backward, draw, monkeypatch, window_size):
+    """Bit for bit the same in a pack and alone, on either side of the limit."""
+    monkeypatch.setattr(hopper, "LAST_KEYS_FIRST_UP_TO", {64: 300})
+    inputs = draw(900, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    starts = [0, 290, 601, 601, 900]
+    settings = {"window_size": window_size, "config": S_ALONE}
+    packed = backward(*inputs, boundaries=torch.tensor(starts, dtype=torch.int32), **settings)
+    for begin, end in ((0, 290), (290, 601), (601, 900)):
+        alone = backward(*(x[:, :, begin:end] for x in inputs), **settings)
+        for name, x, y in zip(GRADIENTS, packed, alone, strict=True):
+            assert torch.equal(x[:, :, begin:end], y), (name, begin)
+
+
 @pytest.mark.usefixtures("order_of_keys")
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_in_either_order_of_keys_that_of_threads_changes_nothing(backward, in_all_orders, draw, head_dim):
