@@ -128,8 +128,8 @@ CTA_SHAPES = {
     ("dq", 128, False): CTAShape(2, 219_136),
     ("backward", 64, False): CTAShape(2, 228_352, others=2),
     ("backward", 64, True): CTAShape(2, 211_968, others=2),
-    ("backward", 128, False): CTAShape(2, 226_304, others=2),
-    ("backward", 128, True): CTAShape(2, 209_920, others=2),
+    ("backward", 128, False): CTAShape(2, 230_400, others=2),
+    ("backward", 128, True): CTAShape(2, 214_016, others=2),
 }
 #: Of a CTA of finish_dq.cu.
 FINISH_DQ_THREADS = 128
@@ -269,8 +269,9 @@ def _counters(q: Tensor, q_axis: Axis, config: SageConfig) -> int:
 
 
 def _chunks(q: Tensor, q_axis: Axis) -> int:
-    """How many chunks of dQ backward.cu adds up, each of 64 queries and 64 channels."""
-    return q.shape[0] * q.shape[1] * q_axis.blocks * padded_head_dim(q.shape[3]) // 64
+    """How many chunks of dQ backward.cu adds up, of 64 channels each and 64 queries, or, of large heads, 32."""
+    head_dim = padded_head_dim(q.shape[3])
+    return q.shape[0] * q.shape[1] * q_axis.blocks * {64: 1, 128: 4}[head_dim]
 
 
 class _Backward(NamedTuple):
@@ -338,7 +339,8 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
 def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:
     """All gradients by backward.cu, dQ as sums, which finish_dq.cu rounds."""
     chunks = _chunks(call.q, call.q_axis)
-    dq_sums = call.q.new_empty((chunks, TILE[0] * 64), dtype=torch.float32)
+    padded = call.q.shape[0] * call.q.shape[1] * call.q_axis.blocks * TILE[0]
+    dq_sums = call.q.new_empty((padded, padded_head_dim(call.q.shape[3])), dtype=torch.float32)
     turns = call.counters
     axes = call.axes("backward", turns.data_ptr() + 4 * chunks)
     arguments = _CBackward(
@@ -366,4 +368,4 @@ def _launch_finish_dq(call: _Backward, dq_sums: Tensor, turns: Tensor) -> None:
         LAUNCH_THREADS=FINISH_DQ_THREADS,
         LAUNCH_BYTES=0,
     )
-    kernel.launch(len(dq_sums), FINISH_DQ_THREADS, arguments)
+    kernel.launch(dq_sums.numel() // (TILE[0] * 64), FINISH_DQ_THREADS, arguments)

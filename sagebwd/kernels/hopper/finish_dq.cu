@@ -9,7 +9,8 @@
 namespace {
 
 constexpr int THREADS = 128;
-constexpr int CHANNELS = 64, CHUNKS = D / CHANNELS;  // of a chunk; in a packed block of queries
+constexpr int CHANNELS = 64, CHUNKS = D / CHANNELS;  // of a CTA; CTAs of a packed block of queries
+constexpr int TURNS = D == 64 ? 1 : 2;               // chunks that query_gradient.cuh counts for a CTA
 CHECK_LAUNCH(THREADS, 0);
 
 struct Arguments {
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish_dq_kernel(const Arg
     const Document q = find_document(a.axes.q, a.axes.n_q, a.axes.q.document == nullptr ? 0 : a.axes.q.document[block]);
     const int first = (block - q.first_block) * BLOCK_Q;
     if (first >= q.tokens) return;
-    const bool is_empty = a.turns[blockIdx.x] == 0;  // queries that see no key
+    const bool is_empty = a.turns[blockIdx.x * TURNS] == 0;  // queries that see no key
     const float4* sums = reinterpret_cast<const float4*>(a.dq_sums) + i64(blockIdx.x) * (BLOCK_Q * CHANNELS / 4);
     // Neighbouring threads have neighbouring channels: those of one warp that computed dQ each.
     const int warp = threadIdx.x % 4, query = threadIdx.x / 4 * 2, channel = first_channel + warp * 16;
