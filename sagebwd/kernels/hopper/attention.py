@@ -68,11 +68,21 @@ class _CBackward(ctypes.Structure):
         ("packed_q_rows", ctypes.c_void_p),
         ("packed_q_columns", ctypes.c_void_p),
         ("packed_kv", ctypes.c_void_p),
-        ("dq", CTokenTensor),
         ("dk", CTokenTensor),
         ("dv", CTokenTensor),
         ("dq_sums", ctypes.c_void_p),
         ("turns", ctypes.c_void_p),
+        ("axes", CAxes),
+        ("scale", ctypes.c_float),
+        ("last_keys_first_up_to", ctypes.c_int),
+    ]
+
+
+class _CFinishDq(ctypes.Structure):
+    _fields_ = [
+        ("dq_sums", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
+        ("dq", CTokenTensor),
         ("axes", CAxes),
         ("scale", ctypes.c_float),
     ]
@@ -118,11 +128,15 @@ CTA_SHAPES = {
     ("dq", 128, False): CTAShape(2, 219_136),
     ("backward", 64, False): CTAShape(2, 228_352, others=2),
     ("backward", 64, True): CTAShape(2, 211_968, others=2),
-    ("backward", 128, False): CTAShape(2, 226_304, others=2),
-    ("backward", 128, True): CTAShape(2, 209_920, others=2),
+    ("backward", 128, False): CTAShape(2, 230_400, others=2),
+    ("backward", 128, True): CTAShape(2, 214_016, others=2),
 }
-#: Channels of dQ that backward.cu adds up at a time, by padded head size.
-DQ_CHANNELS = {64: 64, 128: 32}
+#: Of a CTA of finish_dq.cu.
+FINISH_DQ_THREADS = 128
+#: Up to how many queries a document has where backward.cu begins with its last keys, by padded head size.
+#: The CTAs are then spread over the queries of several heads; if these do not fit the L2 cache, they come
+#: from memory again and again. dQ is added up in the order of keys, so its bits depend on this number.
+LAST_KEYS_FIRST_UP_TO = {64: 8192, 128: 0}
 
 
 def _launch(
@@ -237,9 +251,7 @@ def backward(
     }
     counters = q.new_empty(_counters(q, q_axis, config), dtype=torch.int32)
     packed_q = [*packer.pack_q_and_grad(q, grad_out, out, lse, q_axis, counters=counters, **options)]
-    # With dQ in 16 bit, queries that see no key are not visited.
-    dq = Result(q, q_axis, is_zeroed=window.left >= 0 and not config.is_int8("dq"))
-    dk, dv = Result(k, kv_axis), Result(v, kv_axis)
+    dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
     call = _Backward(q, k, q_axis, kv_axis, packed_kv, dq, dk, dv, counters, window, scale, config)
     if config.is_int8("dq"):
         _launch_two_kernels(call, packed_q)
@@ -257,9 +269,9 @@ def _counters(q: Tensor, q_axis: Axis, config: SageConfig) -> int:
 
 
 def _chunks(q: Tensor, q_axis: Axis) -> int:
-    """How many chunks of dQ there are, each added up by itself in backward.cu."""
+    """How many chunks of dQ backward.cu adds up, of 64 channels each and 64 queries, or, of large heads, 32."""
     head_dim = padded_head_dim(q.shape[3])
-    return q.shape[0] * q.shape[1] * q_axis.blocks * head_dim // DQ_CHANNELS[head_dim]
+    return q.shape[0] * q.shape[1] * q_axis.blocks * {64: 1, 128: 4}[head_dim]
 
 
 class _Backward(NamedTuple):
@@ -281,7 +293,7 @@ class _Backward(NamedTuple):
     scale: float
     config: SageConfig
 
-    def axes(self, name: str, tile_counter: int) -> CAxes:
+    def axes(self, name: str, tile_counter: int | None) -> CAxes:
         """The work tiles of a kernel, of queries for dq.cu, else of keys; keep it until the launch."""
         x, work_axis = (self.q, self.q_axis) if name == "dq" else (self.k, self.kv_axis)
         return CAxes.of(
@@ -325,15 +337,35 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
 
 
 def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:
-    """All gradients by backward.cu."""
+    """All gradients by backward.cu, dQ as sums, which finish_dq.cu rounds."""
     chunks = _chunks(call.q, call.q_axis)
-    values = TILE[0] * DQ_CHANNELS[padded_head_dim(call.q.shape[3])]
-    dq_sums = call.q.new_empty((chunks, values), dtype=torch.float32)
+    padded = call.q.shape[0] * call.q.shape[1] * call.q_axis.blocks * TILE[0]
+    dq_sums = call.q.new_empty((padded, padded_head_dim(call.q.shape[3])), dtype=torch.float32)
     turns = call.counters
     axes = call.axes("backward", turns.data_ptr() + 4 * chunks)
     arguments = _CBackward(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),
-        call.dq.target, call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(),
-        axes, call.scale,
+        call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(), axes, call.scale,
+        LAST_KEYS_FIRST_UP_TO[padded_head_dim(call.q.shape[3])],
     )  # fmt: skip
     call.launch("backward", arguments)
+    _launch_finish_dq(call, dq_sums, turns)
+
+
+def _launch_finish_dq(call: _Backward, dq_sums: Tensor, turns: Tensor) -> None:
+    """dQ from its sums, by a CTA for each chunk."""
+    arguments = _CFinishDq(
+        dq_sums.data_ptr(), turns.data_ptr(), call.dq.target, call.axes("dq", None), call.scale
+    )
+    kernel = launch.load_kernel(
+        SOURCES,
+        "finish_dq",
+        "finish_dq_kernel",
+        0,
+        HEAD_DIM=padded_head_dim(call.q.shape[3]),
+        IS_CAUSAL=0,
+        IS_BF16=call.q.dtype == torch.bfloat16,
+        LAUNCH_THREADS=FINISH_DQ_THREADS,
+        LAUNCH_BYTES=0,
+    )
+    kernel.launch(dq_sums.numel() // (TILE[0] * 64), FINISH_DQ_THREADS, arguments)

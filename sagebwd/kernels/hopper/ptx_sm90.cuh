@@ -37,6 +37,22 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// The same for a thread that is in no hurry.
+__device__ __forceinline__ void barrier_wait_asleep(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "wait:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra finished;\n"
+        "nanosleep.u32 40;\n"
+        "bra wait;\n"
+        "finished:\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
 // Copies `bytes` to shared memory; the barrier counts them. All three are multiples of 16.
 __device__ __forceinline__ void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
     asm volatile(
@@ -99,16 +115,6 @@ __device__ __forceinline__ void wait_for_value(const int* place, int value) {
 
 __device__ __forceinline__ void release_value(int* place, int value) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
-}
-
-// Past the L1 cache, which does not see what other CTAs write.
-__device__ __forceinline__ float4 load_from_l2(const float4* place) {
-    float4 x;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "l"(place)
-                 : "memory");
-    return x;
 }
 
 // --- wgmma -------------------------------------------------------------------------------------------------

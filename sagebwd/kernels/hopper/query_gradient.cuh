@@ -1,6 +1,7 @@
-// dQ. A warpgroup multiplies dS, which others store in shared memory, with the K of its CTA. CTAs that own other keys add to the
-// same sums in fp32. They take turns, in the order of work tiles, so that the sum is always the same. A CTA waits only for CTAs
-// that took an earlier work tile: those run already, so there is no deadlock.
+// dQ. A warpgroup multiplies dS, which others store in shared memory, with the K of its CTA. Helper threads add the products to
+// fp32 sums in the L2 cache, to which CTAs that own other keys add, too. CTAs take turns, in the order of work tiles, so that the
+// sum is always the same. A CTA waits only for CTAs that took an earlier work tile: those run already, so there is no deadlock.
+// finish_dq.cu makes dQ of the sums.
 #pragma once
 
 #include "pipeline.cuh"
@@ -8,32 +9,43 @@
 #include "scheduler.cuh"
 #include "scores.cuh"
 
-constexpr int DQ_CHANNELS = D == 64 ? 64 : 32;  // that are computed and added at a time
-constexpr int DQ_CHUNK = BLOCK_Q * DQ_CHANNELS, DQ_CHUNKS = D / DQ_CHANNELS;
+constexpr int DQ_CHANNELS = 64;                                      // of a product, and of a chunk
+constexpr int DQ_QUERIES = D == 128 && !DK_IS_16BIT ? 32 : BLOCK_Q;  // of a product: half of them where registers are scarce
+constexpr int CHUNK_QUERIES = D == 64 ? BLOCK_Q : 32;  // that are added at a time: half of them where shared memory is scarce
+constexpr int DQ_CHUNK = CHUNK_QUERIES * DQ_CHANNELS, DQ_CHUNKS = D / DQ_CHANNELS * (BLOCK_Q / CHUNK_QUERIES);
+constexpr int HELPERS = 3;  // each with a buffer of its own
 
 // --- The order of work -------------------------------------------------------------------------------------
 
-// Whether the last keys come first, and every CTA begins with the first queries that see its keys. Under the causal mask CTAs
-// then follow each other through the queries and hardly wait; but the CTA of the first keys has all the last turns, which
-// write dQ. With several chunks this order was slower (docs/log.md). Otherwise the first keys come first, and all CTAs of a head
-// begin with its last queries.
-constexpr bool LAST_KEYS_FIRST = DQ_CHUNKS == 1;
+// `last_keys_first`: the last keys of a document come first, and every CTA begins with the first queries that see its keys. Under
+// the causal mask CTAs then follow each other through the queries and hardly wait, but the longest work tiles come last, and the
+// CTAs of a head are spread over its queries. Otherwise the first keys come first, and all CTAs begin with the last queries, which
+// then come from the L2 cache. docs/log.md has both measured. It depends on the document alone: dQ has the same bits in any pack.
+__device__ __forceinline__ bool takes_last_keys_first(const KeyTile& tile, int up_to_queries) {
+    return tile.q.tokens <= up_to_queries;
+}
+
+// As find_key_tile, with the work tiles of a document in this order.
+__device__ __forceinline__ bool find_key_tile_in_order(const Axes& axes, WorkTile work_tile, int last_keys_first_up_to,
+                                                       KeyTile& tile) {
+    const bool exists = find_key_tile<KEYS / ROWS>(axes, work_tile, tile);
+    if (exists && takes_last_keys_first(tile, last_keys_first_up_to)) {
+        work_tile.rank += (tile.kv.tokens - 1) / KEYS - 2 * (tile.first / KEYS);
+        find_key_tile<KEYS / ROWS>(axes, work_tile, tile);
+    }
+    return exists;
+}
 
 // The block of queries with which a work tile begins, and the one that follows in turn, counted from the first one that sees
 // its keys.
-__device__ __forceinline__ int first_block(const KeyTile& tile) { return LAST_KEYS_FIRST ? 0 : tile.q_tiles - 1; }
-__device__ __forceinline__ int next_block(const KeyTile& tile, int block) {
-    if (LAST_KEYS_FIRST) return block + 1 < tile.q_tiles ? block + 1 : 0;
-    return block > 0 ? block - 1 : tile.q_tiles - 1;
+__device__ __forceinline__ int first_block(bool last_keys_first, int q_tiles) { return last_keys_first ? 0 : q_tiles - 1; }
+__device__ __forceinline__ int next_block(bool last_keys_first, int q_tiles, int block) {
+    if (last_keys_first) return block + 1 < q_tiles ? block + 1 : 0;
+    return block > 0 ? block - 1 : q_tiles - 1;
 }
 
-struct Turn {
-    int number;    // from 0
-    bool is_last;  // of its block
-};
-
-// The turn of a work tile at the block of queries from `first_query` on.
-__device__ __forceinline__ Turn turn_of(const KeyTile& tile, const Window& window, int first_query) {
+// The turn of a work tile at the block of queries from `first_query` on, from 0.
+__device__ __forceinline__ int turn_of(bool last_keys_first, const KeyTile& tile, const Window& window, int first_query) {
     const int keys = IS_CAUSAL ? min(tile.kv.tokens, first_query + BLOCK_Q) : tile.kv.tokens;
     int turns = (keys + KEYS - 1) / KEYS, before = tile.first / KEYS;
     if constexpr (HAS_WINDOW) {
@@ -41,20 +53,50 @@ __device__ __forceinline__ Turn turn_of(const KeyTile& tile, const Window& windo
         turns = end_of_key_blocks(window, min(first_query + BLOCK_Q, tile.q.tokens), tile.kv.tokens) - begin;
         before -= begin;
     }
-    const int number = LAST_KEYS_FIRST ? turns - 1 - before : before;
-    return {number, number + 1 == turns};
+    return last_keys_first ? turns - 1 - before : before;
 }
 
 // --- The product -------------------------------------------------------------------------------------------
 
-// The share of all keys in dQ of a block of queries, DQ_CHANNELS of it from `channel` on. `ds` and `k`: see descriptor_base.
-__device__ __forceinline__ void multiply_ds(float (&dq)[DQ_CHANNELS / 2], u32 ds, u32 k, int channel) {
-    const u64 a = descriptor_mn_major<DS_BYTES>(ds);
-    const u64 b = descriptor_mn_major<KEYS * 128>(k + channel / 64 * (KEYS * 128 / 16) + channel % 64 * 2 / 16);
-    wgmma_fence();
-    wgmma_16bit<0>(dq, a, b);
+// K of the CTA as the left operand of dQ, which is computed transposed, (channels, queries). With 64 channels it stays in
+// registers: K in shared memory would be read again for each block of queries, as often as dS.
+constexpr bool K_IS_KEPT = D == 64;
+struct LeftK {
+    u32 words[K_IS_KEPT ? KEYS / 4 : 1];
+
+    // From a tile in 16 bits; rows are keys.
+    __device__ __forceinline__ void load(const u8* tile) {
+        if (!K_IS_KEPT) return;
+        const int lane = threadIdx.x % 32, channel = threadIdx.x % 128 / 32 * 16 + lane / 4, key = lane % 4 * 2;
+        const auto value = [&](int e, int r) { return swizzled<128>((key + e) * 128 + (channel + 8 * r) * 2); };
+        const u8* of_rows[2][2] = {{tile + value(0, 0), tile + value(1, 0)}, {tile + value(0, 1), tile + value(1, 1)}};
 #pragma unroll
-    for (int i = 1; i < KEYS / 16; ++i) wgmma_16bit<1>(dq, a + 128 * i, b + 128 * i);
+        for (int i = 0; i < KEYS / 4; ++i) {
+            const int byte = (i / 4 * 16 + i / 2 % 2 * 8) * 128;  // 8 keys further on the swizzle is the same
+            const auto read = [&](int e) -> u32 { return *reinterpret_cast<const u16*>(of_rows[i % 2][e] + byte); };
+            words[i] = read(0) | read(1) << 16;
+        }
+    }
+};
+
+// The share of all keys in dQ of a block of queries, transposed, DQ_CHANNELS and DQ_QUERIES of it from `channel` and `query` on.
+// `ds` and `k`: see descriptor_base. A template, because only one of the two branches compiles.
+template <int N>
+__device__ __forceinline__ void multiply_ds(float (&dq)[N], const LeftK& left_k, u32 k, u32 ds, int channel, int query) {
+    const u64 b = descriptor_mn_major<DS_BYTES>(ds + query * 2 / 16);
+    if constexpr (K_IS_KEPT) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) dq[i] = 0.0f;
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < KEYS / 16; ++i) wgmma_16bit(dq, left_k.words + 4 * i, b + 128 * i);
+    } else {
+        const u64 a = descriptor_mn_major<KEYS * 128>(k + channel / 64 * (KEYS * 128 / 16));
+        wgmma_fence();
+        wgmma_16bit<0>(dq, a, b);
+#pragma unroll
+        for (int i = 1; i < KEYS / 16; ++i) wgmma_16bit<1>(dq, a + 128 * i, b + 128 * i);
+    }
     wgmma_commit();
     wgmma_wait<0>();
     pin(dq);
@@ -62,25 +104,35 @@ __device__ __forceinline__ void multiply_ds(float (&dq)[DQ_CHANNELS / 2], u32 ds
 
 // --- Sums over CTAs ----------------------------------------------------------------------------------------
 
-// What the warpgroup hands to a thread that adds it to the sums: a product in shared memory.
+// What the warpgroup hands to a helper: a product in shared memory.
 struct DqChunk {
     float* sums;  // null: there is no other
-    int* turns;   // how many CTAs have added to these channels of the block
+    int* turns;   // how many CTAs have added to the chunk
     int turn;     // of this CTA
 };
 
-// One thread for each buffer in shared memory: adds what comes there. The first CTA of a block has no sum of others to add to.
-__device__ __forceinline__ void add_chunks(u32 full, u32 empty, u32 shared, const DqChunk& next) {
+// Stores the chunk of a product that begins with `query` in a buffer, in the order of threads.
+__device__ __forceinline__ void store_chunk(u8* buffer, const float (&dq)[DQ_QUERIES / 2], int query, int thread) {
+    float4* own = reinterpret_cast<float4*>(buffer) + thread;
+    const float* from = dq + query / 2;
+#pragma unroll
+    for (int j = 0; j < CHUNK_QUERIES / 8; ++j)
+        own[128 * j] = {from[4 * j], from[4 * j + 1], from[4 * j + 2], from[4 * j + 3]};
+}
+
+// A helper thread: adds what comes in its buffer. It sleeps while it waits: polls would take issue slots from those who compute.
+// The first CTA of a chunk has no sum of others to add to.
+__device__ __forceinline__ void add_chunks(u32 full, u32 empty, u32 buffer, const DqChunk& next) {
     for (int parity = 0;; parity ^= 1) {
-        barrier_wait(full, parity);
+        barrier_wait_asleep(full, parity);
         const DqChunk chunk = next;
         if (chunk.sums == nullptr) return;
         if (chunk.turn > 0) {
             wait_for_value(chunk.turns, chunk.turn);
             fence_proxy_async_global();
-            bulk_add(chunk.sums, shared, DQ_CHUNK * 4);
+            bulk_add(chunk.sums, buffer, DQ_CHUNK * 4);
         } else {
-            bulk_store(chunk.sums, shared, DQ_CHUNK * 4);
+            bulk_store(chunk.sums, buffer, DQ_CHUNK * 4);
         }
         bulk_commit();
         bulk_wait_read();
@@ -88,27 +140,5 @@ __device__ __forceinline__ void add_chunks(u32 full, u32 empty, u32 shared, cons
         bulk_wait();
         fence_proxy_async_global();
         release_value(chunk.turns, chunk.turn + 1);
-    }
-}
-
-// Stores a chunk so that add_to_own finds it, and hands it over.
-template <int BUFFERS>
-__device__ __forceinline__ void hand_over(const Ring<BUFFERS>& chunks, u8* buffers, DqChunk* next, const DqChunk& chunk,
-                                          const float (&dq)[DQ_CHANNELS / 2], int thread) {
-    chunks.wait_empty();
-    float4* own = reinterpret_cast<float4*>(buffers) + chunks.index * (DQ_CHUNK / 4) + thread;
-#pragma unroll
-    for (int j = 0; j < DQ_CHANNELS / 8; ++j) own[128 * j] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
-    if (thread == 0) next[chunks.index] = chunk;
-    chunks.fill();
-}
-
-// Adds the sums of all other CTAs. The last CTA does this.
-__device__ __forceinline__ void add_to_own(float (&dq)[DQ_CHANNELS / 2], const float* sums, int thread) {
-    const float4* own = reinterpret_cast<const float4*>(sums) + thread;
-#pragma unroll
-    for (int j = 0; j < DQ_CHANNELS / 8; ++j) {
-        const float4 sum = load_from_l2(own + 128 * j);
-        dq[4 * j] += sum.x, dq[4 * j + 1] += sum.y, dq[4 * j + 2] += sum.z, dq[4 * j + 3] += sum.w;
     }
 }

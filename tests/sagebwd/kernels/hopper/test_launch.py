@@ -54,8 +54,9 @@ def assert_same_fields(structure, name, text):
         ("dk_dv", hopper._CDkDv),
         ("dq", hopper._CDq),
         ("backward", hopper._CBackward),
+        ("finish_dq", hopper._CFinishDq),
     ],
-    ids=["forward", "dk_dv", "dq", "backward"],
+    ids=["forward", "dk_dv", "dq", "backward", "finish_dq"],
 )
 def test_arguments_are_those_of_the_source(source, structure):
     """Names, order and types: the driver sees nothing but their size."""
@@ -242,19 +243,34 @@ def test_kernels_of_the_backward_share_packed_q_and_have_tile_counters_of_their_
     assert dk_dv.axes.tile_counter != dq.axes.tile_counter
 
 
+@pytest.mark.parametrize(("head_dim", "last_keys_first_up_to"), [(40, 8192), (64, 8192), (72, 0), (128, 0)])
+def test_up_to_which_length_the_one_backward_begins_with_the_last_keys(
+    launched, sample, head_dim, last_keys_first_up_to
+):
+    q, k, v, grad_out = sample(9, head_dim=head_dim)
+    axes = [Axis.of(9, block, None) for block in (64, 128)]
+    options = {"window": Window.of(True), "scale": 0.1, "config": without_int8("dq")}
+    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    assert {name: x for name, _, x in launched}["backward"][0].last_keys_first_up_to == last_keys_first_up_to
+
+
 @pytest.mark.parametrize("products", [("dq",), ("dv", "dq")], ids=str)
 def test_what_the_one_backward_launches(launched, sample, products):
-    """One kernel, with neither K by columns nor a second read of anything."""
+    """One kernel, with neither K by columns nor a second read of anything, and one that rounds dQ."""
     q, k, v, grad_out = sample(9, heads=4, kv_heads=2, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"window": Window.of(True), "scale": 0.1, "config": without_int8(*products)}
     saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
     before = len(launched)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    (_, _, packed), (name, defines, (arguments, _)) = launched[before:]
-    assert [launched[before][0], name] == ["pack_q_and_grad", "backward"]
+    names = [name for name, _, _ in launched[before:]]
+    assert names == ["pack_q_and_grad", "backward", "finish_dq"]
+    (_, _, packed), (_, defines, (arguments, _)), (_, _, (finish,)) = launched[before:]
     assert defines["P_16BIT"] == ("dv" in products)
     assert [arguments.packed_q_rows, arguments.packed_q_columns] == [address(x) for x in packed[5:7]]
     assert arguments.packed_kv == address(saved[4])
     # A counter follows the turns of all packed blocks of queries.
     assert arguments.axes.tile_counter == arguments.turns + 4 * 4 * axes[0].blocks
+    assert [finish.dq_sums, finish.turns] == [arguments.dq_sums, arguments.turns]
+    assert [finish.axes.heads, arguments.axes.heads] == [4, 2]

@@ -24,9 +24,10 @@ from tests.sagebwd.kernels.sets import without_int8
 def backward(emulated):
     """dq, dk and dv on CPU tensors. Out and its logsumexp are the reference's."""
 
-    def backward(q, k, v, grad_out, *, is_causal, config, boundaries=None):
+    def backward(q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None):
         axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
-        options = {"window": Window.of(is_causal), "scale": q.shape[3] ** -0.5, "config": config}
+        window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
+        options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
         out, lse, residual = reference.forward(q, k, v, boundaries, None, **options)
         k_mean = torch.zeros(k.shape[0] * k.shape[1] * axes[1].documents, 128 if q.shape[3] > 64 else 64)
         if config.smooth_k:
@@ -82,6 +83,67 @@ def test_the_order_in_which_threads_run_changes_nothing(
     """Each warpgroup late: whoever waits too little for it, or gives it back too early, shows."""
     inputs = draw(n_q, 190, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
     in_all_orders(lambda: backward(*inputs, is_causal=is_causal, config=config))
+
+
+# --- The order of keys -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[0, 2**30], ids=["first keys first", "last keys first"])
+def order_of_keys(request, monkeypatch):
+    """Each order at each head size and length."""
+    monkeypatch.setattr(hopper, "LAST_KEYS_FIRST_UP_TO", {64: request.param, 128: request.param})
+
+
+#: (settings, head size, mask, queries, keys, documents)
+ORDERED_CASES = {
+    "causal": (S_ALONE, 64, {"is_causal": True}, 333, 333, None),
+    "causal, many channels": (S_ALONE, 128, {"is_causal": True}, 270, 270, None),
+    "full": (DEFAULT, 128, {}, 130, 333, None),
+    "few keys": (CONSISTENT, 64, {"is_causal": True}, 400, 70, None),
+    "window": (CONSISTENT, 128, {"window_size": (140, 70)}, 330, 330, None),
+    "window, hidden queries": (S_ALONE, 64, {"window_size": (70, 0)}, 330, 150, None),
+    "window, fewer channels": (DEFAULT, 40, {"window_size": (150, 10)}, 400, 400, None),
+    "packed": (S_ALONE, 72, {"is_causal": True}, 460, 460, [1, 64, 65, 0, 327, 2, 1]),
+    "packed, window": (DEFAULT, 64, {"window_size": (130, 5)}, 460, 460, [1, 64, 65, 0, 327, 2, 1]),
+}
+
+
+@pytest.mark.usefixtures("order_of_keys")
+@pytest.mark.parametrize("case", ORDERED_CASES.values(), ids=ORDERED_CASES.keys())
+def test_either_order_of_keys(backward, draw, case):
+    """Twice the same bits, and those of the reference as near as ever."""
+    config, head_dim, mask, n_q, n_kv, documents = case
+    packed = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    inputs = draw(n_q, n_kv, batch=1, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16)
+    found, again = (backward(*inputs, **mask, boundaries=packed, config=config) for _ in range(2))
+    wanted = reference.attention(*inputs, **mask, config=config, cu_seqlens=packed, enable_gqa=True)
+    for name, x, y in zip(GRADIENTS, found, again, strict=True):
+        assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("window_size", [(-1, 0), (130, 5)])
+def test_each_document_has_its_own_order_of_keys(backward, draw, monkeypatch, window_size):
+    """Bit for bit the same in a pack and alone, on either side of the limit."""
+    monkeypatch.setattr(hopper, "LAST_KEYS_FIRST_UP_TO", {64: 300})
+    inputs = draw(900, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    starts = [0, 290, 601, 601, 900]
+    settings = {"window_size": window_size, "config": S_ALONE}
+    packed = backward(*inputs, boundaries=torch.tensor(starts, dtype=torch.int32), **settings)
+    for begin, end in ((0, 290), (290, 601), (601, 900)):
+        alone = backward(*(x[:, :, begin:end] for x in inputs), **settings)
+        for name, x, y in zip(GRADIENTS, packed, alone, strict=True):
+            assert torch.equal(x[:, :, begin:end], y), (name, begin)
+
+
+@pytest.mark.usefixtures("order_of_keys")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_in_either_order_of_keys_that_of_threads_changes_nothing(backward, in_all_orders, draw, head_dim):
+    inputs = draw(270, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    in_all_orders(lambda: backward(*inputs, is_causal=True, config=S_ALONE))
+
+
+# --- Lengths, NaN and Inf ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65)])

@@ -96,14 +96,18 @@ def test_gradients_are_nearest_to_exact_attention_with_s_alone_in_int8(head_dim,
             assert relative_l2(x, wanted) < 1.02 * relative_l2(y, wanted) < 0.06, (name, shape)
 
 
+@pytest.mark.parametrize("last_keys_first_up_to", [0, 2**30], ids=["first keys first", "last keys first"])
 @pytest.mark.parametrize("config", [without_int8("dq"), S_ALONE], ids=["default", "S alone"])
 @pytest.mark.parametrize(
     ("shape", "head_dim", "is_causal"),
     [((2, 16, 16, 2048, 2048), 64, True), ((1, 32, 8, 1024, 1024), 128, False)],
     ids=["causal", "full, groups"],
 )
-def test_the_same_bits_whichever_cta_computes_what(monkeypatch, shape, head_dim, is_causal, config):
+def test_the_same_bits_whichever_cta_computes_what(
+    monkeypatch, shape, head_dim, is_causal, config, last_keys_first_up_to
+):
     """100 times, in between with few CTAs, and while another stream takes a part of the GPU."""
+    monkeypatch.setattr(hopper, "LAST_KEYS_FIRST_UP_TO", {head_dim: last_keys_first_up_to})
     inputs = draw(*shape, head_dim)
     settings = {"is_causal": is_causal, "config": config}
     first = gradients(*inputs, **settings)
@@ -121,23 +125,25 @@ def test_the_same_bits_whichever_cta_computes_what(monkeypatch, shape, head_dim,
 
 
 WITHOUT_A_HANG = """
+import itertools
 import torch
+from sagebwd.kernels.hopper import attention as hopper
 from tests.sagebwd.kernels.hopper import test_one_backward_gpu as tests
 
 boundaries = torch.tensor([0, 1, 64, 64, 700, 5000, 5129, 16384], dtype=torch.int32, device="cuda")
-for head_dim in (64, 128):
-    for is_causal in (True, False):
-        for shape in ((1, 1, 1, 65536, 65536), (1, 8, 1, 16384, 16384), (16, 16, 16, 128, 128)):
-            options = {"is_causal": is_causal, "config": tests.CONFIGS["default"][1]}
-            tests.gradients(*tests.draw(*shape, head_dim), **options)
-        inputs = tests.draw(1, 4, 4, 16384, 16384, head_dim)
-        for config in (tests.CONFIGS["consistent"][1], tests.S_ALONE):
-            options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries}
-            tests.gradients(*inputs, **options)
+for head_dim, is_causal, up_to in itertools.product((64, 128), (True, False), (0, 2**30)):
+    hopper.LAST_KEYS_FIRST_UP_TO[head_dim] = up_to
+    for shape in ((1, 1, 1, 65536, 65536), (1, 8, 1, 16384, 16384), (16, 16, 16, 128, 128)):
+        options = {"is_causal": is_causal, "config": tests.CONFIGS["default"][1]}
+        tests.gradients(*tests.draw(*shape, head_dim), **options)
+    inputs = tests.draw(1, 4, 4, 16384, 16384, head_dim)
+    for config in (tests.CONFIGS["consistent"][1], tests.S_ALONE):
+        options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries}
+        tests.gradients(*inputs, **options)
 torch.cuda.synchronize()
 """
 
 
 def test_it_never_waits_for_ever():
-    """In a process of its own, which can be ended: few long heads, groups, many short heads, documents."""
+    """In a process of its own, which can be ended: few long heads, groups, many short ones, documents."""
     subprocess.run([sys.executable, "-c", WITHOUT_A_HANG], cwd=ROOT, check=True, timeout=180)

@@ -16,8 +16,8 @@ from sagebwd.kernels.hopper.attention import CTA_SHAPES, SOURCES
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
-#: Bytes that ptxas may spill, by source and head size. At 128 backward.cu has 208 registers and needs 240.
-SPILLED_BYTES = {("backward", 128): 450}
+#: Bytes that ptxas may spill, by source and head size. At 128 backward.cu has 216 registers and needs 240.
+SPILLED_BYTES = {("backward", 128): 160}
 FEW_BYTES = 64
 ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
@@ -42,7 +42,7 @@ MACROS = {
 #: Those of backward.cu, with the settings of the quick ones.
 BACKWARD_MACROS = {
     (): (128, 1, True),
-    ("P_16BIT",): (64, 0, False),
+    ("P_16BIT",): (128, 0, False),
     ("P_16BIT", "DK_16BIT"): (64, 1, True),
     ("IS_WINDOWED",): None,
 }
@@ -107,14 +107,19 @@ def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros, tmp_path):
     text = disassemble(cubin, tmp_path)
     of_s, of_dp, of_tokens = d // 32, d // 16, 64 // 32 * (d // 64)
     int8, in_16_bit = 2 * of_s, 2 * of_dp  # before the loop and in it
-    if d == 128 and "DK_16BIT" in macros:  # S and dP by halves: before the loop one half
-        int8, in_16_bit = int8 + of_s, in_16_bit + of_dp
-    for name in ("P_16BIT", "DK_16BIT"):  # dV and dK
-        int8, in_16_bit = (int8, in_16_bit + 64 // 16) if name in macros else (int8 + of_tokens, in_16_bit)
-    in_16_bit += 128 // 16  # dQ
+    of_dq, exponentials = 128 // 16, 2 * 64 * 64 // 128  # with a mask, and without
+    if "DK_16BIT" in macros:  # at head size 128 by half blocks of queries
+        parts = d // 64
+        in_16_bit += 2 * 64 // 16 // parts  # dV and dK
+        exponentials = 3 * 64 * 64 // 128 // parts  # before the loop, too, with a mask
+    else:
+        of_dv = (0, 64 // 16) if "P_16BIT" in macros else (of_tokens, 0)
+        int8, in_16_bit = int8 + of_tokens + of_dv[0], in_16_bit + of_dv[1]
+        of_dq *= d // 64  # at head size 128 by half blocks of queries
+    in_16_bit += of_dq
     assert len(re.findall(r"\bIGMMA\.", text)) == int8
     assert len(re.findall(r"\bHGMMA\.", text)) == in_16_bit
-    assert len(re.findall(r"\bMUFU\.EX2", text)) == 2 * 64 * 64 // 128  # with a mask, and without
+    assert len(re.findall(r"\bMUFU\.EX2", text)) == exponentials
 
 
 def disassemble(cubin, folder):

@@ -61,6 +61,7 @@ inline void barrier_wait(u32 barrier, u32 parity) {
         return barriers_by_address.at(barrier).phase != parity;
     });
 }
+inline void barrier_wait_asleep(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 inline void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
     if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
         give_up("a bulk copy is not aligned or leaves shared memory");
@@ -139,7 +140,6 @@ inline void wait_for_value(const int* place, int value) {
     wait_until([=] { return *place == value; });
 }
 inline void release_value(int* place, int value) { *place = value; }
-inline float4 load_from_l2(const float4* place) { return *place; }
 
 // --- wgmma -------------------------------------------------------------------------------------------------
 
