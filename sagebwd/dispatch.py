@@ -142,9 +142,6 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
-    # What the settings rule out needs no other reason.
-    if kernels == "hopper" and call.config.operand_scales == "token" and not obstacles(kernels, call):
-        return [Rule(False, 'with operand_scales "token" its kernels have never run', request)]
     if kernels == "ampere" and call.gpu == ABSENT_GPU:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:

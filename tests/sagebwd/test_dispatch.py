@@ -42,7 +42,7 @@ OTHER_SETTINGS = {
     "smooth_v": [(True, "hopper")],
     "unsigned_p": [(True, "hopper")],
     "exact_delta": [(True, "none")],
-    "operand_scales": [("token", "triton")],
+    "operand_scales": [("token", "hopper")],
     "granularity": [("block", "triton")],
     "int8_matmuls": [
         (PAPER_INT8_MATMULS[::-1], "hopper"),  # the order says nothing
@@ -80,7 +80,7 @@ def test_every_setting_has_its_kernels():
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 136, 256])
 def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
-    fast = name in ("default", "low_bias", "consistent", "int8_scores") and head_dim in HOPPER_HEAD_DIMS
+    fast = name not in ("paper", "accurate") and head_dim in HOPPER_HEAD_DIMS
     found = dispatch.architectures(PRESETS[name], head_dim)
     kernels = {device: own.kernels for device, own in found.items()}
     since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "ampere")
@@ -116,17 +116,14 @@ def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose
 
 def test_the_ampere_kernels_run_on_hopper_on_request_only():
     faster = 'on Hopper Triton multiplies INT8 by wgmma, which is faster (pass kernels="ampere" to run it)'
-    assert explain_call(call(config=SageConfig(operand_scales="token"))).reasons["ampere"] == faster
+    assert explain_call(call(config=SageConfig.paper())).reasons["ampere"] == faster
     assert explain_call(call(RTX_4090, SageConfig(block_q=32, block_kv=32))).kernels == "triton"
 
 
-def test_the_hopper_kernels_with_scales_of_tokens_run_on_request_only(choose):
-    never = 'with operand_scales "token" its kernels have never run (pass kernels="hopper" to run it)'
+def test_the_hopper_kernels_have_scales_of_tokens_where_all_products_are_in_int8(choose):
     strict, others = SageConfig.strictly_causal(), SageConfig(operand_scales="token", smooth_v=True)
     for config, head_dim in product((strict, others), (40, 64, 128)):
-        assert explain_call(call(config=config, head_dim=head_dim)).reasons["hopper"] == never
-        assert choose(config=config, head_dim=head_dim) == "triton"  # without a warning
-        assert choose(config=config, head_dim=head_dim, kernels="hopper") == "hopper"
+        assert choose(config=config, head_dim=head_dim) == "hopper"  # without a warning
     assert "the head size is 136" in explain_call(call(config=strict, head_dim=136)).reasons["hopper"]
     for products in (("o",), ("dv",), ("dq",), ("o", "dv", "dq", "dk")):
         with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
@@ -333,10 +330,9 @@ def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     assert choose() == "hopper"
     assert choose(A100) == "ampere"
-    ways_out = [f'pass kernels="{name}" to run it' for name in ("hopper", "ampere")]
-    message = ", or ".join(["install triton", *ways_out, 'pass kernels="reference"'])
+    message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
     with pytest.raises(NotImplementedError, match=message):
-        choose(H200, SageConfig(operand_scales="token"))
+        choose(H200, SageConfig.paper())
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
         choose(A100, SageConfig(block_q=32, block_kv=32))
 

@@ -269,9 +269,9 @@ def _counters(q: Tensor, q_axis: Axis, config: SageConfig) -> int:
 
 
 def _chunks(q: Tensor, q_axis: Axis) -> int:
-    """How many chunks of dQ backward.cu adds up, of 64 channels each and 64 queries, or, of large heads, 32."""
-    head_dim = padded_head_dim(q.shape[3])
-    return q.shape[0] * q.shape[1] * q_axis.blocks * {64: 1, 128: 4}[head_dim]
+    """How many chunks of dQ backward.cu adds up, each of 64 channels."""
+    of_a_block = {64: 1, 128: 4}[padded_head_dim(q.shape[3])]  # large heads: of half its queries
+    return q.shape[0] * q.shape[1] * q_axis.blocks * of_a_block
 
 
 class _Backward(NamedTuple):
