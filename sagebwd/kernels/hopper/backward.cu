@@ -315,7 +315,7 @@ __device__ __forceinline__ void find_p(ExactScores& exact, const int (&s)[N], co
 template <int N, class AnyScores = Scores>
 __device__ __forceinline__ void loop_overlapped(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
     int s[N], dp[N];
-    ExactScores exact;
+    ExactScores exact;  // of several tiles, so its maxima are none; in 16 bit nothing needs them
     Place at = tiles.first(rings.queries);
     pin_sums(sums);
     at.queries.wait_full();

@@ -17,7 +17,7 @@ from sagebwd.kernels.hopper.attention import CTA_SHAPES, SOURCES
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
 #: Bytes that ptxas may spill, by source and head size. At 128 backward.cu has 216 registers and needs 240.
-SPILLED_BYTES = {("backward", 128): 160}
+SPILLED_BYTES = {("backward", 128): 180}
 FEW_BYTES = 64
 ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
