@@ -114,22 +114,25 @@ class CTAShape(NamedTuple):
         return 128 * (self.consumers + self.others)
 
 
-#: By kernel, padded head size and whether P_16BIT is defined. Each source checks its own at compile time.
+#: By kernel, padded head size and macro of 16-bit operands; DK_16BIT comes with P_16BIT, see _operands. Each
+#: source checks its own at compile time.
 CTA_SHAPES = {
-    ("forward", 64, False): CTAShape(3, 147_456),
-    ("forward", 64, True): CTAShape(3, 196_608),
-    ("forward", 128, False): CTAShape(2, 188_416),
-    ("forward", 128, True): CTAShape(2, 203_776),
-    ("dk_dv", 64, False): CTAShape(3, 196_608),
-    ("dk_dv", 64, True): CTAShape(3, 172_032),
-    ("dk_dv", 128, False): CTAShape(2, 211_968),
-    ("dk_dv", 128, True): CTAShape(2, 221_184),
-    ("dq", 64, False): CTAShape(2, 180_224),
-    ("dq", 128, False): CTAShape(2, 219_136),
-    ("backward", 64, False): CTAShape(2, 228_352, others=2),
-    ("backward", 64, True): CTAShape(2, 211_968, others=2),
-    ("backward", 128, False): CTAShape(2, 230_400, others=2),
-    ("backward", 128, True): CTAShape(2, 214_016, others=2),
+    ("forward", 64, ""): CTAShape(3, 147_456),
+    ("forward", 64, "P_16BIT"): CTAShape(3, 196_608),
+    ("forward", 128, ""): CTAShape(2, 188_416),
+    ("forward", 128, "P_16BIT"): CTAShape(2, 203_776),
+    ("dk_dv", 64, ""): CTAShape(3, 196_608),
+    ("dk_dv", 64, "P_16BIT"): CTAShape(3, 172_032),
+    ("dk_dv", 128, ""): CTAShape(2, 211_968),
+    ("dk_dv", 128, "P_16BIT"): CTAShape(2, 221_184),
+    ("dq", 64, ""): CTAShape(2, 180_224),
+    ("dq", 128, ""): CTAShape(2, 219_136),
+    ("backward", 64, ""): CTAShape(2, 228_352, others=2),
+    ("backward", 64, "P_16BIT"): CTAShape(2, 211_968, others=2),
+    ("backward", 64, "DK_16BIT"): CTAShape(2, 228_352, others=2),
+    ("backward", 128, ""): CTAShape(2, 230_400, others=2),
+    ("backward", 128, "P_16BIT"): CTAShape(2, 214_016, others=2),
+    ("backward", 128, "DK_16BIT"): CTAShape(2, 226_304, others=2),
 }
 #: Of a CTA of finish_dq.cu.
 FINISH_DQ_THREADS = 128
@@ -154,8 +157,7 @@ def _launch(
         p_16bit, defines: macros that only this kernel knows.
     """
     head_dim = padded_head_dim(like.shape[-1])
-    # Q in 16 bits, for dK, takes as much memory as Q and dO by columns.
-    cta = CTA_SHAPES[name, head_dim, p_16bit and not defines.get("DK_16BIT")]
+    cta = CTA_SHAPES[name, head_dim, _operands(p_16bit, defines.get("DK_16BIT", False))]
     kernel = launch.load_kernel(
         SOURCES,
         name,
@@ -178,8 +180,15 @@ def _launch(
     )
 
 
+def _operands(p_16bit: bool, dk_16bit: bool) -> str:
+    """The macro that decides the CTA's shape, as in :data:`CTA_SHAPES`."""
+    if dk_16bit:
+        return "DK_16BIT"
+    return "P_16BIT" if p_16bit else ""
+
+
 def _work_tokens(name: str, x: Tensor) -> int:
-    return CTA_SHAPES[name, padded_head_dim(x.shape[3]), False].tokens
+    return CTA_SHAPES[name, padded_head_dim(x.shape[3]), ""].tokens
 
 
 @functools.cache
@@ -265,12 +274,12 @@ def _counters(q: Tensor, q_axis: Axis, config: SageConfig) -> int:
 
     One kernel counts, before these, how many work tiles were added to each chunk of dQ.
     """
-    return 2 if config.is_int8("dq") else _chunks(q, q_axis) + 1
+    return 2 if config.is_int8("dq") else _turns(q, q_axis) + 1
 
 
-def _chunks(q: Tensor, q_axis: Axis) -> int:
-    """How many chunks of dQ backward.cu adds up, each of 64 channels."""
-    of_a_block = {64: 1, 128: 4}[padded_head_dim(q.shape[3])]  # large heads: of half its queries
+def _turns(q: Tensor, q_axis: Axis) -> int:
+    """How many counters of turns backward.cu has: see TURNS in query_gradient.cuh."""
+    of_a_block = {64: 1, 128: 4}[padded_head_dim(q.shape[3])]
     return q.shape[0] * q.shape[1] * q_axis.blocks * of_a_block
 
 
@@ -338,11 +347,10 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
 
 def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:
     """All gradients by backward.cu, dQ as sums, which finish_dq.cu rounds."""
-    chunks = _chunks(call.q, call.q_axis)
     padded = call.q.shape[0] * call.q.shape[1] * call.q_axis.blocks * TILE[0]
     dq_sums = call.q.new_empty((padded, padded_head_dim(call.q.shape[3])), dtype=torch.float32)
     turns = call.counters
-    axes = call.axes("backward", turns.data_ptr() + 4 * chunks)
+    axes = call.axes("backward", turns.data_ptr() + 4 * _turns(call.q, call.q_axis))
     arguments = _CBackward(
         packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),
         call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(), axes, call.scale,
@@ -353,7 +361,7 @@ def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns:
 
 
 def _launch_finish_dq(call: _Backward, dq_sums: Tensor, turns: Tensor) -> None:
-    """dQ from its sums, by a CTA for each chunk."""
+    """dQ from its sums, by a CTA for 64 queries and 64 channels each."""
     arguments = _CFinishDq(
         dq_sums.data_ptr(), turns.data_ptr(), call.dq.target, call.axes("dq", None), call.scale
     )

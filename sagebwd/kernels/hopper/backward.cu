@@ -19,7 +19,7 @@ constexpr int CONSUMERS = KEYS / ROWS;
 constexpr int DQ_WARPGROUP = CONSUMERS, PRODUCER = CONSUMERS + 1;
 constexpr int THREADS = 128 * (PRODUCER + 1);
 constexpr int STAGES = D == 64 ? 4 : 2;
-constexpr int DS_STAGES = 2;
+constexpr int DS_STAGES = D == 128 && DK_IS_16BIT ? 1 : 2;
 constexpr int CHUNKS = D / 64;  // of 64 channels
 static_assert(!HAS_TOKEN_SCALES);
 static_assert(P_IS_16BIT || !DK_IS_16BIT);
@@ -47,7 +47,7 @@ constexpr int DS = DQ_K + PACKED_K_16BIT_BYTES;
 constexpr int DQ = DS + DS_STAGES * DS_BYTES;
 constexpr int RING = DQ + HELPERS * DQ_CHUNK * 4;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
-constexpr int STORED_CHANNELS = D == 64 ? 64 : 16;  // at a time, in the epilogue
+constexpr int STORED_CHANNELS = D == 64 ? 64 : DK_IS_16BIT ? 32 : 16;  // at a time, in the epilogue
 constexpr int CHUNK_STAGING = staging_bytes(STORED_CHANNELS);
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
 
@@ -406,7 +406,7 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
     int block = first_block(last_keys_first, q_tiles), head = 0;
 #pragma unroll 1
     for (int left = a.axes.group * q_tiles; left > 0; --left) {
-        i64 chunk = (first_packed_block(a.axes, work, head) + block) * DQ_CHUNKS;
+        i64 place = (first_packed_block(a.axes, work, head) + block) * (D / DQ_CHANNELS * TURNS);
         const int turn = turn_of(last_keys_first, work, window, first_query + block * BLOCK_Q);
         rings.ds.wait_full();
 #pragma unroll 1
@@ -416,16 +416,13 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
                 float dq[DQ_QUERIES / 2];
                 multiply_ds(dq, left_k, k, base + (DS + rings.ds.index * DS_BYTES) / 16, channel, query);
                 if (channel == D - DQ_CHANNELS && query == BLOCK_Q - DQ_QUERIES) rings.ds.release();
-#pragma unroll
-                for (int part = 0; part < DQ_QUERIES; part += CHUNK_QUERIES) {
-                    rings.dq.wait_empty();
-                    store_chunk(shared + DQ + rings.dq.index * DQ_CHUNK * 4, dq, part, thread);
-                    if (thread == 0) state.dq_chunks[rings.dq.index] = {a.dq_sums + chunk * DQ_CHUNK, a.turns + chunk, turn};
-                    ++chunk;
-                    fence_proxy_async();
-                    rings.dq.fill();
-                    rings.dq.advance();
-                }
+                rings.dq.wait_empty();
+                store_chunk(shared + DQ + rings.dq.index * DQ_CHUNK * 4, dq, thread);
+                if (thread == 0) state.dq_chunks[rings.dq.index] = {a.dq_sums + place * TURN_VALUES, a.turns + place, turn};
+                place += DQ_CHUNK / TURN_VALUES;
+                fence_proxy_async();
+                rings.dq.fill();
+                rings.dq.advance();
             }
         }
         rings.ds.advance();

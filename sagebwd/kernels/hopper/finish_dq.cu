@@ -10,7 +10,7 @@ namespace {
 
 constexpr int THREADS = 128;
 constexpr int CHANNELS = 64, CHUNKS = D / CHANNELS;  // of a CTA; CTAs of a packed block of queries
-constexpr int TURNS = D == 64 ? 1 : 2;               // chunks that query_gradient.cuh counts for a CTA
+constexpr int TURNS = D / 64;                        // of a CTA: see query_gradient.cuh
 CHECK_LAUNCH(THREADS, 0);
 
 struct Arguments {

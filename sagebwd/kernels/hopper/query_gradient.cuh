@@ -9,11 +9,12 @@
 #include "scheduler.cuh"
 #include "scores.cuh"
 
-constexpr int DQ_CHANNELS = 64;                                      // of a product, and of a chunk
-constexpr int DQ_QUERIES = D == 128 && !DK_IS_16BIT ? 32 : BLOCK_Q;  // of a product: half of them where registers are scarce
-constexpr int CHUNK_QUERIES = D == 64 ? BLOCK_Q : 32;  // that are added at a time: half of them where shared memory is scarce
-constexpr int DQ_CHUNK = CHUNK_QUERIES * DQ_CHANNELS, DQ_CHUNKS = D / DQ_CHANNELS * (BLOCK_Q / CHUNK_QUERIES);
-constexpr int HELPERS = 3;  // each with a buffer of its own
+// A chunk: the channels and queries that are computed and added at a time. Half of the queries where registers are scarce.
+constexpr int DQ_CHANNELS = 64, DQ_QUERIES = D == 128 && !DK_IS_16BIT ? 32 : BLOCK_Q;
+constexpr int DQ_CHUNK = DQ_QUERIES * DQ_CHANNELS;
+// Turns are counted for so many values; where a chunk has more, only its first counter is used.
+constexpr int TURNS = D / 64, TURN_VALUES = BLOCK_Q * DQ_CHANNELS / TURNS;
+constexpr int HELPERS = D == 128 && DK_IS_16BIT ? 2 : 3;  // each with a buffer of its own
 
 // --- The order of work -------------------------------------------------------------------------------------
 
@@ -111,13 +112,11 @@ struct DqChunk {
     int turn;     // of this CTA
 };
 
-// Stores the chunk of a product that begins with `query` in a buffer, in the order of threads.
-__device__ __forceinline__ void store_chunk(u8* buffer, const float (&dq)[DQ_QUERIES / 2], int query, int thread) {
+// Stores a chunk in a buffer, in the order of threads.
+__device__ __forceinline__ void store_chunk(u8* buffer, const float (&dq)[DQ_QUERIES / 2], int thread) {
     float4* own = reinterpret_cast<float4*>(buffer) + thread;
-    const float* from = dq + query / 2;
 #pragma unroll
-    for (int j = 0; j < CHUNK_QUERIES / 8; ++j)
-        own[128 * j] = {from[4 * j], from[4 * j + 1], from[4 * j + 2], from[4 * j + 3]};
+    for (int j = 0; j < DQ_QUERIES / 8; ++j) own[128 * j] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
 }
 
 // A helper thread: adds what comes in its buffer. It sleeps while it waits: polls would take issue slots from those who compute.

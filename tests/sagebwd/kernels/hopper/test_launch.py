@@ -65,31 +65,31 @@ def test_arguments_are_those_of_the_source(source, structure):
     assert_same_fields(structure, "Arguments", text)
 
 
-def check_syntax(source, head_dim, p_16bit, threads, shared_bytes, **macros):
+def check_syntax(source, head_dim, operands, threads, shared_bytes, **macros):
     """Compile as far as static_assert, which takes milliseconds; raise what the compiler says."""
     defines = {
         "HEAD_DIM": head_dim,
         "IS_CAUSAL": 1,
         "LAUNCH_THREADS": threads,
         "LAUNCH_BYTES": shared_bytes,
-        "P_16BIT": p_16bit,
+        **({"P_16BIT": True, operands: True} if operands else {}),
         **macros,
     }
     compile_source(hopper.SOURCES, source, defines, ["--fdevice-syntax-only"])
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize(("source", "head_dim", "p_16bit"), hopper.CTA_SHAPES, ids=str)
-def test_cta_shapes_are_those_of_the_sources(source, head_dim, p_16bit):
-    cta = hopper.CTA_SHAPES[source, head_dim, p_16bit]
-    assert cta.tokens == hopper.CTA_SHAPES[source, head_dim, False].tokens  # _work_tokens relies on it
+@pytest.mark.parametrize(("source", "head_dim", "operands"), hopper.CTA_SHAPES, ids=str)
+def test_cta_shapes_are_those_of_the_sources(source, head_dim, operands):
+    cta = hopper.CTA_SHAPES[source, head_dim, operands]
+    assert cta.tokens == hopper.CTA_SHAPES[source, head_dim, ""].tokens  # _work_tokens relies on it
     assert cta.shared_bytes <= 226 * 1024  # of the 227 KiB that a CTA may have; barriers take a little
-    for token_scales in {False, source != "backward" and not p_16bit}:  # they lie in the padding of stages
-        check_syntax(source, head_dim, p_16bit, cta.threads, cta.shared_bytes, TOKEN_SCALES=token_scales)
+    for token_scales in {False, source != "backward" and not operands}:  # they lie in the padding of stages
+        check_syntax(source, head_dim, operands, cta.threads, cta.shared_bytes, TOKEN_SCALES=token_scales)
     for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
         wrong = cta._replace(**change)
         with pytest.raises(RuntimeError, match="static assertion failed"):
-            check_syntax(source, head_dim, p_16bit, wrong.threads, wrong.shared_bytes)
+            check_syntax(source, head_dim, operands, wrong.threads, wrong.shared_bytes)
 
 
 # --- What is launched --------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def backward_variants():
 @pytest.mark.parametrize(("d", "causal", "bf16", "macros"), list(backward_variants()))
 def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros, tmp_path):
     """Also registers, and shared memory with the barriers."""
-    cta = CTA_SHAPES["backward", d, "P_16BIT" in macros and "DK_16BIT" not in macros]
+    cta = CTA_SHAPES["backward", d, next((name for name in ("DK_16BIT", "P_16BIT") if name in macros), "")]
     defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
     defines |= {"LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes}
     cubin, log = compile_source(SOURCES, "backward", defines, ["--ptxas-options=-v"])
