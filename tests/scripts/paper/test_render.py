@@ -30,6 +30,7 @@ def test_every_picture_of_the_paper_can_be_drawn_again():
         "layers",
         "gradient_bias",
         "gradient_bias_325m",
+        "gradient_bias_325m_no_qk_norm",
         "gradient_error",
         "gradient_formats",
         "large_logits",

@@ -73,7 +73,7 @@ def test_its_numbers_are_those_of_the_file():
         f"{critical[0] / 1e6:.2f}M [{critical[1] / 1e6:.2f}M, {critical[2] / 1e6:.2f}M]"
     )
     assert f"{value('qk-norm', 'paper', 'qk', 'critical_tokens', 96)[0] / 1e6:.2f}M after 12.6M" in numbers
-    assert len(section.verdicts) == 8
+    assert len(section.verdicts) == 10
 
 
 def test_settings_that_were_not_measured_are_left_out(tmp_path):
