@@ -18,7 +18,8 @@ import torch
 from hypothesis import strategies as st
 
 from sagebwd import SageConfig, dispatch
-from sagebwd.config import MATMULS, P_MATMULS, PAPER_INT8_MATMULS
+from sagebwd.config import DEFAULT_CONFIG, MATMULS, P_MATMULS, PAPER_INT8_MATMULS
+from sagebwd.kernels.ampere.shapes import backward_source
 from sagebwd.kernels.cuda import runtime
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -39,7 +40,7 @@ class KernelSet:
     gpu: the kind of GPU whose rules in :mod:`sagebwd.dispatch` say which settings run; None without one.
     why_unavailable: why it cannot run on this machine, None if it can. Its tests are then skipped.
     is_cuda: whether it is written in CUDA and takes operands that packing.cu packs.
-    backward_kernels: the names of the kernels that compute gradients.
+    backward_kernels: the names of the kernels that compute gradients by default, at head size 64.
 
     head_dims: the head sizes that most tests run.
     all_head_dims: those of the tests about head sizes.
@@ -62,7 +63,8 @@ class KernelSet:
     exact_from: from which of ``large_values`` on such an output is exact. Below, it may be off by a step of
         fp16: kernels round the product before they subtract the maximum if it exceeds 2¹³.
     bf16_error: relative L2 difference from the reference in bf16.
-    extra_memory: at most so many times what q, k and v take is allocated on top of inputs and results.
+    extra_memory: at most so many times what q, k and v take is allocated on top of inputs and results, by
+        default and if they fill their blocks.
     """
 
     name: str
@@ -376,7 +378,7 @@ def _without_ampere() -> str | None:
 AMPERE = replace(
     HOPPER,
     name="ampere",
-    backward_kernels=("backward_kernel",),
+    backward_kernels=(f"{backward_source(DEFAULT_CONFIG.tile(64), 64)}_kernel",),
     gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=_without_ampere,
     all_head_dims=(8, 32, *HOPPER.all_head_dims),
