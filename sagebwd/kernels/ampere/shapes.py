@@ -30,8 +30,8 @@ THREADS = {
 }
 #: Padded head sizes at which backward_dq_warps.cu runs: at 128, the threads of 12 warps lack registers.
 DQ_WARP_HEAD_DIMS = (64,)
-#: The same for backward_64_keys_dq_warps.cu, which is written for 64; () switches it off.
-DQ_WARP_HEAD_DIMS_OF_64_KEYS: tuple[int, ...] = (64,)
+#: The same for backward_64_keys_dq_warps.cu, which is written for 64.
+DQ_WARP_HEAD_DIMS_OF_64_KEYS = (64,)
 
 
 def backward_source(tile: tuple[int, int], head_dim: int, *, s_16bit: bool = False) -> str:
