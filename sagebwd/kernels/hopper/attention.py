@@ -132,7 +132,7 @@ CTA_SHAPES = {
     ("backward", 64, "DK_16BIT"): CTAShape(2, 228_352, others=2),
     ("backward", 128, ""): CTAShape(2, 230_400, others=2),
     ("backward", 128, "P_16BIT"): CTAShape(2, 214_016, others=2),
-    ("backward", 128, "DK_16BIT"): CTAShape(2, 226_304, others=2),
+    ("backward", 128, "DK_16BIT"): CTAShape(2, 230_400, others=2),
 }
 #: Of a CTA of finish_dq.cu.
 FINISH_DQ_THREADS = 128

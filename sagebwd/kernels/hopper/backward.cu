@@ -19,7 +19,7 @@ constexpr int CONSUMERS = KEYS / ROWS;
 constexpr int DQ_WARPGROUP = CONSUMERS, PRODUCER = CONSUMERS + 1;
 constexpr int THREADS = 128 * (PRODUCER + 1);
 constexpr int STAGES = D == 64 ? 4 : 2;
-constexpr int DS_STAGES = D == 128 && DK_IS_16BIT ? 1 : 2;
+constexpr int DS_STAGES = 2;
 constexpr int CHUNKS = D / 64;  // of 64 channels
 static_assert(!HAS_TOKEN_SCALES);
 static_assert(P_IS_16BIT || !DK_IS_16BIT);
@@ -45,15 +45,15 @@ constexpr int K_SCALE = 3 * K_TILE;
 constexpr int DQ_K = align_up(PACKED_KV_BYTES, 1024);
 constexpr int DS = DQ_K + PACKED_K_16BIT_BYTES;
 constexpr int DQ = DS + DS_STAGES * DS_BYTES;
-constexpr int RING = DQ + HELPERS * DQ_CHUNK * 4;
+constexpr int RING = DQ + BUFFERS * UNIT_VALUES * 4;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
-constexpr int STORED_CHANNELS = D == 64 ? 64 : DK_IS_16BIT ? 32 : 16;  // at a time, in the epilogue
+constexpr int STORED_CHANNELS = D == 64 ? 64 : 16;  // at a time, in the epilogue
 constexpr int CHUNK_STAGING = staging_bytes(STORED_CHANNELS);
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
 
 struct SharedState {
     u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1], dq_k_full[1];
-    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], dq_full[HELPERS], dq_empty[HELPERS];
+    u64 ds_full[DS_STAGES], ds_empty[DS_STAGES], dq_full[HELPERS * UNITS], dq_empty[BUFFERS];
     KeyTile work[2];  // whose keys are in shared memory, and whose come next, in turn; kv_head -1: there is no other
     DqChunk dq_chunks[HELPERS];
 };
@@ -72,7 +72,7 @@ struct Rings {
     Ring<STAGES> queries;
     Ring<1> keys;
     Ring<DS_STAGES> ds;
-    Ring<HELPERS> dq;
+    HandOver dq;
     u32 dq_k_full;
 };
 
@@ -416,13 +416,18 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
                 float dq[DQ_QUERIES / 2];
                 multiply_ds(dq, left_k, k, base + (DS + rings.ds.index * DS_BYTES) / 16, channel, query);
                 if (channel == D - DQ_CHANNELS && query == BLOCK_Q - DQ_QUERIES) rings.ds.release();
-                rings.dq.wait_empty();
-                store_chunk(shared + DQ + rings.dq.index * DQ_CHUNK * 4, dq, thread);
-                if (thread == 0) state.dq_chunks[rings.dq.index] = {a.dq_sums + place * TURN_VALUES, a.turns + place, turn};
+#pragma unroll
+                for (int unit = 0; unit < UNITS; ++unit) {
+                    rings.dq.wait_empty();
+                    store_unit(shared + DQ + rings.dq.buffer * UNIT_VALUES * 4, dq, unit, thread);
+                    if (unit == 0 && thread == 0)
+                        state.dq_chunks[rings.dq.helper] = {a.dq_sums + place * TURN_VALUES, a.turns + place, turn};
+                    fence_proxy_async();
+                    rings.dq.fill(unit);
+                    rings.dq.next_buffer();
+                }
                 place += DQ_CHUNK / TURN_VALUES;
-                fence_proxy_async();
-                rings.dq.fill();
-                rings.dq.advance();
+                rings.dq.next_helper();
             }
         }
         rings.ds.advance();
@@ -451,10 +456,11 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, const Window& win
         dq_loop(a, window, work, shared, rings, state);
     }
 #pragma unroll 1
-    for (int i = 0; i < HELPERS; ++i, rings.dq.advance()) {
-        rings.dq.wait_empty();
-        if (thread == 0) state.dq_chunks[rings.dq.index].sums = nullptr;
-        rings.dq.fill();
+    for (int i = 0; i < BUFFERS; ++i, rings.dq.next_buffer()) rings.dq.wait_empty();  // then all chunks were taken
+#pragma unroll 1
+    for (int i = 0; i < HELPERS; ++i, rings.dq.next_helper()) {
+        if (thread == 0) state.dq_chunks[rings.dq.helper].sums = nullptr;
+        rings.dq.fill(0);
     }
 }
 
@@ -467,7 +473,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         ring_init(state.full, state.empty, CONSUMERS);
         ring_init(state.keys_full, state.keys_empty, CONSUMERS + 1);
         ring_init(state.ds_full, state.ds_empty, 4 * CONSUMERS, 4);
-        ring_init(state.dq_full, state.dq_empty, 4, 1);
+        for (u64& barrier : state.dq_full) barrier_init(shared_address(&barrier), 4);
+        for (u64& barrier : state.dq_empty) barrier_init(shared_address(&barrier), 1);
         barrier_init(shared_address(state.dq_k_full), 1);
         barrier_init_fence();
     }
@@ -484,8 +491,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         if (threadIdx.x % 128 == 0) producer_loop(a, window, rings, shared_address(shared), state);
         const int helper = static_cast<int>(threadIdx.x % 128) / 32 - 1;
         if (helper >= 0 && helper < HELPERS && threadIdx.x % 32 == 0)
-            add_chunks(rings.dq.full + 8 * helper, rings.dq.empty + 8 * helper, shared_address(shared) + DQ + helper * DQ_CHUNK * 4,
-                       state.dq_chunks[helper]);
+            add_chunks(rings.dq, helper, shared_address(shared) + DQ, state.dq_chunks[helper]);
     } else if (warpgroup == DQ_WARPGROUP) {
         setmaxnreg_dec<DQ_REGISTERS>();
         compute_dq(a, window, shared, rings, state);

@@ -14,7 +14,9 @@ constexpr int DQ_CHANNELS = 64, DQ_QUERIES = D == 128 && !DK_IS_16BIT ? 32 : BLO
 constexpr int DQ_CHUNK = DQ_QUERIES * DQ_CHANNELS;
 // Turns are counted for so many values; where a chunk has more, only its first counter is used.
 constexpr int TURNS = D / 64, TURN_VALUES = BLOCK_Q * DQ_CHANNELS / TURNS;
-constexpr int HELPERS = D == 128 && DK_IS_16BIT ? 2 : 3;  // each with a buffer of its own
+// A chunk goes through shared memory in units, for which there are buffers. Helpers, one thread each, take chunks in turn.
+constexpr int UNIT_QUERIES = D == 64 ? BLOCK_Q : 32, UNITS = DQ_QUERIES / UNIT_QUERIES, UNIT_VALUES = UNIT_QUERIES * DQ_CHANNELS;
+constexpr int HELPERS = 3, BUFFERS = 3;
 
 // --- The order of work -------------------------------------------------------------------------------------
 
@@ -105,37 +107,66 @@ __device__ __forceinline__ void multiply_ds(float (&dq)[N], const LeftK& left_k,
 
 // --- Sums over CTAs ----------------------------------------------------------------------------------------
 
-// What the warpgroup hands to a helper: a product in shared memory.
+// What the warpgroup hands to a helper: where a product in shared memory belongs.
 struct DqChunk {
     float* sums;  // null: there is no other
     int* turns;   // how many CTAs have added to the chunk
     int turn;     // of this CTA
 };
 
-// Stores a chunk in a buffer, in the order of threads.
-__device__ __forceinline__ void store_chunk(u8* buffer, const float (&dq)[DQ_QUERIES / 2], int thread) {
+// Where the warpgroup is: in the ring of buffers, and with which helper. Each helper has barriers of its own, which say that its units
+// are there: at a buffer's it could miss the units of others. `full`: UNITS of each helper; `empty`: of each buffer.
+struct HandOver {
+    u32 full, empty;
+    int buffer = 0, parity = 0, helper = 0;
+
+    __device__ __forceinline__ void wait_empty() const { barrier_wait(empty + 8 * buffer, parity ^ 1); }
+    __device__ __forceinline__ void next_buffer() {
+        if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ void next_helper() { helper = helper + 1 == HELPERS ? 0 : helper + 1; }
+    __device__ __forceinline__ void fill(int unit) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * (helper * UNITS + unit));
+    }
+};
+
+// Stores a unit of a product in a buffer, in the order of threads.
+__device__ __forceinline__ void store_unit(u8* buffer, const float (&dq)[DQ_QUERIES / 2], int unit, int thread) {
     float4* own = reinterpret_cast<float4*>(buffer) + thread;
+    const float* from = dq + unit * (UNIT_QUERIES / 2);
 #pragma unroll
-    for (int j = 0; j < DQ_QUERIES / 8; ++j) own[128 * j] = {dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]};
+    for (int j = 0; j < UNIT_QUERIES / 8; ++j) own[128 * j] = {from[4 * j], from[4 * j + 1], from[4 * j + 2], from[4 * j + 3]};
 }
 
-// A helper thread: adds what comes in its buffer. It sleeps while it waits: polls would take issue slots from those who compute.
-// The first CTA of a chunk has no sum of others to add to.
-__device__ __forceinline__ void add_chunks(u32 full, u32 empty, u32 buffer, const DqChunk& next) {
+// A helper thread: adds its chunks. It sleeps while it waits: polls would take issue slots from those who compute. A buffer is free
+// when it is read, and other helpers go on while this one waits for its addition. The first CTA of a chunk has no sum of others
+// to add to.
+__device__ __forceinline__ void add_chunks(const HandOver& all, int helper, u32 buffers, const DqChunk& next) {
+    int buffer = helper * UNITS % BUFFERS;
     for (int parity = 0;; parity ^= 1) {
-        barrier_wait_asleep(full, parity);
+        barrier_wait_asleep(all.full + 8 * helper * UNITS, parity);
         const DqChunk chunk = next;
         if (chunk.sums == nullptr) return;
         if (chunk.turn > 0) {
             wait_for_value(chunk.turns, chunk.turn);
             fence_proxy_async_global();
-            bulk_add(chunk.sums, buffer, DQ_CHUNK * 4);
-        } else {
-            bulk_store(chunk.sums, buffer, DQ_CHUNK * 4);
         }
-        bulk_commit();
-        bulk_wait_read();
-        barrier_arrive(empty);
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            if (unit > 0) barrier_wait_asleep(all.full + 8 * (helper * UNITS + unit), parity);
+            float* sums = chunk.sums + unit * UNIT_VALUES;
+            const u32 from = buffers + buffer * (UNIT_VALUES * 4);
+            if (chunk.turn > 0)
+                bulk_add(sums, from, UNIT_VALUES * 4);
+            else
+                bulk_store(sums, from, UNIT_VALUES * 4);
+            bulk_commit();
+            bulk_wait_read();
+            barrier_arrive(all.empty + 8 * buffer);
+            buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
+        }
+        buffer = (buffer + (HELPERS - 1) * UNITS) % BUFFERS;
         bulk_wait();
         fence_proxy_async_global();
         release_value(chunk.turns, chunk.turn + 1);
