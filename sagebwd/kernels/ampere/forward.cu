@@ -286,13 +286,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
         if (tiles > 0) tiles = end_of_key_blocks(window, min(first + BLOCK_Q, work.q.tokens), work.keys);
     }
     const auto copy_keys = [&](int tile) {
-        copy_block<THREADS>(base + (tile - begin) % 2 * STAGE_BYTES, a.packed_kv + (work.kv_block + i64(tile)) * KV_BYTES, KV_BYTES);
+        copy_block<THREADS, KV_BYTES>(base + (tile - begin) % 2 * STAGE_BYTES, a.packed_kv + (work.kv_block + i64(tile)) * KV_BYTES);
         cp_async_commit();
     };
 
     for (int i = 0; i < work.q_blocks; ++i)
-        copy_block<THREADS>(base + QUERIES + i * QUERY_BYTES, a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES,
-                            PACKED_Q_BYTES);
+        copy_block<THREADS, PACKED_Q_BYTES>(base + QUERIES + i * QUERY_BYTES, a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES);
     if (begin < work.kv_tiles) copy_keys(begin);
     cp_async_commit();
     cp_async_wait<0>();
