@@ -37,11 +37,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     const float* k_scales = reinterpret_cast<const float*>(shared + K_SCALES);
     int* largest = reinterpret_cast<int*>(shared + LARGEST);
 
-    copy_block<THREADS>(base + VALUES, kv + K_TILE, 2 * K_TILE);
-    copy_block<THREADS>(base + K_COLUMNS, a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES,
-                        PACKED_K_COLUMNS_BYTES);
-    copy_block<THREADS>(base + K_SCALES, kv + 3 * K_TILE, K_SCALE_BYTES);
-    copy_block<THREADS>(base + Q_ROWS, kv, K_TILE);  // K by rows is needed in registers only
+    copy_block<THREADS, 2 * K_TILE>(base + VALUES, kv + K_TILE);
+    const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
+    copy_block<THREADS, PACKED_K_COLUMNS_BYTES>(base + K_COLUMNS, k_columns);
+    copy_block<THREADS, K_SCALE_BYTES>(base + K_SCALES, kv + 3 * K_TILE);
+    copy_block<THREADS, K_TILE>(base + Q_ROWS, kv);  // K by rows is needed in registers only
     cp_async_commit();
     if (threadIdx.x < 2 * BLOCK_Q) largest[threadIdx.x] = 0;
     cp_async_wait<0>();
@@ -53,11 +53,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     __syncthreads();
 
     const auto copy_rows = [&](const QueryBlocks& at) {
-        copy_block<THREADS>(base + Q_ROWS, a.packed_q_rows + packed_block(a, work, at) * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES);
+        const u8* rows = a.packed_q_rows + packed_block(a, work, at) * PACKED_Q_ROWS_BYTES;
+        copy_block<THREADS, PACKED_Q_ROWS_BYTES>(base + Q_ROWS, rows);
     };
     const auto copy_columns = [&](const QueryBlocks& at) {
-        copy_block<THREADS>(base + Q_COLUMNS, a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES,
-                            PACKED_Q_COLUMNS_BYTES);
+        const u8* columns = a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES;
+        copy_block<THREADS, PACKED_Q_COLUMNS_BYTES>(base + Q_COLUMNS, columns);
     };
     QueryBlocks at = {0, work.q_tiles - 1, a.axes.group * work.q_tiles};
     if (at.left > 0) copy_rows(at);
@@ -84,9 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
 
         cp_async_wait<0>();
         __syncthreads();  // the maxima and this block's columns are there; nobody needs its rows but for 16-bit dV
+        pass_turn(finished, turn);  // not earlier: it waits until additions have arrived; nor later: copies, too
         if (!P_IS_16BIT && next.left > 0) copy_rows(next);
         if (!P_IS_16BIT) cp_async_commit();
-        pass_turn(finished, turn);  // not earlier: it waits until all additions have arrived
         store_ds(shared + DS, ds, tile.largest, key_of_warp());
         multiply_scores(sums, scores, scores.p, base + Q_ROWS, base + Q_COLUMNS);
         const i64 block = packed_block(a, work, at);

@@ -48,7 +48,7 @@ __device__ __forceinline__ void add_dq(const Arguments& a, const KeyTile& work, 
                                        const Window& window, const LeftOfDq& left, u32 k_columns, int pass = 0) {
     const bool is_first = turn == (HAS_WINDOW ? first_key_block(window, first_query) : 0);
     const bool is_last = turn + 1 >= visible_key_blocks(work, window, first_query);
-#pragma unroll 1
+#pragma unroll(DQ_PARTS <= 2 ? DQ_PARTS : 1)  // four would take registers from what stays
     for (int part = 0; part < DQ_PARTS; ++part) {
         float dq[DQ_VALUES] = {};
         contract_tokens<BLOCK_KV, DQ_CHANNELS>(dq, left.ds, k_columns + dq_channel(part) * BLOCK_KV, left.factor);

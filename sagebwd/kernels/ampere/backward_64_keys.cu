@@ -39,9 +39,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
     Maxima* maxima = reinterpret_cast<Maxima*>(shared + MAXIMA);
 
-    copy_block<THREADS>(base + VALUES, kv + K_ROWS_TILE, 2 * K_TILE);
-    copy_block<THREADS>(base + K_COLUMNS, k_columns, K_TILE);
-    copy_block<THREADS>(base + (S_IS_16BIT ? KEYS : Q_ROWS), kv, K_ROWS_TILE);
+    copy_block<THREADS, 2 * K_TILE>(base + VALUES, kv + K_ROWS_TILE);
+    copy_block<THREADS, K_TILE>(base + K_COLUMNS, k_columns);
+    copy_block<THREADS, K_ROWS_TILE>(base + (S_IS_16BIT ? KEYS : Q_ROWS), kv);
     cp_async_commit();
     clear<THREADS>(maxima[0]);
     clear<THREADS>(maxima[1]);
@@ -52,13 +52,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     __syncthreads();
 
     const auto copy_rows = [&](const QueryBlocks& at) {
-        if (at.left > 0)
-            copy_block<THREADS>(base + Q_ROWS, a.packed_q_rows + packed_block(a, work, at) * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES);
+        const u8* rows = a.packed_q_rows + packed_block(a, work, at) * PACKED_Q_ROWS_BYTES;
+        if (at.left > 0) copy_block<THREADS, PACKED_Q_ROWS_BYTES>(base + Q_ROWS, rows);
         cp_async_commit();
     };
     const auto copy_columns = [&](const QueryBlocks& at) {
-        copy_block<THREADS>(base + Q_COLUMNS, a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES,
-                            PACKED_Q_COLUMNS_BYTES);
+        const u8* columns = a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES;
+        copy_block<THREADS, PACKED_Q_COLUMNS_BYTES>(base + Q_COLUMNS, columns);
         cp_async_commit();
     };
     QueryBlocks at = query_blocks(a, work);
@@ -84,9 +84,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
 
         cp_async_wait<0>();
         __syncthreads();  // the maxima are there, the columns too unless they lie where the rows are; nobody needs these
+        pass_turn(finished, turn);  // not earlier: it waits until additions have arrived; nor later: copies, too
         if (IS_ALIASED) copy_columns(at);
         if (!IS_ALIASED) copy_rows(next);
-        pass_turn(finished, turn);  // not earlier: it waits until all additions have arrived
         const Factors factor = store_scores(shared + EXCHANGED, scores, largest, tile);
         const i64 block = packed_block(a, work, at);
         wait_for_turn(a, block, first_query, turn, window);

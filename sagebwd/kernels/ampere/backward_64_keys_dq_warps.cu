@@ -45,9 +45,9 @@ template <int COPIERS>
 __device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& work, const QueryBlocks& at, u32 base,
                                              int thread) {
     const i64 block = packed_block(a, work, at);
-    copy_block<COPIERS>(base + Q_ROWS, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES, thread);
-    copy_block<COPIERS>(base + columns_of(at), a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES,
-                        thread);
+    copy_block<COPIERS, PACKED_Q_ROWS_BYTES>(base + Q_ROWS, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, thread);
+    copy_block<COPIERS, PACKED_Q_COLUMNS_BYTES>(base + columns_of(at), a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES,
+                                                thread);
 }
 
 // dK and dV, and dS for the others: what the warps with keys do.
@@ -123,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_dq_war
     const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
     const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
     const QueryBlocks at = query_blocks(a, work);
-    copy_block<THREADS>(base + VALUES, kv + K_ROWS_TILE, 2 * K_TILE);
-    copy_block<THREADS>(base + K_COLUMNS, k_columns, K_TILE);
-    copy_block<THREADS>(base + K_ROWS, kv, K_ROWS_TILE);
+    copy_block<THREADS, 2 * K_TILE>(base + VALUES, kv + K_ROWS_TILE);
+    copy_block<THREADS, K_TILE>(base + K_COLUMNS, k_columns);
+    copy_block<THREADS, K_ROWS_TILE>(base + K_ROWS, kv);
     if (at.left > 0) copy_queries<THREADS>(a, work, at, base, threadIdx.x);
     cp_async_commit();
     clear<THREADS>(maxima_of(shared, 0));

@@ -43,8 +43,8 @@ __device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& 
                                              int thread) {
     const i64 block = packed_block(a, work, at);
     const u32 stage = base + stage_of(at);
-    copy_block<COPIERS>(stage, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES, thread);
-    copy_block<COPIERS>(stage + COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES, thread);
+    copy_block<COPIERS, PACKED_Q_ROWS_BYTES>(stage, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, thread);
+    copy_block<COPIERS, PACKED_Q_COLUMNS_BYTES>(stage + COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, thread);
 }
 
 // dK and dV, and dS for the others: what the warps with keys do.
@@ -90,9 +90,9 @@ __device__ __forceinline__ void add_to_queries(const Arguments& a, const Window&
         QueryBlocks next = at;
         next.advance(work.q_tiles);
         if (finished != nullptr) barrier_sync<THREADS>(FREED + 1 - parity);
+        pass_turn(finished, turn);  // before copies, for which it would wait
         if (next.left > 0) copy_queries<DQ_THREADS>(a, work, next, base, dq_thread());
         cp_async_commit();
-        pass_turn(finished, turn);
         wait_for_turn(a, block, first_query, turn, window);
         __syncwarp();
 
@@ -119,11 +119,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dq_warps_kerne
     const u32 base = shared_address(shared);
     const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
     const QueryBlocks at = {0, work.q_tiles - 1, a.axes.group * work.q_tiles};
-    copy_block<THREADS>(base + VALUES, kv + K_TILE, 2 * K_TILE);
-    copy_block<THREADS>(base + K_COLUMNS, a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES,
-                        PACKED_K_COLUMNS_BYTES);
-    copy_block<THREADS>(base + K_SCALES, kv + 3 * K_TILE, K_SCALE_BYTES);
-    copy_block<THREADS>(base + K_ROWS, kv, K_TILE);
+    copy_block<THREADS, 2 * K_TILE>(base + VALUES, kv + K_TILE);
+    const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
+    copy_block<THREADS, PACKED_K_COLUMNS_BYTES>(base + K_COLUMNS, k_columns);
+    copy_block<THREADS, K_SCALE_BYTES>(base + K_SCALES, kv + 3 * K_TILE);
+    copy_block<THREADS, K_TILE>(base + K_ROWS, kv);
     if (at.left > 0) copy_queries<THREADS>(a, work, at, base, threadIdx.x);
     cp_async_commit();
     if (threadIdx.x < 2 * BLOCK_Q) reinterpret_cast<int*>(shared + LARGEST)[threadIdx.x] = 0;

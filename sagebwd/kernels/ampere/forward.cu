@@ -1,5 +1,9 @@
 // O and the logsumexp. A CTA owns 128 queries of one head, 16 each warp; it loops over all keys that they see, a packed block
 // at a time.
+//
+// Two groups of four warps take turns: while one multiplies P of the last block by its V, and Q by K of this one, the other
+// finds P. So tensor cores and shared memory work while others compute, and there is one warp of each group for each of an
+// SM's four schedulers. The first group copies the blocks.
 
 #include "copies.cuh"
 #include "epilogue.cuh"
@@ -28,19 +32,25 @@ static_assert(!S_IS_16BIT || D <= 128);
 // Whether a tile that is not skipped may hide all its keys from a query.
 constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);
 
-// Shared memory: two stages, each a packed block of keys. V is by columns in INT8 or, if P is in 16 bits, as it is. At
-// first the second stage may hold the queries, at the end the stages are staging for the epilogue.
-constexpr int KV_BYTES = P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES;
-constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
-constexpr int ALIGNED = D > 128 ? D : 128;  // see left_address
+// Shared memory: two stages for K and V of a packed block, V by columns in INT8 or, if P is in 16 bits, as it is; and scales of
+// three blocks, because one group may still read those of a block when the block after the next is copied. At first the
+// second stage may hold the queries, at the end the stages are staging for the epilogue.
+constexpr int V_TILE = (P_IS_16BIT ? 2 : 1) * K_TILE, STAGE_BYTES = K_ROWS_TILE + V_TILE;
+constexpr int SCALE_BYTES = P_IS_16BIT ? scale_bytes_of_s(BLOCK_KV) : scale_bytes(2, BLOCK_KV);
+constexpr int KV_BYTES = STAGE_BYTES + SCALE_BYTES;  // of a packed block
+constexpr int ALIGNED = D > 128 ? D : 128;           // see left_address
 constexpr int QUERY_BYTES = align_up(PACKED_Q_BYTES, ALIGNED), QUERIES_BYTES = BLOCKS * QUERY_BYTES;
-constexpr int STAGE_BYTES = align_up(KV_BYTES, ALIGNED);
 // Of 256 channels, Q would take too many registers. It stays in shared memory if there is room beside 16-bit V.
 constexpr bool Q_IN_REGISTERS = D <= 128 || P_IS_16BIT;
 constexpr int QUERIES = Q_IN_REGISTERS ? STAGE_BYTES : 2 * STAGE_BYTES;  // where they are at first, or all the time
-constexpr int OPERAND_BYTES = Q_IN_REGISTERS ? 2 * STAGE_BYTES : QUERIES + QUERIES_BYTES;
+constexpr int SCALES = QUERIES + QUERIES_BYTES > 2 * STAGE_BYTES ? QUERIES + QUERIES_BYTES : 2 * STAGE_BYTES;
+constexpr int OPERAND_BYTES = SCALES + 3 * SCALE_BYTES;
 constexpr int SHARED_BYTES = OPERAND_BYTES > HALVES * STAGING_BYTES ? OPERAND_BYTES : HALVES * STAGING_BYTES;
+static_assert(KV_BYTES == (P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES) && STAGE_BYTES % ALIGNED == 0);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
+
+constexpr int GROUP = THREADS / 2;
+enum Barrier { FIRST_MULTIPLIES = 4, SECOND_MULTIPLIES };  // lower numbers belong to __syncthreads and to warpgroup_sync
 
 struct Arguments {
     const u8 *packed_q, *packed_kv;
@@ -79,13 +89,50 @@ __device__ __forceinline__ void load_queries(Queries& q) {
     }
 }
 
-// S of a tile of keys, in INT8. (Templates, because what is not for this kind of Q must not be compiled.)
-template <int KEYS>
-__device__ __forceinline__ void multiply_keys(int (&s)[KEYS / 2], const Queries& q, u32 keys) {
-    if constexpr (!Q_IN_REGISTERS)
-        contract_channels<KEYS>(s, q.tile, q.row, keys);
-    else if constexpr (!S_IS_16BIT)
-        contract_channels<KEYS>(s, q.values, keys);
+#ifdef S_16BIT
+using Logit = float;
+#else
+using Logit = int;
+#endif
+
+// P of a warp's 16 queries and a tile of keys, as the left operand of its product with V: in INT8, 127 being the maximum, or
+// in 16 bits. The factors are those of the rows of the product.
+struct Probabilities {
+    u32 rounded[P_IS_16BIT ? BLOCK_KV / 4 : BLOCK_KV / 8];
+    float factor[2];
+};
+
+// The keys of a tile that a warp's queries see. `keys` and `query`: the number of keys left, and this thread's first query,
+// counted from the tile's first key.
+struct Visible {
+    bool is_cut;
+    int keys, query;
+};
+
+// S of a tile. (Templates, here and below, because what is not for this kind of S and Q must not be compiled.)
+template <class Sums>
+__device__ __forceinline__ void multiply_keys(Sums& s, const Queries& q, u32 keys) {
+    if constexpr (S_IS_16BIT)
+        contract_channels_16bit<BLOCK_KV>(s, q.values, keys);
+    else if constexpr (!Q_IN_REGISTERS)
+        contract_channels<BLOCK_KV>(s, q.tile, q.row, keys);
+    else
+        contract_channels<BLOCK_KV>(s, q.values, keys);
+}
+
+// o += P V of a tile.
+template <int WORDS>
+__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WORDS], const float (&factor)[2], u32 values) {
+    if constexpr (P_IS_16BIT) {
+        contract_tokens_16bit<BLOCK_KV>(state.o, p, values);
+        if constexpr (COMPENSATES) {
+            const u32 one = pack_16bit(1.0f, 1.0f), ones[2] = {one, one};
+#pragma unroll
+            for (int i = 0; i < BLOCK_KV / 16; ++i) mma_16bit(state.l_rounded, p + 4 * i, ones);
+        }
+    } else {
+        contract_tokens<BLOCK_KV, D, P_IS_UNSIGNED>(state.o, p, values, factor);
+    }
 }
 
 // Raises the running maximum to that of another tile. `share` is the factor for P that was computed with the tile's own
@@ -111,11 +158,10 @@ __device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile
     }
 }
 
-// P of a warp's logits whose maximum per row is m, as the left operand of a product: in INT8, 127 being the maximum, or in
-// 16 bits. Adds share[row] * P to l.
+// P of a warp's logits whose maximum per row is m. Adds share[row] * P to l.
 template <bool FAST, int WORDS>
-__device__ __forceinline__ void probabilities(u32 (&rounded)[WORDS], const int (&s)[BLOCK_KV / 2], float factor, const float (&m)[2],
-                                              const float (&share)[2], State& state) {
+__device__ __forceinline__ void exponentiate(u32 (&rounded)[WORDS], const int (&s)[BLOCK_KV / 2], float factor,
+                                             const float (&m)[2], const float (&share)[2], State& state) {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < BLOCK_KV / 16; ++j) {  // 16 columns
@@ -140,74 +186,13 @@ __device__ __forceinline__ void probabilities(u32 (&rounded)[WORDS], const int (
     for (int r = 0; r < 2; ++r) state.l[r] = fmaf(sum[2 * r] + sum[2 * r + 1], share[r], state.l[r]);
 }
 
-// o += P V of a tile.
-template <int WORDS>
-__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WORDS], u32 values, const float (&factor)[2]) {
-    if constexpr (P_IS_16BIT) {
-        contract_tokens_16bit<BLOCK_KV>(state.o, p, values);
-        if constexpr (COMPENSATES) {
-            const u32 one = pack_16bit(1.0f, 1.0f), ones[2] = {one, one};
-#pragma unroll
-            for (int i = 0; i < BLOCK_KV / 16; ++i) mma_16bit(state.l_rounded, p + 4 * i, ones);
-        }
-    } else {
-        contract_tokens<BLOCK_KV, D, P_IS_UNSIGNED>(state.o, p, values, factor);
-    }
-}
-
-// As add_tile, where each key and each value has a scale of its own. `q_factor`: from a row of S times a scale of K to logits.
-// P is multiplied by the scales of V before it is rounded, so that its row needs a maximum of its own.
-__device__ __forceinline__ void add_tile_of_token_scales(State& state, const Queries& q, const float (&q_factor)[2],
-                                                         const u8* scales, u32 stage, bool is_cut, int keys, int query,
-                                                         const Window& window) {
-    const float2 *k_scales = reinterpret_cast<const float2*>(scales) + threadIdx.x % 4, *v_scales = k_scales + BLOCK_KV / 2;
-    int s[BLOCK_KV / 2];
-    float x[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2];
-    multiply_keys<BLOCK_KV>(s, q, stage);
-    if (is_cut) mask(s, keys, query);
-    if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i) {
-        const int r = i / 2 % 2;
-        const float factor = __fmul_rn(q_factor[r], pick(k_scales[i / 4 * 4], i % 2));
-        x[i] = s[i] == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(s[i]), factor);
-        m_tile[r] = nan_max(m_tile[r], x[i]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) m_tile[r] = row_max(m_tile[r]);
-    raise_maximum(state, m_tile, share);
-
-    float sum[2] = {0.0f, 0.0f}, largest[2] = {0.0f, 0.0f}, inverse[2], factor[2];
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i) {
-        const int r = i / 2 % 2;
-        const bool is_masked = x[i] == -INFINITE;
-        const float m = MAY_HIDE_ALL && m_tile[r] == -INFINITE ? 0.0f : m_tile[r];
-        const float p = exp2_fast(__fadd_rn(x[i], -m));
-        sum[r] += p;
-        x[i] = is_masked ? 0.0f : p * pick(v_scales[i / 4 * 4], i % 2);
-        largest[r] = nan_max(largest[r], x[i]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        state.l[r] = fmaf(sum[r], share[r], state.l[r]);
-        const float scale = scale_of(row_max(largest[r]), P_MAX);
-        inverse[r] = reciprocal(scale);
-        factor[r] = share[r] * scale;
-    }
-    u32 p[BLOCK_KV / 8];
-    round_tile<BLOCK_KV>(p, x, inverse);
-    contract_tokens<BLOCK_KV, D, P_IS_UNSIGNED>(state.o, p, stage + K_TILE, factor);
-}
-
-// One tile of keys for the 16 queries of this warp. `keys` and `query`: the number of keys left, and this thread's first
-// query, counted from the tile's first key.
-__device__ __forceinline__ void add_tile(State& state, const Queries& q, float factor, float v_scale, u32 stage,
-                                         bool is_cut, int keys, int query, const Window& window) {
-    int s[BLOCK_KV / 2], largest[2] = {MASKED, MASKED};
-    multiply_keys<BLOCK_KV>(s, q, stage);
-    if (is_cut) mask(s, keys, query);
-    if (HAS_WINDOW && is_cut) mask_outside(s, window, query);
+// P of a tile. `factor`: from S to logits.
+template <class P, class Sums>
+__device__ __forceinline__ void find_p(State& state, P& p, Sums& s, float factor, float v_scale, const Visible& visible,
+                                       const Window& window) {
+    int largest[2] = {MASKED, MASKED};
+    if (visible.is_cut) mask(s, visible.keys, visible.query);
+    if (HAS_WINDOW && visible.is_cut) mask_outside(s, window, visible.query);
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i) largest[i / 2 % 2] = max(largest[i / 2 % 2], s[i]);
     float m_tile[2], share[2];
@@ -219,27 +204,66 @@ __device__ __forceinline__ void add_tile(State& state, const Queries& q, float f
     raise_maximum(state, m_tile, share);
     if (P_IS_16BIT) share[0] = share[1] = 1.0f;  // P is computed with the running maximum, and has no scale
 
-    u32 p[P_IS_16BIT ? BLOCK_KV / 4 : BLOCK_KV / 8];
     const float (&m)[2] = P_IS_16BIT ? state.m : m_tile;
-    if (is_fusible(factor) && !is_cut)
-        probabilities<true>(p, s, factor, m, share, state);
+    if (is_fusible(factor) && !visible.is_cut)
+        exponentiate<true>(p.rounded, s, factor, m, share, state);
     else
-        probabilities<false>(p, s, factor, m, share, state);
-    const float v_factor[2] = {share[0] * (v_scale * (1.0f / P_MAX)), share[1] * (v_scale * (1.0f / P_MAX))};
-    multiply_values(state, p, stage + K_ROWS_TILE, v_factor);
+        exponentiate<false>(p.rounded, s, factor, m, share, state);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) p.factor[r] = share[r] * (v_scale * (1.0f / P_MAX));
 }
 
-// As add_tile, where S is in 16 bits.
-template <int WORDS>
-__device__ __forceinline__ void add_tile_16bit(State& state, const u32 (&q)[WORDS], float factor, u32 stage, bool is_cut,
-                                               int keys, int query, const Window& window) {
-    float s[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2], sum[2] = {0.0f, 0.0f};
-    contract_channels_16bit<BLOCK_KV>(s, q, stage);
+// The same where each key and each value has a scale of its own. `q_factor`: from a row of S times a scale of K to logits.
+// P is multiplied by the scales of V before it is rounded, so that its row needs a maximum of its own.
+template <class P, class Sums>
+__device__ __forceinline__ void find_p_of_token_scales(State& state, P& p, Sums& s, const float (&q_factor)[2],
+                                                       const u8* scales, const Visible& visible, const Window& window) {
+    const float2 *k_scales = reinterpret_cast<const float2*>(scales) + threadIdx.x % 4, *v_scales = k_scales + BLOCK_KV / 2;
+    float x[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2];
+    if (visible.is_cut) mask(s, visible.keys, visible.query);
+    if (HAS_WINDOW && visible.is_cut) mask_outside(s, window, visible.query);
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i) {
-        const int r = i / 2 % 2, key = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, distance = key - query - 8 * r;
-        const bool is_hidden =
-            is_cut && (key >= keys || (IS_CAUSAL && distance > 0) || (HAS_WINDOW && window.hides(distance)));
+        const int r = i / 2 % 2;
+        const float factor = __fmul_rn(q_factor[r], pick(k_scales[i / 4 * 4], i % 2));
+        x[i] = s[i] == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(s[i]), factor);
+        m_tile[r] = nan_max(m_tile[r], x[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) m_tile[r] = row_max(m_tile[r]);
+    raise_maximum(state, m_tile, share);
+
+    float sum[2] = {0.0f, 0.0f}, largest[2] = {0.0f, 0.0f}, inverse[2];
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+        const int r = i / 2 % 2;
+        const bool is_masked = x[i] == -INFINITE;
+        const float m = MAY_HIDE_ALL && m_tile[r] == -INFINITE ? 0.0f : m_tile[r];
+        const float e = exp2_fast(__fadd_rn(x[i], -m));
+        sum[r] += e;
+        x[i] = is_masked ? 0.0f : e * pick(v_scales[i / 4 * 4], i % 2);
+        largest[r] = nan_max(largest[r], x[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        state.l[r] = fmaf(sum[r], share[r], state.l[r]);
+        const float scale = scale_of(row_max(largest[r]), P_MAX);
+        inverse[r] = reciprocal(scale);
+        p.factor[r] = share[r] * scale;
+    }
+    round_tile<BLOCK_KV>(p.rounded, x, inverse);
+}
+
+// The same where S is in 16 bits.
+template <class P, class Sums>
+__device__ __forceinline__ void find_p_16bit(State& state, P& p, Sums& s, float factor, const Visible& visible,
+                                             const Window& window) {
+    float m_tile[2] = {-INFINITE, -INFINITE}, share[2], sum[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < BLOCK_KV / 2; ++i) {
+        const int r = i / 2 % 2, key = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, distance = key - visible.query - 8 * r;
+        const bool is_hidden = visible.is_cut && (key >= visible.keys || (IS_CAUSAL && distance > 0) ||
+                                                  (HAS_WINDOW && window.hides(distance)));
         s[i] = is_hidden ? -INFINITE : __fmul_rn(s[i], factor);
         m_tile[r] = nan_max(m_tile[r], s[i]);
     }
@@ -247,7 +271,6 @@ __device__ __forceinline__ void add_tile_16bit(State& state, const u32 (&q)[WORD
     for (int r = 0; r < 2; ++r) m_tile[r] = row_max(m_tile[r]);
     raise_maximum(state, m_tile, share);
 
-    u32 p[BLOCK_KV / 4];
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 2; ++i) {
         const int r = i / 2 % 2;
@@ -256,10 +279,9 @@ __device__ __forceinline__ void add_tile_16bit(State& state, const u32 (&q)[WORD
         sum[r] += s[i];
     }
 #pragma unroll
-    for (int i = 0; i < BLOCK_KV / 4; ++i) p[i] = pack_16bit(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < BLOCK_KV / 4; ++i) p.rounded[i] = pack_16bit(s[2 * i], s[2 * i + 1]);
     state.l[0] += sum[0];
     state.l[1] += sum[1];
-    multiply_values(state, p, stage + K_ROWS_TILE, share);
 }
 
 }  // namespace
@@ -285,15 +307,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
         own_begin = first_key_block(window, first);
         if (tiles > 0) tiles = end_of_key_blocks(window, min(first + BLOCK_Q, work.q.tokens), work.keys);
     }
+    const auto scales_of = [&](int tile) { return SCALES + tile % 3 * SCALE_BYTES; };
+    const auto stage_of = [&](int tile) { return (tile - begin) % 2 * STAGE_BYTES; };
+    const auto packed = [&](int tile) { return a.packed_kv + (work.kv_block + i64(tile)) * KV_BYTES; };
     const auto copy_keys = [&](int tile) {
-        copy_block<THREADS>(base + (tile - begin) % 2 * STAGE_BYTES, a.packed_kv + (work.kv_block + i64(tile)) * KV_BYTES, KV_BYTES);
-        cp_async_commit();
+        copy_block<GROUP, K_ROWS_TILE>(base + stage_of(tile), packed(tile));
+        if (SCALE_BYTES > 0) copy_block<GROUP, SCALE_BYTES>(base + scales_of(tile), packed(tile) + STAGE_BYTES);
+    };
+    const auto copy_values = [&](int tile) {
+        copy_block<GROUP, V_TILE>(base + stage_of(tile) + K_ROWS_TILE, packed(tile) + K_ROWS_TILE);
+    };
+    const bool is_first_group = warp < WARPS / 2;
+    const int end = work.kv_tiles;
+    const auto let_the_other_group_multiply = [&] {
+        barrier_arrive<THREADS>(is_first_group ? SECOND_MULTIPLIES : FIRST_MULTIPLIES);
     };
 
-    for (int i = 0; i < work.q_blocks; ++i)
-        copy_block<THREADS>(base + QUERIES + i * QUERY_BYTES, a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES,
-                            PACKED_Q_BYTES);
-    if (begin < work.kv_tiles) copy_keys(begin);
+    for (int i = 0; i < work.q_blocks; ++i) {
+        const u8* queries = a.packed_q + (work.q_block + i64(i)) * PACKED_Q_BYTES;
+        copy_block<THREADS, PACKED_Q_BYTES>(base + QUERIES + i * QUERY_BYTES, queries);
+    }
+    if (is_first_group && begin < end) copy_keys(begin);
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
@@ -308,25 +342,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
 
     State state = {};
     state.m[0] = state.m[1] = -INFINITE;
-    for (int tile = begin; tile < work.kv_tiles; ++tile) {
-        cp_async_wait<0>();
-        __syncthreads();  // this tile is there for all threads, and none needs the other stage any more
-        if (tile + 1 < work.kv_tiles) copy_keys(tile + 1);
-        if (tile >= tiles || (HAS_WINDOW && tile < own_begin)) continue;
-        const int stage = (tile - begin) % 2 * STAGE_BYTES, first_key = tile * BLOCK_KV;
+    Probabilities p;
+    const auto sees = [&](int tile) { return tile >= (HAS_WINDOW ? own_begin : begin) && tile < tiles; };
+    if (!is_first_group && begin <= end) let_the_other_group_multiply();
+    for (int tile = begin; tile <= end; ++tile) {
+        if (is_first_group) cp_async_wait<0>();
+        // K and V are there, and the other group has multiplied.
+        barrier_sync<THREADS>(is_first_group ? FIRST_MULTIPLIES : SECOND_MULTIPLIES);
+        if (is_first_group) {
+            if (tile + 1 < end) copy_keys(tile + 1);
+            if (tile < end) copy_values(tile);
+            cp_async_commit();
+        }
+        if (sees(tile - 1)) multiply_values(state, p.rounded, p.factor, base + stage_of(tile - 1) + K_ROWS_TILE);
+        if (!sees(tile)) {
+            if (is_first_group || tile < end) let_the_other_group_multiply();
+            continue;
+        }
+        Logit s[BLOCK_KV / 2];
+        multiply_keys(s, q, base + stage_of(tile));
+        let_the_other_group_multiply();
+
+        const int first_key = tile * BLOCK_KV;
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
                             (HAS_WINDOW && window.cuts(first_key - first, work.q.tokens, work.keys));
-        const int keys = work.keys - first_key, query = first + lane_row - first_key;
+        const Visible visible = {is_cut, work.keys - first_key, first + lane_row - first_key};
         if constexpr (S_IS_16BIT) {
-            add_tile_16bit(state, q.values, __fmul_rn(a.scale, LOG2_E), base + stage, is_cut, keys, query, window);
+            find_p_16bit(state, p, s, __fmul_rn(a.scale, LOG2_E), visible, window);
         } else if constexpr (HAS_TOKEN_SCALES) {
             const float q_factor[2] = {logit_factor(q_scale[0], 1.0f, a.scale), logit_factor(q_scale[1], 1.0f, a.scale)};
-            add_tile_of_token_scales(state, q, q_factor, shared + stage + SCALES, base + stage, is_cut, keys, query,
-                                     window);
+            find_p_of_token_scales(state, p, s, q_factor, shared + scales_of(tile), visible, window);
         } else {
-            const float2 scales = *reinterpret_cast<const float2*>(shared + stage + SCALES);
-            const float factor = logit_factor(q_scale[0], scales.x, a.scale);
-            add_tile(state, q, factor, scales.y, base + stage, is_cut, keys, query, window);
+            const float2 scales = *reinterpret_cast<const float2*>(shared + scales_of(tile));
+            find_p(state, p, s, logit_factor(q_scale[0], scales.x, a.scale), scales.y, visible, window);
         }
     }
 

@@ -19,13 +19,16 @@ struct Tile {
     Window window;
 };
 
+// How many chunks of 64 bytes of channels are unrolled, so that operands are loaded ahead. Threads of 12 warps lack the registers.
+constexpr int UNROLLED_CHUNKS = LAUNCH_THREADS > 256 ? 1 : 2 * D / 64;
+
 // dP of 16 keys, from row `key` on, and N / 2 queries.
 template <int N>
 __device__ __forceinline__ void contract_values(float (&dp)[N], u32 values, u32 grad, int key) {
 #pragma unroll
     for (int i = 0; i < N; ++i) dp[i] = 0.0f;
     const u32 v_address = left_address<128>(values), grad_address = right_address<128>(grad);
-#pragma unroll 1
+#pragma unroll(UNROLLED_CHUNKS)
     for (int byte = 0; byte < 2 * D; byte += 64) {
         u32 v[8];
         const u32 v_chunk = v_address + byte / 128 * (BLOCK_KV * 128);

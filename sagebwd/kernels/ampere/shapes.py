@@ -76,16 +76,16 @@ def cta_shape(
 def _forward_bytes(
     head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool, s_16bit: bool
 ) -> int:
-    """Two stages, and the queries if they do not go to registers; or staging of two times 64 rows."""
+    """Two stages of K and V, or one and the queries; queries that stay; scales of three. Or staging of rows."""
     block_q, block_kv = tile
     alignment = max(head_dim, 128)
-    if s_16bit:
-        stage = 4 * block_kv * head_dim
-        return max(2 * stage, 2 * 64 * (2 * head_dim + 16))
-    queries = _align(block_q * head_dim + scale_bytes(1, block_q, token_scales), alignment) * 128 // block_q
-    scales = scale_bytes(1 if p_16bit else 2, block_kv, token_scales)
-    stage = _align((3 if p_16bit else 2) * block_kv * head_dim + scales, alignment)
-    operands = 2 * stage if head_dim <= 128 or p_16bit else 2 * stage + queries
+    q_values = block_q * head_dim * (2 if s_16bit else 1)
+    q_scales = 0 if s_16bit else scale_bytes(1, block_q, token_scales)
+    queries = _align(q_values + q_scales, alignment) * 128 // block_q
+    scales = 0 if s_16bit else scale_bytes(1 if p_16bit else 2, block_kv, token_scales)
+    stage = block_kv * head_dim * ((2 if s_16bit else 1) + (2 if p_16bit else 1))
+    in_registers = head_dim <= 128 or p_16bit
+    operands = max(2 * stage, (1 if in_registers else 2) * stage + queries) + 3 * scales
     return max(operands, 2 * 64 * (2 * head_dim + 16))
 
 

@@ -196,6 +196,31 @@ def test_twelve_warps_give_the_same_bits_as_eight(
         assert all(map(torch.equal, results, wanted))
 
 
+FORWARDS = {
+    "default": (SageConfig(), 128, None, {}),
+    "default, packed": (SageConfig(), 64, [1, 64, 65, 0, 130, 2, 300], {"is_causal": True}),
+    "default, a window": (SageConfig(), 64, None, {"window_size": (140, 3)}),
+    "P in 16 bits": (SageConfig.consistent(), 128, None, {"is_causal": True}),
+    "strictly causal": (SageConfig.strictly_causal(), 64, None, {"is_causal": True}),
+    "paper": (SageConfig.paper(), 128, None, {"is_causal": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "head_dim", "documents", "mask"), FORWARDS.values(), ids=FORWARDS.keys())
+def test_the_groups_of_the_forward_take_turns(
+    attend_on_cpu, in_both_orders, starving, draw, config, head_dim, documents, mask
+):
+    """Whichever warps are late, the second group or the one that copies."""
+    boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+    tokens = 700 if documents is None else sum(documents)
+    inputs = draw(tokens, batch=1, heads=1, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    settings = {"config": config, "boundaries": boundaries, **mask}
+    wanted = in_both_orders(lambda: attend_on_cpu(*inputs, **settings))
+    for first, count in ((0, 32), (0, 128), (128, 32), (128, 128)):
+        found = starving(first, count, lambda: attend_on_cpu(*inputs, **settings))
+        assert torch.equal(found[0], wanted[0])
+
+
 # --- Windows -----------------------------------------------------------------------------------------------
 
 #: (queries, keys, window): whole tiles to skip on either side, of keys and of queries; no limit on one side;
