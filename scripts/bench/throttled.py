@@ -1,16 +1,21 @@
-"""A stand-in for an RTX 4090: the Ampere kernels on an H200 whose tensor cores do each product several times.
+"""A stand-in for an RTX 4090: the Ampere kernels on an H100 or H200 whose tensor cores do more products.
 
     python -m scripts.bench.throttled
 
-It needs an H200. Every product is followed by others with a zero left operand, which change no
-bit of the result; the command compares. An SM of an H200 does 2,706 INT8 and 1,354 bf16 multiply-adds per
-cycle with mma.sync (measured by hand), one of an RTX 4090 1,024 and 256. So 2.64 times as many INT8 products
-and 5.29 times as many bf16 ones take as long as on an RTX 4090. Times are measured with 2 and 4, and with 3
-and 6 times as many, and interpolated. FP32 lanes, special functions and shared memory of both are alike.
+It needs an H100 or H200. Every product is followed by others with zero, which change no bit of the result;
+the command compares. An SM of these GPUs does 2,706 INT8 and 1,354 bf16 multiply-adds per cycle with mma.sync
+(measured by hand), one of an RTX 4090 1,024 and 256. So 2.64 times as many INT8 products and 5.29 times as
+many bf16 ones take as long as on an RTX 4090. Times are measured with 2 and 4, and with 3 and 6 times as
+many, and interpolated. FP32 lanes, special functions and shared memory of both are alike.
 
-The predicted time is that of the attention kernels on the H200, in cycles of all SMs, at the SMs and clock of
-the RTX 4090, and packing at 85% of its memory's bandwidth. Not corrected: issue slots that the repeated
-products take, caches, the memory that K and V come from, and the clock under load.
+The further products are INT8, of which an instruction takes as long as of bf16. They go to sums that no
+product of the moment needs, so they take the tensor cores' time but seldom make another product wait. A
+product that continues a sum waits as long as on the GPU that runs, about 33 cycles. On an RTX 4090 that is
+about 24 (INT8) or 33 (bf16).
+
+The predicted time is that of the attention kernels, in cycles of all SMs, at the SMs and clock of the
+RTX 4090, and packing at 85% of its memory's bandwidth. Not corrected: issue slots that the further products
+and their zeros take, caches, the memory that K and V come from, and the clock under load.
 """
 
 from __future__ import annotations
@@ -50,43 +55,81 @@ from scripts.bench.predict import LENGTHS, PACKING_EFFICIENCY, PAPER_FLASH, pack
 
 PROGRAM = "python -m scripts.bench.throttled"
 TARGET = GPUS["RTX 4090"]
-#: Multiply-adds per cycle and SM of an H200 with mma.sync, INT8 and bf16 with fp32 sums, as measured.
-H200_INT8, H200_16BIT = 2706, 1354
+#: Multiply-adds per cycle and SM of an H100 or H200 with mma.sync, INT8 and bf16 with fp32 sums, as measured.
+HOPPER_INT8, HOPPER_16BIT = 2706, 1354
 #: How often each INT8 product is done. 16-bit products are done twice as often: on a GeForce they take four
-#: times as long as INT8 ones, on an H200 twice.
+#: times as long as INT8 ones, on an H100 or H200 twice.
 TIMES = (2, 3)
 #: Kernels of which the time counts.
-KERNELS = (
-    "forward_kernel",
+FORWARD_KERNELS = ("forward_kernel",)
+BACKWARD_KERNELS = (
     "backward_kernel",
     "backward_dq_warps_kernel",
     "backward_64_keys_kernel",
     "backward_64_keys_dq_warps_kernel",
 )
 
-HEADER = "ptx_sm80.cuh"
-ORIGINAL = "ptx_sm80_original.cuh"
-#: In the place of HEADER: the products of ORIGINAL, and further ones that add zero.
+HEADER = "after_product.cuh"
+#: In the place of HEADER: INT8 products with zero. Added to any 32 bits, also an fp32 sum, they change none.
+#: They go to sums of other columns: ptxas deletes a product whose sum nobody uses, and with the sum of the
+#: true product each would wait for the one before.
 THROTTLED = """#pragma once
-#define mma_int8 mma_int8_once
-#define mma_16bit mma_16bit_once
-#include "ptx_sm80_original.cuh"
-#undef mma_int8
-#undef mma_16bit
 
-template <bool LEFT_UNSIGNED = false>
-__device__ __forceinline__ void mma_int8(int (&sum)[4], const u32* a, const u32* b) {
-    const u32 zero[4] = {0, 0, 0, 0};
-    mma_int8_once<LEFT_UNSIGNED>(sum, a, b);
-#pragma unroll
-    for (int i = 1; i < INT8_TIMES; ++i) mma_int8_once<LEFT_UNSIGNED>(sum, zero, b);
+#include "ptx.cuh"
+
+// x += b times zero. left, right: s8 or u8, before them what else makes products of another kind.
+#define ADD_ZERO(left, right)                                                                             \\
+    asm volatile("mma.sync.aligned.m16n8k32.row.col." left "." right ".s32 {%0, %1, %2, %3}, "            \\
+        "{%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};"                                                   \\
+        : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])                                                  \\
+        : "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(0))
+
+// ptxas does products of the same kind and operands only once; and sums may all be zero at first. Nothing overflows.
+__device__ __forceinline__ void add_zero(int (&x)[4], const u32* b, int kind) {
+    if (kind == 0) ADD_ZERO("s32.s8", "s8");
+    if (kind == 1) ADD_ZERO("s32.s8", "u8");
+    if (kind == 2) ADD_ZERO("s32.u8", "s8");
+    if (kind == 3) ADD_ZERO("s32.u8", "u8");
+    if (kind == 4) ADD_ZERO("satfinite.s32.s8", "s8");
+    if (kind == 5) ADD_ZERO("satfinite.s32.s8", "u8");
+    if (kind == 6) ADD_ZERO("satfinite.s32.u8", "s8");
+    if (kind == 7) ADD_ZERO("satfinite.s32.u8", "u8");
 }
 
-__device__ __forceinline__ void mma_16bit(float* sum, const u32* a, const u32* b) {
-    const u32 zero[4] = {0, 0, 0, 0};
-    mma_16bit_once(sum, a, b);
+// The groups take turns, so that no product waits for the one before. Left out are `own` and, of many, its
+// neighbors: true products need them now.
+template <int GROUPS, int PRODUCTS, class T>
+__device__ __forceinline__ void multiply_zero(T* sums, int own, int product, const u32* b) {
+    constexpr int NEAR = GROUPS < 8 ? 0 : 1, IDLE = GROUPS - 1 - 2 * NEAR;
 #pragma unroll
-    for (int i = 1; i < 2 * INT8_TIMES; ++i) mma_16bit_once(sum, zero, b);
+    for (int i = 0; i < PRODUCTS; ++i) {
+        T* group = sums + (own + 1 + NEAR + (product * PRODUCTS + i) % IDLE) % GROUPS * 4;
+        int x[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) x[k] = reinterpret_cast<const int&>(group[k]);
+        add_zero(x, b, (product % 2 * PRODUCTS + i) % 8);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) group[k] = reinterpret_cast<const T&>(x[k]);
+    }
+}
+
+template <int GROUPS, class T>
+__device__ __forceinline__ void after_int8(T* sums, int own, int product, const u32* b) {
+    multiply_zero<GROUPS, INT8_TIMES - 1>(sums, own, product, b);
+}
+
+template <int GROUPS, class T>
+__device__ __forceinline__ void after_16bit(T* sums, int own, int product, const u32* b) {
+    multiply_zero<GROUPS, 2 * INT8_TIMES - 1>(sums, own, product, b);
+}
+
+// All groups have values before the first product, and x begins with that of its own.
+template <int GROUPS>
+__device__ __forceinline__ void before_group(int (&x)[4], int* sums, int own) {
+#pragma unroll
+    for (int i = 0; i < 4 * GROUPS && own == 0; ++i) sums[i] = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = sums[4 * own + i];
 }
 """
 
@@ -95,7 +138,7 @@ __device__ __forceinline__ void mma_16bit(float* sum, const u32* a, const u32* b
 class Row:
     """Forward + backward at one shape.
 
-    kernel_ms: on the H200, of the attention kernels alone, by how often INT8 products are done.
+    forward_ms, backward_ms: measured, of the attention kernels alone, by how often INT8 products are done.
     same_bits: whether results were those without further products, at each.
     tflops: predicted for TARGET. flash: FlashAttention-2 there, as the paper measured it; None elsewhere.
     """
@@ -103,7 +146,8 @@ class Row:
     head_dim: int
     mask: str
     tokens: int
-    kernel_ms: dict[int, float]
+    forward_ms: dict[int, float]
+    backward_ms: dict[int, float]
     same_bits: bool
     tflops: float
     flash: float | None
@@ -132,7 +176,6 @@ def throttled_sources(sources: Sources, times: int, folder: Path) -> Sources:
     for i, original in enumerate(sources.folders):
         copies.append(folder / f"{sources.architecture}-{i}")
         shutil.copytree(original, copies[-1], ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    (copies[0] / HEADER).rename(copies[0] / ORIGINAL)
     text = THROTTLED.replace("INT8_TIMES", str(times))
     (copies[0] / HEADER).write_text(text, encoding="utf-8")
     return Sources(sources.architecture, tuple(copies))
@@ -146,27 +189,32 @@ def measure(shape: Shape, arguments: Namespace, clock_ghz: float) -> Row:
     inputs = draw_inputs(shape, torch.bfloat16, torch.device("cuda"), seed=0)
     attend = build_sagebwd(CONFIGS["default"][1], shape, kernels="ampere")
     exact = run_both(attend, inputs)
-    times, same = {}, True
+    forward, backward, same = {}, {}, True
     for products in TIMES:
         with throttled(products):
             same &= all(map(torch.equal, run_both(attend, inputs), exact))
-            times[products] = kernel_ms(attend, inputs, arguments.repetitions)
+            forward[products], backward[products] = kernel_ms(attend, inputs, arguments.repetitions)
+    times = {products: forward[products] + backward[products] for products in TIMES}
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     tflops = predicted_tflops(shape, times, clock_ghz, sms)
     known = dict(zip(LENGTHS, PAPER_FLASH.get((shape.head_dim, shape.mask), ()), strict=False))
     flash = known.get(shape.tokens)
-    return Row(shape.head_dim, shape.mask, shape.tokens, times, same, tflops, flash)
+    return Row(shape.head_dim, shape.mask, shape.tokens, forward, backward, same, tflops, flash)
 
 
-def kernel_ms(attend: Any, inputs: tuple[Tensor, ...], repetitions: int) -> float:
-    """Mean time of the attention kernels of one forward and backward."""
+def kernel_ms(attend: Any, inputs: tuple[Tensor, ...], repetitions: int) -> tuple[float, float]:
+    """Mean times of the attention kernels of a forward and of a backward."""
     run_both(attend, inputs)
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(repetitions):
             run_both(attend, inputs)
         torch.cuda.synchronize()
-    spent = sum(event.self_device_time_total for event in profiler.key_averages() if event.key in KERNELS)
-    return spent / 1e3 / repetitions  # from µs
+    spent = {event.key: event.self_device_time_total for event in profiler.key_averages()}  # µs
+    forward, backward = (
+        sum(spent.get(name, 0.0) for name in names) / 1e3 / repetitions
+        for names in (FORWARD_KERNELS, BACKWARD_KERNELS)
+    )
+    return forward, backward
 
 
 def predicted_tflops(shape: Shape, times: dict[int, float], clock_ghz: float, sms: int) -> float:
@@ -177,7 +225,7 @@ def predicted_tflops(shape: Shape, times: dict[int, float], clock_ghz: float, sm
         clock_ghz: of the SMs while they ran.
     """
     few, many = TIMES
-    wanted = H200_INT8 / TARGET.int8
+    wanted = HOPPER_INT8 / TARGET.int8
     milliseconds = times[few] + (times[many] - times[few]) * (wanted - few) / (many - few)
     kernels = milliseconds * 1e-3 * (sms * clock_ghz) / (TARGET.sms * TARGET.clock_ghz)
     elements = shape.batch * shape.heads * shape.tokens * shape.head_dim
@@ -208,7 +256,10 @@ def main(argv: list[str] | None = None) -> None:
     rows = [measure(shape, arguments, clock) for shape in attention.shapes_of(arguments)]
     result = describe_run(PROGRAM, argv, arguments, []) | {"sm_clock_ghz": clock}
     result["hardware"] |= describe_limits(torch.device("cuda"))
-    result["values"] = f"predicted for an {TARGET.name} from a throttled H200; TFLOP/s of forward + backward"
+    result["values"] = (
+        f"predicted for an {TARGET.name} from a throttled {torch.cuda.get_device_name()}; "
+        "TFLOP/s of forward + backward"
+    )
     lines = ["# Predicted with throttled tensor cores", "", result["values"], "", *table(rows)]
     print("\n".join(lines))
     write_markdown(arguments.out, "\n".join([*lines, ""]))
@@ -225,7 +276,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser.set_defaults(device="cuda")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        parser.error("this needs an H200: rates of other tensor cores with mma.sync were not measured")
+        parser.error("this needs an H100 or H200: mma.sync was not measured on other tensor cores")
     return arguments
 
 
