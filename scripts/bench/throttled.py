@@ -84,7 +84,7 @@ THROTTLED = """#pragma once
         : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])                                                  \\
         : "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(0))
 
-// ptxas does products of the same kind and operands only once; and sums may all be zero at first. Nothing overflows.
+// ptxas does products of the same kind and operands only once; and sums may all be zero at first.
 __device__ __forceinline__ void add_zero(int (&x)[4], const u32* b, int kind) {
     if (kind == 0) ADD_ZERO("s32.s8", "s8");
     if (kind == 1) ADD_ZERO("s32.s8", "u8");

@@ -76,7 +76,7 @@ def cta_shape(
 def _forward_bytes(
     head_dim: int, tile: tuple[int, int], p_16bit: bool, token_scales: bool, s_16bit: bool
 ) -> int:
-    """Two stages of K and V, or one and the queries; queries that stay; scales of three. Or staging of rows."""
+    """Two stages of K and V, or one and the queries; queries that stay; scales of three. Or staging."""
     block_q, block_kv = tile
     alignment = max(head_dim, 128)
     q_values = block_q * head_dim * (2 if s_16bit else 1)

@@ -42,7 +42,8 @@ def test_every_product_is_done_so_often(which, head_dim, times):
     code = parse(text, f"{source}_kernel")[0]
     products = [instruction.operands for instruction in code if instruction.base in ("IMMA", "HMMA")]
     waiting = sum(before[0] == after[3] for before, after in pairwise(products))
-    assert waiting <= 0.05 * len(products)  # of true products some do; half of all did when sums were the same
+    # Some true products do. If further products went to the sums of true ones, half of all would.
+    assert waiting <= 0.05 * len(products)
 
 
 def test_nothing_of_it_is_left_behind():
