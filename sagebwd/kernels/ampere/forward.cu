@@ -49,6 +49,8 @@ constexpr int SHARED_BYTES = OPERAND_BYTES > HALVES * STAGING_BYTES ? OPERAND_BY
 static_assert(KV_BYTES == (P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES) && STAGE_BYTES % ALIGNED == 0);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
+// With S in 16 bits products take most of the time, and groups that exclude each other were slower: all multiply at once.
+constexpr bool TAKES_TURNS = !S_IS_16BIT;
 constexpr int GROUP = THREADS / 2;
 enum Barrier { FIRST_MULTIPLIES = 4, SECOND_MULTIPLIES };  // lower numbers belong to __syncthreads and to warpgroup_sync
 
@@ -323,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     const bool is_first_group = warp < WARPS / 2;
     const int end = work.kv_tiles;
     const auto let_the_other_group_multiply = [&] {
-        barrier_arrive<THREADS>(is_first_group ? SECOND_MULTIPLIES : FIRST_MULTIPLIES);
+        if (TAKES_TURNS) barrier_arrive<THREADS>(is_first_group ? SECOND_MULTIPLIES : FIRST_MULTIPLIES);
     };
 
     for (int i = 0; i < work.q_blocks; ++i) {
@@ -351,7 +353,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     for (int tile = begin; tile <= end; ++tile) {
         if (is_first_group) cp_async_wait<0>();
         // K and V are there, and the other group has multiplied.
-        barrier_sync<THREADS>(is_first_group ? FIRST_MULTIPLIES : SECOND_MULTIPLIES);
+        if constexpr (TAKES_TURNS)
+            barrier_sync<THREADS>(is_first_group ? FIRST_MULTIPLIES : SECOND_MULTIPLIES);
+        else
+            __syncthreads();
         if (is_first_group) {
             if (tile + 1 < end) copy_keys(tile + 1);
             if (tile < end) copy_values(tile);
