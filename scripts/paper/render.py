@@ -18,6 +18,7 @@ from typing import Any
 from data.files import write_text
 from scripts.bench.measuring import command_parser
 from scripts.paper import accuracy, drawing, error_against_time, gradient_formats, large_logits, table1
+from scripts.paper.further_runs import ASSAYS
 from scripts.paper.gradient_bias_tables import Row as BiasRow
 from scripts.paper.gradient_bias_tables import draw as draw_bias
 from scripts.paper.gradient_bias_tables import to_markdown as bias_markdown
@@ -82,7 +83,8 @@ def tables(results: Results) -> dict[str, Callable[[Path], None]]:
     add("gradient_error", lambda data: error_markdown(*study(data)))
     for name in BIAS:
         add(name, lambda data: bias_markdown(data, bias_rows(data)))
-    add("large_logits", lambda data: large_logits_markdown(data, large_logits.compare(data["runs"])))
+    for name in ASSAYS:
+        add(name, lambda data: large_logits_markdown(data, large_logits.compare(data["runs"])))
     add("gradient_formats", lambda data: gradient_formats.to_markdown(data, gradient_formats.rows_of(data)))
     return made
 
@@ -114,13 +116,14 @@ def pictures(results: Results) -> dict[str, Callable[[Path], None]]:
             drawn[f"{name}.png"] = lambda path, name=name: draw_bias(
                 bias_rows(results.json(f"{name}.json")), path
             )
-    add(
-        "large_logits.png",
-        "large_logits.json",
-        lambda data: draw_large_logits(
-            large_logits.compare(data["runs"]), large_logits.curves_of(data["runs"])
-        ),
-    )
+    for name in ASSAYS:
+        add(
+            f"{name}.png",
+            f"{name}.json",
+            lambda data: draw_large_logits(
+                large_logits.compare(data["runs"]), large_logits.curves_of(data["runs"])
+            ),
+        )
     add(
         "error_against_time.png",
         "error_against_time.json",

@@ -34,6 +34,7 @@ def test_every_picture_of_the_paper_can_be_drawn_again():
         "gradient_error",
         "gradient_formats",
         "large_logits",
+        "one_batch",
     ],
 )
 def test_the_committed_tables_are_those_of_the_committed_numbers(name, tmp_path):
