@@ -15,11 +15,11 @@ COLORS = 256  # of a picture's palette
 
 #: Anything but presets, in its order in a picture: told apart by colour and marker.
 OTHERS = (
-    Style("#56B4E9", (0, (1, 1)), "X", "+++"),
+    Style("#999933", (0, (1, 1)), "H", "+++"),
     Style("#888888", (0, (4, 2)), "*", "ooo"),
-    Style("#56B4E9", "-", "<", "--"),
+    Style("#999933", "-", "4", "--"),
     Style("#888888", "-.", ">", "||"),
-    Style("#56B4E9", "--", "d", "//"),
+    Style("#999933", "--", "d", "//"),
     Style("#888888", (0, (1, 3)), "p", "xx"),
 )
 

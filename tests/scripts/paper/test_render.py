@@ -9,6 +9,7 @@ from scripts.paper import drawing, render
 from scripts.paper.loss_pictures import gaps_of, variant_styles
 from scripts.paper.result_files import Results
 from tests.cli import ROOT
+from trainer.style import ATTENTION
 
 RESULTS = ROOT / "results"
 
@@ -21,6 +22,11 @@ def test_every_picture_of_the_paper_can_be_drawn_again():
     there = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
     again = render.pictures(Results(RESULTS)).keys()
     assert {name for name in there if not name.startswith(DRAWN_ONCE)} == again
+
+
+def test_no_two_series_look_alike():
+    looks = [*ATTENTION.values(), *drawing.OTHERS]
+    assert len({(look.color, look.marker) for look in looks}) == len(looks)
 
 
 @pytest.mark.parametrize(
