@@ -78,7 +78,7 @@ examples:
   try the command without a GPU: times are those of the plain PyTorch reference
       python -m scripts.bench.attention --device cpu --lengths 64 128 --tokens 256 --width 128 --repetitions 3
   draw committed results again, without a GPU
-      python -m scripts.bench.attention --draw results/bench_attention.json
+      python -m scripts.bench.attention --draw results/bench_attention.json.gz
 
 files, with --out PREFIX:
   PREFIX.json          rows with times, errors and memory; settings, hardware, versions

@@ -52,7 +52,7 @@ GPUS = {
     "RTX 5090": GPU("RTX 5090", "sm_120", 170, 2.407, 1024, 256, 209.5, 0.925, 1792, add=128),
     "L40S": GPU("L40S", "sm_89", 142, 2.52, 1024, 512, 362.0, 0.73, 864),
     "A100": GPU("A100", "sm_80", 108, 1.41, 2048, 1024, 312.0, 0.73, 2039, fp32=64),
-    # To check the method: these kernels were timed there (results/bench_ampere_h200.json). The rates are
+    # To check the method: these kernels were timed there (results/bench_ampere_h200.json.gz). The rates are
     # those of mma.sync, timed by hand; FlashAttention-2's share of their peak is from this file.
     "H200": GPU("H200", "sm_90", 132, 1.98, 2706, 1354, 708.0, 0.42, 4800),
 }

@@ -5,6 +5,7 @@ Times are in milliseconds. Results are written as OUT.json (everything), OUT.md 
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import math
@@ -13,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import time
+import zlib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -77,9 +79,10 @@ def resolve_out(arguments: Namespace, name: str, parser: ArgumentParser) -> None
     if arguments.draw is None:
         arguments.out = arguments.out or SCRATCH / name
         return
-    if arguments.draw.suffix != ".json" or not arguments.draw.is_file():
+    name = arguments.draw.name.removesuffix(".gz")
+    if not name.endswith(".json") or not arguments.draw.is_file():
         parser.error(f"--draw {arguments.draw}: no such JSON file; give the one that a benchmark wrote")
-    arguments.out = arguments.out or arguments.draw.with_suffix("")
+    arguments.out = arguments.out or arguments.draw.with_name(name.removesuffix(".json"))
 
 
 def say_written(arguments: Namespace, *endings: str) -> None:
@@ -150,10 +153,11 @@ def write_markdown(out: Path, markdown: str) -> None:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result that `write_tables` wrote. Exits with a message if the file is something else."""
+    """A result that `write_tables` wrote, or its gzip. Exits with a message if the file is something else."""
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = path.read_bytes()
+        result = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
         sys.exit(f"{path} is damaged ({error}); restore it, or measure again")
     if not isinstance(result, dict) or "rows" not in result:
         sys.exit(f"{path} is not the result of a benchmark: it has no rows")

@@ -17,6 +17,8 @@ TITLES = {
     "figure4": "Figure 4: training loss and smoothing",
     "finetune": "Fine-tuning: training loss",
     "presets": "Presets: training loss",
+    "long_runs": "Long runs: training loss",
+    "learning_rate": "Learning rates: training loss",
 }
 
 #: What `compare` adds to a group.

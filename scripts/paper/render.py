@@ -17,7 +17,15 @@ from typing import Any
 
 from data.files import write_text
 from scripts.bench.measuring import command_parser
-from scripts.paper import accuracy, drawing, error_against_time, gradient_formats, large_logits, table1
+from scripts.paper import (
+    accuracy,
+    drawing,
+    equal_loss_tables,
+    error_against_time,
+    gradient_formats,
+    large_logits,
+    table1,
+)
 from scripts.paper.further_runs import ASSAYS
 from scripts.paper.gradient_bias_tables import Row as BiasRow
 from scripts.paper.gradient_bias_tables import draw as draw_bias
@@ -85,6 +93,7 @@ def tables(results: Results) -> dict[str, Callable[[Path], None]]:
         add(name, lambda data: bias_markdown(data, bias_rows(data)))
     for name in ASSAYS:
         add(name, lambda data: large_logits_markdown(data, large_logits.compare(data["runs"])))
+    add("equal_loss", lambda data: equal_loss_tables.to_markdown(data, equal_loss_rows(data)))
     add("gradient_formats", lambda data: gradient_formats.to_markdown(data, gradient_formats.rows_of(data)))
     return made
 
@@ -124,6 +133,7 @@ def pictures(results: Results) -> dict[str, Callable[[Path], None]]:
                 large_logits.compare(data["runs"]), large_logits.curves_of(data["runs"])
             ),
         )
+    add("equal_loss.png", "equal_loss.json", lambda data: equal_loss_tables.draw(equal_loss_rows(data)))
     add(
         "error_against_time.png",
         "error_against_time.json",
@@ -147,6 +157,10 @@ def layer_rows(data: dict[str, Any]) -> list[LayerRow]:
         for errors in row.errors.values():
             errors.update({name: known(value) for name, value in errors.items()})
     return rows
+
+
+def equal_loss_rows(data: dict[str, Any]) -> list[equal_loss_tables.Row]:
+    return [equal_loss_tables.Row(**row) for row in data["rows"]]
 
 
 def study(data: dict[str, Any]) -> tuple[list[HeadSource], list[ErrorRow]]:

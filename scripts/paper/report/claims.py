@@ -47,7 +47,8 @@ _CONTROLS = (
 )
 _SEEDS = (
     f"a run breaks if it diverges, or ends {BROKEN_BY:g} nats or more above the best of its setting and seed "
-    f"at lower rates. In {MOST:.0%} of the seeds in which anything breaks: agrees; it fails in as many: "
+    "at lower rates. A seed counts in which one of the two breaks, and the other does, too, or ends as far "
+    f"below it. In {MOST:.0%} of these: agrees; it fails in as many: "
 )
 _SHAPE = "at the shape that fits best"
 _MOST = f"in {MOST:.0%} of the runs or more: agrees; it fails in as many: contradicts; else open"

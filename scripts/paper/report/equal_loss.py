@@ -18,7 +18,7 @@ from scripts.paper.equal_loss_tables import (
     smoothing_gain,
 )
 from scripts.paper.report.layers import alike_but, most_against_fewest_tokens
-from scripts.paper.report.markdown import commit_of, decimal, hardware, table
+from scripts.paper.report.markdown import commit_of, decimal, hardware, span, table
 from scripts.paper.report.rules import CONTRADICTS_HERE, NOT_SEEN, OPEN
 from scripts.paper.report.section import Section
 from scripts.paper.report.verdicts import SAME, Case, Verdict, by_share
@@ -26,11 +26,14 @@ from scripts.paper.result_files import Results
 
 
 class Found:
-    """equal_loss.json."""
+    """equal_loss.json. ``runs`` has what was measured, ``missing`` the rest, if measuring was stopped."""
 
     def __init__(self, data: dict[str, Any]):
-        self.data, self.runs = data, data["runs"]
+        self.data = data
         self.rows = [Row(**row) for row in data["rows"]]
+        measured = set(runs_of(self.rows))
+        self.runs = {name: run for name, run in data["runs"].items() if name in measured}
+        self.missing = [name for name in data["runs"] if name not in measured]
 
 
 def equal_loss(results: Results) -> Section:
@@ -48,7 +51,13 @@ def equal_loss(results: Results) -> Section:
         "Error of dQ and dK under `paper()`, mean over layers, at the lowest loss of both": compared,
         "Depth and the mean of K, at the end of each run": depth_table(found),
     }
-    fields = {"pairs": compared, "depth": depth_table(found), "k_mean": k_mean_in_words(found)}
+    ratios = [own[1] / own[2] for pair in pairs["qk_norm"] if (own := ratio_of(found, *pair)) is not None]
+    fields = {
+        "pairs": compared,
+        "depth": depth_table(found),
+        "k_mean": k_mean_in_words(found),
+        "qk_norm_ratio": span(ratios, "{:.2f}".format) if ratios else "an unknown share",
+    }
     return Section(provenance(found), tables, verdicts, fields)
 
 
@@ -122,8 +131,9 @@ def k_mean_in_words(found: Found) -> str:
 
 def provenance(found: Found) -> str:
     runs = found.runs.values()
+    missing = f"; trained but not measured: {'; '.join(found.missing)}" if found.missing else ""
     return (
-        f"{hardware(found.data)}, {commit_of(found.data)}. Runs: {'; '.join(found.runs)}. Text: "
+        f"{hardware(found.data)}, {commit_of(found.data)}. Runs: {'; '.join(found.runs)}{missing}. Text: "
         f"{'; '.join(sorted({run['text'] for run in runs}))}. Tokens per step: "
         f"{'; '.join(f'{n:,}' for n in sorted({run['tokens_per_step'] for run in runs}))}. Seeds: "
         f"{'; '.join(map(str, sorted({run['seed'] for run in runs})))}."

@@ -36,7 +36,8 @@ def learning_rate(results: Results) -> Section:
         for own in (SAGE, PAPER)
         if own + ending in shown
     ]
-    fields = {"breaks": break_table(runs), "rates": rates_in_words(runs)}
+    diverged = f"{sum(bool(run['diverged']) for run in runs)} of {len(runs)} runs diverged"
+    fields = {"breaks": break_table(runs), "rates": rates_in_words(runs), "diverged": diverged}
     return Section(provenance(data, groups, shown), tables, verdicts, fields)
 
 
@@ -72,7 +73,7 @@ def verdict_of(claim: str, data: dict, runs: list[dict], variant: str, ending: s
         largest = max(run["group"]["lr"] for run in runs)
         why = "no seed was run with both"
         if both:
-            why = f"blind: nothing breaks at a rate that both were tried at, up to {largest:g}"
+            why = f"blind: up to {largest:g} nothing breaks that tells both apart"
         return Verdict(claim, OPEN, why, case, why)
     lower = sum(breaks_at(own) < breaks_at(other) for own, other in telling.values())
     holds = lower if claim == "breaks" else len(telling) - lower
@@ -87,11 +88,18 @@ def verdict_of(claim: str, data: dict, runs: list[dict], variant: str, ending: s
 
 
 def tells(one: Series, other: Series) -> bool:
-    """Whether one of the two breaks, at a rate that the other was tried at or beyond, or broke before."""
+    """Whether one of the two breaks, at a rate that the other was tried at or beyond, or broke before.
+
+    If it breaks without diverging, the other must break, too, or end BROKEN_BY below it: one may be just
+    above the limit and the other just below.
+    """
     ends = breaks_at(one), breaks_at(other)
     lowest = min(ends)
     tried = [end < math.inf or max(series) >= lowest for end, series in zip(ends, (one, other), strict=True)]
-    return lowest < math.inf and all(tried)
+    if lowest == math.inf or not all(tried):
+        return False
+    losses = [series[lowest]["final_loss"] for series in (one, other) if lowest in series]
+    return ends[0] == ends[1] or None in losses or len(losses) < 2 or abs(losses[0] - losses[1]) >= BROKEN_BY
 
 
 def in_words(series: Series) -> str:

@@ -1,5 +1,6 @@
 """What all benchmarks share: where they write, and what they refuse."""
 
+import gzip
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -64,6 +65,16 @@ def test_a_file_that_is_no_result_is_refused(tmp_path, text, message):
     (tmp_path / "file.json").write_text(text)
     with pytest.raises(SystemExit, match=message):
         measuring.read_result(tmp_path / "file.json")
+
+
+def test_a_compressed_result_is_read_and_drawn_beside_itself(tmp_path):
+    file = tmp_path / "v1.json.gz"
+    file.write_bytes(gzip.compress(b'{"rows": [1]}'))
+    assert measuring.read_result(file) == {"rows": [1]}
+    assert resolved("--draw", str(file)) == tmp_path / "v1"
+    file.write_bytes(b"not gzip")
+    with pytest.raises(SystemExit, match="is damaged"):
+        measuring.read_result(file)
 
 
 def test_everything_that_is_measured_has_a_look():

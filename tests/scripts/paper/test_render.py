@@ -34,6 +34,7 @@ def test_no_two_series_look_alike():
     [
         "accuracy",
         "layers",
+        "equal_loss",
         "gradient_bias",
         "gradient_bias_325m",
         "gradient_bias_325m_no_qk_norm",

@@ -43,13 +43,14 @@ MACROS = {
 SPILLED_BYTES = {
     ("forward", 64): 112, ("forward", 128): 96, ("forward", 256): 360,
     ("backward", 64): 16, ("backward", 128): 288, ("backward_dq_warps", 64): 48,
-    ("backward_64_keys", 128): 24, ("backward_64_keys", 256): 256,
+    ("backward_64_keys", 128): 32, ("backward_64_keys", 256): 256,
 }  # fmt: skip
 #: From tile to tile memory keeps up to 26 of O's 64 registers, on 8.6 and 8.9, or up to 28 of dK's and dV's.
 SPILLED_WITH = {
     ("forward", 128, ("IS_WINDOWED", "TOKEN_SCALES")): 272,
     ("backward_dq_warps", 64, ("P_16BIT",)): 272,
     ("backward_dq_warps", 64, ("TOKEN_SCALES",)): 112,
+    ("backward_dq_warps", 64, ("IS_WINDOWED",)): 60,
 }
 #: Every source, tile, head size and architecture occurs in the quick ones.
 QUICK = {

@@ -210,11 +210,21 @@ def test_rates_that_do_not_differ_or_never_break(tmp_path):
     never = [rates(v, (3, 3, 3)) for v in (FPA, SAGE)]
     section, found = of_rates(tmp_path, *never)
     assert found == {"stable": OPEN}
-    assert section.verdicts[0].why == "blind: nothing breaks at a rate that both were tried at, up to 0.004"
+    assert section.verdicts[0].why == "blind: up to 0.004 nothing breaks that tells both apart"
     # One that was not tried at the rate at which the other breaks says nothing.
     section, found = of_rates(tmp_path, rates(FPA, (3, 3)), rates(SAGE, (3, 3, None)))
     assert found == {"stable": OPEN}
     assert "| full precision | does not break up to 0.002 |" in section.fields["breaks"]
+
+
+def test_just_above_the_limit_beside_just_below_it_says_nothing(tmp_path):
+    above, below = 3 + BROKEN_BY + 0.01, 3 + BROKEN_BY - 0.01
+    section, found = of_rates(tmp_path, rates(FPA, (3, below)), rates(SAGE, (3, above)))
+    assert found == {"stable": OPEN}
+    assert section.verdicts[0].why.startswith("blind: up to 0.002 nothing breaks that tells both apart")
+    assert of_rates(tmp_path, rates(FPA, (3, 3)), rates(SAGE, (3, above)))[1] == {"stable": CONTRADICTS_HERE}
+    assert of_rates(tmp_path, rates(FPA, (3, above)), rates(SAGE, (3, above)))[1] == {"stable": AGREES}
+    assert section.fields["diverged"] == "0 of 4 runs diverged"
 
 
 # --- Equal loss ---------------------------------------------------------------------------------------------
