@@ -98,9 +98,10 @@ def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> Sav
     kernels = "reference" if settings.implementation == "reference" else _kernels(q, config, device)
     scale = q.shape[-1] ** -0.5
     saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
-    results, packed_kv = sum(x.nbytes for x in saved), saved[-1]
-    # Where K and V are packed, the backward needs neither.
-    inputs = q.nbytes + (0 if packed_kv.numel() else 2 * k.nbytes)
+    results, is_packed = sum(x.nbytes for x in saved), saved[-1].numel() > 0
+    # Where Q, K and V are packed, the backward needs none of them, but for Q if dK is in 16 bit.
+    keeps_q = not (is_packed and config.is_int8("dk"))
+    inputs = keeps_q * q.nbytes + (0 if is_packed else 2 * k.nbytes)
     return SavedBytes(total=inputs + results, results=results)
 
 

@@ -35,7 +35,7 @@ def forward_flops(
 
 def backward_flops(
     grad_out: Tensor,
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor | None,
     v: Tensor | None,
     kv_heads: int,
@@ -44,6 +44,7 @@ def backward_flops(
     lse: Tensor,
     k_mean: Tensor,
     out_residual: Tensor,
+    packed_q: Tensor,
     packed_kv: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
@@ -51,8 +52,8 @@ def backward_flops(
     **__: Any,
 ) -> int:
     """FLOPs of ``sagebwd::backward``. Reads ``cu_seqlens``, which waits for the GPU."""
-    k_shape = (q.shape[0], kv_heads, kv_tokens, q.shape[3])
-    shapes = _document_shapes(q.shape, k_shape, cu_seqlens, cu_seqlens_kv)
+    k_shape = (out.shape[0], kv_heads, kv_tokens, out.shape[3])
+    shapes = _document_shapes(out.shape, k_shape, cu_seqlens, cu_seqlens_kv)
     return sum(sdpa_backward_flop_count(of_q, of_q, of_k, of_k) for of_q, of_k in shapes)
 
 

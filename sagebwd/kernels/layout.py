@@ -21,8 +21,8 @@ class ForwardResult(NamedTuple):
     k_mean: (B · H_kv · documents, D_PAD) fp32, over the tokens of each document; no columns if K is not
         smoothed. Of the reference D columns.
     out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
-    packed_kv: K and V packed for the backward, which then needs neither, (tiles, bytes) uint8; empty unless
-        the Hopper kernels were asked to pack them.
+    packed_q, packed_kv: Q, and K with V, packed for the backward, which then needs neither k nor v, nor q
+        unless dK is in 16 bit; (tiles, bytes) uint8. Empty unless CUDA kernels were asked to pack them.
 
     The operators return lse as (B, H, N_q) and k_mean as (B, H_kv, documents · D_PAD).
     """
@@ -31,6 +31,7 @@ class ForwardResult(NamedTuple):
     lse: Tensor
     k_mean: Tensor
     out_residual: Tensor
+    packed_q: Tensor
     packed_kv: Tensor
 
 
@@ -47,6 +48,11 @@ class TokenTensor(NamedTuple):
     def of(cls, x: Tensor) -> TokenTensor:
         """The tensor and its strides as kernels take them."""
         return cls(x, *x.stride())
+
+
+def nothing_packed(like: Tensor) -> tuple[Tensor, Tensor]:
+    """An empty ``packed_q`` and ``packed_kv``: operators may not return one tensor twice."""
+    return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.uint8)
 
 
 def stand_in(like: Tensor, heads: int, tokens: int) -> Tensor:

@@ -28,6 +28,7 @@ from sagebwd.kernels.layout import (
     ForwardResult,
     block_count,
     empty_result,
+    nothing_packed,
     padded_head_dim,
     stand_in,
     whole_axis,
@@ -49,8 +50,8 @@ def _forward(
     scale: float,
     config: str,
     kernels: str,
-    pack_kv_for_backward: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    pack_for_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return a :class:`ForwardResult`: out and what the backward needs.
 
     Args:
@@ -58,8 +59,8 @@ def _forward(
             (−1, 0).
         config: settings, from :func:`sagebwd.config.encode`, because operators take no objects.
         kernels: the kernel set, from :func:`sagebwd.dispatch.choose`.
-        pack_kv_for_backward: return K and V packed, where ``kernels`` can, so that the backward needs
-            neither.
+        pack_for_backward: return Q, K and V packed, where ``kernels`` can, so that the backward needs none of
+            them.
     """
     check_backward_mode(q, k, v)  # for those who call the operator itself
     settings = decode(config)
@@ -68,11 +69,11 @@ def _forward(
         out, lse, out_residual = reference.forward(q, k, v, cu_seqlens, cu_seqlens_kv, **options)
         out_residual = q.new_empty(0) if out_residual is None else out_residual
         k_mean = reference.k_mean(k, cu_seqlens, cu_seqlens_kv, config=settings)
-        return ForwardResult(out, lse, k_mean, out_residual, q.new_empty(0, dtype=torch.uint8))
+        return ForwardResult(out, lse, k_mean, out_residual, *nothing_packed(q))
     q_axis, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
     with torch.cuda.device_of(q):  # which may not be the current one
         out, lse, k_mean, *others = _kernel_set(kernels).forward(
-            q, k, v, q_axis, kv_axis, pack_kv_for_backward=pack_kv_for_backward, **options
+            q, k, v, q_axis, kv_axis, pack_for_backward=pack_for_backward, **options
         )
     k_mean = k_mean.view(*k.shape[:2], kv_axis.documents * k_mean.shape[1])
     return ForwardResult(out, lse.view(q.shape[:-1]), k_mean, *others)
@@ -89,8 +90,8 @@ def _fake_forward(
     scale: float,
     config: str,
     kernels: str,
-    pack_kv_for_backward: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    pack_for_backward: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     settings = decode(config)
     boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
     documents = 1 if boundaries is None else boundaries.shape[0] - 1
@@ -99,16 +100,16 @@ def _fake_forward(
     channels = k.shape[-1] if kernels == "reference" else padded_head_dim(k.shape[-1])
     channels = channels if settings.smooths_k else 0
     k_mean = k.new_empty((*k.shape[:2], documents * channels), dtype=torch.float32)
-    packed_kv = k.new_empty((0,), dtype=torch.uint8)
-    if kernels in ("hopper", "ampere") and pack_kv_for_backward:
-        blocks = block_count(k.shape[-2], settings.tile(k.shape[-1])[1], documents)
-        packed_kv = k.new_empty(_packed_kv_shape(k, blocks, settings), dtype=torch.uint8)
-    return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_kv)
+    packed_q, packed_kv = nothing_packed(q)
+    if kernels in ("hopper", "ampere") and pack_for_backward:
+        shapes = _packed_shapes(q, k, documents, settings)
+        packed_q, packed_kv = (q.new_empty(shape, dtype=torch.uint8) for shape in shapes)
+    return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_q, packed_kv)
 
 
 def _backward(
     grad_out: Tensor,
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor | None,
     v: Tensor | None,
     kv_heads: int,
@@ -117,6 +118,7 @@ def _backward(
     lse: Tensor,
     k_mean: Tensor,
     out_residual: Tensor,
+    packed_q: Tensor,
     packed_kv: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_kv: Tensor | None,
@@ -126,16 +128,24 @@ def _backward(
     config: str,
     kernels: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, laid out as q, k, v; dk and dv token by token if ``packed_kv`` replaces k and v.
+    """Return dq, dk, dv, laid out as q, k, v.
 
-    Raises ValueError if there are neither k and v nor ``packed_kv``.
+    ``packed_q`` can replace q, unless dK is in 16 bit; dq is then laid out as ``out``. ``packed_kv`` can
+    replace k and v; dk and dv are then laid out token by token. Raises ValueError if one is missing.
     """
     settings = decode(config)
+    if q is None:
+        if not packed_q.numel() or not settings.is_int8("dk"):
+            raise ValueError(
+                "sagebwd::backward got no q; pass it: only CUDA kernels can do without, with the packed_q of "
+                "sagebwd::forward(pack_for_backward=True) and an INT8 dK"
+            )
+        q = out  # its shape and dtype
     if k is None or v is None:
         if not packed_kv.numel():
             raise ValueError(
                 "sagebwd::backward got neither k and v nor packed_kv; pass k and v, as sagebwd::forward "
-                "packs them only with pack_kv_for_backward=True and CUDA kernels"
+                "packs them only with pack_for_backward=True and CUDA kernels"
             )
         k = v = stand_in(q, kv_heads, kv_tokens)
     options = {"window": _window(q, k, window_left, window_right), "scale": scale, "config": settings}
@@ -144,20 +154,23 @@ def _backward(
         boundaries = (cu_seqlens, cu_seqlens_kv)
         return reference.backward(grad_out, q, k, v, out, lse, residual, *boundaries, **options)
     axes = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
-    saved = (out, lse, k_mean, out_residual, packed_kv)
+    saved = (out, lse, k_mean, out_residual, packed_q, packed_kv)
     with torch.cuda.device_of(q):
         return _kernel_set(kernels).backward(grad_out, q, k, v, *saved, *axes, **options)
 
 
 def _fake_backward(
     grad_out: Tensor,
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor | None,
     v: Tensor | None,
     kv_heads: int,
     kv_tokens: int,
+    out: Tensor,
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if q is None:
+        q = out
     if k is None or v is None:
         k = v = stand_in(q, kv_heads, kv_tokens)
     return torch.empty_like(q), empty_result(k), empty_result(v)
@@ -181,12 +194,21 @@ def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
     return Window(left, right).narrowed(q.shape[-2], k.shape[-2])
 
 
-def _packed_kv_shape(k: Tensor, blocks: int, config: SageConfig) -> tuple[int, int]:
-    from sagebwd.kernels.cuda.packing import packed_kv_shape
+def _packed_shapes(
+    q: Tensor, k: Tensor, documents: int, config: SageConfig
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of ``packed_q`` and ``packed_kv``."""
+    from sagebwd.kernels.cuda.packing import packed_kv_shape, packed_q_shape
 
+    block_q, block_kv = config.tile(k.shape[-1])
     token_scales, s_16bit = config.operand_scales == "token", not config.is_int8("s_fwd")
-    block_kv, k_16bit = config.tile(k.shape[-1])[1], not config.is_int8("dq")
-    return packed_kv_shape(k, blocks, token_scales, block_kv, s_16bit, k_16bit)
+    q_blocks, kv_blocks = (
+        block_count(x.shape[-2], block, documents) for x, block in ((q, block_q), (k, block_kv))
+    )
+    return (
+        packed_q_shape(q, q_blocks, token_scales, block_q, s_16bit),
+        packed_kv_shape(k, kv_blocks, token_scales, block_kv, s_16bit, not config.is_int8("dq")),
+    )
 
 
 def _axes(
@@ -204,13 +226,17 @@ def _axes(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save K and V packed, 3 bytes per element instead of 4, if the forward packed them."""
+    """Save Q, K and V packed, 4 bytes per element instead of 6, if the forward packed them.
+
+    With dK in 16 bit Q itself is needed, too.
+    """
     q, k, v, *boundaries = inputs[:5]
-    *_, packed_kv = output
-    ctx.settings = inputs[5:10]  # all but pack_kv_for_backward
+    ctx.settings = inputs[5:10]  # all but pack_for_backward
     ctx.kv_sizes = k.shape[1:3]
-    if packed_kv.numel():
+    if output[-1].numel():
         k = v = None
+        if decode(ctx.settings[3]).is_int8("dk"):
+            q = None
     ctx.save_for_backward(q, k, v, *output, *boundaries)
 
 
@@ -349,4 +375,4 @@ def saved_for_backward(
     else:
         k_mean = k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
     lse = smoothed_lse(q, lse, k_mean, cu_seqlens, scale=scale, kernels=kernels)
-    return ForwardResult(out, lse, k_mean, q.new_empty(0), q.new_empty(0, dtype=torch.uint8))
+    return ForwardResult(out, lse, k_mean, q.new_empty(0), *nothing_packed(q))

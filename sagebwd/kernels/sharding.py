@@ -25,7 +25,7 @@ SHARDED = ("grad_out", "q", "k", "v", "out", "lse", "k_mean", "out_residual")
 def register() -> None:
     """Register the strategies. Call once."""
     results = {
-        ops.forward.default: ("out", "lse", "k_mean", "out_residual", "packed_kv"),
+        ops.forward.default: ("out", "lse", "k_mean", "out_residual", "packed_q", "packed_kv"),
         ops.backward.default: ("q", "k", "v"),
     }
     for operator, names in results.items():
@@ -38,8 +38,8 @@ def _strategy(operator: OpOverload, results: tuple[str, ...]) -> Callable[..., l
 
     def placements(*values: Any, **others: Any) -> list[Placements]:
         given = {**dict(zip(names, values, strict=False)), **others}
-        if given.get("pack_kv_for_backward"):
-            raise NotImplementedError("packed K and V have no sharding; pass pack_kv_for_backward=False")
+        if given.get("pack_for_backward"):
+            raise NotImplementedError("packed Q, K and V have no sharding; pass pack_for_backward=False")
         has_residual = decode(given["config"]).compensate_o
 
         def place(name: str, axis: int | None) -> Replicate | Shard:

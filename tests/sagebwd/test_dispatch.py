@@ -365,13 +365,16 @@ def test_fakes_ask_no_driver(no_driver, kernels, pack):
         q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(2, 2, 130, 64, dtype=torch.bfloat16, device="cuda")
         options = (None, None, -1, 0, 0.125, encode(SageConfig.consistent()), kernels)
-        out, lse, k_mean, out_residual, packed_kv = torch.ops.sagebwd.forward(q, k, k, *options, pack)
+        out, lse, k_mean, out_residual, packed_q, packed_kv = torch.ops.sagebwd.forward(
+            q, k, k, *options, pack
+        )
         assert out.shape == out_residual.shape == q.shape
         assert lse.shape == q.shape[:-1]
         assert k_mean.shape == (2, 2, 64)
         packs = pack and kernels not in ("triton", "reference")
+        assert packed_q.shape == ((2 * 4 * 2, 64 * 64 + 16) if packs else (0,))
         assert packed_kv.shape == ((2 * 2 * 2, 128 * 3 * 64 + 16) if packs else (0,))
-        saved = (out, lse, k_mean, out_residual, packed_kv)
+        saved = (out, lse, k_mean, out_residual, packed_q, packed_kv)
         dq, dk, dv = torch.ops.sagebwd.backward(q, q, k, k, 2, 130, *saved, *options)
         assert dq.shape == q.shape
         assert dk.shape == dv.shape == k.shape

@@ -25,7 +25,7 @@ from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.packing import Packer, packed_head_dim
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
-from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.kernels.layout import Axis, ForwardResult, padded_head_dim
 from sagebwd.window import CAUSAL, Window
 
 # --- Arguments: struct Arguments of backward.cuh ------------------------------------------------------------
@@ -35,7 +35,8 @@ class CBackward(ctypes.Structure):
     """``Arguments`` of backward.cuh."""
 
     _fields_ = [
-        ("packed_q_rows", ctypes.c_void_p),
+        ("packed_q", ctypes.c_void_p),
+        ("packed_grad", ctypes.c_void_p),
         ("packed_q_columns", ctypes.c_void_p),
         ("packed_kv", ctypes.c_void_p),
         ("packed_k_columns", ctypes.c_void_p),
@@ -126,8 +127,8 @@ def forward(
     window: Window,
     scale: float,
     config: SageConfig,
-    pack_kv_for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    pack_for_backward: bool,
+) -> ForwardResult:
     """As :func:`sagebwd.kernels.cuda.forward.forward`."""
     tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_fwd")
     token_scales = config.operand_scales == "token"
@@ -135,12 +136,12 @@ def forward(
     # Without an INT8 product there are no scales.
     settings = {"tile": tile, "token_scales": token_scales and not s_16bit, "s_16bit": s_16bit}
     launch_forward = functools.partial(_launch, **settings)
-    out, lse, k_mean, *others = cuda_forward.forward(
+    result = cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward, work_tokens=128, window=window,
-        scale=scale, config=config, pack_kv_for_backward=pack_kv_for_backward,
+        scale=scale, config=config, pack_for_backward=pack_for_backward,
     )  # fmt: skip
     # Blocks are padded to 64 channels, the operators' results to 32.
-    return out, lse, k_mean[:, : padded_head_dim(q.shape[3])].contiguous(), *others
+    return result._replace(k_mean=result.k_mean[:, : padded_head_dim(q.shape[3])].contiguous())
 
 
 def backward(
@@ -152,6 +153,7 @@ def backward(
     lse: Tensor,
     k_mean: Tensor,
     out_residual: Tensor,
+    packed_q: Tensor,
     packed_kv: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
@@ -167,13 +169,16 @@ def backward(
     if not packed_kv.numel():
         k_mean = pad(k_mean, (0, packed_head_dim(k.shape[3]) - padded_head_dim(k.shape[3])))
         packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooths_k else None)
+    if not packed_q.numel():
+        packed_q = packer.pack_q(q, q_axis)
     packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis)
     p_16bit = not config.is_int8("dv")
     # How many blocks of keys were added to dQ of each packed block of queries; the counter of work tiles.
     q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, packed_head_dim(q.shape[3])
     turns = q.new_empty(q_blocks + 1, dtype=torch.int32)
-    packed_q_rows, packed_q_columns = packer.pack_q_and_grad(
+    packed_grad, packed_q_columns = packer.pack_grad(
         q,
+        packed_q,
         grad_out,
         out,
         lse,
@@ -196,7 +201,7 @@ def backward(
         tile_counter=turns.data_ptr() + 4 * q_blocks,
     )
     arguments = CBackward(
-        packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(),
+        packed_q.data_ptr(), packed_grad.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(),
         packed_k_columns.data_ptr(), dq.target, dk.target, dv.target, dq_sums.data_ptr(), turns.data_ptr(),
         axes, scale,
     )  # fmt: skip

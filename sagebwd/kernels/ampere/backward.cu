@@ -18,12 +18,12 @@ constexpr int HALF_BLOCKS = 16 * WARPS / ROWS;  // of keys; four warps share one
 constexpr int VALUES = 0;
 constexpr int K_COLUMNS = VALUES + 2 * K_TILE;
 constexpr int Q_ROWS = K_COLUMNS + K_TILE;                              // a packed block
-constexpr int Q_COLUMNS = Q_ROWS + align_up(PACKED_Q_ROWS_BYTES, 128);  // a packed block
+constexpr int Q_COLUMNS = Q_ROWS + align_up(Q_AND_GRAD_BYTES, 128);  // a packed block
 constexpr int DS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;                  // (queries, keys) INT8, keys as in tiles by columns
 constexpr int LARGEST = DS + BLOCK_Q * BLOCK_KV;                        // of each query, of two tiles in turn
 constexpr int K_SCALES = LARGEST + 2 * BLOCK_Q * 4;                     // waiting for a turn empties the L1 cache
 constexpr int SHARED_BYTES = K_SCALES + K_SCALE_BYTES;
-static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && HALF_BLOCKS * STAGING_BYTES <= LARGEST);
+static_assert(K_TILE <= Q_AND_GRAD_BYTES && HALF_BLOCKS * STAGING_BYTES <= LARGEST);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
 }  // namespace
@@ -53,8 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     __syncthreads();
 
     const auto copy_rows = [&](const QueryBlocks& at) {
-        const u8* rows = a.packed_q_rows + packed_block(a, work, at) * PACKED_Q_ROWS_BYTES;
-        copy_block<THREADS, PACKED_Q_ROWS_BYTES>(base + Q_ROWS, rows);
+        copy_q_and_grad<THREADS>(base + Q_ROWS, a, packed_block(a, work, at));
     };
     const auto copy_columns = [&](const QueryBlocks& at) {
         const u8* columns = a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES;

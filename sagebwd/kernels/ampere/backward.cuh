@@ -1,13 +1,14 @@
 // What the backward kernels share: their arguments, the order of their work, and dQ.
 #pragma once
 
+#include "copies.cuh"
 #include "products.cuh"
 #include "scheduler.cuh"
 #include "turns.cuh"
 #include "window.cuh"
 
 struct Arguments {
-    const u8 *packed_q_rows, *packed_q_columns, *packed_kv, *packed_k_columns;
+    const u8 *packed_q, *packed_grad, *packed_q_columns, *packed_kv, *packed_k_columns;
     TokenTensor dq, dk, dv;
     float* dq_sums;  // of each packed block of queries, as this kernel's threads hold them
     int* turns;      // of each packed block of queries: the block of keys that is to add next; zero at the start
@@ -76,4 +77,11 @@ struct QueryBlocks {
 // The packed block of queries at `at`, counted over all heads.
 __device__ __forceinline__ i64 packed_block(const Arguments& a, const KeyTile& work, const QueryBlocks& at) {
     return (i64(work.kv_head) * a.axes.group + at.head) * a.axes.q_blocks + work.q_block + at.block;
+}
+
+// Copies Q by rows and dO with its statistics of a packed block, Q_AND_GRAD_BYTES, one behind the other.
+template <int COPIERS>
+__device__ __forceinline__ void copy_q_and_grad(u32 shared, const Arguments& a, i64 block, int thread = threadIdx.x) {
+    copy_block<COPIERS, Q_ROWS_TILE>(shared, a.packed_q + block * PACKED_Q_BYTES, thread);
+    copy_block<COPIERS, PACKED_GRAD_BYTES>(shared + Q_ROWS_TILE, a.packed_grad + block * PACKED_GRAD_BYTES, thread);
 }

@@ -17,7 +17,7 @@ constexpr int K_COLUMNS = VALUES + 2 * K_TILE;
 constexpr int KEYS = K_COLUMNS + K_TILE;    // K by rows if it is in 16 bits; otherwise it is in registers
 constexpr int MAXIMA = KEYS + (S_IS_16BIT ? K_ROWS_TILE : 0);  // of two tiles in turn
 constexpr int Q_ROWS = align_up(MAXIMA + 2 * int(sizeof(Maxima)), 256);  // a packed block
-constexpr int ROWS_END = Q_ROWS + align_up(PACKED_Q_ROWS_BYTES, 256);
+constexpr int ROWS_END = Q_ROWS + align_up(Q_AND_GRAD_BYTES, 256);
 constexpr int COLUMNS_BYTES = PACKED_Q_COLUMNS_BYTES + EXCHANGED_BYTES;
 constexpr int SHARED_LIMIT = 99 * 1024 - 256;  // of a GeForce, without static variables
 constexpr bool IS_ALIASED = ROWS_END + COLUMNS_BYTES > SHARED_LIMIT;
@@ -25,7 +25,7 @@ constexpr int Q_COLUMNS = IS_ALIASED ? Q_ROWS : ROWS_END;  // a packed block
 constexpr int EXCHANGED = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;
 constexpr int COLUMNS_END = Q_COLUMNS + COLUMNS_BYTES;
 constexpr int SHARED_BYTES = ROWS_END > COLUMNS_END ? ROWS_END : COLUMNS_END;
-static_assert(K_TILE <= PACKED_Q_ROWS_BYTES && 2 * HALF_STAGING_BYTES <= SHARED_BYTES);
+static_assert(K_TILE <= Q_AND_GRAD_BYTES && 2 * HALF_STAGING_BYTES <= SHARED_BYTES);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
 }  // namespace
@@ -52,8 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     __syncthreads();
 
     const auto copy_rows = [&](const QueryBlocks& at) {
-        const u8* rows = a.packed_q_rows + packed_block(a, work, at) * PACKED_Q_ROWS_BYTES;
-        if (at.left > 0) copy_block<THREADS, PACKED_Q_ROWS_BYTES>(base + Q_ROWS, rows);
+        if (at.left > 0) copy_q_and_grad<THREADS>(base + Q_ROWS, a, packed_block(a, work, at));
         cp_async_commit();
     };
     const auto copy_columns = [&](const QueryBlocks& at) {

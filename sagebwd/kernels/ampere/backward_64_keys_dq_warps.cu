@@ -26,7 +26,7 @@ enum Barrier { FILLED = 4, MAXIMA, FREED, STORED, PAIRS };  // lower numbers bel
 constexpr int VALUES = 0;
 constexpr int KEYS = VALUES + 2 * K_TILE;                               // K by rows if it is in 16 bits
 constexpr int Q_ROWS = KEYS + (S_IS_16BIT ? K_ROWS_TILE : 0);           // a packed block
-constexpr int Q_COLUMNS = Q_ROWS + align_up(PACKED_Q_ROWS_BYTES, 256);  // two packed blocks
+constexpr int Q_COLUMNS = Q_ROWS + align_up(Q_AND_GRAD_BYTES, 256);  // two packed blocks
 constexpr int K_COLUMNS = Q_COLUMNS + 2 * PACKED_Q_COLUMNS_BYTES;
 constexpr int EXCHANGED = K_COLUMNS + K_TILE;
 constexpr int LARGEST = EXCHANGED + EXCHANGED_BYTES;  // maxima of two tiles in turn
@@ -45,7 +45,7 @@ template <int COPIERS>
 __device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& work, const QueryBlocks& at, u32 base,
                                              int thread) {
     const i64 block = packed_block(a, work, at);
-    copy_block<COPIERS, PACKED_Q_ROWS_BYTES>(base + Q_ROWS, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, thread);
+    copy_q_and_grad<COPIERS>(base + Q_ROWS, a, block, thread);
     copy_block<COPIERS, PACKED_Q_COLUMNS_BYTES>(base + columns_of(at), a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES,
                                                 thread);
 }

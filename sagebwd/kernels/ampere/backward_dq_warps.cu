@@ -24,7 +24,7 @@ enum Barrier { FILLED = 4, MAXIMA, STORED, FREED };  // lower numbers belong to 
 // Shared memory: what stays for the whole work tile, with two blocks of queries in between, then what the warps exchange.
 constexpr int VALUES = 0;
 constexpr int STAGES = VALUES + 2 * K_TILE;
-constexpr int COLUMNS = align_up(PACKED_Q_ROWS_BYTES, 128);  // of a stage
+constexpr int COLUMNS = align_up(Q_AND_GRAD_BYTES, 128);  // of a stage
 constexpr int STAGE_BYTES = COLUMNS + PACKED_Q_COLUMNS_BYTES;
 constexpr int K_COLUMNS = STAGES + 2 * STAGE_BYTES;
 constexpr int K_ROWS = K_COLUMNS + K_TILE;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& 
                                              int thread) {
     const i64 block = packed_block(a, work, at);
     const u32 stage = base + stage_of(at);
-    copy_block<COPIERS, PACKED_Q_ROWS_BYTES>(stage, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, thread);
+    copy_q_and_grad<COPIERS>(stage, a, block, thread);
     copy_block<COPIERS, PACKED_Q_COLUMNS_BYTES>(stage + COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, thread);
 }
 

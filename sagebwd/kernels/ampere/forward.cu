@@ -37,7 +37,6 @@ constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);
 // second stage may hold the queries, at the end the stages are staging for the epilogue.
 constexpr int V_TILE = (P_IS_16BIT ? 2 : 1) * K_TILE, STAGE_BYTES = K_ROWS_TILE + V_TILE;
 constexpr int SCALE_BYTES = P_IS_16BIT ? scale_bytes_of_s(BLOCK_KV) : scale_bytes(2, BLOCK_KV);
-constexpr int KV_BYTES = STAGE_BYTES + SCALE_BYTES;  // of a packed block
 constexpr int ALIGNED = D > 128 ? D : 128;           // see left_address
 constexpr int QUERY_BYTES = align_up(PACKED_Q_BYTES, ALIGNED), QUERIES_BYTES = BLOCKS * QUERY_BYTES;
 // Of 256 channels, Q would take too many registers. It stays in shared memory if there is room beside 16-bit V.
@@ -46,7 +45,8 @@ constexpr int QUERIES = Q_IN_REGISTERS ? STAGE_BYTES : 2 * STAGE_BYTES;  // wher
 constexpr int SCALES = QUERIES + QUERIES_BYTES > 2 * STAGE_BYTES ? QUERIES + QUERIES_BYTES : 2 * STAGE_BYTES;
 constexpr int OPERAND_BYTES = SCALES + 3 * SCALE_BYTES;
 constexpr int SHARED_BYTES = OPERAND_BYTES > HALVES * STAGING_BYTES ? OPERAND_BYTES : HALVES * STAGING_BYTES;
-static_assert(KV_BYTES == (P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES) && STAGE_BYTES % ALIGNED == 0);
+static_assert(K_ROWS_TILE + V_TILE + SCALE_BYTES == (P_IS_16BIT ? PACKED_KV_BYTES : K_TILE + PACKED_V_BYTES));
+static_assert(STAGE_BYTES % ALIGNED == 0);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
 // With S in 16 bits products take most of the time, and groups that exclude each other were slower: all multiply at once.
@@ -55,7 +55,8 @@ constexpr int GROUP = THREADS / 2;
 enum Barrier { FIRST_MULTIPLIES = 4, SECOND_MULTIPLIES };  // lower numbers belong to __syncthreads and to warpgroup_sync
 
 struct Arguments {
-    const u8 *packed_q, *packed_kv;
+    const u8 *packed_q, *packed_k, *packed_v;
+    int k_stride, v_stride;  // bytes from block to block of the last two
     TokenTensor out, out_residual;  // out_residual: written if COMPENSATE_O is defined
     float* lse;
     Axes axes;
@@ -314,13 +315,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     }
     const auto scales_of = [&](int tile) { return SCALES + tile % 3 * SCALE_BYTES; };
     const auto stage_of = [&](int tile) { return (tile - begin) % 2 * STAGE_BYTES; };
-    const auto packed = [&](int tile) { return a.packed_kv + (work.kv_block + i64(tile)) * KV_BYTES; };
+    const auto packed_values = [&](int tile) { return a.packed_v + (work.kv_block + i64(tile)) * a.v_stride; };
     const auto copy_keys = [&](int tile) {
-        copy_block<GROUP, K_ROWS_TILE>(base + stage_of(tile), packed(tile));
-        if (SCALE_BYTES > 0) copy_block<GROUP, SCALE_BYTES>(base + scales_of(tile), packed(tile) + STAGE_BYTES);
+        copy_block<GROUP, K_ROWS_TILE>(base + stage_of(tile), a.packed_k + (work.kv_block + i64(tile)) * a.k_stride);
+        if (SCALE_BYTES > 0) copy_block<GROUP, SCALE_BYTES>(base + scales_of(tile), packed_values(tile) + V_TILE);
     };
     const auto copy_values = [&](int tile) {
-        copy_block<GROUP, V_TILE>(base + stage_of(tile) + K_ROWS_TILE, packed(tile) + K_ROWS_TILE);
+        copy_block<GROUP, V_TILE>(base + stage_of(tile) + K_ROWS_TILE, packed_values(tile));
     };
     const bool is_first_group = warp < WARPS / 2;
     const int end = work.kv_tiles;

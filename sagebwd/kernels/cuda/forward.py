@@ -13,7 +13,7 @@ from sagebwd.kernels.cuda.arguments import CTokenTensor
 from sagebwd.kernels.cuda.packing import Packer
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
-from sagebwd.kernels.layout import Axis
+from sagebwd.kernels.layout import Axis, ForwardResult, nothing_packed
 from sagebwd.window import Window
 
 
@@ -22,7 +22,10 @@ class CForward(ctypes.Structure):
 
     _fields_ = [
         ("packed_q", ctypes.c_void_p),
-        ("packed_kv", ctypes.c_void_p),
+        ("packed_k", ctypes.c_void_p),
+        ("packed_v", ctypes.c_void_p),
+        ("k_stride", ctypes.c_int),
+        ("v_stride", ctypes.c_int),
         ("out", CTokenTensor),
         ("out_residual", CTokenTensor),
         ("lse", ctypes.c_void_p),
@@ -46,18 +49,15 @@ def forward(
     window: Window,
     scale: float,
     config: SageConfig,
-    pack_kv_for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.triton.forward.forward`, and ``packed_kv``.
+    pack_for_backward: bool,
+) -> ForwardResult:
+    """Algorithm 1.
 
     Args:
         packer: of the kernel set.
         launch: launches its forward.cu: (name, q, window, arguments, p_16bit=..., **macros) -> None.
         work_tokens: queries of a work tile.
-
-    Returns:
-        out, lse, k_mean, out_residual, packed_kv. The last is K and V packed for the backward, (blocks,
-        bytes) uint8. It is empty without ``pack_kv_for_backward``; the backward then packs them itself.
+        pack_for_backward: return Q, K and V packed; the backward otherwise packs them itself.
     """
     if config.smooth_k:
         k_mean = packer.token_mean(k, kv_axis)
@@ -69,12 +69,16 @@ def forward(
     p_16bit, k_16bit = not config.is_int8("o"), not config.is_int8("dq")
     subtracted = k_mean if config.smooth_k else None
     if p_16bit:
-        k_16bit = k_16bit and pack_kv_for_backward
-        operands = packed_kv = packer.pack_kv(k, v, kv_axis, subtracted, k_16bit=k_16bit)
+        k_16bit = k_16bit and pack_for_backward
+        packed_k = packer.pack_kv(k, v, kv_axis, subtracted, k_16bit=k_16bit)
+        k_stride = v_stride = packer.packed_kv_bytes(k)
+        values = packed_k.data_ptr() + packer.k_rows_bytes(k)
     else:
-        operands, packed_kv = packer.pack_kv_int8(
-            k, v, kv_axis, subtracted, v_mean, pack_kv_for_backward=pack_kv_for_backward, k_16bit=k_16bit
+        packed_k, packed_v = packer.pack_kv_int8(
+            k, v, kv_axis, subtracted, v_mean, pack_for_backward=pack_for_backward, k_16bit=k_16bit
         )
+        k_stride = packer.packed_kv_bytes(k) if pack_for_backward else packed_k.shape[1]
+        values, v_stride = packed_v.data_ptr(), packed_v.shape[1]
     out = Result(q, q_axis)
     residual = Result(q, q_axis) if config.compensate_o else None
     lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
@@ -84,8 +88,9 @@ def forward(
     work_axis = q_axis.with_block(work_tokens)
     axes = CAxes.of(q, q_axis, kv_axis, work_axis=work_axis, group=group, tile_counter=counter.data_ptr())
     arguments = CForward(
-        packed_q.data_ptr(), operands.data_ptr(), out.target, (residual or out).target, lse.data_ptr(), axes,
-        scale, kv_axis.documents, None if v_mean is None else v_mean.data_ptr(),
+        packed_q.data_ptr(), packed_k.data_ptr(), values, k_stride, v_stride, out.target,
+        (residual or out).target, lse.data_ptr(), axes, scale, kv_axis.documents,
+        None if v_mean is None else v_mean.data_ptr(),
     )  # fmt: skip
     macros = {
         "SMOOTH_V": config.smooth_v,
@@ -94,6 +99,6 @@ def forward(
     }
     launch("forward", q, window, arguments, p_16bit=p_16bit, **macros)
     out_residual = q.new_empty(0) if residual is None else residual.finish()
-    if not pack_kv_for_backward:
-        packed_kv = k.new_empty(0, dtype=torch.uint8)
-    return out.finish(), lse, k_mean, out_residual, packed_kv
+    if not pack_for_backward:
+        packed_q, packed_k = nothing_packed(q)
+    return ForwardResult(out.finish(), lse, k_mean, out_residual, packed_q, packed_k)

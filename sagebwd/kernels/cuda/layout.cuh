@@ -76,13 +76,13 @@ constexpr int TAIL = 16;                                  // scales of blocks, p
 __host__ __device__ constexpr int scale_bytes(int tensors, int tokens) { return HAS_TOKEN_SCALES ? tensors * tokens * 4 : TAIL; }
 // The scales of a tensor that is packed for S alone.
 __host__ __device__ constexpr int scale_bytes_of_s(int tokens) { return S_IS_16BIT ? 0 : scale_bytes(1, tokens); }
-constexpr int PACKED_Q_BYTES = Q_ROWS_TILE + scale_bytes_of_s(BLOCK_Q);       // forward: Q by rows; its scale
-constexpr int PACKED_KV_INT8_BYTES = 2 * K_TILE + scale_bytes(2, BLOCK_KV);   // forward: K by rows, V by columns; scales
+constexpr int PACKED_Q_BYTES = Q_ROWS_TILE + scale_bytes_of_s(BLOCK_Q);  // Q by rows; its scale
+constexpr int PACKED_V_BYTES = K_TILE + scale_bytes(2, BLOCK_KV);        // forward: V by columns; scales of K and V
 constexpr int PACKED_KV_BYTES = K_ROWS_TILE + 2 * K_TILE + scale_bytes_of_s(BLOCK_KV);  // K by rows, V in 16 bits; K's scale
 // Behind all of these, if dQ is in 16 bits: for each block K in 16 bits.
 constexpr int PACKED_K_16BIT_BYTES = 2 * K_TILE;
-// Q by rows, dO in 16 bits, stats; scales of Q and dO.
-constexpr int PACKED_Q_ROWS_BYTES = Q_ROWS_TILE + 2 * Q_TILE + ROW_STATS + scale_bytes(2, BLOCK_Q);
+constexpr int PACKED_GRAD_BYTES = 2 * Q_TILE + ROW_STATS + scale_bytes(2, BLOCK_Q);  // dO in 16 bits, stats; scales of Q and dO
+constexpr int Q_AND_GRAD_BYTES = Q_ROWS_TILE + PACKED_GRAD_BYTES;  // Q by rows, then PACKED_GRAD_BYTES, in shared memory
 // Q by columns, and dO if P is in INT8; or, for dK in 16 bits, Q in 16 bits.
 constexpr int PACKED_Q_COLUMNS_BYTES = (P_IS_16BIT && !DK_IS_16BIT ? 1 : 2) * Q_TILE;
 constexpr int PACKED_K_COLUMNS_BYTES = K_TILE + (S_IS_16BIT ? scale_bytes(1, BLOCK_KV) : 0);  // K by columns; its scale

@@ -217,6 +217,16 @@ __device__ __forceinline__ void store_rows_int8(u8* target, const uint2 (&values
         *reinterpret_cast<uint2*>(target + swizzled<D>(Tile<TOKENS>::token(i) * D + Tile<TOKENS>::channel())) = values[i];
 }
 
+// What store_rows_int8 wrote.
+template <int TOKENS>
+__device__ __forceinline__ void load_rows_int8(uint2 (&values)[PIECES], const u8* source) {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i) {
+        const int offset = swizzled<D>(Tile<TOKENS>::token(i) * D + Tile<TOKENS>::channel());
+        values[i] = *reinterpret_cast<const uint2*>(source + offset);
+    }
+}
+
 // By columns, through `shared`, TOKENS + 4 bytes for each channel. All threads call it.
 template <int TOKENS>
 __device__ __forceinline__ void store_columns_int8(u8* target, const uint2 (&values)[PIECES], u8* shared) {
@@ -257,6 +267,14 @@ __device__ __forceinline__ void store_scales(u8* tail, int slot, const float (&s
     }
     if (threadIdx.x == 0) slots[slot] = scales[0];
     if (slot == 0 && threadIdx.x >= used && threadIdx.x < 4) slots[threadIdx.x] = 0.0f;
+}
+
+// The scales that store_scales wrote to slot 0.
+template <int TOKENS>
+__device__ __forceinline__ void load_scales(float (&scales)[PIECES], const u8* tail) {
+#pragma unroll
+    for (int i = 0; i < PIECES; ++i)
+        scales[i] = reinterpret_cast<const float*>(tail)[HAS_TOKEN_SCALES ? Tile<TOKENS>::token(i) : 0];
 }
 
 }  // namespace
@@ -330,10 +348,9 @@ __device__ __forceinline__ u8* k_16bit_of(u8* packed_kv, const Block& block) {
 #endif
 }
 
-// Writes K minus its mean: by rows in INT8 to `rows` and, if it is not null, to `copy`, and in 16 bits to `k_16bit`, if that is
-// not null; finds the scales.
-__device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* copy, u8* k_16bit, const Source& k,
-                                       const float* mean, const Block& block, const Axis& axis, int (&slots)[16]) {
+// Writes K minus its mean: by rows in INT8 to `rows`, and in 16 bits to `k_16bit`, if that is not null; finds the scales.
+__device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* k_16bit, const Source& k, const float* mean,
+                                       const Block& block, const Axis& axis, int (&slots)[16]) {
     Pieces<BLOCK_KV> pieces;
     Tile<BLOCK_KV> tile;
     uint2 values[PIECES];
@@ -342,7 +359,6 @@ __device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* co
     find_scales(scales, tile, slots);
     quantize_tile(values, tile, scales);
     store_rows_int8<BLOCK_KV>(rows, values);
-    if (copy != nullptr) store_rows_int8<BLOCK_KV>(copy, values);
     if (k_16bit == nullptr) return;
     pieces.round(tile);
     pieces.store_16bit(k_16bit);
@@ -374,33 +390,35 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     store_scales<BLOCK_Q>(target + Q_TILE, 0, scales, 1);
 }
 
-// Forward: K by rows, V by columns; their scales. `k_mean`, `v_mean`: what is subtracted from them, or null. `packed_kv`: if
-// it is not null, also what pack_kv_kernel writes, which saves the backward a read of K and V.
+// Forward: V by columns and the scales of K and V to `packed_v`, and K by rows: alone to `packed_k` or, if `packed_kv` is not
+// null, in what pack_kv_kernel writes there, which saves the backward a read of K and V. `k_mean`, `v_mean`: what is subtracted
+// from them, or null.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
-    pack_kv_int8_kernel(Source k, Source v, const float* k_mean, const float* v_mean, u8* packed_kv_int8, u8* packed_kv,
+    pack_kv_int8_kernel(Source k, Source v, const float* k_mean, const float* v_mean, u8* packed_k, u8* packed_v, u8* packed_kv,
                         Axis axis) {
     __shared__ int slots[16];
     __shared__ __align__(16) u8 transposed[D * (BLOCK_KV + 4)];
     Block block;
     if (!find_block<BLOCK_KV, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
-    u8* target = packed_kv_int8 + i64(block.index) * PACKED_KV_INT8_BYTES;
-    u8* second = packed_kv == nullptr ? nullptr : packed_kv + i64(block.index) * PACKED_KV_BYTES;
+    u8* values_block = packed_v + i64(block.index) * PACKED_V_BYTES;
+    u8* both = packed_kv == nullptr ? nullptr : packed_kv + i64(block.index) * PACKED_KV_BYTES;
     float scales[PIECES];
     if (block.part == 0) {
-        pack_k(scales, target, second, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
-        store_scales<BLOCK_KV>(target + 2 * K_TILE, 0, scales, 2);
-        if (packed_kv != nullptr) store_scales<BLOCK_KV>(second + 3 * K_TILE, 0, scales, 1);
+        u8* rows = both == nullptr ? packed_k + i64(block.index) * K_TILE : both;
+        pack_k(scales, rows, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
+        store_scales<BLOCK_KV>(values_block + K_TILE, 0, scales, 2);
+        if (both != nullptr) store_scales<BLOCK_KV>(both + 3 * K_TILE, 0, scales, 1);
     } else {
         Pieces<BLOCK_KV> pieces;
         Tile<BLOCK_KV> tile;
         uint2 values[PIECES];
         load(pieces, tile, v, block, axis);
-        if (packed_kv != nullptr) pieces.store_16bit(second + K_TILE);
+        if (both != nullptr) pieces.store_16bit(both + K_TILE);
         subtract(tile, v_mean, block, axis);
         find_scales(scales, tile, slots);
         quantize_tile(values, tile, scales);
-        store_columns_int8<BLOCK_KV>(target + K_TILE, values, transposed);
-        store_scales<BLOCK_KV>(target + 2 * K_TILE, 1, scales, 2);
+        store_columns_int8<BLOCK_KV>(values_block, values, transposed);
+        store_scales<BLOCK_KV>(values_block + K_TILE, 1, scales, 2);
     }
 }
 
@@ -419,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
         pieces.store_16bit(target);
     } else if (block.part == 0) {
         float scales[PIECES];
-        pack_k(scales, target, nullptr, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
+        pack_k(scales, target, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(target + 3 * K_TILE, 0, scales, 1);
     } else {
         Pieces<BLOCK_KV> pieces;
@@ -450,39 +468,41 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
         store_scales<BLOCK_KV>(target + K_TILE, 0, scales, 1);
         return;
     }
-#pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-        const int offset = swizzled<D>(Tile<BLOCK_KV>::token(i) * D + Tile<BLOCK_KV>::channel());
-        values[i] = *reinterpret_cast<const uint2*>(rows + offset);
-    }
+    load_rows_int8<BLOCK_KV>(values, rows);
     store_columns_int8<BLOCK_KV>(packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES, values, transposed);
 }
 
-// Backward: Q by rows, dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their
-// own, Q by columns and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is. delta = rowsum(dO * O), section 3 of
-// the paper; if COMPENSATE_O is defined, O includes its rounding residual. Also clears `counters`.
+// Backward: dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their own, Q by columns,
+// from its rows in `packed_q`, and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is, the only case in which `q` is
+// read. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is defined, O includes its rounding residual. Also clears
+// `counters`.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
-    pack_q_and_grad_kernel(Source q, Source grad, Source out, Source out_residual, const float* lse, u8* packed_q_rows,
-                           u8* packed_q_columns, Axis axis, int* counters, int count) {
+    pack_grad_kernel(Source q, const u8* packed_q, Source grad, Source out, Source out_residual, const float* lse,
+                     u8* packed_grad, u8* packed_q_columns, Axis axis, int* counters, int count) {
     __shared__ int slots[16];
     __shared__ __align__(16) u8 transposed[D * (BLOCK_Q + 4)];
     Block block;
     clear<THREADS<BLOCK_Q>>(counters, count);
     if (!find_block<BLOCK_Q, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
-    u8* rows = packed_q_rows + i64(block.index) * PACKED_Q_ROWS_BYTES;
+    u8* target = packed_grad + i64(block.index) * PACKED_GRAD_BYTES;
     u8* columns = packed_q_columns + i64(block.index) * PACKED_Q_COLUMNS_BYTES;
-    u8* tail = rows + Q_ROWS_TILE + 2 * Q_TILE + ROW_STATS;
+    u8* tail = target + 2 * Q_TILE + ROW_STATS;
     float scales[PIECES];
     Pieces<BLOCK_Q> pieces;
     Tile<BLOCK_Q> tile;
     uint2 values[PIECES];
     if (block.part == 0) {
-        load(pieces, tile, q, block, axis);
-        find_scales(scales, tile, slots);
-        quantize_tile(values, tile, scales);
-        if (S_IS_16BIT) pieces.make_infinite_nan();
-        if (S_IS_16BIT) pieces.store_16bit(rows);
-        if (!S_IS_16BIT) store_rows_int8<BLOCK_Q>(rows, values);
+        const u8* rows = packed_q + i64(block.index) * PACKED_Q_BYTES;
+        if constexpr (S_IS_16BIT) {
+            pieces.load_16bit(rows);
+            pieces.unpack_to(tile);
+            find_scales(scales, tile, slots);
+            quantize_tile(values, tile, scales);
+        } else {
+            load_scales<BLOCK_Q>(scales, rows + Q_TILE);
+            if (!DK_IS_16BIT) load_rows_int8<BLOCK_Q>(values, rows);
+        }
+        if (DK_IS_16BIT) pieces.load(q, block, axis.heads, axis.d);
         if (DK_IS_16BIT) pieces.store_16bit(columns);
         if (!DK_IS_16BIT) store_columns_int8<BLOCK_Q>(columns, values, transposed);
         store_scales<BLOCK_Q>(tail, 0, scales, P_IS_16BIT ? 1 : 2);
@@ -495,8 +515,8 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     residual_pieces.load(out_residual, block, axis.heads, axis.d);
 #endif
     load(pieces, tile, grad, block, axis);
-    pieces.store_16bit(rows + Q_ROWS_TILE);
-    float* stats = reinterpret_cast<float*>(rows + Q_ROWS_TILE + 2 * Q_TILE);
+    pieces.store_16bit(target);
+    float* stats = reinterpret_cast<float*>(target + 2 * Q_TILE);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         float o[8], delta = 0.0f;

@@ -60,6 +60,15 @@ def packed_kv_shape(
     return k.shape[0] * k.shape[1] * blocks, (3 + s_16bit + 2 * k_16bit) * values + tail
 
 
+def packed_q_shape(
+    q: Tensor, blocks: int, token_scales: bool = False, block_q: int = TILE[0], s_16bit: bool = False
+) -> tuple[int, int]:
+    """Shape of the result of :meth:`Packer.pack_q`, which is uint8; as :func:`packed_kv_shape`."""
+    rows = block_q * packed_head_dim(q.shape[3])
+    size = 2 * rows if s_16bit else rows + scale_bytes(1, block_q, token_scales)
+    return q.shape[0] * q.shape[1] * blocks, size
+
+
 def scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
     """Bytes of the scales of so many tensors in a packed block of ``tokens``."""
     return 4 * tensors * tokens if token_scales else TAIL
@@ -103,14 +112,13 @@ class Packer:
         return mean
 
     def pack_q(self, q: Tensor, axis: Axis, counters: Tensor | None = None) -> Tensor:
-        """Q for the forward: Q by rows; tail: its scale.
+        """Q by rows; tail: its scale.
 
         Args:
             counters: int32, contiguous; the same kernel sets them to zero for those that follow.
         """
-        rows = self._block_q * packed_head_dim(q.shape[3])
-        tail = self._scale_bytes(1, self._block_q)
-        packed = _allocate(q, axis, 2 * rows if self._s_16bit else rows + tail)
+        shape = packed_q_shape(q, axis.blocks, self._token_scales, self._block_q, self._s_16bit)
+        packed = q.new_empty(shape, dtype=torch.uint8)
         arguments = (_CSource.of(q), packed, _CAxis.of(q, axis), counters, _count(counters))
         self._launch("pack_q", q, self._block_q, len(packed), *arguments)
         return packed
@@ -123,27 +131,30 @@ class Packer:
         k_mean: Tensor | None,
         v_mean: Tensor | None,
         *,
-        pack_kv_for_backward: bool,
+        pack_for_backward: bool,
         k_16bit: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """K and V for the forward: K by rows, V by columns; tail: their scales.
+    ) -> tuple[Tensor, Tensor]:
+        """K and V for the forward, two packed blocks for each block of tokens.
 
-        With ``pack_kv_for_backward`` also the result of :meth:`pack_kv`, from the same read of K and V.
+        The first: K by rows. With ``pack_for_backward`` it is the result of :meth:`pack_kv`, which begins
+        with them, from the same read of K and V. The second: V by columns; tail: the scales of K and V.
 
         Args:
             k_mean, v_mean: what to subtract from K and from V, see :meth:`token_mean`; None: nothing.
             k_16bit: as of :meth:`pack_kv`.
         """
-        packed = _allocate(
-            k, axis, self._block_kv * 2 * packed_head_dim(k.shape[3]) + self._scale_bytes(2, self._block_kv)
-        )
-        packed_kv = None
-        if pack_kv_for_backward:
-            packed_kv = k.new_empty(self._packed_kv_shape(k, axis, k_16bit), dtype=torch.uint8)
+        rows = self._block_kv * packed_head_dim(k.shape[3])
+        packed_v = _allocate(k, axis, rows + self._scale_bytes(2, self._block_kv))
+        if pack_for_backward:
+            packed_k = k.new_empty(self._packed_kv_shape(k, axis, k_16bit), dtype=torch.uint8)
+            keys = (None, packed_v, packed_k)
+        else:
+            packed_k = _allocate(k, axis, rows)
+            keys = (packed_k, packed_v, None)
         sources = (_CSource.of(x) for x in (k, v))
-        arguments = (*sources, k_mean, v_mean, packed, packed_kv, _CAxis.of(k, axis))
-        self._launch("pack_kv_int8", k, self._block_kv, 2 * len(packed), *arguments, K_16BIT=k_16bit)
-        return packed, packed_kv
+        arguments = (*sources, k_mean, v_mean, *keys, _CAxis.of(k, axis))
+        self._launch("pack_kv_int8", k, self._block_kv, 2 * len(packed_v), *arguments, K_16BIT=k_16bit)
+        return packed_k, packed_v
 
     def pack_kv(
         self, k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None, *, k_16bit: bool = False
@@ -177,9 +188,10 @@ class Packer:
         )
         return columns
 
-    def pack_q_and_grad(
+    def pack_grad(
         self,
         q: Tensor,
+        packed_q: Tensor,
         grad_out: Tensor,
         out: Tensor,
         lse: Tensor,
@@ -190,12 +202,14 @@ class Packer:
         dk_16bit: bool = False,
         counters: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Q and dO for the backward, as two packed blocks for each block of tokens.
+        """dO and Q for the backward, as two packed blocks for each block of tokens.
 
-        The first: Q by rows, dO in 16 bits, −lse of all tokens and −δ of all tokens (fp32; −∞ and 0 past the
-        end); tail: the scales of Q and dO. The second: Q by columns, dO by columns.
+        The first: dO in 16 bits, −lse of all tokens and −δ of all tokens (fp32; −∞ and 0 past the end); tail:
+        the scales of Q and dO. The second: Q by columns, dO by columns.
 
         Args:
+            q: only read with ``dk_16bit``; otherwise only its shape and dtype are used.
+            packed_q: of :meth:`pack_q`.
             lse: (B · H, N_q) or (B, H, N_q) fp32, contiguous.
             out_residual: the rounding error of ``out``, which is added to it for δ.
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
@@ -204,15 +218,23 @@ class Packer:
             counters: as of :meth:`pack_q`.
         """
         d_pad = packed_head_dim(q.shape[3])
-        row_bytes = (4 if self._s_16bit else 3) * d_pad + 8
-        rows = _allocate(q, axis, self._block_q * row_bytes + self._scale_bytes(2, self._block_q))
+        grad_bytes = self._block_q * (2 * d_pad + 8) + self._scale_bytes(2, self._block_q)
+        packed_grad = _allocate(q, axis, grad_bytes)
         columns = _allocate(q, axis, self._block_q * (1 if p_16bit and not dk_16bit else 2) * d_pad)
-        tensors = (q, grad_out, out, out if out_residual is None else out_residual)
-        sources = (_CSource.of(x) for x in tensors)
-        arguments = (*sources, lse, rows, columns, _CAxis.of(q, axis), counters, _count(counters))
+        tensors = (grad_out, out, out if out_residual is None else out_residual)
+        sources = (_CSource.of(q), packed_q, *(_CSource.of(x) for x in tensors))
+        arguments = (*sources, lse, packed_grad, columns, _CAxis.of(q, axis), counters, _count(counters))
         defines = {"P_16BIT": p_16bit, "DK_16BIT": dk_16bit, "COMPENSATE_O": out_residual is not None}
-        self._launch("pack_q_and_grad", q, self._block_q, 2 * len(rows), *arguments, **defines)
-        return rows, columns
+        self._launch("pack_grad", q, self._block_q, 2 * len(packed_grad), *arguments, **defines)
+        return packed_grad, columns
+
+    def k_rows_bytes(self, k: Tensor) -> int:
+        """Bytes of K by rows of a packed block."""
+        return (1 + self._s_16bit) * self._block_kv * packed_head_dim(k.shape[3])
+
+    def packed_kv_bytes(self, k: Tensor) -> int:
+        """Bytes from block to block in the result of :meth:`pack_kv`, also if K in 16 bits follows them."""
+        return packed_kv_shape(k, 0, self._token_scales, self._block_kv, self._s_16bit)[1]
 
     def _packed_kv_shape(self, k: Tensor, axis: Axis, k_16bit: bool) -> tuple[int, int]:
         return packed_kv_shape(k, axis.blocks, self._token_scales, self._block_kv, self._s_16bit, k_16bit)

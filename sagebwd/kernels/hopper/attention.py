@@ -28,7 +28,7 @@ from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.packing import TILE
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
-from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.kernels.layout import Axis, ForwardResult, padded_head_dim
 from sagebwd.window import CAUSAL, Window
 
 COMPUTE_CAPABILITY = (9, 0)
@@ -42,7 +42,8 @@ PACKERS = {"block": packing.Packer(SOURCES), "token": packing.Packer(SOURCES, to
 
 class _CDq(ctypes.Structure):
     _fields_ = [
-        ("packed_q_rows", ctypes.c_void_p),
+        ("packed_q", ctypes.c_void_p),
+        ("packed_grad", ctypes.c_void_p),
         ("packed_kv", ctypes.c_void_p),
         ("packed_k_columns", ctypes.c_void_p),
         ("dq", CTokenTensor),
@@ -53,7 +54,8 @@ class _CDq(ctypes.Structure):
 
 class _CDkDv(ctypes.Structure):
     _fields_ = [
-        ("packed_q_rows", ctypes.c_void_p),
+        ("packed_q", ctypes.c_void_p),
+        ("packed_grad", ctypes.c_void_p),
         ("packed_q_columns", ctypes.c_void_p),
         ("packed_kv", ctypes.c_void_p),
         ("dk", CTokenTensor),
@@ -65,7 +67,8 @@ class _CDkDv(ctypes.Structure):
 
 class _CBackward(ctypes.Structure):
     _fields_ = [
-        ("packed_q_rows", ctypes.c_void_p),
+        ("packed_q", ctypes.c_void_p),
+        ("packed_grad", ctypes.c_void_p),
         ("packed_q_columns", ctypes.c_void_p),
         ("packed_kv", ctypes.c_void_p),
         ("dk", CTokenTensor),
@@ -214,14 +217,14 @@ def forward(
     window: Window,
     scale: float,
     config: SageConfig,
-    pack_kv_for_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    pack_for_backward: bool,
+) -> ForwardResult:
     """As :func:`sagebwd.kernels.cuda.forward.forward`."""
     return cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=PACKERS[config.operand_scales],
         launch=functools.partial(_launch, TOKEN_SCALES=config.operand_scales == "token"),
         work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
-        pack_kv_for_backward=pack_kv_for_backward,
+        pack_for_backward=pack_for_backward,
     )  # fmt: skip
 
 
@@ -234,6 +237,7 @@ def backward(
     lse: Tensor,
     k_mean: Tensor,
     out_residual: Tensor,
+    packed_q: Tensor,
     packed_kv: Tensor,
     q_axis: Axis,
     kv_axis: Axis,
@@ -245,13 +249,15 @@ def backward(
     """As :func:`sagebwd.kernels.triton.backward.backward`.
 
     Args:
-        packed_kv: of :func:`forward`. If it is not empty, k and v may be stand-ins, see
-            :func:`sagebwd.kernels.layout.stand_in`.
+        packed_q, packed_kv: of :func:`forward`. If they are not empty, q (unless dK is in 16 bit), k and v
+            may be stand-ins, see :func:`sagebwd.kernels.layout.stand_in`.
     """
     packer = PACKERS[config.operand_scales]
     if not packed_kv.numel():
         subtracted = k_mean if config.smooth_k else None
         packed_kv = packer.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
+    if not packed_q.numel():
+        packed_q = packer.pack_q(q, q_axis)
     residual = out_residual if config.compensate_o else None
     options = {
         "p_16bit": not config.is_int8("dv"),
@@ -259,13 +265,13 @@ def backward(
         "out_residual": residual,
     }
     counters = q.new_empty(_counters(q, q_axis, config), dtype=torch.int32)
-    packed_q = [*packer.pack_q_and_grad(q, grad_out, out, lse, q_axis, counters=counters, **options)]
+    packed = [*packer.pack_grad(q, packed_q, grad_out, out, lse, q_axis, counters=counters, **options)]
     dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
-    call = _Backward(q, k, q_axis, kv_axis, packed_kv, dq, dk, dv, counters, window, scale, config)
+    call = _Backward(q, k, q_axis, kv_axis, packed_q, packed_kv, dq, dk, dv, counters, window, scale, config)
     if config.is_int8("dq"):
-        _launch_two_kernels(call, packed_q)
+        _launch_two_kernels(call, packed)
     else:
-        _launch_one_kernel(call, *packed_q)
+        _launch_one_kernel(call, *packed)
     return dq.finish(), dk.finish(), dv.finish()
 
 
@@ -293,6 +299,7 @@ class _Backward(NamedTuple):
     k: Tensor
     q_axis: Axis
     kv_axis: Axis
+    packed_q: Tensor
     packed_kv: Tensor
     dq: Result
     dk: Result
@@ -319,17 +326,17 @@ class _Backward(NamedTuple):
         _launch(name, self.q, self.window, arguments, **macros)
 
 
-def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
+def _launch_two_kernels(call: _Backward, packed: list[Tensor]) -> None:
     """dK and dV by dk_dv.cu, then dQ by dq.cu.
 
     Args:
-        packed_q: rows and columns. The columns are taken out of the list, so that nothing else keeps them.
+        packed: of dO and of columns. The columns are taken out of the list, so that nothing else keeps them.
     """
-    packed_q_columns, packed_q_rows = packed_q.pop(), packed_q[0]
+    packed_q_columns, packed_grad = packed.pop(), packed[0]
     axes = call.axes("dk_dv", call.counters.data_ptr())
     arguments = _CDkDv(
-        packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),
-        call.dk.target, call.dv.target, axes, call.scale,
+        call.packed_q.data_ptr(), packed_grad.data_ptr(), packed_q_columns.data_ptr(),
+        call.packed_kv.data_ptr(), call.dk.target, call.dv.target, axes, call.scale,
     )  # fmt: skip
     call.launch("dk_dv", arguments)
 
@@ -339,22 +346,22 @@ def _launch_two_kernels(call: _Backward, packed_q: list[Tensor]) -> None:
     )
     axes = call.axes("dq", call.counters.data_ptr() + 4)
     of_dq = _CDq(
-        packed_q_rows.data_ptr(), call.packed_kv.data_ptr(), packed_k_columns.data_ptr(), call.dq.target,
-        axes, call.scale,
+        call.packed_q.data_ptr(), packed_grad.data_ptr(), call.packed_kv.data_ptr(),
+        packed_k_columns.data_ptr(), call.dq.target, axes, call.scale,
     )  # fmt: skip
     call.launch("dq", of_dq)
 
 
-def _launch_one_kernel(call: _Backward, packed_q_rows: Tensor, packed_q_columns: Tensor) -> None:
+def _launch_one_kernel(call: _Backward, packed_grad: Tensor, packed_q_columns: Tensor) -> None:
     """All gradients by backward.cu, dQ as sums, which finish_dq.cu rounds."""
     padded = call.q.shape[0] * call.q.shape[1] * call.q_axis.blocks * TILE[0]
     dq_sums = call.q.new_empty((padded, padded_head_dim(call.q.shape[3])), dtype=torch.float32)
     turns = call.counters
     axes = call.axes("backward", turns.data_ptr() + 4 * _turns(call.q, call.q_axis))
     arguments = _CBackward(
-        packed_q_rows.data_ptr(), packed_q_columns.data_ptr(), call.packed_kv.data_ptr(),
-        call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(), axes, call.scale,
-        LAST_KEYS_FIRST_UP_TO[padded_head_dim(call.q.shape[3])],
+        call.packed_q.data_ptr(), packed_grad.data_ptr(), packed_q_columns.data_ptr(),
+        call.packed_kv.data_ptr(), call.dk.target, call.dv.target, dq_sums.data_ptr(), turns.data_ptr(),
+        axes, call.scale, LAST_KEYS_FIRST_UP_TO[padded_head_dim(call.q.shape[3])],
     )  # fmt: skip
     call.launch("backward", arguments)
     _launch_finish_dq(call, dq_sums, turns)

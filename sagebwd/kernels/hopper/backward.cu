@@ -30,7 +30,7 @@ constexpr int DQ_REGISTERS = D == 64 ? 96 : DK_IS_16BIT ? 72 : 56;
 constexpr int PRODUCER_REGISTERS = D == 64 ? 32 : 24;
 static_assert(CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS == 65536 / 128);
 
-// A stage in shared memory: both packed blocks of 64 queries.
+// A stage in shared memory: the packed blocks of 64 queries.
 constexpr int Q_COLUMNS = 0;                      // in 16 bits it is Q by rows
 constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // absent if P is in 16 bits
 constexpr int Q_ROWS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;
@@ -59,7 +59,7 @@ struct SharedState {
 };
 
 struct Arguments {
-    const u8 *packed_q_rows, *packed_q_columns, *packed_kv;  // K in 16 bits is behind packed_kv
+    const u8 *packed_q, *packed_grad, *packed_q_columns, *packed_kv;  // K in 16 bits is behind packed_kv
     TokenTensor dk, dv;
     float* dq_sums;  // of each packed block of queries, chunk by chunk, as the threads that compute dQ hold them
     int* turns;      // of each chunk: how many work tiles are in its sum; zero at the start
@@ -107,8 +107,8 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
                 next = next_block(last_keys_first, work.q_tiles, next);
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
-                barrier_expect_bytes(full, PACKED_Q_ROWS_BYTES + PACKED_Q_COLUMNS_BYTES);
-                bulk_copy(stage + Q_ROWS, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES, full);
+                barrier_expect_bytes(full, Q_AND_GRAD_BYTES + PACKED_Q_COLUMNS_BYTES);
+                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, block, full);
                 bulk_copy(stage + Q_COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES,
                           full);
                 queries.advance();

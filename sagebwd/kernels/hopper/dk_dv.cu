@@ -19,7 +19,7 @@ constexpr int STAGES = D == 64 ? 6 : P_IS_16BIT ? 4 : 3;
 constexpr int CHUNKS = D / 64;  // of 64 channels; dV and dK are computed chunk by chunk
 static_assert(!DK_IS_16BIT && !(HAS_TOKEN_SCALES && P_IS_16BIT));
 
-// A stage in shared memory: both packed blocks of 64 queries.
+// A stage in shared memory: the packed blocks of 64 queries.
 constexpr int Q_COLUMNS = 0;
 constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // absent if P is in 16 bits
 constexpr int Q_ROWS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;
@@ -43,7 +43,7 @@ struct Barriers {
 };
 
 struct Arguments {
-    const u8 *packed_q_rows, *packed_q_columns, *packed_kv;
+    const u8 *packed_q, *packed_grad, *packed_q_columns, *packed_kv;
     TokenTensor dk, dv;
     Axes axes;  // work tiles and `heads` are those of keys
     float scale;
@@ -80,10 +80,10 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
             for (i64 block = first; block < first + work.q_tiles; ++block) {
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
-                barrier_expect_bytes(full, PACKED_Q_ROWS_BYTES + PACKED_Q_COLUMNS_BYTES);
+                barrier_expect_bytes(full, Q_AND_GRAD_BYTES + PACKED_Q_COLUMNS_BYTES);
                 bulk_copy(stage + Q_COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES,
                           full);
-                bulk_copy(stage + Q_ROWS, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES, full);
+                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, block, full);
                 queries.advance();
             }
         }

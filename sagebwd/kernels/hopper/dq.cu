@@ -23,11 +23,11 @@ constexpr int V_ROWS = K_ROWS + K_TILE;
 constexpr int K_SCALE = V_ROWS + 2 * K_TILE;
 constexpr int STAGE_BYTES = align_up(K_SCALE + scale_bytes(1, BLOCK_KV), 1024);
 
-// Before the stages: a packed block of queries for each consumer. Behind them: staging for the epilogue.
+// Before the stages: packed blocks of 64 queries for each consumer. Behind them: staging for the epilogue.
 constexpr int GRAD_ROWS = Q_TILE;
 constexpr int STATISTICS = 3 * Q_TILE;
 constexpr int SCALES = STATISTICS + ROW_STATS;
-constexpr int QUERY_BYTES = align_up(PACKED_Q_ROWS_BYTES, 1024);
+constexpr int QUERY_BYTES = align_up(Q_AND_GRAD_BYTES, 1024);
 constexpr int RING = CONSUMERS * QUERY_BYTES;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
@@ -38,7 +38,7 @@ struct Barriers {
 };
 
 struct Arguments {
-    const u8 *packed_q_rows, *packed_kv, *packed_k_columns;
+    const u8 *packed_q, *packed_grad, *packed_kv, *packed_k_columns;
     TokenTensor dq;
     Axes axes;
     float scale;
@@ -52,11 +52,10 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         if (!find_query_tile<CONSUMERS>(a.axes, work_tile, work)) continue;
         queries.wait_empty();
         work_tiles[queries.parity] = work_tile;
-        barrier_expect_bytes(queries.full, CONSUMERS * PACKED_Q_ROWS_BYTES);
+        barrier_expect_bytes(queries.full, CONSUMERS * Q_AND_GRAD_BYTES);
         for (int w = 0; w < CONSUMERS; ++w) {  // past the end copy the last block again: a branch costs more
             const i64 block = work.q_block + min(w, work.q_blocks - 1);
-            bulk_copy(shared + w * QUERY_BYTES, a.packed_q_rows + block * PACKED_Q_ROWS_BYTES, PACKED_Q_ROWS_BYTES,
-                      queries.full);
+            copy_q_and_grad(shared + w * QUERY_BYTES, a.packed_q, a.packed_grad, block, queries.full);
         }
         queries.advance();
         const KeyRange seen = keys_seen(work, window);

@@ -25,10 +25,11 @@ constexpr bool COMPENSATES = false;
 #endif
 static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
 
-// A stage in shared memory: a packed block of 128 keys. V is by columns in INT8 or, if P is in 16 bits, as it is.
-constexpr int KV_BYTES = P_IS_16BIT ? PACKED_KV_BYTES : PACKED_KV_INT8_BYTES;
+// A stage in shared memory: 128 keys. V is by columns in INT8 or, if P is in 16 bits, as it is; its scales follow.
 constexpr int K_ROWS = 0;
 constexpr int VALUES = K_ROWS + K_TILE;
+constexpr int V_BYTES = P_IS_16BIT ? PACKED_KV_BYTES - K_TILE : PACKED_V_BYTES;
+constexpr int KV_BYTES = VALUES + V_BYTES;
 constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
 constexpr int STAGE_BYTES = align_up(KV_BYTES, 1024);
 
@@ -44,7 +45,8 @@ struct Barriers {
 };
 
 struct Arguments {
-    const u8 *packed_q, *packed_kv;
+    const u8 *packed_q, *packed_k, *packed_v;
+    int k_stride, v_stride;  // bytes from block to block of the last two
     TokenTensor out, out_residual;  // out_residual: written if COMPENSATE_O is defined
     float* lse;
     Axes axes;
@@ -73,7 +75,9 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index;
             barrier_expect_bytes(full, KV_BYTES);
-            bulk_copy(shared + RING + keys.index * STAGE_BYTES, a.packed_kv + block * KV_BYTES, KV_BYTES, full);
+            const u32 stage = shared + RING + keys.index * STAGE_BYTES;
+            bulk_copy(stage + K_ROWS, a.packed_k + block * a.k_stride, K_TILE, full);
+            bulk_copy(stage + VALUES, a.packed_v + block * a.v_stride, V_BYTES, full);
             keys.advance();
         }
     }

@@ -1,6 +1,7 @@
 // The pipeline from the producer to the consumers: a ring of stages in shared memory, each with two mbarriers.
 #pragma once
 
+#include "layout.cuh"
 #include "ptx_sm90.cuh"
 
 // Where a warp is in the ring through which packed blocks come.
@@ -40,6 +41,12 @@ __device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAG
 template <int STAGES>
 __device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAGES], int consumers) {
     ring_init(full, empty, 1, 4 * consumers);
+}
+
+// Copies Q by rows and dO with its statistics of packed block `block`, Q_AND_GRAD_BYTES, one behind the other.
+__device__ __forceinline__ void copy_q_and_grad(u32 target, const u8* packed_q, const u8* packed_grad, i64 block, u32 full) {
+    bulk_copy(target, packed_q + block * PACKED_Q_BYTES, Q_ROWS_TILE, full);
+    bulk_copy(target + Q_ROWS_TILE, packed_grad + block * PACKED_GRAD_BYTES, PACKED_GRAD_BYTES, full);
 }
 
 // Releases stages that only other consumers need.

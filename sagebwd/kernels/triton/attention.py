@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from sagebwd.config import SageConfig
-from sagebwd.kernels.layout import Axis, ForwardResult
+from sagebwd.kernels.layout import Axis, ForwardResult, nothing_packed
 from sagebwd.kernels.triton import backward as _backward
 from sagebwd.kernels.triton import forward as _forward
 from sagebwd.kernels.triton.quantize import token_mean
@@ -26,9 +25,9 @@ def forward(
     window: Window,
     scale: float,
     config: SageConfig,
-    pack_kv_for_backward: bool,
+    pack_for_backward: bool,
 ) -> ForwardResult:
-    """Algorithm 1. The backward reads K and V themselves, so ``pack_kv_for_backward`` has no effect.
+    """Algorithm 1. The backward reads Q, K and V themselves, so ``pack_for_backward`` has no effect.
 
     Raises:
         ValueError: the tiles of ``config`` are too large for this GPU.
@@ -38,7 +37,7 @@ def forward(
         results = _forward.forward(q, k, v, q_axis, kv_axis, **options)
     except OutOfResources as error:
         raise too_large(q, config, error) from error
-    return ForwardResult(*results, q.new_empty(0, dtype=torch.uint8))
+    return ForwardResult(*results, *nothing_packed(q))
 
 
 def backward(
@@ -50,6 +49,7 @@ def backward(
     lse: Tensor,
     k_mean: Tensor,
     out_residual: Tensor,
+    packed_q: Tensor,
     packed_kv: Tensor,
     q_axis: Axis,
     kv_axis: Axis,

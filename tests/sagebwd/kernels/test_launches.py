@@ -64,11 +64,11 @@ def test_hopper(sample, monkeypatch):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
 
     def forward(*inputs, **options):
-        return hopper.forward(*inputs, pack_kv_for_backward=True, **options)
+        return hopper.forward(*inputs, pack_for_backward=True, **options)
 
     assert count(forward, hopper.backward, launched, sample) == (
         (["token_sum", "token_mean", "pack_q", "pack_kv_int8", "forward"], []),
-        (["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"], []),
+        (["pack_grad", "dk_dv", "pack_k_columns", "dq"], []),
     )
 
 

@@ -67,5 +67,5 @@ def test_packed_k_and_v_are_not_sharded(draw, shard):
     q, *_ = draw(20, batch=4, head_dim=16)
     part = shard(q, (BATCH, WHOLE))
     arguments = (None, None, -1, -1, 0.25, encode(SageConfig()), "reference", True)
-    with pytest.raises(NotImplementedError, match="pass pack_kv_for_backward=False"):
+    with pytest.raises(NotImplementedError, match="pass pack_for_backward=False"):
         torch.ops.sagebwd.forward(part, part, part, *arguments)

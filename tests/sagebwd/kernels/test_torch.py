@@ -112,11 +112,11 @@ def registrations(kernel_set):
                 lay,
                 documents == "packed",
                 config,
-                saved == "packs K, V",
+                saved == "packs",
             )
             for name, lay in layouts.items()
             for documents in ("whole", "packed")
-            for saved in ("saves K, V", "packs K, V")
+            for saved in ("saves Q, K, V", "packs")
             for setting, config in (("default", default), ("consistent", SageConfig.consistent()))
         }
     )
@@ -127,27 +127,29 @@ def named_rows(rows):
 
 
 @pytest.mark.usefixtures("poisoned_memory")  # or blocks that hold no document differ from call to call
-@over("lay, packed, config, pack_kv", registrations)
-def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, packed, config, pack_kv):
+@over("lay, packed, config, packs", registrations)
+def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, packed, config, packs):
     """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
     q, k, v, grad_out = map(lay, sample(70 if packed else 140 if kernel_set.is_gpu else 40))
     scale = q.shape[-1] ** -0.5
     settings = (boundaries if packed else None, None, -1, 0, scale, encode(config), kernel_set.name)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, pack_kv))
-    saved = torch.ops.sagebwd.forward(q, k, v, *settings, pack_kv)
-    keys_and_values = (None, None) if pack_kv else (k, v)
-    arguments = (grad_out, q, *keys_and_values, *k.shape[1:3], *saved, *settings)
+    torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, packs))
+    saved = torch.ops.sagebwd.forward(q, k, v, *settings, packs)
+    inputs = (None, None, None) if packs else (q, k, v)
+    arguments = (grad_out, *inputs, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
 
 
-def test_the_backward_refuses_to_do_without_k_and_v_where_nothing_was_packed(sample, kernel_set):
+def test_the_backward_refuses_to_do_without_q_k_and_v_where_nothing_was_packed(sample, kernel_set):
     q, k, v, grad_out = sample(40)
     saved = operators.forward(kernel_set.name, q, k, v)
     settings = (None, None, -1, 0, 0.1, encode(SageConfig()), kernel_set.name)
     for k_or_none, v_or_none in ((None, None), (k, None), (None, v)):
         with pytest.raises(ValueError, match="pass k and v"):
             torch.ops.sagebwd.backward(grad_out, q, k_or_none, v_or_none, *k.shape[1:3], *saved, *settings)
+    with pytest.raises(ValueError, match="got no q"):
+        torch.ops.sagebwd.backward(grad_out, None, k, v, *k.shape[1:3], *saved, *settings)
 
 
 @pytest.mark.parametrize("lay", [torch.clone, token_major])

@@ -19,7 +19,7 @@ from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.ampere import shapes
 from sagebwd.kernels.ampere.shapes import SHARED_LIMIT
 from sagebwd.kernels.cuda import launch
-from sagebwd.kernels.layout import Axis
+from sagebwd.kernels.layout import Axis, stand_in
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels.cuda import sources_on_cpu
@@ -47,12 +47,16 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
 
-    def attend_on_cpu(q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None):
+    def attend_on_cpu(
+        q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None, packs=False
+    ):
         blocks = config.tile(q.shape[3])
         axes = [Axis.of(x.shape[2], block, boundaries) for x, block in zip((q, k), blocks, strict=True)]
         window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
         options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
-        saved = ampere.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
+        saved = ampere.forward(q, k, v, *axes, pack_for_backward=packs, **options)
+        if packs:  # nothing but their shapes and dtypes may be read
+            q, k, v = (stand_in(x, *x.shape[1:3]) for x in (q, k, v))
         return saved[0], *ampere.backward(grad_out, q, k, v, *saved, *axes, **options)
 
     return attend_on_cpu
@@ -117,6 +121,8 @@ def test_they_compute_what_the_reference_does(
     inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
     settings = {"is_causal": is_causal, "config": config, "boundaries": boundaries}
     found = in_both_orders(lambda: attend_on_cpu(*inputs, **settings))
+    packed_once = attend_on_cpu(*inputs, packs=True, **settings)
+    assert all(torch.equal(x, y) for x, y in zip(packed_once, found, strict=True))
     options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries, "enable_gqa": True}
     wanted = reference.attention(*inputs, **options)
     for name, x in zip(NAMES, found, strict=True):

@@ -28,7 +28,7 @@ SHAPES = [  # B, H, N, D, dtype
     (1, 2, 130, 64, BF16),
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
-MINUS_DELTA = slice(-16 - 4 * 64, -16)  # in packed queries by rows
+MINUS_DELTA = slice(-16 - 4 * 64, -16)  # in packed blocks of dO
 PACK = [3, 3, 68, 69, 140, 140]  # boundaries of documents among 150 tokens
 
 
@@ -160,11 +160,13 @@ def assert_packed_q(packed, axis, q, boundaries=None):
     assert_same(packed, rows_tile(values), tail(scale))
 
 
-def assert_packed_kv_int8(packed, axis, k, v, k_mean, v_mean, boundaries=None):
-    packed = blocks_written(packed, axis)
+def assert_packed_kv_int8(packed_k, packed_v, axis, k, v, k_mean, v_mean, boundaries=None):
+    """packed_k: K by rows alone."""
+    rows, packed = blocks_written(packed_k, axis), blocks_written(packed_v, axis)
     k_values, k_scale = quantized(tiles_of(without_mean(k, k_mean, boundaries), 128, boundaries), packed, 0)
     v_values, v_scale = quantized(tiles_of(without_mean(v, v_mean, boundaries), 128, boundaries), packed, 1)
-    assert_same(packed, rows_tile(k_values), columns_tile(v_values), tail(k_scale, v_scale))
+    assert_same(packed, columns_tile(v_values), tail(k_scale, v_scale))
+    assert_same(rows, rows_tile(k_values))
 
 
 def assert_packed_kv(packed, columns, axis, k, v, mean, boundaries=None):
@@ -174,14 +176,12 @@ def assert_packed_kv(packed, columns, axis, k, v, mean, boundaries=None):
     assert_same(columns, columns_tile(values))
 
 
-def assert_packed_q_and_grad(
-    packed, axis, q, grad, out, lse, boundaries=None, out_residual=None, p_16bit=False
-):
-    rows, columns = (blocks_written(x, axis) for x in packed)
-    q_values, *scales = quantized(tiles_of(q, 64, boundaries).float(), rows, 0)
+def assert_packed_grad(packed, axis, q, grad, out, lse, boundaries=None, out_residual=None, p_16bit=False):
+    of_grad, columns = (blocks_written(x, axis) for x in packed)
+    q_values, *scales = quantized(tiles_of(q, 64, boundaries).float(), of_grad, 0)
     tiles = [columns_tile(q_values)]
     if not p_16bit:
-        grad_values, grad_scale = quantized(tiles_of(grad, 64, boundaries).float(), rows, 1)
+        grad_values, grad_scale = quantized(tiles_of(grad, 64, boundaries).float(), of_grad, 1)
         tiles.append(columns_tile(grad_values))
         scales.append(grad_scale)
     assert_same(columns, *tiles)
@@ -189,7 +189,7 @@ def assert_packed_q_and_grad(
     lse = lse.cpu().reshape(q.shape[:3])
     exists = blocks_of(torch.ones_like(lse), 64, boundaries) > 0
     minus_lse = torch.where(exists, -blocks_of(lse, 64, boundaries), -torch.inf)
-    minus_delta = rows[:, MINUS_DELTA].contiguous().view(torch.float32)
+    minus_delta = of_grad[:, MINUS_DELTA].contiguous().view(torch.float32)
     assert not minus_delta[~exists].any()
     out = tiles_of(out, 64, boundaries).double()
     if out_residual is not None:
@@ -199,8 +199,7 @@ def assert_packed_q_and_grad(
     error = (minus_delta + products.sum(-1)).abs()
     assert (error <= 128 * 2.0**-24 * products.abs().sum(-1)).all()
     assert_same(
-        rows,
-        rows_tile(q_values),
+        of_grad,
         tile_16bit(tiles_of(grad, 64, boundaries)),
         minus_lse.view(torch.uint8),
         minus_delta.view(torch.uint8),
@@ -244,8 +243,10 @@ def test_keys_and_values(packer, gaussian, shape):
     k_mean[:, : k.shape[3]] += k.float().mean((0, 2)).repeat(k.shape[0], 1)
     v_mean[:, : k.shape[3]] += v.float().mean((0, 2)).repeat(k.shape[0], 1)
     for means in product((None, k_mean), (None, v_mean)):
-        packed, packed_kv = packer.pack_kv_int8(k, v, axis, *means, pack_kv_for_backward=True)
-        assert_packed_kv_int8(packed, axis, k, v, *means)
+        alone = packer.pack_kv_int8(k, v, axis, *means, pack_for_backward=False)
+        assert_packed_kv_int8(*alone, axis, k, v, *means)
+        packed_kv, packed_v = packer.pack_kv_int8(k, v, axis, *means, pack_for_backward=True)
+        assert torch.equal(packed_v, alone[1])
         assert torch.equal(packed_kv, packer.pack_kv(k, v, axis, means[0]))
     for mean in (None, k_mean):
         packed = packer.pack_kv(k, v, axis, mean)
@@ -263,8 +264,8 @@ def test_queries_and_gradients(packer, gaussian, log_sums, shape):
         {"out_residual": residual},
         {"p_16bit": True, "out_residual": residual},
     ):
-        packed = packer.pack_q_and_grad(q, grad, out, lse, axis, **options)
-        assert_packed_q_and_grad(packed, axis, q, grad, out, lse, **options)
+        packed = packer.pack_grad(q, packer.pack_q(q, axis), grad, out, lse, axis, **options)
+        assert_packed_grad(packed, axis, q, grad, out, lse, **options)
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
@@ -275,11 +276,11 @@ def test_strides_do_not_matter(packer, gaussian, log_sums, view):
     q_axis, kv_axis = Axis.of(40, 64, None), Axis.of(40, 128, None)
     for i in range(3):
         a, b, c = (view(x) if j == i else x for j, x in enumerate(tensors))
-        packed = packer.pack_q_and_grad(a, b, c, lse, q_axis)
-        assert_packed_q_and_grad(packed, q_axis, *tensors, lse)
+        packed = packer.pack_grad(a, packer.pack_q(a, q_axis), b, c, lse, q_axis)
+        assert_packed_grad(packed, q_axis, *tensors, lse)
     for k, v in ((view(tensors[0]), tensors[1]), (tensors[0], view(tensors[1]))):
-        packed, _ = packer.pack_kv_int8(k, v, kv_axis, None, None, pack_kv_for_backward=False)
-        assert_packed_kv_int8(packed, kv_axis, *tensors[:2], None, None)
+        packed = packer.pack_kv_int8(k, v, kv_axis, None, None, pack_for_backward=False)
+        assert_packed_kv_int8(*packed, kv_axis, *tensors[:2], None, None)
         packed = packer.pack_kv(k, v, kv_axis, None)
         assert_packed_kv(
             packed, packer.pack_k_columns(packed, tensors[0], kv_axis), kv_axis, *tensors[:2], None
@@ -293,9 +294,11 @@ def test_blocks_of_a_pack_are_those_of_its_documents(packer, gaussian, log_sums)
     q_axis, kv_axis = (Axis.of(150, block, cu_seqlens) for block in (64, 128))
     mean, v_mean = (packer.token_mean(x, kv_axis) for x in (a, b))
     assert_packed_q(packer.pack_q(a, q_axis), q_axis, a, PACK)
-    assert_packed_q_and_grad(packer.pack_q_and_grad(a, b, c, lse, q_axis), q_axis, a, b, c, lse, PACK)
-    packed, packed_kv = packer.pack_kv_int8(a, b, kv_axis, mean, v_mean, pack_kv_for_backward=True)
-    assert_packed_kv_int8(packed, kv_axis, a, b, mean, v_mean, PACK)
+    packed = packer.pack_grad(a, packer.pack_q(a, q_axis), b, c, lse, q_axis)
+    assert_packed_grad(packed, q_axis, a, b, c, lse, PACK)
+    packed = packer.pack_kv_int8(a, b, kv_axis, mean, v_mean, pack_for_backward=False)
+    assert_packed_kv_int8(*packed, kv_axis, a, b, mean, v_mean, PACK)
+    packed_kv, _ = packer.pack_kv_int8(a, b, kv_axis, mean, v_mean, pack_for_backward=True)
     for packed in (packed_kv, packer.pack_kv(a, b, kv_axis, mean)):
         assert_packed_kv(packed, packer.pack_k_columns(packed, a, kv_axis), kv_axis, a, b, mean, PACK)
 
@@ -316,8 +319,8 @@ def test_a_scale_that_would_be_subnormal_is_zero(packer, device, largest):
 
 
 def gradient_rows(packer, out, lse, axis, p_16bit, q, grad):
-    rows, _ = packer.pack_q_and_grad(q, grad, out, lse, axis, p_16bit=p_16bit)
-    return rows
+    packed_grad, _ = packer.pack_grad(q, packer.pack_q(q, axis), grad, out, lse, axis, p_16bit=p_16bit)
+    return packed_grad
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
@@ -330,7 +333,7 @@ def test_nan_and_inf_make_the_scale_of_their_block_nan(packer, gaussian, log_sum
     cases = [  # what is made of which tensors, and which scales are then NaN
         (lambda q: packer.pack_q(q, axes[0]), (a,), [0]),
         (
-            lambda k, v: packer.pack_kv_int8(k, v, axes[1], None, None, pack_kv_for_backward=False)[0],
+            lambda k, v: packer.pack_kv_int8(k, v, axes[1], None, None, pack_for_backward=False)[1],
             (a, b),
             [0, 1],
         ),
@@ -356,8 +359,9 @@ def test_nan_and_inf_make_the_scale_of_their_block_nan(packer, gaussian, log_sum
 def test_delta_is_nan_where_it_is_not_finite(packer, gaussian, log_sums, poison):
     q, grad, out = gaussian(1, 1, 40, 64, FP16, count=3)
     out[0, 0, 33, 5] = poison
-    rows, _ = packer.pack_q_and_grad(q, grad, out, log_sums(1, 1, 40), Axis.of(40, 64, None))
-    minus_delta = rows.cpu()[:, MINUS_DELTA].contiguous().view(torch.float32)
+    axis = Axis.of(40, 64, None)
+    packed_grad, _ = packer.pack_grad(q, packer.pack_q(q, axis), grad, out, log_sums(1, 1, 40), axis)
+    minus_delta = packed_grad.cpu()[:, MINUS_DELTA].contiguous().view(torch.float32)
     assert minus_delta.isnan().nonzero().tolist() == [[0, 33]]
     assert not minus_delta.isinf().any()
 

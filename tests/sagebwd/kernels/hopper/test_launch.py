@@ -133,12 +133,12 @@ def test_only_the_means_that_are_asked_for_are_taken(
     config = SageConfig(smooth_k=smooth_k, smooth_v=smooth_v)
     axes = [Axis.of(9, n, None if boundaries is None else torch.tensor(boundaries)) for n in (64, 128)]
     options = {"window": Window.of(True), "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=pack_once, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     names = [name for name, _, _ in launched]
     forward = [*["token_sum", "token_mean"] * (smooth_k + smooth_v), "pack_q", "pack_kv_int8", "forward"]
-    backward = ["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"]
-    assert names == [*forward, *([] if pack_once else ["pack_kv"]), *backward]
+    backward = ["pack_grad", "dk_dv", "pack_k_columns", "dq"]
+    assert names == [*forward, *([] if pack_once else ["pack_kv", "pack_q"]), *backward]
 
     sources = [arguments[0].tensor.data for name, _, arguments in launched if name == "token_sum"]
     results = [arguments[1] for name, _, arguments in launched if name == "token_mean"]
@@ -149,9 +149,10 @@ def test_only_the_means_that_are_asked_for_are_taken(
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
     of_k, of_v = (means.get(x.data_ptr()) for x in (k, v))
     assert [address(x) for x in first["pack_kv_int8"][1][2:4]] == [address(of_k), address(of_v)]
-    packed_kv = first["pack_kv_int8"][1][5]
+    packed_k, _, packed_kv = first["pack_kv_int8"][1][4:7]
     if pack_once:
-        assert packed_kv is saved[4]
+        assert packed_k is None
+        assert packed_kv is saved.packed_kv
     else:
         assert packed_kv is None
         assert address(first["pack_kv"][1][2]) == address(of_k)
@@ -168,7 +169,7 @@ def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"window": Window.of(True), "scale": 0.1, "config": SageConfig(unsigned_p=unsigned_p)}
-    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
     assert macros == {"forward": unsigned_p, "dk_dv": unsigned_p}  # a macro that is False is not defined
@@ -182,10 +183,10 @@ def test_scales_of_tokens_reach_all_kernels(launched, sample, operand_scales, pa
     axes = [Axis.of(140, block, None) for block in (64, 128)]
     config, is_token = SageConfig(operand_scales=operand_scales), operand_scales == "token"
     options = {"window": Window.of(True), "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=pack_once, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     assert all(defines["TOKEN_SCALES"] is is_token for _, defines, _ in launched)
-    assert saved[4].shape == (packed_kv_shape(k, axes[1].blocks, is_token) if pack_once else (0,))
+    assert saved.packed_kv.shape == (packed_kv_shape(k, axes[1].blocks, is_token) if pack_once else (0,))
 
 
 @pytest.mark.parametrize("products", [(), ("o",), ("dv",), ("o", "dv")], ids=str)
@@ -196,21 +197,21 @@ def test_16_bit_products_get_the_tensors_as_they_are(launched, sample, products,
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     config = without_int8(*products, unsigned_p=len(products) < 2)
     options = {"window": Window.of(True), "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=pack_once, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     o_16bit, dv_16bit = "o" in products, "dv" in products
     forward = ["token_sum", "token_mean", "pack_q", "pack_kv" if o_16bit else "pack_kv_int8", "forward"]
-    backward = ["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"]
+    backward = ["pack_grad", "dk_dv", "pack_k_columns", "dq"]
     names = [name for name, _, _ in launched]
-    assert names == [*forward, *([] if pack_once else ["pack_kv"]), *backward]
+    assert names == [*forward, *([] if pack_once else ["pack_kv", "pack_q"]), *backward]
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
-    for name, is_16bit in (("forward", o_16bit), ("pack_q_and_grad", dv_16bit), ("dk_dv", dv_16bit)):
+    for name, is_16bit in (("forward", o_16bit), ("pack_grad", dv_16bit), ("dk_dv", dv_16bit)):
         assert first[name][0]["P_16BIT"] is is_16bit, name
     for name, is_16bit in (("forward", o_16bit), ("dk_dv", dv_16bit)):
         assert first[name][0]["UNSIGNED_P"] is (config.unsigned_p and not is_16bit), name
-    columns = first["pack_q_and_grad"][1][6]
+    columns = first["pack_grad"][1][7]
     assert columns.shape[1] == 64 * 64 * (1 if dv_16bit else 2)
-    assert saved[4].shape == (packed_kv_shape(k, axes[1].blocks) if pack_once else (0,))
+    assert saved.packed_kv.shape == (packed_kv_shape(k, axes[1].blocks) if pack_once else (0,))
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -218,28 +219,29 @@ def test_the_residual_of_out_goes_from_the_forward_to_delta(launched, sample, on
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"window": Window.of(True), "scale": 0.1, "config": without_int8("o", compensate_o=on)}
-    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    out, _, _, out_residual, _ = saved
+    out, out_residual = saved.out, saved.out_residual
     assert out_residual.shape == (out.shape if on else (0,))
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
     assert first["forward"][0]["COMPENSATE_O"] is on
     assert first["forward"][1][0].out_residual.data == address(out_residual if on else out)
-    assert first["pack_q_and_grad"][0]["COMPENSATE_O"] is on
-    assert first["pack_q_and_grad"][1][3].tensor.data == address(out_residual if on else out)
+    assert first["pack_grad"][0]["COMPENSATE_O"] is on
+    assert first["pack_grad"][1][4].tensor.data == address(out_residual if on else out)
 
 
 def test_kernels_of_the_backward_share_packed_q_and_have_tile_counters_of_their_own(launched, sample):
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"window": Window.of(True), "scale": 0.1, "config": DEFAULT_CONFIG}
-    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
-    assert [name for name, _, _ in launched][-4:] == ["pack_q_and_grad", "dk_dv", "pack_k_columns", "dq"]
+    assert [name for name, _, _ in launched][-4:] == ["pack_grad", "dk_dv", "pack_k_columns", "dq"]
     first = {name: arguments for name, _, arguments in reversed(launched)}
     dk_dv, dq = first["dk_dv"][0], first["dq"][0]
-    assert dk_dv.packed_q_rows == dq.packed_q_rows == address(first["pack_q_and_grad"][5])
-    assert dk_dv.packed_kv == dq.packed_kv == address(saved[4])
+    assert dk_dv.packed_q == dq.packed_q == address(saved.packed_q) == address(first["pack_grad"][1])
+    assert dk_dv.packed_grad == dq.packed_grad == address(first["pack_grad"][6])
+    assert dk_dv.packed_kv == dq.packed_kv == address(saved.packed_kv)
     assert dk_dv.axes.tile_counter != dq.axes.tile_counter
 
 
@@ -250,7 +252,7 @@ def test_up_to_which_length_the_one_backward_begins_with_the_last_keys(
     q, k, v, grad_out = sample(9, head_dim=head_dim)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"window": Window.of(True), "scale": 0.1, "config": without_int8("dq")}
-    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     assert {name: x for name, _, x in launched}["backward"][0].last_keys_first_up_to == last_keys_first_up_to
 
@@ -261,15 +263,16 @@ def test_what_the_one_backward_launches(launched, sample, products):
     q, k, v, grad_out = sample(9, heads=4, kv_heads=2, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     options = {"window": Window.of(True), "scale": 0.1, "config": without_int8(*products)}
-    saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=True, **options)
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
     before = len(launched)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     names = [name for name, _, _ in launched[before:]]
-    assert names == ["pack_q_and_grad", "backward", "finish_dq"]
+    assert names == ["pack_grad", "backward", "finish_dq"]
     (_, _, packed), (_, defines, (arguments, _)), (_, _, (finish,)) = launched[before:]
     assert defines["P_16BIT"] == ("dv" in products)
-    assert [arguments.packed_q_rows, arguments.packed_q_columns] == [address(x) for x in packed[5:7]]
-    assert arguments.packed_kv == address(saved[4])
+    assert [arguments.packed_grad, arguments.packed_q_columns] == [address(x) for x in packed[6:8]]
+    assert arguments.packed_q == address(saved.packed_q)
+    assert arguments.packed_kv == address(saved.packed_kv)
     # A counter follows the turns of all packed blocks of queries.
     assert arguments.axes.tile_counter == arguments.turns + 4 * 4 * axes[0].blocks
     assert [finish.dq_sums, finish.turns] == [arguments.dq_sums, arguments.turns]

@@ -34,7 +34,7 @@ def attend_on_cpu(emulated):
         axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
         window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
         options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
-        saved = hopper.forward(q, k, v, *axes, pack_kv_for_backward=False, **options)
+        saved = hopper.forward(q, k, v, *axes, pack_for_backward=False, **options)
         return saved[0], *hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
 
     return attend_on_cpu
@@ -210,9 +210,10 @@ def test_nan_with_a_window_comes_out_where_the_reference_has_it(attend_on_cpu, d
         (None, SageConfig(smooth_v=True)),
         ("aot_eager", DEFAULT_CONFIG),
         ("inductor", SageConfig.consistent()),
+        (None, SageConfig.int8_scores()),
     ],
 )
-def test_packed_kv_replaces_k_and_v_in_the_backward(
+def test_what_is_packed_replaces_q_k_and_v_in_the_backward(
     attend_on_cpu, draw, monkeypatch, tmp_path, backend, config, documents
 ):
     """Through autograd, also as compiled; the gradients are the same."""
@@ -239,14 +240,14 @@ def test_packed_kv_replaces_k_and_v_in_the_backward(
         assert x.stride() == expected.stride(), name
         assert torch.equal(x, expected), name
     pointers = {x.data_ptr() for x in saved if x is not None}
-    assert q.data_ptr() in pointers
+    assert (q.data_ptr() in pointers) == (not config.is_int8("dk"))
     assert not {k.data_ptr(), v.data_ptr()} & pointers
 
 
 @pytest.mark.parametrize("documents", [None, [20, 0, 20]], ids=["whole", "packed"])
 @pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.consistent()], ids=["default", "consistent"])
 def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config, documents):
-    """As in test_torch.py, with packed K and V."""
+    """As in test_torch.py, with Q, K and V packed."""
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)])
     monkeypatch.setattr(dispatch, "choose", lambda *arguments, **settings: "hopper")
     q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
@@ -254,7 +255,7 @@ def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config,
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, True))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, True)
-    arguments = (grad_out, q, None, None, *k.shape[1:3], *saved, *settings)
+    arguments = (grad_out, None, None, None, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from sagebwd import reference
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.layout import Axis
+from sagebwd.kernels.layout import Axis, nothing_packed
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels.inputs import GRADIENTS, INPUTS, assert_nan_where, poison_one
@@ -34,7 +34,7 @@ def backward(emulated):
             of_documents = reference.k_mean(k, boundaries, None, config=config)
             k_mean[:, : q.shape[3]] = of_documents.view(-1, q.shape[3])
         lse = (lse / math.log(2)).flatten(0, 1).contiguous()
-        saved = (out, lse, k_mean, residual, q.new_empty(0, dtype=torch.uint8))
+        saved = (out, lse, k_mean, residual, *nothing_packed(q))
         return hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
 
     return backward
