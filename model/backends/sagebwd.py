@@ -11,6 +11,7 @@ import sagebwd
 from model.backends import Backend, SavedBytes
 from sagebwd import SageConfig, dispatch
 from sagebwd.config import PRESETS, encode
+from sagebwd.kernels.ops import packs_v
 
 CONFIG_FIELDS = {field.name for field in fields(SageConfig)}
 IMPLEMENTATIONS = {
@@ -99,9 +100,10 @@ def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> Sav
     scale = q.shape[-1] ** -0.5
     saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
     results, is_packed = sum(x.nbytes for x in saved), saved[-1].numel() > 0
-    # Where Q, K and V are packed, the backward needs none of them, but for Q if dK is in 16 bit.
+    # Where these are packed, the backward needs neither K nor, with an INT8 dK, Q, nor, on Hopper, V.
     keeps_q = not (is_packed and config.is_int8("dk"))
-    inputs = keeps_q * q.nbytes + (0 if is_packed else 2 * k.nbytes)
+    keeps_v = not (is_packed and packs_v(kernels))
+    inputs = keeps_q * q.nbytes + (not is_packed) * k.nbytes + keeps_v * k.nbytes
     return SavedBytes(total=inputs + results, results=results)
 
 

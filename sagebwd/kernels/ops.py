@@ -102,7 +102,7 @@ def _fake_forward(
     k_mean = k.new_empty((*k.shape[:2], documents * channels), dtype=torch.float32)
     packed_q, packed_kv = nothing_packed(q)
     if kernels in ("hopper", "ampere") and pack_for_backward:
-        shapes = _packed_shapes(q, k, documents, settings)
+        shapes = _packed_shapes(q, k, documents, settings, packs_v=packs_v(kernels))
         packed_q, packed_kv = (q.new_empty(shape, dtype=torch.uint8) for shape in shapes)
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_q, packed_kv)
 
@@ -131,7 +131,8 @@ def _backward(
     """Return dq, dk, dv, laid out as q, k, v.
 
     ``packed_q`` can replace q, unless dK is in 16 bit; dq is then laid out as ``out``. ``packed_kv`` can
-    replace k and v; dk and dv are then laid out token by token. Raises ValueError if one is missing.
+    replace k and, if :func:`packs_v`, v; dk and dv are then laid out token by token. Raises ValueError if one
+    is missing.
     """
     settings = decode(config)
     if q is None:
@@ -141,13 +142,13 @@ def _backward(
                 "sagebwd::forward(pack_for_backward=True) and an INT8 dK"
             )
         q = out  # its shape and dtype
-    if k is None or v is None:
-        if not packed_kv.numel():
-            raise ValueError(
-                "sagebwd::backward got neither k and v nor packed_kv; pass k and v, as sagebwd::forward "
-                "packs them only with pack_for_backward=True and CUDA kernels"
-            )
-        k = v = stand_in(q, kv_heads, kv_tokens)
+    if (k is None and not packed_kv.numel()) or (v is None and not (packed_kv.numel() and packs_v(kernels))):
+        raise ValueError(
+            "sagebwd::backward got neither k and v nor packed_kv; pass k and v, as sagebwd::forward packs "
+            "them only with pack_for_backward=True and CUDA kernels, v for Hopper alone"
+        )
+    k = stand_in(q, kv_heads, kv_tokens) if k is None else k
+    v = stand_in(q, kv_heads, kv_tokens) if v is None else v
     options = {"window": _window(q, k, window_left, window_right), "scale": scale, "config": settings}
     if kernels == "reference":
         residual = out_residual if settings.compensate_o else None
@@ -171,8 +172,8 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q is None:
         q = out
-    if k is None or v is None:
-        k = v = stand_in(q, kv_heads, kv_tokens)
+    k = stand_in(q, kv_heads, kv_tokens) if k is None else k
+    v = stand_in(q, kv_heads, kv_tokens) if v is None else v
     return torch.empty_like(q), empty_result(k), empty_result(v)
 
 
@@ -194,8 +195,13 @@ def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
     return Window(left, right).narrowed(q.shape[-2], k.shape[-2])
 
 
+def packs_v(kernels: str) -> bool:
+    """Whether ``packed_kv`` holds V: the Ampere kernels read it where it is."""
+    return kernels == "hopper"
+
+
 def _packed_shapes(
-    q: Tensor, k: Tensor, documents: int, config: SageConfig
+    q: Tensor, k: Tensor, documents: int, config: SageConfig, *, packs_v: bool
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of ``packed_q`` and ``packed_kv``."""
     from sagebwd.kernels.cuda.packing import packed_kv_shape, packed_q_shape
@@ -207,7 +213,9 @@ def _packed_shapes(
     )
     return (
         packed_q_shape(q, q_blocks, token_scales, block_q, s_16bit),
-        packed_kv_shape(k, kv_blocks, token_scales, block_kv, s_16bit, not config.is_int8("dq")),
+        packed_kv_shape(
+            k, kv_blocks, token_scales, block_kv, s_16bit, not config.is_int8("dq"), packs_16bit=packs_v
+        ),
     )
 
 
@@ -228,13 +236,15 @@ def _axes(
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save Q, K and V packed, 4 bytes per element instead of 6, if the forward packed them.
 
-    With dK in 16 bit Q itself is needed, too.
+    With dK in 16 bit Q itself is needed, too, and V unless :func:`packs_v`.
     """
     q, k, v, *boundaries = inputs[:5]
     ctx.settings = inputs[5:10]  # all but pack_for_backward
     ctx.kv_sizes = k.shape[1:3]
     if output[-1].numel():
-        k = v = None
+        k = None
+        if packs_v(ctx.settings[4]):
+            v = None
         if decode(ctx.settings[3]).is_int8("dk"):
             q = None
     ctx.save_for_backward(q, k, v, *output, *boundaries)

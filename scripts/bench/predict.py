@@ -180,7 +180,7 @@ def machine_code(which: str, preset: str, head_dim: int, mask: str, architecture
     defines = {
         "HEAD_DIM": head_dim, "IS_CAUSAL": int(mask == "causal"), "IS_BF16": True,
         "LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes,
-        "TILE_Q": tile[0], "TILE_KV": tile[1], "P_16BIT": shape["p_16bit"],
+        "TILE_Q": tile[0], "TILE_KV": tile[1], "UNPACKED_16BIT": True, "P_16BIT": shape["p_16bit"],
         "TOKEN_SCALES": shape["token_scales"], "UNSIGNED_P": config.is_unsigned(product_of_p),
         "SCALES_OF_TILES": which == "backward" and config.granularity == "block",
     }  # fmt: skip
@@ -275,14 +275,13 @@ def work_of(which: str, tile: tuple[int, int], tokens: int, is_causal: bool) -> 
 def packing_bytes(config: SageConfig) -> int:
     """Bytes that all packing kernels read and write for each element of Q, counted from packing.cu.
 
-    Forward: the mean reads K; Q becomes INT8; K and V become INT8, and once more K in INT8 and V in 16 bit
-    for the backward. Backward: K by columns; Q, dO and O become Q in INT8, dO in 16 bit, and both by columns.
-    With 16-bit P, V and dO need no INT8.
+    Forward: the mean reads K; Q, K and V become INT8. Backward: Q in INT8, dO and O become Q and dO by
+    columns. With 16-bit P, V and dO need no INT8.
     """
-    forward = (4 + 2 + 3) if config.is_int8("o") else (4 + 3)
-    backward = (6 + 5) if config.is_int8("dv") else (6 + 4)
+    forward = (4 + 2) if config.is_int8("o") else (2 + 1)
+    backward = (1 + 4) + (2 if config.is_int8("dv") else 1)
     means = 2 * config.smooth_k + 2 * config.smooth_v
-    return means + (2 + 1) + forward + (1 + 1) + backward
+    return means + (2 + 1) + forward + backward
 
 
 if __name__ == "__main__":

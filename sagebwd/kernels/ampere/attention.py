@@ -22,7 +22,7 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
-from sagebwd.kernels.cuda.packing import Packer, packed_head_dim
+from sagebwd.kernels.cuda.packing import Packer, has_whole_pieces, packed_head_dim
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, ForwardResult, padded_head_dim
@@ -38,8 +38,10 @@ class CBackward(ctypes.Structure):
         ("packed_q", ctypes.c_void_p),
         ("packed_grad", ctypes.c_void_p),
         ("packed_q_columns", ctypes.c_void_p),
-        ("packed_kv", ctypes.c_void_p),
+        ("packed_k", ctypes.c_void_p),
         ("packed_k_columns", ctypes.c_void_p),
+        ("v", CTokenTensor),
+        ("grad", CTokenTensor),
         ("dq", CTokenTensor),
         ("dk", CTokenTensor),
         ("dv", CTokenTensor),
@@ -61,7 +63,7 @@ def sources_for(architecture: str) -> Sources:
 
 @functools.cache
 def _packer_for(architecture: str, token_scales: bool, tile: tuple[int, int], s_16bit: bool) -> Packer:
-    return Packer(sources_for(architecture), token_scales, tile, s_16bit)
+    return Packer(sources_for(architecture), token_scales, tile, s_16bit, packs_16bit=False)
 
 
 @functools.cache
@@ -109,9 +111,15 @@ def _launch(
         S_16BIT=s_16bit,
         TILE_Q=tile[0],
         TILE_KV=tile[1],
+        UNPACKED_16BIT=True,
         **macros,
     )
     kernel.launch(arguments.axes.work_tiles, cta.threads, arguments, CWindow.of(window))
+
+
+def _with_whole_pieces(x: Tensor) -> Tensor:
+    """x, or a copy if kernels cannot read 8 channels at once."""
+    return x if has_whole_pieces(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 # --- Attention --------------------------------------------------------------------------------------------
@@ -136,6 +144,8 @@ def forward(
     # Without an INT8 product there are no scales.
     settings = {"tile": tile, "token_scales": token_scales and not s_16bit, "s_16bit": s_16bit}
     launch_forward = functools.partial(_launch, **settings)
+    if not config.is_int8("o"):
+        v = _with_whole_pieces(v)
     result = cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward, work_tokens=128, window=window,
         scale=scale, config=config, pack_for_backward=pack_for_backward,
@@ -162,7 +172,8 @@ def backward(
     scale: float,
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.hopper.attention.backward`."""
+    """As :func:`sagebwd.kernels.hopper.attention.backward`, but V is not packed, so v is no stand-in."""
+    grad_out, v = _with_whole_pieces(grad_out), _with_whole_pieces(v)
     tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_bwd")
     token_scales = config.operand_scales == "token"
     packer = _packer_for(_architecture(q.device), token_scales, tile, s_16bit)
@@ -171,7 +182,8 @@ def backward(
         packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooths_k else None)
     if not packed_q.numel():
         packed_q = packer.pack_q(q, q_axis)
-    packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis)
+    # From INT8 each CTA makes its own.
+    packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis) if s_16bit else None
     p_16bit = not config.is_int8("dv")
     # How many blocks of keys were added to dQ of each packed block of queries; the counter of work tiles.
     q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, packed_head_dim(q.shape[3])
@@ -202,7 +214,8 @@ def backward(
     )
     arguments = CBackward(
         packed_q.data_ptr(), packed_grad.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(),
-        packed_k_columns.data_ptr(), dq.target, dk.target, dv.target, dq_sums.data_ptr(), turns.data_ptr(),
+        None if packed_k_columns is None else packed_k_columns.data_ptr(), CTokenTensor.of(v),
+        CTokenTensor.of(grad_out), dq.target, dk.target, dv.target, dq_sums.data_ptr(), turns.data_ptr(),
         axes, scale,
     )  # fmt: skip
     settings = {

@@ -33,15 +33,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     __shared__ KeyTile work;
     if (!take_work_tile<HALF_BLOCKS>(a.axes, window, work)) return;
     const u32 base = shared_address(shared);
-    const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
+    const u8* keys = a.packed_k + i64(work.kv_block) * PACKED_KV_BYTES;
     const float* k_scales = reinterpret_cast<const float*>(shared + K_SCALES);
     int* largest = reinterpret_cast<int*>(shared + LARGEST);
 
-    copy_block<THREADS, 2 * K_TILE>(base + VALUES, kv + K_TILE);
-    const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
-    copy_block<THREADS, PACKED_K_COLUMNS_BYTES>(base + K_COLUMNS, k_columns);
-    copy_block<THREADS, K_SCALE_BYTES>(base + K_SCALES, kv + 3 * K_TILE);
-    copy_block<THREADS, K_TILE>(base + Q_ROWS, kv);  // K by rows is needed in registers only
+    copy_values(base + VALUES, a, work);
+    copy_block<THREADS, K_SCALE_BYTES>(base + K_SCALES, keys + K_TILE);
+    copy_block<THREADS, K_TILE>(base + Q_ROWS, keys);  // K by rows is needed in registers only
     cp_async_commit();
     if (threadIdx.x < 2 * BLOCK_Q) largest[threadIdx.x] = 0;
     cp_async_wait<0>();
@@ -50,10 +48,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
 #pragma unroll
     for (int step = 0; step < D / STEP; ++step)
         load_left<D>(k + 4 * step, left_address<D>(base + Q_ROWS), key_of_warp(), step * STEP);
+    transpose_keys(shared + K_COLUMNS, shared + Q_ROWS);
     __syncthreads();
 
+    const u16* grad = first_grad(a, work);
     const auto copy_rows = [&](const QueryBlocks& at) {
-        copy_q_and_grad<THREADS>(base + Q_ROWS, a, packed_block(a, work, at));
+        copy_q_and_grad<THREADS>(base + Q_ROWS, a, work, at, grad);
     };
     const auto copy_columns = [&](const QueryBlocks& at) {
         const u8* columns = a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES;

@@ -2,13 +2,16 @@
 #pragma once
 
 #include "copies.cuh"
+#include "int8.cuh"
 #include "products.cuh"
 #include "scheduler.cuh"
 #include "turns.cuh"
 #include "window.cuh"
 
 struct Arguments {
-    const u8 *packed_q, *packed_grad, *packed_q_columns, *packed_kv, *packed_k_columns;
+    const u8 *packed_q, *packed_grad, *packed_q_columns, *packed_k;
+    const u8* packed_k_columns;  // read if S is in 16 bits
+    TokenTensor v, grad;
     TokenTensor dq, dk, dv;
     float* dq_sums;  // of each packed block of queries, as this kernel's threads hold them
     int* turns;      // of each packed block of queries: the block of keys that is to add next; zero at the start
@@ -79,9 +82,43 @@ __device__ __forceinline__ i64 packed_block(const Arguments& a, const KeyTile& w
     return (i64(work.kv_head) * a.axes.group + at.head) * a.axes.q_blocks + work.q_block + at.block;
 }
 
-// Copies Q by rows and dO with its statistics of a packed block, Q_AND_GRAD_BYTES, one behind the other.
+// dO of the first query of a work tile's document, in the first head of its group.
+__device__ __forceinline__ const u16* first_grad(const Arguments& a, const KeyTile& work) {
+    return token_of(a.grad, work.kv_head * a.axes.group, a.axes.heads * a.axes.group, work.q.start);
+}
+
+// Copies Q by rows, dO and its statistics of the block of queries at `at`, Q_AND_GRAD_BYTES, one behind the other. `grad`: first_grad.
 template <int COPIERS>
-__device__ __forceinline__ void copy_q_and_grad(u32 shared, const Arguments& a, i64 block, int thread = threadIdx.x) {
+__device__ __forceinline__ void copy_q_and_grad(u32 shared, const Arguments& a, const KeyTile& work, const QueryBlocks& at,
+                                                const u16* grad, int thread = threadIdx.x) {
+    const i64 block = packed_block(a, work, at);
+    const int first_query = work.first_query + at.block * BLOCK_Q;
     copy_block<COPIERS, Q_ROWS_TILE>(shared, a.packed_q + block * PACKED_Q_BYTES, thread);
-    copy_block<COPIERS, PACKED_GRAD_BYTES>(shared + Q_ROWS_TILE, a.packed_grad + block * PACKED_GRAD_BYTES, thread);
+    grad += at.head * a.grad.stride_h + first_query * a.grad.stride_n;
+    copy_tokens<COPIERS, BLOCK_Q>(shared + Q_ROWS_TILE, grad, a.grad.stride_n, work.q.tokens - first_query, a.axes.d, thread);
+    copy_block<COPIERS, PACKED_GRAD_BYTES>(shared + Q_ROWS_TILE + 2 * Q_TILE, a.packed_grad + block * PACKED_GRAD_BYTES, thread);
+}
+
+// Copies V of the keys of a work tile.
+__device__ __forceinline__ void copy_values(u32 shared, const Arguments& a, const KeyTile& work) {
+    const u16* v = token_of(a.v, work.kv_head, a.axes.heads, work.kv.start + work.first);
+    copy_tokens<THREADS, BLOCK_KV>(shared, v, a.v.stride_n, work.kv.tokens - work.first, a.axes.d);
+}
+
+// K by columns from K by rows, both in shared memory; where it is called by all threads of the CTA, a barrier follows.
+__device__ __forceinline__ void transpose_keys(u8* columns, const u8* rows) {
+    constexpr int GROUPS = D / 8;  // of 8 channels
+    for (int i = threadIdx.x; i < BLOCK_KV / 4 * GROUPS; i += THREADS) {
+        const int quad = i / GROUPS, channel = i % GROUPS * 8, first = quad / 4 * 16 + quad % 4 * 2;
+        uint2 x[4];  // of the four tokens at positions 4 quad to 4 quad + 3, see Tile in packing.cu
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            x[k] = *reinterpret_cast<const uint2*>(rows + swizzled<D>((first + k / 2 * 8 + k % 2) * D + channel));
+        u32 words[8];
+        transpose_bytes(*reinterpret_cast<u32(*)[4]>(words), x[0].x, x[1].x, x[2].x, x[3].x);
+        transpose_bytes(*reinterpret_cast<u32(*)[4]>(words + 4), x[0].y, x[1].y, x[2].y, x[3].y);
+#pragma unroll
+        for (int e = 0; e < 8; ++e)
+            *reinterpret_cast<u32*>(columns + swizzled<BLOCK_KV>((channel + e) * BLOCK_KV + 4 * quad)) = words[e];
+    }
 }

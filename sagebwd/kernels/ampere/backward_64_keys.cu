@@ -35,13 +35,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     __shared__ KeyTile work;
     if (!take_work_tile<HALF_BLOCKS>(a.axes, window, work)) return;
     const u32 base = shared_address(shared);
-    const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
+    const u8* keys = a.packed_k + i64(work.kv_block) * PACKED_KV_BYTES;
     const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
     Maxima* maxima = reinterpret_cast<Maxima*>(shared + MAXIMA);
 
-    copy_block<THREADS, 2 * K_TILE>(base + VALUES, kv + K_ROWS_TILE);
-    copy_block<THREADS, K_TILE>(base + K_COLUMNS, k_columns);
-    copy_block<THREADS, K_ROWS_TILE>(base + (S_IS_16BIT ? KEYS : Q_ROWS), kv);
+    copy_values(base + VALUES, a, work);
+    if (S_IS_16BIT) copy_block<THREADS, K_TILE>(base + K_COLUMNS, k_columns);
+    copy_block<THREADS, K_ROWS_TILE>(base + (S_IS_16BIT ? KEYS : Q_ROWS), keys);
     cp_async_commit();
     clear<THREADS>(maxima[0]);
     clear<THREADS>(maxima[1]);
@@ -49,10 +49,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     __syncthreads();
     u32 k[D / 8];
     load_keys(k, base + Q_ROWS);
+    if (!S_IS_16BIT) transpose_keys(shared + K_COLUMNS, shared + Q_ROWS);
     __syncthreads();
 
+    const u16* grad = first_grad(a, work);
     const auto copy_rows = [&](const QueryBlocks& at) {
-        if (at.left > 0) copy_q_and_grad<THREADS>(base + Q_ROWS, a, packed_block(a, work, at));
+        if (at.left > 0) copy_q_and_grad<THREADS>(base + Q_ROWS, a, work, at, grad);
         cp_async_commit();
     };
     const auto copy_columns = [&](const QueryBlocks& at) {
@@ -63,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     QueryBlocks at = query_blocks(a, work);
     copy_rows(at);
 
-    const KeyScales k_scale = load_key_scales(k_scales_of(kv, k_columns));
+    const KeyScales k_scale = load_key_scales(k_scales_of(keys, k_columns));
     Sums sums = {};
     int* finished = nullptr;  // the turn that this CTA has taken but not yet passed on
     const int turn = work.first / BLOCK_KV;

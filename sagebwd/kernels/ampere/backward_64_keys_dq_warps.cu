@@ -42,12 +42,11 @@ __device__ __forceinline__ Maxima& maxima_of(u8* shared, int parity) {
 
 // COPIERS threads call it; `thread`: which one this is.
 template <int COPIERS>
-__device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& work, const QueryBlocks& at, u32 base,
-                                             int thread) {
-    const i64 block = packed_block(a, work, at);
-    copy_q_and_grad<COPIERS>(base + Q_ROWS, a, block, thread);
-    copy_block<COPIERS, PACKED_Q_COLUMNS_BYTES>(base + columns_of(at), a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES,
-                                                thread);
+__device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& work, const QueryBlocks& at, const u16* grad,
+                                             u32 base, int thread) {
+    const u8* columns = a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES;
+    copy_q_and_grad<COPIERS>(base + Q_ROWS, a, work, at, grad, thread);
+    copy_block<COPIERS, PACKED_Q_COLUMNS_BYTES>(base + columns_of(at), columns, thread);
 }
 
 // dK and dV, and dS for the others: what the warps with keys do.
@@ -82,6 +81,7 @@ __device__ __forceinline__ void add_to_queries(const Arguments& a, const Window&
                                                u8* shared, const float* k_scales) {
     constexpr int WARPGROUP = KEY_THREADS / 128;
     const u32 base = shared_address(shared);
+    const u16* grad = first_grad(a, work);
     const int turn = work.first / BLOCK_KV;
     const float k_scale = HAS_TOKEN_SCALES ? 1.0f : *k_scales;
     if (at.left > 0) barrier_arrive<THREADS>(FILLED);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void add_to_queries(const Arguments& a, const Window&
         const i64 block = packed_block(a, work, at);
         at.advance(work.q_tiles);
         barrier_sync<THREADS>(FREED);
-        if (at.left > 0) copy_queries<DQ_THREADS>(a, work, at, base, dq_thread());
+        if (at.left > 0) copy_queries<DQ_THREADS>(a, work, at, grad, base, dq_thread());
         cp_async_commit();
 
         barrier_sync<THREADS>(STORED);
@@ -120,20 +120,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_dq_war
     __shared__ KeyTile work;
     if (!take_work_tile<HALF_BLOCKS>(a.axes, window, work)) return;
     const u32 base = shared_address(shared);
-    const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
+    const u8* keys = a.packed_k + i64(work.kv_block) * PACKED_KV_BYTES;
     const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
     const QueryBlocks at = query_blocks(a, work);
-    copy_block<THREADS, 2 * K_TILE>(base + VALUES, kv + K_ROWS_TILE);
-    copy_block<THREADS, K_TILE>(base + K_COLUMNS, k_columns);
-    copy_block<THREADS, K_ROWS_TILE>(base + K_ROWS, kv);
-    if (at.left > 0) copy_queries<THREADS>(a, work, at, base, threadIdx.x);
+    copy_values(base + VALUES, a, work);
+    if (S_IS_16BIT) copy_block<THREADS, K_TILE>(base + K_COLUMNS, k_columns);
+    copy_block<THREADS, K_ROWS_TILE>(base + K_ROWS, keys);
+    if (at.left > 0) copy_queries<THREADS>(a, work, at, first_grad(a, work), base, threadIdx.x);
     cp_async_commit();
     clear<THREADS>(maxima_of(shared, 0));
     clear<THREADS>(maxima_of(shared, 1));
     cp_async_wait<0>();
     __syncthreads();
+    if (!S_IS_16BIT) {
+        transpose_keys(shared + K_COLUMNS, shared + K_ROWS);
+        __syncthreads();  // dS will lie where K by rows is
+    }
     if (threadIdx.x < KEY_THREADS)
-        own_keys(a, window, work, at, shared, k_scales_of(kv, k_columns));
+        own_keys(a, window, work, at, shared, k_scales_of(keys, k_columns));
     else
-        add_to_queries(a, window, work, at, shared, k_scales_of(kv, k_columns));
+        add_to_queries(a, window, work, at, shared, k_scales_of(keys, k_columns));
 }

@@ -39,12 +39,12 @@ __device__ __forceinline__ int stage_of(const QueryBlocks& at) { return STAGES +
 
 // COPIERS threads call it; `thread`: which one this is.
 template <int COPIERS>
-__device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& work, const QueryBlocks& at, u32 base,
-                                             int thread) {
-    const i64 block = packed_block(a, work, at);
+__device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& work, const QueryBlocks& at, const u16* grad,
+                                             u32 base, int thread) {
+    const u8* columns = a.packed_q_columns + packed_block(a, work, at) * PACKED_Q_COLUMNS_BYTES;
     const u32 stage = base + stage_of(at);
-    copy_q_and_grad<COPIERS>(stage, a, block, thread);
-    copy_block<COPIERS, PACKED_Q_COLUMNS_BYTES>(stage + COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, thread);
+    copy_q_and_grad<COPIERS>(stage, a, work, at, grad, thread);
+    copy_block<COPIERS, PACKED_Q_COLUMNS_BYTES>(stage + COLUMNS, columns, thread);
 }
 
 // dK and dV, and dS for the others: what the warps with keys do.
@@ -81,6 +81,7 @@ __device__ __forceinline__ void own_keys(const Arguments& a, const Window& windo
 __device__ __forceinline__ void add_to_queries(const Arguments& a, const Window& window, const KeyTile& work, QueryBlocks at,
                                                u8* shared) {
     const u32 base = shared_address(shared);
+    const u16* grad = first_grad(a, work);
     const int turn = work.first / BLOCK_KV;
     int* finished = nullptr;  // the turn that this CTA has taken but not yet passed on
     if (at.left > 0) barrier_arrive<THREADS>(FILLED);
@@ -91,7 +92,7 @@ __device__ __forceinline__ void add_to_queries(const Arguments& a, const Window&
         next.advance(work.q_tiles);
         if (finished != nullptr) barrier_sync<THREADS>(FREED + 1 - parity);
         pass_turn(finished, turn);  // before copies, for which it would wait
-        if (next.left > 0) copy_queries<DQ_THREADS>(a, work, next, base, dq_thread());
+        if (next.left > 0) copy_queries<DQ_THREADS>(a, work, next, grad, base, dq_thread());
         cp_async_commit();
         wait_for_turn(a, block, first_query, turn, window);
         __syncwarp();
@@ -117,18 +118,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dq_warps_kerne
     __shared__ KeyTile work;
     if (!take_work_tile<HALF_BLOCKS>(a.axes, window, work)) return;
     const u32 base = shared_address(shared);
-    const u8* kv = a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES;
+    const u8* keys = a.packed_k + i64(work.kv_block) * PACKED_KV_BYTES;
     const QueryBlocks at = {0, work.q_tiles - 1, a.axes.group * work.q_tiles};
-    copy_block<THREADS, 2 * K_TILE>(base + VALUES, kv + K_TILE);
-    const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
-    copy_block<THREADS, PACKED_K_COLUMNS_BYTES>(base + K_COLUMNS, k_columns);
-    copy_block<THREADS, K_SCALE_BYTES>(base + K_SCALES, kv + 3 * K_TILE);
-    copy_block<THREADS, K_TILE>(base + K_ROWS, kv);
-    if (at.left > 0) copy_queries<THREADS>(a, work, at, base, threadIdx.x);
+    copy_values(base + VALUES, a, work);
+    copy_block<THREADS, K_SCALE_BYTES>(base + K_SCALES, keys + K_TILE);
+    copy_block<THREADS, K_TILE>(base + K_ROWS, keys);
+    if (at.left > 0) copy_queries<THREADS>(a, work, at, first_grad(a, work), base, threadIdx.x);
     cp_async_commit();
     if (threadIdx.x < 2 * BLOCK_Q) reinterpret_cast<int*>(shared + LARGEST)[threadIdx.x] = 0;
     cp_async_wait<0>();
     __syncthreads();
+    transpose_keys(shared + K_COLUMNS, shared + K_ROWS);  // seen by those who compute dQ when dS is
     if (threadIdx.x < KEY_THREADS)
         own_keys(a, window, work, at, shared);
     else

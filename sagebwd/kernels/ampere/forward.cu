@@ -45,8 +45,8 @@ constexpr int QUERIES = Q_IN_REGISTERS ? STAGE_BYTES : 2 * STAGE_BYTES;  // wher
 constexpr int SCALES = QUERIES + QUERIES_BYTES > 2 * STAGE_BYTES ? QUERIES + QUERIES_BYTES : 2 * STAGE_BYTES;
 constexpr int OPERAND_BYTES = SCALES + 3 * SCALE_BYTES;
 constexpr int SHARED_BYTES = OPERAND_BYTES > HALVES * STAGING_BYTES ? OPERAND_BYTES : HALVES * STAGING_BYTES;
-static_assert(K_ROWS_TILE + V_TILE + SCALE_BYTES == (P_IS_16BIT ? PACKED_KV_BYTES : K_TILE + PACKED_V_BYTES));
-static_assert(STAGE_BYTES % ALIGNED == 0);
+static_assert(SCALE_BYTES == (P_IS_16BIT ? PACKED_KV_BYTES - K_ROWS_TILE : PACKED_V_BYTES - V_TILE));
+static_assert(STAGE_BYTES % ALIGNED == 0 && !PACKS_16BIT);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
 // With S in 16 bits products take most of the time, and groups that exclude each other were slower: all multiply at once.
@@ -64,6 +64,7 @@ struct Arguments {
     // Read if SMOOTH_V is defined.
     int documents;
     const float* v_mean;  // of each document of each key head, see token_mean_kernel
+    TokenTensor v;        // read if P is in 16 bits
 };
 
 // The online softmax of a warp's 16 queries: O and l up to a common factor per row, and the maximum m of the logits.
@@ -315,13 +316,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     }
     const auto scales_of = [&](int tile) { return SCALES + tile % 3 * SCALE_BYTES; };
     const auto stage_of = [&](int tile) { return (tile - begin) % 2 * STAGE_BYTES; };
+    const auto packed_keys = [&](int tile) { return a.packed_k + (work.kv_block + i64(tile)) * a.k_stride; };
     const auto packed_values = [&](int tile) { return a.packed_v + (work.kv_block + i64(tile)) * a.v_stride; };
     const auto copy_keys = [&](int tile) {
-        copy_block<GROUP, K_ROWS_TILE>(base + stage_of(tile), a.packed_k + (work.kv_block + i64(tile)) * a.k_stride);
-        if (SCALE_BYTES > 0) copy_block<GROUP, SCALE_BYTES>(base + scales_of(tile), packed_values(tile) + V_TILE);
+        copy_block<GROUP, K_ROWS_TILE>(base + stage_of(tile), packed_keys(tile));
+        const u8* scales = P_IS_16BIT ? packed_keys(tile) + K_ROWS_TILE : packed_values(tile) + V_TILE;
+        if (SCALE_BYTES > 0) copy_block<GROUP, SCALE_BYTES>(base + scales_of(tile), scales);
     };
     const auto copy_values = [&](int tile) {
-        copy_block<GROUP, V_TILE>(base + stage_of(tile) + K_ROWS_TILE, packed_values(tile));
+        const u32 target = base + stage_of(tile) + K_ROWS_TILE;
+        if constexpr (P_IS_16BIT) {
+            const int first_key = tile * BLOCK_KV;
+            const u16* v = token_of(a.v, work.head / a.axes.group, a.axes.heads / a.axes.group, work.kv_start + first_key);
+            copy_tokens<GROUP, BLOCK_KV>(target, v, a.v.stride_n, work.keys - first_key, a.axes.d);
+        } else {
+            copy_block<GROUP, V_TILE>(target, packed_values(tile));
+        }
     };
     const bool is_first_group = warp < WARPS / 2;
     const int end = work.kv_tiles;

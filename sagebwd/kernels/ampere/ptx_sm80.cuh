@@ -14,6 +14,11 @@ __device__ __forceinline__ void cp_async(u32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// The same, or zeros if there is nothing to read.
+__device__ __forceinline__ void cp_async_or_zero(u32 shared, const void* global, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(exists ? 16 : 0) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most PENDING of this thread's committed groups are unfinished. Other threads see them after a barrier.

@@ -63,8 +63,8 @@ __device__ __forceinline__ void load_keys(u32 (&k)[D / 8], u32 rows) {
 struct KeyScales {
     float of_row[2];
 };
-__device__ __forceinline__ const float* k_scales_of(const u8* kv, const u8* k_columns) {
-    return reinterpret_cast<const float*>(S_IS_16BIT ? k_columns + K_TILE : kv + 3 * K_TILE);
+__device__ __forceinline__ const float* k_scales_of(const u8* keys, const u8* k_columns) {
+    return reinterpret_cast<const float*>(S_IS_16BIT ? k_columns + K_TILE : keys + K_TILE);
 }
 __device__ __forceinline__ KeyScales load_key_scales(const float* k_scales) {
     const int key = key_of_thread();

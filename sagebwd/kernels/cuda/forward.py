@@ -33,6 +33,7 @@ class CForward(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("documents", ctypes.c_int),
         ("v_mean", ctypes.c_void_p),
+        ("v", CTokenTensor),
     ]
 
 
@@ -90,7 +91,7 @@ def forward(
     arguments = CForward(
         packed_q.data_ptr(), packed_k.data_ptr(), values, k_stride, v_stride, out.target,
         (residual or out).target, lse.data_ptr(), axes, scale, kv_axis.documents,
-        None if v_mean is None else v_mean.data_ptr(),
+        None if v_mean is None else v_mean.data_ptr(), CTokenTensor.of(v),
     )  # fmt: skip
     macros = {
         "SMOOTH_V": config.smooth_v,

@@ -13,6 +13,11 @@ struct TokenTensor {
     i64 stride_b, stride_h, stride_n, stride_d;
 };
 
+// Where a token of a head begins. `head`: counted over all heads of all sequences, `heads` of each.
+__device__ __forceinline__ const u16* token_of(const TokenTensor& x, int head, int heads, int token) {
+    return x.data + head / heads * x.stride_b + head % heads * x.stride_h + token * x.stride_n;
+}
+
 // Packed documents along one axis of tokens, see sagebwd/kernels/layout.py; null without packing.
 struct Segments {
     const int *document, *start, *first_block;
@@ -64,6 +69,12 @@ constexpr bool HAS_TOKEN_SCALES = true;
 constexpr bool HAS_TOKEN_SCALES = false;
 #endif
 
+#ifdef UNPACKED_16BIT  // kernels read V and dO in 16 bits where they are
+constexpr bool PACKS_16BIT = false;
+#else
+constexpr bool PACKS_16BIT = true;
+#endif
+
 // Bytes. All tiles are swizzled, see swizzled(). A 16-bit tile is cut into chunks of 64 channels, rows of 128 bytes, one
 // chunk after the other.
 constexpr int Q_TILE = BLOCK_Q * D;                       // a block of queries in INT8
@@ -78,11 +89,14 @@ __host__ __device__ constexpr int scale_bytes(int tensors, int tokens) { return 
 __host__ __device__ constexpr int scale_bytes_of_s(int tokens) { return S_IS_16BIT ? 0 : scale_bytes(1, tokens); }
 constexpr int PACKED_Q_BYTES = Q_ROWS_TILE + scale_bytes_of_s(BLOCK_Q);  // Q by rows; its scale
 constexpr int PACKED_V_BYTES = K_TILE + scale_bytes(2, BLOCK_KV);        // forward: V by columns; scales of K and V
-constexpr int PACKED_KV_BYTES = K_ROWS_TILE + 2 * K_TILE + scale_bytes_of_s(BLOCK_KV);  // K by rows, V in 16 bits; K's scale
+constexpr int PACKED_V_16BIT_BYTES = PACKS_16BIT ? 2 * K_TILE : 0, PACKED_GRAD_16BIT_BYTES = PACKS_16BIT ? 2 * Q_TILE : 0;
+constexpr int PACKED_KV_BYTES = K_ROWS_TILE + PACKED_V_16BIT_BYTES + scale_bytes_of_s(BLOCK_KV);  // K by rows, V in 16 bits; K's scale
 // Behind all of these, if dQ is in 16 bits: for each block K in 16 bits.
 constexpr int PACKED_K_16BIT_BYTES = 2 * K_TILE;
-constexpr int PACKED_GRAD_BYTES = 2 * Q_TILE + ROW_STATS + scale_bytes(2, BLOCK_Q);  // dO in 16 bits, stats; scales of Q and dO
-constexpr int Q_AND_GRAD_BYTES = Q_ROWS_TILE + PACKED_GRAD_BYTES;  // Q by rows, then PACKED_GRAD_BYTES, in shared memory
+// dO in 16 bits, stats; scales of Q and dO.
+constexpr int PACKED_GRAD_BYTES = PACKED_GRAD_16BIT_BYTES + ROW_STATS + scale_bytes(2, BLOCK_Q);
+// In shared memory: Q by rows, dO in 16 bits, stats; scales of Q and dO.
+constexpr int Q_AND_GRAD_BYTES = Q_ROWS_TILE + 2 * Q_TILE + ROW_STATS + scale_bytes(2, BLOCK_Q);
 // Q by columns, and dO if P is in INT8; or, for dK in 16 bits, Q in 16 bits.
 constexpr int PACKED_Q_COLUMNS_BYTES = (P_IS_16BIT && !DK_IS_16BIT ? 1 : 2) * Q_TILE;
 constexpr int PACKED_K_COLUMNS_BYTES = K_TILE + (S_IS_16BIT ? scale_bytes(1, BLOCK_KV) : 0);  // K by columns; its scale

@@ -407,13 +407,13 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
         u8* rows = both == nullptr ? packed_k + i64(block.index) * K_TILE : both;
         pack_k(scales, rows, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(values_block + K_TILE, 0, scales, 2);
-        if (both != nullptr) store_scales<BLOCK_KV>(both + 3 * K_TILE, 0, scales, 1);
+        if (both != nullptr) store_scales<BLOCK_KV>(both + K_TILE + PACKED_V_16BIT_BYTES, 0, scales, 1);
     } else {
         Pieces<BLOCK_KV> pieces;
         Tile<BLOCK_KV> tile;
         uint2 values[PIECES];
         load(pieces, tile, v, block, axis);
-        if (both != nullptr) pieces.store_16bit(both + K_TILE);
+        if (PACKS_16BIT && both != nullptr) pieces.store_16bit(both + K_TILE);
         subtract(tile, v_mean, block, axis);
         find_scales(scales, tile, slots);
         quantize_tile(values, tile, scales);
@@ -422,7 +422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     }
 }
 
-// Backward, and a forward with 16-bit P: K by rows, V as it is; the scale of K. `k_mean`: what is subtracted from K, or
+// Backward, and a forward with 16-bit P: K by rows, V as it is, if 16 bits are packed; the scale of K. `k_mean`: what is subtracted from K, or
 // null. Both of these kernels also write K in 16 bits, if K_16BIT is defined.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     pack_kv_kernel(Source k, Source v, const float* k_mean, u8* packed_kv, Axis axis) {
@@ -438,8 +438,8 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     } else if (block.part == 0) {
         float scales[PIECES];
         pack_k(scales, target, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
-        store_scales<BLOCK_KV>(target + 3 * K_TILE, 0, scales, 1);
-    } else {
+        store_scales<BLOCK_KV>(target + K_TILE + PACKED_V_16BIT_BYTES, 0, scales, 1);
+    } else if (PACKS_16BIT) {
         Pieces<BLOCK_KV> pieces;
         pieces.load(v, block, axis.heads, axis.d);
         pieces.store_16bit(target + K_ROWS_TILE);
@@ -472,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     store_columns_int8<BLOCK_KV>(packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES, values, transposed);
 }
 
-// Backward: dO as it is, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their own, Q by columns,
+// Backward: dO as it is, if 16 bits are packed, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their own, Q by columns,
 // from its rows in `packed_q`, and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is, the only case in which `q` is
 // read. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is defined, O includes its rounding residual. Also clears
 // `counters`.
@@ -486,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     if (!find_block<BLOCK_Q, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* target = packed_grad + i64(block.index) * PACKED_GRAD_BYTES;
     u8* columns = packed_q_columns + i64(block.index) * PACKED_Q_COLUMNS_BYTES;
-    u8* tail = target + 2 * Q_TILE + ROW_STATS;
+    u8* tail = target + PACKED_GRAD_16BIT_BYTES + ROW_STATS;
     float scales[PIECES];
     Pieces<BLOCK_Q> pieces;
     Tile<BLOCK_Q> tile;
@@ -515,8 +515,8 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     residual_pieces.load(out_residual, block, axis.heads, axis.d);
 #endif
     load(pieces, tile, grad, block, axis);
-    pieces.store_16bit(target);
-    float* stats = reinterpret_cast<float*>(target + 2 * Q_TILE);
+    if (PACKS_16BIT) pieces.store_16bit(target);
+    float* stats = reinterpret_cast<float*>(target + PACKED_GRAD_16BIT_BYTES);
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         float o[8], delta = 0.0f;

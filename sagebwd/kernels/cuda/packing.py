@@ -45,19 +45,21 @@ def packed_kv_shape(
     block_kv: int = TILE[1],
     s_16bit: bool = False,
     k_16bit: bool = False,
+    packs_16bit: bool = True,
 ) -> tuple[int, int]:
     """Shape of the result of :meth:`Packer.pack_kv`, which is uint8.
 
     Args:
         k: (B, H_kv, N_kv, D).
         blocks: blocks of each head.
-        token_scales, s_16bit: as of :class:`Packer`.
+        token_scales, s_16bit, packs_16bit: as of :class:`Packer`.
         block_kv: keys of a packed block.
         k_16bit: as of :meth:`Packer.pack_kv`.
     """
     tail = 0 if s_16bit else scale_bytes(1, block_kv, token_scales)
     values = block_kv * packed_head_dim(k.shape[3])
-    return k.shape[0] * k.shape[1] * blocks, (3 + s_16bit + 2 * k_16bit) * values + tail
+    tiles = 1 + s_16bit + 2 * packs_16bit + 2 * k_16bit
+    return k.shape[0] * k.shape[1] * blocks, tiles * values + tail
 
 
 def packed_q_shape(
@@ -83,6 +85,7 @@ class Packer:
         token_scales: bool = False,
         tile: tuple[int, int] = TILE,
         s_16bit: bool = False,
+        packs_16bit: bool = True,
     ) -> None:
         """Prepare packing for one kernel set.
 
@@ -92,10 +95,12 @@ class Packer:
                 of all tokens of the first tensor, then of the second.
             tile: tokens of a packed block of queries, and of one of keys and values.
             s_16bit: Q and K by rows stay in 16 bits, without a scale, and infinities become NaN.
+            packs_16bit: whether V and dO in 16 bits are packed; otherwise kernels read the tensors.
         """
         self._sources = sources
         self._token_scales = token_scales
         self._s_16bit = s_16bit
+        self._packs_16bit = packs_16bit
         self._block_q, self._block_kv = tile
         self._macros = {} if tile == TILE else {"TILE_Q": tile[0], "TILE_KV": tile[1]}
 
@@ -159,7 +164,7 @@ class Packer:
     def pack_kv(
         self, k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None, *, k_16bit: bool = False
     ) -> Tensor:
-        """K and V for the backward, and for a forward with 16-bit P: K by rows, V in 16 bits.
+        """K and V for the backward, and for a forward with 16-bit P: K by rows, and V if 16 bits are packed.
 
         Tail: the scale of K.
 
@@ -204,8 +209,8 @@ class Packer:
     ) -> tuple[Tensor, Tensor]:
         """dO and Q for the backward, as two packed blocks for each block of tokens.
 
-        The first: dO in 16 bits, −lse of all tokens and −δ of all tokens (fp32; −∞ and 0 past the end); tail:
-        the scales of Q and dO. The second: Q by columns, dO by columns.
+        The first: dO, if 16 bits are packed, −lse of all tokens and −δ of all tokens (fp32; −∞ and 0 past the
+        end); tail: the scales of Q and dO. The second: Q by columns, dO by columns.
 
         Args:
             q: only read with ``dk_16bit``; otherwise only its shape and dtype are used.
@@ -218,7 +223,8 @@ class Packer:
             counters: as of :meth:`pack_q`.
         """
         d_pad = packed_head_dim(q.shape[3])
-        grad_bytes = self._block_q * (2 * d_pad + 8) + self._scale_bytes(2, self._block_q)
+        grad_bytes = self._block_q * (2 * self._packs_16bit * d_pad + 8)
+        grad_bytes += self._scale_bytes(2, self._block_q)
         packed_grad = _allocate(q, axis, grad_bytes)
         columns = _allocate(q, axis, self._block_q * (1 if p_16bit and not dk_16bit else 2) * d_pad)
         tensors = (grad_out, out, out if out_residual is None else out_residual)
@@ -234,10 +240,14 @@ class Packer:
 
     def packed_kv_bytes(self, k: Tensor) -> int:
         """Bytes from block to block in the result of :meth:`pack_kv`, also if K in 16 bits follows them."""
-        return packed_kv_shape(k, 0, self._token_scales, self._block_kv, self._s_16bit)[1]
+        return self._shape_of_packed_kv(k, 0, k_16bit=False)[1]
 
     def _packed_kv_shape(self, k: Tensor, axis: Axis, k_16bit: bool) -> tuple[int, int]:
-        return packed_kv_shape(k, axis.blocks, self._token_scales, self._block_kv, self._s_16bit, k_16bit)
+        return self._shape_of_packed_kv(k, axis.blocks, k_16bit)
+
+    def _shape_of_packed_kv(self, k: Tensor, blocks: int, k_16bit: bool) -> tuple[int, int]:
+        settings = (self._token_scales, self._block_kv, self._s_16bit, k_16bit, self._packs_16bit)
+        return packed_kv_shape(k, blocks, *settings)
 
     def _scale_bytes(self, tensors: int, tokens: int) -> int:
         return scale_bytes(tensors, tokens, self._token_scales)
@@ -262,6 +272,7 @@ class Packer:
             IS_BF16=like.dtype == torch.bfloat16,
             TOKEN_SCALES=self._token_scales,
             S_16BIT=self._s_16bit,
+            UNPACKED_16BIT=not self._packs_16bit,
             **self._macros,
             **defines,
         )
@@ -284,10 +295,14 @@ class _CSource(ctypes.Structure):
 
     @classmethod
     def of(cls, x: Tensor) -> _CSource:
-        """x; 8 channels can be read at once if they are contiguous and each token is aligned to 16 bytes."""
-        strides = x.stride()
-        aligned = x.data_ptr() % 16 == 0 and strides[0] % 8 == strides[1] % 8 == strides[2] % 8 == 0
-        return cls(CTokenTensor.of(x), aligned and strides[3] == 1)
+        return cls(CTokenTensor.of(x), has_whole_pieces(x))
+
+
+def has_whole_pieces(x: Tensor) -> bool:
+    """Whether 8 channels of x can be read at once: contiguous, and each token aligned to 16 bytes."""
+    strides = x.stride()
+    aligned = x.data_ptr() % 16 == 0 and strides[0] % 8 == strides[1] % 8 == strides[2] % 8 == 0
+    return aligned and strides[3] == 1
 
 
 class _CAxis(ctypes.Structure):

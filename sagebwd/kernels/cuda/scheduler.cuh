@@ -42,6 +42,7 @@ struct QueryTile {
     int q_block, kv_block;   // first packed blocks, counted over all heads
     int q_blocks;            // packed blocks of queries that exist, at most BLOCKS
     int keys, kv_tiles;      // keys of the document; packed blocks of keys that any query sees
+    int kv_start;            // first key of the document
 };
 
 // BLOCKS: packed blocks of queries in a work tile. False: there are no queries in this one.
@@ -58,6 +59,7 @@ __device__ __forceinline__ bool find_query_tile(const Axes& a, const WorkTile& w
     tile.q_blocks = min((tile.q.tokens - tile.first + BLOCK_Q - 1) / BLOCK_Q, BLOCKS);
     tile.kv_block = tile.head / a.group * a.kv_blocks + kv.first_block;
     tile.keys = kv.tokens;
+    tile.kv_start = kv.start;
     tile.kv_tiles = ((IS_CAUSAL ? min(kv.tokens, tile.first + BLOCK_Q * BLOCKS) : kv.tokens) + BLOCK_KV - 1) / BLOCK_KV;
     return tile.first < tile.q.tokens;
 }

@@ -279,8 +279,8 @@ def test_a_setting_has_its_products_and_bytes():
     assert predict.products_needed("forward", 128, p_16bit) == {"IMMA": 2 * one // 32, "HMMA": 2 * one // 16}
     assert predict.products_needed("backward", 64, p_16bit) == {"IMMA": 3 * one // 2 // 32, "HMMA": one // 16}
     # Bytes read and written by each packing kernel: mean of K; Q; K and V; K by columns; Q, dO and O.
-    assert predict.packing_bytes(SageConfig()) == 2 + 3 + (4 + 2 + 3) + 2 + (6 + 3 + 2)
-    assert predict.packing_bytes(p_16bit) == 2 + 3 + (4 + 3) + 2 + (6 + 3 + 1)
+    assert predict.packing_bytes(SageConfig()) == 2 + 3 + (4 + 2) + (5 + 2)
+    assert predict.packing_bytes(p_16bit) == 2 + 3 + (2 + 1) + (5 + 1)
 
 
 def test_published_peaks_are_the_rates():

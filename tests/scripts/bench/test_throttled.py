@@ -81,7 +81,7 @@ def test_the_prediction_is_linear_in_the_time_of_products():
     found = throttled.predicted_tflops(shape, times, clock, sms)
     target = throttled.TARGET
     kernels = (6 * one / target.int8 + one / target.bits16) / (target.sms * target.clock_ghz * 1e9)
-    packing = 27 * one / shape.tokens / (0.85 * target.bandwidth * 1e9)
+    packing = 18 * one / shape.tokens / (0.85 * target.bandwidth * 1e9)
     assert found == pytest.approx(3.5 * shape.flops / (kernels + packing) / 1e12, rel=2e-3)
 
 

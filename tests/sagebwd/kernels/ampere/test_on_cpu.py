@@ -23,7 +23,7 @@ from sagebwd.kernels.layout import Axis, stand_in
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels.cuda import sources_on_cpu
-from tests.sagebwd.kernels.inputs import INPUTS, NAMES, change_after, poison_one
+from tests.sagebwd.kernels.inputs import INPUTS, NAMES, VIEWS, change_after, poison_one
 
 #: Headers that stand in for those of the same name in sagebwd/kernels/ampere.
 ON_CPU = Path(__file__).parent / "on_cpu"
@@ -56,7 +56,7 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
         options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
         saved = ampere.forward(q, k, v, *axes, pack_for_backward=packs, **options)
         if packs:  # nothing but their shapes and dtypes may be read
-            q, k, v = (stand_in(x, *x.shape[1:3]) for x in (q, k, v))
+            q, k = (stand_in(x, *x.shape[1:3]) for x in (q, k))
         return saved[0], *ampere.backward(grad_out, q, k, v, *saved, *axes, **options)
 
     return attend_on_cpu
@@ -127,6 +127,17 @@ def test_they_compute_what_the_reference_does(
     wanted = reference.attention(*inputs, **options)
     for name, x in zip(NAMES, found, strict=True):
         assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+@pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.consistent()], ids=["default", "consistent"])
+def test_strides_do_not_matter(attend_on_cpu, draw, view, config):
+    """V and dO are read where they are, or copied if 8 channels cannot be read at once."""
+    q, k, v, grad_out = draw(70, batch=2, heads=2, kv_heads=1, head_dim=40, dtype=torch.bfloat16)
+    wanted = attend_on_cpu(q, k, v, grad_out, config=config, is_causal=True)
+    found = attend_on_cpu(q, k, view(v), view(grad_out), config=config, is_causal=True)
+    for name, x, y in zip(NAMES, found, wanted, strict=True):
+        assert torch.equal(x, y), name
 
 
 @pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65)])

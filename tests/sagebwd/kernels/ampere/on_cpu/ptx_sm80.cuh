@@ -32,6 +32,11 @@ inline void cp_async(u32 shared, const void* global) {
     copies.copy[copies.count++] = {shared_bytes_at(shared), global};
 }
 
+inline void cp_async_or_zero(u32 shared, const void* global, bool exists) {
+    alignas(16) static const u8 zeros[16] = {};
+    cp_async(shared, exists ? global : zeros);
+}
+
 inline void cp_async_commit() {
     Copies& copies = copies_of_threads[threadIdx.x];
     if (copies.groups == MOST_GROUPS) give_up("too many groups of copies without a wait");
