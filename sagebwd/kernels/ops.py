@@ -241,12 +241,12 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     q, k, v, *boundaries = inputs[:5]
     ctx.settings = inputs[5:10]  # all but pack_for_backward
     ctx.kv_sizes = k.shape[1:3]
-    if output[-1].numel():
-        k = None
-        if packs_v(ctx.settings[4]):
-            v = None
-        if decode(ctx.settings[3]).is_int8("dk"):
-            q = None
+    *_, config, kernels = ctx.settings
+    *_, packed_q, packed_kv = output
+    if packed_q.numel() and decode(config).is_int8("dk"):
+        q = None
+    if packed_kv.numel():
+        k, v = None, None if packs_v(kernels) else v
     ctx.save_for_backward(q, k, v, *output, *boundaries)
 
 
