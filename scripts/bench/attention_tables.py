@@ -56,6 +56,7 @@ class Row:
     median_ms: float | None = None
     p10_ms: float | None = None
     p90_ms: float | None = None
+    host_ms: float | None = None  # until the call returns, the GPU being idle; None on a CPU
     tflops: float | None = None  # TFLOP/s, from the median
     speedup: dict[str, float] = field(default_factory=dict)  # {baseline: its median / this median}
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # {tensor: (cosine, relative L2)}
@@ -102,6 +103,7 @@ def to_markdown(result: dict, rows: list[Row]) -> str:
         f"{conditions(result)}. Medians of {result['settings']['repetitions']} repetitions; shapes measured: "
         f"{result['shapes']}.",
         "",
+        *host_note(rows),
         "- O, dQ, dK, dV: relative L2 error against float64 attention, inputs standard Gaussian",
         "- cosine: the smallest cosine similarity of these tensors to float64",
         "- extra memory: peak of forward and backward beyond Q, K, V, dO, O, dQ, dK, dV, divided by the "
@@ -115,6 +117,18 @@ def to_markdown(result: dict, rows: list[Row]) -> str:
     for key, own in grouped(rows).items():
         lines += [f"## {heading(*key)}", "", *detail_table(own), ""]
     return "\n".join(lines)
+
+
+def host_note(rows: list[Row]) -> list[str]:
+    """What the column of the host says, and how many times are the host's."""
+    known = [row for row in rows if row.host_ms is not None and row.median_ms is not None]
+    if not known:
+        return []
+    bound = sum(row.host_ms > row.median_ms for row in known)
+    return [
+        "- host: ms until the call returns to Python, the GPU being idle. It runs ahead of the GPU; where it "
+        f"takes longer, the time is the host's ({bound} of {len(known)} rows)"
+    ]
 
 
 def conditions(result: dict) -> str:
@@ -179,7 +193,9 @@ def detail_table(rows: list[Row]) -> list[str]:
     mode = rows[0].mode
     baselines = [name for name in BASELINES if any(name in row.speedup for row in rows)]
     with_memory = mode == "both" and any(row.extra_memory is not None for row in rows)
+    with_host = any(row.host_ms is not None for row in rows)
     header = ["implementation", "N", "TFLOP/s", "ms", "p10 – p90"]
+    header += ["host"] if with_host else []
     header += [*(f"speedup over {name}" for name in baselines)]
     header += [*(TENSORS[name] for name in MODES[mode].tensors), "cosine"]
     header += ["extra memory"] if with_memory else []
@@ -188,6 +204,7 @@ def detail_table(rows: list[Row]) -> list[str]:
         cells = [title(row.implementation), str(row.shape.tokens), speed(row, digits=1)]
         cells.append(number(row.median_ms, ".3f"))
         cells.append("" if row.median_ms is None else f"{row.p10_ms:.3f} – {row.p90_ms:.3f}")
+        cells += [number(row.host_ms, ".3f")] if with_host else []
         cells += [number(row.speedup.get(name), ".2f") for name in baselines]
         errors = [row.errors.get(name, (None, None)) for name in MODES[mode].tensors]
         cells += [number(error, ".4f") for _, error in errors]

@@ -6,6 +6,7 @@ in between. Q, K and V are strided like the output of a projection, (B, N, H, D)
 
 from __future__ import annotations
 
+import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -176,12 +177,16 @@ def measure_mode(
             except Exception as error:  # out of memory, or an operator that cannot be captured
                 row = replace(row, status=REFUSED, reason=explain(error))
         rows.append(row)
-    times = time_in_turn(runners, arguments.repetitions, arguments.warm_up, torch.device(arguments.device))
-    return add_times(rows, times)
+    device = torch.device(arguments.device)
+    times = time_in_turn(runners, arguments.repetitions, arguments.warm_up, device)
+    hosts = {name: host_time(calls[0], device) for name, calls in runners.items()}
+    return add_times(rows, times, hosts)
 
 
-def add_times(rows: list[Row], times: dict[str, list[float]]) -> list[Row]:
-    """Complete rows of one shape and mode by ``times``, {implementation: [ms]}."""
+def add_times(
+    rows: list[Row], times: dict[str, list[float]], hosts: dict[str, float | None] | None = None
+) -> list[Row]:
+    """Complete rows of one shape and mode by ``times`` and those of the host, {implementation: ms}."""
     medians = {name: float(np.median(values)) for name, values in times.items()}
     timed = []
     for row in rows:
@@ -193,6 +198,7 @@ def add_times(rows: list[Row], times: dict[str, list[float]]) -> list[Row]:
                 median_ms=median,
                 p10_ms=p10,
                 p90_ms=p90,
+                host_ms=(hosts or {}).get(row.implementation),
                 tflops=flops(row.shape, row.mode) / (median * 1e-3) / 1e12,
                 speedup={name: medians[name] / median for name in BASELINES if name in medians},
             )
@@ -267,3 +273,17 @@ def time_in_turn(
                 marks[name].append((begin, end))
     synchronize(device)
     return {name: [milliseconds(*pair) for pair in pairs] for name, pairs in marks.items()}
+
+
+def host_time(call: Callable[[], object], device: torch.device, repetitions: int = 5) -> float | None:
+    """Median ms until ``call`` returns, the GPU being idle: no full queue delays it. None on a CPU."""
+    if device.type == "cpu":
+        return None
+    times = []
+    for _ in range(repetitions):
+        synchronize(device)
+        begin = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - begin))
+    synchronize(device)
+    return float(np.median(times))

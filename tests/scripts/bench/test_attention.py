@@ -109,6 +109,31 @@ def test_times_give_medians_percentiles_and_ratios():
     assert untimed == rows[-1]
 
 
+def test_the_host_time_is_that_until_the_call_returns(monkeypatch):
+    """With a clock of its own: each call takes one tick more than the one before, and waiting none."""
+    clock = iter([0.0, 0.001, 1.0, 1.002, 2.0, 2.003, 3.0, 3.004, 4.0, 4.005])
+    waited = []
+    monkeypatch.setattr(timing, "synchronize", waited.append)
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert timing.host_time(lambda: None, torch.device("cuda")) == pytest.approx(3)
+    assert len(waited) == 6
+    assert timing.host_time(lambda: None, torch.device("cpu")) is None
+
+
+def test_tables_say_which_times_are_the_hosts():
+    rows = [Row(name, SHAPE, "both") for name in ("sagebwd", "cuDNN")]
+    rows = timing.add_times(rows, {"sagebwd": [2.0], "cuDNN": [1.0]}, {"sagebwd": 2.5, "cuDNN": 0.125})
+    assert [row.host_ms for row in rows] == [2.5, 0.125]
+    [note] = tables.host_note(rows)
+    assert note.endswith("the time is the host's (1 of 2 rows)")
+    header, _, ours, _ = tables.detail_table(rows)
+    columns = [cell.strip() for cell in header.split("|")]
+    assert ours.split("|")[columns.index("host")].strip() == "2.500"
+    untimed = [Row("sagebwd", SHAPE, "both")]
+    assert tables.host_note(untimed) == []
+    assert "host" not in tables.detail_table(untimed)[0]
+
+
 def test_ratios_need_the_other_one():
     (row,) = timing.add_times([Row("sagebwd", SHAPE, "both")], {"sagebwd": [1.0]})
     assert row.speedup == {}
