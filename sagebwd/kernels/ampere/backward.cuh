@@ -105,7 +105,7 @@ __device__ __forceinline__ void copy_values(u32 shared, const Arguments& a, cons
     copy_tokens<THREADS, BLOCK_KV>(shared, v, a.v.stride_n, work.kv.tokens - work.first, a.axes.d);
 }
 
-// K by columns from K by rows, both in shared memory; where it is called by all threads of the CTA, a barrier follows.
+// K by columns from K by rows, both in shared memory. All threads of the CTA call it; a barrier must follow.
 __device__ __forceinline__ void transpose_keys(u8* columns, const u8* rows) {
     constexpr int GROUPS = D / 8;  // of 8 channels
     for (int i = threadIdx.x; i < BLOCK_KV / 4 * GROUPS; i += THREADS) {
