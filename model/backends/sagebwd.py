@@ -11,7 +11,7 @@ import sagebwd
 from model.backends import Backend, SavedBytes
 from sagebwd import SageConfig, dispatch
 from sagebwd.config import PRESETS, encode
-from sagebwd.kernels.ops import packs_v
+from sagebwd.kernels.ops import needed_by_backward
 
 CONFIG_FIELDS = {field.name for field in fields(SageConfig)}
 IMPLEMENTATIONS = {
@@ -99,11 +99,8 @@ def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> Sav
     kernels = "reference" if settings.implementation == "reference" else _kernels(q, config, device)
     scale = q.shape[-1] ** -0.5
     saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
-    results, is_packed = sum(x.nbytes for x in saved), saved[-1].numel() > 0
-    # Where these are packed, the backward needs neither K nor, with an INT8 dK, Q, nor, on Hopper, V.
-    keeps_q = not (is_packed and config.is_int8("dk"))
-    keeps_v = not (is_packed and packs_v(kernels))
-    inputs = keeps_q * q.nbytes + (not is_packed) * k.nbytes + keeps_v * k.nbytes
+    needed = needed_by_backward(q, k, k, saved, encode(config), kernels)
+    results, inputs = (sum(x.nbytes for x in own if x is not None) for own in (saved, needed))
     return SavedBytes(total=inputs + results, results=results)
 
 

@@ -59,8 +59,8 @@ def _forward(
             (−1, 0).
         config: settings, from :func:`sagebwd.config.encode`, because operators take no objects.
         kernels: the kernel set, from :func:`sagebwd.dispatch.choose`.
-        pack_for_backward: return Q, K and V packed, where ``kernels`` can, so that the backward needs none of
-            them.
+        pack_for_backward: return Q, K and V packed, where ``kernels`` can; :func:`needed_by_backward` says
+            what the backward then still needs.
     """
     check_backward_mode(q, k, v)  # for those who call the operator itself
     settings = decode(config)
@@ -233,21 +233,25 @@ def _axes(
 # --- Autograd ----------------------------------------------------------------------------------------------
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save Q, K and V packed, 4 bytes per element instead of 6, if the forward packed them.
-
-    With dK in 16 bit Q itself is needed, too, and V unless :func:`packs_v`.
-    """
-    q, k, v, *boundaries = inputs[:5]
-    ctx.settings = inputs[5:10]  # all but pack_for_backward
-    ctx.kv_sizes = k.shape[1:3]
-    *_, config, kernels = ctx.settings
+def needed_by_backward(
+    q: Tensor, k: Tensor, v: Tensor, output: tuple[Tensor, ...], config: str, kernels: str
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """q, k, v as the backward needs them beside what the forward returned: None for what that packed."""
     *_, packed_q, packed_kv = output
     if packed_q.numel() and decode(config).is_int8("dk"):
         q = None
     if packed_kv.numel():
         k, v = None, None if packs_v(kernels) else v
-    ctx.save_for_backward(q, k, v, *output, *boundaries)
+    return q, k, v
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """If the forward packed Q, K and V, 4 bytes per element are saved instead of 6."""
+    q, k, v, *boundaries = inputs[:5]
+    ctx.settings = inputs[5:10]  # all but pack_for_backward
+    ctx.kv_sizes = k.shape[1:3]
+    needed = needed_by_backward(q, k, v, output, *ctx.settings[3:])
+    ctx.save_for_backward(*needed, *output, *boundaries)
 
 
 def _set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

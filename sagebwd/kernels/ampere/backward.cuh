@@ -109,14 +109,13 @@ __device__ __forceinline__ void copy_values(u32 shared, const Arguments& a, cons
 __device__ __forceinline__ void transpose_keys(u8* columns, const u8* rows) {
     constexpr int GROUPS = D / 8;  // of 8 channels
     for (int i = threadIdx.x; i < BLOCK_KV / 4 * GROUPS; i += THREADS) {
-        const int quad = i / GROUPS, channel = i % GROUPS * 8, first = quad / 4 * 16 + quad % 4 * 2;
-        uint2 x[4];  // of the four tokens at positions 4 quad to 4 quad + 3, see Tile in packing.cu
+        const int quad = i / GROUPS, channel = i % GROUPS * 8;
+        uint2 tokens[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            x[k] = *reinterpret_cast<const uint2*>(rows + swizzled<D>((first + k / 2 * 8 + k % 2) * D + channel));
+            tokens[k] = *reinterpret_cast<const uint2*>(rows + swizzled<D>(token_at(quad, k) * D + channel));
         u32 words[8];
-        transpose_bytes(*reinterpret_cast<u32(*)[4]>(words), x[0].x, x[1].x, x[2].x, x[3].x);
-        transpose_bytes(*reinterpret_cast<u32(*)[4]>(words + 4), x[0].y, x[1].y, x[2].y, x[3].y);
+        transpose_tokens(words, tokens);
 #pragma unroll
         for (int e = 0; e < 8; ++e)
             *reinterpret_cast<u32*>(columns + swizzled<BLOCK_KV>((channel + e) * BLOCK_KV + 4 * quad)) = words[e];

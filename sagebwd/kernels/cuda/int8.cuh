@@ -56,6 +56,15 @@ __device__ __forceinline__ void transpose_bytes(u32 (&result)[4], u32 a, u32 b, 
     result[3] = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
+// Tiles by columns hold tokens in this order, too: at position 4 quad + i.
+__device__ __forceinline__ int token_at(int quad, int i) { return quad / 4 * 16 + i / 2 * 8 + quad % 4 * 2 + i % 2; }
+
+// 8 channels of four tokens become a word of these four for each channel.
+__device__ __forceinline__ void transpose_tokens(u32 (&words)[8], const uint2 (&tokens)[4]) {
+    transpose_bytes(*reinterpret_cast<u32(*)[4]>(words), tokens[0].x, tokens[1].x, tokens[2].x, tokens[3].x);
+    transpose_bytes(*reinterpret_cast<u32(*)[4]>(words + 4), tokens[0].y, tokens[1].y, tokens[2].y, tokens[3].y);
+}
+
 // --- Scales ------------------------------------------------------------------------------------------------
 
 // The maximum over the four threads that share a row.

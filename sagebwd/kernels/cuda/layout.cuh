@@ -14,7 +14,7 @@ struct TokenTensor {
 };
 
 // Where a token of a head begins. `head`: counted over all heads of all sequences, `heads` of each.
-__device__ __forceinline__ const u16* token_of(const TokenTensor& x, int head, int heads, int token) {
+__device__ __forceinline__ u16* token_of(const TokenTensor& x, int head, int heads, int token) {
     return x.data + head / heads * x.stride_b + head % heads * x.stride_h + token * x.stride_n;
 }
 

@@ -56,7 +56,7 @@ struct Tile {
     float x[PIECES][8];
 
     __device__ __forceinline__ static int quad() { return threadIdx.x / (D / 8); }  // positions 4 quad() and three more
-    __device__ __forceinline__ static int token(int i) { return quad() / 4 * 16 + i / 2 * 8 + quad() % 4 * 2 + i % 2; }
+    __device__ __forceinline__ static int token(int i) { return token_at(quad(), i); }
     __device__ __forceinline__ static int channel() { return threadIdx.x % (D / 8) * 8; }
 };
 
@@ -231,9 +231,8 @@ __device__ __forceinline__ void load_rows_int8(uint2 (&values)[PIECES], const u8
 template <int TOKENS>
 __device__ __forceinline__ void store_columns_int8(u8* target, const uint2 (&values)[PIECES], u8* shared) {
     constexpr int PITCH = TOKENS + 4;  // so that channels lie in different banks
-    u32 words[8];                      // of four tokens, for each channel
-    transpose_bytes(*reinterpret_cast<u32(*)[4]>(words), values[0].x, values[1].x, values[2].x, values[3].x);
-    transpose_bytes(*reinterpret_cast<u32(*)[4]>(words + 4), values[0].y, values[1].y, values[2].y, values[3].y);
+    u32 words[8];
+    transpose_tokens(words, values);
     __syncthreads();  // it may still be read
 #pragma unroll
     for (int e = 0; e < 8; ++e)

@@ -54,7 +54,7 @@ struct Arguments {
     // Read if SMOOTH_V is defined.
     int documents;
     const float* v_mean;  // of each document of each key head, see token_mean_kernel
-    TokenTensor v;        // not read: it is packed
+    TokenTensor v;        // for kernels that do not pack it in 16 bits
 };
 
 __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Ring<STAGES> keys, Ring<1> queries,
