@@ -183,9 +183,7 @@ def measure_mode(
     return add_times(rows, times, hosts)
 
 
-def add_times(
-    rows: list[Row], times: dict[str, list[float]], hosts: dict[str, float | None] | None = None
-) -> list[Row]:
+def add_times(rows: list[Row], times: dict[str, list[float]], hosts: dict[str, float | None]) -> list[Row]:
     """Complete rows of one shape and mode by ``times`` and those of the host, {implementation: ms}."""
     medians = {name: float(np.median(values)) for name, values in times.items()}
     timed = []
@@ -198,7 +196,7 @@ def add_times(
                 median_ms=median,
                 p10_ms=p10,
                 p90_ms=p90,
-                host_ms=(hosts or {}).get(row.implementation),
+                host_ms=hosts.get(row.implementation),
                 tflops=flops(row.shape, row.mode) / (median * 1e-3) / 1e12,
                 speedup={name: medians[name] / median for name in BASELINES if name in medians},
             )

@@ -100,7 +100,7 @@ def test_times_give_medians_percentiles_and_ratios():
         "cuDNN": [1.0, 1.0, 1.0],
     }
     rows = [Row(name, SHAPE, "both") for name in (*times, "FlexAttention")]
-    ours, flash, cudnn, untimed = timing.add_times(rows, times)
+    ours, flash, cudnn, untimed = timing.add_times(rows, times, {})
     assert (ours.median_ms, flash.median_ms) == (2, 4)
     assert (ours.p10_ms, ours.p90_ms) == pytest.approx((1.2, 7.6))
     assert ours.tflops == pytest.approx(timing.flops(SHAPE, "both") / 2e-3 / 1e12)
@@ -135,7 +135,7 @@ def test_tables_say_which_times_are_the_hosts():
 
 
 def test_ratios_need_the_other_one():
-    (row,) = timing.add_times([Row("sagebwd", SHAPE, "both")], {"sagebwd": [1.0]})
+    (row,) = timing.add_times([Row("sagebwd", SHAPE, "both")], {"sagebwd": [1.0]}, {})
     assert row.speedup == {}
 
 
