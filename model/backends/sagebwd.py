@@ -99,7 +99,7 @@ def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> Sav
     kernels = "reference" if settings.implementation == "reference" else _kernels(q, config, device)
     scale = q.shape[-1] ** -0.5
     saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
-    needed = needed_by_backward(q, k, k, saved, encode(config), kernels)
+    needed = needed_by_backward(q, k, k, saved, encode(config), kernels, has_documents=False)
     results, inputs = (sum(x.nbytes for x in own if x is not None) for own in (saved, needed))
     return SavedBytes(total=inputs + results, results=results)
 

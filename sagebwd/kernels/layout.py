@@ -21,8 +21,8 @@ class ForwardResult(NamedTuple):
     k_mean: (B · H_kv · documents, D_PAD) fp32, over the tokens of each document; no columns if K is not
         smoothed. Of the reference D columns.
     out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
-    packed_q, packed_kv: Q, and K with V (K alone on Ampere), packed for the backward, which then needs q only
-        for a dK in 16 bit, and not k; (tiles, bytes) uint8. Empty unless CUDA kernels were asked to pack.
+    packed_q, packed_kv: Q and K, packed for the backward, which then needs q only for a dK in 16 bit, and not
+        k; (tiles, bytes) uint8. Empty unless CUDA kernels were asked to pack. See ``packs_v`` in ops.py.
 
     The operators return lse as (B, H, N_q) and k_mean as (B, H_kv, documents · D_PAD).
     """

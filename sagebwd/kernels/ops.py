@@ -102,7 +102,8 @@ def _fake_forward(
     k_mean = k.new_empty((*k.shape[:2], documents * channels), dtype=torch.float32)
     packed_q, packed_kv = nothing_packed(q)
     if kernels in ("hopper", "ampere") and pack_for_backward:
-        shapes = _packed_shapes(q, k, documents, settings, packs_v=packs_v(kernels))
+        has_v = packs_v(kernels, has_documents=boundaries is not None)
+        shapes = _packed_shapes(q, k, documents, settings, packs_v=has_v)
         packed_q, packed_kv = (q.new_empty(shape, dtype=torch.uint8) for shape in shapes)
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, packed_q, packed_kv)
 
@@ -131,8 +132,8 @@ def _backward(
     """Return dq, dk, dv, laid out as q, k, v.
 
     ``packed_q`` can replace q, unless dK is in 16 bit; dq is then laid out as ``out``. ``packed_kv`` can
-    replace k and, if :func:`packs_v`, v; dk and dv are then laid out token by token. Raises ValueError if one
-    is missing.
+    replace k and, where :func:`packs_v`, v; dk and dv are then laid out token by token. Raises ValueError if
+    one is missing.
     """
     settings = decode(config)
     if q is None:
@@ -142,10 +143,11 @@ def _backward(
                 "sagebwd::forward(pack_for_backward=True) and an INT8 dK"
             )
         q = out  # its shape and dtype
-    if (k is None and not packed_kv.numel()) or (v is None and not (packed_kv.numel() and packs_v(kernels))):
+    has_v = v is not None or (packed_kv.numel() and packs_v(kernels, has_documents=cu_seqlens is not None))
+    if not has_v or (k is None and not packed_kv.numel()):
         raise ValueError(
             "sagebwd::backward got neither k and v nor packed_kv; pass k and v, as sagebwd::forward packs "
-            "them only with pack_for_backward=True and CUDA kernels, v for Hopper alone"
+            "them only with pack_for_backward=True and CUDA kernels, v for packed documents on Hopper alone"
         )
     k = stand_in(q, kv_heads, kv_tokens) if k is None else k
     v = stand_in(q, kv_heads, kv_tokens) if v is None else v
@@ -195,9 +197,9 @@ def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
     return Window(left, right).narrowed(q.shape[-2], k.shape[-2])
 
 
-def packs_v(kernels: str) -> bool:
-    """Whether ``packed_kv`` holds V: the Ampere kernels read it where it is."""
-    return kernels == "hopper"
+def packs_v(kernels: str, *, has_documents: bool) -> bool:
+    """Whether ``packed_kv`` holds V: kernels read it where it is, those for Hopper unless it is packed."""
+    return kernels == "hopper" and has_documents
 
 
 def _packed_shapes(
@@ -234,23 +236,31 @@ def _axes(
 
 
 def needed_by_backward(
-    q: Tensor, k: Tensor, v: Tensor, output: tuple[Tensor, ...], config: str, kernels: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: tuple[Tensor, ...],
+    config: str,
+    kernels: str,
+    *,
+    has_documents: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """q, k, v as the backward needs them beside what the forward returned: None for what that packed."""
     *_, packed_q, packed_kv = output
     if packed_q.numel() and decode(config).is_int8("dk"):
         q = None
     if packed_kv.numel():
-        k, v = None, None if packs_v(kernels) else v
+        k, v = None, None if packs_v(kernels, has_documents=has_documents) else v
     return q, k, v
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """If the forward packed Q, K and V, 4 bytes per element are saved instead of 6."""
+    """If the forward packed Q and K, 4 bytes per element are saved instead of 6, 2 of them V itself."""
     q, k, v, *boundaries = inputs[:5]
     ctx.settings = inputs[5:10]  # all but pack_for_backward
     ctx.kv_sizes = k.shape[1:3]
-    needed = needed_by_backward(q, k, v, output, *ctx.settings[3:])
+    has_documents = boundaries[0] is not None
+    needed = needed_by_backward(q, k, v, output, *ctx.settings[3:], has_documents=has_documents)
     ctx.save_for_backward(*needed, *output, *boundaries)
 
 

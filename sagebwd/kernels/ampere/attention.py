@@ -173,6 +173,7 @@ def backward(
     config: SageConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.hopper.attention.backward`, but V is not packed, so v is no stand-in."""
+    dk, dv = Result(k, kv_axis), Result(v, kv_axis)  # not laid out as a copy of v is
     grad_out, v = _with_whole_pieces(grad_out), _with_whole_pieces(v)
     tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_bwd")
     token_scales = config.operand_scales == "token"
@@ -201,7 +202,6 @@ def backward(
     )
     # No CTA visits queries that see no key.
     dq = Result(q, q_axis, is_zeroed=window.left >= 0)
-    dk, dv = Result(k, kv_axis), Result(v, kv_axis)
     # dQ of each packed block of queries, added up block of keys by block of keys.
     dq_sums = q.new_empty((q_blocks, tile[0] * head_dim), dtype=torch.float32)
     axes = CAxes.of(

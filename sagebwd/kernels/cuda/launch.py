@@ -39,10 +39,10 @@ def _driver() -> Driver:
     # The public torch.cuda.current_stream() builds an object each time; Triton calls this one too.
     from torch._C import _cuda_getCurrentRawStream
 
-    return Driver(driver.cuLaunchKernel, _cuda_getCurrentRawStream, _make_current)
+    return Driver(driver.cuLaunchKernel, _cuda_getCurrentRawStream, make_current)
 
 
-def _make_current(device: int) -> None:
+def make_current(device: int) -> None:
     """Make the context that torch uses on ``device`` this thread's current one.
 
     torch.cuda.set_device would not: it does nothing for the device that CUDA calls current, which is 0 in a

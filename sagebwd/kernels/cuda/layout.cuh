@@ -69,7 +69,7 @@ constexpr bool HAS_TOKEN_SCALES = true;
 constexpr bool HAS_TOKEN_SCALES = false;
 #endif
 
-#ifdef UNPACKED_16BIT  // kernels read V and dO in 16 bits where they are
+#ifdef UNPACKED_16BIT  // kernels read V and dO in 16 bits, and Q for dK in 16 bits, where they are
 constexpr bool PACKS_16BIT = false;
 #else
 constexpr bool PACKS_16BIT = true;
@@ -95,10 +95,12 @@ constexpr int PACKED_KV_BYTES = K_ROWS_TILE + PACKED_V_16BIT_BYTES + scale_bytes
 constexpr int PACKED_K_16BIT_BYTES = 2 * K_TILE;
 // dO in 16 bits, stats; scales of Q and dO.
 constexpr int PACKED_GRAD_BYTES = PACKED_GRAD_16BIT_BYTES + ROW_STATS + scale_bytes(2, BLOCK_Q);
-// In shared memory: Q by rows, dO in 16 bits, stats; scales of Q and dO.
+// In shared memory: K by rows, V in 16 bits; K's scale. And Q by rows, dO in 16 bits, stats; scales of Q and dO.
+constexpr int K_AND_V_BYTES = K_ROWS_TILE + 2 * K_TILE + scale_bytes_of_s(BLOCK_KV);
 constexpr int Q_AND_GRAD_BYTES = Q_ROWS_TILE + 2 * Q_TILE + ROW_STATS + scale_bytes(2, BLOCK_Q);
-// Q by columns, and dO if P is in INT8; or, for dK in 16 bits, Q in 16 bits.
-constexpr int PACKED_Q_COLUMNS_BYTES = (P_IS_16BIT && !DK_IS_16BIT ? 1 : 2) * Q_TILE;
+// In shared memory: Q by columns, and dO if P is in INT8; or, for dK in 16 bits, Q in 16 bits.
+constexpr int Q_COLUMNS_BYTES = (P_IS_16BIT && !DK_IS_16BIT ? 1 : 2) * Q_TILE;
+constexpr int PACKED_Q_COLUMNS_BYTES = DK_IS_16BIT && !PACKS_16BIT ? 0 : Q_COLUMNS_BYTES;
 constexpr int PACKED_K_COLUMNS_BYTES = K_TILE + (S_IS_16BIT ? scale_bytes(1, BLOCK_KV) : 0);  // K by columns; its scale
 
 // Where byte o of a tile with rows of 64, 128 or 256 bytes lies: 16-byte pieces are permuted within 8 rows, so that 8 rows

@@ -31,11 +31,11 @@ __device__ __forceinline__ void clear(int* counters, int count) {
     for (int i = blockIdx.x * THREADS_OF_CTA + threadIdx.x; i < count; i += gridDim.x * THREADS_OF_CTA) counters[i] = 0;
 }
 
-// The block of this CTA; false if it has no tokens.
-template <int TOKENS, int PARTS = 1>
+// The block of this CTA; false if it has no tokens. LAST_FIRST: what the previous kernel read or wrote last is still in the L2
+// cache.
+template <int TOKENS, int PARTS = 1, bool LAST_FIRST = PARTS == 2>
 __device__ __forceinline__ bool find_block(const Segments& segments, int tokens, int blocks, Block& block) {
-    // Last blocks first: what the previous kernel read or wrote last is still in the L2 cache.
-    const int cta = PARTS == 1 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    const int cta = LAST_FIRST ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     block.part = cta % PARTS;
     block.index = cta / PARTS;
     block.head = block.index / blocks;
@@ -336,10 +336,11 @@ __device__ __forceinline__ void load(Pieces<TOKENS>& pieces, Tile<TOKENS>& tile,
     pieces.unpack_to(tile);
 }
 
-// Where K in 16 bits of this block goes, behind all packed blocks; null if K_16BIT is not defined.
+// Where K in 16 bits of this block goes, behind all packed blocks; null if K_16BIT is not defined. PARTS: CTAs of a block.
+template <int PARTS>
 __device__ __forceinline__ u8* k_16bit_of(u8* packed_kv, const Block& block) {
 #ifdef K_16BIT
-    const i64 blocks = gridDim.x / 2;
+    const i64 blocks = gridDim.x / PARTS;
     return packed_kv == nullptr ? nullptr
                                 : packed_kv + blocks * PACKED_KV_BYTES + i64(block.index) * PACKED_K_16BIT_BYTES;
 #else
@@ -404,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     float scales[PIECES];
     if (block.part == 0) {
         u8* rows = both == nullptr ? packed_k + i64(block.index) * K_TILE : both;
-        pack_k(scales, rows, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
+        pack_k(scales, rows, k_16bit_of<2>(packed_kv, block), k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(values_block + K_TILE, 0, scales, 2);
         if (both != nullptr) store_scales<BLOCK_KV>(both + K_TILE + PACKED_V_16BIT_BYTES, 0, scales, 1);
     } else {
@@ -421,13 +422,14 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     }
 }
 
-// Backward, and a forward with 16-bit P: K by rows, V as it is, if 16 bits are packed; the scale of K. `k_mean`: what is subtracted from K, or
-// null. Both of these kernels also write K in 16 bits, if K_16BIT is defined.
+// Backward, and a forward with 16-bit P: K by rows, V as it is, if 16 bits are packed; the scale of K. `k_mean`: what is
+// subtracted from K, or null. Both of these kernels also write K in 16 bits, if K_16BIT is defined.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     pack_kv_kernel(Source k, Source v, const float* k_mean, u8* packed_kv, Axis axis) {
+    constexpr int PARTS = PACKS_16BIT ? 2 : 1;
     __shared__ int slots[16];
     Block block;
-    if (!find_block<BLOCK_KV, 2>(axis.segments, axis.tokens, axis.blocks, block)) return;
+    if (!find_block<BLOCK_KV, PARTS, true>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* target = packed_kv + i64(block.index) * PACKED_KV_BYTES;
     if (S_IS_16BIT && block.part == 0) {
         Pieces<BLOCK_KV> pieces;
@@ -436,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
         pieces.store_16bit(target);
     } else if (block.part == 0) {
         float scales[PIECES];
-        pack_k(scales, target, k_16bit_of(packed_kv, block), k, k_mean, block, axis, slots);
+        pack_k(scales, target, k_16bit_of<PARTS>(packed_kv, block), k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(target + K_TILE + PACKED_V_16BIT_BYTES, 0, scales, 1);
     } else if (PACKS_16BIT) {
         Pieces<BLOCK_KV> pieces;
@@ -471,10 +473,10 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     store_columns_int8<BLOCK_KV>(packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES, values, transposed);
 }
 
-// Backward: dO as it is, if 16 bits are packed, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of their own, Q by columns,
-// from its rows in `packed_q`, and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is, the only case in which `q` is
-// read. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is defined, O includes its rounding residual. Also clears
-// `counters`.
+// Backward: dO as it is, if 16 bits are packed, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of
+// their own, Q by columns, from its rows in `packed_q`, and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is, if 16
+// bits are packed, the only case in which `q` is read. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is
+// defined, O includes its rounding residual. Also clears `counters`.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     pack_grad_kernel(Source q, const u8* packed_q, Source grad, Source out, Source out_residual, const float* lse,
                      u8* packed_grad, u8* packed_q_columns, Axis axis, int* counters, int count) {
@@ -501,9 +503,12 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
             load_scales<BLOCK_Q>(scales, rows + Q_TILE);
             if (!DK_IS_16BIT) load_rows_int8<BLOCK_Q>(values, rows);
         }
-        if (DK_IS_16BIT) pieces.load(q, block, axis.heads, axis.d);
-        if (DK_IS_16BIT) pieces.store_16bit(columns);
-        if (!DK_IS_16BIT) store_columns_int8<BLOCK_Q>(columns, values, transposed);
+        if constexpr (!DK_IS_16BIT) {
+            store_columns_int8<BLOCK_Q>(columns, values, transposed);
+        } else if constexpr (PACKS_16BIT) {
+            pieces.load(q, block, axis.heads, axis.d);
+            pieces.store_16bit(columns);
+        }
         store_scales<BLOCK_Q>(tail, 0, scales, P_IS_16BIT ? 1 : 2);
         return;
     }

@@ -95,7 +95,8 @@ class Packer:
                 of all tokens of the first tensor, then of the second.
             tile: tokens of a packed block of queries, and of one of keys and values.
             s_16bit: Q and K by rows stay in 16 bits, without a scale, and infinities become NaN.
-            packs_16bit: whether V and dO in 16 bits are packed; otherwise kernels read the tensors.
+            packs_16bit: whether V, dO and, for dK in 16 bits, Q are packed; otherwise kernels read the
+                tensors.
         """
         self._sources = sources
         self._token_scales = token_scales
@@ -175,7 +176,8 @@ class Packer:
         """
         packed_kv = k.new_empty(self._packed_kv_shape(k, axis, k_16bit), dtype=torch.uint8)
         arguments = (_CSource.of(k), _CSource.of(v), k_mean, packed_kv, _CAxis.of(k, axis))
-        self._launch("pack_kv", k, self._block_kv, 2 * len(packed_kv), *arguments, K_16BIT=k_16bit)
+        parts = 1 + self._packs_16bit
+        self._launch("pack_kv", k, self._block_kv, parts * len(packed_kv), *arguments, K_16BIT=k_16bit)
         return packed_kv
 
     def pack_k_columns(self, packed_kv: Tensor, k: Tensor, axis: Axis) -> Tensor:
@@ -213,20 +215,24 @@ class Packer:
         end); tail: the scales of Q and dO. The second: Q by columns, dO by columns.
 
         Args:
-            q: only read with ``dk_16bit``; otherwise only its shape and dtype are used.
+            q: only read with ``dk_16bit``, if 16 bits are packed; otherwise only its shape and dtype are
+                used.
             packed_q: of :meth:`pack_q`.
             lse: (B · H, N_q) or (B, H, N_q) fp32, contiguous.
             out_residual: the rounding error of ``out``, which is added to it for δ.
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
-            dk_16bit: whether dK takes 16-bit dS, and Q as it is: Q in 16 bits in place of its columns. Only
-                with ``p_16bit``.
+            dk_16bit: whether dK takes 16-bit dS, and Q as it is: Q in 16 bits, if they are packed, in place
+                of its columns. Only with ``p_16bit``.
             counters: as of :meth:`pack_q`.
         """
         d_pad = packed_head_dim(q.shape[3])
         grad_bytes = self._block_q * (2 * self._packs_16bit * d_pad + 8)
         grad_bytes += self._scale_bytes(2, self._block_q)
         packed_grad = _allocate(q, axis, grad_bytes)
-        columns = _allocate(q, axis, self._block_q * (1 if p_16bit and not dk_16bit else 2) * d_pad)
+        columns_of = 1 + (not p_16bit)
+        if dk_16bit:
+            columns_of = 2 * self._packs_16bit
+        columns = _allocate(q, axis, self._block_q * columns_of * d_pad)
         tensors = (grad_out, out, out if out_residual is None else out_residual)
         sources = (_CSource.of(q), packed_q, *(_CSource.of(x) for x in tensors))
         arguments = (*sources, lse, packed_grad, columns, _CAxis.of(q, axis), counters, _count(counters))

@@ -28,14 +28,21 @@ from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.packing import TILE
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
+from sagebwd.kernels.hopper.tensor_map import CTensorMaps, mappable, tensor_map
 from sagebwd.kernels.layout import Axis, ForwardResult, padded_head_dim
 from sagebwd.window import CAUSAL, Window
 
 COMPUTE_CAPABILITY = (9, 0)
 #: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
 SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
-#: By ``SageConfig.operand_scales``.
-PACKERS = {"block": packing.Packer(SOURCES), "token": packing.Packer(SOURCES, token_scales=True)}
+#: By ``SageConfig.operand_scales``, and whether documents are packed.
+PACKERS = {
+    (scales, has_documents): packing.Packer(
+        SOURCES, token_scales=scales == "token", packs_16bit=has_documents
+    )
+    for scales in ("block", "token")
+    for has_documents in (False, True)
+}
 
 # --- Arguments: struct Arguments of each source ------------------------------------------------------------
 
@@ -151,12 +158,14 @@ def _launch(
     window: Window,
     arguments: CForward | _CDq | _CDkDv | _CBackward,
     *,
+    maps: CTensorMaps | None,
     p_16bit: bool = False,
     **defines: bool,
 ) -> None:
     """Launch kernel ``name`` on as many CTAs as the GPU holds; they share the work tiles.
 
     Args:
+        maps: of the tensors that it reads where they are; None: they are packed.
         p_16bit, defines: macros that only this kernel knows.
     """
     head_dim = padded_head_dim(like.shape[-1])
@@ -173,6 +182,7 @@ def _launch(
         LAUNCH_THREADS=cta.threads,
         LAUNCH_BYTES=cta.shared_bytes,
         P_16BIT=p_16bit,
+        UNPACKED_16BIT=maps is not None,
         **defines,
     )
     kernel.launch(
@@ -180,6 +190,7 @@ def _launch(
         cta.threads,
         arguments,
         CWindow.of(window),
+        CTensorMaps() if maps is None else maps,
     )
 
 
@@ -204,7 +215,7 @@ def _multiprocessors(device: int) -> int:
 
 def token_mean(x: Tensor, axis: Axis) -> Tensor:
     """As :func:`sagebwd.kernels.triton.quantize.token_mean`, to the bits of the ``k_mean`` of the forward."""
-    return PACKERS["block"].token_mean(x, axis)
+    return PACKERS["block", axis.segments is not None].token_mean(x, axis)
 
 
 def forward(
@@ -220,9 +231,16 @@ def forward(
     pack_for_backward: bool,
 ) -> ForwardResult:
     """As :func:`sagebwd.kernels.cuda.forward.forward`."""
+    has_documents = kv_axis.segments is not None
+    maps = None
+    if not has_documents:
+        maps = CTensorMaps()
+        if not config.is_int8("o"):
+            v = mappable(v)
+            maps.v = tensor_map(v)
     return cuda_forward.forward(
-        q, k, v, q_axis, kv_axis, packer=PACKERS[config.operand_scales],
-        launch=functools.partial(_launch, TOKEN_SCALES=config.operand_scales == "token"),
+        q, k, v, q_axis, kv_axis, packer=PACKERS[config.operand_scales, has_documents],
+        launch=functools.partial(_launch, maps=maps, TOKEN_SCALES=config.operand_scales == "token"),
         work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
         pack_for_backward=pack_for_backward,
     )  # fmt: skip
@@ -249,10 +267,19 @@ def backward(
     """As :func:`sagebwd.kernels.triton.backward.backward`.
 
     Args:
-        packed_q, packed_kv: of :func:`forward`. If they are not empty, q (unless dK is in 16 bit), k and v
-            may be stand-ins, see :func:`sagebwd.kernels.layout.stand_in`.
+        packed_q, packed_kv: of :func:`forward`. If they are not empty, q (unless dK is in 16 bit), k and, if
+            documents are packed, v may be stand-ins, see :func:`sagebwd.kernels.layout.stand_in`.
     """
-    packer = PACKERS[config.operand_scales]
+    has_documents = kv_axis.segments is not None
+    packer = PACKERS[config.operand_scales, has_documents]
+    dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)  # not laid out as copies below
+    maps = None
+    if not has_documents:
+        v, grad_out = mappable(v), mappable(grad_out)
+        q = q if config.is_int8("dk") else mappable(q)
+        maps = CTensorMaps(tensor_map(v), tensor_map(grad_out))
+        if not config.is_int8("dk"):
+            maps.q = tensor_map(q)
     if not packed_kv.numel():
         subtracted = k_mean if config.smooth_k else None
         packed_kv = packer.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
@@ -266,8 +293,9 @@ def backward(
     }
     counters = q.new_empty(_counters(q, q_axis, config), dtype=torch.int32)
     packed = [*packer.pack_grad(q, packed_q, grad_out, out, lse, q_axis, counters=counters, **options)]
-    dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)
-    call = _Backward(q, k, q_axis, kv_axis, packed_q, packed_kv, dq, dk, dv, counters, window, scale, config)
+    call = _Backward(
+        q, k, q_axis, kv_axis, packer, maps, packed_q, packed_kv, dq, dk, dv, counters, window, scale, config
+    )
     if config.is_int8("dq"):
         _launch_two_kernels(call, packed)
     else:
@@ -299,6 +327,8 @@ class _Backward(NamedTuple):
     k: Tensor
     q_axis: Axis
     kv_axis: Axis
+    packer: packing.Packer
+    maps: CTensorMaps | None
     packed_q: Tensor
     packed_kv: Tensor
     dq: Result
@@ -323,7 +353,7 @@ class _Backward(NamedTuple):
         if name != "dq":  # it multiplies P with dO
             macros["p_16bit"] = not config.is_int8("dv")
             macros |= {"DK_16BIT": not config.is_int8("dk"), "UNSIGNED_P": config.is_unsigned("dv")}
-        _launch(name, self.q, self.window, arguments, **macros)
+        _launch(name, self.q, self.window, arguments, maps=self.maps, **macros)
 
 
 def _launch_two_kernels(call: _Backward, packed: list[Tensor]) -> None:
@@ -341,9 +371,7 @@ def _launch_two_kernels(call: _Backward, packed: list[Tensor]) -> None:
     call.launch("dk_dv", arguments)
 
     del packed_q_columns  # frees its memory before more is packed
-    packed_k_columns = PACKERS[call.config.operand_scales].pack_k_columns(
-        call.packed_kv, call.k, call.kv_axis
-    )
+    packed_k_columns = call.packer.pack_k_columns(call.packed_kv, call.k, call.kv_axis)
     axes = call.axes("dq", call.counters.data_ptr() + 4)
     of_dq = _CDq(
         call.packed_q.data_ptr(), packed_grad.data_ptr(), call.packed_kv.data_ptr(),

@@ -33,7 +33,7 @@ static_assert(CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS
 // A stage in shared memory: the packed blocks of 64 queries.
 constexpr int Q_COLUMNS = 0;                      // in 16 bits it is Q by rows
 constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // absent if P is in 16 bits
-constexpr int Q_ROWS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;
+constexpr int Q_ROWS = Q_COLUMNS + Q_COLUMNS_BYTES;
 constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
 constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
 constexpr int SCALES = STATISTICS + ROW_STATS;
@@ -42,7 +42,7 @@ constexpr int STAGE_BYTES = align_up(SCALES + TAIL, 1024);
 // Before the stages: a packed block of keys, K for dQ, dS, and chunks of dQ. Behind them: staging for the epilogue.
 constexpr int V_ROWS = K_TILE;
 constexpr int K_SCALE = 3 * K_TILE;
-constexpr int DQ_K = align_up(PACKED_KV_BYTES, 1024);
+constexpr int DQ_K = align_up(K_AND_V_BYTES, 1024);
 constexpr int DS = DQ_K + PACKED_K_16BIT_BYTES;
 constexpr int DQ = DS + DS_STAGES * DS_BYTES;
 constexpr int RING = DQ + BUFFERS * UNIT_VALUES * 4;
@@ -81,8 +81,8 @@ __device__ __forceinline__ i64 first_packed_block(const Axes& axes, const KeyTil
     return i64(work.kv_head * axes.group + head) * axes.q_blocks + work.q_block;
 }
 
-__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Rings& rings, u32 shared,
-                                              SharedState& state) {
+__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, const TensorMaps& maps, Rings& rings,
+                                              u32 shared, SharedState& state) {
     Ring<STAGES>& queries = rings.queries;
     Ring<1>& keys = rings.keys;
     // All work tiles come from the counter, the first ones too: none is taken before those that it waits for.
@@ -94,23 +94,24 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         keys.wait_empty();
         KeyTile& work = state.work[keys.parity];
         work = found;
-        barrier_expect_bytes(keys.full, PACKED_KV_BYTES);
-        bulk_copy(shared, a.packed_kv + i64(work.kv_block) * PACKED_KV_BYTES, PACKED_KV_BYTES, keys.full);
+        barrier_expect_bytes(keys.full, K_AND_V_BYTES);
+        copy_k_and_v(shared, a.packed_kv, maps, work.kv_block, head_of(work.kv_head, a.axes.heads), work.first, keys.full);
         keys.advance();
         const bool last_keys_first = takes_last_keys_first(work, a.last_keys_first_up_to);
         int next = first_block(last_keys_first, work.q_tiles);
         for (int h = 0; h < a.axes.group; ++h) {
             const i64 first = first_packed_block(a.axes, work, h);
+            const Head head = head_of(work.kv_head * a.axes.group + h, a.axes.heads * a.axes.group);
 #pragma unroll 1
             for (int left = work.q_tiles; left > 0; --left) {
                 const i64 block = first + next;
+                const int first_query = work.first_query + next * BLOCK_Q;
                 next = next_block(last_keys_first, work.q_tiles, next);
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
-                barrier_expect_bytes(full, Q_AND_GRAD_BYTES + PACKED_Q_COLUMNS_BYTES);
-                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, block, full);
-                bulk_copy(stage + Q_COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES,
-                          full);
+                barrier_expect_bytes(full, Q_AND_GRAD_BYTES + Q_COLUMNS_BYTES);
+                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, maps, block, head, first_query, full);
+                copy_q_columns(stage + Q_COLUMNS, a.packed_q_columns, maps, block, head, first_query, full);
                 queries.advance();
             }
         }
@@ -466,7 +467,8 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, const Window& win
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a, const Window window) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a, const Window window,
+                                                                         const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ SharedState state;
     if (threadIdx.x == 0) {
@@ -488,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == PRODUCER) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
-        if (threadIdx.x % 128 == 0) producer_loop(a, window, rings, shared_address(shared), state);
+        if (threadIdx.x % 128 == 0) producer_loop(a, window, maps, rings, shared_address(shared), state);
         const int helper = static_cast<int>(threadIdx.x % 128) / 32 - 1;
         if (helper >= 0 && helper < HELPERS && threadIdx.x % 32 == 0)
             add_chunks(rings.dq, helper, shared_address(shared) + DQ, state.dq_chunks[helper]);

@@ -22,7 +22,7 @@ static_assert(!DK_IS_16BIT && !(HAS_TOKEN_SCALES && P_IS_16BIT));
 // A stage in shared memory: the packed blocks of 64 queries.
 constexpr int Q_COLUMNS = 0;
 constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // absent if P is in 16 bits
-constexpr int Q_ROWS = Q_COLUMNS + PACKED_Q_COLUMNS_BYTES;
+constexpr int Q_ROWS = Q_COLUMNS + Q_COLUMNS_BYTES;
 constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
 constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
 constexpr int SCALES = STATISTICS + ROW_STATS;
@@ -50,20 +50,26 @@ struct Arguments {
 };
 
 // Copies the 64 keys of one consumer: half of what a packed block holds.
-__device__ __forceinline__ void copy_keys(const Arguments& a, const KeyTile& work, int warpgroup, u32 target, u32 full) {
+__device__ __forceinline__ void copy_keys(const Arguments& a, const TensorMaps& maps, const KeyTile& work, int warpgroup,
+                                          u32 target, u32 full) {
+    constexpr int CHUNK_BYTES = ROWS * 128;  // 64 channels of V
     const int half = work.first / ROWS % 2 + warpgroup;
     const u8* block = a.packed_kv + i64(work.kv_block + half / 2) * PACKED_KV_BYTES;
     bulk_copy(target, block + half % 2 * Q_TILE, Q_TILE, full);
+    if constexpr (PACKS_16BIT) {
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {  // 64 channels of V
-        constexpr int BYTES = ROWS * 128;
-        bulk_copy(target + V_ROWS + c * BYTES, block + K_TILE + (2 * c + half % 2) * BYTES, BYTES, full);
+        for (int c = 0; c < CHUNKS; ++c)
+            bulk_copy(target + V_ROWS + c * CHUNK_BYTES, block + K_TILE + (2 * c + half % 2) * CHUNK_BYTES, CHUNK_BYTES, full);
+    } else {
+        copy_tokens<CHUNK_BYTES>(target + V_ROWS, maps.v, head_of(work.kv_head, a.axes.heads),
+                                 work.first + warpgroup * ROWS, full);
     }
-    bulk_copy(target + K_SCALE, block + 3 * K_TILE + (HAS_TOKEN_SCALES ? half % 2 * K_SCALE_BYTES : 0), K_SCALE_BYTES, full);
+    bulk_copy(target + K_SCALE,
+              block + K_TILE + PACKED_V_16BIT_BYTES + (HAS_TOKEN_SCALES ? half % 2 * K_SCALE_BYTES : 0), K_SCALE_BYTES, full);
 }
 
-__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Ring<STAGES> queries, Ring<1> keys,
-                                              u32 shared, WorkTile (&work_tiles)[2]) {
+__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, const TensorMaps& maps,
+                                              Ring<STAGES> queries, Ring<1> keys, u32 shared, WorkTile (&work_tiles)[2]) {
     KeyTile work;
     WorkTile work_tile;
     for (int index = blockIdx.x; (work_tile = work_tile_at(a.axes, index)).head >= 0; index = next_work_tile(a.axes)) {
@@ -72,18 +78,20 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         keys.wait_empty();
         work_tiles[keys.parity] = work_tile;
         barrier_expect_bytes(keys.full, work.half_blocks * (3 * Q_TILE + K_SCALE_BYTES));
-        for (int w = 0; w < work.half_blocks; ++w) copy_keys(a, work, w, shared + w * KEY_BYTES, keys.full);
+        for (int w = 0; w < work.half_blocks; ++w) copy_keys(a, maps, work, w, shared + w * KEY_BYTES, keys.full);
         keys.advance();
         for (int h = 0; h < a.axes.group; ++h) {
-            const i64 first = i64(work.kv_head * a.axes.group + h) * a.axes.q_blocks + work.q_block;
+            const int index = work.kv_head * a.axes.group + h;
+            const Head head = head_of(index, a.axes.heads * a.axes.group);
+            const i64 first = i64(index) * a.axes.q_blocks + work.q_block;
 #pragma unroll 1
-            for (i64 block = first; block < first + work.q_tiles; ++block) {
+            for (int i = 0; i < work.q_tiles; ++i) {
+                const int first_query = work.first_query + i * BLOCK_Q;
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
-                barrier_expect_bytes(full, Q_AND_GRAD_BYTES + PACKED_Q_COLUMNS_BYTES);
-                bulk_copy(stage + Q_COLUMNS, a.packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES,
-                          full);
-                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, block, full);
+                barrier_expect_bytes(full, Q_AND_GRAD_BYTES + Q_COLUMNS_BYTES);
+                copy_q_columns(stage + Q_COLUMNS, a.packed_q_columns, maps, first + i, head, first_query, full);
+                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, maps, first + i, head, first_query, full);
                 queries.advance();
             }
         }
@@ -303,7 +311,8 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Arguments a, const Window window) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Arguments a, const Window window,
+                                                                      const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ Barriers barriers;
     if (threadIdx.x == 0) {
@@ -318,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == CONSUMERS) {
         begin_producer<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) producer_loop(a, window, queries, keys, shared_address(shared), barriers.work_tiles);
+        if (threadIdx.x % 128 == 0) producer_loop(a, window, maps, queries, keys, shared_address(shared), barriers.work_tiles);
         return;
     }
     begin_consumer<CONSUMERS>();

@@ -44,8 +44,8 @@ struct Arguments {
     float scale;
 };
 
-__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Ring<STAGES> keys, Ring<1> queries,
-                                              u32 shared, WorkTile (&work_tiles)[2]) {
+__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, const TensorMaps& maps,
+                                              Ring<STAGES> keys, Ring<1> queries, u32 shared, WorkTile (&work_tiles)[2]) {
     QueryTile work;
     WorkTile work_tile;
     for (int index = blockIdx.x; (work_tile = work_tile_at(a.axes, index)).head >= 0; index = next_work_tile(a.axes)) {
@@ -54,17 +54,20 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         work_tiles[queries.parity] = work_tile;
         barrier_expect_bytes(queries.full, CONSUMERS * Q_AND_GRAD_BYTES);
         for (int w = 0; w < CONSUMERS; ++w) {  // past the end copy the last block again: a branch costs more
-            const i64 block = work.q_block + min(w, work.q_blocks - 1);
-            copy_q_and_grad(shared + w * QUERY_BYTES, a.packed_q, a.packed_grad, block, queries.full);
+            const int index = min(w, work.q_blocks - 1);
+            copy_q_and_grad(shared + w * QUERY_BYTES, a.packed_q, a.packed_grad, maps, work.q_block + index,
+                            head_of(work.head, a.axes.heads), work.first + index * BLOCK_Q, queries.full);
         }
         queries.advance();
         const KeyRange seen = keys_seen(work, window);
+        const Head kv_head = head_of(work.head / a.axes.group, a.axes.heads / a.axes.group);
 #pragma unroll 1
-        for (i64 block = work.kv_block + seen.begin; block < work.kv_block + seen.end; ++block) {
+        for (int tile = seen.begin; tile < seen.end; ++tile) {
+            const i64 block = work.kv_block + tile;
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index, stage = shared + RING + keys.index * STAGE_BYTES;
-            barrier_expect_bytes(full, PACKED_KV_BYTES + PACKED_K_COLUMNS_BYTES);
-            bulk_copy(stage + K_ROWS, a.packed_kv + block * PACKED_KV_BYTES, PACKED_KV_BYTES, full);
+            barrier_expect_bytes(full, K_AND_V_BYTES + PACKED_K_COLUMNS_BYTES);
+            copy_k_and_v(stage + K_ROWS, a.packed_kv, maps, block, kv_head, tile * BLOCK_KV, full);
             bulk_copy(stage + K_COLUMNS, a.packed_k_columns + block * PACKED_K_COLUMNS_BYTES, PACKED_K_COLUMNS_BYTES, full);
             keys.advance();
         }
@@ -208,7 +211,8 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Arguments a, const Window window) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Arguments a, const Window window,
+                                                                   const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ Barriers barriers;
     if (threadIdx.x == 0) {
@@ -223,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dq_kernel(const Argumen
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == CONSUMERS) {
         begin_producer<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) producer_loop(a, window, keys, queries, shared_address(shared), barriers.work_tiles);
+        if (threadIdx.x % 128 == 0) producer_loop(a, window, maps, keys, queries, shared_address(shared), barriers.work_tiles);
         return;
     }
     begin_consumer<CONSUMERS>();

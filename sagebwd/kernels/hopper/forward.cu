@@ -28,7 +28,7 @@ static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
 // A stage in shared memory: 128 keys. V is by columns in INT8 or, if P is in 16 bits, as it is; its scales follow.
 constexpr int K_ROWS = 0;
 constexpr int VALUES = K_ROWS + K_TILE;
-constexpr int V_BYTES = P_IS_16BIT ? PACKED_KV_BYTES - K_TILE : PACKED_V_BYTES;
+constexpr int V_BYTES = P_IS_16BIT ? K_AND_V_BYTES - K_TILE : PACKED_V_BYTES;
 constexpr int KV_BYTES = VALUES + V_BYTES;
 constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
 constexpr int STAGE_BYTES = align_up(KV_BYTES, 1024);
@@ -57,8 +57,8 @@ struct Arguments {
     TokenTensor v;        // for kernels that do not pack it in 16 bits
 };
 
-__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, Ring<STAGES> keys, Ring<1> queries,
-                                              u32 shared, WorkTile (&work_tiles)[2]) {
+__device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, const TensorMaps& maps,
+                                              Ring<STAGES> keys, Ring<1> queries, u32 shared, WorkTile (&work_tiles)[2]) {
     QueryTile work;
     WorkTile work_tile;
     for (int index = blockIdx.x; (work_tile = work_tile_at(a.axes, index)).head >= 0; index = next_work_tile(a.axes)) {
@@ -71,14 +71,20 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
                       queries.full);
         queries.advance();
         const KeyRange seen = keys_seen(work, window);
+        const Head kv_head = head_of(work.head / a.axes.group, a.axes.heads / a.axes.group);
 #pragma unroll 1
-        for (i64 block = work.kv_block + seen.begin; block < work.kv_block + seen.end; ++block) {
+        for (int tile = seen.begin; tile < seen.end; ++tile) {
+            const i64 block = work.kv_block + tile;
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index;
             barrier_expect_bytes(full, KV_BYTES);
             const u32 stage = shared + RING + keys.index * STAGE_BYTES;
-            bulk_copy(stage + K_ROWS, a.packed_k + block * a.k_stride, K_TILE, full);
-            bulk_copy(stage + VALUES, a.packed_v + block * a.v_stride, V_BYTES, full);
+            if constexpr (P_IS_16BIT) {
+                copy_k_and_v(stage, a.packed_k, maps, block, kv_head, tile * BLOCK_KV, full);
+            } else {
+                bulk_copy(stage + K_ROWS, a.packed_k + block * a.k_stride, K_TILE, full);
+                bulk_copy(stage + VALUES, a.packed_v + block * a.v_stride, V_BYTES, full);
+            }
             keys.advance();
         }
     }
@@ -340,7 +346,8 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Arguments a, const Window window) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Arguments a, const Window window,
+                                                                        const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ Barriers barriers;
     const u64 ones = ones_tile();
@@ -356,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
     const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // the compiler then knows that it is warp-uniform
     if (warpgroup == CONSUMERS) {
         begin_producer<CONSUMERS>();
-        if (threadIdx.x % 128 == 0) producer_loop(a, window, keys, queries, shared_address(shared), barriers.work_tiles);
+        if (threadIdx.x % 128 == 0) producer_loop(a, window, maps, keys, queries, shared_address(shared), barriers.work_tiles);
         return;
     }
     begin_consumer<CONSUMERS>();

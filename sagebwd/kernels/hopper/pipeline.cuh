@@ -43,10 +43,63 @@ __device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAG
     ring_init(full, empty, 1, 4 * consumers);
 }
 
-// Copies Q by rows and dO with its statistics of packed block `block`, Q_AND_GRAD_BYTES, one behind the other.
-__device__ __forceinline__ void copy_q_and_grad(u32 target, const u8* packed_q, const u8* packed_grad, i64 block, u32 full) {
+// --- Copies of blocks --------------------------------------------------------------------------------------
+
+// What is read where it is, if 16 bits are not packed: tensors (B, H, N, D). See tensor_map.py.
+struct TensorMaps {
+    TensorMap v, grad, q;
+};
+
+// A head of a sequence.
+struct Head {
+    int sequence, index;
+};
+
+// `head` is counted over all heads of all sequences, `heads` of each.
+__device__ __forceinline__ Head head_of(int head, int heads) { return {head / heads, head % heads}; }
+
+// Copies 64 tokens from `first` on: chunks of 64 channels, CHUNK_BYTES apart. Zeros past the end.
+template <int CHUNK_BYTES>
+__device__ __forceinline__ void copy_tokens(u32 target, const TensorMap& x, const Head& head, int first, u32 full) {
+#pragma unroll
+    for (int c = 0; c < D / 64; ++c) tensor_copy(target + c * CHUNK_BYTES, x, c * 64, first, head.index, head.sequence, full);
+}
+
+// Copies Q by rows, dO, its statistics and the scales, Q_AND_GRAD_BYTES, one behind the other. `block`: the packed block, counted
+// over all heads; `first`: its first token, also below.
+__device__ __forceinline__ void copy_q_and_grad(u32 target, const u8* packed_q, const u8* packed_grad, const TensorMaps& maps,
+                                                i64 block, const Head& head, int first, u32 full) {
     bulk_copy(target, packed_q + block * PACKED_Q_BYTES, Q_ROWS_TILE, full);
-    bulk_copy(target + Q_ROWS_TILE, packed_grad + block * PACKED_GRAD_BYTES, PACKED_GRAD_BYTES, full);
+    target += Q_ROWS_TILE;
+    if constexpr (!PACKS_16BIT) {
+        copy_tokens<BLOCK_Q * 128>(target, maps.grad, head, first, full);
+        target += 2 * Q_TILE;
+    }
+    bulk_copy(target, packed_grad + block * PACKED_GRAD_BYTES, PACKED_GRAD_BYTES, full);
+}
+
+// Copies what dV and dK multiply P and dS by, Q_COLUMNS_BYTES.
+__device__ __forceinline__ void copy_q_columns(u32 target, const u8* packed_q_columns, const TensorMaps& maps, i64 block,
+                                               const Head& head, int first, u32 full) {
+    if constexpr (PACKED_Q_COLUMNS_BYTES == 0)
+        copy_tokens<BLOCK_Q * 128>(target, maps.q, head, first, full);
+    else
+        bulk_copy(target, packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES, full);
+}
+
+// Copies K by rows, V in 16 bits and the scale of K, K_AND_V_BYTES, one behind the other.
+__device__ __forceinline__ void copy_k_and_v(u32 target, const u8* packed_kv, const TensorMaps& maps, i64 block,
+                                             const Head& head, int first, u32 full) {
+    const u8* source = packed_kv + block * PACKED_KV_BYTES;
+    if constexpr (PACKS_16BIT) {
+        bulk_copy(target, source, PACKED_KV_BYTES, full);
+        return;
+    }
+    bulk_copy(target, source, K_TILE, full);
+#pragma unroll
+    for (int token = 0; token < BLOCK_KV; token += 64)
+        copy_tokens<BLOCK_KV * 128>(target + K_TILE + token * 128, maps.v, head, first + token, full);
+    bulk_copy(target + 3 * K_TILE, source + K_TILE, PACKED_KV_BYTES - K_TILE, full);
 }
 
 // Releases stages that only other consumers need.

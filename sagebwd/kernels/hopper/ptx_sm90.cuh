@@ -61,6 +61,22 @@ __device__ __forceinline__ void bulk_copy(u32 shared, const u8* global, u32 byte
         : "memory");
 }
 
+// What the hardware knows of a tensor: made by the driver, see tensor_map.py. A kernel takes it as a __grid_constant__.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+// Copies a box of a tensor (B, H, N, D) to shared memory, in 128-byte rows, swizzled as wgmma expects: 64 channels of 64 tokens
+// from these on. Zeros outside of the tensor; the barrier counts all bytes of the box.
+__device__ __forceinline__ void tensor_copy(u32 shared, const TensorMap& x, int channel, int token, int head, int sequence,
+                                            u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+            shared),
+        "l"(&x), "r"(channel), "r"(token), "r"(head), "r"(sequence), "r"(barrier)
+        : "memory");
+}
+
 // From shared to global memory: copies, or adds fp32. The bytes are a multiple of 16. Groups are those of the thread.
 __device__ __forceinline__ void bulk_store(float* global, u32 shared, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)

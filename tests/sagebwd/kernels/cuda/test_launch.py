@@ -238,7 +238,7 @@ def test_a_kernel_that_is_not_loaded_is_named(fails, loads):
 def test_a_context_is_retained_once(loads):
     fake = FakeLoader()
     loads(fake)
-    launch._make_current(3)
+    launch.make_current(3)
     assert [name for name, *_ in fake.calls].count("cuDevicePrimaryCtxRetain") == 1
     assert [name for name, *_ in fake.calls].count("cuCtxSetCurrent") == 2
 

@@ -10,6 +10,7 @@ import torch
 
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.kernels.hopper.tensor_map import CTensorMap
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 
 #: Headers that stand in for those of the same name in sagebwd/kernels/hopper.
@@ -24,6 +25,12 @@ def folder(tmp_path_factory):
     return sources_on_cpu.gather(tmp_path_factory, hopper.SOURCES, ON_CPU)
 
 
+def tensor_map_on_cpu(x):
+    """What ``TensorMap`` in on_cpu/ptx_sm90.cuh takes."""
+    values = (x.data_ptr(), *reversed(x.shape), *reversed(x.stride()[:3]))
+    return CTensorMap((ctypes.c_uint64 * 16)(*values))
+
+
 @pytest.fixture
 def emulated(folder, monkeypatch, poisoned_memory):
     """Whatever is launched runs on the CPU."""
@@ -33,6 +40,7 @@ def emulated(folder, monkeypatch, poisoned_memory):
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(hopper, "tensor_map", tensor_map_on_cpu)
 
 
 #: (whether threads run in the reverse order, the first that runs only when no other can, and how many)

@@ -15,8 +15,11 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.compile import SHARED, compile_source
 from sagebwd.kernels.cuda.packing import packed_kv_shape
 from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.kernels.hopper import tensor_map
+from sagebwd.kernels.hopper.tensor_map import mappable
 from sagebwd.kernels.layout import Axis
 from sagebwd.window import Window
+from tests.sagebwd.kernels.hopper.conftest import tensor_map_on_cpu
 from tests.sagebwd.kernels.sets import without_int8
 
 # --- Python and CUDA agree ---------------------------------------------------------------------------------
@@ -85,7 +88,9 @@ def test_cta_shapes_are_those_of_the_sources(source, head_dim, operands):
     assert cta.tokens == hopper.CTA_SHAPES[source, head_dim, ""].tokens  # _work_tokens relies on it
     assert cta.shared_bytes <= 226 * 1024  # of the 227 KiB that a CTA may have; barriers take a little
     for token_scales in {False, source != "backward" and not operands}:  # they lie in the padding of stages
-        check_syntax(source, head_dim, operands, cta.threads, cta.shared_bytes, TOKEN_SCALES=token_scales)
+        for unpacked in (False, True):
+            macros = {"TOKEN_SCALES": token_scales, "UNPACKED_16BIT": unpacked}
+            check_syntax(source, head_dim, operands, cta.threads, cta.shared_bytes, **macros)
     for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
         wrong = cta._replace(**change)
         with pytest.raises(RuntimeError, match="static assertion failed"):
@@ -114,6 +119,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(hopper, "tensor_map", tensor_map_on_cpu)
     return launches
 
 
@@ -157,7 +163,7 @@ def test_only_the_means_that_are_asked_for_are_taken(
         assert packed_kv is None
         assert address(first["pack_kv"][1][2]) == address(of_k)
     assert first["dk_dv"][1][0].packed_kv == address(packed_kv if pack_once else first["pack_kv"][1][3])
-    defines, (arguments, _) = first["forward"]
+    defines, (arguments, *_) = first["forward"]
     assert defines["SMOOTH_V"] is smooth_v
     assert arguments.v_mean == address(of_v)
     assert arguments.documents == documents
@@ -186,7 +192,8 @@ def test_scales_of_tokens_reach_all_kernels(launched, sample, operand_scales, pa
     saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     assert all(defines["TOKEN_SCALES"] is is_token for _, defines, _ in launched)
-    assert saved.packed_kv.shape == (packed_kv_shape(k, axes[1].blocks, is_token) if pack_once else (0,))
+    shape = packed_kv_shape(k, axes[1].blocks, is_token, packs_16bit=False)
+    assert saved.packed_kv.shape == (shape if pack_once else (0,))
 
 
 @pytest.mark.parametrize("products", [(), ("o",), ("dv",), ("o", "dv")], ids=str)
@@ -211,7 +218,8 @@ def test_16_bit_products_get_the_tensors_as_they_are(launched, sample, products,
         assert first[name][0]["UNSIGNED_P"] is (config.unsigned_p and not is_16bit), name
     columns = first["pack_grad"][1][7]
     assert columns.shape[1] == 64 * 64 * (1 if dv_16bit else 2)
-    assert saved.packed_kv.shape == (packed_kv_shape(k, axes[1].blocks) if pack_once else (0,))
+    shape = packed_kv_shape(k, axes[1].blocks, packs_16bit=False)
+    assert saved.packed_kv.shape == (shape if pack_once else (0,))
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -268,7 +276,7 @@ def test_what_the_one_backward_launches(launched, sample, products):
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     names = [name for name, _, _ in launched[before:]]
     assert names == ["pack_grad", "backward", "finish_dq"]
-    (_, _, packed), (_, defines, (arguments, _)), (_, _, (finish,)) = launched[before:]
+    (_, _, packed), (_, defines, (arguments, *_)), (_, _, (finish,)) = launched[before:]
     assert defines["P_16BIT"] == ("dv" in products)
     assert [arguments.packed_grad, arguments.packed_q_columns] == [address(x) for x in packed[6:8]]
     assert arguments.packed_q == address(saved.packed_q)
@@ -277,3 +285,63 @@ def test_what_the_one_backward_launches(launched, sample, products):
     assert arguments.axes.tile_counter == arguments.turns + 4 * 4 * axes[0].blocks
     assert [finish.dq_sums, finish.turns] == [arguments.dq_sums, arguments.turns]
     assert [finish.axes.heads, arguments.axes.heads] == [4, 2]
+
+
+# --- Tensors that are read where they are ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("documents", [None, [0, 4, 9]], ids=["whole", "packed"])
+@pytest.mark.parametrize("products", [(), ("o",), ("dq",), ("dv", "dq"), ("o", "dv", "dq", "dk")], ids=str)
+def test_what_is_in_16_bits_is_packed_for_documents_alone(launched, sample, products, documents):
+    """Else each kernel gets tensor maps of what it reads: V, dO, and Q for dK in 16 bits."""
+    q, k, v, grad_out = sample(9, head_dim=64)
+    boundaries = None if documents is None else torch.tensor(documents)
+    axes = [Axis.of(9, block, boundaries) for block in (64, 128)]
+    options = {"window": Window.of(True), "scale": 0.1, "config": without_int8(*products)}
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    expected = {"forward": (v if "o" in products else None, None, None)}
+    of_backward = (v, grad_out, q if "dk" in products else None)
+    expected |= dict.fromkeys(["backward"] if "dq" in products else ["dk_dv", "dq"], of_backward)
+    for name, defines, arguments in launched:
+        assert defines.get("UNPACKED_16BIT", False) is (documents is None and name != "finish_dq"), name
+        if name not in expected:
+            continue
+        maps = [getattr(arguments[2], tensor).opaque[0] for tensor in ("v", "grad", "q")]
+        wanted = (None,) * 3 if documents else expected.pop(name)
+        assert maps == [0 if x is None else x.data_ptr() for x in wanted], name
+    assert documents or not expected
+
+
+def test_which_tensors_are_copied_before_they_are_read():
+    """Those whose channels are not contiguous, whose tokens are not aligned, or that are expanded."""
+    x = torch.zeros(2, 3, 40, 64, dtype=torch.float16)
+    token_major = torch.zeros(2, 40, 3, 64, dtype=torch.float16).transpose(1, 2)
+    of_more_channels, one_head = torch.zeros(2, 3, 40, 72, dtype=torch.float16)[..., 8:], x[:, :1, ::2]
+    for readable in (x, token_major, of_more_channels, one_head, x[:1].expand(1, 3, 40, 64)):
+        assert mappable(readable) is readable
+    every_other = torch.zeros(2, 3, 40, 128, dtype=torch.float16)[..., ::2]
+    shifted = torch.zeros(2, 3, 40, 72, dtype=torch.float16)[..., 1:65]
+    for unreadable in (every_other, shifted, x[:, :1].expand(2, 3, 40, 64), x[:, :, :1].expand(x.shape)):
+        found = mappable(unreadable)
+        assert found.is_contiguous()
+        assert torch.equal(found, unreadable)
+
+
+def test_a_thread_without_a_context_gets_one_for_its_first_tensor_map(monkeypatch):
+    """As autograd's have none; any other error is raised at once."""
+    calls, errors = [], ["CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_VALUE"]
+
+    def encode(*arguments):
+        calls.append("encode")
+        if errors:
+            raise RuntimeError(errors.pop(0))
+
+    monkeypatch.setattr(tensor_map, "_encode", encode)
+    monkeypatch.setattr(tensor_map, "make_current", lambda device: calls.append("make_current"))
+    x = torch.zeros(1, 1, 1, 64, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        tensor_map.tensor_map(x)
+    assert calls == ["encode", "make_current", "encode"]
+    tensor_map.tensor_map(x)
+    assert calls[3:] == ["encode"]

@@ -69,6 +69,33 @@ def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_
         assert relative_l2(x, getattr(wanted, name)) < 4e-3, name
 
 
+def every_other(x):
+    """x in memory that holds something else between its channels."""
+    return torch.stack([x, x + 1], dim=-1)[..., 0]
+
+
+def token_major(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("head_dim", [40, 128])
+@pytest.mark.parametrize("lay", [token_major, every_other])
+@pytest.mark.parametrize(
+    "config",
+    [DEFAULT_CONFIG, SageConfig.int8_scores(), SageConfig.consistent()],
+    ids=["default", "int8_scores", "consistent"],
+)
+def test_layout_changes_nothing(attend_on_cpu, draw, config, lay, head_dim):
+    """Of several heads of several sequences, of which kernels read V, dO and Q where they are."""
+    inputs = draw(150, batch=2, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16)
+    found, wanted = (
+        attend_on_cpu(*map(f, inputs), is_causal=True, config=config) for f in (lay, torch.clone)
+    )
+    for name, x, y, like in zip(NAMES, found, wanted, (inputs[0], *inputs[:3]), strict=True):
+        assert torch.equal(x, y), name
+        assert x.stride() == torch.empty_like(lay(like)).stride(), name
+
+
 @pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65)])
 def test_lengths(attend_on_cpu, draw, n_q, n_kv):
     inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
@@ -241,13 +268,14 @@ def test_what_is_packed_replaces_q_k_and_v_in_the_backward(
         assert torch.equal(x, expected), name
     pointers = {x.data_ptr() for x in saved if x is not None}
     assert (q.data_ptr() in pointers) == (not config.is_int8("dk"))
-    assert not {k.data_ptr(), v.data_ptr()} & pointers
+    assert k.data_ptr() not in pointers
+    assert (v.data_ptr() in pointers) == (documents is None)  # packed only with documents
 
 
 @pytest.mark.parametrize("documents", [None, [20, 0, 20]], ids=["whole", "packed"])
 @pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.consistent()], ids=["default", "consistent"])
 def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config, documents):
-    """As in test_torch.py, with Q, K and V packed."""
+    """As in test_torch.py, with Q and K packed, and V, too, if there are documents."""
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)])
     monkeypatch.setattr(dispatch, "choose", lambda *arguments, **settings: "hopper")
     q, k, v, grad_out = draw(40, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
@@ -255,7 +283,7 @@ def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config,
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, True))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, True)
-    arguments = (grad_out, None, None, None, *k.shape[1:3], *saved, *settings)
+    arguments = (grad_out, None, None, None if documents else v, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
 
 

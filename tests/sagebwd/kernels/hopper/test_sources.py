@@ -16,8 +16,9 @@ from sagebwd.kernels.hopper.attention import CTA_SHAPES, SOURCES
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
-#: Bytes that ptxas may spill, by source and head size. At 128 backward.cu has 216 registers and needs 240.
-SPILLED_BYTES = {("backward", 128): 180}
+#: Bytes that ptxas may spill, by source and head size. At 128 the consumers of backward.cu have 216 registers
+#: and need 240; the producers of both have 24, in which the places of all that they copy do not fit.
+SPILLED_BYTES = {("backward", 128): 200, ("dk_dv", 128): 104}
 FEW_BYTES = 64
 ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
@@ -46,6 +47,8 @@ BACKWARD_MACROS = {
     ("P_16BIT", "DK_16BIT"): (64, 1, True),
     ("IS_WINDOWED",): None,
 }
+#: Kernels read 16 bits where they are, or, for documents, packed; the quick ones the former.
+WHERE_16_BITS_ARE = (("UNPACKED_16BIT",), ())
 #: Every pair of settings occurs in the quick ones.
 QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
 
@@ -53,13 +56,15 @@ QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
 def variants():
     """Every source with every combination of its macros."""
     for source in sorted({source for source, _ in entries()} - {"backward"}):
-        for d, causal, bf16, macros in product((64, 128), (0, 1), (False, True), MACROS.get(source, ((),))):
+        settings = (64, 128), (0, 1), (False, True), MACROS.get(source, ((),)), WHERE_16_BITS_ARE
+        for d, causal, bf16, own_macros, where in product(*settings):
+            macros = own_macros + where
             if causal and (source == "packing" or "IS_WINDOWED" in macros):  # neither has a causal mask
                 continue
             names = (source, str(d), "causal" if causal else "full", "bf16" if bf16 else "fp16", *macros)
             defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
-            is_quick = (d, causal, bf16) in (QUICK - {(64, 0, False)} if "IS_WINDOWED" in macros else QUICK)
-            marks = () if is_quick else pytest.mark.gpu
+            quick = QUICK - {(64, 0, False)} if "IS_WINDOWED" in macros else QUICK
+            marks = () if where and (d, causal, bf16) in quick else pytest.mark.gpu
             yield pytest.param(source, defines, marks=marks, id="-".join(names))
 
 
@@ -70,7 +75,7 @@ def test_kernels_compile_without_spills(source, defines):
     for name in (name for file, name in entries() if file == source):
         assert f".text.{name}".encode() in cubin
         assert f"Compiling entry function '{name}'" in log
-    assert_runs_freely(log)
+    assert_runs_freely(log, SPILLED_BYTES.get((source, defines["HEAD_DIM"]), FEW_BYTES))
 
 
 def assert_runs_freely(log, few_bytes=FEW_BYTES):
@@ -84,11 +89,12 @@ def assert_runs_freely(log, few_bytes=FEW_BYTES):
 
 def backward_variants():
     """backward.cu with every combination of its macros."""
-    for d, causal, bf16, macros in product((64, 128), (0, 1), (False, True), BACKWARD_MACROS):
+    settings = (64, 128), (0, 1), (False, True), BACKWARD_MACROS, WHERE_16_BITS_ARE
+    for d, causal, bf16, macros, where in product(*settings):
         if causal and "IS_WINDOWED" in macros:
             continue
-        is_quick = (d, causal, bf16) == BACKWARD_MACROS[macros]
-        yield pytest.param(d, causal, bf16, macros, marks=() if is_quick else pytest.mark.gpu)
+        is_quick = where and (d, causal, bf16) == BACKWARD_MACROS[macros]
+        yield pytest.param(d, causal, bf16, macros + where, marks=() if is_quick else pytest.mark.gpu)
 
 
 @needs_nvrtc

@@ -3,6 +3,7 @@
 // computes something else. Only the left operands of wgmma that are in registers are read at once.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <vector>
 
@@ -20,9 +21,9 @@ struct Barrier {
 };
 static std::map<u32, Barrier> barriers_by_address;
 
+// Writes a copy to shared memory.
 struct BulkCopy {
-    u32 target;
-    const u8* source;
+    std::function<void()> write;
     u32 bytes;
 };
 static std::map<u32, std::vector<BulkCopy>> copies_by_barrier;  // in flight
@@ -50,7 +51,7 @@ inline void barrier_expect_bytes(u32 barrier, u32 bytes) {
 inline void finish_copies(u32 barrier) {
     std::vector<BulkCopy>& copies = copies_by_barrier[barrier];
     for (const BulkCopy& copy : copies) {
-        std::memcpy(shared_memory + copy.target, copy.source, copy.bytes);
+        copy.write();
         change_barrier(barrier, [=](Barrier& b) { b.bytes -= copy.bytes; });
     }
     copies.clear();
@@ -66,9 +67,32 @@ inline void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
     if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
         give_up("a bulk copy is not aligned or leaves shared memory");
     std::memset(shared_memory + shared, POISON, bytes);
-    copies_by_barrier[barrier].push_back({shared, global, bytes});
+    copies_by_barrier[barrier].push_back({[=] { std::memcpy(shared_memory + shared, global, bytes); }, bytes});
 }
 
+// conftest.py makes it: where (B, H, N, D) begins, sizes of D, N, H and B, and strides of the last three in elements.
+struct TensorMap {
+    const u16* data;
+    u64 sizes[4], strides[3];
+    u64 unused[8];
+};
+inline void tensor_copy(u32 shared, const TensorMap& x, int channel, int token, int head, int sequence, u32 barrier) {
+    constexpr int BOX = 64, BYTES = 2 * BOX * BOX;
+    if (shared % 1024 || shared + BYTES > sizeof shared_memory) give_up("a box is not aligned or leaves shared memory");
+    if (x.data == nullptr) give_up("a kernel reads a tensor without a tensor map");
+    std::memset(shared_memory + shared, POISON, BYTES);
+    const auto write = [=, map = x] {
+        const u16* first = map.data + head * map.strides[1] + sequence * map.strides[2];
+        for (int n = 0; n < BOX; ++n)
+            for (int d = 0; d < BOX; ++d) {
+                const bool is_inside = token + n < map.sizes[1] && channel + d < map.sizes[0];
+                const u16 value = is_inside ? first[(token + n) * map.strides[0] + channel + d] : 0;
+                const u32 o = 128 * n + 2 * d;
+                std::memcpy(shared_memory + shared + (o ^ (o >> 3 & 112)), &value, 2);
+            }
+    };
+    copies_by_barrier[barrier].push_back({write, BYTES});
+}
 
 // What a thread stores or adds to global memory. Shared memory is read when the thread waits for that, and global memory is
 // written when it waits for that.

@@ -1,0 +1,95 @@
+"""Tensor maps: how Hopper's kernels read tensors where they are, with ``tensor_copy`` in ptx_sm90.cuh.
+
+The hardware copies a box of 64 tokens and 64 channels to shared memory, in the order in which tensor cores
+read it, and fills what lies outside the tensor with zeros. That is what packing would write, without the
+copy. Packed documents have no tensor maps: past the end of one, the next begins.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from sagebwd.kernels.cuda.compile import checked
+from sagebwd.kernels.cuda.launch import make_current
+from sagebwd.kernels.cuda.packing import has_whole_pieces
+
+#: Tokens and channels of a box.
+BOX = 64
+_BYTES = 128
+
+
+class CTensorMap(ctypes.Structure):
+    """``TensorMap`` of ptx_sm90.cuh."""
+
+    _fields_ = [("opaque", ctypes.c_uint64 * (_BYTES // 8))]
+
+
+class CTensorMaps(ctypes.Structure):
+    """``TensorMaps`` of pipeline.cuh: of V, dO and Q; zeros for those that are packed or not read."""
+
+    _fields_ = [(name, CTensorMap) for name in ("v", "grad", "q")]
+
+
+def mappable(x: Tensor) -> Tensor:
+    """x (B, H, N, D), or a contiguous copy if the hardware cannot read it.
+
+    It needs aligned tokens whose channels are contiguous, and no dimension that is expanded.
+    """
+    is_expanded = any(
+        size > 1 and stride == 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+    )
+    return x.clone(memory_format=torch.contiguous_format) if is_expanded or not has_whole_pieces(x) else x
+
+
+def tensor_map(x: Tensor) -> CTensorMap:
+    """Of x (B, H, N, D) in 16 bits, from :func:`mappable`; zeros if x is empty.
+
+    It holds no reference: x must outlive the launch.
+    """
+    if not x.numel():
+        return CTensorMap()
+    arguments = (x.data_ptr(), x.shape, x.stride(), x.dtype == torch.bfloat16)
+    try:
+        return _encode(*arguments)
+    except RuntimeError as error:
+        if str(error) != "CUDA_ERROR_INVALID_CONTEXT":
+            raise
+    # This thread has not called CUDA before: autograd runs the backward in threads of its own.
+    make_current(x.device.index)
+    return _encode(*arguments)
+
+
+@functools.lru_cache(maxsize=1024)  # the driver takes longer than a launch, and training reuses its memory
+def _encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], is_bf16: bool) -> CTensorMap:
+    """The map, which nobody changes.
+
+    Raises:
+        RuntimeError: with the name of CUDA's error.
+    """
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    kind = kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if is_bf16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+    batch, heads, tokens, channels = shape
+    # Where there is one of something its stride is never used, but checked.
+    in_bytes = [2 * stride if size > 1 else 16 for size, stride in zip(shape, strides, strict=True)]
+    encoded = checked(
+        driver.cuTensorMapEncodeTiled(
+            kind,
+            4,
+            address,
+            [driver.cuuint64_t(size) for size in (channels, tokens, heads, batch)],
+            [driver.cuuint64_t(in_bytes[axis]) for axis in (2, 1, 0)],
+            [driver.cuuint32_t(size) for size in (BOX, BOX, 1, 1)],
+            [driver.cuuint32_t(1)] * 4,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return CTensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), _BYTES))
