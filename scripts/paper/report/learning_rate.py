@@ -37,7 +37,13 @@ def learning_rate(results: Results) -> Section:
         if own + ending in shown
     ]
     diverged = f"{sum(bool(run['diverged']) for run in runs)} of {len(runs)} runs diverged"
-    fields = {"breaks": break_table(runs), "rates": rates_in_words(runs), "diverged": diverged}
+    fields = {
+        "breaks": break_table(runs),
+        "rates": rates_in_words(runs),
+        "diverged": diverged,
+        "gaps": gaps_in_words(runs, SAGE),
+        "paper_gaps": gaps_in_words(runs, PAPER),
+    }
     return Section(provenance(data, groups, shown), tables, verdicts, fields)
 
 
@@ -73,7 +79,7 @@ def verdict_of(claim: str, data: dict, runs: list[dict], variant: str, ending: s
         largest = max(run["group"]["lr"] for run in runs)
         why = "no seed was run with both"
         if both:
-            why = f"blind: up to {largest:g} nothing breaks that tells both apart"
+            why = f"up to {largest:g} the two never end {BROKEN_BY:g} apart where one alone breaks"
         return Verdict(claim, OPEN, why, case, why)
     lower = sum(breaks_at(own) < breaks_at(other) for own, other in telling.values())
     holds = lower if claim == "breaks" else len(telling) - lower
@@ -110,6 +116,15 @@ def in_words(series: Series) -> str:
 def rates_in_words(runs: list[dict]) -> str:
     """ "0.001 to 0.064"."""
     return span([run["group"]["lr"] for run in runs], "{:g}".format)
+
+
+def gaps_in_words(runs: list[dict], variant: str) -> str:
+    """ "-0.10 to +0.22": final losses minus full precision's at the same rate and seed, with QK-norm."""
+    full = {(run["seed"], run["group"]["lr"]): run for run in runs if run["variant"] == FULL_PRECISION}
+    pairs = ((run, full.get((run["seed"], run["group"]["lr"]))) for run in runs if run["variant"] == variant)
+    losses = [(own["final_loss"], other["final_loss"]) for own, other in pairs if other]
+    gaps = [own - other for own, other in losses if None not in (own, other)]
+    return span(gaps, "{:+.2f}".format) if gaps else "not run"
 
 
 def break_table(runs: list[dict]) -> str:

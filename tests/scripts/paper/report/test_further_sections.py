@@ -210,7 +210,7 @@ def test_rates_that_do_not_differ_or_never_break(tmp_path):
     never = [rates(v, (3, 3, 3)) for v in (FPA, SAGE)]
     section, found = of_rates(tmp_path, *never)
     assert found == {"stable": OPEN}
-    assert section.verdicts[0].why == "blind: up to 0.004 nothing breaks that tells both apart"
+    assert section.verdicts[0].why == "up to 0.004 the two never end 0.3 apart where one alone breaks"
     # One that was not tried at the rate at which the other breaks says nothing.
     section, found = of_rates(tmp_path, rates(FPA, (3, 3)), rates(SAGE, (3, 3, None)))
     assert found == {"stable": OPEN}
@@ -221,10 +221,23 @@ def test_just_above_the_limit_beside_just_below_it_says_nothing(tmp_path):
     above, below = 3 + BROKEN_BY + 0.01, 3 + BROKEN_BY - 0.01
     section, found = of_rates(tmp_path, rates(FPA, (3, below)), rates(SAGE, (3, above)))
     assert found == {"stable": OPEN}
-    assert section.verdicts[0].why.startswith("blind: up to 0.002 nothing breaks that tells both apart")
+    assert section.verdicts[0].why.startswith("up to 0.002 the two never end 0.3 apart")
     assert of_rates(tmp_path, rates(FPA, (3, 3)), rates(SAGE, (3, above)))[1] == {"stable": CONTRADICTS_HERE}
     assert of_rates(tmp_path, rates(FPA, (3, above)), rates(SAGE, (3, above)))[1] == {"stable": AGREES}
     assert section.fields["diverged"] == "0 of 4 runs diverged"
+
+
+def test_how_far_they_are_apart_at_the_same_rate_and_seed(tmp_path):
+    """Neither diverged runs nor those without QK-norm count."""
+    section, _ = of_rates(
+        tmp_path,
+        rates(FPA, (3, 3.1, None)),
+        rates(SAGE, (2.9, 3.2, 5)),
+        rates(FPA, (3, 3), 2),
+        rates(SAGE, (3.25,), 2),
+        rates(SAGE, (9, 9), 2, norm=False),
+    )
+    assert section.fields["gaps"] == "-0.10 to +0.25"
 
 
 # --- Equal loss ---------------------------------------------------------------------------------------------
