@@ -198,7 +198,7 @@ def _window(q: Tensor, k: Tensor, left: int, right: int) -> Window:
 
 
 def packs_v(kernels: str, *, has_documents: bool) -> bool:
-    """Whether ``packed_kv`` holds V: kernels read it where it is, those for Hopper unless it is packed."""
+    """Whether ``packed_kv`` holds V: only for packed documents on Hopper. Else kernels read V itself."""
     return kernels == "hopper" and has_documents
 
 
