@@ -22,7 +22,7 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
-from sagebwd.kernels.cuda.packing import Packer, has_whole_pieces, packed_head_dim
+from sagebwd.kernels.cuda.packing import Packer, packed_head_dim, with_whole_pieces
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axis, ForwardResult, padded_head_dim
@@ -117,11 +117,6 @@ def _launch(
     kernel.launch(arguments.axes.work_tiles, cta.threads, arguments, CWindow.of(window))
 
 
-def _with_whole_pieces(x: Tensor) -> Tensor:
-    """x, or a copy if kernels cannot read 8 channels at once."""
-    return x if has_whole_pieces(x) else x.clone(memory_format=torch.contiguous_format)
-
-
 # --- Attention --------------------------------------------------------------------------------------------
 
 
@@ -145,7 +140,7 @@ def forward(
     settings = {"tile": tile, "token_scales": token_scales and not s_16bit, "s_16bit": s_16bit}
     launch_forward = functools.partial(_launch, **settings)
     if not config.is_int8("o"):
-        v = _with_whole_pieces(v)
+        v = with_whole_pieces(v)
     result = cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward, work_tokens=128, window=window,
         scale=scale, config=config, pack_for_backward=pack_for_backward,
@@ -174,7 +169,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.hopper.attention.backward`, but V is not packed, so v is no stand-in."""
     dk, dv = Result(k, kv_axis), Result(v, kv_axis)  # not laid out as a copy of v is
-    grad_out, v = _with_whole_pieces(grad_out), _with_whole_pieces(v)
+    grad_out, v = with_whole_pieces(grad_out), with_whole_pieces(v)
     tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_bwd")
     token_scales = config.operand_scales == "token"
     packer = _packer_for(_architecture(q.device), token_scales, tile, s_16bit)

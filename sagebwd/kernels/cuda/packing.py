@@ -311,6 +311,11 @@ def has_whole_pieces(x: Tensor) -> bool:
     return aligned and strides[3] == 1
 
 
+def with_whole_pieces(x: Tensor) -> Tensor:
+    """x, or a contiguous copy if 8 of its channels cannot be read at once."""
+    return x if has_whole_pieces(x) else x.clone(memory_format=torch.contiguous_format)
+
+
 class _CAxis(ctypes.Structure):
     _fields_ = [
         ("segments", CSegments),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sagebwd.kernels.cuda.compile import checked
 from sagebwd.kernels.cuda.launch import make_current
-from sagebwd.kernels.cuda.packing import has_whole_pieces
+from sagebwd.kernels.cuda.packing import with_whole_pieces
 
 #: Tokens and channels of a box.
 BOX = 64
@@ -42,7 +42,7 @@ def mappable(x: Tensor) -> Tensor:
     is_expanded = any(
         size > 1 and stride == 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
     )
-    return x.clone(memory_format=torch.contiguous_format) if is_expanded or not has_whole_pieces(x) else x
+    return x.clone(memory_format=torch.contiguous_format) if is_expanded else with_whole_pieces(x)
 
 
 def tensor_map(x: Tensor) -> CTensorMap:
