@@ -47,9 +47,10 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
 TRITON_BLOCKS = (32, 64, 128)
-#: CUDA: the tile, (queries, keys), the tiles of the Ampere kernels, and the head sizes that are padded to 64
-#: or 128.
+#: CUDA: the tile, (queries, keys), the Hopper kernels' with granularity="block", the tiles of the Ampere
+#: kernels, and the head sizes that are padded to 64 or 128.
 CUDA_TILE = (64, 128)
+HOPPER_TILE_WITH_SCALES = (128, 64)
 AMPERE_TILES = (CUDA_TILE, (128, 64), (64, 64))
 CUDA_HEAD_DIMS = range(33, 129)
 #: Products that may run in 16 bit: with the Ampere kernels, with the Hopper kernels. The paper's other INT8
@@ -179,7 +180,13 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
     config = call.config
-    yield from _rules_of_cuda_kernels(call, (CUDA_TILE,), HOPPER_16_BIT_MATMULS)
+    has_tile_scales = config.granularity == "block"
+    yield from _rules_of_cuda_kernels(
+        call,
+        (HOPPER_TILE_WITH_SCALES,) if has_tile_scales else (CUDA_TILE,),
+        () if has_tile_scales else HOPPER_16_BIT_MATMULS,
+        has_tile_scales=config.tile(call.head_dim) == HOPPER_TILE_WITH_SCALES,
+    )
     yield Rule(
         config.is_int8("dk") or not (config.is_int8("dv") or config.is_int8("dq")),
         "dk is not in INT8, and dv or dq is",
@@ -191,7 +198,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
         f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
     )
     yield _has_cuda_compiler(call)
-    if not all(map(config.is_int8, HOPPER_16_BIT_MATMULS)):
+    if has_tile_scales or not all(map(config.is_int8, HOPPER_16_BIT_MATMULS)):
         yield _scales_of_blocks(config)
 
 
@@ -276,16 +283,17 @@ def _rules_of_cuda_kernels(
     """
     config = call.config
     yield from _rules_of_all_kernels(call)
+    has_default = DEFAULT_CONFIG.tile(call.head_dim) in tiles
     yield Rule(
         config.block_q is config.block_kv is None or config.tile(call.head_dim) in tiles,
         f"block_q is {config.block_q} and block_kv {config.block_kv}",
-        "set both to None",
+        "set both to None" if has_default else "set block_q={} and block_kv={}".format(*tiles[0]),
         warns=True,
     )
     yield Rule(
         config.granularity == "row" or has_tile_scales,
         f"granularity is {config.granularity!r}",
-        "set granularity='row'",
+        "set granularity='row', or block_q=128 and block_kv=64",
         warns=True,
     )
     yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False", warns=True)
@@ -356,9 +364,9 @@ def explain(
 ) -> Explanation:
     """Tell which kernels ``sage_attention`` runs with these arguments, and why not faster ones.
 
-    >>> print(sagebwd.explain(q, config=SageConfig.paper()))  # on an H200
+    >>> print(sagebwd.explain(q, config=SageConfig.accurate()))  # on an H200
     kernels: triton
-    not hopper: block_q is 128 and block_kv 64 (set both to None); granularity is 'block' (set …
+    not hopper: block_q is 64 and block_kv 64 (set both to None); s_fwd, o, s_bwd not in INT8 (add …
     not ampere: on Hopper Triton multiplies INT8 by wgmma, which is faster (pass kernels="ampere" …
 
     Args:

@@ -67,7 +67,7 @@ CASES = {
     "token_scales": Case(SageConfig.strictly_causal()),
     "block_granularity": Case(SageConfig.paper()),
     "sixteen_bit": Case(SageConfig(int8_matmuls=())),
-    # On Hopper these run the CUDA kernels, scales of tokens with --kernels hopper, paper() with ampere.
+    # On Hopper these run the CUDA kernels.
     "wide_forward": Case(tokens=200, head_dim=56, backward=False),
     "wide_64": Case(tokens=200, head_dim=56),
     "wide_128": Case(tokens=200, head_dim=120),
@@ -78,6 +78,7 @@ CASES = {
     "wide_consistent": Case(SageConfig.consistent(), tokens=200, head_dim=120),
     "wide_token_scales": Case(SageConfig.strictly_causal(), tokens=200, head_dim=120),
     "wide_paper": Case(SageConfig.paper(), tokens=300, head_dim=56),
+    "wide_paper_128": Case(SageConfig.paper(), tokens=300, head_dim=120),
     "wide_smooth_v": Case(SageConfig(smooth_v=True), tokens=200, head_dim=56, boundaries=(0, 33, 33, 165)),
 }
 

@@ -80,7 +80,7 @@ def test_every_setting_has_its_kernels():
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 136, 256])
 def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
-    fast = name not in ("paper", "accurate") and head_dim in HOPPER_HEAD_DIMS
+    fast = name != "accurate" and head_dim in HOPPER_HEAD_DIMS
     found = dispatch.architectures(PRESETS[name], head_dim)
     kernels = {device: own.kernels for device, own in found.items()}
     since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "ampere")
@@ -116,7 +116,7 @@ def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose
 
 def test_the_ampere_kernels_run_on_hopper_on_request_only():
     faster = 'on Hopper Triton multiplies INT8 by wgmma, which is faster (pass kernels="ampere" to run it)'
-    assert explain_call(call(config=SageConfig.paper())).reasons["ampere"] == faster
+    assert explain_call(call(config=SageConfig.accurate())).reasons["ampere"] == faster
     assert explain_call(call(RTX_4090, SageConfig(block_q=32, block_kv=32))).kernels == "triton"
 
 
@@ -130,10 +130,25 @@ def test_the_hopper_kernels_have_scales_of_tokens_where_all_products_are_in_int8
             choose(config=without_int8(*products, operand_scales="token"), kernels="hopper")
 
 
+def test_the_hopper_kernels_have_scales_of_tiles_of_the_paper(choose):
+    """In tiles of 128 x 64, with scales of blocks and all of the paper's products in INT8."""
+    paper = SageConfig.paper()
+    for config, head_dim in product((paper, replace(paper, smooth_v=True, unsigned_p=True)), (40, 64, 128)):
+        assert choose(config=config, head_dim=head_dim) == "hopper"  # without a warning
+    for change, reason in (
+        ({"block_q": None, "block_kv": None}, "granularity is 'block' (set granularity='row'"),
+        ({"block_q": 64}, "block_q is 64 and block_kv 64 (set block_q=128 and block_kv=64)"),
+        ({"operand_scales": "token"}, "operand_scales is 'token' (set operand_scales='block')"),
+        ({"int8_matmuls": without_int8("dv").int8_matmuls}, "dv not in INT8 (add them to int8_matmuls)"),
+        ({"int8_matmuls": without_int8("dq").int8_matmuls}, "dq not in INT8 (add them to int8_matmuls)"),
+    ):
+        assert reason in explain_call(call(config=replace(paper, **change))).reasons["hopper"], change
+
+
 def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
-    reasons = explain_call(call(config=SageConfig.paper())).reasons
+    reasons = explain_call(call(config=SageConfig(block_q=128, block_kv=64, smooth_q=True))).reasons
     assert reasons["hopper"] == (
-        "block_q is 128 and block_kv 64 (set both to None); granularity is 'block' (set granularity='row')"
+        "block_q is 128 and block_kv 64 (set both to None); smooth_q is True (set smooth_q=False)"
     )
     assert explain_call(call(A100)).reasons == {
         "hopper": "NVIDIA A100 has compute capability 8.0, not 9.0 (Hopper)"
@@ -332,7 +347,7 @@ def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     assert choose(A100) == "ampere"
     message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
     with pytest.raises(NotImplementedError, match=message):
-        choose(H200, SageConfig.paper())
+        choose(H200, SageConfig.accurate())
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
         choose(A100, SageConfig(block_q=32, block_kv=32))
 

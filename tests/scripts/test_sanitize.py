@@ -78,6 +78,7 @@ def test_sanitizer_watches_every_kernel():
         "backward_kernel",
         "dk_dv_kernel",
         "dq_kernel",
+        "dq_tile_scales_kernel",
         "finish_dq_kernel",
         "forward_kernel",
         "pack_grad_kernel",

@@ -14,12 +14,6 @@ constexpr int HALF_BLOCKS = 2;  // one packed block of keys
 constexpr int QUERIES = BLOCK_Q / 2, CHANNELS = D / 2;  // of a warp
 static_assert(BLOCK_KV == 64 && !P_IS_16BIT && (!S_IS_16BIT || D <= 128));
 
-#ifdef SCALES_OF_TILES  // one scale for all P, and one for all dS, of a tile; otherwise one for each output row of a product
-constexpr bool HAS_TILE_SCALES = true;
-#else
-constexpr bool HAS_TILE_SCALES = false;
-#endif
-
 // A packed block of queries by rows, in bytes from its begin: Q, then these. By columns: Q, then dO.
 constexpr int GRAD_ROWS = Q_ROWS_TILE, STATISTICS = GRAD_ROWS + 2 * Q_TILE, SCALES = STATISTICS + ROW_STATS;
 constexpr int GRAD_COLUMNS = Q_TILE;

@@ -40,9 +40,14 @@ __device__ __forceinline__ Document find_document(const Segments& segments, int 
 #define TILE_Q 64
 #define TILE_KV 128
 #endif
+#ifndef Q_STEP
+#define Q_STEP TILE_Q
+#endif
 constexpr int D = HEAD_DIM;         // channels, padded: 64, 128 or 256
 constexpr int BLOCK_Q = TILE_Q;     // queries of a packed block: 64 or 128
 constexpr int BLOCK_KV = TILE_KV;   // keys of a packed block: 128 or 64
+constexpr int STEP_Q = Q_STEP;      // queries that kernels take at once: a packed block, or 64 of 128. Cuts tiles by columns, too
+constexpr int STEPS_OF_BLOCK = BLOCK_Q / STEP_Q;
 
 #ifdef P_16BIT  // P stays in 16 bits, times V in the forward, times dO in the backward, which then needs no dO by columns
 constexpr bool P_IS_16BIT = true;
@@ -69,6 +74,12 @@ constexpr bool HAS_TOKEN_SCALES = true;
 constexpr bool HAS_TOKEN_SCALES = false;
 #endif
 
+#ifdef SCALES_OF_TILES  // one scale for all P, and one for all dS, of a tile; otherwise one for each output row of a product
+constexpr bool HAS_TILE_SCALES = true;
+#else
+constexpr bool HAS_TILE_SCALES = false;
+#endif
+
 #ifdef UNPACKED_16BIT  // kernels read V and dO in 16 bits, and Q for dK in 16 bits, where they are
 constexpr bool PACKS_16BIT = false;
 #else
@@ -78,8 +89,10 @@ constexpr bool PACKS_16BIT = true;
 // Bytes. All tiles are swizzled, see swizzled(). A 16-bit tile is cut into chunks of 64 channels, rows of 128 bytes, one
 // chunk after the other.
 constexpr int Q_TILE = BLOCK_Q * D;                       // a block of queries in INT8
+constexpr int STEP_TILE = STEP_Q * D;                     // a step of queries in INT8
 constexpr int K_TILE = BLOCK_KV * D;                      // a block of keys in INT8
 constexpr int Q_ROWS_TILE = (S_IS_16BIT ? 2 : 1) * Q_TILE;  // Q by rows, for S
+constexpr int STEP_ROWS_TILE = (S_IS_16BIT ? 2 : 1) * STEP_TILE;
 constexpr int K_ROWS_TILE = (S_IS_16BIT ? 2 : 1) * K_TILE;
 constexpr int ROW_STATS = BLOCK_Q * 8;                    // -logsumexp of all queries, then -delta of all, fp32
 constexpr int TAIL = 16;                                  // scales of blocks, padded to what a bulk copy takes
@@ -95,12 +108,14 @@ constexpr int PACKED_KV_BYTES = K_ROWS_TILE + PACKED_V_16BIT_BYTES + scale_bytes
 constexpr int PACKED_K_16BIT_BYTES = 2 * K_TILE;
 // dO in 16 bits, stats; scales of Q and dO.
 constexpr int PACKED_GRAD_BYTES = PACKED_GRAD_16BIT_BYTES + ROW_STATS + scale_bytes(2, BLOCK_Q);
-// In shared memory: K by rows, V in 16 bits; K's scale. And Q by rows, dO in 16 bits, stats; scales of Q and dO.
+// In shared memory: K by rows, V in 16 bits; K's scale. And of a step: Q by rows, dO in 16 bits, stats; scales of Q and dO.
 constexpr int K_AND_V_BYTES = K_ROWS_TILE + 2 * K_TILE + scale_bytes_of_s(BLOCK_KV);
-constexpr int Q_AND_GRAD_BYTES = Q_ROWS_TILE + 2 * Q_TILE + ROW_STATS + scale_bytes(2, BLOCK_Q);
-// In shared memory: Q by columns, and dO if P is in INT8; or, for dK in 16 bits, Q in 16 bits.
-constexpr int Q_COLUMNS_BYTES = (P_IS_16BIT && !DK_IS_16BIT ? 1 : 2) * Q_TILE;
-constexpr int PACKED_Q_COLUMNS_BYTES = DK_IS_16BIT && !PACKS_16BIT ? 0 : Q_COLUMNS_BYTES;
+constexpr int STEP_STATS = STEP_Q * 8;
+constexpr int Q_AND_GRAD_BYTES = STEP_ROWS_TILE + 2 * STEP_TILE + STEP_STATS + scale_bytes(2, STEP_Q);
+// In shared memory, of a step: Q by columns, and dO if P is in INT8; or, for dK in 16 bits, Q in 16 bits.
+constexpr int Q_COLUMNS_BYTES = (P_IS_16BIT && !DK_IS_16BIT ? 1 : 2) * STEP_TILE;
+constexpr int PACKED_Q_COLUMNS_BYTES = DK_IS_16BIT && !PACKS_16BIT ? 0 : STEPS_OF_BLOCK * Q_COLUMNS_BYTES;
+static_assert(STEPS_OF_BLOCK == 1 || !(HAS_TOKEN_SCALES || P_IS_16BIT || S_IS_16BIT));
 constexpr int PACKED_K_COLUMNS_BYTES = K_TILE + (S_IS_16BIT ? scale_bytes(1, BLOCK_KV) : 0);  // K by columns; its scale
 
 // Where byte o of a tile with rows of 64, 128 or 256 bytes lies: 16-byte pieces are permuted within 8 rows, so that 8 rows

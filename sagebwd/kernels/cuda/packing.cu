@@ -227,8 +227,9 @@ __device__ __forceinline__ void load_rows_int8(uint2 (&values)[PIECES], const u8
     }
 }
 
-// By columns, through `shared`, TOKENS + 4 bytes for each channel. All threads call it.
-template <int TOKENS>
+// By columns, through `shared`, TOKENS + 4 bytes for each channel: a tile for each STEP tokens, one behind the other. All threads
+// call it.
+template <int TOKENS, int STEP = TOKENS>
 __device__ __forceinline__ void store_columns_int8(u8* target, const uint2 (&values)[PIECES], u8* shared) {
     constexpr int PITCH = TOKENS + 4;  // so that channels lie in different banks
     u32 words[8];
@@ -240,9 +241,9 @@ __device__ __forceinline__ void store_columns_int8(u8* target, const uint2 (&val
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < PIECES / 2; ++i) {
-        const int o = (i * THREADS<TOKENS> + threadIdx.x) * 16;
-        const u32* column = reinterpret_cast<const u32*>(shared + o / TOKENS * PITCH + o % TOKENS);
-        *reinterpret_cast<uint4*>(target + swizzled<TOKENS>(o)) = {column[0], column[1], column[2], column[3]};
+        const int o = (i * THREADS<TOKENS> + threadIdx.x) * 16, tile = o / (STEP * D), in_tile = o % (STEP * D);
+        const u32* column = reinterpret_cast<const u32*>(shared + in_tile / STEP * PITCH + tile * STEP + in_tile % STEP);
+        *reinterpret_cast<uint4*>(target + tile * (STEP * D) + swizzled<STEP>(in_tile)) = {column[0], column[1], column[2], column[3]};
     }
 }
 
@@ -504,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
             if (!DK_IS_16BIT) load_rows_int8<BLOCK_Q>(values, rows);
         }
         if constexpr (!DK_IS_16BIT) {
-            store_columns_int8<BLOCK_Q>(columns, values, transposed);
+            store_columns_int8<BLOCK_Q, STEP_Q>(columns, values, transposed);
         } else if constexpr (PACKS_16BIT) {
             pieces.load(q, block, axis.heads, axis.d);
             pieces.store_16bit(columns);
@@ -544,6 +545,6 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     if (P_IS_16BIT) return;
     find_scales(scales, tile, slots);
     quantize_tile(values, tile, scales);
-    store_columns_int8<BLOCK_Q>(columns + Q_TILE, values, transposed);
+    store_columns_int8<BLOCK_Q, STEP_Q>(columns + Q_TILE, values, transposed);
     store_scales<BLOCK_Q>(tail, 1, scales, 2);
 }

@@ -86,6 +86,7 @@ class Packer:
         tile: tuple[int, int] = TILE,
         s_16bit: bool = False,
         packs_16bit: bool = True,
+        step_q: int | None = None,
     ) -> None:
         """Prepare packing for one kernel set.
 
@@ -97,6 +98,7 @@ class Packer:
             s_16bit: Q and K by rows stay in 16 bits, without a scale, and infinities become NaN.
             packs_16bit: whether V, dO and, for dK in 16 bits, Q are packed; otherwise kernels read the
                 tensors.
+            step_q: tokens of a tile of Q or dO by columns; a packed block may have several. None: one.
         """
         self._sources = sources
         self._token_scales = token_scales
@@ -104,6 +106,8 @@ class Packer:
         self._packs_16bit = packs_16bit
         self._block_q, self._block_kv = tile
         self._macros = {} if tile == TILE else {"TILE_Q": tile[0], "TILE_KV": tile[1]}
+        if step_q is not None:
+            self._macros["Q_STEP"] = step_q
 
     def token_mean(self, x: Tensor, axis: Axis) -> Tensor:
         """Mean of K or V over the tokens of each document, (B · H · documents, D_PAD) fp32.

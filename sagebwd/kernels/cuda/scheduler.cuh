@@ -45,6 +45,11 @@ struct QueryTile {
     int kv_start;            // first key of the document
 };
 
+// A packed block of queries visits the same keys with all of its steps: its tile has one scale, or none of it is NaN. These are the
+// first query of the block with this query, and the end of the block whose steps up to `end` are asked for.
+__device__ __forceinline__ int begin_of_block(int query) { return STEPS_OF_BLOCK == 1 ? query : query / BLOCK_Q * BLOCK_Q; }
+__device__ __forceinline__ int end_of_block(int end) { return STEPS_OF_BLOCK == 1 ? end : align_up(end, BLOCK_Q); }
+
 // BLOCKS: packed blocks of queries in a work tile. False: there are no queries in this one.
 template <int BLOCKS>
 __device__ __forceinline__ bool find_query_tile(const Axes& a, const WorkTile& work_tile, QueryTile& tile) {
@@ -54,19 +59,22 @@ __device__ __forceinline__ bool find_query_tile(const Axes& a, const WorkTile& w
     tile.q = find_document(a.q, a.n_q, document);
     tile.document = document;
     tile.head = work_tile.head;
-    tile.first = (block - work.first_block) * BLOCK_Q * BLOCKS;
-    tile.q_block = tile.head * a.q_blocks + tile.q.first_block + tile.first / BLOCK_Q;
-    tile.q_blocks = min((tile.q.tokens - tile.first + BLOCK_Q - 1) / BLOCK_Q, BLOCKS);
+    tile.first = (block - work.first_block) * STEP_Q * BLOCKS;
+    tile.q_block = (tile.head * a.q_blocks + tile.q.first_block) * STEPS_OF_BLOCK + tile.first / STEP_Q;
+    tile.q_blocks = min((tile.q.tokens - tile.first + STEP_Q - 1) / STEP_Q, BLOCKS);
     tile.kv_block = tile.head / a.group * a.kv_blocks + kv.first_block;
     tile.keys = kv.tokens;
     tile.kv_start = kv.start;
-    tile.kv_tiles = ((IS_CAUSAL ? min(kv.tokens, tile.first + BLOCK_Q * BLOCKS) : kv.tokens) + BLOCK_KV - 1) / BLOCK_KV;
+    int end = end_of_block(tile.first + STEP_Q * BLOCKS);
+    if (STEPS_OF_BLOCK > 1) end = min(end, tile.q.tokens);
+    tile.kv_tiles = ((IS_CAUSAL ? min(kv.tokens, end) : kv.tokens) + BLOCK_KV - 1) / BLOCK_KV;
     return tile.first < tile.q.tokens;
 }
 
 // Packed blocks of keys that one packed block of queries sees.
 __device__ __forceinline__ int visible_kv_tiles(const QueryTile& tile, int block) {
-    return IS_CAUSAL ? min(tile.kv_tiles, (tile.first + (block + 1) * BLOCK_Q + BLOCK_KV - 1) / BLOCK_KV) : tile.kv_tiles;
+    const int end = end_of_block(tile.first + (block + 1) * STEP_Q);
+    return IS_CAUSAL ? min(tile.kv_tiles, (end + BLOCK_KV - 1) / BLOCK_KV) : tile.kv_tiles;
 }
 
 // A work tile of keys.
@@ -92,9 +100,9 @@ __device__ __forceinline__ bool find_key_tile(const Axes& a, const WorkTile& wor
     tile.first = (block - work.first_block) * KEYS * HALF_BLOCKS;
     tile.kv_block = tile.kv_head * a.kv_blocks + tile.kv.first_block + tile.first / BLOCK_KV;
     tile.half_blocks = min((tile.kv.tokens - tile.first + KEYS - 1) / KEYS, HALF_BLOCKS);
-    const int end = (tile.q.tokens + BLOCK_Q - 1) / BLOCK_Q, begin = IS_CAUSAL ? min(tile.first / BLOCK_Q, end) : 0;
-    tile.q_block = tile.q.first_block + begin;
+    const int end = (tile.q.tokens + STEP_Q - 1) / STEP_Q, begin = IS_CAUSAL ? min(tile.first / STEP_Q, end) : 0;
+    tile.q_block = tile.q.first_block * STEPS_OF_BLOCK + begin;
     tile.q_tiles = end - begin;
-    tile.first_query = begin * BLOCK_Q;
+    tile.first_query = begin * STEP_Q;
     return tile.first < tile.kv.tokens;
 }

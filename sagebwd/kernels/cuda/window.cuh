@@ -23,7 +23,7 @@ struct Window {
     template <int KEYS = BLOCK_KV>
     __device__ __forceinline__ bool cuts(int first_key, int queries, int keys) const {
         const bool cuts_right = (right == 0 || right < keys - 1) && first_key + KEYS - 1 > right;
-        return cuts_right || ((left == 0 || left < queries - 1) && first_key - (BLOCK_Q - 1) < -left);
+        return cuts_right || ((left == 0 || left < queries - 1) && first_key - (STEP_Q - 1) < -left);
     }
 };
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ int end_of_key_blocks(const Window& window, int end, 
 
 // Leaves the blocks of keys that some query of the work tile sees.
 __device__ __forceinline__ void leave_keys_seen(QueryTile& tile, const Window& window) {
-    tile.kv_tiles = end_of_key_blocks(window, min(tile.first + tile.q_blocks * BLOCK_Q, tile.q.tokens), tile.keys);
+    tile.kv_tiles = end_of_key_blocks(window, min(end_of_block(tile.first + tile.q_blocks * STEP_Q), tile.q.tokens), tile.keys);
 }
 
 // Packed blocks of keys, counted from the first block of a document; end <= begin: none.
@@ -60,13 +60,14 @@ struct KeyRange {
 __device__ __forceinline__ KeyRange keys_seen(QueryTile& tile, const Window& window) {
     if constexpr (!HAS_WINDOW) return {0, tile.kv_tiles};
     leave_keys_seen(tile, window);
-    return {first_key_block(window, tile.first), tile.kv_tiles};
+    return {first_key_block(window, begin_of_block(tile.first)), tile.kv_tiles};
 }
 __device__ __forceinline__ KeyRange keys_seen_by(const QueryTile& tile, const Window& window, int block) {
     if (block >= tile.q_blocks) return {0, 0};
     if constexpr (!HAS_WINDOW) return {0, visible_kv_tiles(tile, block)};
-    const int first = tile.first + block * BLOCK_Q;
-    return {first_key_block(window, first), end_of_key_blocks(window, min(first + BLOCK_Q, tile.q.tokens), tile.keys)};
+    const int first = tile.first + block * STEP_Q;
+    const int end = min(end_of_block(first + STEP_Q), tile.q.tokens);
+    return {first_key_block(window, begin_of_block(first)), end_of_key_blocks(window, end, tile.keys)};
 }
 
 // Blocks of queries, counted from the first block of a document; end <= begin: none.
@@ -76,10 +77,10 @@ struct QueryRange {
 
 // The blocks that see a key of the packed block whose first key is `first`.
 __device__ __forceinline__ QueryRange queries_that_see(const KeyTile& tile, const Window& window, int first) {
-    const int last_key = min(first + BLOCK_KV, tile.kv.tokens) - 1, begin = max(first - window.right, 0) / BLOCK_Q;
-    const int blocks = (tile.q.tokens + BLOCK_Q - 1) / BLOCK_Q;
+    const int last_key = min(first + BLOCK_KV, tile.kv.tokens) - 1, begin = max(first - window.right, 0) / STEP_Q;
+    const int blocks = (tile.q.tokens + STEP_Q - 1) / STEP_Q;
     const bool none = first - window.right >= tile.q.tokens;
-    return {begin, none ? 0 : min(blocks, (last_key + window.left) / BLOCK_Q + 1)};
+    return {begin, none ? 0 : min(blocks, (last_key + window.left) / STEP_Q + 1)};
 }
 
 // Leaves the blocks of queries that see a key of the packed blocks, two at most, of which the work tile is a part. KEYS: of the
@@ -89,7 +90,7 @@ __device__ __forceinline__ void leave_queries_that_see(KeyTile& tile, const Wind
     const int last = min(tile.first + KEYS, tile.kv.tokens) - 1;
     const QueryRange first_block = queries_that_see(tile, window, tile.first / BLOCK_KV * BLOCK_KV);
     const QueryRange last_block = queries_that_see(tile, window, last / BLOCK_KV * BLOCK_KV);
-    tile.q_block = tile.q.first_block + first_block.begin;
+    tile.q_block = tile.q.first_block * STEPS_OF_BLOCK + first_block.begin;
     tile.q_tiles = max(max(first_block.end, last_block.end) - first_block.begin, 0);  // the last block may be seen by none
-    tile.first_query = first_block.begin * BLOCK_Q;
+    tile.first_query = first_block.begin * STEP_Q;
 }

@@ -1,12 +1,12 @@
 """Algorithms 1 and 2 of SageBwd (arXiv 2603.02170) on Hopper: packing, then forward.cu, or a backward.
 
 The backward has two kernels, dk_dv.cu and dq.cu, if dQ is in INT8, and one, backward.cu, if it is in 16 bit:
-docs/kernels.md says why.
+docs/kernels.md says why. If tiles have scales, dq_tile_scales.cu finds them and runs before dk_dv.cu.
 
 The same arithmetic as the Triton kernels, for head sizes above 32 up to 128 and the default settings.
 ``smooth_k``, ``smooth_v`` and ``unsigned_p`` may have either value. O and dV may take 16-bit P (P_16BIT in
 the sources), and such an O may be compensated (COMPENSATE_O). If all products are in INT8, tokens may have
-scales of their own (TOKEN_SCALES).
+scales of their own (TOKEN_SCALES), or P and dS of a tile of 128 × 64 one (SCALES_OF_TILES).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.config import SageConfig
+from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
 from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow
@@ -35,14 +35,25 @@ from sagebwd.window import CAUSAL, Window
 COMPUTE_CAPABILITY = (9, 0)
 #: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
 SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
-#: By ``SageConfig.operand_scales``, and whether documents are packed.
-PACKERS = {
-    (scales, has_documents): packing.Packer(
-        SOURCES, token_scales=scales == "token", packs_16bit=has_documents
-    )
-    for scales in ("block", "token")
-    for has_documents in (False, True)
-}
+#: (queries, keys) of the tiles that have scales, as in the paper, and the queries that a warpgroup takes.
+TILE_WITH_SCALES, STEP_Q = (128, 64), 64
+#: Of kernels where tiles have scales.
+TILE_SCALES_MACROS = {
+    "SCALES_OF_TILES": True, "TILE_Q": TILE_WITH_SCALES[0], "TILE_KV": TILE_WITH_SCALES[1], "Q_STEP": STEP_Q,
+}  # fmt: skip
+
+
+@functools.cache
+def packer(config: SageConfig, *, has_documents: bool) -> packing.Packer:
+    """Packs for these settings, with packed documents or without."""
+    options = {"tile": TILE_WITH_SCALES, "step_q": STEP_Q} if _has_tile_scales(config) else {}
+    token_scales = config.operand_scales == "token"
+    return packing.Packer(SOURCES, token_scales=token_scales, packs_16bit=has_documents, **options)
+
+
+def _has_tile_scales(config: SageConfig) -> bool:
+    return config.granularity == "block"
+
 
 # --- Arguments: struct Arguments of each source ------------------------------------------------------------
 
@@ -56,6 +67,7 @@ class _CDq(ctypes.Structure):
         ("dq", CTokenTensor),
         ("axes", CAxes),
         ("scale", ctypes.c_float),
+        ("tile_scales", ctypes.c_void_p),
     ]
 
 
@@ -69,6 +81,7 @@ class _CDkDv(ctypes.Structure):
         ("dv", CTokenTensor),
         ("axes", CAxes),
         ("scale", ctypes.c_float),
+        ("tile_scales", ctypes.c_void_p),
     ]
 
 
@@ -124,19 +137,25 @@ class CTAShape(NamedTuple):
         return 128 * (self.consumers + self.others)
 
 
-#: By kernel, padded head size and macro of 16-bit operands; DK_16BIT comes with P_16BIT, see _operands. Each
-#: source checks its own at compile time.
+#: By kernel, padded head size and the macro that decides, see _shape_macro. Each source checks its own at
+#: compile time.
 CTA_SHAPES = {
     ("forward", 64, ""): CTAShape(3, 147_456),
     ("forward", 64, "P_16BIT"): CTAShape(3, 196_608),
+    ("forward", 64, "SCALES_OF_TILES"): CTAShape(3, 153_600),
     ("forward", 128, ""): CTAShape(2, 188_416),
     ("forward", 128, "P_16BIT"): CTAShape(2, 203_776),
+    ("forward", 128, "SCALES_OF_TILES"): CTAShape(2, 192_512),
     ("dk_dv", 64, ""): CTAShape(3, 196_608),
     ("dk_dv", 64, "P_16BIT"): CTAShape(3, 172_032),
+    ("dk_dv", 64, "SCALES_OF_TILES"): CTAShape(3, 196_608),
     ("dk_dv", 128, ""): CTAShape(2, 211_968),
     ("dk_dv", 128, "P_16BIT"): CTAShape(2, 221_184),
+    ("dk_dv", 128, "SCALES_OF_TILES"): CTAShape(2, 211_968),
     ("dq", 64, ""): CTAShape(2, 180_224),
     ("dq", 128, ""): CTAShape(2, 219_136),
+    ("dq_tile_scales", 64, "SCALES_OF_TILES"): CTAShape(2, 184_320),
+    ("dq_tile_scales", 128, "SCALES_OF_TILES"): CTAShape(2, 221_184),
     ("backward", 64, ""): CTAShape(2, 228_352, others=2),
     ("backward", 64, "P_16BIT"): CTAShape(2, 211_968, others=2),
     ("backward", 64, "DK_16BIT"): CTAShape(2, 228_352, others=2),
@@ -160,16 +179,20 @@ def _launch(
     *,
     maps: CTensorMaps | None,
     p_16bit: bool = False,
-    **defines: bool,
+    tile_scales: bool = False,
+    **defines: int,
 ) -> None:
     """Launch kernel ``name`` on as many CTAs as the GPU holds; they share the work tiles.
 
     Args:
         maps: of the tensors that it reads where they are; None: they are packed.
+        tile_scales: whether P and dS have a scale for each tile.
         p_16bit, defines: macros that only this kernel knows.
     """
     head_dim = padded_head_dim(like.shape[-1])
-    cta = CTA_SHAPES[name, head_dim, _operands(p_16bit, defines.get("DK_16BIT", False))]
+    cta = CTA_SHAPES[name, head_dim, _shape_macro(p_16bit, defines.get("DK_16BIT", False), tile_scales)]
+    if tile_scales:
+        defines |= TILE_SCALES_MACROS
     kernel = launch.load_kernel(
         SOURCES,
         name,
@@ -194,15 +217,23 @@ def _launch(
     )
 
 
-def _operands(p_16bit: bool, dk_16bit: bool) -> str:
-    """The macro that decides the CTA's shape, as in :data:`CTA_SHAPES`."""
+def _shape_macro(p_16bit: bool, dk_16bit: bool, tile_scales: bool) -> str:
+    """The macro that decides the CTA's shape, as in :data:`CTA_SHAPES`; DK_16BIT comes with P_16BIT."""
+    if tile_scales:
+        return "SCALES_OF_TILES"
     if dk_16bit:
         return "DK_16BIT"
     return "P_16BIT" if p_16bit else ""
 
 
 def _work_tokens(name: str, x: Tensor) -> int:
+    """Tokens of a work tile of forward.cu or a backward kernel, whatever the settings."""
     return CTA_SHAPES[name, padded_head_dim(x.shape[3]), ""].tokens
+
+
+def _macros(config: SageConfig) -> dict[str, bool]:
+    """What :func:`_launch` takes for all kernels of these settings."""
+    return {"TOKEN_SCALES": config.operand_scales == "token", "tile_scales": _has_tile_scales(config)}
 
 
 @functools.cache
@@ -215,7 +246,7 @@ def _multiprocessors(device: int) -> int:
 
 def token_mean(x: Tensor, axis: Axis) -> Tensor:
     """As :func:`sagebwd.kernels.triton.quantize.token_mean`, to the bits of the ``k_mean`` of the forward."""
-    return PACKERS["block", axis.segments is not None].token_mean(x, axis)
+    return packer(DEFAULT_CONFIG, has_documents=axis.segments is not None).token_mean(x, axis)
 
 
 def forward(
@@ -239,8 +270,8 @@ def forward(
             v = mappable(v)
             maps.v = tensor_map(v)
     return cuda_forward.forward(
-        q, k, v, q_axis, kv_axis, packer=PACKERS[config.operand_scales, has_documents],
-        launch=functools.partial(_launch, maps=maps, TOKEN_SCALES=config.operand_scales == "token"),
+        q, k, v, q_axis, kv_axis, packer=packer(config, has_documents=has_documents),
+        launch=functools.partial(_launch, maps=maps, **_macros(config)),
         work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
         pack_for_backward=pack_for_backward,
     )  # fmt: skip
@@ -271,7 +302,7 @@ def backward(
             documents are packed, v may be stand-ins, see :func:`sagebwd.kernels.layout.stand_in`.
     """
     has_documents = kv_axis.segments is not None
-    packer = PACKERS[config.operand_scales, has_documents]
+    pack = packer(config, has_documents=has_documents)
     dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)  # not laid out as copies below
     maps = None
     if not has_documents:
@@ -282,9 +313,9 @@ def backward(
             maps.q = tensor_map(q)
     if not packed_kv.numel():
         subtracted = k_mean if config.smooth_k else None
-        packed_kv = packer.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
+        packed_kv = pack.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
     if not packed_q.numel():
-        packed_q = packer.pack_q(q, q_axis)
+        packed_q = pack.pack_q(q, q_axis)
     residual = out_residual if config.compensate_o else None
     options = {
         "p_16bit": not config.is_int8("dv"),
@@ -292,9 +323,9 @@ def backward(
         "out_residual": residual,
     }
     counters = q.new_empty(_counters(q, q_axis, config), dtype=torch.int32)
-    packed = [*packer.pack_grad(q, packed_q, grad_out, out, lse, q_axis, counters=counters, **options)]
+    packed = [*pack.pack_grad(q, packed_q, grad_out, out, lse, q_axis, counters=counters, **options)]
     call = _Backward(
-        q, k, q_axis, kv_axis, packer, maps, packed_q, packed_kv, dq, dk, dv, counters, window, scale, config
+        q, k, q_axis, kv_axis, pack, maps, packed_q, packed_kv, dq, dk, dv, counters, window, scale, config
     )
     if config.is_int8("dq"):
         _launch_two_kernels(call, packed)
@@ -349,35 +380,54 @@ class _Backward(NamedTuple):
 
     def launch(self, name: str, arguments: _CDq | _CDkDv | _CBackward) -> None:
         config = self.config
-        macros = {"TOKEN_SCALES": config.operand_scales == "token"}
-        if name != "dq":  # it multiplies P with dO
-            macros["p_16bit"] = not config.is_int8("dv")
-            macros |= {"DK_16BIT": not config.is_int8("dk"), "UNSIGNED_P": config.is_unsigned("dv")}
+        macros = _macros(config)
+        if name != "dq":  # it multiplies P with dO, or finds its scale
+            macros |= {"UNSIGNED_P": config.is_unsigned("dv")}
+        if name in ("dk_dv", "backward"):
+            macros |= {"p_16bit": not config.is_int8("dv"), "DK_16BIT": not config.is_int8("dk")}
         _launch(name, self.q, self.window, arguments, maps=self.maps, **macros)
 
 
 def _launch_two_kernels(call: _Backward, packed: list[Tensor]) -> None:
-    """dK and dV by dk_dv.cu, then dQ by dq.cu.
+    """dK and dV by dk_dv.cu, then dQ by dq.cu; if tiles have scales, dQ first, which finds them.
 
     Args:
-        packed: of dO and of columns. The columns are taken out of the list, so that nothing else keeps them.
+        packed: of dO and of columns. The columns are taken out of the list, so that their memory is free
+            before more is packed.
     """
-    packed_q_columns, packed_grad = packed.pop(), packed[0]
+    if not _has_tile_scales(call.config):
+        _launch_dk_dv(call, packed[0], packed.pop())
+        _launch_dq(call, packed[0])
+        return
+    tiles = (call.q.shape[0] * call.q.shape[1] * call.q_axis.blocks, call.kv_axis.blocks)
+    tile_scales = call.q.new_empty((*tiles, 2), dtype=torch.float32)  # of P, of dS
+    _launch_dq(call, packed[0], tile_scales)
+    _launch_dk_dv(call, packed[0], packed.pop(), tile_scales)
+
+
+def _launch_dk_dv(
+    call: _Backward, packed_grad: Tensor, packed_q_columns: Tensor, tile_scales: Tensor | None = None
+) -> None:
     axes = call.axes("dk_dv", call.counters.data_ptr())
     arguments = _CDkDv(
         call.packed_q.data_ptr(), packed_grad.data_ptr(), packed_q_columns.data_ptr(),
-        call.packed_kv.data_ptr(), call.dk.target, call.dv.target, axes, call.scale,
+        call.packed_kv.data_ptr(), call.dk.target, call.dv.target, axes, call.scale, _address(tile_scales),
     )  # fmt: skip
     call.launch("dk_dv", arguments)
 
-    del packed_q_columns  # frees its memory before more is packed
+
+def _launch_dq(call: _Backward, packed_grad: Tensor, tile_scales: Tensor | None = None) -> None:
     packed_k_columns = call.packer.pack_k_columns(call.packed_kv, call.k, call.kv_axis)
     axes = call.axes("dq", call.counters.data_ptr() + 4)
-    of_dq = _CDq(
+    arguments = _CDq(
         call.packed_q.data_ptr(), packed_grad.data_ptr(), call.packed_kv.data_ptr(),
-        packed_k_columns.data_ptr(), call.dq.target, axes, call.scale,
+        packed_k_columns.data_ptr(), call.dq.target, axes, call.scale, _address(tile_scales),
     )  # fmt: skip
-    call.launch("dq", of_dq)
+    call.launch("dq" if tile_scales is None else "dq_tile_scales", arguments)
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _launch_one_kernel(call: _Backward, packed_grad: Tensor, packed_q_columns: Tensor) -> None:

@@ -110,8 +110,8 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
                 barrier_expect_bytes(full, Q_AND_GRAD_BYTES + Q_COLUMNS_BYTES);
-                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, maps, block, head, first_query, full);
-                copy_q_columns(stage + Q_COLUMNS, a.packed_q_columns, maps, block, head, first_query, full);
+                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, maps, step_at(block), head, first_query, full);
+                copy_q_columns(stage + Q_COLUMNS, a.packed_q_columns, maps, step_at(block), head, first_query, full);
                 queries.advance();
             }
         }

@@ -17,20 +17,23 @@ constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the produ
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int STAGES = D == 64 ? 6 : P_IS_16BIT ? 4 : 3;
 constexpr int CHUNKS = D / 64;  // of 64 channels; dV and dK are computed chunk by chunk
-static_assert(!DK_IS_16BIT && !(HAS_TOKEN_SCALES && P_IS_16BIT));
+constexpr int BLOCK_PARTS = BLOCK_KV / ROWS;  // consumers that share a packed block of keys
+constexpr int HALF_BLOCKS = 2 * CONSUMERS / BLOCK_PARTS;
+static_assert(STEP_Q == ROWS && !DK_IS_16BIT && !(HAS_TOKEN_SCALES && P_IS_16BIT) && !(HAS_TILE_SCALES && P_IS_16BIT));
 
-// A stage in shared memory: the packed blocks of 64 queries.
+// A stage in shared memory: 64 queries.
 constexpr int Q_COLUMNS = 0;
-constexpr int GRAD_COLUMNS = Q_COLUMNS + Q_TILE;  // absent if P is in 16 bits
+constexpr int GRAD_COLUMNS = Q_COLUMNS + STEP_TILE;  // absent if P is in 16 bits
 constexpr int Q_ROWS = Q_COLUMNS + Q_COLUMNS_BYTES;
-constexpr int GRAD_ROWS = Q_ROWS + Q_TILE;
-constexpr int STATISTICS = GRAD_ROWS + 2 * Q_TILE;
-constexpr int SCALES = STATISTICS + ROW_STATS;
-constexpr int STAGE_BYTES = align_up(SCALES + scale_bytes(2, BLOCK_Q), 1024);
+constexpr int GRAD_ROWS = Q_ROWS + STEP_TILE;
+constexpr int STATISTICS = GRAD_ROWS + 2 * STEP_TILE;
+constexpr int SCALES = STATISTICS + STEP_STATS;
+constexpr int STAGE_BYTES = align_up(SCALES + scale_bytes(2, STEP_Q), 1024);
 
-// Before the stages: 64 keys for each consumer, half a packed block. Behind them: staging for the epilogue.
-constexpr int V_ROWS = Q_TILE;
-constexpr int K_SCALE = 3 * Q_TILE;
+// Before the stages: 64 keys for each consumer, half a packed block or a whole one. Behind them: staging for the epilogue.
+constexpr int KEYS_TILE = ROWS * D;
+constexpr int V_ROWS = KEYS_TILE;
+constexpr int K_SCALE = 3 * KEYS_TILE;
 constexpr int K_SCALE_BYTES = scale_bytes(1, ROWS);
 constexpr int KEY_BYTES = align_up(K_SCALE + K_SCALE_BYTES, 1024);
 constexpr int RING = CONSUMERS * KEY_BYTES;
@@ -47,25 +50,30 @@ struct Arguments {
     TokenTensor dk, dv;
     Axes axes;  // work tiles and `heads` are those of keys
     float scale;
+    const float2* tile_scales;  // if SCALES_OF_TILES is defined: see tile_scales_at
 };
 
-// Copies the 64 keys of one consumer: half of what a packed block holds.
+// Copies the 64 keys of one consumer.
 __device__ __forceinline__ void copy_keys(const Arguments& a, const TensorMaps& maps, const KeyTile& work, int warpgroup,
                                           u32 target, u32 full) {
     constexpr int CHUNK_BYTES = ROWS * 128;  // 64 channels of V
-    const int half = work.first / ROWS % 2 + warpgroup;
-    const u8* block = a.packed_kv + i64(work.kv_block + half / 2) * PACKED_KV_BYTES;
-    bulk_copy(target, block + half % 2 * Q_TILE, Q_TILE, full);
+    const int index = work.first / ROWS % BLOCK_PARTS + warpgroup, part = index % BLOCK_PARTS;
+    const u8* block = a.packed_kv + i64(work.kv_block + index / BLOCK_PARTS) * PACKED_KV_BYTES;
+    bulk_copy(target, block + part * KEYS_TILE, KEYS_TILE, full);
     if constexpr (PACKS_16BIT) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
-            bulk_copy(target + V_ROWS + c * CHUNK_BYTES, block + K_TILE + (2 * c + half % 2) * CHUNK_BYTES, CHUNK_BYTES, full);
+            bulk_copy(target + V_ROWS + c * CHUNK_BYTES, block + K_TILE + (BLOCK_PARTS * c + part) * CHUNK_BYTES, CHUNK_BYTES, full);
     } else {
         copy_tokens<CHUNK_BYTES>(target + V_ROWS, maps.v, head_of(work.kv_head, a.axes.heads),
                                  work.first + warpgroup * ROWS, full);
     }
     bulk_copy(target + K_SCALE,
-              block + K_TILE + PACKED_V_16BIT_BYTES + (HAS_TOKEN_SCALES ? half % 2 * K_SCALE_BYTES : 0), K_SCALE_BYTES, full);
+              block + K_TILE + PACKED_V_16BIT_BYTES + (HAS_TOKEN_SCALES ? part * K_SCALE_BYTES : 0), K_SCALE_BYTES, full);
+}
+
+__device__ __forceinline__ int consumers_with_keys(const KeyTile& work) {
+    return (work.half_blocks * BLOCK_PARTS + 1) / 2;
 }
 
 __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, const TensorMaps& maps,
@@ -73,25 +81,27 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
     KeyTile work;
     WorkTile work_tile;
     for (int index = blockIdx.x; (work_tile = work_tile_at(a.axes, index)).head >= 0; index = next_work_tile(a.axes)) {
-        if (!find_key_tile<CONSUMERS>(a.axes, work_tile, work)) continue;
+        if (!find_key_tile<HALF_BLOCKS>(a.axes, work_tile, work)) continue;
         if constexpr (HAS_WINDOW) leave_queries_that_see<CONSUMERS * ROWS>(work, window);
         keys.wait_empty();
         work_tiles[keys.parity] = work_tile;
-        barrier_expect_bytes(keys.full, work.half_blocks * (3 * Q_TILE + K_SCALE_BYTES));
-        for (int w = 0; w < work.half_blocks; ++w) copy_keys(a, maps, work, w, shared + w * KEY_BYTES, keys.full);
+        const int consumers = consumers_with_keys(work);
+        barrier_expect_bytes(keys.full, consumers * (3 * KEYS_TILE + K_SCALE_BYTES));
+        for (int w = 0; w < consumers; ++w) copy_keys(a, maps, work, w, shared + w * KEY_BYTES, keys.full);
         keys.advance();
         for (int h = 0; h < a.axes.group; ++h) {
             const int index = work.kv_head * a.axes.group + h;
             const Head head = head_of(index, a.axes.heads * a.axes.group);
-            const i64 first = i64(index) * a.axes.q_blocks + work.q_block;
+            const i64 first = i64(index) * a.axes.q_blocks * STEPS_OF_BLOCK + work.q_block;
 #pragma unroll 1
             for (int i = 0; i < work.q_tiles; ++i) {
-                const int first_query = work.first_query + i * BLOCK_Q;
+                const int first_query = work.first_query + i * STEP_Q;
+                const Step step = step_at(first + i);
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
                 barrier_expect_bytes(full, Q_AND_GRAD_BYTES + Q_COLUMNS_BYTES);
-                copy_q_columns(stage + Q_COLUMNS, a.packed_q_columns, maps, first + i, head, first_query, full);
-                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, maps, first + i, head, first_query, full);
+                copy_q_columns(stage + Q_COLUMNS, a.packed_q_columns, maps, step, head, first_query, full);
+                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, maps, step, head, first_query, full);
                 queries.advance();
             }
         }
@@ -106,6 +116,25 @@ struct TokenScales {
     const float2 *q, *grad;  // of all queries of the block
     float q_factor;          // from scales of Q and K to factors
     float k[2];              // of the keys of this thread
+};
+
+// The scales of P and dS of the next tile of a consumer, if tiles have scales: loaded a tile ahead.
+struct TileScales {
+    const float2* of_keys;  // those of the first query of a head with this consumer's keys
+    float2 next;
+
+    __device__ __forceinline__ TileScales(const Arguments& a, const KeyTile& work, int warpgroup, int tile) {
+        if constexpr (!HAS_TILE_SCALES) return;
+        const int head = work.kv_head * a.axes.group, key_block = work.kv_block - work.kv_head * a.axes.kv_blocks + warpgroup;
+        of_keys = a.tile_scales + i64(head) * a.axes.q_blocks * a.axes.kv_blocks + key_block;
+        load(a, work, tile);
+    }
+    __device__ __forceinline__ void advance_head(const Arguments& a) {
+        if constexpr (HAS_TILE_SCALES) of_keys += i64(a.axes.q_blocks) * a.axes.kv_blocks;
+    }
+    __device__ __forceinline__ void load(const Arguments& a, const KeyTile& work, int tile) {
+        if constexpr (HAS_TILE_SCALES) next = of_keys[i64((work.q_block + tile) / STEPS_OF_BLOCK) * a.axes.kv_blocks];
+    }
 };
 
 // P and dS of one tile in INT8, and their scales per row times those of dO and Q. 16-bit P has no scale.
@@ -128,11 +157,11 @@ __device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[
 // and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there. With a
 // window, those that a query does not see; `first_key`: the first key minus the first query. Straight-line code, so that all
 // units are busy. If tokens have scales: those of the queries run along the contraction of dV and dK, so that P and dS are
-// multiplied by them; `factor` is not read.
+// multiplied by them; `factor` is not read. `of_tile`: if tiles have scales, those of P and dS.
 template <bool FAST>
 __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], const int (&dp)[32], float factor,
                                             const float2* minus_lse, float2 scales, const TokenScales& tokens,
-                                            bool is_diagonal, const Window& window, int first_key) {
+                                            float2 of_tile, bool is_diagonal, const Window& window, int first_key) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int key = thread / 32 * 16 + lane / 4, query = lane % 4 * 2;
     const float2* minus_delta = minus_lse + ROWS / 2;
@@ -158,8 +187,9 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
                 p[i] = is_hidden ? 0.0f : p[i] * pick(tokens.grad[4 * j + lane % 4], i % 2);
                 ds[i] = is_hidden ? 0.0f : ds[i] * q_scale;
             }
-            ds_largest[i % 4] = nan_max_abs(ds_largest[i % 4], ds[i]);
+            if (!HAS_TILE_SCALES) ds_largest[i % 4] = nan_max_abs(ds_largest[i % 4], ds[i]);
         }
+        if (HAS_TILE_SCALES) continue;
 #pragma unroll
         for (int r = 0; r < 2; ++r)
             p_largest[r] = max(max(p_largest[r], __float_as_int(p[4 * j + 2 * r])), __float_as_int(p[4 * j + 2 * r + 1]));
@@ -167,11 +197,12 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
     float p_inverse[2], ds_inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float ds_scale = scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])), INT8_MAX);
+        const float ds_scale =
+            HAS_TILE_SCALES ? of_tile.y : scale_of(row_max(nan_max(ds_largest[2 * r], ds_largest[2 * r + 1])), INT8_MAX);
         scores.dk_factor[r] = ds_scale * scales.x;
         ds_inverse[r] = reciprocal(ds_scale);
         if (P_IS_16BIT) continue;
-        const float p_scale = scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
+        const float p_scale = HAS_TILE_SCALES ? of_tile.x : scale_of(__int_as_float(row_max(p_largest[r])), P_MAX);
         scores.dv_factor[r] = p_scale * scales.y;
         p_inverse[r] = reciprocal(p_scale);
     }
@@ -230,10 +261,10 @@ struct Hidden {
     int before, after;
 };
 __device__ __forceinline__ Hidden tiles_hidden(const KeyTile& work, const Window& window, int warpgroup) {
-    if (warpgroup >= work.half_blocks) return {work.q_tiles, 0};
+    if (warpgroup >= consumers_with_keys(work)) return {work.q_tiles, 0};
     if constexpr (!HAS_WINDOW) return {IS_CAUSAL ? min(warpgroup, work.q_tiles) : 0, 0};
     const QueryRange own = queries_that_see(work, window, (work.first + warpgroup * ROWS) / BLOCK_KV * BLOCK_KV);
-    const int begin = work.first_query / BLOCK_Q;
+    const int begin = work.first_query / STEP_Q;
     if (own.begin >= own.end) return {work.q_tiles, 0};
     return {own.begin - begin, begin + work.q_tiles - own.end};
 }
@@ -253,6 +284,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
 
     const int end = work.q_tiles - hidden.after;
     int s[32], dp[32], tile = hidden.before;
+    TileScales tile_scales(a, work, warpgroup, tile);
     if constexpr (P_IS_16BIT) pin(sums.dv);  // zero dV before the first wgmma: later writes would serialize it
     skip(queries, hidden.before);
     queries.wait_full();
@@ -263,20 +295,23 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         const u8* block = shared + RING + queries.index * STAGE_BYTES;
         const float2* minus_lse = reinterpret_cast<const float2*>(block + STATISTICS);
         tokens.q = reinterpret_cast<const float2*>(block + SCALES);
-        tokens.grad = tokens.q + BLOCK_Q / 2;
+        tokens.grad = tokens.q + STEP_Q / 2;
         const float2 scales = HAS_TOKEN_SCALES ? float2{1.0f, 1.0f} : *tokens.q;  // of Q and dO
         const float factor = logit_factor(scales.x, k_scale, a.scale);
-        const int first_key = HAS_WINDOW ? work.first + warpgroup * ROWS - work.first_query - tile * BLOCK_Q : 0;
+        const int first_key = HAS_WINDOW ? work.first + warpgroup * ROWS - work.first_query - tile * STEP_Q : 0;
         const bool is_diagonal = IS_CAUSAL && tile == hidden.before;
         const bool is_cut = is_diagonal || (HAS_WINDOW && window.cuts<ROWS>(first_key, work.q.tokens, work.kv.tokens));
         const bool is_fast = (HAS_TOKEN_SCALES || is_fusible(factor)) && !is_cut;
+        const float2 of_tile = tile_scales.next;
         Ring<STAGES> next = queries;
         if (left > 1) {
             next.advance();
             if (++tile == end) {
                 tile = hidden.before;
+                tile_scales.advance_head(a);
                 skip(next, hidden.after + hidden.before);
             }
+            tile_scales.load(a, work, tile);
             next.wait_full();
         }
         const u32 next_stage = ring + next.index * (STAGE_BYTES / 16);
@@ -287,9 +322,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         pin(dp);
         if (left == 1) keys.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_fast)
-            find_scores<true>(scores, s, dp, factor, minus_lse, scales, tokens, is_diagonal, window, first_key);
+            find_scores<true>(scores, s, dp, factor, minus_lse, scales, tokens, of_tile, is_diagonal, window, first_key);
         else
-            find_scores<false>(scores, s, dp, factor, minus_lse, scales, tokens, is_diagonal, window, first_key);
+            find_scores<false>(scores, s, dp, factor, minus_lse, scales, tokens, of_tile, is_diagonal, window, first_key);
 
         multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
@@ -336,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
         const WorkTile& work_tile = barriers.work_tiles[keys.parity];
         if (work_tile.head < 0) return;
         KeyTile work;
-        find_key_tile<CONSUMERS>(a.axes, work_tile, work);
+        find_key_tile<HALF_BLOCKS>(a.axes, work_tile, work);
         if constexpr (HAS_WINDOW) leave_queries_that_see<CONSUMERS * ROWS>(work, window);
         Sums sums = {};
         const Hidden hidden = tiles_hidden(work, window, warpgroup);
@@ -346,7 +381,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
             keys.release();
             skip(queries, a.axes.group * work.q_tiles);
         }
-        find_key_tile<CONSUMERS>(a.axes, work_tile, work);  // computed again: keeping it costs registers
+        find_key_tile<HALF_BLOCKS>(a.axes, work_tile, work);  // computed again: keeping it costs registers
         u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};

@@ -14,8 +14,9 @@ namespace {
 
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int STAGES = D == 64 ? 6 : P_IS_16BIT ? 3 : 4;
+constexpr int STAGES = (D == 64 ? 6 : P_IS_16BIT ? 3 : 4) * 128 / BLOCK_KV;
 constexpr bool IS_SHORT = STAGES == 3;  // so few stages that the next one is waited for as late as possible
+constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);  // a tile may hide all keys from a query
 constexpr int CHUNKS = D / 64;  // of 64 channels; P V is computed chunk by chunk
 
 #ifdef COMPENSATE_O  // O is divided by the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
@@ -23,9 +24,9 @@ constexpr bool COMPENSATES = true;
 #else
 constexpr bool COMPENSATES = false;
 #endif
-static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
+static_assert(STEP_Q == ROWS && (P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES));
 
-// A stage in shared memory: 128 keys. V is by columns in INT8 or, if P is in 16 bits, as it is; its scales follow.
+// A stage in shared memory: a packed block of keys. V is by columns in INT8 or, if P is in 16 bits, as it is; its scales follow.
 constexpr int K_ROWS = 0;
 constexpr int VALUES = K_ROWS + K_TILE;
 constexpr int V_BYTES = P_IS_16BIT ? K_AND_V_BYTES - K_TILE : PACKED_V_BYTES;
@@ -33,8 +34,9 @@ constexpr int KV_BYTES = VALUES + V_BYTES;
 constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
 constexpr int STAGE_BYTES = align_up(KV_BYTES, 1024);
 
-// Before the stages: a packed block of queries for each consumer. Behind them: staging for the epilogue.
-constexpr int QUERY_BYTES = align_up(PACKED_Q_BYTES, 1024);
+// Before the stages: 64 queries and their scale for each consumer. Behind them: staging for the epilogue.
+constexpr int Q_BYTES = STEP_TILE + scale_bytes_of_s(STEP_Q);
+constexpr int QUERY_BYTES = align_up(Q_BYTES, 1024);
 constexpr int RING = CONSUMERS * QUERY_BYTES;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
 CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
@@ -65,10 +67,9 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         if (!find_query_tile<CONSUMERS>(a.axes, work_tile, work)) continue;
         queries.wait_empty();
         work_tiles[queries.parity] = work_tile;
-        barrier_expect_bytes(queries.full, work.q_blocks * PACKED_Q_BYTES);
+        barrier_expect_bytes(queries.full, work.q_blocks * Q_BYTES);
         for (int w = 0; w < work.q_blocks; ++w)
-            bulk_copy(shared + w * QUERY_BYTES, a.packed_q + i64(work.q_block + w) * PACKED_Q_BYTES, PACKED_Q_BYTES,
-                      queries.full);
+            copy_q(shared + w * QUERY_BYTES, a.packed_q, step_at(work.q_block + w), queries.full);
         queries.advance();
         const KeyRange seen = keys_seen(work, window);
         const Head kv_head = head_of(work.head / a.axes.group, a.axes.heads / a.axes.group);
@@ -102,28 +103,31 @@ struct State {
     float factor[2];
 };
 
-// Adds element i of 64 of the last product to o.
-__device__ __forceinline__ void accumulate_element(State& state, int i) {
-    if (CHUNKS == 1 && i % 2 == 1) return;  // there are 32 of them
-    const int k = CHUNKS == 1 ? i / 2 : i;
-    state.o[k] = fmaf(__int2float_rn(state.product[k / 32][k % 32]), state.factor[k / 2 % 2], state.o[k]);
+constexpr int LOGITS = BLOCK_KV / 2;  // that a thread holds
+
+// Adds the elements of the last product to o, spread evenly over the logits: those of logit i.
+__device__ __forceinline__ void accumulate_elements(State& state, int i) {
+    constexpr int ELEMENTS = 32 * CHUNKS;
+#pragma unroll
+    for (int k = (i * ELEMENTS + LOGITS - 1) / LOGITS; k < ((i + 1) * ELEMENTS + LOGITS - 1) / LOGITS; ++k)
+        state.o[k] = fmaf(__int2float_rn(state.product[k / 32][k % 32]), state.factor[k / 2 % 2], state.o[k]);
 }
 
 // P of one tile, whose largest logit per row is `m_tile`: in INT8, as the left operand of a product (see round_tile), and
 // its sum per row. The product of the previous tile is accumulated in between, so that more units are busy.
 template <bool FAST>
-__device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[64], float factor,
+__device__ __forceinline__ void probabilities(u32 (&p_int8)[LOGITS / 4], const int (&s)[LOGITS], float factor,
                                               const float (&m_tile)[2], float (&sum)[2], State& state) {
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {  // 16 columns
+    for (int j = 0; j < LOGITS / 8; ++j) {  // 16 columns
         float p[8];
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             const int i = 8 * j + e;
             p[e] = probability<FAST>(s[i], factor, m_tile[i / 2 % 2]);
             part[e % 4] += p[e];
-            accumulate_element(state, i);
+            accumulate_elements(state, i);
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -137,11 +141,11 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[16], const int (&s)[
 
 // The same in 16 bits, for logits whose running maximum is `m`.
 template <bool FAST>
-__device__ __forceinline__ void probabilities(u32 (&p_16bit)[32], const int (&s)[64], float factor, const float (&m)[2],
+__device__ __forceinline__ void probabilities(u32 (&p_16bit)[LOGITS / 2], const int (&s)[LOGITS], float factor, const float (&m)[2],
                                               float (&sum)[2], State&) {
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int k = 0; k < 32; ++k) {  // two columns
+    for (int k = 0; k < LOGITS / 2; ++k) {  // two columns
         const int r = k % 2;
         const float first = probability<FAST>(s[2 * k], factor, m[r]), second = probability<FAST>(s[2 * k + 1], factor, m[r]);
         part[2 * r] += first;
@@ -156,14 +160,14 @@ __device__ __forceinline__ void probabilities(u32 (&p_16bit)[32], const int (&s)
 // of V before it is rounded, so that its row needs a scale, `p_scale`. `q_factor`: from a row of S times a scale of K to logits.
 // `k_scales`: from this thread's first column on; every fourth is one's own, and those of V follow. IS_CUT: S may be MASKED.
 template <bool IS_CUT, int WORDS>
-__device__ __forceinline__ void probabilities_of_tokens(u32 (&p_int8)[WORDS], const int (&s)[64], const float (&q_factor)[2],
+__device__ __forceinline__ void probabilities_of_tokens(u32 (&p_int8)[WORDS], const int (&s)[LOGITS], const float (&q_factor)[2],
                                                         const float2* k_scales, float (&m_tile)[2], float (&sum)[2],
                                                         float (&p_scale)[2], State& state) {
     const float2* v_scales = k_scales + BLOCK_KV / 2;
-    float x[64];  // logits, then P
+    float x[LOGITS];  // logits, then P
     m_tile[0] = m_tile[1] = -INFINITE;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < LOGITS; ++i) {
         const int r = i / 2 % 2;
         const float factor = __fmul_rn(q_factor[r], pick(k_scales[i / 4 * 4], i % 2));
         x[i] = IS_CUT && s[i] == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(s[i]), factor);
@@ -174,17 +178,17 @@ __device__ __forceinline__ void probabilities_of_tokens(u32 (&p_int8)[WORDS], co
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         m_tile[r] = row_max(m_tile[r]);
-        shift[r] = HAS_WINDOW && m_tile[r] == -INFINITE ? 0.0f : m_tile[r];  // the tile may hide all its keys
+        shift[r] = MAY_HIDE_ALL && m_tile[r] == -INFINITE ? 0.0f : m_tile[r];
     }
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < LOGITS; ++i) {
         const int r = i / 2 % 2;
         const bool is_masked = IS_CUT && x[i] == -INFINITE;
         const float p = exp2_fast(__fadd_rn(x[i], -shift[r]));
         part[i % 4] += p;
         x[i] = is_masked ? 0.0f : p * pick(v_scales[i / 4 * 4], i % 2);  // 0 even next to a NaN
         largest[r] = max(largest[r], __float_as_int(x[i]));
-        accumulate_element(state, i);
+        accumulate_elements(state, i);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -202,7 +206,7 @@ __device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float m = fmaxf(state.m[r], m_tile[r]);
-        const float shift = HAS_WINDOW && m == -INFINITE ? 0.0f : m;  // a query may have seen no key yet
+        const float shift = MAY_HIDE_ALL && m == -INFINITE ? 0.0f : m;  // a query may have seen no key yet
         share[r] = exp2_fast(m_tile[r] - shift);
         rescale[r] = exp2_fast(state.m[r] - shift);
         state.m[r] = m;
@@ -266,10 +270,10 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const u32 base = descriptor_base(shared_address(shared));
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), ring = base + RING / 16;
 
-    const float* q_scales = reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + Q_TILE);
+    const float* q_scales = reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + STEP_TILE);
     const float q_scale[2] = {q_scales[HAS_TOKEN_SCALES ? row : 0], q_scales[HAS_TOKEN_SCALES ? row + 8 : 0]};
     const float q_factor[2] = {logit_factor(q_scale[0], 1.0f, a.scale), logit_factor(q_scale[1], 1.0f, a.scale)};
-    int s[64];
+    int s[LOGITS];
     Ring<STAGES> before = keys;
     if constexpr (P_IS_16BIT) finish_product(state);  // zero o before the first wgmma: later writes would serialize it
     keys.wait_full();
@@ -290,7 +294,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         }
 
         float m_tile[2], rescale[2], share[2], sum[2], p_scale[2] = {scales.y * (1.0f / P_MAX), scales.y * (1.0f / P_MAX)};
-        u32 p[P_IS_16BIT ? 32 : 16];
+        u32 p[LOGITS / (P_IS_16BIT ? 2 : 4)];
         wgmma_wait<0>();
         pin(s);
         finish_product(state);
@@ -306,11 +310,11 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         } else {
             int largest[2] = {MASKED, MASKED};
 #pragma unroll
-            for (int i = 0; i < 64; i += 2) largest[i / 2 % 2] = max(max(largest[i / 2 % 2], s[i]), s[i + 1]);
+            for (int i = 0; i < LOGITS; i += 2) largest[i / 2 % 2] = max(max(largest[i / 2 % 2], s[i]), s[i + 1]);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int m = row_max(largest[r]);
-                m_tile[r] = HAS_WINDOW && m == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(m), factor);
+                m_tile[r] = MAY_HIDE_ALL && m == MASKED ? -INFINITE : __fmul_rn(__int2float_rn(m), factor);
             }
             if constexpr (P_IS_16BIT) raise_maximum(state, m_tile, rescale, share);  // before the product is added to o
             const float (&maximum)[2] = P_IS_16BIT ? state.m : m_tile;

@@ -65,26 +65,66 @@ __device__ __forceinline__ void copy_tokens(u32 target, const TensorMap& x, cons
     for (int c = 0; c < D / 64; ++c) tensor_copy(target + c * CHUNK_BYTES, x, c * 64, first, head.index, head.sequence, full);
 }
 
-// Copies Q by rows, dO, its statistics and the scales, Q_AND_GRAD_BYTES, one behind the other. `block`: the packed block, counted
-// over all heads; `first`: its first token, also below.
-__device__ __forceinline__ void copy_q_and_grad(u32 target, const u8* packed_q, const u8* packed_grad, const TensorMaps& maps,
-                                                i64 block, const Head& head, int first, u32 full) {
-    bulk_copy(target, packed_q + block * PACKED_Q_BYTES, Q_ROWS_TILE, full);
-    target += Q_ROWS_TILE;
-    if constexpr (!PACKS_16BIT) {
-        copy_tokens<BLOCK_Q * 128>(target, maps.grad, head, first, full);
-        target += 2 * Q_TILE;
+// A step of queries: its packed block, counted over all heads, and which step of the block it is.
+struct Step {
+    i64 block;
+    int part;
+};
+__device__ __forceinline__ Step step_at(i64 step) { return {step / STEPS_OF_BLOCK, int(step % STEPS_OF_BLOCK)}; }
+
+// Copies Q by rows and its scale, one behind the other.
+__device__ __forceinline__ void copy_q(u32 target, const u8* packed_q, const Step& step, u32 full) {
+    const u8* source = packed_q + step.block * PACKED_Q_BYTES;
+    if constexpr (STEPS_OF_BLOCK == 1) {
+        bulk_copy(target, source, PACKED_Q_BYTES, full);
+    } else {
+        bulk_copy(target, source + step.part * STEP_TILE, STEP_TILE, full);
+        bulk_copy(target + STEP_TILE, source + Q_TILE, TAIL, full);
     }
-    bulk_copy(target, packed_grad + block * PACKED_GRAD_BYTES, PACKED_GRAD_BYTES, full);
+}
+
+// Copies Q by rows, dO, its statistics and the scales, Q_AND_GRAD_BYTES, one behind the other. `first`: the step's first token,
+// also below.
+__device__ __forceinline__ void copy_q_and_grad(u32 target, const u8* packed_q, const u8* packed_grad, const TensorMaps& maps,
+                                                const Step& step, const Head& head, int first, u32 full) {
+    bulk_copy(target, packed_q + step.block * PACKED_Q_BYTES + step.part * STEP_ROWS_TILE, STEP_ROWS_TILE, full);
+    target += STEP_ROWS_TILE;
+    const u8* source = packed_grad + step.block * PACKED_GRAD_BYTES;
+    constexpr int CHUNK_BYTES = STEP_Q * 128;  // 64 channels of dO
+    if constexpr (!PACKS_16BIT) {
+        copy_tokens<CHUNK_BYTES>(target, maps.grad, head, first, full);
+        target += 2 * STEP_TILE;
+    }
+    if constexpr (STEPS_OF_BLOCK == 1) {
+        bulk_copy(target, source, PACKED_GRAD_BYTES, full);
+        return;
+    }
+    if constexpr (PACKS_16BIT) {
+#pragma unroll
+        for (int c = 0; c < D / 64; ++c)
+            bulk_copy(target + c * CHUNK_BYTES, source + (c * STEPS_OF_BLOCK + step.part) * CHUNK_BYTES, CHUNK_BYTES, full);
+        target += 2 * STEP_TILE;
+        source += PACKED_GRAD_16BIT_BYTES;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)  // -logsumexp, -delta
+        bulk_copy(target + i * STEP_Q * 4, source + (i * STEPS_OF_BLOCK + step.part) * STEP_Q * 4, STEP_Q * 4, full);
+    bulk_copy(target + STEP_STATS, source + ROW_STATS, TAIL, full);
 }
 
 // Copies what dV and dK multiply P and dS by, Q_COLUMNS_BYTES.
-__device__ __forceinline__ void copy_q_columns(u32 target, const u8* packed_q_columns, const TensorMaps& maps, i64 block,
+__device__ __forceinline__ void copy_q_columns(u32 target, const u8* packed_q_columns, const TensorMaps& maps, const Step& step,
                                                const Head& head, int first, u32 full) {
-    if constexpr (PACKED_Q_COLUMNS_BYTES == 0)
-        copy_tokens<BLOCK_Q * 128>(target, maps.q, head, first, full);
-    else
-        bulk_copy(target, packed_q_columns + block * PACKED_Q_COLUMNS_BYTES, PACKED_Q_COLUMNS_BYTES, full);
+    const u8* source = packed_q_columns + step.block * PACKED_Q_COLUMNS_BYTES;
+    if constexpr (PACKED_Q_COLUMNS_BYTES == 0) {
+        copy_tokens<STEP_Q * 128>(target, maps.q, head, first, full);
+    } else if constexpr (STEPS_OF_BLOCK == 1) {
+        bulk_copy(target, source, PACKED_Q_COLUMNS_BYTES, full);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)  // Q, dO
+            bulk_copy(target + i * STEP_TILE, source + (i * STEPS_OF_BLOCK + step.part) * STEP_TILE, STEP_TILE, full);
+    }
 }
 
 // Copies K by rows, V in 16 bits and the scale of K, K_AND_V_BYTES, one behind the other.

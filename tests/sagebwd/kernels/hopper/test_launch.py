@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -55,7 +56,7 @@ def assert_same_fields(structure, name, text):
     [
         ("forward", hopper.CForward),
         ("dk_dv", hopper._CDkDv),
-        ("dq", hopper._CDq),
+        ("dq.cuh", hopper._CDq),
         ("backward", hopper._CBackward),
         ("finish_dq", hopper._CFinishDq),
     ],
@@ -63,9 +64,19 @@ def assert_same_fields(structure, name, text):
 )
 def test_arguments_are_those_of_the_source(source, structure):
     """Names, order and types: the driver sees nothing but their size."""
-    files = (SHARED / "layout.cuh", SHARED / "scheduler.cuh", hopper.SOURCES.path(source))
+    folder = hopper.SOURCES.path("dq").parent
+    file = folder / source if source.endswith(".cuh") else hopper.SOURCES.path(source)
+    files = (SHARED / "layout.cuh", SHARED / "scheduler.cuh", file)
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     assert_same_fields(structure, "Arguments", text)
+
+
+MACROS_OF_SHAPES = {
+    "": {},
+    "P_16BIT": {"P_16BIT": True},
+    "DK_16BIT": {"P_16BIT": True, "DK_16BIT": True},
+    "SCALES_OF_TILES": hopper.TILE_SCALES_MACROS,
+}
 
 
 def check_syntax(source, head_dim, operands, threads, shared_bytes, **macros):
@@ -75,7 +86,7 @@ def check_syntax(source, head_dim, operands, threads, shared_bytes, **macros):
         "IS_CAUSAL": 1,
         "LAUNCH_THREADS": threads,
         "LAUNCH_BYTES": shared_bytes,
-        **({"P_16BIT": True, operands: True} if operands else {}),
+        **MACROS_OF_SHAPES[operands],
         **macros,
     }
     compile_source(hopper.SOURCES, source, defines, ["--fdevice-syntax-only"])
@@ -85,7 +96,8 @@ def check_syntax(source, head_dim, operands, threads, shared_bytes, **macros):
 @pytest.mark.parametrize(("source", "head_dim", "operands"), hopper.CTA_SHAPES, ids=str)
 def test_cta_shapes_are_those_of_the_sources(source, head_dim, operands):
     cta = hopper.CTA_SHAPES[source, head_dim, operands]
-    assert cta.tokens == hopper.CTA_SHAPES[source, head_dim, ""].tokens  # _work_tokens relies on it
+    like = hopper.CTA_SHAPES[source.removesuffix("_tile_scales"), head_dim, ""]
+    assert cta.tokens == like.tokens  # _work_tokens relies on it
     assert cta.shared_bytes <= 226 * 1024  # of the 227 KiB that a CTA may have; barriers take a little
     for token_scales in {False, source != "backward" and not operands}:  # they lie in the padding of stages
         for unpacked in (False, True):
@@ -193,6 +205,32 @@ def test_scales_of_tokens_reach_all_kernels(launched, sample, operand_scales, pa
     hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
     assert all(defines["TOKEN_SCALES"] is is_token for _, defines, _ in launched)
     shape = packed_kv_shape(k, axes[1].blocks, is_token, packs_16bit=False)
+    assert saved.packed_kv.shape == (shape if pack_once else (0,))
+
+
+@pytest.mark.parametrize("pack_once", [True, False], ids=["packed once", "packed again"])
+def test_dq_finds_the_scales_of_tiles_before_dk_and_dv_use_them(launched, sample, pack_once):
+    """One of P and one of dS for each tile of 128 x 64."""
+    q, k, v, grad_out = sample(140, heads=4, kv_heads=2, head_dim=64)
+    axes = [Axis.of(140, block, None) for block in hopper.TILE_WITH_SCALES]
+    options = {
+        "window": Window.of(True),
+        "scale": 0.1,
+        "config": replace(SageConfig.paper(), unsigned_p=True),
+    }
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    names = [name for name, _, _ in launched]
+    assert names[-4:] == ["pack_grad", "pack_k_columns", "dq_tile_scales", "dk_dv"]
+    for name, defines, _ in launched:
+        assert (defines["TILE_Q"], defines["TILE_KV"], defines["Q_STEP"]) == (128, 64, 64), name
+    first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
+    assert all(first[name][0]["UNSIGNED_P"] for name in ("forward", "dq_tile_scales", "dk_dv"))
+    (dq, *_), (dk_dv, *_) = first["dq_tile_scales"][1], first["dk_dv"][1]
+    assert dq.tile_scales == dk_dv.tile_scales is not None
+    assert dq.packed_k_columns == address(first["pack_k_columns"][1][1])
+    assert dq.axes.tile_counter != dk_dv.axes.tile_counter
+    shape = packed_kv_shape(k, 3, block_kv=64, packs_16bit=False)
     assert saved.packed_kv.shape == (shape if pack_once else (0,))
 
 

@@ -5,6 +5,7 @@ They must agree with the reference. On a GPU the other files of this folder test
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -31,7 +32,8 @@ def attend_on_cpu(emulated):
     """Out, dq, dk and dv of the Hopper kernels, on CPU tensors."""
 
     def attend_on_cpu(q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None):
-        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
+        blocks = config.tile(q.shape[3])
+        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in zip((q, k), blocks, strict=True)]
         window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
         options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
         saved = hopper.forward(q, k, v, *axes, pack_for_backward=False, **options)
@@ -43,6 +45,9 @@ def attend_on_cpu(emulated):
 STRICT = SageConfig.strictly_causal()
 #: Token scales with all that may go with them.
 TOKEN_SCALES = SageConfig(operand_scales="token", smooth_v=True, unsigned_p=True)
+PAPER = SageConfig.paper()
+#: Scales of tiles with all that may go with them.
+TILE_SCALES = replace(PAPER, smooth_k=False, smooth_v=True, unsigned_p=True)
 CASES = {
     "default, packed": (DEFAULT_CONFIG, 64, True, [1, 64, 65, 0, 127, 2]),
     "default": (DEFAULT_CONFIG, 128, False, None),
@@ -54,6 +59,10 @@ CASES = {
     "strictly causal, many channels": (STRICT, 128, True, [1, 64, 65, 0, 130, 2]),
     "token scales": (TOKEN_SCALES, 128, False, None),
     "token scales, fewer channels": (TOKEN_SCALES, 40, False, [200, 30]),
+    "paper": (PAPER, 64, True, None),
+    "paper, packed": (PAPER, 72, True, [1, 64, 65, 0, 130, 2]),
+    "tile scales": (TILE_SCALES, 128, False, None),
+    "tile scales, fewer channels, packed": (TILE_SCALES, 40, False, [200, 30]),
 }
 
 
@@ -82,8 +91,8 @@ def token_major(x):
 @pytest.mark.parametrize("lay", [token_major, every_other])
 @pytest.mark.parametrize(
     "config",
-    [DEFAULT_CONFIG, SageConfig.int8_scores(), SageConfig.consistent()],
-    ids=["default", "int8_scores", "consistent"],
+    [DEFAULT_CONFIG, SageConfig.int8_scores(), SageConfig.consistent(), PAPER],
+    ids=["default", "int8_scores", "consistent", "paper"],
 )
 def test_layout_changes_nothing(attend_on_cpu, draw, config, lay, head_dim):
     """Of several heads of several sequences, of which kernels read V, dO and Q where they are."""
@@ -96,11 +105,12 @@ def test_layout_changes_nothing(attend_on_cpu, draw, config, lay, head_dim):
         assert x.stride() == torch.empty_like(lay(like)).stride(), name
 
 
-@pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65)])
-def test_lengths(attend_on_cpu, draw, n_q, n_kv):
+@pytest.mark.parametrize("config", [STRICT, PAPER], ids=["strictly causal", "paper"])
+@pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65), (129, 200)])
+def test_lengths(attend_on_cpu, draw, n_q, n_kv, config):
     inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
-    found = attend_on_cpu(*inputs, is_causal=True, config=STRICT)
-    wanted = reference.attention(*inputs, is_causal=True, config=STRICT, enable_gqa=True)
+    found = attend_on_cpu(*inputs, is_causal=True, config=config)
+    wanted = reference.attention(*inputs, is_causal=True, config=config, enable_gqa=True)
     for name, x in zip(NAMES, found, strict=True):
         y = getattr(wanted, name)
         assert relative_l2(x, y) < 8e-3 or (x - y).abs().max() < 1e-5, name
@@ -108,8 +118,8 @@ def test_lengths(attend_on_cpu, draw, n_q, n_kv):
 
 @pytest.mark.parametrize(
     ("config", "head_dim", "is_causal"),
-    [(DEFAULT_CONFIG, 64, True), (STRICT, 64, True), (TOKEN_SCALES, 128, False)],
-    ids=["default", "strictly causal", "token scales"],
+    [(DEFAULT_CONFIG, 64, True), (STRICT, 64, True), (TOKEN_SCALES, 128, False), (PAPER, 64, True)],
+    ids=["default", "strictly causal", "token scales", "paper"],
 )
 def test_the_order_in_which_threads_run_changes_nothing(
     attend_on_cpu, in_all_orders, draw, config, head_dim, is_causal
@@ -119,7 +129,9 @@ def test_the_order_in_which_threads_run_changes_nothing(
     in_all_orders(lambda: attend_on_cpu(*inputs, is_causal=is_causal, config=config))
 
 
-@pytest.mark.parametrize("config", [DEFAULT_CONFIG, STRICT], ids=["default", "strictly causal"])
+@pytest.mark.parametrize(
+    "config", [DEFAULT_CONFIG, STRICT, PAPER], ids=["default", "strictly causal", "paper"]
+)
 @pytest.mark.parametrize("name", INPUTS)
 def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(attend_on_cpu, draw, name, config):
     """Token 70 is in the second block of queries, and in the tile of keys that all blocks see."""
@@ -151,6 +163,7 @@ WINDOWED_CONFIGS = {
     "INT8 dQ": DEFAULT_CONFIG,
     "16-bit dQ": without_int8("dq"),
     "token scales": STRICT,
+    "tile scales": TILE_SCALES,
 }
 #: (queries, keys, window, settings, head size): whole tiles to skip on either side, of keys or queries; no
 #: limit on one side; queries that see no key, one with only some of its tile, and keys that no query sees.
@@ -166,6 +179,11 @@ WINDOWS = (
     (200, 66, (40, -1), "token scales", 64),
     (70, 260, (-1, 40), "token scales", 128),
     (65, 65, (0, 1), "token scales", 64),
+    (330, 330, (9, 0), "tile scales", 64),
+    (310, 310, (140, 70), "tile scales", 128),
+    (200, 66, (40, -1), "tile scales", 64),
+    (70, 260, (-1, 40), "tile scales", 128),
+    (65, 65, (0, 1), "tile scales", 64),
 )
 
 
@@ -188,6 +206,7 @@ WINDOWED_CASES = {
     "consistent": (SageConfig.consistent(), None),
     "consistent, 16-bit dQ, packed": (without_int8("o", "dv", "dq", compensate_o=True), [130, 65]),
     "strictly causal, packed": (STRICT, [1, 64, 65, 0, 130, 2]),
+    "paper, packed": (PAPER, [1, 64, 65, 0, 130, 2]),
 }
 
 
@@ -238,6 +257,7 @@ def test_nan_with_a_window_comes_out_where_the_reference_has_it(attend_on_cpu, d
         ("aot_eager", DEFAULT_CONFIG),
         ("inductor", SageConfig.consistent()),
         (None, SageConfig.int8_scores()),
+        ("aot_eager", PAPER),
     ],
 )
 def test_what_is_packed_replaces_q_k_and_v_in_the_backward(
@@ -273,7 +293,9 @@ def test_what_is_packed_replaces_q_k_and_v_in_the_backward(
 
 
 @pytest.mark.parametrize("documents", [None, [20, 0, 20]], ids=["whole", "packed"])
-@pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.consistent()], ids=["default", "consistent"])
+@pytest.mark.parametrize(
+    "config", [DEFAULT_CONFIG, SageConfig.consistent(), PAPER], ids=["default", "consistent", "paper"]
+)
 def test_operators_keep_their_promises(attend_on_cpu, draw, monkeypatch, config, documents):
     """As in test_torch.py, with Q and K packed, and V, too, if there are documents."""
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)])
