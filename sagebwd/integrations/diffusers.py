@@ -399,7 +399,8 @@ def _shorten(layers: tuple[str, ...]) -> str:
 def _watch(model_class: type) -> None:
     """Let ``set_attention_backend`` look at the model first: for a name of ours, it must bypass nothing."""
     set_backend = model_class.set_attention_backend
-    if hasattr(set_backend, "is_watched_by_sagebwd"):
+    watchers = getattr(set_backend, "sagebwd_watchers", ())  # one of each copy of this package
+    if _watch in watchers:
         return
 
     @functools.wraps(set_backend)
@@ -411,7 +412,7 @@ def _watch(model_class: type) -> None:
         if name in _fallbacks:
             _warn_of_followers(model, name)
 
-    watching.is_watched_by_sagebwd = True
+    watching.sagebwd_watchers = (*watchers, _watch)
     model_class.set_attention_backend = watching
 
 

@@ -137,7 +137,8 @@ def _watch_models() -> None:
     transformers asks this method of each model, with the name that was requested, which attention to take.
     """
     ask = PreTrainedModel.get_correct_attn_implementation
-    if hasattr(ask, "is_watched_by_sagebwd"):
+    watchers = getattr(ask, "sagebwd_watchers", ())  # one of each copy of this package, see build_hub_kernel
+    if _attention in watchers:
         return
 
     @functools.wraps(ask)
@@ -150,7 +151,7 @@ def _watch_models() -> None:
             requested = None  # transformers' choice, and its own mask
         return ask(model, requested, *others, **settings)
 
-    watching.is_watched_by_sagebwd = True
+    watching.sagebwd_watchers = (*watchers, _attention)
     PreTrainedModel.get_correct_attn_implementation = watching
 
 

@@ -25,6 +25,7 @@ QUESTIONS = {
     "Is it faster than FlashAttention-2?": ("figures2-3", "always", ""),
     "Does pre-training end": ("figure1b", "qk_norm", "34.7M parameters"),
     "… with the paper's 325M": ("figure1b", "qk_norm", "324M parameters"),
+    "… and without QK-norm": ("figure1b", "no_qk_norm", "324M parameters"),
     "Is there the paper's gap": ("figure1a", "gap", "learning rate 0.001"),
     "Is dS the bottleneck": (
         "gradient_bias",

@@ -13,6 +13,7 @@ from transformers import modeling_flash_attention_utils
 from transformers.integrations import hub_kernels
 
 import sagebwd
+from sagebwd.integrations.transformers import register
 from scripts import build_hub_kernel
 from scripts.build_hub_kernel import PACKAGE, BuildError, build
 
@@ -231,3 +232,15 @@ def test_transformers_trains_with_a_name_of_the_hub(model, transformers_finds_it
         layer.self_attn.attention_dropout = 0.5
     with pytest.raises(NotImplementedError, match="dropout"):
         gradients(model, "owner/sagebwd")
+
+
+def test_the_installed_package_and_one_of_the_hub_both_notice_a_model_that_computes_attention_itself(hub):
+    """Whichever registered first."""
+    config = transformers.DebertaV2Config(
+        num_hidden_layers=1, num_attention_heads=2, vocab_size=97, hidden_size=32, intermediate_size=32
+    )
+    hub.integrations.transformers.register("hub-strict", fallback="error")
+    register("strict", fallback="error")
+    for name in ("hub-strict", "strict"):
+        with pytest.raises(NotImplementedError, match="attention that the model computes itself"):
+            transformers.AutoModel.from_config(config, attn_implementation=name)
