@@ -47,10 +47,10 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
 TRITON_BLOCKS = (32, 64, 128)
-#: CUDA: the tile, (queries, keys), the Hopper kernels' with granularity="block", the tiles of the Ampere
-#: kernels, and the head sizes that are padded to 64 or 128.
+#: CUDA: the tile, (queries, keys), the Hopper kernels' with granularity="block" and with S in 16 bits, the
+#: tiles of the Ampere kernels, and the head sizes that are padded to 64 or 128.
 CUDA_TILE = (64, 128)
-HOPPER_TILE_WITH_SCALES = (128, 64)
+HOPPER_TILE_WITH_SCALES, HOPPER_TILE_WITH_16_BIT_S = (128, 64), (64, 64)
 AMPERE_TILES = (CUDA_TILE, (128, 64), (64, 64))
 CUDA_HEAD_DIMS = range(33, 129)
 #: Products that may run in 16 bit: with the Ampere kernels, with the Hopper kernels. The paper's other INT8
@@ -143,6 +143,8 @@ def obstacles(kernels: str, call: Call) -> list[Rule]:
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
+    if kernels == "hopper" and _has_16_bit_s(call.config):
+        return [Rule(False, "with s_fwd and s_bwd in 16 bit it ran on a CPU only, by emulation", request)]
     if kernels == "ampere" and call.gpu == ABSENT_GPU:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
@@ -180,13 +182,23 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
     config = call.config
-    has_tile_scales = config.granularity == "block"
+    has_tile_scales, s_16bit = config.granularity == "block", _has_16_bit_s(config)
+    tile, in_16_bit = CUDA_TILE, HOPPER_16_BIT_MATMULS
+    if has_tile_scales:
+        tile, in_16_bit = HOPPER_TILE_WITH_SCALES, ()
+    elif s_16bit:
+        tile, in_16_bit = HOPPER_TILE_WITH_16_BIT_S, ("o", "s_fwd", "s_bwd")
+    own_tile = config.tile(call.head_dim)
     yield from _rules_of_cuda_kernels(
-        call,
-        (HOPPER_TILE_WITH_SCALES,) if has_tile_scales else (CUDA_TILE,),
-        () if has_tile_scales else HOPPER_16_BIT_MATMULS,
-        has_tile_scales=config.tile(call.head_dim) == HOPPER_TILE_WITH_SCALES,
+        call, (tile,), in_16_bit, has_tile_scales=own_tile == HOPPER_TILE_WITH_SCALES
     )
+    if s_16bit:
+        yield _s_in_16_bit(config, has_64_keys=own_tile[1] == 64)
+        yield Rule(
+            config.operand_scales == "token",
+            "operand_scales is 'block', and s_fwd and s_bwd are not in INT8",
+            "set operand_scales='token'",
+        )
     yield Rule(
         config.is_int8("dk") or not (config.is_int8("dv") or config.is_int8("dq")),
         "dk is not in INT8, and dv or dq is",
@@ -198,7 +210,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
         f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
     )
     yield _has_cuda_compiler(call)
-    if has_tile_scales or not all(map(config.is_int8, HOPPER_16_BIT_MATMULS)):
+    if has_tile_scales or not (s_16bit or all(map(config.is_int8, HOPPER_16_BIT_MATMULS))):
         yield _scales_of_blocks(config)
 
 
@@ -209,7 +221,7 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
         return
     config, tile = call.config, call.config.tile(call.head_dim)
     has_64_keys, is_small = tile[1] == 64, call.head_dim <= CUDA_HEAD_DIMS[-1]
-    s_16bit = not (config.is_int8("s_fwd") or config.is_int8("s_bwd"))
+    s_16bit = _has_16_bit_s(config)
     yield _since_ampere(call.gpu)
     tiles = AMPERE_TILES if is_small else (TILE_OF_LARGE_HEADS,)
     matmuls_in_16_bit = (*CUDA_16_BIT_MATMULS, *(("s_fwd", "s_bwd") if s_16bit else ()))
@@ -219,12 +231,8 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
         "dv is not in INT8, and tiles have 64 keys",
         "add 'dv' to int8_matmuls, or set block_kv=None for up to 128 channels",
     )
-    yield Rule(
-        not s_16bit or (has_64_keys and is_small and not config.is_int8("o") and not config.smooths_k),
-        "s_fwd and s_bwd are not in INT8",
-        "add them to int8_matmuls, or remove 'o', too, and set smooth_k=False and block_kv=64, for up to 128 "
-        "channels",
-    )
+    if s_16bit:
+        yield _s_in_16_bit(config, has_64_keys=has_64_keys and is_small)
     yield _has_cuda_compiler(call)
     if not s_16bit and not all(map(config.is_int8, CUDA_16_BIT_MATMULS)):
         yield _scales_of_blocks(config)
@@ -256,6 +264,19 @@ def _since_ampere(gpu: GPU) -> Rule:
     return Rule(
         gpu.capability >= AMPERE and not gpu.is_amd,
         f"{gpu.name} has no kernels: they need an NVIDIA GPU of the Ampere generation or later",
+    )
+
+
+def _has_16_bit_s(config: SageConfig) -> bool:
+    return not (config.is_int8("s_fwd") or config.is_int8("s_bwd"))
+
+
+def _s_in_16_bit(config: SageConfig, *, has_64_keys: bool) -> Rule:
+    return Rule(
+        has_64_keys and not config.is_int8("o") and not config.smooths_k,
+        "s_fwd and s_bwd are not in INT8",
+        "add them to int8_matmuls, or remove 'o', too, and set smooth_k=False and block_kv=64, for up to 128 "
+        "channels",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import fields, replace
 from itertools import pairwise, product
@@ -32,6 +33,9 @@ def without_int8(*products, **settings):
     names = tuple(name for name in PAPER_INT8_MATMULS if name not in products)
     return SageConfig(int8_matmuls=names, **settings)
 
+
+#: Row scales in tiles that the Ampere kernels have and the Hopper kernels do not.
+OTHER_TILES = SageConfig(block_q=128, block_kv=64)
 
 # --- The rules ---------------------------------------------------------------------------------------------
 
@@ -116,7 +120,7 @@ def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose
 
 def test_the_ampere_kernels_run_on_hopper_on_request_only():
     faster = 'on Hopper Triton multiplies INT8 by wgmma, which is faster (pass kernels="ampere" to run it)'
-    assert explain_call(call(config=SageConfig.accurate())).reasons["ampere"] == faster
+    assert explain_call(call(config=OTHER_TILES)).reasons["ampere"] == faster
     assert explain_call(call(RTX_4090, SageConfig(block_q=32, block_kv=32))).kernels == "triton"
 
 
@@ -143,6 +147,25 @@ def test_the_hopper_kernels_have_scales_of_tiles_of_the_paper(choose):
         ({"int8_matmuls": without_int8("dq").int8_matmuls}, "dq not in INT8 (add them to int8_matmuls)"),
     ):
         assert reason in explain_call(call(config=replace(paper, **change))).reasons["hopper"], change
+
+
+def test_the_hopper_kernels_have_16_bit_s_where_accurate_has_it(choose):
+    """On request, until they have run on a GPU."""
+    accurate = SageConfig.accurate()
+    for head_dim in (40, 64, 128):
+        assert choose(config=accurate, head_dim=head_dim, kernels="hopper") == "hopper"
+        assert choose(config=accurate, head_dim=head_dim) == "triton"  # without a warning
+    for change, reason in (
+        ({"block_q": None, "block_kv": None}, "s_fwd and s_bwd are not in INT8"),
+        ({"block_q": 128}, "block_q is 128 and block_kv 64 (set block_q=64 and block_kv=64)"),
+        ({"operand_scales": "block"}, "operand_scales is 'block', and s_fwd and s_bwd are not in INT8"),
+        ({"smooth_k": True}, "s_fwd and s_bwd are not in INT8"),
+        ({"int8_matmuls": ("o", "dv", "dq", "dk")}, "s_fwd and s_bwd are not in INT8"),
+        ({"int8_matmuls": ("dq", "dk")}, "dv not in INT8"),
+        ({"int8_matmuls": ("s_fwd", "dv", "dq", "dk")}, "s_bwd not in INT8"),
+    ):
+        with pytest.raises(NotImplementedError, match=re.escape(reason)):
+            choose(config=replace(accurate, **change), kernels="hopper")
 
 
 def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
@@ -347,7 +370,7 @@ def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     assert choose(A100) == "ampere"
     message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
     with pytest.raises(NotImplementedError, match=message):
-        choose(H200, SageConfig.accurate())
+        choose(H200, OTHER_TILES)
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
         choose(A100, SageConfig(block_q=32, block_kv=32))
 

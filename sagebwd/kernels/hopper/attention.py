@@ -6,7 +6,8 @@ docs/kernels.md says why. If tiles have scales, dq_tile_scales.cu finds them and
 The same arithmetic as the Triton kernels, for head sizes above 32 up to 128 and the default settings.
 ``smooth_k``, ``smooth_v`` and ``unsigned_p`` may have either value. O and dV may take 16-bit P (P_16BIT in
 the sources), and such an O may be compensated (COMPENSATE_O). If all products are in INT8, tokens may have
-scales of their own (TOKEN_SCALES), or P and dS of a tile of 128 × 64 one (SCALES_OF_TILES).
+scales of their own (TOKEN_SCALES), or P and dS of a tile of 128 × 64 one (SCALES_OF_TILES). S and O together
+may be in 16 bits (S_16BIT), in tiles of 64 × 64.
 """
 
 from __future__ import annotations
@@ -43,16 +44,28 @@ TILE_SCALES_MACROS = {
 }  # fmt: skip
 
 
+#: The tile where S is in 16 bits.
+TILE_WITH_16_BIT_S = (64, 64)
+S_16BIT_MACROS = {"S_16BIT": True, "TILE_Q": TILE_WITH_16_BIT_S[0], "TILE_KV": TILE_WITH_16_BIT_S[1]}
+
+
 @functools.cache
 def packer(config: SageConfig, *, has_documents: bool) -> packing.Packer:
     """Packs for these settings, with packed documents or without."""
-    options = {"tile": TILE_WITH_SCALES, "step_q": STEP_Q} if _has_tile_scales(config) else {}
-    token_scales = config.operand_scales == "token"
-    return packing.Packer(SOURCES, token_scales=token_scales, packs_16bit=has_documents, **options)
+    options = {"token_scales": config.operand_scales == "token", "packs_16bit": has_documents}
+    if _has_tile_scales(config):
+        options |= {"tile": TILE_WITH_SCALES, "step_q": STEP_Q}
+    if _has_16bit_s(config):
+        options |= {"tile": TILE_WITH_16_BIT_S, "s_16bit": True}
+    return packing.Packer(SOURCES, **options)
 
 
 def _has_tile_scales(config: SageConfig) -> bool:
     return config.granularity == "block"
+
+
+def _has_16bit_s(config: SageConfig) -> bool:
+    return not config.is_int8("s_fwd")
 
 
 # --- Arguments: struct Arguments of each source ------------------------------------------------------------
@@ -143,17 +156,23 @@ CTA_SHAPES = {
     ("forward", 64, ""): CTAShape(3, 147_456),
     ("forward", 64, "P_16BIT"): CTAShape(3, 196_608),
     ("forward", 64, "SCALES_OF_TILES"): CTAShape(3, 153_600),
+    ("forward", 64, "S_16BIT"): CTAShape(3, 183_296),
     ("forward", 128, ""): CTAShape(2, 188_416),
     ("forward", 128, "P_16BIT"): CTAShape(2, 203_776),
     ("forward", 128, "SCALES_OF_TILES"): CTAShape(2, 192_512),
+    ("forward", 128, "S_16BIT"): CTAShape(2, 198_656),
     ("dk_dv", 64, ""): CTAShape(3, 196_608),
     ("dk_dv", 64, "P_16BIT"): CTAShape(3, 172_032),
     ("dk_dv", 64, "SCALES_OF_TILES"): CTAShape(3, 196_608),
+    ("dk_dv", 64, "S_16BIT"): CTAShape(3, 230_400),
     ("dk_dv", 128, ""): CTAShape(2, 211_968),
     ("dk_dv", 128, "P_16BIT"): CTAShape(2, 221_184),
     ("dk_dv", 128, "SCALES_OF_TILES"): CTAShape(2, 211_968),
+    ("dk_dv", 128, "S_16BIT"): CTAShape(2, 200_704),
     ("dq", 64, ""): CTAShape(2, 180_224),
+    ("dq", 64, "S_16BIT"): CTAShape(2, 225_280),
     ("dq", 128, ""): CTAShape(2, 219_136),
+    ("dq", 128, "S_16BIT"): CTAShape(2, 228_352),
     ("dq_tile_scales", 64, "SCALES_OF_TILES"): CTAShape(2, 184_320),
     ("dq_tile_scales", 128, "SCALES_OF_TILES"): CTAShape(2, 221_184),
     ("backward", 64, ""): CTAShape(2, 228_352, others=2),
@@ -180,6 +199,7 @@ def _launch(
     maps: CTensorMaps | None,
     p_16bit: bool = False,
     tile_scales: bool = False,
+    s_16bit: bool = False,
     **defines: int,
 ) -> None:
     """Launch kernel ``name`` on as many CTAs as the GPU holds; they share the work tiles.
@@ -187,12 +207,16 @@ def _launch(
     Args:
         maps: of the tensors that it reads where they are; None: they are packed.
         tile_scales: whether P and dS have a scale for each tile.
+        s_16bit: whether S is in 16 bits.
         p_16bit, defines: macros that only this kernel knows.
     """
     head_dim = padded_head_dim(like.shape[-1])
-    cta = CTA_SHAPES[name, head_dim, _shape_macro(p_16bit, defines.get("DK_16BIT", False), tile_scales)]
+    dk_16bit = defines.get("DK_16BIT", False)
+    cta = CTA_SHAPES[name, head_dim, _shape_macro(p_16bit, dk_16bit, tile_scales, s_16bit)]
     if tile_scales:
         defines |= TILE_SCALES_MACROS
+    if s_16bit:
+        defines |= S_16BIT_MACROS
     kernel = launch.load_kernel(
         SOURCES,
         name,
@@ -217,10 +241,12 @@ def _launch(
     )
 
 
-def _shape_macro(p_16bit: bool, dk_16bit: bool, tile_scales: bool) -> str:
-    """The macro that decides the CTA's shape, as in :data:`CTA_SHAPES`; DK_16BIT comes with P_16BIT."""
+def _shape_macro(p_16bit: bool, dk_16bit: bool, tile_scales: bool, s_16bit: bool) -> str:
+    """The macro that decides the CTA's shape, as in :data:`CTA_SHAPES`, alone or with others."""
     if tile_scales:
         return "SCALES_OF_TILES"
+    if s_16bit:
+        return "S_16BIT"
     if dk_16bit:
         return "DK_16BIT"
     return "P_16BIT" if p_16bit else ""
@@ -233,7 +259,11 @@ def _work_tokens(name: str, x: Tensor) -> int:
 
 def _macros(config: SageConfig) -> dict[str, bool]:
     """What :func:`_launch` takes for all kernels of these settings."""
-    return {"TOKEN_SCALES": config.operand_scales == "token", "tile_scales": _has_tile_scales(config)}
+    return {
+        "TOKEN_SCALES": config.operand_scales == "token",
+        "tile_scales": _has_tile_scales(config),
+        "s_16bit": _has_16bit_s(config),
+    }
 
 
 @functools.cache
@@ -269,9 +299,12 @@ def forward(
         if not config.is_int8("o"):
             v = mappable(v)
             maps.v = tensor_map(v)
+    macros = _macros(config)
+    if _has_16bit_s(config):
+        macros["TOKEN_SCALES"] = False  # no operand of the forward is in INT8
     return cuda_forward.forward(
         q, k, v, q_axis, kv_axis, packer=packer(config, has_documents=has_documents),
-        launch=functools.partial(_launch, maps=maps, **_macros(config)),
+        launch=functools.partial(_launch, maps=maps, **macros),
         work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
         pack_for_backward=pack_for_backward,
     )  # fmt: skip

@@ -15,19 +15,19 @@ struct Products {
 // code, with the previous tile's products accumulated in between, so that all units are busy. If tokens have scales: those of
 // the keys are at `k_scales` and run along the contraction of dQ, so that dS is multiplied by them; `factor` is without them.
 template <bool FAST>
-__device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_scale)[2], const int (&s)[64],
-                                                const int (&dp)[64], const float (&factor)[2], const float2* k_scales,
+__device__ __forceinline__ void score_gradients(u32 (&ds_int8)[VALUES / 4], float (&ds_scale)[2], const int (&s)[VALUES],
+                                                const int (&dp)[VALUES], const float (&factor)[2], const float2* k_scales,
                                                 const float (&minus_lse)[2], const float (&minus_delta)[2],
                                                 const Window& window, int keys, int query, const Products& products,
                                                 float* dq_sum) {
-    float ds[64], found[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    float ds[VALUES], found[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
+    for (int i = 0; i < VALUES; ++i) {
         const int r = i / 2 % 2;
-        const float x = __int2float_rn(s[i]);
+        const float x = value_of_s(s[i]);
         const float k_scale = HAS_TOKEN_SCALES ? pick(k_scales[i / 4 * 4 + threadIdx.x % 4], i % 2) : 1.0f;
-        const float f = HAS_TOKEN_SCALES ? __fmul_rn(factor[r], k_scale) : factor[r];
-        float p = exp2_fast(FAST && !HAS_TOKEN_SCALES ? fmaf(x, f, minus_lse[r]) : __fadd_rn(__fmul_rn(x, f), minus_lse[r]));
+        const float f = HAS_TOKEN_SCALES && !S_IS_16BIT ? __fmul_rn(factor[r], k_scale) : factor[r];
+        float p = exp2_fast(FAST && MAY_FUSE ? fmaf(x, f, minus_lse[r]) : __fadd_rn(__fmul_rn(x, f), minus_lse[r]));
         const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
         const bool is_hidden = !FAST && (column >= keys || (IS_CAUSAL && column > query + 8 * r));
         const bool is_outside = HAS_WINDOW && !FAST && window.hides(column - query - 8 * r);
@@ -36,8 +36,8 @@ __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[16], float (&ds_s
         ds[i] = p * (__int_as_float(dp[i]) + minus_delta[r]);
         if constexpr (HAS_TOKEN_SCALES) ds[i] = is_hidden || is_outside ? 0.0f : ds[i] * k_scale;  // 0 even next to a NaN
         found[i % 4] = nan_max_abs(found[i % 4], ds[i]);
-        if (CHUNKS == 1 && i % 2 == 0) {
-            const int k = i / 2;
+        if (CHUNKS == 1 && i % (VALUES / 32) == 0) {
+            const int k = i / (VALUES / 32);
             dq_sum[k] = fmaf(__int2float_rn(products.chunk[0][k]), products.factor[k / 2 % 2], dq_sum[k]);
         }
     }
@@ -57,11 +57,11 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     const u32 ring = descriptor_base(shared_address(shared)) + RING / 16;
 
-    int s[64], dp[64];
+    int s[VALUES], dp[VALUES];
     Products products = {};
     keys.wait_full();
     const u32 stage = ring + keys.index * (STAGE_BYTES / 16);
-    contract_channels<BLOCK_KV>(s, q.rows, stage + K_ROWS / 16);
+    multiply_queries_and_keys<BLOCK_KV>(s, q.rows, stage + K_ROWS / 16);
     contract_channels_16bit<BLOCK_KV, ROWS>(dp, q.grad_rows, stage + V_ROWS / 16);
     Ring<STAGES> before = keys;
     for (int tile = own.begin;; ++tile) {
@@ -72,14 +72,14 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         const int first_key = tile * BLOCK_KV, query = work.first + warpgroup * ROWS;
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > query) ||
                             (HAS_WINDOW && window.cuts(first_key - query, work.q.tokens, work.keys));
-        const bool is_last = tile == own.end - 1, is_fast = (HAS_TOKEN_SCALES || is_fusible(factor[0])) && !is_cut;
+        const bool is_last = tile == own.end - 1, is_fast = (!MAY_FUSE || is_fusible(factor[0])) && !is_cut;
         Ring<STAGES> next = keys;
         if (!is_last) next.advance();
         if (STAGES > 2 && !is_last) next.wait_full();
         const u32 this_stage = ring + keys.index * (STAGE_BYTES / 16), next_stage = ring + next.index * (STAGE_BYTES / 16);
 
         float ds_scale[2];
-        u32 ds_int8[16];
+        u32 ds_int8[VALUES / 4];
         wgmma_wait<0>();
         pin(s);
         pin(dp);
@@ -100,14 +100,14 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
             contract_tokens<BLOCK_KV>(products.chunk[c], ds_int8, this_stage + (K_COLUMNS + c * 64 * BLOCK_KV) / 16);
         if (CHUNKS == 1) {
             if (is_last) break;
-            contract_channels<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
+            multiply_queries_and_keys<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
             contract_channels_16bit<BLOCK_KV, ROWS>(dp, q.grad_rows, next_stage + V_ROWS / 16);
             if (tile > own.begin) before.release();
             before = keys;
         } else {
             // There are too few registers for these products next to S and dP. After the last tile S is computed once
             // more and not used: a branch between wgmmas would serialize them.
-            contract_channels<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
+            multiply_queries_and_keys<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
             wgmma_wait<1>();
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) {

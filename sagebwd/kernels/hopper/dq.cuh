@@ -10,22 +10,23 @@
 #include "scheduler.cuh"
 #include "window.cuh"
 
-constexpr int STAGES = (D == 64 ? 4 : 2) * 128 / BLOCK_KV;
+constexpr int STAGES = S_IS_16BIT && D == 128 ? 3 : (D == 64 ? 4 : 2) * 128 / BLOCK_KV;
 constexpr int CONSUMERS = 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int CHUNKS = D / 64;  // of 64 channels; dS K is computed chunk by chunk
-static_assert(STEP_Q == ROWS && !P_IS_16BIT);
+static_assert(STEP_Q == ROWS && !P_IS_16BIT && (!S_IS_16BIT || HAS_TOKEN_SCALES));
+constexpr int VALUES = BLOCK_KV / 2;  // of S, that a thread holds
 
 // A stage in shared memory: both packed blocks of the same keys.
 constexpr int K_COLUMNS = 0;
 constexpr int K_ROWS = K_COLUMNS + K_TILE;
-constexpr int V_ROWS = K_ROWS + K_TILE;
+constexpr int V_ROWS = K_ROWS + K_ROWS_TILE;
 constexpr int K_SCALE = V_ROWS + 2 * K_TILE;
 constexpr int STAGE_BYTES = align_up(K_SCALE + scale_bytes(1, BLOCK_KV), 1024);
 
 // Before the stages: 64 queries for each consumer. Behind them: staging for the epilogue.
-constexpr int GRAD_ROWS = STEP_TILE;
-constexpr int STATISTICS = 3 * STEP_TILE;
+constexpr int GRAD_ROWS = STEP_ROWS_TILE;
+constexpr int STATISTICS = GRAD_ROWS + 2 * STEP_TILE;
 constexpr int SCALES = STATISTICS + STEP_STATS;
 constexpr int QUERY_BYTES = align_up(Q_AND_GRAD_BYTES, 1024);
 constexpr int RING = CONSUMERS * QUERY_BYTES;
@@ -70,7 +71,9 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
             const u32 full = keys.full + 8 * keys.index, stage = shared + RING + keys.index * STAGE_BYTES;
             barrier_expect_bytes(full, K_AND_V_BYTES + PACKED_K_COLUMNS_BYTES);
             copy_k_and_v(stage + K_ROWS, a.packed_kv, maps, block, kv_head, tile * BLOCK_KV, full);
-            bulk_copy(stage + K_COLUMNS, a.packed_k_columns + block * PACKED_K_COLUMNS_BYTES, PACKED_K_COLUMNS_BYTES, full);
+            const u8* columns = a.packed_k_columns + block * PACKED_K_COLUMNS_BYTES;
+            bulk_copy(stage + K_COLUMNS, columns, K_TILE, full);
+            if constexpr (S_IS_16BIT) bulk_copy(stage + K_SCALE, columns + K_TILE, scale_bytes(1, BLOCK_KV), full);
             keys.advance();
         }
     }
@@ -82,7 +85,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
 // What a consumer needs once for its 64 queries.
 struct Queries {
     u32 rows, grad_rows;  // descriptor_base of Q and of dO
-    float q_scale[2], minus_lse[2], minus_delta[2];  // of the rows of this thread; the scale of a block twice
+    float q_scale[2], minus_lse[2], minus_delta[2];  // of the rows of this thread; the scale of a block twice, that of S in 16 bits 1
 
     __device__ __forceinline__ Queries(u8* shared, int warpgroup) {
         const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
@@ -93,7 +96,7 @@ struct Queries {
         grad_rows = rows + GRAD_ROWS / 16;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            q_scale[r] = scales[HAS_TOKEN_SCALES ? row + 8 * r : 0];
+            q_scale[r] = S_IS_16BIT ? 1.0f : scales[HAS_TOKEN_SCALES ? row + 8 * r : 0];
             minus_lse[r] = stats[row + 8 * r];
             minus_delta[r] = stats[ROWS + row + 8 * r];
         }

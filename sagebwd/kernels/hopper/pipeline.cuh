@@ -97,19 +97,19 @@ __device__ __forceinline__ void copy_q_and_grad(u32 target, const u8* packed_q, 
     }
     if constexpr (STEPS_OF_BLOCK == 1) {
         bulk_copy(target, source, PACKED_GRAD_BYTES, full);
-        return;
-    }
-    if constexpr (PACKS_16BIT) {
+    } else {
+        if constexpr (PACKS_16BIT) {
 #pragma unroll
-        for (int c = 0; c < D / 64; ++c)
-            bulk_copy(target + c * CHUNK_BYTES, source + (c * STEPS_OF_BLOCK + step.part) * CHUNK_BYTES, CHUNK_BYTES, full);
-        target += 2 * STEP_TILE;
-        source += PACKED_GRAD_16BIT_BYTES;
-    }
+            for (int c = 0; c < D / 64; ++c)
+                bulk_copy(target + c * CHUNK_BYTES, source + (c * STEPS_OF_BLOCK + step.part) * CHUNK_BYTES, CHUNK_BYTES, full);
+            target += 2 * STEP_TILE;
+            source += PACKED_GRAD_16BIT_BYTES;
+        }
 #pragma unroll
-    for (int i = 0; i < 2; ++i)  // -logsumexp, -delta
-        bulk_copy(target + i * STEP_Q * 4, source + (i * STEPS_OF_BLOCK + step.part) * STEP_Q * 4, STEP_Q * 4, full);
-    bulk_copy(target + STEP_STATS, source + ROW_STATS, TAIL, full);
+        for (int i = 0; i < 2; ++i)  // -logsumexp, -delta
+            bulk_copy(target + i * STEP_Q * 4, source + (i * STEPS_OF_BLOCK + step.part) * STEP_Q * 4, STEP_Q * 4, full);
+        bulk_copy(target + STEP_STATS, source + ROW_STATS, TAIL, full);
+    }
 }
 
 // Copies what dV and dK multiply P and dS by, Q_COLUMNS_BYTES.
@@ -135,11 +135,12 @@ __device__ __forceinline__ void copy_k_and_v(u32 target, const u8* packed_kv, co
         bulk_copy(target, source, PACKED_KV_BYTES, full);
         return;
     }
-    bulk_copy(target, source, K_TILE, full);
+    bulk_copy(target, source, K_ROWS_TILE, full);
 #pragma unroll
     for (int token = 0; token < BLOCK_KV; token += 64)
-        copy_tokens<BLOCK_KV * 128>(target + K_TILE + token * 128, maps.v, head, first + token, full);
-    bulk_copy(target + 3 * K_TILE, source + K_TILE, PACKED_KV_BYTES - K_TILE, full);
+        copy_tokens<BLOCK_KV * 128>(target + K_ROWS_TILE + token * 128, maps.v, head, first + token, full);
+    constexpr int SCALE_BYTES = PACKED_KV_BYTES - K_ROWS_TILE;
+    if constexpr (SCALE_BYTES > 0) bulk_copy(target + K_ROWS_TILE + 2 * K_TILE, source + K_ROWS_TILE, SCALE_BYTES, full);
 }
 
 // Releases stages that only other consumers need.

@@ -76,6 +76,7 @@ MACROS_OF_SHAPES = {
     "P_16BIT": {"P_16BIT": True},
     "DK_16BIT": {"P_16BIT": True, "DK_16BIT": True},
     "SCALES_OF_TILES": hopper.TILE_SCALES_MACROS,
+    "S_16BIT": hopper.S_16BIT_MACROS,
 }
 
 
@@ -99,14 +100,19 @@ def test_cta_shapes_are_those_of_the_sources(source, head_dim, operands):
     like = hopper.CTA_SHAPES[source.removesuffix("_tile_scales"), head_dim, ""]
     assert cta.tokens == like.tokens  # _work_tokens relies on it
     assert cta.shared_bytes <= 226 * 1024  # of the 227 KiB that a CTA may have; barriers take a little
-    for token_scales in {False, source != "backward" and not operands}:  # they lie in the padding of stages
+    token_scales = {False, source != "backward" and not operands}  # they lie in the padding of stages
+    own = {}
+    if operands == "S_16BIT":
+        token_scales = {source != "forward"}
+        own = {"P_16BIT": source == "forward"}
+    for has_token_scales in token_scales:
         for unpacked in (False, True):
-            macros = {"TOKEN_SCALES": token_scales, "UNPACKED_16BIT": unpacked}
+            macros = {"TOKEN_SCALES": has_token_scales, "UNPACKED_16BIT": unpacked, **own}
             check_syntax(source, head_dim, operands, cta.threads, cta.shared_bytes, **macros)
     for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
         wrong = cta._replace(**change)
         with pytest.raises(RuntimeError, match="static assertion failed"):
-            check_syntax(source, head_dim, operands, wrong.threads, wrong.shared_bytes)
+            check_syntax(source, head_dim, operands, wrong.threads, wrong.shared_bytes, **macros)
 
 
 # --- What is launched --------------------------------------------------------------------------------------
@@ -231,6 +237,24 @@ def test_dq_finds_the_scales_of_tiles_before_dk_and_dv_use_them(launched, sample
     assert dq.packed_k_columns == address(first["pack_k_columns"][1][1])
     assert dq.axes.tile_counter != dk_dv.axes.tile_counter
     shape = packed_kv_shape(k, 3, block_kv=64, packs_16bit=False)
+    assert saved.packed_kv.shape == (shape if pack_once else (0,))
+
+
+@pytest.mark.parametrize("pack_once", [True, False], ids=["packed once", "packed again"])
+def test_16_bit_s_reaches_all_kernels(launched, sample, pack_once):
+    """Tokens have scales in the backward alone: the forward multiplies nothing in INT8."""
+    q, k, v, grad_out = sample(140, head_dim=64)
+    axes = [Axis.of(140, 64, None)] * 2
+    options = {"window": Window.of(True), "scale": 0.1, "config": SageConfig.accurate()}
+    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
+    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    names = [name for name, _, _ in launched]
+    again = [] if pack_once else ["pack_kv", "pack_q"]
+    assert names == ["pack_q", "pack_kv", "forward", *again, "pack_grad", "dk_dv", "pack_k_columns", "dq"]
+    for name, defines, _ in launched:
+        assert (defines["TILE_Q"], defines["TILE_KV"], defines["S_16BIT"]) == (64, 64, True), name
+        assert defines["TOKEN_SCALES"] is (name != "forward"), name
+    shape = packed_kv_shape(k, 3, True, 64, s_16bit=True, packs_16bit=False)
     assert saved.packed_kv.shape == (shape if pack_once else (0,))
 
 

@@ -45,7 +45,8 @@ def attend_on_cpu(emulated):
 STRICT = SageConfig.strictly_causal()
 #: Token scales with all that may go with them.
 TOKEN_SCALES = SageConfig(operand_scales="token", smooth_v=True, unsigned_p=True)
-PAPER = SageConfig.paper()
+PAPER, ACCURATE = SageConfig.paper(), SageConfig.accurate()
+S_IN_16_BIT = replace(ACCURATE, unsigned_p=True)
 #: Scales of tiles with all that may go with them.
 TILE_SCALES = replace(PAPER, smooth_k=False, smooth_v=True, unsigned_p=True)
 CASES = {
@@ -62,6 +63,10 @@ CASES = {
     "paper": (PAPER, 64, True, None),
     "paper, packed": (PAPER, 72, True, [1, 64, 65, 0, 130, 2]),
     "tile scales": (TILE_SCALES, 128, False, None),
+    "accurate": (ACCURATE, 64, True, None),
+    "accurate, packed": (ACCURATE, 72, True, [1, 64, 65, 0, 130, 2]),
+    "accurate, many channels": (S_IN_16_BIT, 128, False, None),
+    "accurate, many channels, packed": (S_IN_16_BIT, 128, True, [200, 110]),
     "tile scales, fewer channels, packed": (TILE_SCALES, 40, False, [200, 30]),
 }
 
@@ -91,8 +96,8 @@ def token_major(x):
 @pytest.mark.parametrize("lay", [token_major, every_other])
 @pytest.mark.parametrize(
     "config",
-    [DEFAULT_CONFIG, SageConfig.int8_scores(), SageConfig.consistent(), PAPER],
-    ids=["default", "int8_scores", "consistent", "paper"],
+    [DEFAULT_CONFIG, SageConfig.int8_scores(), SageConfig.consistent(), PAPER, ACCURATE],
+    ids=["default", "int8_scores", "consistent", "paper", "accurate"],
 )
 def test_layout_changes_nothing(attend_on_cpu, draw, config, lay, head_dim):
     """Of several heads of several sequences, of which kernels read V, dO and Q where they are."""
@@ -105,7 +110,7 @@ def test_layout_changes_nothing(attend_on_cpu, draw, config, lay, head_dim):
         assert x.stride() == torch.empty_like(lay(like)).stride(), name
 
 
-@pytest.mark.parametrize("config", [STRICT, PAPER], ids=["strictly causal", "paper"])
+@pytest.mark.parametrize("config", [STRICT, PAPER, ACCURATE], ids=["strictly causal", "paper", "accurate"])
 @pytest.mark.parametrize(("n_q", "n_kv"), [(1, 1), (65, 130), (130, 65), (129, 200)])
 def test_lengths(attend_on_cpu, draw, n_q, n_kv, config):
     inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
@@ -118,9 +123,12 @@ def test_lengths(attend_on_cpu, draw, n_q, n_kv, config):
 
 @pytest.mark.parametrize(
     ("config", "head_dim", "is_causal"),
-    [(DEFAULT_CONFIG, 64, True), (STRICT, 64, True), (TOKEN_SCALES, 128, False), (PAPER, 64, True)],
-    ids=["default", "strictly causal", "token scales", "paper"],
-)
+    [
+        (DEFAULT_CONFIG, 64, True), (STRICT, 64, True), (TOKEN_SCALES, 128, False), (PAPER, 64, True),
+        (ACCURATE, 128, True),
+    ],
+    ids=["default", "strictly causal", "token scales", "paper", "accurate"],
+)  # fmt: skip
 def test_the_order_in_which_threads_run_changes_nothing(
     attend_on_cpu, in_all_orders, draw, config, head_dim, is_causal
 ):
@@ -130,12 +138,16 @@ def test_the_order_in_which_threads_run_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    "config", [DEFAULT_CONFIG, STRICT, PAPER], ids=["default", "strictly causal", "paper"]
+    ("config", "head_dim"),
+    [(DEFAULT_CONFIG, 64), (STRICT, 64), (PAPER, 64), (ACCURATE, 64), (ACCURATE, 128)],
+    ids=["default", "strictly causal", "paper", "accurate", "accurate, many channels"],
 )
 @pytest.mark.parametrize("name", INPUTS)
-def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(attend_on_cpu, draw, name, config):
+def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(
+    attend_on_cpu, draw, name, config, head_dim
+):
     """Token 70 is in the second block of queries, and in the tile of keys that all blocks see."""
-    inputs = draw(140, batch=1, heads=1, head_dim=64, dtype=torch.bfloat16)
+    inputs = draw(140, batch=1, heads=1, head_dim=head_dim, dtype=torch.bfloat16)
     poison_one(inputs, name, 70, torch.inf)
     found = attend_on_cpu(*inputs, is_causal=True, config=config)
     wanted = reference.attention(*inputs, is_causal=True, config=config)
@@ -164,6 +176,7 @@ WINDOWED_CONFIGS = {
     "16-bit dQ": without_int8("dq"),
     "token scales": STRICT,
     "tile scales": TILE_SCALES,
+    "16-bit S": S_IN_16_BIT,
 }
 #: (queries, keys, window, settings, head size): whole tiles to skip on either side, of keys or queries; no
 #: limit on one side; queries that see no key, one with only some of its tile, and keys that no query sees.
@@ -184,6 +197,10 @@ WINDOWS = (
     (200, 66, (40, -1), "tile scales", 64),
     (70, 260, (-1, 40), "tile scales", 128),
     (65, 65, (0, 1), "tile scales", 64),
+    (330, 330, (9, 0), "16-bit S", 64),
+    (310, 310, (140, 70), "16-bit S", 128),
+    (200, 66, (40, -1), "16-bit S", 64),
+    (70, 260, (-1, 40), "16-bit S", 128),
 )
 
 
@@ -207,6 +224,7 @@ WINDOWED_CASES = {
     "consistent, 16-bit dQ, packed": (without_int8("o", "dv", "dq", compensate_o=True), [130, 65]),
     "strictly causal, packed": (STRICT, [1, 64, 65, 0, 130, 2]),
     "paper, packed": (PAPER, [1, 64, 65, 0, 130, 2]),
+    "accurate, packed": (ACCURATE, [1, 64, 65, 0, 130, 2]),
 }
 
 
@@ -258,6 +276,7 @@ def test_nan_with_a_window_comes_out_where_the_reference_has_it(attend_on_cpu, d
         ("inductor", SageConfig.consistent()),
         (None, SageConfig.int8_scores()),
         ("aot_eager", PAPER),
+        (None, ACCURATE),
     ],
 )
 def test_what_is_packed_replaces_q_k_and_v_in_the_backward(
