@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import texts, tokenizers
+from data.checks import check
 from data.files import matching
 from data.manifest import Manifest, recipe
 from data.mixture import Mixture
 from data.overrides import override
 from data.prepare import prepare
-from data.settings import FILE_SUFFIXES, MIXTURE, DataSettings, check, named_folder, tokenizer_identity
+from data.settings import FILE_SUFFIXES, MIXTURE, DataSettings, named_folder, tokenizer_identity
 from data.shards import SPLITS
 from data.tokenizers import Tokenizer
 from data.tokens import TokenShards

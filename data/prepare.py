@@ -18,9 +18,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data import texts, tokenizers, workers
+from data.checks import check
 from data.files import checksums
 from data.manifest import Manifest, Recipe, manifest_of, recipe
-from data.settings import DataSettings, allow_names, check, is_validation_only
+from data.settings import DataSettings, allow_names, is_validation_only
 from data.shards import SPLITS, UnitRecord, remove_unfinished
 from data.sources import Source
 from data.tokens import TokenShards

@@ -1,4 +1,4 @@
-"""The settings of the data, and the checks that need no data."""
+"""The settings of the data, and the checks of those that belong to one text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,12 +43,6 @@ class DataSettings:
     prepare_on_first_use_mb: int = 200  # files up to this size in all are prepared when training starts
 
 
-def check(settings: DataSettings) -> None:
-    """Raise ValueError with all problems of the settings, each with its fix."""
-    if found := list(problems(settings)):
-        raise ValueError("; ".join(found))
-
-
 def allow_names(schema: Any) -> None:
     """Let the command line set data.validation.NAME and data.sources.NAME, which Hydra does not know.
 
@@ -58,31 +52,6 @@ def allow_names(schema: Any) -> None:
 
     for group in (schema.data.validation, schema.data.sources):
         OmegaConf.set_struct(group, False)
-
-
-def problems(settings: DataSettings) -> Iterator[str]:
-    """Why settings cannot work, each with its fix. Fast, and never uses the network."""
-    from data import texts  # here: it needs this module
-
-    yield from _problems_of_all_texts(settings)
-    if settings.source != MIXTURE:
-        yield from problems_of_text(settings)
-    yield from texts.problems(settings)
-
-
-def _problems_of_all_texts(settings: DataSettings) -> Iterator[str]:
-    """Of the settings that all texts of a run share."""
-    try:
-        vocabulary_size(settings.tokenizer)
-    except ValueError as error:
-        yield str(error)
-    if settings.processes is not None and settings.processes < 1:
-        yield f"data.processes={settings.processes} must be at least 1; null uses every core"
-    if settings.prepare_on_first_use_mb < 0:
-        yield (
-            f"data.prepare_on_first_use_mb={settings.prepare_on_first_use_mb} must not be negative; 0 turns "
-            "it off"
-        )
 
 
 def problems_of_text(settings: DataSettings) -> Iterator[str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+import data.checks
 import data.settings
 import model.config
 import model.huggingface
@@ -79,7 +80,7 @@ def check_model(settings: Settings, ranks: int) -> Problems:
 
 
 def check_data(settings: Settings, ranks: int) -> Problems:
-    yield from data.settings.problems(settings.data)
+    yield from data.checks.problems(settings.data)
     if data.settings.is_validation_only(settings.data):
         yield "data.path is missing: data.val_path alone is no text to train on; set data.path=FILE, too"
     if settings.data.source == data.settings.MIXTURE and settings.train_sequences is not None:

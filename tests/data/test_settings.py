@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from data.settings import DataSettings, check, vocabulary_size
+from data.checks import check
+from data.settings import DataSettings, vocabulary_size
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from data import texts
+from data.checks import check
 from data.corpus import open_corpus
 from data.manifest import Manifest
 from data.prepare import PrepareSettings, run
-from data.settings import DataSettings, check
+from data.settings import DataSettings
 from tests.data.test_corpus import composed
 
 

@@ -12,9 +12,10 @@ import tokenizers as huggingface
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from data import tokenizers
+from data.checks import check
 from data.corpus import open_corpus
 from data.loader import BatchLoader, evaluation_batches, evaluation_targets
-from data.settings import DataSettings, check, vocabulary_size
+from data.settings import DataSettings, vocabulary_size
 from data.tokens import TokenShards
 from tests.data.test_huggingface_tokenizer import AWKWARD
 
