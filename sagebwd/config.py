@@ -102,7 +102,7 @@ class SageConfig:
         compensate_o: divide O, which must be outside INT8, by the sum of P̃ as the product takes it, rounded,
             and save the residual of O, which is its error of rounding to the dtype of the inputs, for
             δ = rowsum(dO∘O). Such a δ is as consistent with the P and dP of the backward as that of
-            ``exact_delta``, for one more tensor of the size of O.
+            ``exact_delta``, for one more tensor of the size of O. The logsumexp is that of the same sum.
         block_q: queries per tile, which is also the size of a block of Q and dO. None: see :meth:`tile`.
         block_kv: keys per tile, which is also the size of a block of K and V. None: see :meth:`tile`.
 

@@ -48,7 +48,7 @@ def forward(
 
     for i, q_block in enumerate(scores.q_blocks):
         o = torch.zeros_like(q_block)
-        l, l_rounded = torch.zeros_like(o[..., :1]), torch.zeros_like(o[..., :1])
+        l = torch.zeros_like(o[..., :1])
         m = torch.full_like(l, -torch.inf)
         has_keys = torch.zeros(1, 1, dtype=torch.bool, device=q.device)
         for j in scores.visible_columns(i):
@@ -58,14 +58,13 @@ def forward(
             shift = torch.where(has_keys, m_new, 0.0)  # before a row has keys its maximum is −inf
             p = (s - shift).exp_()
             rescale = (m - shift).exp_()
-            l = rescale * l + p.sum(-1, keepdim=True)
-            if config.compensate_o:
-                l_rounded = rescale * l_rounded + p.to(q.dtype).float().sum(-1, keepdim=True)
+            weights = p.to(q.dtype).float() if config.compensate_o else p
+            l = rescale * l + weights.sum(-1, keepdim=True)
             # The scale of a row is exp(rowmax(S) − m) / 127, or 255 if P is unsigned: kernels get it from
-            # the online softmax. (Not with a scale per token, which multiplies P first.) l sums the exact P.
+            # the online softmax. (Not with a scale per token, which multiplies P first.)
             o = rescale * o + products.contract_tokens(p, v_blocks[j], "o", PER_ROW, mask)
             m = m_new
-        o = o / (l_rounded if config.compensate_o else l) + v_mean
+        o = o / l + v_mean
         out[..., scores.rows(i), :] = torch.where(has_keys, o, 0.0)
         lse[..., scores.rows(i)] = (m + l.log()).squeeze(-1)
     out = infinite_to_nan(out)

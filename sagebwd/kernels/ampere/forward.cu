@@ -21,7 +21,7 @@ constexpr int BLOCK_WARPS = BLOCK_Q / 16, BLOCKS = WARPS / BLOCK_WARPS;  // warp
 constexpr int HALVES = 16 * WARPS / ROWS;                                // of the queries, for the epilogue
 constexpr int CTAS_PER_SM = D == 64 && !P_IS_16BIT && !HAS_TOKEN_SCALES ? 2 : 1;
 
-#ifdef COMPENSATE_O  // O is divided by the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
+#ifdef COMPENSATE_O  // l is the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
 constexpr bool COMPENSATES = true;
 #else
 constexpr bool COMPENSATES = false;
@@ -69,8 +69,9 @@ struct Arguments {
 
 // The online softmax of a warp's 16 queries: O and l up to a common factor per row, and the maximum m of the logits.
 struct State {
-    float o[D / 2], l[2], m[2];
-    float l_rounded[4];  // sums of rounded P over a whole row: [0] and [1] of row lane / 4, [2] and [3] of row + 8
+    float o[D / 2], m[2];
+    float l[2];          // of the columns of this thread, unless it is compensated, and then:
+    float l_rounded[4];  // over a whole row: [0] and [1] of row lane / 4, [2] and [3] of row + 8
 };
 
 // Q of a warp's 16 queries: in registers, or in shared memory from `row` of `tile` on.
@@ -176,7 +177,7 @@ __device__ __forceinline__ void exponentiate(u32 (&rounded)[WORDS], const int (&
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             p[e] = probability<FAST>(s[8 * j + e], factor, m[e / 2 % 2]);
-            sum[e % 4] += p[e];
+            if (!COMPENSATES) sum[e % 4] += p[e];
         }
         if constexpr (P_IS_16BIT) {
 #pragma unroll
@@ -283,7 +284,7 @@ __device__ __forceinline__ void find_p_16bit(State& state, P& p, Sums& s, float 
         const int r = i / 2 % 2;
         const float m = MAY_HIDE_ALL && state.m[r] == -INFINITE ? 0.0f : state.m[r];
         s[i] = exp2_fast(__fadd_rn(s[i], -m));
-        sum[r] += s[i];
+        if (!COMPENSATES) sum[r] += s[i];
     }
 #pragma unroll
     for (int i = 0; i < BLOCK_KV / 4; ++i) p.rounded[i] = pack_16bit(s[2 * i], s[2 * i + 1]);
@@ -400,11 +401,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     float inverse[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        float l = state.l[r];
-        l += __shfl_xor_sync(0xffffffff, l, 1);
-        l += __shfl_xor_sync(0xffffffff, l, 2);
-        const float divisor = COMPENSATES ? state.l_rounded[2 * r] : l;
-        inverse[r] = divisor == 0.0f ? 0.0f : 1.0f / divisor;  // without keys O is zero
+        float l = COMPENSATES ? state.l_rounded[2 * r] : state.l[r];
+        if (!COMPENSATES) {
+            l += __shfl_xor_sync(0xffffffff, l, 1);
+            l += __shfl_xor_sync(0xffffffff, l, 2);
+        }
+        inverse[r] = l == 0.0f ? 0.0f : 1.0f / l;  // without keys O is zero
         const int token = first + lane_row + 8 * r;
         if (threadIdx.x % 4 == 0 && token < work.q.tokens)
             a.lse[i64(work.head) * a.axes.n_q + work.q.start + token] = state.m[r] + log2f(l);

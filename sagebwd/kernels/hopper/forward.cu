@@ -19,7 +19,7 @@ constexpr bool IS_SHORT = STAGES == 3;  // so few stages that the next one is wa
 constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);  // a tile may hide all keys from a query
 constexpr int CHUNKS = D / 64;  // of 64 channels; P V is computed chunk by chunk
 
-#ifdef COMPENSATE_O  // O is divided by the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
+#ifdef COMPENSATE_O  // l is the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
 constexpr bool COMPENSATES = true;
 #else
 constexpr bool COMPENSATES = false;
@@ -97,8 +97,9 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
 // The online softmax of 64 queries: O and l up to a common factor per row, and the maximum m of the logits. With P in
 // INT8 the product of the last tile is not yet added to o; the true value is o + product * factor.
 struct State {
-    float o[D / 2], l[2], m[2];
-    float l_rounded[4];  // sums of rounded P over a whole row: [0] and [1] of row lane / 4, [2] and [3] of row + 8
+    float o[D / 2], m[2];
+    float l[2];          // of the columns of this thread, unless it is compensated, and then:
+    float l_rounded[4];  // over a whole row: [0] and [1] of row lane / 4, [2] and [3] of row + 8
     int product[CHUNKS][32];
     float factor[2];
 };
@@ -148,8 +149,7 @@ __device__ __forceinline__ void probabilities(u32 (&p_16bit)[LOGITS / 2], const 
     for (int k = 0; k < LOGITS / 2; ++k) {  // two columns
         const int r = k % 2;
         const float first = probability<FAST>(s[2 * k], factor, m[r]), second = probability<FAST>(s[2 * k + 1], factor, m[r]);
-        part[2 * r] += first;
-        part[2 * r + 1] += second;
+        if (!COMPENSATES) part[2 * r] += first, part[2 * r + 1] += second;
         p_16bit[k] = pack_16bit(first, second);
     }
     sum[0] = part[0] + part[1];
@@ -180,7 +180,7 @@ __device__ __forceinline__ void probabilities_of_16_bit_s(u32 (&p_16bit)[WORDS],
         const float shift = MAY_HIDE_ALL && m[r] == -INFINITE ? 0.0f : m[r];
         const float first = exp2_fast(__fadd_rn(__int_as_float(x[2 * k]), -shift));
         const float second = exp2_fast(__fadd_rn(__int_as_float(x[2 * k + 1]), -shift));
-        sum[r] += first + second;
+        if (!COMPENSATES) sum[r] += first + second;
         p_16bit[k] = pack_16bit(first, second);
     }
 }
@@ -369,7 +369,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             state.factor[r] = share[r] * p_scale[r];
-            state.l[r] = state.l[r] * rescale[r] + (P_IS_16BIT ? sum[r] : sum[r] * share[r]);
+            if (!COMPENSATES) state.l[r] = state.l[r] * rescale[r] + (P_IS_16BIT ? sum[r] : sum[r] * share[r]);
         }
         before = keys;
         if (is_last) break;
@@ -435,11 +435,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
         float inverse[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            float l = state.l[r];
-            l += __shfl_xor_sync(0xffffffff, l, 1);
-            l += __shfl_xor_sync(0xffffffff, l, 2);
-            const float divisor = COMPENSATES ? state.l_rounded[2 * r] : l;
-            inverse[r] = divisor == 0.0f ? 0.0f : 1.0f / divisor;  // without keys O is zero
+            float l = COMPENSATES ? state.l_rounded[2 * r] : state.l[r];
+            if (!COMPENSATES) {
+                l += __shfl_xor_sync(0xffffffff, l, 1);
+                l += __shfl_xor_sync(0xffffffff, l, 2);
+            }
+            inverse[r] = l == 0.0f ? 0.0f : 1.0f / l;  // without keys O is zero
             const int token = first + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
             if (thread % 4 == 0 && token < work.q.tokens)
                 a.lse[i64(work.head) * a.axes.n_q + work.q.start + token] = state.m[r] + log2f(l);

@@ -52,7 +52,6 @@ def _forward_kernel(
     queries = first + tl.arange(0, OWN)
     acc = tl.zeros((OWN, D_PAD), tl.float32)
     l = tl.zeros((OWN,), tl.float32)
-    l_rounded = tl.zeros((OWN,), tl.float32)
     m = tl.full((OWN,), float("-inf"), tl.float32)
 
     if IS_CAUSAL:
@@ -102,7 +101,8 @@ def _forward_kernel(
                 acc = acc * rescale[:, None] + product * (share * (v_scale / P_MAX))[:, None]
             else:
                 p = tl.exp2(s - shift[:, None])
-                l = l * rescale + tl.sum(p, 1)
+                if not COMPENSATE_O:
+                    l = l * rescale + tl.sum(p, 1)
                 if O_INT8:
                     v_values = device.load_columns(v, kv_tile + j, True, BLOCK_KV, D_PAD)
                     v_sums = device.load_sums(v, kv_tile + j, D_PAD) if UNSIGNED_P else None
@@ -112,14 +112,13 @@ def _forward_kernel(
                     v_values = device.load_tokens(v_tokens, v_pointer, j * BLOCK_KV, n_kv, d, BLOCK_KV, D_PAD)
                     p_rounded = device.round_to(p, v_values.dtype)
                     if COMPENSATE_O:
-                        l_rounded = l_rounded * rescale + tl.sum(p_rounded.to(tl.float32), 1)
+                        l = l * rescale + tl.sum(p_rounded.to(tl.float32), 1)
                     product = device.dot(p_rounded, v_values)
                 acc = acc * rescale[:, None] + product
             m = m_new
 
     # A document without keys: l = 0 and acc = 0 give out = 0, as the mean of no values is 0.
-    divisor = l_rounded if COMPENSATE_O else l
-    result = acc / tl.where(divisor == 0, 1.0, divisor)[:, None]
+    result = acc / tl.where(l == 0, 1.0, l)[:, None]
     if v.mean is not None:
         v_mean = (kv_head * documents + document).to(tl.int64)
         result += tl.load(v.mean + v_mean * D_PAD + tl.arange(0, D_PAD))[None, :]
