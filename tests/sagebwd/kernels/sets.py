@@ -288,6 +288,8 @@ _CUDA_VARIANTS = {
 }
 _MAIN_CUDA_VARIANTS = ("unsigned_p", "16-bit O, dV", "consistent", "strictly_causal")
 
+_INT8_SWITCHES = {name: st.booleans() for name in ("smooth_k", "smooth_v", "unsigned_p")}
+
 HOPPER = KernelSet(
     name="hopper",
     device="cuda",
@@ -359,14 +361,12 @@ HOPPER = KernelSet(
     another_config=SageConfig(smooth_v=True, unsigned_p=True),
     any_lengths=st.integers(1, 400),
     any_head_dims=st.integers(5, 16).map(lambda n: 8 * n),
-    any_config=st.builds(
-        SageConfig,
-        smooth_k=st.booleans(),
-        smooth_v=st.booleans(),
-        unsigned_p=st.booleans(),
-        operand_scales=st.sampled_from(["block", "token"]),
+    any_config=st.one_of(
+        st.builds(SageConfig, operand_scales=st.sampled_from(["block", "token"]), **_INT8_SWITCHES),
+        st.builds(functools.partial(replace, SageConfig.paper()), **_INT8_SWITCHES),
+        st.builds(functools.partial(replace, SageConfig.accurate()), unsigned_p=st.booleans()),
     ),
-    examples=60,
+    examples=90,
     large_values=(22, 24, 26, 28, 100, 300, 3000, 10000, 60000),
     exact_from=100,
 )
