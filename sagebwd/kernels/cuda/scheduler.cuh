@@ -11,7 +11,8 @@
 constexpr int HEADS_TOGETHER = 8;
 
 // Where queries and keys lie. A work tile is a block of tokens of one of `work_heads`, either of queries (forward, dQ) or of
-// keys (dK, dV). Packed blocks have 64 queries and 128 keys; work tiles are several of them.
+// keys (dK, dV). Packed blocks have 64 queries and 128 keys, or others; work tiles are several of them. Below, a block of queries is
+// a step, STEP_Q of them: a packed block or, where a warpgroup takes 64 of 128 queries, half of one.
 struct Axes {
     Segments work, q, kv;
     int* tile_counter;  // work tiles taken after the first of each CTA; zero at the start
@@ -39,18 +40,18 @@ struct QueryTile {
     Document q;
     int document;            // its index, which is that of its keys as well
     int head, first;         // first query
-    int q_block, kv_block;   // first packed blocks, counted over all heads
-    int q_blocks;            // packed blocks of queries that exist, at most BLOCKS
+    int q_block, kv_block;   // first step; first packed block of keys; both counted over all heads
+    int q_blocks;            // steps that exist, at most BLOCKS
     int keys, kv_tiles;      // keys of the document; packed blocks of keys that any query sees
     int kv_start;            // first key of the document
 };
 
-// A packed block of queries visits the same keys with all of its steps: its tile has one scale, or none of it is NaN. These are the
-// first query of the block with this query, and the end of the block whose steps up to `end` are asked for.
+// All steps of a packed block visit the same keys, those of its tiles: a NaN in a tile then shows in all of its rows, as in the
+// reference. These are the first query of the block that holds this one, and the end of the block that holds the last before `end`.
 __device__ __forceinline__ int begin_of_block(int query) { return STEPS_OF_BLOCK == 1 ? query : query / BLOCK_Q * BLOCK_Q; }
 __device__ __forceinline__ int end_of_block(int end) { return STEPS_OF_BLOCK == 1 ? end : align_up(end, BLOCK_Q); }
 
-// BLOCKS: packed blocks of queries in a work tile. False: there are no queries in this one.
+// BLOCKS: steps in a work tile. False: there are no queries in this one.
 template <int BLOCKS>
 __device__ __forceinline__ bool find_query_tile(const Axes& a, const WorkTile& work_tile, QueryTile& tile) {
     const int block = a.work_blocks - 1 - work_tile.rank;  // the last queries see the most keys
@@ -71,7 +72,7 @@ __device__ __forceinline__ bool find_query_tile(const Axes& a, const WorkTile& w
     return tile.first < tile.q.tokens;
 }
 
-// Packed blocks of keys that one packed block of queries sees.
+// Packed blocks of keys that the packed block of one step sees.
 __device__ __forceinline__ int visible_kv_tiles(const QueryTile& tile, int block) {
     const int end = end_of_block(tile.first + (block + 1) * STEP_Q);
     return IS_CAUSAL ? min(tile.kv_tiles, (end + BLOCK_KV - 1) / BLOCK_KV) : tile.kv_tiles;
@@ -83,8 +84,8 @@ struct KeyTile {
     int kv_head, first;     // first key
     int kv_block;           // packed block that holds `first`, counted over all heads; `first` is its key 0 or 64
     int half_blocks;        // halves of packed blocks that exist, at most HALF_BLOCKS
-    int q_block, q_tiles;   // packed blocks of queries that see a key: the first of them, in its head; how many
-    int first_query;        // of these blocks
+    int q_block, q_tiles;   // steps that see a key: the first of them, in its head; how many
+    int first_query;        // of these steps
 };
 
 // HALF_BLOCKS: 64 keys each, in a work tile. False: there are no keys in this one.
