@@ -20,7 +20,7 @@ quickstart: $(VENV)/train.done
 
 # Four processes on two cores: many tests wait for processes that they start.
 test: $(VENV)/dev.done lint
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 docs: $(VENV)/docs.done docs-source
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
