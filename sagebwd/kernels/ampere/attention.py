@@ -95,34 +95,25 @@ def _launch(
     head_dim = packed_head_dim(like.shape[-1])
     shape = {"p_16bit": p_16bit, "token_scales": token_scales, "s_16bit": s_16bit}
     cta = cta_shape(name, head_dim, tile, **shape)
-    is_causal, is_windowed = window == CAUSAL, window.is_sliding
-    key = (
-        "ampere", name, head_dim, like.dtype, like.get_device(), is_causal, is_windowed, tile, p_16bit,
-        token_scales, s_16bit, *macros.values(),
-    )  # fmt: skip
-
-    def load() -> launch.Kernel:
-        return launch.load_kernel(
-            sources_for(_architecture(like.device)),
-            name,
-            f"{name}_kernel",
-            cta.shared_bytes,
-            HEAD_DIM=head_dim,
-            IS_CAUSAL=int(is_causal),
-            IS_WINDOWED=is_windowed,
-            IS_BF16=like.dtype == torch.bfloat16,
-            LAUNCH_THREADS=cta.threads,
-            LAUNCH_BYTES=cta.shared_bytes,
-            P_16BIT=p_16bit,
-            TOKEN_SCALES=token_scales,
-            S_16BIT=s_16bit,
-            TILE_Q=tile[0],
-            TILE_KV=tile[1],
-            UNPACKED_16BIT=True,
-            **macros,
-        )
-
-    kernel = launch.find_kernel(key, load)
+    kernel = launch.load_kernel(
+        sources_for(_architecture(like.device)),
+        name,
+        f"{name}_kernel",
+        cta.shared_bytes,
+        HEAD_DIM=head_dim,
+        IS_CAUSAL=int(window == CAUSAL),
+        IS_WINDOWED=window.is_sliding,
+        IS_BF16=like.dtype == torch.bfloat16,
+        LAUNCH_THREADS=cta.threads,
+        LAUNCH_BYTES=cta.shared_bytes,
+        P_16BIT=p_16bit,
+        TOKEN_SCALES=token_scales,
+        S_16BIT=s_16bit,
+        TILE_Q=tile[0],
+        TILE_KV=tile[1],
+        UNPACKED_16BIT=True,
+        **macros,
+    )
     kernel.launch(arguments.axes.work_tiles, cta.threads, arguments, CWindow.of(window))
 
 

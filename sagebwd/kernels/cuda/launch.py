@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -126,23 +126,8 @@ class Kernel:
         return self._signatures.setdefault(kinds, signature)
 
 
-_found: dict[tuple[Hashable, ...], Kernel] = {}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 _kernels_lock = threading.Lock()
-
-
-def find_kernel(key: tuple[Hashable, ...], load: Callable[[], Kernel]) -> Kernel:
-    """What ``load``, which calls :func:`load_kernel`, returned for this key before.
-
-    It costs a quarter of a call with all macros, and an attention launches nine kernels.
-
-    Args:
-        key: whatever the kernel depends on, also the device.
-    """
-    found = _found.get(key)
-    if found is None:
-        found = _found[key] = load()
-    return found
 
 
 def load_kernel(sources: Sources, source: str, name: str, shared_bytes: int, **defines: int) -> Kernel:

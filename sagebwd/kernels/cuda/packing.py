@@ -273,24 +273,20 @@ class Packer:
     ) -> None:
         """Launch a kernel of packing.cu on ``grid`` CTAs of ``tokens`` tokens each."""
         head_dim = packed_head_dim(like.shape[3])
-        key = (self, name, head_dim, like.dtype, like.get_device(), *defines.values())
-        kernel = launch.find_kernel(key, lambda: self._load(name, head_dim, like.dtype, defines))
-        kernel.launch(grid, tokens * head_dim // VALUES_PER_THREAD, *arguments)
-
-    def _load(self, name: str, head_dim: int, dtype: torch.dtype, defines: dict[str, bool]) -> launch.Kernel:
-        return launch.load_kernel(
+        kernel = launch.load_kernel(
             self._sources,
             "packing",
             f"{name}_kernel",
             0,
             HEAD_DIM=head_dim,
-            IS_BF16=dtype == torch.bfloat16,
+            IS_BF16=like.dtype == torch.bfloat16,
             TOKEN_SCALES=self._token_scales,
             S_16BIT=self._s_16bit,
             UNPACKED_16BIT=not self._packs_16bit,
             **self._macros,
             **defines,
         )
+        kernel.launch(grid, tokens * head_dim // VALUES_PER_THREAD, *arguments)
 
 
 def _count(counters: Tensor | None) -> int:

@@ -200,7 +200,7 @@ def _launch(
     p_16bit: bool = False,
     tile_scales: bool = False,
     s_16bit: bool = False,
-    **defines: bool,
+    **defines: int,
 ) -> None:
     """Launch kernel ``name`` on as many CTAs as the GPU holds; they share the work tiles.
 
@@ -211,33 +211,27 @@ def _launch(
         p_16bit, defines: macros that only this kernel knows.
     """
     head_dim = padded_head_dim(like.shape[-1])
-    cta = CTA_SHAPES[name, head_dim, _shape_macro(p_16bit, defines.get("DK_16BIT"), tile_scales, s_16bit)]
-    is_causal, is_windowed, in_place = window == CAUSAL, window.is_sliding, maps is not None
-    key = (
-        "hopper", name, head_dim, like.dtype, like.get_device(), is_causal, is_windowed, in_place, p_16bit,
-        tile_scales, s_16bit, *defines.values(),
-    )  # fmt: skip
-
-    def load() -> launch.Kernel:
-        macros = (TILE_SCALES_MACROS if tile_scales else {}) | (S_16BIT_MACROS if s_16bit else {})
-        return launch.load_kernel(
-            SOURCES,
-            name,
-            f"{name}_kernel",
-            cta.shared_bytes,
-            HEAD_DIM=head_dim,
-            IS_CAUSAL=int(is_causal),
-            IS_WINDOWED=is_windowed,
-            IS_BF16=like.dtype == torch.bfloat16,
-            LAUNCH_THREADS=cta.threads,
-            LAUNCH_BYTES=cta.shared_bytes,
-            P_16BIT=p_16bit,
-            UNPACKED_16BIT=in_place,
-            **macros,
-            **defines,
-        )
-
-    kernel = launch.find_kernel(key, load)
+    dk_16bit = defines.get("DK_16BIT", False)
+    cta = CTA_SHAPES[name, head_dim, _shape_macro(p_16bit, dk_16bit, tile_scales, s_16bit)]
+    if tile_scales:
+        defines |= TILE_SCALES_MACROS
+    if s_16bit:
+        defines |= S_16BIT_MACROS
+    kernel = launch.load_kernel(
+        SOURCES,
+        name,
+        f"{name}_kernel",
+        cta.shared_bytes,
+        HEAD_DIM=head_dim,
+        IS_CAUSAL=int(window == CAUSAL),
+        IS_WINDOWED=window.is_sliding,
+        IS_BF16=like.dtype == torch.bfloat16,
+        LAUNCH_THREADS=cta.threads,
+        LAUNCH_BYTES=cta.shared_bytes,
+        P_16BIT=p_16bit,
+        UNPACKED_16BIT=maps is not None,
+        **defines,
+    )
     kernel.launch(
         min(arguments.axes.work_tiles, _multiprocessors(like.device.index)),
         cta.threads,
@@ -247,7 +241,7 @@ def _launch(
     )
 
 
-def _shape_macro(p_16bit: bool, dk_16bit: bool | None, tile_scales: bool, s_16bit: bool) -> str:
+def _shape_macro(p_16bit: bool, dk_16bit: bool, tile_scales: bool, s_16bit: bool) -> str:
     """The macro that decides the CTA's shape, as in :data:`CTA_SHAPES`, alone or with others."""
     if tile_scales:
         return "SCALES_OF_TILES"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagebwd import sage_attention
 from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper.tensor_map import CTensorMap
 from sagebwd.kernels.layout import Axis, whole_axis
-from sagebwd.window import CAUSAL, FULL, Window
-from tests.sagebwd.kernels import sets
+from sagebwd.window import CAUSAL
 
 OPTIONS = {"window": CAUSAL, "scale": 0.1, "config": DEFAULT_CONFIG}
 #: Operators that take or describe memory, and launch nothing.
@@ -65,7 +62,6 @@ def test_hopper(sample, monkeypatch):
         return SimpleNamespace(launch=lambda *_: launched.append(name.removesuffix("_kernel")))
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    monkeypatch.setattr(launch, "_found", {})
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
     monkeypatch.setattr(hopper, "tensor_map", lambda x: CTensorMap())
 
@@ -111,44 +107,3 @@ def test_whoever_watches_operators_sees_those_that_skip_autograd(sample):
 @pytest.mark.parametrize(("n", "block"), [(1, 64), (130, 64), (128, 128)])
 def test_a_remembered_axis_is_that_of_every_call(n, block):
     assert whole_axis(n, block) == Axis.of(n, block, None)
-
-
-@pytest.mark.parametrize(
-    ("description", "module"), [(sets.HOPPER, hopper), (sets.AMPERE, ampere)], ids=["hopper", "ampere"]
-)
-def test_no_two_settings_share_a_remembered_kernel(description, module, draw, monkeypatch):
-    """Each launch gets the kernel that it would get if none were remembered."""
-    launched = []
-
-    def load_kernel(sources, source, name, shared_bytes, **defines):
-        return SimpleNamespace(launch=lambda *_: launched.append((name, shared_bytes, defines)))
-
-    monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(hopper, "tensor_map", lambda x: CTensorMap())
-    attentions = [
-        (config, head_dim, dtype, window, documents)
-        for config, (head_dim, dtype), (window, documents) in product(
-            (DEFAULT_CONFIG, *description.variants.values()),
-            ((64, torch.float16), (64, torch.bfloat16), (128, torch.bfloat16)),
-            ((FULL, None), (CAUSAL, [0, 4, 9]), (Window(2, 1), None)),
-        )
-    ]
-
-    def kernels_of(config, head_dim, dtype, window, documents):
-        launched.clear()
-        *qkv, grad_out = draw(9, batch=1, heads=1, head_dim=head_dim, dtype=dtype)
-        boundaries = None if documents is None else torch.tensor(documents)
-        axes = [Axis.of(9, block, boundaries) for block in config.tile(head_dim)]
-        options = {"window": window, "scale": 0.1, "config": config}
-        saved = module.forward(*qkv, *axes, pack_for_backward=False, **options)
-        module.backward(grad_out, *qkv, *saved, *axes, **options)
-        return [*launched]
-
-    wanted = []
-    for attention in attentions:
-        monkeypatch.setattr(launch, "_found", {})
-        wanted.append(kernels_of(*attention))
-    monkeypatch.setattr(launch, "_found", {})
-    for _ in range(2):
-        assert [kernels_of(*attention) for attention in attentions] == wanted

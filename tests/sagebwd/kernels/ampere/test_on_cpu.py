@@ -46,7 +46,6 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
         return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    monkeypatch.setattr(launch, "_found", {})
 
     def attend_on_cpu(
         q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None, packs=False

@@ -39,7 +39,6 @@ def emulated(folder, monkeypatch, poisoned_memory):
         return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    monkeypatch.setattr(launch, "_found", {})
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
     monkeypatch.setattr(hopper, "tensor_map", tensor_map_on_cpu)
 

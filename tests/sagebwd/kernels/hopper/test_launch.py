@@ -136,7 +136,6 @@ def launched(monkeypatch):
         return SimpleNamespace(launch=launch)
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    monkeypatch.setattr(launch, "_found", {})
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
     monkeypatch.setattr(hopper, "tensor_map", tensor_map_on_cpu)
     return launches
