@@ -24,7 +24,7 @@ from scripts.paper.result_files import Results
 from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM, SAGE, title_of
 
 #: The paper's own algorithm; SAGE is the default of SageConfig.
-PAPER = f"{SAGE}, paper"
+PAPER, CONSISTENT = f"{SAGE}, paper", f"{SAGE}, consistent"
 #: Pairs of variants whose difference the front page of the report shows, by experiment, where they were run.
 GRID = (
     (SAGE, FULL_PRECISION),
@@ -34,7 +34,7 @@ GRID = (
 )
 SHOWN = {
     "figure1a": GRID,
-    "figure1b": GRID,
+    "figure1b": (*GRID, (CONSISTENT + NO_QK_NORM, FULL_PRECISION + NO_QK_NORM)),
     "figure4": (
         (f"{SAGE}, no smoothing", SAGE),
         (f"{SAGE}, Q+K smoothing", SAGE),
@@ -42,7 +42,7 @@ SHOWN = {
         (f"{PAPER}, Q+K smoothing", PAPER),
     ),
     "finetune": GRID[:2],
-    "long_runs": (*GRID[:2], (f"{SAGE}, consistent", FULL_PRECISION)),
+    "long_runs": (*GRID[:2], (CONSISTENT, FULL_PRECISION)),
     "presets": tuple(
         (f"{SAGE}{name}", FULL_PRECISION) for name in ("", ", paper", ", consistent", ", accurate")
     ),
@@ -151,7 +151,7 @@ def section(
 
 def gaps_by_place(groups: list[dict]) -> dict[str, str]:
     """{"34.7M.16384.0.001.sagebwd": "+0.0013 ± 0.0084 (2 seeds)"}, for sentences about single differences."""
-    names = {SAGE: "sagebwd", PAPER: "paper"}
+    names = {SAGE: "sagebwd", PAPER: "paper", CONSISTENT: "consistent"}
     found = {}
     for group in groups:
         place = f"{group['parameters'] / 1e6:.3g}M.{group['tokens_per_step']}.{group['lr']:g}"

@@ -158,7 +158,7 @@ def test_a_comparison_has_one_number_wherever_it_is_printed():
 @pytest.mark.parametrize("name", ["figure1a", "figure1b", "figure4", "finetune", "presets"])
 def test_a_training_section_names_algorithms_text_steps_seeds_and_commits(name):
     results = Results(RESULTS)
-    runs = results.json(f"{name}.json")["runs"]
+    runs = [run for run in results.json(f"{name}.json")["runs"] if run["finished"] or run["diverged"]]
     setting = report.SECTIONS[name](results).setting
     for run in runs:
         assert f"{run['group']['tokens_per_step']:,}" in setting
