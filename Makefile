@@ -18,7 +18,6 @@ quickstart: $(VENV)/train.done
 	$(BIN)/python train.py -m experiment=quickstart attention=fpa,sagebwd runs_dir=runs/quickstart
 	$(BIN)/python -m scripts.compare runs/quickstart --out runs/quickstart/comparison.png
 
-# Four processes on two cores: many tests wait for processes that they start.
 test: $(VENV)/dev.done lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 

@@ -37,7 +37,7 @@ from sagebwd.kernel_rules import (
     Call,
     Rule,
     describe,
-    has_16_bit_s,
+    is_large,
     obstacles,
 )
 from sagebwd.validation import check_window, is_autocast
@@ -54,8 +54,8 @@ USE_REFERENCE = 'pass kernels="reference", which runs, slowly, anywhere'
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
-    if kernels == "hopper" and has_16_bit_s(call.config):
-        return [Rule(False, "with s_fwd and s_bwd in 16 bit it ran on a CPU only, by emulation", request)]
+    if kernels == "hopper" and is_large(call.head_dim):
+        return [Rule(False, "above 128 channels it ran on a CPU only, by emulation", request)]
     if kernels == "ampere" and call.gpu == ABSENT_GPU:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
@@ -107,10 +107,10 @@ def explain(
 ) -> Explanation:
     """Tell which kernels ``sage_attention`` runs with these arguments, and why not faster ones.
 
-    >>> print(sagebwd.explain(q, config=SageConfig.accurate()))  # on an H200
+    >>> print(sagebwd.explain(q, config=SageConfig(smooth_q=True)))  # on an H200
     kernels: triton
-    not hopper: block_q is 64 and block_kv 64 (set both to None); s_fwd, o, s_bwd not in INT8 (add …
-    not ampere: on Hopper Triton multiplies INT8 by wgmma, which is faster (pass kernels="ampere" …
+    not hopper: smooth_q is True (set smooth_q=False)
+    not ampere: smooth_q is True (set smooth_q=False)
 
     Args:
         q: the queries (B, H, N, D). Device, dtype and head size matter, under autocast its dtype.

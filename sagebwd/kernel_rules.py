@@ -19,7 +19,8 @@ LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
 TRITON_BLOCKS = (32, 64, 128)
 #: CUDA: the tile, (queries, keys), the Hopper kernels' with granularity="block" and with S in 16 bits, the
-#: tiles of the Ampere kernels, and the head sizes that are padded to 64 or 128.
+#: tiles of the Ampere kernels, and the head sizes that are padded to 64 or 128; larger ones have
+#: TILE_OF_LARGE_HEADS.
 CUDA_TILE = (64, 128)
 HOPPER_TILE_WITH_SCALES, HOPPER_TILE_WITH_16_BIT_S = (128, 64), (64, 64)
 AMPERE_TILES = (CUDA_TILE, (128, 64), (64, 64))
@@ -123,17 +124,19 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
-    config = call.config
-    has_tile_scales, s_16bit = config.granularity == "block", has_16_bit_s(config)
+    config, own_tile = call.config, call.config.tile(call.head_dim)
+    has_large_heads = is_large(call.head_dim)
+    has_tile_scales = config.granularity == "block" and not has_large_heads
+    s_16bit = has_16_bit_s(config) and not has_large_heads
     tile, in_16_bit = CUDA_TILE, HOPPER_16_BIT_MATMULS
-    if has_tile_scales:
+    if has_large_heads:
+        tile, in_16_bit = TILE_OF_LARGE_HEADS, CUDA_16_BIT_MATMULS
+    elif has_tile_scales:
         tile, in_16_bit = HOPPER_TILE_WITH_SCALES, ()
     elif s_16bit:
         tile, in_16_bit = HOPPER_TILE_WITH_16_BIT_S, ("o", "s_fwd", "s_bwd")
-    own_tile = config.tile(call.head_dim)
-    yield from _rules_of_cuda_kernels(
-        call, (tile,), in_16_bit, has_tile_scales=own_tile == HOPPER_TILE_WITH_SCALES
-    )
+    may_have_scales = not has_large_heads and own_tile == HOPPER_TILE_WITH_SCALES
+    yield from _rules_of_cuda_kernels(call, (tile,), in_16_bit, has_tile_scales=may_have_scales)
     if s_16bit:
         yield _s_in_16_bit(config, has_64_keys=own_tile[1] == 64)
         yield Rule(
@@ -148,8 +151,8 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
         warns=True,
     )
     yield Rule(
-        call.head_dim in CUDA_HEAD_DIMS,
-        f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 to 128",
+        call.head_dim >= CUDA_HEAD_DIMS[0],
+        f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 on",
     )
     yield _has_cuda_compiler(call)
     if has_tile_scales or not (s_16bit or all(map(config.is_int8, HOPPER_16_BIT_MATMULS))):
@@ -162,7 +165,7 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
     if call.gpu is None:
         return
     config, tile = call.config, call.config.tile(call.head_dim)
-    has_64_keys, is_small = tile[1] == 64, call.head_dim <= CUDA_HEAD_DIMS[-1]
+    has_64_keys, is_small = tile[1] == 64, not is_large(call.head_dim)
     s_16bit = has_16_bit_s(config)
     yield _since_ampere(call.gpu)
     tiles = AMPERE_TILES if is_small else (TILE_OF_LARGE_HEADS,)
@@ -207,6 +210,11 @@ def _since_ampere(gpu: GPU) -> Rule:
         gpu.capability >= AMPERE and not gpu.is_amd,
         f"{gpu.name} has no kernels: they need an NVIDIA GPU of the Ampere generation or later",
     )
+
+
+def is_large(head_dim: int) -> bool:
+    """Whether CUDA kernels pad heads of this size to 256 channels."""
+    return head_dim > CUDA_HEAD_DIMS[-1]
 
 
 def has_16_bit_s(config: SageConfig) -> bool:
@@ -257,7 +265,7 @@ def _rules_of_cuda_kernels(
     yield Rule(
         config.granularity == "row" or has_tile_scales,
         f"granularity is {config.granularity!r}",
-        "set granularity='row', or block_q=128 and block_kv=64",
+        "set granularity='row'" + ("" if is_large(call.head_dim) else ", or block_q=128 and block_kv=64"),
         warns=True,
     )
     yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False", warns=True)

@@ -84,13 +84,12 @@ def test_every_setting_has_its_kernels():
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 136, 256])
 def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
-    fast = name != "accurate" and head_dim in HOPPER_HEAD_DIMS
     found = dispatch.architectures(PRESETS[name], head_dim)
     kernels = {device: own.kernels for device, own in found.items()}
     since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "ampere")
     if name == "int8_scores" or (head_dim > 128 and name in ("paper", "consistent", "accurate")):
         since_ampere = dict.fromkeys(since_ampere, "triton")
-    hopper = "hopper" if fast else "triton"
+    hopper = "hopper" if head_dim in HOPPER_HEAD_DIMS else "triton"
     assert kernels == {"7.5": "none", "9.0": hopper, "CPU": "reference"} | since_ampere
     for device, own in found.items():
         faster = dispatch.KERNEL_SETS[: [*dispatch.KERNEL_SETS, "none"].index(own.kernels)]
@@ -128,7 +127,6 @@ def test_the_hopper_kernels_have_scales_of_tokens_where_all_products_are_in_int8
     strict, others = SageConfig.strictly_causal(), SageConfig(operand_scales="token", smooth_v=True)
     for config, head_dim in product((strict, others), (40, 64, 128)):
         assert choose(config=config, head_dim=head_dim) == "hopper"  # without a warning
-    assert "the head size is 136" in explain_call(call(config=strict, head_dim=136)).reasons["hopper"]
     for products in (("o",), ("dv",), ("dq",), ("o", "dv", "dq", "dk")):
         with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
             choose(config=without_int8(*products, operand_scales="token"), kernels="hopper")
@@ -150,11 +148,9 @@ def test_the_hopper_kernels_have_scales_of_tiles_of_the_paper(choose):
 
 
 def test_the_hopper_kernels_have_16_bit_s_where_accurate_has_it(choose):
-    """On request, until they have run on a GPU."""
     accurate = SageConfig.accurate()
     for head_dim in (40, 64, 128):
-        assert choose(config=accurate, head_dim=head_dim, kernels="hopper") == "hopper"
-        assert choose(config=accurate, head_dim=head_dim) == "triton"  # without a warning
+        assert choose(config=accurate, head_dim=head_dim) == "hopper"  # without a warning
     for change, reason in (
         ({"block_q": None, "block_kv": None}, "s_fwd and s_bwd are not in INT8"),
         ({"block_q": 128}, "block_q is 128 and block_kv 64 (set block_q=64 and block_kv=64)"),
@@ -168,6 +164,30 @@ def test_the_hopper_kernels_have_16_bit_s_where_accurate_has_it(choose):
             choose(config=replace(accurate, **change), kernels="hopper")
 
 
+@pytest.mark.parametrize("head_dim", [136, 256])
+def test_the_hopper_kernels_have_head_sizes_above_128(choose, head_dim):
+    """On request, until they have run on a GPU; in tiles of 64 x 64."""
+    for config in (
+        DEFAULT_CONFIG,
+        SageConfig.low_bias(),
+        SageConfig.consistent(),
+        SageConfig.strictly_causal(),
+    ):
+        assert choose(config=config, head_dim=head_dim, kernels="hopper") == "hopper"
+        assert choose(config=config, head_dim=head_dim) == "triton"  # without a warning
+    for config, reason in (
+        (
+            SageConfig.paper(),
+            "(set both to None); granularity is 'block' (set granularity='row')",
+        ),
+        (SageConfig.accurate(), "s_fwd, s_bwd not in INT8"),
+        (SageConfig.int8_scores(), "dq, dk not in INT8"),
+        (SageConfig(block_kv=128), "block_q is None and block_kv 128 (set both to None)"),
+    ):
+        with pytest.raises(NotImplementedError, match=re.escape(reason)):
+            choose(config=config, head_dim=head_dim, kernels="hopper")
+
+
 def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
     reasons = explain_call(call(config=SageConfig(block_q=128, block_kv=64, smooth_q=True))).reasons
     assert reasons["hopper"] == (
@@ -176,8 +196,8 @@ def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
     assert explain_call(call(A100)).reasons == {
         "hopper": "NVIDIA A100 has compute capability 8.0, not 9.0 (Hopper)"
     }
-    reasons = explain_call(call(head_dim=256)).reasons
-    assert reasons["hopper"] == "the head size is 256, and the Hopper kernels have sizes from 40 to 128"
+    reasons = explain_call(call(head_dim=32)).reasons
+    assert reasons["hopper"] == "the head size is 32, and the Hopper kernels have sizes from 40 on"
     assert explain_call(call()).reasons == {}
     assert "NVRTC" in explain_call(call(H200._replace(no_cuda_kernels="no NVRTC"))).reasons["hopper"]
 

@@ -42,6 +42,17 @@ __device__ __forceinline__ void store_channels(const TokenTensor& x, const float
     }
 }
 
+// The same, CHANNELS of them, but only PART at a time through shared memory.
+template <int CHANNELS, int PART, bool RESIDUAL = false>
+__device__ __forceinline__ void store_in_parts(const TokenTensor& x, const float* values, const float (&factor)[2],
+                                               u8* staging, int warpgroup, int head, int heads, int first,
+                                               const Document& document, int d, int first_channel = 0) {
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c += PART)
+        store_channels<PART, RESIDUAL>(x, values + c / 2, factor, staging, warpgroup, head, heads, first, document, d,
+                                       first_channel + c);
+}
+
 // The same, all channels.
 template <bool RESIDUAL = false>
 __device__ __forceinline__ void store_rows(const TokenTensor& x, const float* values, const float (&factor)[2],

@@ -44,6 +44,7 @@ __device__ __forceinline__ Document find_document(const Segments& segments, int 
 #define Q_STEP TILE_Q
 #endif
 constexpr int D = HEAD_DIM;         // channels, padded: 64, 128 or 256
+constexpr int CHANNELS_OF_ROW = D < 128 ? D : 128;  // in tiles of INT8 rows that are cut into chunks, see offset_in_rows
 constexpr int BLOCK_Q = TILE_Q;     // queries of a packed block: 64 or 128
 constexpr int BLOCK_KV = TILE_KV;   // keys of a packed block: 128 or 64
 constexpr int STEP_Q = Q_STEP;      // queries that kernels take at once: a packed block, or 64 of 128. Cuts tiles by columns, too
@@ -78,6 +79,12 @@ constexpr bool HAS_TOKEN_SCALES = false;
 constexpr bool HAS_TILE_SCALES = true;
 #else
 constexpr bool HAS_TILE_SCALES = false;
+#endif
+
+#ifdef ROWS_IN_CHUNKS  // see offset_in_rows
+constexpr bool HAS_ROWS_IN_CHUNKS = true;
+#else
+constexpr bool HAS_ROWS_IN_CHUNKS = false;
 #endif
 
 #ifdef UNPACKED_16BIT  // kernels read V and dO in 16 bits, and Q for dK in 16 bits, where they are
@@ -124,4 +131,12 @@ template <int ROW_BYTES>
 __device__ __forceinline__ int swizzled(int o) {
     if (ROW_BYTES == 256) return o ^ (o >> 4 & 112);
     return o ^ (o >> 3 & (ROW_BYTES - 16));
+}
+
+// Where a channel of a token lies in a tile of TOKENS INT8 rows. wgmma takes rows of up to 128 bytes: for it longer ones are cut
+// into chunks of 128 channels, one chunk after the other.
+template <int TOKENS>
+__device__ __forceinline__ int offset_in_rows(int token, int channel) {
+    constexpr int ROW = HAS_ROWS_IN_CHUNKS ? CHANNELS_OF_ROW : D;
+    return channel / ROW * (TOKENS * ROW) + swizzled<ROW>(token * ROW + channel % ROW);
 }

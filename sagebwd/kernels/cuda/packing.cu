@@ -214,17 +214,16 @@ template <int TOKENS>
 __device__ __forceinline__ void store_rows_int8(u8* target, const uint2 (&values)[PIECES]) {
 #pragma unroll
     for (int i = 0; i < PIECES; ++i)
-        *reinterpret_cast<uint2*>(target + swizzled<D>(Tile<TOKENS>::token(i) * D + Tile<TOKENS>::channel())) = values[i];
+        *reinterpret_cast<uint2*>(target + offset_in_rows<TOKENS>(Tile<TOKENS>::token(i), Tile<TOKENS>::channel())) = values[i];
 }
 
 // What store_rows_int8 wrote.
 template <int TOKENS>
 __device__ __forceinline__ void load_rows_int8(uint2 (&values)[PIECES], const u8* source) {
 #pragma unroll
-    for (int i = 0; i < PIECES; ++i) {
-        const int offset = swizzled<D>(Tile<TOKENS>::token(i) * D + Tile<TOKENS>::channel());
-        values[i] = *reinterpret_cast<const uint2*>(source + offset);
-    }
+    for (int i = 0; i < PIECES; ++i)
+        values[i] = *reinterpret_cast<const uint2*>(source +
+                                                    offset_in_rows<TOKENS>(Tile<TOKENS>::token(i), Tile<TOKENS>::channel()));
 }
 
 // By columns, through `shared`, TOKENS + 4 bytes for each channel: a tile for each STEP tokens, one behind the other. All threads

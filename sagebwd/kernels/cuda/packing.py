@@ -87,6 +87,7 @@ class Packer:
         s_16bit: bool = False,
         packs_16bit: bool = True,
         step_q: int | None = None,
+        rows_in_chunks: bool = False,
     ) -> None:
         """Prepare packing for one kernel set.
 
@@ -99,6 +100,8 @@ class Packer:
             packs_16bit: whether V, dO and, for dK in 16 bits, Q are packed; otherwise kernels read the
                 tensors.
             step_q: tokens of a tile of Q or dO by columns; a packed block may have several. None: one.
+            rows_in_chunks: whether tiles by rows of 256 channels are cut into chunks of 128, (2, tokens,
+                128), as wgmma takes them.
         """
         self._sources = sources
         self._token_scales = token_scales
@@ -108,6 +111,8 @@ class Packer:
         self._macros = {} if tile == TILE else {"TILE_Q": tile[0], "TILE_KV": tile[1]}
         if step_q is not None:
             self._macros["Q_STEP"] = step_q
+        if rows_in_chunks:
+            self._macros["ROWS_IN_CHUNKS"] = True
 
     def token_mean(self, x: Tensor, axis: Axis) -> Tensor:
         """Mean of K or V over the tokens of each document, (B · H · documents, D_PAD) fp32.

@@ -3,11 +3,11 @@
 The backward has two kernels, dk_dv.cu and dq.cu, if dQ is in INT8, and one, backward.cu, if it is in 16 bit:
 docs/kernels.md says why. If tiles have scales, dq_tile_scales.cu finds them and runs before dk_dv.cu.
 
-The same arithmetic as the Triton kernels, for head sizes above 32 up to 128 and the default settings.
-``smooth_k``, ``smooth_v`` and ``unsigned_p`` may have either value. O and dV may take 16-bit P (P_16BIT in
-the sources), and such an O may be compensated (COMPENSATE_O). If all products are in INT8, tokens may have
-scales of their own (TOKEN_SCALES), or P and dS of a tile of 128 × 64 one (SCALES_OF_TILES). S and O together
-may be in 16 bits (S_16BIT), in tiles of 64 × 64.
+The same arithmetic as the Triton kernels, for head sizes above 32 and the default settings. ``smooth_k``,
+``smooth_v`` and ``unsigned_p`` may have either value. O and dV may take 16-bit P (P_16BIT in the sources),
+and such an O may be compensated (COMPENSATE_O). If all products are in INT8, tokens may have scales of their
+own (TOKEN_SCALES). Up to head size 128, P and dS of a tile of 128 × 64 may then have one (SCALES_OF_TILES),
+and S and O together may be in 16 bits (S_16BIT), in tiles of 64 × 64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.config import DEFAULT_CONFIG, TILE_OF_LARGE_HEADS, SageConfig
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
 from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow
@@ -47,17 +47,27 @@ TILE_SCALES_MACROS = {
 #: The tile where S is in 16 bits.
 TILE_WITH_16_BIT_S = (64, 64)
 S_16BIT_MACROS = {"S_16BIT": True, "TILE_Q": TILE_WITH_16_BIT_S[0], "TILE_KV": TILE_WITH_16_BIT_S[1]}
+#: Of kernels for head sizes above 128.
+LARGE_HEAD_MACROS = {
+    "TILE_Q": TILE_OF_LARGE_HEADS[0], "TILE_KV": TILE_OF_LARGE_HEADS[1], "ROWS_IN_CHUNKS": True,
+}  # fmt: skip
 
 
 @functools.cache
-def packer(config: SageConfig, *, has_documents: bool) -> packing.Packer:
-    """Packs for these settings, with packed documents or without."""
+def packer(config: SageConfig, *, is_large: bool, has_documents: bool) -> packing.Packer:
+    """Packs for these settings, for head sizes above 128 or up to it, with packed documents or without."""
     options = {"token_scales": config.operand_scales == "token", "packs_16bit": has_documents}
-    if _has_tile_scales(config):
+    if is_large:
+        options |= {"tile": TILE_OF_LARGE_HEADS, "rows_in_chunks": True}
+    elif _has_tile_scales(config):
         options |= {"tile": TILE_WITH_SCALES, "step_q": STEP_Q}
-    if _has_16bit_s(config):
+    elif _has_16bit_s(config):
         options |= {"tile": TILE_WITH_16_BIT_S, "s_16bit": True}
     return packing.Packer(SOURCES, **options)
+
+
+def _is_large(x: Tensor) -> bool:
+    return padded_head_dim(x.shape[3]) == 256
 
 
 def _has_tile_scales(config: SageConfig) -> bool:
@@ -133,16 +143,18 @@ class CTAShape(NamedTuple):
     consumers: warpgroups that compute, 64 tokens of a work tile each.
     shared_bytes: dynamic shared memory.
     others: warpgroups besides: the producer, and the one for dQ in backward.cu.
+    share_tokens: whether all consumers have the same 64 tokens.
     """
 
     consumers: int
     shared_bytes: int
     others: int = 1
+    share_tokens: bool = False
 
     @property
     def tokens(self) -> int:
         """Tokens of a work tile."""
-        return 64 * self.consumers
+        return 64 if self.share_tokens else 64 * self.consumers
 
     @property
     def threads(self) -> int:
@@ -161,6 +173,8 @@ CTA_SHAPES = {
     ("forward", 128, "P_16BIT"): CTAShape(2, 203_776),
     ("forward", 128, "SCALES_OF_TILES"): CTAShape(2, 192_512),
     ("forward", 128, "S_16BIT"): CTAShape(2, 198_656),
+    ("forward", 256, ""): CTAShape(2, 214_016),
+    ("forward", 256, "P_16BIT"): CTAShape(2, 195_584),
     ("dk_dv", 64, ""): CTAShape(3, 196_608),
     ("dk_dv", 64, "P_16BIT"): CTAShape(3, 172_032),
     ("dk_dv", 64, "SCALES_OF_TILES"): CTAShape(3, 196_608),
@@ -169,10 +183,13 @@ CTA_SHAPES = {
     ("dk_dv", 128, "P_16BIT"): CTAShape(2, 221_184),
     ("dk_dv", 128, "SCALES_OF_TILES"): CTAShape(2, 211_968),
     ("dk_dv", 128, "S_16BIT"): CTAShape(2, 200_704),
+    ("dk_dv", 256, ""): CTAShape(2, 226_304, share_tokens=True),
+    ("dk_dv", 256, "P_16BIT"): CTAShape(2, 193_536, share_tokens=True),
     ("dq", 64, ""): CTAShape(2, 180_224),
     ("dq", 64, "S_16BIT"): CTAShape(2, 225_280),
     ("dq", 128, ""): CTAShape(2, 219_136),
     ("dq", 128, "S_16BIT"): CTAShape(2, 228_352),
+    ("dq", 256, ""): CTAShape(2, 231_424),
     ("dq_tile_scales", 64, "SCALES_OF_TILES"): CTAShape(2, 184_320),
     ("dq_tile_scales", 128, "SCALES_OF_TILES"): CTAShape(2, 221_184),
     ("backward", 64, ""): CTAShape(2, 228_352, others=2),
@@ -217,6 +234,8 @@ def _launch(
         defines |= TILE_SCALES_MACROS
     if s_16bit:
         defines |= S_16BIT_MACROS
+    if _is_large(like):
+        defines |= LARGE_HEAD_MACROS
     kernel = launch.load_kernel(
         SOURCES,
         name,
@@ -276,7 +295,8 @@ def _multiprocessors(device: int) -> int:
 
 def token_mean(x: Tensor, axis: Axis) -> Tensor:
     """As :func:`sagebwd.kernels.triton.quantize.token_mean`, to the bits of the ``k_mean`` of the forward."""
-    return packer(DEFAULT_CONFIG, has_documents=axis.segments is not None).token_mean(x, axis)
+    options = {"is_large": _is_large(x), "has_documents": axis.segments is not None}
+    return packer(DEFAULT_CONFIG, **options).token_mean(x, axis)
 
 
 def forward(
@@ -303,7 +323,8 @@ def forward(
     if _has_16bit_s(config):
         macros["TOKEN_SCALES"] = False  # no operand of the forward is in INT8
     return cuda_forward.forward(
-        q, k, v, q_axis, kv_axis, packer=packer(config, has_documents=has_documents),
+        q, k, v, q_axis, kv_axis,
+        packer=packer(config, is_large=_is_large(q), has_documents=has_documents),
         launch=functools.partial(_launch, maps=maps, **macros),
         work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
         pack_for_backward=pack_for_backward,
@@ -335,7 +356,7 @@ def backward(
             documents are packed, v may be stand-ins, see :func:`sagebwd.kernels.layout.stand_in`.
     """
     has_documents = kv_axis.segments is not None
-    pack = packer(config, has_documents=has_documents)
+    pack = packer(config, is_large=_is_large(q), has_documents=has_documents)
     dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)  # not laid out as copies below
     maps = None
     if not has_documents:

@@ -1,4 +1,6 @@
-// dK and dV. A work tile is 128 or 192 keys of one key head; it loops over all queries that see them.
+// dK and dV. A work tile is 128 or 192 keys of one key head, 64 for each consumer; it loops over all queries that see them.
+// With 256 channels it is 64 keys: registers hold half of their channels, so each of two consumers computes P and dS of them, and
+// half of the channels of dK and dV.
 //
 // Tiles are transposed, (keys, queries): a scale of P or dS for each key is one for each row.
 
@@ -15,14 +17,17 @@ namespace {
 
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int STAGES = D == 64 ? 6 : P_IS_16BIT ? 4 : S_IS_16BIT ? 2 : 3;
-constexpr int CHUNKS = D / 64;  // of 64 channels; dV and dK are computed chunk by chunk
-constexpr int BLOCK_PARTS = BLOCK_KV / ROWS;  // consumers that share a packed block of keys
-constexpr int HALF_BLOCKS = 2 * CONSUMERS / BLOCK_PARTS;
+constexpr int STAGES = D == 64 ? 6 : D == 256 ? 2 : P_IS_16BIT ? 4 : S_IS_16BIT ? 2 : 3;
+constexpr bool SHARE_KEYS = D == 256;  // whether both consumers have the same keys
+constexpr int KEYS = SHARE_KEYS ? ROWS : CONSUMERS * ROWS;  // of a work tile
+constexpr int CHANNELS = SHARE_KEYS ? D / CONSUMERS : D;  // of dV and dK, of a consumer
+constexpr int CHUNKS = CHANNELS / 64;  // of 64 channels; dV and dK are computed chunk by chunk
+constexpr int BLOCK_PARTS = BLOCK_KV / ROWS;  // parts of a packed block of keys, 64 each
+constexpr int HALF_BLOCKS = 2 * KEYS / BLOCK_KV;
 static_assert(STEP_Q == ROWS && !DK_IS_16BIT && !(P_IS_16BIT && (HAS_TOKEN_SCALES || HAS_TILE_SCALES || S_IS_16BIT)));
 static_assert(!S_IS_16BIT || (HAS_TOKEN_SCALES && BLOCK_PARTS == 1));
 // Whether a consumer computes tiles that are hidden from it, too: with two stages it cannot skip one while it holds another.
-constexpr bool SKIPS_NOTHING = STAGES == 2;
+constexpr bool SKIPS_NOTHING = STAGES == 2 && !SHARE_KEYS;
 
 // A stage in shared memory: 64 queries.
 constexpr int Q_COLUMNS = 0;
@@ -33,15 +38,17 @@ constexpr int STATISTICS = GRAD_ROWS + 2 * STEP_TILE;
 constexpr int SCALES = STATISTICS + STEP_STATS;
 constexpr int STAGE_BYTES = align_up(SCALES + scale_bytes(2, STEP_Q), 1024);
 
-// Before the stages: 64 keys for each consumer, half a packed block or a whole one. Behind them: staging for the epilogue.
+// Before the stages: the keys, 64 at a time, half a packed block or a whole one. Behind them: staging for the epilogue.
 constexpr int KEYS_TILE = ROWS * D, KEYS_ROWS_TILE = (S_IS_16BIT ? 2 : 1) * KEYS_TILE;
 constexpr int V_ROWS = KEYS_ROWS_TILE;
 constexpr int K_SCALE = V_ROWS + 2 * KEYS_TILE;
 constexpr int K_SCALE_BYTES = scale_bytes_of_s(ROWS);
 constexpr int KEY_BYTES = align_up(K_SCALE + K_SCALE_BYTES, 1024);
-constexpr int RING = CONSUMERS * KEY_BYTES;
+constexpr int RING = KEYS / ROWS * KEY_BYTES;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
-CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
+constexpr int STORED_CHANNELS = D == 256 ? 32 : D;  // through staging at once
+constexpr int PART_STAGING = staging_bytes(STORED_CHANNELS);
+CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * PART_STAGING);
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1];
@@ -56,30 +63,33 @@ struct Arguments {
     const float2* tile_scales;  // if SCALES_OF_TILES is defined: see tile_scales_at
 };
 
-// Copies the 64 keys of one consumer.
-__device__ __forceinline__ void copy_keys(const Arguments& a, const TensorMaps& maps, const KeyTile& work, int warpgroup,
+// Which 64 keys of the work tile are a consumer's, and from which channel on dV and dK are.
+__device__ __forceinline__ int keys_of(int warpgroup) { return SHARE_KEYS ? 0 : warpgroup; }
+__device__ __forceinline__ int first_channel_of(int warpgroup) { return SHARE_KEYS ? warpgroup * CHANNELS : 0; }
+
+// Copies 64 keys of the work tile.
+__device__ __forceinline__ void copy_keys(const Arguments& a, const TensorMaps& maps, const KeyTile& work, int keys,
                                           u32 target, u32 full) {
     constexpr int CHUNK_BYTES = ROWS * 128;  // 64 channels of V
-    const int index = work.first / ROWS % BLOCK_PARTS + warpgroup, part = index % BLOCK_PARTS;
+    const int index = work.first / ROWS % BLOCK_PARTS + keys, part = index % BLOCK_PARTS;
     const u8* block = a.packed_kv + i64(work.kv_block + index / BLOCK_PARTS) * PACKED_KV_BYTES;
     bulk_copy(target, block + part * KEYS_ROWS_TILE, KEYS_ROWS_TILE, full);
     if constexpr (PACKS_16BIT) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
+        for (int c = 0; c < D / 64; ++c)
             bulk_copy(target + V_ROWS + c * CHUNK_BYTES, block + K_ROWS_TILE + (BLOCK_PARTS * c + part) * CHUNK_BYTES,
                       CHUNK_BYTES, full);
     } else {
         copy_tokens<CHUNK_BYTES>(target + V_ROWS, maps.v, head_of(work.kv_head, a.axes.heads),
-                                 work.first + warpgroup * ROWS, full);
+                                 work.first + keys * ROWS, full);
     }
     if constexpr (!S_IS_16BIT)
         bulk_copy(target + K_SCALE,
                   block + K_TILE + PACKED_V_16BIT_BYTES + (HAS_TOKEN_SCALES ? part * K_SCALE_BYTES : 0), K_SCALE_BYTES, full);
 }
 
-__device__ __forceinline__ int consumers_with_keys(const KeyTile& work) {
-    return (work.half_blocks * BLOCK_PARTS + 1) / 2;
-}
+// How many times 64 keys there are, the last ones fewer.
+__device__ __forceinline__ int parts_with_keys(const KeyTile& work) { return (work.half_blocks * BLOCK_PARTS + 1) / 2; }
 
 __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, const TensorMaps& maps,
                                               Ring<STAGES> queries, Ring<1> keys, u32 shared, WorkTile (&work_tiles)[2]) {
@@ -87,12 +97,12 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
     WorkTile work_tile;
     for (int index = blockIdx.x; (work_tile = work_tile_at(a.axes, index)).head >= 0; index = next_work_tile(a.axes)) {
         if (!find_key_tile<HALF_BLOCKS>(a.axes, work_tile, work)) continue;
-        if constexpr (HAS_WINDOW) leave_queries_that_see<CONSUMERS * ROWS>(work, window);
+        if constexpr (HAS_WINDOW) leave_queries_that_see<KEYS>(work, window);
         keys.wait_empty();
         work_tiles[keys.parity] = work_tile;
-        const int consumers = consumers_with_keys(work);
-        barrier_expect_bytes(keys.full, consumers * (K_SCALE + K_SCALE_BYTES));
-        for (int w = 0; w < consumers; ++w) copy_keys(a, maps, work, w, shared + w * KEY_BYTES, keys.full);
+        const int parts = parts_with_keys(work);
+        barrier_expect_bytes(keys.full, parts * (K_SCALE + K_SCALE_BYTES));
+        for (int i = 0; i < parts; ++i) copy_keys(a, maps, work, i, shared + i * KEY_BYTES, keys.full);
         keys.advance();
         for (int h = 0; h < a.axes.group; ++h) {
             const int index = work.kv_head * a.axes.group + h;
@@ -106,7 +116,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
                 barrier_expect_bytes(full, Q_AND_GRAD_BYTES + Q_COLUMNS_BYTES);
                 copy_q_columns(stage + Q_COLUMNS, a.packed_q_columns, maps, step, head, first_query, full);
-                copy_q_and_grad(stage + Q_ROWS, a.packed_q, a.packed_grad, maps, step, head, first_query, full);
+                copy_q_and_grad(stage + Q_ROWS, stage + STATISTICS, a.packed_q, a.packed_grad, maps, step, head, first_query, full);
                 queries.advance();
             }
         }
@@ -128,9 +138,9 @@ struct TileScales {
     const float2* of_keys;  // those of the first query of a head with this consumer's keys
     float2 next;
 
-    __device__ __forceinline__ TileScales(const Arguments& a, const KeyTile& work, int warpgroup, int tile) {
+    __device__ __forceinline__ TileScales(const Arguments& a, const KeyTile& work, int keys, int tile) {
         if constexpr (!HAS_TILE_SCALES) return;
-        const int head = work.kv_head * a.axes.group, key_block = work.kv_block - work.kv_head * a.axes.kv_blocks + warpgroup;
+        const int head = work.kv_head * a.axes.group, key_block = work.kv_block - work.kv_head * a.axes.kv_blocks + keys;
         of_keys = a.tile_scales + i64(head) * a.axes.q_blocks * a.axes.kv_blocks + key_block;
         load(a, work, tile);
     }
@@ -217,17 +227,18 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
 
 // The gradients of a consumer's 64 keys.
 struct Sums {
-    float dk[D / 2], dv[D / 2];
+    float dk[CHANNELS / 2], dv[CHANNELS / 2];
 };
 
 // dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left
 // unfinished in dp. 16-bit dV is accumulated by the tensor cores, in registers of its own.
 template <int WORDS>
 __device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&dp)[32], const Scores& scores,
-                                                const u32 (&p)[WORDS], u32 stage) {
-    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16;
+                                                const u32 (&p)[WORDS], u32 stage, int first_channel) {
+    const u32 of_channels = first_channel * (ROWS / 16);  // in a tile by columns
+    const u32 q_columns = stage + Q_COLUMNS / 16 + of_channels, grad_columns = stage + GRAD_COLUMNS / 16 + of_channels;
     if constexpr (P_IS_16BIT) {
-        contract_tokens_16bit<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16);
+        contract_tokens_16bit<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16 + 2 * of_channels);
         if (CHUNKS == 2) {
             contract_tokens<64>(s, scores.ds, q_columns);
             contract_tokens<64>(dp, scores.ds, q_columns + 256);
@@ -266,10 +277,10 @@ struct Hidden {
     int before, after;
 };
 __device__ __forceinline__ Hidden tiles_hidden(const KeyTile& work, const Window& window, int warpgroup) {
-    if (warpgroup >= consumers_with_keys(work)) return {work.q_tiles, 0};
+    if (keys_of(warpgroup) >= parts_with_keys(work)) return {work.q_tiles, 0};
     if constexpr (SKIPS_NOTHING) return {0, 0};
-    if constexpr (!HAS_WINDOW) return {IS_CAUSAL ? min(warpgroup, work.q_tiles) : 0, 0};
-    const QueryRange own = queries_that_see(work, window, (work.first + warpgroup * ROWS) / BLOCK_KV * BLOCK_KV);
+    if constexpr (!HAS_WINDOW) return {IS_CAUSAL ? min(keys_of(warpgroup), work.q_tiles) : 0, 0};
+    const QueryRange own = queries_that_see(work, window, (work.first + keys_of(warpgroup) * ROWS) / BLOCK_KV * BLOCK_KV);
     const int begin = work.first_query / STEP_Q;
     if (own.begin >= own.end) return {work.q_tiles, 0};
     return {own.begin - begin, begin + work.q_tiles - own.end};
@@ -279,8 +290,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
                                               const Hidden& hidden, int warpgroup, u8* shared, Ring<STAGES>& queries,
                                               Ring<1>& keys, Sums& sums) {
     const u32 base = descriptor_base(shared_address(shared));
-    const u32 k_rows = base + warpgroup * (KEY_BYTES / 16), v_rows = k_rows + V_ROWS / 16, ring = base + RING / 16;
-    const float* k_scales = reinterpret_cast<const float*>(shared + warpgroup * KEY_BYTES + K_SCALE);
+    const int first_channel = first_channel_of(warpgroup), of_keys = keys_of(warpgroup);
+    const u32 k_rows = base + of_keys * (KEY_BYTES / 16), v_rows = k_rows + V_ROWS / 16, ring = base + RING / 16;
+    const float* k_scales = reinterpret_cast<const float*>(shared + of_keys * KEY_BYTES + K_SCALE);
     const float k_scale = S_IS_16BIT ? 1.0f : *k_scales;
     TokenScales tokens;
     if constexpr (HAS_TOKEN_SCALES && !S_IS_16BIT) {
@@ -290,7 +302,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
 
     const int end = work.q_tiles - hidden.after;
     int s[32], dp[32], tile = hidden.before;
-    TileScales tile_scales(a, work, warpgroup, tile);
+    TileScales tile_scales(a, work, of_keys, tile);
     if constexpr (P_IS_16BIT) pin(sums.dv);  // zero dV before the first wgmma: later writes would serialize it
     skip(queries, hidden.before);
     queries.wait_full();
@@ -304,7 +316,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         tokens.grad = tokens.q + STEP_Q / 2;
         const float2 scales = HAS_TOKEN_SCALES ? float2{1.0f, 1.0f} : *tokens.q;  // of Q and dO
         const float factor = logit_factor(scales.x, k_scale, a.scale);
-        const int first_key = HAS_WINDOW || SKIPS_NOTHING ? work.first + warpgroup * ROWS - work.first_query - tile * STEP_Q : 0;
+        const int first_key = HAS_WINDOW || SKIPS_NOTHING ? work.first + of_keys * ROWS - work.first_query - tile * STEP_Q : 0;
         const bool is_diagonal = IS_CAUSAL && (SKIPS_NOTHING ? first_key >= 0 : tile == hidden.before);
         const bool is_cut = is_diagonal || (HAS_WINDOW && window.cuts<ROWS>(first_key, work.q.tokens, work.kv.tokens));
         const bool is_fast = (!MAY_FUSE || is_fusible(factor)) && !is_cut;
@@ -332,12 +344,12 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         else
             find_scores<false>(scores, s, dp, factor, minus_lse, scales, tokens, of_tile, is_diagonal, window, first_key);
 
-        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16));
+        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16), first_channel);
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
         multiply_queries_and_keys<64>(s, k_rows, next_stage + Q_ROWS / 16);
         wgmma_wait<1>();
         pin(dp);
-        accumulate(sums.dk + D / 2 - 32, dp, scores.dk_factor);
+        accumulate(sums.dk + CHANNELS / 2 - 32, dp, scores.dk_factor);
         if (left == 1) break;
         contract_channels_16bit<64, ROWS>(dp, v_rows, next_stage + GRAD_ROWS / 16);
         queries.release();
@@ -378,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
         if (work_tile.head < 0) return;
         KeyTile work;
         find_key_tile<HALF_BLOCKS>(a.axes, work_tile, work);
-        if constexpr (HAS_WINDOW) leave_queries_that_see<CONSUMERS * ROWS>(work, window);
+        if constexpr (HAS_WINDOW) leave_queries_that_see<KEYS>(work, window);
         Sums sums = {};
         const Hidden hidden = tiles_hidden(work, window, warpgroup);
         if (hidden.before < work.q_tiles) {
@@ -388,11 +400,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) dk_dv_kernel(const Argu
             skip(queries, a.axes.group * work.q_tiles);
         }
         find_key_tile<HALF_BLOCKS>(a.axes, work_tile, work);  // computed again: keeping it costs registers
-        u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
-        const int first = work.first + warpgroup * ROWS;
+        u8* staging = shared + STAGING + warpgroup * PART_STAGING;
+        const int first = work.first + keys_of(warpgroup) * ROWS, channel = first_channel_of(warpgroup);
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
-        store_rows(a.dv, sums.dv, ones, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
-        store_rows(a.dk, sums.dk, scales, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
+        store_in_parts<CHANNELS, STORED_CHANNELS>(a.dv, sums.dv, ones, staging, warpgroup, work.kv_head, a.axes.heads, first,
+                                                  work.kv, a.axes.d, channel);
+        store_in_parts<CHANNELS, STORED_CHANNELS>(a.dk, sums.dk, scales, staging, warpgroup, work.kv_head, a.axes.heads, first,
+                                                  work.kv, a.axes.d, channel);
         keys.advance();
     }
 }

@@ -1,12 +1,15 @@
-// dQ, with a scale of dS for each query of a tile of 128 keys.
+// dQ, with a scale of dS for each query of a tile of keys.
 
 #include "dq.cuh"
 
 namespace {
 
+// With 256 channels the registers of S and dP hold the products of dS with K, 64 channels at a time.
+constexpr bool IN_TURN = D == 256;
+
 // Products of dS with K that are not yet added to dQ, and the scale of each row.
 struct Products {
-    int chunk[CHUNKS][32];
+    int chunk[IN_TURN ? 1 : CHUNKS][32];
     float factor[2];
 };
 
@@ -50,6 +53,34 @@ __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[VALUES / 4], floa
     round_tile<BLOCK_KV>(ds_int8, ds, inverse);
 }
 
+// dS times the K of a tile by columns. IN_TURN: most of it is added to dQ already, what is not is in dp.
+template <int N>
+__device__ __forceinline__ void multiply_keys(Products& products, int (&s)[N], int (&dp)[N], const u32 (&ds_int8)[N / 4], u32 k_columns,
+                                              float* dq_sum) {
+    if constexpr (IN_TURN) {
+        contract_tokens_in_turn<CHUNKS, BLOCK_KV>(dq_sum, s, dp, ds_int8, k_columns, products.factor);
+    } else {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+            contract_tokens<BLOCK_KV>(products.chunk[c], ds_int8, k_columns + c * 64 * BLOCK_KV / 16);
+    }
+}
+
+// Adds what multiply_keys did not; call it after the wait for it.
+template <int N>
+__device__ __forceinline__ void add_products(float* dq_sum, Products& products, int (&dp)[N]) {
+    if constexpr (IN_TURN) {
+        pin(dp);
+        accumulate(dq_sum + D / 2 - 32, dp, products.factor);
+    } else {
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            pin(products.chunk[c]);
+            accumulate(dq_sum + 32 * c, products.chunk[c], products.factor);
+        }
+    }
+}
+
 __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const QueryTile& work,
                                               const KeyRange& own, int warpgroup, u8* shared, Ring<STAGES>& keys,
                                               Ring<1>& queries, float (&dq_sum)[D / 2]) {
@@ -66,7 +97,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     Ring<STAGES> before = keys;
     for (int tile = own.begin;; ++tile) {
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
-        const float2* k_scales = reinterpret_cast<const float2*>(shared + RING + keys.index * STAGE_BYTES + K_SCALE);
+        const float2* k_scales = reinterpret_cast<const float2*>(k_scale_of(shared, keys.index));
         const float k_scale = HAS_TOKEN_SCALES ? 1.0f : k_scales->x;
         const float factor[2] = {logit_factor(q.q_scale[0], k_scale, a.scale), logit_factor(q.q_scale[1], k_scale, a.scale)};
         const int first_key = tile * BLOCK_KV, query = work.first + warpgroup * ROWS;
@@ -84,7 +115,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         pin(s);
         pin(dp);
         if (CHUNKS == 1) pin(products.chunk[0]);
-        if (is_last) queries.release();  // early, so that the next ones arrive in time; the last S below is never used
+        if (!IS_CROWDED && is_last) queries.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_fast)
             score_gradients<true>(ds_int8, ds_scale, s, dp, factor, k_scales, q.minus_lse, q.minus_delta, window, 0, 0, products,
                                   dq_sum);
@@ -95,10 +126,8 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         for (int r = 0; r < 2; ++r) products.factor[r] = ds_scale[r] * k_scale;
 
         if (STAGES == 2 && !is_last) next.wait_full();
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c)
-            contract_tokens<BLOCK_KV>(products.chunk[c], ds_int8, this_stage + (K_COLUMNS + c * 64 * BLOCK_KV) / 16);
-        if (CHUNKS == 1) {
+        multiply_keys(products, s, dp, ds_int8, this_stage + K_COLUMNS / 16, dq_sum);
+        if constexpr (CHUNKS == 1) {
             if (is_last) break;
             multiply_queries_and_keys<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
             contract_channels_16bit<BLOCK_KV, ROWS>(dp, q.grad_rows, next_stage + V_ROWS / 16);
@@ -109,11 +138,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
             // more and not used: a branch between wgmmas would serialize them.
             multiply_queries_and_keys<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
             wgmma_wait<1>();
-#pragma unroll
-            for (int c = 0; c < CHUNKS; ++c) {
-                pin(products.chunk[c]);
-                accumulate(dq_sum + 32 * c, products.chunk[c], products.factor);
-            }
+            add_products(dq_sum, products, dp);
             if (is_last) break;
             contract_channels_16bit<BLOCK_KV, ROWS>(dp, q.grad_rows, next_stage + V_ROWS / 16);
             keys.release();

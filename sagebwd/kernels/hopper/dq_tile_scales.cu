@@ -85,7 +85,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     contract_channels_16bit<BLOCK_KV, ROWS>(dp, q.grad_rows, stage + V_ROWS / 16);
     Ring<STAGES> before = keys;
     for (int tile = seen.begin;; ++tile) {
-        const float k_scale = *reinterpret_cast<const float*>(shared + RING + keys.index * STAGE_BYTES + K_SCALE);
+        const float k_scale = *reinterpret_cast<const float*>(k_scale_of(shared, keys.index));
         const float factor = logit_factor(q.q_scale[0], k_scale, a.scale);
         const int first_key = tile * BLOCK_KV, query = work.first + warpgroup * ROWS;
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > query) ||

@@ -14,10 +14,12 @@ namespace {
 
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int STAGES = S_IS_16BIT ? (D == 64 ? 8 : 4) : (D == 64 ? 6 : P_IS_16BIT ? 3 : 4) * 128 / BLOCK_KV;
+constexpr int STAGES = S_IS_16BIT ? (D == 64 ? 8 : 4) : D == 256 ? (P_IS_16BIT ? 3 : 5) : (D == 64 ? 6 : P_IS_16BIT ? 3 : 4) * 128 / BLOCK_KV;
 constexpr bool IS_SHORT = STAGES == 3;  // so few stages that the next one is waited for as late as possible
 constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);  // a tile may hide all keys from a query
 constexpr int CHUNKS = D / 64;  // of 64 channels; P V is computed chunk by chunk
+// Whether registers hold too few chunks of the product at once: see contract_tokens_in_turn. A product is then added in its own tile.
+constexpr bool IN_TURN = D == 256 && !P_IS_16BIT;
 
 #ifdef COMPENSATE_O  // l is the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
 constexpr bool COMPENSATES = true;
@@ -39,7 +41,9 @@ constexpr int Q_BYTES = STEP_ROWS_TILE + scale_bytes_of_s(STEP_Q);
 constexpr int QUERY_BYTES = align_up(Q_BYTES, 1024);
 constexpr int RING = CONSUMERS * QUERY_BYTES;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
-CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * STAGING_BYTES);
+constexpr int STORED_CHANNELS = D == 256 ? 32 : D;  // through staging at once
+constexpr int PART_STAGING = staging_bytes(STORED_CHANNELS);
+CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * PART_STAGING);
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES], queries_full[1], queries_empty[1];
@@ -81,7 +85,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
             barrier_expect_bytes(full, KV_BYTES);
             const u32 stage = shared + RING + keys.index * STAGE_BYTES;
             if constexpr (P_IS_16BIT) {
-                copy_k_and_v(stage, a.packed_k, maps, block, kv_head, tile * BLOCK_KV, full);
+                copy_k_and_v(stage, stage + SCALES, a.packed_k, maps, block, kv_head, tile * BLOCK_KV, full);
             } else {
                 bulk_copy(stage + K_ROWS, a.packed_k + block * a.k_stride, K_TILE, full);
                 bulk_copy(stage + VALUES, a.packed_v + block * a.v_stride, V_BYTES, full);
@@ -95,12 +99,12 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
 }
 
 // The online softmax of 64 queries: O and l up to a common factor per row, and the maximum m of the logits. With P in
-// INT8 the product of the last tile is not yet added to o; the true value is o + product * factor.
+// INT8 the product of the last tile is not yet added to o, unless IN_TURN; the true value is o + product * factor.
 struct State {
     float o[D / 2], m[2];
     float l[2];          // of the columns of this thread, unless it is compensated, and then:
     float l_rounded[4];  // over a whole row: [0] and [1] of row lane / 4, [2] and [3] of row + 8
-    int product[CHUNKS][32];
+    int product[IN_TURN ? 1 : CHUNKS][32];
     float factor[2];
 };
 
@@ -109,6 +113,7 @@ constexpr int LOGITS = BLOCK_KV / 2;  // that a thread holds
 // Adds the elements of the last product to o, spread evenly over the logits: those of logit i.
 __device__ __forceinline__ void accumulate_elements(State& state, int i) {
     constexpr int ELEMENTS = 32 * CHUNKS;
+    if (IN_TURN) return;
 #pragma unroll
     for (int k = (i * ELEMENTS + LOGITS - 1) / LOGITS; k < ((i + 1) * ELEMENTS + LOGITS - 1) / LOGITS; ++k)
         state.o[k] = fmaf(__int2float_rn(state.product[k / 32][k % 32]), state.factor[k / 2 % 2], state.o[k]);
@@ -270,6 +275,19 @@ __device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WOR
     }
 }
 
+// Where a product is added in its own tile: P times V, added to state.o, and then the next S, whose rows of K are at `next_k_rows`.
+template <int WORDS>
+__device__ __forceinline__ void multiply_values_in_turn(State& state, int (&s)[LOGITS], const u32 (&p)[WORDS], u32 values, u32 q_rows,
+                                                        u32 next_k_rows) {
+    if constexpr (IN_TURN) {
+        contract_tokens_in_turn<CHUNKS, BLOCK_KV, P_IS_UNSIGNED>(state.o, s, state.product[0], p, values, state.factor);
+        multiply_queries_and_keys<BLOCK_KV>(s, q_rows, next_k_rows);
+        wgmma_wait<1>();
+        pin(state.product[0]);
+        accumulate(state.o + D / 2 - 32, state.product[0], state.factor);
+    }
+}
+
 // The descriptor of a tile of 16 x 8 ones in shared memory, which all threads write; visible after the next __syncthreads.
 __device__ __forceinline__ u64 ones_tile() {
     if constexpr (COMPENSATES) {
@@ -286,7 +304,7 @@ __device__ __forceinline__ void finish_product(State& state) {
     if constexpr (P_IS_16BIT) {
         pin(state.o);
         if constexpr (COMPENSATES) pin(state.l_rounded);
-    } else {
+    } else if (!IN_TURN) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) pin(state.product[c]);
     }
@@ -361,23 +379,26 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
                 probabilities<false>(p, s, factor, maximum, sum, state);
         }
         if (IS_SHORT && !is_last) next.wait_full();
-        multiply_values(state, p, ring + (keys.index * STAGE_BYTES + VALUES) / 16, ones);
-        // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
-        multiply_queries_and_keys<BLOCK_KV>(s, q_rows, ring + (next.index * STAGE_BYTES + K_ROWS) / 16);
-
+        const u32 values = ring + (keys.index * STAGE_BYTES + VALUES) / 16, next_k_rows = ring + (next.index * STAGE_BYTES + K_ROWS) / 16;
+        if constexpr (!IN_TURN) {
+            multiply_values(state, p, values, ones);
+            // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
+            multiply_queries_and_keys<BLOCK_KV>(s, q_rows, next_k_rows);
+        }
         if constexpr (!P_IS_16BIT) raise_maximum(state, m_tile, rescale, share);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             state.factor[r] = share[r] * p_scale[r];
             if (!COMPENSATES) state.l[r] = state.l[r] * rescale[r] + (P_IS_16BIT ? sum[r] : sum[r] * share[r]);
         }
+        if constexpr (IN_TURN) multiply_values_in_turn(state, s, p, values, q_rows, next_k_rows);
         before = keys;
         if (is_last) break;
         keys = next;
     }
     wgmma_wait<0>();
     finish_product(state);
-    if constexpr (!P_IS_16BIT) {
+    if constexpr (!P_IS_16BIT && !IN_TURN) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) accumulate(state.o + 32 * c, state.product[c], state.factor);
     }
@@ -456,10 +477,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
             for (int i = 0; i < D / 2; ++i)
                 if (query + i / 2 % 2 * 8 - window.left >= work.keys) state.o[i] = 0.0f;
         }
-        u8* staging = shared + STAGING + warpgroup * STAGING_BYTES;
-        store_rows(a.out, state.o, inverse, staging, warpgroup, work.head, a.axes.heads, first, work.q, a.axes.d);
+        u8* staging = shared + STAGING + warpgroup * PART_STAGING;
+        store_in_parts<D, STORED_CHANNELS>(a.out, state.o, inverse, staging, warpgroup, work.head, a.axes.heads, first, work.q,
+                                           a.axes.d);
         if constexpr (COMPENSATES)
-            store_rows<true>(a.out_residual, state.o, inverse, staging, warpgroup, work.head, a.axes.heads, first, work.q,
-                             a.axes.d);
+            store_in_parts<D, STORED_CHANNELS, true>(a.out_residual, state.o, inverse, staging, warpgroup, work.head,
+                                                     a.axes.heads, first, work.q, a.axes.d);
     }
 }

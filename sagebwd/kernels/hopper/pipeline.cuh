@@ -83,10 +83,11 @@ __device__ __forceinline__ void copy_q(u32 target, const u8* packed_q, const Ste
     }
 }
 
-// Copies Q by rows, dO, its statistics and the scales, Q_AND_GRAD_BYTES, one behind the other. `first`: the step's first token,
-// also below.
-__device__ __forceinline__ void copy_q_and_grad(u32 target, const u8* packed_q, const u8* packed_grad, const TensorMaps& maps,
-                                                const Step& step, const Head& head, int first, u32 full) {
+// Copies Q by rows, dO, its statistics and the scales, Q_AND_GRAD_BYTES, one behind the other; with 256 channels the statistics and
+// what follows them to `statistics`, and only with GRAD_SCALES the scales of dO. `first`: the step's first token, also below.
+template <bool GRAD_SCALES = true>
+__device__ __forceinline__ void copy_q_and_grad(u32 target, u32 statistics, const u8* packed_q, const u8* packed_grad,
+                                                const TensorMaps& maps, const Step& step, const Head& head, int first, u32 full) {
     bulk_copy(target, packed_q + step.block * PACKED_Q_BYTES + step.part * STEP_ROWS_TILE, STEP_ROWS_TILE, full);
     target += STEP_ROWS_TILE;
     const u8* source = packed_grad + step.block * PACKED_GRAD_BYTES;
@@ -95,7 +96,10 @@ __device__ __forceinline__ void copy_q_and_grad(u32 target, const u8* packed_q, 
         copy_tokens<CHUNK_BYTES>(target, maps.grad, head, first, full);
         target += 2 * STEP_TILE;
     }
-    if constexpr (STEPS_OF_BLOCK == 1) {
+    if constexpr (D == 256) {
+        if constexpr (PACKS_16BIT) bulk_copy(target, source, PACKED_GRAD_16BIT_BYTES, full);
+        bulk_copy(statistics, source + PACKED_GRAD_16BIT_BYTES, STEP_STATS + scale_bytes(GRAD_SCALES ? 2 : 1, STEP_Q), full);
+    } else if constexpr (STEPS_OF_BLOCK == 1) {
         bulk_copy(target, source, PACKED_GRAD_BYTES, full);
     } else {
         if constexpr (PACKS_16BIT) {
@@ -127,20 +131,23 @@ __device__ __forceinline__ void copy_q_columns(u32 target, const u8* packed_q_co
     }
 }
 
-// Copies K by rows, V in 16 bits and the scale of K, K_AND_V_BYTES, one behind the other.
-__device__ __forceinline__ void copy_k_and_v(u32 target, const u8* packed_kv, const TensorMaps& maps, i64 block,
+// Copies K by rows, V in 16 bits and the scale of K, K_AND_V_BYTES, one behind the other; with 256 channels the scale to `scale`.
+__device__ __forceinline__ void copy_k_and_v(u32 target, u32 scale, const u8* packed_kv, const TensorMaps& maps, i64 block,
                                              const Head& head, int first, u32 full) {
     const u8* source = packed_kv + block * PACKED_KV_BYTES;
-    if constexpr (PACKS_16BIT) {
+    if constexpr (PACKS_16BIT && D < 256) {
         bulk_copy(target, source, PACKED_KV_BYTES, full);
         return;
     }
-    bulk_copy(target, source, K_ROWS_TILE, full);
+    constexpr int TILES = K_ROWS_TILE + PACKED_V_16BIT_BYTES, SCALE_BYTES = PACKED_KV_BYTES - TILES;
+    bulk_copy(target, source, TILES, full);
+    if constexpr (!PACKS_16BIT) {
 #pragma unroll
-    for (int token = 0; token < BLOCK_KV; token += 64)
-        copy_tokens<BLOCK_KV * 128>(target + K_ROWS_TILE + token * 128, maps.v, head, first + token, full);
-    constexpr int SCALE_BYTES = PACKED_KV_BYTES - K_ROWS_TILE;
-    if constexpr (SCALE_BYTES > 0) bulk_copy(target + K_ROWS_TILE + 2 * K_TILE, source + K_ROWS_TILE, SCALE_BYTES, full);
+        for (int token = 0; token < BLOCK_KV; token += 64)
+            copy_tokens<BLOCK_KV * 128>(target + K_ROWS_TILE + token * 128, maps.v, head, first + token, full);
+    }
+    if constexpr (SCALE_BYTES > 0)
+        bulk_copy(D == 256 ? scale : target + K_ROWS_TILE + 2 * K_TILE, source + TILES, SCALE_BYTES, full);
 }
 
 // Releases stages that only other consumers need.

@@ -3,16 +3,20 @@
 // Tiles in shared memory are given as descriptor_base of their addresses.
 #pragma once
 
+#include "int8.cuh"
 #include "layout.cuh"
 #include "ptx_sm90.cuh"
 
-// S or its transpose: rows at a times rows at b, both (., D) INT8.
+// S or its transpose: 64 rows at a times N rows at b, both (., D) INT8.
 template <int N>
 __device__ __forceinline__ void contract_channels(int (&sum)[N / 2], u32 a, u32 b) {
+    constexpr int ROW = CHANNELS_OF_ROW, STEPS = ROW / 32;  // of a chunk, see offset_in_rows
     wgmma_fence();
-    wgmma_int8<0>(sum, descriptor<D>(a), descriptor<D>(b));
+    wgmma_int8<0>(sum, descriptor<ROW>(a), descriptor<ROW>(b));
 #pragma unroll
-    for (int i = 1; i < D / 32; ++i) wgmma_int8<1>(sum, descriptor<D>(a + 2 * i), descriptor<D>(b + 2 * i));
+    for (int i = 1; i < D / 32; ++i)
+        wgmma_int8<1>(sum, descriptor<ROW>(a + i / STEPS * (64 * ROW / 16) + i % STEPS * 2),
+                      descriptor<ROW>(b + i / STEPS * (N * ROW / 16) + i % STEPS * 2));
     wgmma_commit();
 }
 
@@ -53,12 +57,38 @@ __device__ __forceinline__ void contract_tokens(int (&sum)[32], const u32 (&a)[N
     wgmma_commit();
 }
 
-// sum += 16-bit P or dS in registers, times all channels of N tokens of a 16-bit tile (ROWS_OF_TILE tokens, D).
-template <int N, int ROWS_OF_TILE = N>
-__device__ __forceinline__ void contract_tokens_16bit(float (&sum)[D / 2], const u32 (&a)[N / 4], u32 b) {
+// sum += factor[row] * P or dS in registers, unsigned or signed INT8, times CHUNKS times 64 channels of a tile by columns of N
+// tokens, 64 at a time, by turns in the registers of `first` and `second`: one product is added while the next one is multiplied.
+// CHUNKS is even, so that the last one ends in `second`; it is left unfinished, and not added.
+template <int CHUNKS, int N, bool LEFT_UNSIGNED = false>
+__device__ __forceinline__ void contract_tokens_in_turn(float* sum, int (&first)[32], int (&second)[32], const u32 (&a)[N / 8], u32 b,
+                                                        const float (&factor)[2]) {
+    constexpr int CHUNK = 64 * N / 16;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c += 2) {
+        contract_tokens<N, LEFT_UNSIGNED>(first, a, b + c * CHUNK);
+        if (c > 0) {
+            wgmma_wait<1>();
+            pin(second);
+            accumulate(sum + 32 * (c - 1), second, factor);
+        }
+        contract_tokens<N, LEFT_UNSIGNED>(second, a, b + (c + 1) * CHUNK);
+        wgmma_wait<1>();
+        pin(first);
+        accumulate(sum + 32 * c, first, factor);
+    }
+}
+
+// sum += 16-bit P or dS in registers, times 2 VALUES channels of N tokens of a 16-bit tile (ROWS_OF_TILE tokens, D).
+template <int N, int ROWS_OF_TILE = N, int VALUES>
+__device__ __forceinline__ void contract_tokens_16bit(float (&sum)[VALUES], const u32 (&a)[N / 4], u32 b) {
+    constexpr int AT_ONCE = VALUES < 64 ? VALUES : 64;  // 128 channels
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < N / 16; ++i)
-        wgmma_16bit(sum, a + 4 * i, descriptor_mn_major<ROWS_OF_TILE * 128>(b + i * (16 * 128 / 16)));
+    for (int first = 0; first < VALUES; first += AT_ONCE)
+#pragma unroll
+        for (int i = 0; i < N / 16; ++i)
+            wgmma_16bit(*reinterpret_cast<float(*)[AT_ONCE]>(sum + first), a + 4 * i,
+                        descriptor_mn_major<ROWS_OF_TILE * 128>(b + first / 32 * (ROWS_OF_TILE * 128 / 16) + i * (16 * 128 / 16)));
     wgmma_commit();
 }

@@ -36,6 +36,7 @@ class KernelSet:
     """A kernel set on a device, and what the tests must know of it.
 
     name: as ``sage_attention(kernels=name)`` takes it.
+    part: what this description covers of the set, if it has several.
     device: where its inputs lie. "cpu" is Triton's interpreter, which affords small cases only.
     gpu: the kind of GPU whose rules in :mod:`sagebwd.dispatch` say which settings run; None without one.
     why_unavailable: why it cannot run on this machine, None if it can. Its tests are then skipped.
@@ -68,6 +69,7 @@ class KernelSet:
     """
 
     name: str
+    part: str = ""
     device: str
     gpu: dispatch.GPU | None
     why_unavailable: Callable[[], str | None]
@@ -102,7 +104,7 @@ class KernelSet:
         return self.device == "cuda"
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.device}"
+        return f"{self.name}-{self.device}" + (f"-{self.part}" if self.part else "")
 
     def runs(self, config: SageConfig, head_dim: int | None = None, *, is_windowed: bool = False) -> bool:
         """Whether the rules of this set let it run these settings; by themselves they need no GPU."""
@@ -371,6 +373,21 @@ HOPPER = KernelSet(
     exact_from=100,
 )
 
+#: Other tiles, and other loops, in which products of 64 channels take turns.
+HOPPER_256 = replace(
+    HOPPER,
+    part="256",
+    head_dims=(256,),
+    all_head_dims=(136, 160, 192, 248),
+    lengths=tuple(length for i, length in enumerate(HOPPER.lengths) if i % 3 == 0 or length[0] <= 65),
+    float64_sizes=((150, 256, 1), (1024, 256, 2), (777, 200, 1)),
+    variants=_CUDA_VARIANTS,
+    main_variants=_MAIN_CUDA_VARIANTS,
+    any_head_dims=st.integers(17, 32).map(lambda n: 8 * n),
+    any_config=st.builds(SageConfig, operand_scales=st.sampled_from(["block", "token"]), **_INT8_SWITCHES),
+    examples=30,
+)
+
 # --- Ampere ------------------------------------------------------------------------------------------------
 
 
@@ -403,4 +420,4 @@ AMPERE = replace(
 )
 
 #: All of them. Tests of the interpreter run without a GPU, others with ``-m gpu``.
-KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, AMPERE)
+KERNEL_SETS = (INTERPRETER, TRITON, HOPPER, HOPPER_256, AMPERE)

@@ -257,7 +257,7 @@ def smooth_v_and_main_variants(kernel_set):
 
 
 @pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(2, 3, 1), (3, 8, 2), (1, 7, 7), (2, 16, 1)])
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@over("head_dim", lambda kernel_set: [136, 256] if kernel_set.part == "256" else [40, 64, 96, 128])
 @fp16_and_bf16
 @over("config", smooth_v_and_main_variants)
 def test_groups_and_head_sizes_with_other_settings(

@@ -68,6 +68,11 @@ CASES = {
     "accurate, many channels": (S_IN_16_BIT, 128, False, None),
     "accurate, many channels, packed": (S_IN_16_BIT, 128, True, [200, 110]),
     "tile scales, fewer channels, packed": (TILE_SCALES, 40, False, [200, 30]),
+    "256 channels": (DEFAULT_CONFIG, 256, True, None),
+    "low_bias, 200 channels, packed": (SageConfig.low_bias(), 200, True, [1, 64, 65, 0, 127, 2]),
+    "consistent, 256 channels, packed": (SageConfig.consistent(), 256, False, [200, 30]),
+    "strictly causal, 136 channels": (STRICT, 136, True, None),
+    "token scales, 256 channels, packed": (TOKEN_SCALES, 256, True, [1, 64, 65, 0, 130, 2]),
 }
 
 
@@ -92,12 +97,23 @@ def token_major(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@pytest.mark.parametrize("head_dim", [40, 128])
+LAID_OUT = {
+    "default": DEFAULT_CONFIG,
+    "int8_scores": SageConfig.int8_scores(),
+    "consistent": SageConfig.consistent(),
+    "paper": PAPER,
+    "accurate": ACCURATE,
+}
+
+
 @pytest.mark.parametrize("lay", [token_major, every_other])
 @pytest.mark.parametrize(
-    "config",
-    [DEFAULT_CONFIG, SageConfig.int8_scores(), SageConfig.consistent(), PAPER, ACCURATE],
-    ids=["default", "int8_scores", "consistent", "paper", "accurate"],
+    ("config", "head_dim"),
+    [
+        pytest.param(config, head_dim, id=f"{name}-{head_dim}")
+        for name, config in LAID_OUT.items()
+        for head_dim in (40, 128, *([200] if name in ("default", "consistent") else []))
+    ],
 )
 def test_layout_changes_nothing(attend_on_cpu, draw, config, lay, head_dim):
     """Of several heads of several sequences, of which kernels read V, dO and Q where they are."""
@@ -125,9 +141,12 @@ def test_lengths(attend_on_cpu, draw, n_q, n_kv, config):
     ("config", "head_dim", "is_causal"),
     [
         (DEFAULT_CONFIG, 64, True), (STRICT, 64, True), (TOKEN_SCALES, 128, False), (PAPER, 64, True),
-        (ACCURATE, 128, True),
+        (ACCURATE, 128, True), (DEFAULT_CONFIG, 256, True), (SageConfig.consistent(), 256, True),
     ],
-    ids=["default", "strictly causal", "token scales", "paper", "accurate"],
+    ids=[
+        "default", "strictly causal", "token scales", "paper", "accurate", "256 channels",
+        "consistent, 256 channels",
+    ],
 )  # fmt: skip
 def test_the_order_in_which_threads_run_changes_nothing(
     attend_on_cpu, in_all_orders, draw, config, head_dim, is_causal
@@ -139,8 +158,8 @@ def test_the_order_in_which_threads_run_changes_nothing(
 
 @pytest.mark.parametrize(
     ("config", "head_dim"),
-    [(DEFAULT_CONFIG, 64), (STRICT, 64), (PAPER, 64), (ACCURATE, 64), (ACCURATE, 128)],
-    ids=["default", "strictly causal", "paper", "accurate", "accurate, many channels"],
+    [(DEFAULT_CONFIG, 64), (STRICT, 64), (PAPER, 64), (ACCURATE, 64), (ACCURATE, 128), (DEFAULT_CONFIG, 256)],
+    ids=["default", "strictly causal", "paper", "accurate", "accurate, many channels", "256 channels"],
 )
 @pytest.mark.parametrize("name", INPUTS)
 def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(
@@ -154,7 +173,7 @@ def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(
     assert_nan_where(zip(NAMES, found, strict=True), wanted)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("later", ["huge", "NaN"])
 @pytest.mark.parametrize(("window_size", "cut"), [((-1, -1), 41), ((-1, -1), 150), ((70, 0), 150)])
 def test_later_tokens_change_nothing_that_is_strictly_causal(
@@ -201,6 +220,10 @@ WINDOWS = (
     (310, 310, (140, 70), "16-bit S", 128),
     (200, 66, (40, -1), "16-bit S", 64),
     (70, 260, (-1, 40), "16-bit S", 128),
+    (310, 310, (140, 70), "INT8 dQ", 256),
+    (330, 330, (9, 0), "token scales", 256),
+    (200, 66, (40, -1), "INT8 dQ", 136),
+    (70, 260, (-1, 40), "INT8 dQ", 256),
 )
 
 

@@ -12,7 +12,13 @@ import pytest
 import triton
 
 from sagebwd.kernels.cuda.compile import compile_source
-from sagebwd.kernels.hopper.attention import CTA_SHAPES, S_16BIT_MACROS, SOURCES, TILE_SCALES_MACROS
+from sagebwd.kernels.hopper.attention import (
+    CTA_SHAPES,
+    LARGE_HEAD_MACROS,
+    S_16BIT_MACROS,
+    SOURCES,
+    TILE_SCALES_MACROS,
+)
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
@@ -20,7 +26,10 @@ needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 #: and need 240, and those of dq_tile_scales.cu move 9 of their 240 out and in for each tile; the producers of
 #: all have 24, in which the places of all that they copy do not fit, least of all with half blocks or with S
 #: in 16 bits, whose consumers also lack up to eight.
-SPILLED_BYTES = {("backward", 128): 200, ("dk_dv", 128): 188, ("dq_tile_scales", 128): 168}
+SPILLED_BYTES = {
+    ("backward", 128): 200, ("dk_dv", 128): 188, ("dq_tile_scales", 128): 168,
+    ("dk_dv", 256): 120, ("dq", 256): 168,
+}  # fmt: skip
 FEW_BYTES = 64
 ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
@@ -56,11 +65,20 @@ MACROS = {
 }  # fmt: skip
 
 
-def with_values(macros):
-    """Each macro defined, those with tiles of their own with the sizes of these."""
+def with_values(macros, d):
+    """Each macro defined, those with tiles of their own with the sizes of these, as 256 channels have."""
     sizes = {"SCALES_OF_TILES": TILE_SCALES_MACROS, "S_16BIT": S_16BIT_MACROS}
     own = [sizes[macro] for macro in macros if macro in sizes]
+    if d == 256:
+        own = [LARGE_HEAD_MACROS]
     return dict.fromkeys(macros, True) | (own[0] if own else {})
+
+
+def exists(source, d, macros):
+    """Whether there is such a kernel: with 256 channels not all settings have one."""
+    return d < 256 or not (
+        source in ("dq_tile_scales", "finish_dq") or {"SCALES_OF_TILES", "S_16BIT", "K_16BIT"} & {*macros}
+    )
 
 
 #: Those of backward.cu, with the settings of the quick ones.
@@ -73,19 +91,21 @@ BACKWARD_MACROS = {
 #: Kernels read 16 bits where they are, or, for documents, packed; the quick ones the former.
 WHERE_16_BITS_ARE = (("UNPACKED_16BIT",), ())
 #: Every pair of settings occurs in the quick ones.
-QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False)}
+QUICK = {(64, 0, False), (64, 1, True), (128, 0, True), (128, 1, False), (256, 1, True)}
 
 
 def variants():
     """Every source with every combination of its macros."""
     for source in sorted({source for source, _ in entries()} - {"backward"}):
-        settings = (64, 128), (0, 1), (False, True), MACROS.get(source, ((),)), WHERE_16_BITS_ARE
+        settings = (64, 128, 256), (0, 1), (False, True), MACROS.get(source, ((),)), WHERE_16_BITS_ARE
         for d, causal, bf16, own_macros, where in product(*settings):
+            if not exists(source, d, own_macros):
+                continue
             macros = own_macros + where
             if causal and (source == "packing" or "IS_WINDOWED" in macros):  # neither has a causal mask
                 continue
             names = (source, str(d), "causal" if causal else "full", "bf16" if bf16 else "fp16", *macros)
-            defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | with_values(macros)
+            defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | with_values(macros, d)
             quick = QUICK - {(64, 0, False)} if "IS_WINDOWED" in macros else QUICK
             marks = () if where and (d, causal, bf16) in quick else pytest.mark.gpu
             yield pytest.param(source, defines, marks=marks, id="-".join(names))
@@ -161,15 +181,16 @@ def disassemble(cubin, folder):
 
 def unsigned_variants():
     """The sources that round P to INT8 with every combination of their macros."""
-    for source, d, causal, bf16 in product(("forward", "dk_dv"), (64, 128), (0, 1), (False, True)):
+    for source, d, causal, bf16 in product(("forward", "dk_dv"), (64, 128, 256), (0, 1), (False, True)):
         for macros in (macros for macros in MACROS[source] if "P_16BIT" not in macros):
-            if causal and "IS_WINDOWED" in macros:
+            if (causal and "IS_WINDOWED" in macros) or not exists(source, d, macros):
                 continue
             variant = (source, d, causal, bf16, macros)
             is_quick = variant in (
                 ("forward", 64, 1, True, ("SMOOTH_V",)), ("dk_dv", 128, 0, False, ()),
                 ("forward", 128, 1, True, ("SCALES_OF_TILES",)),
                 ("dk_dv", 64, 0, False, ("SCALES_OF_TILES",)),
+                ("forward", 256, 1, True, ()), ("dk_dv", 256, 1, True, ()),
             )  # fmt: skip
             yield pytest.param(*variant, marks=() if is_quick else pytest.mark.gpu)
 
@@ -180,10 +201,11 @@ def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
     source, d, causal, bf16, macros, tmp_path
 ):
     """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
-    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | with_values(macros)
+    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | with_values(macros, d)
     cubin, log = compile_source(SOURCES, source, {**defines, "UNSIGNED_P": True}, ["--ptxas-options=-v"])
     assert_runs_freely(log, SPILLED_BYTES.get((source, d), FEW_BYTES))
     found = Counter(re.findall(r"\bIGMMA\.\w+\.(\w+)\.(\w+)", disassemble(cubin, tmp_path)))
     assert found.keys() == {("U8", "S8"), ("S8", "S8")}
-    tokens = 128 if source == "forward" and "SCALES_OF_TILES" not in macros else 64
-    assert found["U8", "S8"] == d // 64 * tokens // 32
+    tokens = 128 if source == "forward" and d < 256 and "SCALES_OF_TILES" not in macros else 64
+    channels = 128 if source == "dk_dv" else d  # of a warpgroup, at most
+    assert found["U8", "S8"] == min(channels, d) // 64 * tokens // 32
