@@ -29,6 +29,15 @@ from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.packing import TILE
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
+from sagebwd.kernels.hopper.shapes import (
+    CTA_SHAPES,
+    STEP_Q,
+    TILE_WITH_16_BIT_S,
+    TILE_WITH_SCALES,
+    shape_macro,
+    tile_macros,
+    work_tokens,
+)
 from sagebwd.kernels.hopper.tensor_map import CTensorMaps, mappable, tensor_map
 from sagebwd.kernels.layout import Axis, ForwardResult, padded_head_dim
 from sagebwd.window import CAUSAL, Window
@@ -36,21 +45,6 @@ from sagebwd.window import CAUSAL, Window
 COMPUTE_CAPABILITY = (9, 0)
 #: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
 SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
-#: (queries, keys) of the tiles that have scales, as in the paper, and the queries that a warpgroup takes.
-TILE_WITH_SCALES, STEP_Q = (128, 64), 64
-#: Of kernels where tiles have scales.
-TILE_SCALES_MACROS = {
-    "SCALES_OF_TILES": True, "TILE_Q": TILE_WITH_SCALES[0], "TILE_KV": TILE_WITH_SCALES[1], "Q_STEP": STEP_Q,
-}  # fmt: skip
-
-
-#: The tile where S is in 16 bits.
-TILE_WITH_16_BIT_S = (64, 64)
-S_16BIT_MACROS = {"S_16BIT": True, "TILE_Q": TILE_WITH_16_BIT_S[0], "TILE_KV": TILE_WITH_16_BIT_S[1]}
-#: Of kernels for head sizes above 128.
-LARGE_HEAD_MACROS = {
-    "TILE_Q": TILE_OF_LARGE_HEADS[0], "TILE_KV": TILE_OF_LARGE_HEADS[1], "ROWS_IN_CHUNKS": True,
-}  # fmt: skip
 
 
 @functools.cache
@@ -137,68 +131,6 @@ class _CFinishDq(ctypes.Structure):
 # --- Launching ---------------------------------------------------------------------------------------------
 
 
-class CTAShape(NamedTuple):
-    """What a CTA of a kernel has.
-
-    consumers: warpgroups that compute, 64 tokens of a work tile each.
-    shared_bytes: dynamic shared memory.
-    others: warpgroups besides: the producer, and the one for dQ in backward.cu.
-    share_tokens: whether all consumers have the same 64 tokens.
-    """
-
-    consumers: int
-    shared_bytes: int
-    others: int = 1
-    share_tokens: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a work tile."""
-        return 64 if self.share_tokens else 64 * self.consumers
-
-    @property
-    def threads(self) -> int:
-        """Threads of the CTA."""
-        return 128 * (self.consumers + self.others)
-
-
-#: By kernel, padded head size and the macro that decides, see _shape_macro. Each source checks its own at
-#: compile time.
-CTA_SHAPES = {
-    ("forward", 64, ""): CTAShape(3, 147_456),
-    ("forward", 64, "P_16BIT"): CTAShape(3, 196_608),
-    ("forward", 64, "SCALES_OF_TILES"): CTAShape(3, 153_600),
-    ("forward", 64, "S_16BIT"): CTAShape(3, 183_296),
-    ("forward", 128, ""): CTAShape(2, 188_416),
-    ("forward", 128, "P_16BIT"): CTAShape(2, 203_776),
-    ("forward", 128, "SCALES_OF_TILES"): CTAShape(2, 192_512),
-    ("forward", 128, "S_16BIT"): CTAShape(2, 198_656),
-    ("forward", 256, ""): CTAShape(2, 214_016),
-    ("forward", 256, "P_16BIT"): CTAShape(2, 195_584),
-    ("dk_dv", 64, ""): CTAShape(3, 196_608),
-    ("dk_dv", 64, "P_16BIT"): CTAShape(3, 172_032),
-    ("dk_dv", 64, "SCALES_OF_TILES"): CTAShape(3, 196_608),
-    ("dk_dv", 64, "S_16BIT"): CTAShape(3, 230_400),
-    ("dk_dv", 128, ""): CTAShape(2, 211_968),
-    ("dk_dv", 128, "P_16BIT"): CTAShape(2, 221_184),
-    ("dk_dv", 128, "SCALES_OF_TILES"): CTAShape(2, 211_968),
-    ("dk_dv", 128, "S_16BIT"): CTAShape(2, 200_704),
-    ("dk_dv", 256, ""): CTAShape(2, 226_304, share_tokens=True),
-    ("dk_dv", 256, "P_16BIT"): CTAShape(2, 193_536, share_tokens=True),
-    ("dq", 64, ""): CTAShape(2, 180_224),
-    ("dq", 64, "S_16BIT"): CTAShape(2, 225_280),
-    ("dq", 128, ""): CTAShape(2, 219_136),
-    ("dq", 128, "S_16BIT"): CTAShape(2, 228_352),
-    ("dq", 256, ""): CTAShape(2, 231_424),
-    ("dq_tile_scales", 64, "SCALES_OF_TILES"): CTAShape(2, 184_320),
-    ("dq_tile_scales", 128, "SCALES_OF_TILES"): CTAShape(2, 221_184),
-    ("backward", 64, ""): CTAShape(2, 228_352, others=2),
-    ("backward", 64, "P_16BIT"): CTAShape(2, 211_968, others=2),
-    ("backward", 64, "DK_16BIT"): CTAShape(2, 228_352, others=2),
-    ("backward", 128, ""): CTAShape(2, 230_400, others=2),
-    ("backward", 128, "P_16BIT"): CTAShape(2, 214_016, others=2),
-    ("backward", 128, "DK_16BIT"): CTAShape(2, 230_400, others=2),
-}
 #: Of a CTA of finish_dq.cu.
 FINISH_DQ_THREADS = 128
 #: Up to how many queries a document has where backward.cu begins with its last keys, by padded head size.
@@ -229,13 +161,8 @@ def _launch(
     """
     head_dim = padded_head_dim(like.shape[-1])
     dk_16bit = defines.get("DK_16BIT", False)
-    cta = CTA_SHAPES[name, head_dim, _shape_macro(p_16bit, dk_16bit, tile_scales, s_16bit)]
-    if tile_scales:
-        defines |= TILE_SCALES_MACROS
-    if s_16bit:
-        defines |= S_16BIT_MACROS
-    if _is_large(like):
-        defines |= LARGE_HEAD_MACROS
+    macro = shape_macro(p_16bit, dk_16bit, tile_scales, s_16bit)
+    cta = CTA_SHAPES[name, head_dim, macro]
     kernel = launch.load_kernel(
         SOURCES,
         name,
@@ -249,7 +176,7 @@ def _launch(
         LAUNCH_BYTES=cta.shared_bytes,
         P_16BIT=p_16bit,
         UNPACKED_16BIT=maps is not None,
-        **defines,
+        **(defines | tile_macros(head_dim, macro)),
     )
     kernel.launch(
         min(arguments.axes.work_tiles, _multiprocessors(like.device.index)),
@@ -258,22 +185,6 @@ def _launch(
         CWindow.of(window),
         CTensorMaps() if maps is None else maps,
     )
-
-
-def _shape_macro(p_16bit: bool, dk_16bit: bool, tile_scales: bool, s_16bit: bool) -> str:
-    """The macro that decides the CTA's shape, as in :data:`CTA_SHAPES`, alone or with others."""
-    if tile_scales:
-        return "SCALES_OF_TILES"
-    if s_16bit:
-        return "S_16BIT"
-    if dk_16bit:
-        return "DK_16BIT"
-    return "P_16BIT" if p_16bit else ""
-
-
-def _work_tokens(name: str, x: Tensor) -> int:
-    """Tokens of a work tile of forward.cu or a backward kernel, whatever the settings."""
-    return CTA_SHAPES[name, padded_head_dim(x.shape[3]), ""].tokens
 
 
 def _macros(config: SageConfig) -> dict[str, bool]:
@@ -326,8 +237,8 @@ def forward(
         q, k, v, q_axis, kv_axis,
         packer=packer(config, is_large=_is_large(q), has_documents=has_documents),
         launch=functools.partial(_launch, maps=maps, **macros),
-        work_tokens=_work_tokens("forward", q), window=window, scale=scale, config=config,
-        pack_for_backward=pack_for_backward,
+        work_tokens=work_tokens("forward", padded_head_dim(q.shape[3])), window=window, scale=scale,
+        config=config, pack_for_backward=pack_for_backward,
     )  # fmt: skip
 
 
@@ -427,8 +338,9 @@ class _Backward(NamedTuple):
     def axes(self, name: str, tile_counter: int | None) -> CAxes:
         """The work tiles of a kernel, of queries for dq.cu, else of keys; keep it until the launch."""
         x, work_axis = (self.q, self.q_axis) if name == "dq" else (self.k, self.kv_axis)
+        tokens = work_tokens(name, padded_head_dim(x.shape[3]))
         return CAxes.of(
-            x, self.q_axis, self.kv_axis, work_axis=work_axis.with_block(_work_tokens(name, x)),
+            x, self.q_axis, self.kv_axis, work_axis=work_axis.with_block(tokens),
             group=self.q.shape[1] // self.k.shape[1], tile_counter=tile_counter,
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.compile import SHARED, compile_source
 from sagebwd.kernels.cuda.packing import packed_kv_shape
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import tensor_map
+from sagebwd.kernels.hopper import shapes, tensor_map
 from sagebwd.kernels.hopper.tensor_map import mappable
 from sagebwd.kernels.layout import Axis
 from sagebwd.window import Window
@@ -75,8 +75,6 @@ MACROS_OF_SHAPES = {
     "": {},
     "P_16BIT": {"P_16BIT": True},
     "DK_16BIT": {"P_16BIT": True, "DK_16BIT": True},
-    "SCALES_OF_TILES": hopper.TILE_SCALES_MACROS,
-    "S_16BIT": hopper.S_16BIT_MACROS,
 }
 
 
@@ -87,22 +85,23 @@ def check_syntax(source, head_dim, operands, threads, shared_bytes, **macros):
         "IS_CAUSAL": 1,
         "LAUNCH_THREADS": threads,
         "LAUNCH_BYTES": shared_bytes,
-        **MACROS_OF_SHAPES[operands],
+        **MACROS_OF_SHAPES.get(operands, {}),
+        **shapes.tile_macros(head_dim, operands),
         **macros,
     }
     compile_source(hopper.SOURCES, source, defines, ["--fdevice-syntax-only"])
 
 
 @pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize(("source", "head_dim", "operands"), hopper.CTA_SHAPES, ids=str)
+@pytest.mark.parametrize(("source", "head_dim", "operands"), shapes.CTA_SHAPES, ids=str)
 def test_cta_shapes_are_those_of_the_sources(source, head_dim, operands):
-    cta = hopper.CTA_SHAPES[source, head_dim, operands]
-    like = hopper.CTA_SHAPES[source.removesuffix("_tile_scales"), head_dim, ""]
-    assert cta.tokens == like.tokens  # _work_tokens relies on it
+    cta = shapes.CTA_SHAPES[source, head_dim, operands]
+    like = shapes.CTA_SHAPES[source.removesuffix("_tile_scales"), head_dim, ""]
+    assert cta.tokens == like.tokens  # work_tokens relies on it
     # A CTA may have 227 KiB. Barriers take a little, and what follows them begins at a multiple of 1,024.
     assert cta.shared_bytes <= 226 * 1024
     token_scales = {False, source != "backward" and not operands}  # they lie in the padding of stages
-    own = hopper.LARGE_HEAD_MACROS if head_dim == 256 else {}
+    own = {}
     if operands == "S_16BIT":
         token_scales = {source != "forward"}
         own = {"P_16BIT": source == "forward"}
@@ -219,7 +218,7 @@ def test_scales_of_tokens_reach_all_kernels(launched, sample, operand_scales, pa
 def test_dq_finds_the_scales_of_tiles_before_dk_and_dv_use_them(launched, sample, pack_once):
     """One of P and one of dS for each tile of 128 x 64."""
     q, k, v, grad_out = sample(140, heads=4, kv_heads=2, head_dim=64)
-    axes = [Axis.of(140, block, None) for block in hopper.TILE_WITH_SCALES]
+    axes = [Axis.of(140, block, None) for block in shapes.TILE_WITH_SCALES]
     options = {
         "window": Window.of(True),
         "scale": 0.1,

@@ -12,13 +12,8 @@ import pytest
 import triton
 
 from sagebwd.kernels.cuda.compile import compile_source
-from sagebwd.kernels.hopper.attention import (
-    CTA_SHAPES,
-    LARGE_HEAD_MACROS,
-    S_16BIT_MACROS,
-    SOURCES,
-    TILE_SCALES_MACROS,
-)
+from sagebwd.kernels.hopper.attention import SOURCES
+from sagebwd.kernels.hopper.shapes import CTA_SHAPES, tile_macros
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
@@ -67,11 +62,8 @@ MACROS = {
 
 def with_values(macros, d):
     """Each macro defined, those with tiles of their own with the sizes of these, as 256 channels have."""
-    sizes = {"SCALES_OF_TILES": TILE_SCALES_MACROS, "S_16BIT": S_16BIT_MACROS}
-    own = [sizes[macro] for macro in macros if macro in sizes]
-    if d == 256:
-        own = [LARGE_HEAD_MACROS]
-    return dict.fromkeys(macros, True) | (own[0] if own else {})
+    of_tiles = [tile_macros(d, macro) for macro in ("", *macros)]
+    return dict.fromkeys(macros, True) | {name: size for own in of_tiles for name, size in own.items()}
 
 
 def exists(source, d, macros):
