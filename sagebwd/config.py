@@ -167,8 +167,8 @@ class SageConfig:
         of V are similar, the rounding of a 16-bit O is enough to spoil δ: see :meth:`consistent`.)
 
         As with :meth:`strictly_causal`, finite later tokens change no output or gradient of a query, and dQ
-        is worse where the channels of K have a strong mean. Runs the Triton kernels and costs 15 units of
-        tensor-core time, compared with 11 for the default and 18 for 16-bit attention
+        is worse where the channels of K have a strong mean. Costs 15 units of tensor-core time, compared with
+        11 for the default and 18 for 16-bit attention
         (``scripts/paper/gradient_variants.py``).
         """
         return cls(
