@@ -98,7 +98,7 @@ def sage_attention(
         return _nothing(q, k, v, return_lse)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     settings = encode(config)
-    chosen = dispatch.choose(q, scale, settings, kernels, is_windowed=window.is_sliding)
+    chosen = dispatch.choose(q, scale, settings, kernels)
     others = (*window, scale, settings, chosen)
     if mask is None:
         return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, *others, return_lse=return_lse)

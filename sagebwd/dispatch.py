@@ -41,7 +41,6 @@ from sagebwd.kernel_rules import (
     obstacles,
 )
 from sagebwd.validation import check_window, is_autocast
-from sagebwd.window import Window
 
 #: Devices whose tensors run the reference if no kernel set is asked for.
 REFERENCE_DEVICES = ("cpu", "meta")
@@ -114,19 +113,17 @@ def explain(
 
     Args:
         q: the queries (B, H, N, D). Device, dtype and head size matter, under autocast its dtype.
-        k, v: they share these with q, and may be left out. A window that is wider than q and k is none.
-        is_causal, window_size, config: as of :func:`sagebwd.sage_attention`.
+        config: as of :func:`sagebwd.sage_attention`.
+        k, v, is_causal, window_size: the same. The choice does not depend on them.
 
     Raises:
         ValueError: ``window_size`` is not a pair of integers of −1 or more.
     """
     check_window(window_size)
-    window = Window.of(is_causal, window_size).narrowed(q.shape[-2], (q if k is None else k).shape[-2])
     dtype = q.dtype
     if is_autocast(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-    call = _call(q.device, dtype, q.shape[-1], config, is_windowed=window.is_sliding)
-    return explain_call(call)
+    return explain_call(_call(q.device, dtype, q.shape[-1], config))
 
 
 def explain_call(call: Call) -> Explanation:
@@ -135,9 +132,7 @@ def explain_call(call: Call) -> Explanation:
     return Explanation(kernels, {name: describe(against) for name, against in reasons.items()})
 
 
-def choose(
-    q: Tensor, scale: float, config: str, kernels: str | None = None, *, is_windowed: bool = False
-) -> str:
+def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> str:
     """The kernel set that runs attention on ``q``: ``kernels``, or the fastest that can.
 
     A CPU or meta tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
@@ -150,7 +145,7 @@ def choose(
     """
     # index, because under a tracer the size may be a symbol; the kernels are compiled for one size anyway.
     head_dim = operator.index(q.shape[-1])
-    chosen, error, message = _choose(q.device, q.dtype, head_dim, config, kernels, is_windowed)
+    chosen, error, message = _choose(q.device, q.dtype, head_dim, config, kernels)
     if error == "ValueError":
         raise ValueError(message)
     if error:
@@ -166,9 +161,8 @@ def _choose(
     head_dim: int,
     config: str,
     kernels: str | None,
-    is_windowed: bool,
 ) -> tuple[str, str, str]:
-    return _choose_once(device, dtype, head_dim, config, kernels, is_windowed)
+    return _choose_once(device, dtype, head_dim, config, kernels)
 
 
 # As torch.compiler.assume_constant_result does, which imports torch._dynamo: 3 s that most users do not need.
@@ -183,7 +177,6 @@ def _choose_once(
     head_dim: int,
     config: str,
     kernels: str | None,
-    is_windowed: bool,
 ) -> tuple[str, str, str]:
     """(kernel set, "", ""), or ("", name of the error, its message). A result is remembered, an error too."""
     if kernels not in (None, *KERNEL_SETS):
@@ -194,7 +187,7 @@ def _choose_once(
     if device.type not in ("cpu", "cuda"):
         message = f"sagebwd has no kernels for {device.type.upper()} tensors; {USE_REFERENCE}"
         return "", "NotImplementedError", message
-    call = _call(device, dtype, head_dim, decode(config), is_windowed=is_windowed)
+    call = _call(device, dtype, head_dim, decode(config))
     return _fastest(call) if kernels is None else _as_asked(kernels, call)
 
 
@@ -246,11 +239,9 @@ def _warn_once(message: str) -> None:
 # --- Which machine this is ---------------------------------------------------------------------------------
 
 
-def _call(
-    device: torch.device, dtype: torch.dtype, head_dim: int, config: SageConfig, *, is_windowed: bool = False
-) -> Call:
+def _call(device: torch.device, dtype: torch.dtype, head_dim: int, config: SageConfig) -> Call:
     gpu = gpu_of(device.index or 0) if device.type == "cuda" else None
-    return Call(device.type, gpu, dtype, head_dim, config, _has_triton(), is_windowed=is_windowed)
+    return Call(device.type, gpu, dtype, head_dim, config, _has_triton())
 
 
 @functools.cache

@@ -55,13 +55,12 @@ ABSENT_GPU = GPU("a GPU that is not there", AMPERE)
 
 
 class Call(NamedTuple):
-    """What decides which kernels run: device, dtype of q, head size, settings and whether there is a window.
+    """What decides which kernels run: device, dtype of q, head size and settings. A window does not.
 
     device: the type of the device, such as "cuda".
     gpu: None unless the device is a GPU.
     has_triton: whether Triton is installed.
     is_interpreted: whether CPU tensors can run the Triton kernels, in Triton's interpreter.
-    is_windowed: whether a sliding window hides keys; the causal mask is none.
     """
 
     device: str
@@ -71,7 +70,6 @@ class Call(NamedTuple):
     config: SageConfig
     has_triton: bool = True
     is_interpreted: bool = False
-    is_windowed: bool = False
 
 
 class Rule(NamedTuple):

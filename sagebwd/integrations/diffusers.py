@@ -30,7 +30,6 @@ from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.integrations.packing import match_widths
 from sagebwd.masks import find_key_mask
 from sagebwd.validation import cast_to_autocast_dtype
-from sagebwd.window import Window
 
 try:
     from diffusers.models import attention_dispatch
@@ -186,7 +185,7 @@ def _attention(
         "a window": tuple(window_size) != (-1, -1),
         "the logsumexp": return_lse,
     }
-    kernels, obstacle = _choose_kernels(q, k, v, config, **settings)
+    kernels, obstacle = _choose_kernels(q, k, v, config, settings["scale"])
     obstacle = _find_obstacle(q, k, mask, dropout_p, _parallel_config, asked) or obstacle
     if obstacle:
         _fall_back(obstacle, fallback, asked)
@@ -252,13 +251,12 @@ def _fall_back(obstacle: Obstacle, fallback: str, asked: dict[str, Any]) -> None
 
 
 def _choose_kernels(
-    q: Tensor, k: Tensor, v: Tensor, config: SageConfig, *, scale: float, window_size: tuple[int, int]
+    q: Tensor, k: Tensor, v: Tensor, config: SageConfig, scale: float
 ) -> tuple[str, Obstacle | None]:
     """The kernel set that will run, or "" and why none can."""
     q, *_ = cast_to_autocast_dtype(q, k, v)
-    window = Window.of(False, window_size).narrowed(q.shape[2], k.shape[2])
     try:
-        return dispatch.choose(q, scale, encode(config), is_windowed=window.is_sliding), None
+        return dispatch.choose(q, scale, encode(config)), None
     except (ValueError, NotImplementedError) as error:
         return "", Obstacle(f"this input: {error}")
 

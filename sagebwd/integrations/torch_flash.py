@@ -318,7 +318,7 @@ def _backward(
     k, v, lse = alignment.keys(k), alignment.keys(v), alignment.queries(lse, fill=float("inf"))
     window = Window(*alignment.window).narrowed(q.shape[2], k.shape[2])
     settings = encode(config)
-    kernels = dispatch.choose(q, scale, settings, is_windowed=window.is_sliding)
+    kernels = dispatch.choose(q, scale, settings)
     boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
     saved = ops.saved_for_backward(q, k, out, lse, *boundaries, scale, settings, kernels)
     dq, dk, dv = _ops.ops.backward.default(

@@ -193,7 +193,7 @@ def _attention(
     obstacle = obstacle or _find_obstacle(module, key.shape[2], layout, arguments)
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if obstacle is None:
-        kernels, obstacle = _choose_kernels(query, key, value, layout, arguments.get("scaling"), config)
+        kernels, obstacle = _choose_kernels(query, key, value, arguments.get("scaling"), config)
     if obstacle is not None:
         usage.fall_back(name, obstacle.reason, fallback, layer, fix=obstacle.fix)
         return _full_precision(module, query, key, value, attention_mask, layout, arguments)
@@ -347,13 +347,13 @@ def _changing_arguments_once(module_type: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _choose_kernels(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, config: SageConfig
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, config: SageConfig
 ) -> tuple[str, Obstacle | None]:
     """The kernel set that will run, or "" and why none can."""
     query, *_ = match_widths(*cast_to_autocast_dtype(query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     try:
-        return dispatch.choose(query, scale, encode(config), is_windowed=layout.window.is_sliding), None
+        return dispatch.choose(query, scale, encode(config)), None
     except (ValueError, NotImplementedError) as error:
         # The operator's message offers an argument that models do not have.
         reason = dispatch.explain(query, config=config).reasons.get("triton", str(error))

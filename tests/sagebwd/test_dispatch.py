@@ -24,9 +24,9 @@ RTX_4090 = GPU("NVIDIA GeForce RTX 4090", (8, 9))
 HOPPER_HEAD_DIMS = range(40, 129, 8)
 
 
-def call(gpu=H200, config=DEFAULT_CONFIG, head_dim=64, dtype=torch.bfloat16, is_windowed=False):
+def call(gpu=H200, config=DEFAULT_CONFIG, head_dim=64, dtype=torch.bfloat16):
     device = "cpu" if gpu is None else "cuda"
-    return Call(device, gpu, dtype, head_dim, config, is_windowed=is_windowed)
+    return Call(device, gpu, dtype, head_dim, config)
 
 
 def without_int8(*products, **settings):
@@ -101,11 +101,11 @@ def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
 
 @pytest.mark.parametrize("capability", dispatch.ARCHITECTURES)
 def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose):
-    """Every preset, with and without a window; also that what is chosen can be asked for."""
+    """Every preset; also that what is chosen can be asked for."""
     gpu = dispatch.ARCHITECTURES[capability]
     assert capability == "{}.{}".format(*gpu.capability)
-    for config, head_dim, window in product(PRESETS.values(), (32, 64, 256), (False, True)):
-        settings = {"head_dim": head_dim, "is_windowed": window}
+    for config, head_dim in product(PRESETS.values(), (32, 64, 256)):
+        settings = {"head_dim": head_dim}
         told = explain_call(call(gpu, config, **settings)).kernels
         if told == "none":
             with pytest.raises(NotImplementedError, match="a Turing GPU has no kernels"):
@@ -203,25 +203,13 @@ def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
 
 
 def test_a_window_runs_the_same_kernels():
-    for gpu, kernels in ((H200, "hopper"), (RTX_4090, "ampere"), (B200, "ampere"), (None, "reference")):
-        assert explain_call(call(gpu, is_windowed=True)).kernels == kernels
-
-
-def test_explain_knows_which_windows_hide_keys(monkeypatch):
-    seen = []
-    monkeypatch.setattr(dispatch, "explain_call", lambda call: seen.append(call.is_windowed))
     q, k = torch.zeros(1, 1, 8, 64), torch.zeros(1, 1, 20, 64)
-    for settings in (
-        {},
-        {"is_causal": True},
-        {"window_size": (-1, 0)},
-        {"window_size": (7, 7)},  # of 8 queries and, without k, as many keys
-        {"window_size": (-1, 5), "is_causal": True},
-    ):
-        sagebwd.explain(q, **settings)
-    sagebwd.explain(q, k, k, window_size=(7, 7))
-    sagebwd.explain(q, window_size=(6, 0))
-    assert seen == [False] * 5 + [True] * 2
+    found = {
+        str(sagebwd.explain(q, k, k, window_size=window, is_causal=is_causal))
+        for window in ((-1, -1), (-1, 0), (7, 7))
+        for is_causal in (False, True)
+    }
+    assert found == {str(sagebwd.explain(q))}
 
 
 def test_where_nothing_runs_the_explanation_says_why():
@@ -273,10 +261,10 @@ class OnGPU:
 def choose(monkeypatch):
     """choose(gpu, config, kernels=, …) -> the kernel set on such a GPU."""
 
-    def choose(gpu=H200, config=DEFAULT_CONFIG, kernels=None, scale=1.0, is_windowed=False, **tensor):
+    def choose(gpu=H200, config=DEFAULT_CONFIG, kernels=None, scale=1.0, **tensor):
         dispatch._choose_once.cache_clear()
         monkeypatch.setattr(dispatch, "gpu_of", lambda index: gpu)
-        return dispatch.choose(OnGPU(**tensor), scale, encode(config), kernels, is_windowed=is_windowed)
+        return dispatch.choose(OnGPU(**tensor), scale, encode(config), kernels)
 
     dispatch._warn_once.cache_clear()
     yield choose

@@ -106,12 +106,10 @@ class KernelSet:
     def __str__(self) -> str:
         return f"{self.name}-{self.device}" + (f"-{self.part}" if self.part else "")
 
-    def runs(self, config: SageConfig, head_dim: int | None = None, *, is_windowed: bool = False) -> bool:
+    def runs(self, config: SageConfig, head_dim: int | None = None) -> bool:
         """Whether the rules of this set let it run these settings; by themselves they need no GPU."""
         head_dim = self.head_dims[0] if head_dim is None else head_dim
-        call = dispatch.Call(
-            self.device, self.gpu, FP16, head_dim, config, True, not self.is_gpu, is_windowed
-        )
+        call = dispatch.Call(self.device, self.gpu, FP16, head_dim, config, True, not self.is_gpu)
         return not dispatch.obstacles(self.name, call)
 
     def config(self, **settings: Any) -> SageConfig:
@@ -147,7 +145,6 @@ def named(configs: Mapping[str, Any]) -> list[Any]:
 
 on_gpu = only(lambda kernel_set: kernel_set.is_gpu)
 cuda_only = only(lambda kernel_set: kernel_set.is_cuda)
-windowed_only = only(lambda kernel_set: kernel_set.runs(SageConfig(), is_windowed=True))
 triton_only = only(lambda kernel_set: kernel_set.name == "triton")
 
 every_head_dim = over("head_dim", lambda kernel_set: kernel_set.head_dims)

@@ -11,9 +11,9 @@ from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS, PRESETS, encode
 from tests.sagebwd.kernels.inputs import assert_bit_equal, boundary_arguments
 from tests.sagebwd.kernels.operators import assert_same
-from tests.sagebwd.kernels.sets import named, needs, over, windowed_only
+from tests.sagebwd.kernels.sets import named, needs, over
 
-pytestmark = [windowed_only, pytest.mark.usefixtures("poisoned_memory")]
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SMALL_TILES = {"block_q": 32, "block_kv": 32}
 CONFIGS = {
@@ -52,7 +52,7 @@ def shapes_and_configs(kernel_set):
     return [
         pytest.param(*case, CONFIGS[name], head_dim, id=f"{name}-{'-'.join(map(str, case))}-{head_dim}")
         for *case, name, head_dim in (few + more if kernel_set.is_gpu else few)
-        if kernel_set.runs(CONFIGS[name], head_dim, is_windowed=True)
+        if kernel_set.runs(CONFIGS[name], head_dim)
     ]
 
 
