@@ -6,7 +6,7 @@ They must agree with the reference. On a GPU the other files of this folder test
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 import pytest
 import torch
@@ -141,12 +141,9 @@ def test_lengths(attend_on_cpu, draw, n_q, n_kv, config):
     ("config", "head_dim", "is_causal"),
     [
         (DEFAULT_CONFIG, 64, True), (STRICT, 64, True), (TOKEN_SCALES, 128, False), (PAPER, 64, True),
-        (ACCURATE, 128, True), (DEFAULT_CONFIG, 256, True), (SageConfig.consistent(), 256, True),
+        (ACCURATE, 128, True), (DEFAULT_CONFIG, 256, True),
     ],
-    ids=[
-        "default", "strictly causal", "token scales", "paper", "accurate", "256 channels",
-        "consistent, 256 channels",
-    ],
+    ids=["default", "strictly causal", "token scales", "paper", "accurate", "256 channels"],
 )  # fmt: skip
 def test_the_order_in_which_threads_run_changes_nothing(
     attend_on_cpu, in_all_orders, draw, config, head_dim, is_causal
@@ -173,11 +170,16 @@ def test_nan_and_inf_come_out_as_nan_where_the_reference_has_them(
     assert_nan_where(zip(NAMES, found, strict=True), wanted)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("later", ["huge", "NaN"])
-@pytest.mark.parametrize(("window_size", "cut"), [((-1, -1), 41), ((-1, -1), 150), ((70, 0), 150)])
+@pytest.mark.parametrize(
+    ("window_size", "cut", "later", "head_dim"),
+    [
+        *product([(-1, -1)], (41, 150), ("huge", "NaN"), (64,)),
+        *product([(70, 0)], (150,), ("huge", "NaN"), (64, 256)),
+        *product([(-1, -1)], (41, 150), ("NaN",), (128, 256)),
+    ],
+)
 def test_later_tokens_change_nothing_that_is_strictly_causal(
-    attend_on_cpu, draw, head_dim, later, window_size, cut
+    attend_on_cpu, draw, window_size, cut, later, head_dim
 ):
     """Not a bit, within one tile and beyond."""
     inputs = draw(200, batch=1, heads=1, head_dim=head_dim, dtype=torch.bfloat16)
