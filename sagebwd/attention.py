@@ -9,7 +9,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from sagebwd import dispatch, masks
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.kernels import ops
-from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents, check_window
+from sagebwd.validation import (
+    cast_to_autocast_dtype,
+    check_arguments,
+    check_documents,
+    check_is_causal,
+    check_window,
+)
 from sagebwd.window import FULL, Window
 
 
@@ -86,6 +92,7 @@ def sage_attention(
     q, k, v = query, key, value
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
+    check_is_causal(is_causal)
     check_window(window_size)
     mask = masks.find_key_mask(q, k, attn_mask, key_padding_mask)
     asked = Window.of(is_causal, window_size)

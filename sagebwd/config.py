@@ -265,6 +265,8 @@ class SageConfig:
             raise ValueError(
                 f"int8_matmuls is the string {self.int8_matmuls!r}; give a list: [{self.int8_matmuls}]"
             )
+        if self.int8_matmuls is None:
+            raise ValueError("int8_matmuls is None; give a list of products, [] for none")
         chosen = set(self.int8_matmuls)
         unknown = sorted(chosen.difference(MATMULS))
         if unknown:

@@ -40,7 +40,7 @@ from sagebwd.kernel_rules import (
     is_large,
     obstacles,
 )
-from sagebwd.validation import check_window, is_autocast
+from sagebwd.validation import check_arguments, check_is_causal, check_window, is_autocast
 
 #: Devices whose tensors run the reference if no kernel set is asked for.
 REFERENCE_DEVICES = ("cpu", "meta")
@@ -117,8 +117,11 @@ def explain(
         k, v, is_causal, window_size: the same. The choice does not depend on them.
 
     Raises:
-        ValueError: ``window_size`` is not a pair of integers of −1 or more.
+        ValueError: as :func:`sagebwd.sage_attention` does.
     """
+    k = q if k is None else k
+    check_arguments(q, k, k if v is None else v, scale=None, enable_gqa=True, config=config)
+    check_is_causal(is_causal)
     check_window(window_size)
     dtype = q.dtype
     if is_autocast(q.device.type):

@@ -67,6 +67,12 @@ def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_
         )
 
 
+def check_is_causal(is_causal: Any) -> None:
+    """Raise ValueError unless ``is_causal`` is true or false."""
+    if is_causal not in (True, False):
+        raise ValueError(f"is_causal is {is_causal!r}; pass True or False")
+
+
 def check_window(window_size: Any) -> None:
     """Raise ValueError unless ``window_size`` is (left, right), two integers of −1 or more."""
     is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
@@ -120,6 +126,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+        if x.is_nested or x.layout != torch.strided:
+            raise ValueError(
+                f"{name} is nested or sparse; pass a dense tensor, sequences of different lengths end to end "
+                "in a batch of 1 with cu_seqlens"
+            )
     # Under autocast a mix of dtypes is cast to one, so the mix is checked only outside.
     autocast = is_autocast(q.device.type)
     if len({q.device, k.device, v.device}) > 1:
@@ -162,7 +173,9 @@ def _check_scale(scale: Any) -> None:
                 "scale is a tensor that wants a gradient, and would get none; multiply q by it and pass "
                 "scale=1.0, or pass scale.detach()"
             )
-    if scale is not None and not math.isfinite(scale):
+    if isinstance(scale, str):
+        raise ValueError(f"scale is the string {scale!r}; pass a number, or None for 1/√(head size)")
+    if scale is not None and not -math.inf < scale < math.inf:  # isfinite takes no symbol of a tracer
         raise ValueError(f"scale is {scale}; pass a finite number, or None for 1/√(head size)")
 
 

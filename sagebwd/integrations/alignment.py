@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from sagebwd.config import SageConfig
 from sagebwd.integrations.counted import counted_attention
+from sagebwd.reference.documents import slices
 
 
 class Alignment(NamedTuple):
@@ -93,7 +94,8 @@ def align_documents(
 
     Raises:
         NotImplementedError: a window that reaches past the causal mask, and two tensors of boundaries.
-        ValueError: the two tensors differ in length.
+        ValueError: the two tensors differ in length; on a CPU, where reading them waits for nothing, also if
+            they leave the tokens, or go back.
     """
     if cu_seqlens is cu_seqlens_kv:
         return Alignment(window, cu_seqlens)
@@ -109,6 +111,10 @@ def align_documents(
             f"the window is {window} without a causal mask, and the boundaries of queries and of keys are "
             "two tensors; pass one tensor for both if they are equal, or a causal mask"
         )
+    given = (("cu_seqlens_q", cu_seqlens, n_q), ("cu_seqlens_k", cu_seqlens_kv, n_kv))
+    for name, boundaries, tokens in given:
+        if type(boundaries) is Tensor and boundaries.is_cpu and not torch.compiler.is_compiling():
+            slices(name, boundaries, tokens)
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     queries, keys = ends - starts, cu_seqlens_kv.diff().long()
     without_keys = (queries - keys).clamp(min=0)

@@ -44,8 +44,8 @@ def locate(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tenso
     """
     if cu_seqlens is None:
         return [Document(slice(0, q.shape[-2]), slice(0, k.shape[-2]))]
-    queries = _slices("cu_seqlens", cu_seqlens, q.shape[-2])
-    keys = queries if cu_seqlens_kv is None else _slices("cu_seqlens_kv", cu_seqlens_kv, k.shape[-2])
+    queries = slices("cu_seqlens", cu_seqlens, q.shape[-2])
+    keys = queries if cu_seqlens_kv is None else slices("cu_seqlens_kv", cu_seqlens_kv, k.shape[-2])
     return [
         Document(*pair)
         for pair in zip(queries, keys, strict=True)
@@ -56,7 +56,7 @@ def locate(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tenso
 def token_means(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The mean of k (B, H_kv, N_kv, D) over each document, (B, H_kv, documents, D) fp32; 0 without tokens."""
     whole = [slice(0, k.shape[-2])]
-    parts = whole if cu_seqlens is None else _slices("cu_seqlens", cu_seqlens, k.shape[-2])
+    parts = whole if cu_seqlens is None else slices("cu_seqlens", cu_seqlens, k.shape[-2])
     return torch.stack([cut(k, part).float().sum(-2) / max(part.stop - part.start, 1) for part in parts], -2)
 
 
@@ -68,7 +68,7 @@ def forward(
     ``settings`` are those of :func:`sagebwd.reference.algorithm.forward`.
     """
     out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:-1], -torch.inf, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
     out_residual = torch.zeros_like(q) if settings["config"].compensate_o else None
     for document in documents:
         rows = document.queries
@@ -104,7 +104,7 @@ def backward(
     return dq, dk, dv
 
 
-def _slices(name: str, cu_seqlens: Tensor, n_tokens: int) -> list[slice]:
+def slices(name: str, cu_seqlens: Tensor, n_tokens: int) -> list[slice]:
     """The tokens of each document, after the boundaries are found to lie in order within the sequence."""
     boundaries = cu_seqlens.tolist()
     if boundaries[0] < 0:

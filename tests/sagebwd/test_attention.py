@@ -1,5 +1,6 @@
 """The public operator: torch's calling convention, autograd, and every refusal."""
 
+import functools
 from itertools import product
 
 import pytest
@@ -167,6 +168,34 @@ def test_a_compiled_model_runs_the_reference_unchanged(draw):
         assert torch.equal(x, wanted)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's own tracing
+def test_a_compiled_model_takes_another_scale(draw):
+    """The tracer then has a symbol for it."""
+    q, k, v, _ = draw(20)
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda scale: sage_attention(q, k, v, scale=scale), backend="aot_eager", fullgraph=True
+    )
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(compiled(scale), sage_attention(q, k, v, scale=scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_torch_changes_nothing(draw, dtype):
+    inputs, attend = draw(60, dtype=torch.bfloat16), functools.partial(sage_attention, return_lse=True)
+    wanted = (*attend(*inputs[:3]), attention(*inputs).dq)
+    torch.set_default_dtype(dtype)
+    try:
+        found = (*attend(*inputs[:3]), attention(*inputs).dq)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for x, y in zip(found, wanted, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
+
+
 def test_memory_does_not_grow_with_the_square_of_the_sequence(draw):
     """No tensor in a whole forward and backward is larger than dK and dV together."""
     inputs = draw(512, head_dim=16, batch=1, heads=1)
@@ -213,6 +242,15 @@ X = torch.ones(2, 4, 8, 16)
         ((X, X[:, :2], X[:, :2]), {}, "q has 4 heads and k 2; pass enable_gqa=True"),
         ((X, X[:, :3], X[:, :3]), {"enable_gqa": True}, "q has 4 heads, not a multiple of the 3 of k"),
         ((X[:, :2], X, X), {"enable_gqa": True}, "q has 2 heads, not a multiple of the 4 of k"),
+        ((X, X, X), {"scale": "0.1"}, "scale is the string '0.1'; pass a number"),
+        ((X, X, X), {"is_causal": "no"}, "is_causal is 'no'; pass True or False"),
+        ((X, X, X), {"is_causal": 2}, "is_causal is 2; pass True or False"),
+        ((X, X.to_sparse(), X), {}, "k is nested or sparse; pass a dense tensor, .* with cu_seqlens"),
+        (
+            (torch.nested.as_nested_tensor([X[0], X[0]], layout=torch.jagged), X, X),
+            {},
+            "q is nested or sparse",
+        ),
     ],
 )
 def test_refuses_with_the_fix(inputs, settings, message):

@@ -70,6 +70,7 @@ def test_is_frozen():
         ({"exact_delta": None}, "exact_delta is None; set it to true or false"),
         ({"int8_matmuls": ("s", "o")}, "int8_matmuls names s; choose from s_fwd, o"),
         ({"int8_matmuls": "o"}, r"give a list: \[o\]"),
+        ({"int8_matmuls": None}, r"int8_matmuls is None; give a list of products"),
         ({"s_levels": 2, "int8_matmuls": ("s_fwd",)}, "add 's_fwd' and 's_bwd' to int8_matmuls"),
         ({"smooth_v": True, "int8_matmuls": ("dv",)}, "add 'o' to int8_matmuls or set smooth_v=False"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from dataclasses import fields, replace
@@ -220,6 +221,24 @@ def test_where_nothing_runs_the_explanation_says_why():
     assert old.kernels == "none"
     assert "Ampere" in old.reasons["triton"]
     assert explain_call(call(GPU("Some AMD GPU", (9, 4), is_amd=True))).kernels == "none"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"config": "paper"}, "config is a str; pass a sagebwd.SageConfig"),
+        ({"is_causal": "no"}, "is_causal is 'no'; pass True or False"),
+        ({"window_size": 3}, "window_size is 3"),
+    ],
+)
+def test_explain_refuses_what_the_call_refuses(settings, message):
+    q = torch.zeros(1, 1, 8, 64)
+    for attend in (sagebwd.explain, functools.partial(sage_attention, q, q)):
+        with pytest.raises(ValueError, match=message):
+            attend(q, **settings)
+    for wrong in (q.double(), q[0]):
+        with pytest.raises(ValueError, match=r"cast it to float16|must be \(batch"):
+            sagebwd.explain(wrong)
 
 
 def test_explain_looks_at_a_call():

@@ -171,6 +171,24 @@ def test_paged_caches_and_windows_of_two_boundary_tensors_are_refused():
         flash_attn.flash_attn_varlen_func(q, k, v, boundaries, torch.tensor([0, 2, 5]), 5, 5, causal=True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("cuts", "cuts_kv", "message"),
+    [
+        ([0, 4, 3, 5], [0, 1, 2, 5], "goes back from 4 to 3 in document 1"),
+        ([0, 2, 6], [0, 2, 5], "ends at 6, past the 5 tokens"),
+        ([-1, 2, 5], [0, 2, 5], "starts at -1"),
+        ([0, 2, 5], [0, 2, 7], "ends at 7, past the 5 tokens"),
+    ],
+)
+def test_boundaries_that_cannot_be_are_refused_on_a_cpu(cuts, cuts_kv, message, causal):
+    q, k, v = draw(*[(5, 2, 8)] * 3)
+    with pytest.raises(ValueError, match=message):
+        flash_attn.flash_attn_varlen_func(
+            q, k, v, torch.tensor(cuts), torch.tensor(cuts_kv), 5, 5, causal=causal
+        )
+
+
 @pytest.mark.parametrize("has_padding", [False, True], ids=["whole", "padded"])
 def test_transformers_calls_it(monkeypatch, has_padding):
     """transformers' own code around flash_attn: it removes padding, and drops what no signature names."""
