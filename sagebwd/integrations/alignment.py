@@ -62,8 +62,17 @@ class Alignment(NamedTuple):
 
 
 def window_of(is_causal: bool, window_size: Sequence[int | None]) -> tuple[int, int]:
-    """(left, right) of both masks together. None and negative numbers are no limit, −1."""
-    left, right = (-1 if x is None or x < 0 else int(x) for x in window_size)
+    """(left, right) of both masks together. None and negative numbers are no limit, −1.
+
+    Raises:
+        ValueError: ``window_size`` is not a pair of integers or None.
+    """
+    is_pair = isinstance(window_size, Sequence) and len(window_size) == 2
+    if not is_pair or not all(x is None or isinstance(x, (int, torch.SymInt)) for x in window_size):
+        raise ValueError(
+            f"window_size is {window_size!r}; pass (left, right), two integers; -1 or None is no limit"
+        )
+    left, right = (-1 if x is None or x < 0 else x for x in window_size)
     return left, 0 if is_causal else right
 
 

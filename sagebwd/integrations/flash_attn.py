@@ -82,6 +82,7 @@ def flash_attn_func(
         ValueError: the arguments do not fit together.
     """
     _check_refused(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux)
+    _check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     alignment = align(q.shape[2], k.shape[2], window_of(causal, window_size))
     with_lse = return_attn_probs or return_lse
@@ -140,6 +141,7 @@ def flash_attn_varlen_func(
         block_table=block_table,
         s_aux=s_aux,
     )
+    _check_layout("(tokens, heads, head size)", q=q, k=k, v=v)
     window = window_of(causal, window_size)
     alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -162,8 +164,9 @@ def flash_attn_qkvpacked_func(
     **settings: Any,
 ) -> Result:
     """:func:`flash_attn_func` of qkv (B, N, 3, H, D)."""
+    parts = _unpack("(batch, tokens, 3, heads, head size)", 2, qkv=qkv)
     return flash_attn_func(
-        *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        *parts, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, **settings,
     )  # fmt: skip
 
@@ -182,8 +185,9 @@ def flash_attn_kvpacked_func(
     **settings: Any,
 ) -> Result:
     """:func:`flash_attn_func` of q (B, N_q, H, D) and kv (B, N_kv, 2, H_kv, D)."""
+    parts = _unpack("(batch, tokens, 2, heads, head size)", 2, kv=kv)
     return flash_attn_func(
-        q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        q, *parts, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, **settings,
     )  # fmt: skip
 
@@ -203,8 +207,9 @@ def flash_attn_varlen_qkvpacked_func(
     **settings: Any,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
+    parts = _unpack("(tokens, 3, heads, head size)", 1, qkv=qkv)
     return flash_attn_varlen_func(
-        *qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
+        *parts, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
         window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **settings,
     )  # fmt: skip
 
@@ -227,8 +232,9 @@ def flash_attn_varlen_kvpacked_func(
     **settings: Any,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q (T_q, H, D) and kv (T_kv, 2, H_kv, D)."""
+    parts = _unpack("(tokens, 2, heads, head size)", 1, kv=kv)
     return flash_attn_varlen_func(
-        q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
+        q, *parts, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
         causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **settings,
     )  # fmt: skip
 
@@ -242,6 +248,22 @@ def _check_refused(**arguments: Any) -> None:
                 f"{name} is {shown}: sagebwd does not compute {REFUSED[name]}; leave it out, "
                 "or use flash_attn"
             )
+
+
+def _check_layout(layout: str, **tensors: Tensor) -> None:
+    """Raise ValueError unless each tensor has as many dimensions as ``layout`` names."""
+    for name, x in tensors.items():
+        if x.dim() != layout.count(",") + 1:
+            raise ValueError(f"{name} is {tuple(x.shape)}; pass {layout}")
+
+
+def _unpack(layout: str, axis: int, **packed: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that lie side by side along ``axis`` of one, as many as ``layout`` says there."""
+    _check_layout(layout, **packed)
+    ((name, x),) = packed.items()
+    if str(x.shape[axis]) != layout.strip("()").split(", ")[axis]:
+        raise ValueError(f"{name} is {tuple(x.shape)}; pass {layout}")
+    return x.unbind(axis)
 
 
 def _result(out: Tensor, lse: Tensor | None, return_attn_probs: bool, return_lse: bool) -> Result:

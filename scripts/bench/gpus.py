@@ -140,7 +140,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     add("--parallel", nargs="+", choices=("ddp", "fsdp"), default=["ddp", "fsdp"], help="default both")
     add("--steps", **count, default=20, help="optimizer steps of each run (default %(default)s)")
     add("--warm-up", **count, default=4, help="untimed steps first (default %(default)s)")
-    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
     scratch = Path(tempfile.gettempdir())
     add("--runs-dir", type=Path, default=scratch, help="for the runs while they last (default %(default)s)")
     add_output_options(add, "gpus")

@@ -239,7 +239,7 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     add("--repetitions", type=positive_int, default=30, help="timed calls of each (default %(default)s)")
     add("--warm-up", type=positive_int, default=5, help="untimed calls first (default %(default)s)")
     add("--seed", type=int, default=0, help="of inputs and lengths (default %(default)s)")
-    add("--device", help="cuda or cpu; by default a GPU if there is one")
+    add("--device", default="cuda", help="cuda (the default), cuda:1, …, or cpu for small sizes")
     add_output_options(add, "masks")
     arguments = parser.parse_args(argv)
     resolve_out(arguments, "masks", parser)

@@ -104,7 +104,9 @@ def choose_device(asked: str | None, parser: ArgumentParser) -> str:
     """The device asked for; by default a GPU if there is one. Ends the command if that GPU is missing."""
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {device}: torch sees no GPU; use --device cpu")
+        parser.error(
+            f"--device {device}: torch sees no GPU; run this where there is one, or use --device cpu"
+        )
     return device
 
 

@@ -171,6 +171,35 @@ def test_paged_caches_and_windows_of_two_boundary_tensors_are_refused():
         flash_attn.flash_attn_varlen_func(q, k, v, boundaries, torch.tensor([0, 2, 5]), 5, 5, causal=True)
 
 
+def test_another_layout_is_refused_by_name():
+    q, k, v = draw(*[(2, 5, 2, 8)] * 3)
+    cuts = torch.tensor([0, 5])
+    refused = {
+        r"q is \(5, 2, 8\); pass \(batch, tokens, heads, head size\)": lambda: flash_attn.flash_attn_func(
+            q[0], k, v
+        ),
+        r"k is \(2, 5, 2, 8\); pass \(tokens, heads, head size\)": lambda: flash_attn.flash_attn_varlen_func(
+            q[0], k, v[0], cuts, cuts, 5, 5
+        ),
+        r"qkv is \(2, 5, 2, 3, 8\); pass \(batch, tokens, 3, heads, head size\)": lambda: (
+            flash_attn.flash_attn_qkvpacked_func(torch.stack([q, k, v], 3))
+        ),
+        r"kv is \(5, 2, 8\); pass \(tokens, 2, heads, head size\)": lambda: (
+            flash_attn.flash_attn_varlen_kvpacked_func(q[0], k[0], cuts, cuts, 5, 5)
+        ),
+    }
+    for message, call in refused.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("window", [5, None, (5.7, 0), (1, 2, 3)])
+def test_a_window_that_is_no_pair_of_integers_is_refused(window):
+    q, k, v = draw(*[(2, 5, 2, 8)] * 3)
+    with pytest.raises(ValueError, match="pass \\(left, right\\), two integers"):
+        flash_attn.flash_attn_func(q, k, v, window_size=window)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("cuts", "cuts_kv", "message"),
