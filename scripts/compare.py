@@ -65,9 +65,12 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.baseline is not None:
         print(f"\n{difference_table(runs, baseline, diverged)}")
     out = arguments.out or default_out(paths)
-    out.parent.mkdir(parents=True, exist_ok=True)
     groups = {label: without_seed(label) or "all seeds" for label in runs}
-    written = plot_losses(runs, out, groups=groups) or [out]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        written = plot_losses(runs, out, groups=groups) or [out]
+    except OSError as error:
+        sys.exit(f"cannot write {out}: {error.strerror}; give another place with --out FILE.png")
     print(f"\nwritten: {', '.join(map(str, written))}")
 
 

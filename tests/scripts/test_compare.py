@@ -239,3 +239,11 @@ def test_damaged_metrics_end_with_a_message(tmp_path):
     (folder / "metrics.jsonl").write_text("{damaged\n" + text)
     with pytest.raises(SystemExit, match=r"metrics\.jsonl is damaged"):
         compare.main([str(folder)])
+
+
+def test_a_place_that_takes_no_picture_is_named_after_the_table(tmp_path, capsys):
+    folder, place = run(tmp_path / "runs" / "a", 3.0), tmp_path / "file"
+    place.write_text("")
+    with pytest.raises(SystemExit, match=r"cannot write .*comparison.png: .*; give another place with --out"):
+        compare.main([str(folder), "--out", str(place / "comparison.png")])
+    assert "3.0000" in capsys.readouterr().out
