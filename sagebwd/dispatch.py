@@ -146,6 +146,9 @@ def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> 
         ValueError: dtype, head size, scale or tile; the message says what to change.
         NotImplementedError: a setting, a GPU or a device without kernels.
     """
+    if kernels not in (None, *KERNEL_SETS):
+        names = ", ".join(map(repr, KERNEL_SETS))
+        raise ValueError(f"kernels is {kernels!r}; use one of {names}, or None for the fastest")
     # index, because under a tracer the size may be a symbol; the kernels are compiled for one size anyway.
     head_dim = operator.index(q.shape[-1])
     chosen, error, message = _choose(q.device, q.dtype, head_dim, config, kernels)
@@ -182,9 +185,6 @@ def _choose_once(
     kernels: str | None,
 ) -> tuple[str, str, str]:
     """(kernel set, "", ""), or ("", name of the error, its message). A result is remembered, an error too."""
-    if kernels not in (None, *KERNEL_SETS):
-        names = ", ".join(map(repr, KERNEL_SETS))
-        return "", "ValueError", f"kernels is {kernels!r}; use one of {names}, or None for the fastest"
     if kernels == "reference" or (kernels is None and device.type in REFERENCE_DEVICES):
         return "reference", "", ""
     if device.type not in ("cpu", "cuda"):

@@ -370,6 +370,8 @@ def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
         choose(A100, kernels="hopper")
     with pytest.raises(ValueError, match="kernels is 'cuda'; use one of 'hopper', 'ampere', 'triton', 'ref"):
         choose(kernels="cuda")
+    with pytest.raises(ValueError, match=r"kernels is \['triton'\]; use one of"):
+        choose(kernels=["triton"])
 
 
 def test_what_no_kernels_run_names_the_fix(choose):
