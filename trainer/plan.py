@@ -317,7 +317,7 @@ def check_init_from(settings: Settings, ranks: int) -> Problems:
 
 def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
     tps, hardware = settings.tps, settings.hardware
-    if min(tps.divide_by, tps.tokens_per_step, settings.context, hardware.micro_batch) < 1:
+    if min(tps.divide_by, tps.tokens_per_step, settings.context, hardware.micro_batch, ranks) < 1:
         return  # reported by check_ranges
     if tps.tokens_per_step % tps.divide_by:
         yield (

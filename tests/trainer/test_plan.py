@@ -215,6 +215,13 @@ def test_no_check_stumbles_over_what_another_reports(compose_settings, override)
         make_plan(compose_settings(override, "milestone_every=1000"), 1)
 
 
+@pytest.mark.parametrize("devices", [0, -1])
+def test_no_devices_are_refused(compose_settings, devices):
+    settings = compose_settings(f"hardware.devices={devices}")
+    with pytest.raises(SettingsError, match=f"hardware.devices={devices} must be greater than zero$"):
+        make_plan(settings, devices)
+
+
 def test_no_gpu_points_to_what_runs_without(compose_settings, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SettingsError, match="experiment=quickstart"):
