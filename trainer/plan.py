@@ -22,6 +22,8 @@ from trainer.tensorboard import MISSING_PACKAGE
 
 Problems = Iterator[str]
 
+SEEDS = 2**63  # from 0 to below this; PyTorch takes -1 for 2**64 - 1
+LONGEST_TIMEOUT_S = 365 * 86400
 SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
 
@@ -113,6 +115,11 @@ def check_ranges(settings: Settings, ranks: int) -> Problems:
     ):
         if value < 0:
             yield f"{name}={value} must not be negative; 0 turns it off"
+    if not 0 <= settings.seed < SEEDS:
+        yield f"seed={settings.seed} must not be negative, and must be less than 2**63 = {SEEDS}"
+    timeout = settings.hardware.timeout_s
+    if math.isfinite(timeout) and timeout > LONGEST_TIMEOUT_S:
+        yield f"hardware.timeout_s={timeout} must be at most {LONGEST_TIMEOUT_S}, a year"
     if settings.sample_tokens and not settings.sample_prompt:
         yield "sample_prompt is empty; give the sample a beginning, or use sample_tokens=0"
 

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,9 @@ BAD = [
     (["hardware.parallel=zero"], ["hardware.parallel=zero", "auto", "ddp", "fsdp"]),
     (["hardware.recompute=all"], ["hardware.recompute=all", "none", "blocks"]),
     (["hardware.timeout_s=0"], ["hardware.timeout_s=0", "greater than zero"]),
+    (["hardware.timeout_s=1e30"], ["hardware.timeout_s=1e+30", "at most 31536000"]),
+    (["seed=-1"], ["seed=-1", "must not be negative"]),
+    (["seed=99999999999999999999999"], ["seed=99999999999999999999999", "less than 2**63"]),
     (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
     (["logger.wandb=maybe"], ["logger.wandb=maybe", "offline"]),
     (["run_dir="], ["run_dir= is empty", "run_dir=runs/NAME"]),
@@ -153,6 +157,12 @@ def test_bad_settings_name_the_fix(compose_settings, overrides, named):
     with pytest.raises(SettingsError) as caught:
         make_plan(settings, settings.hardware.devices)
     assert [text for text in named if text not in str(caught.value)] == [], str(caught.value)
+
+
+def test_the_largest_seed_and_timeout_are_allowed(compose_settings):
+    make_plan(compose_settings(f"seed={2**63 - 1}", "hardware.timeout_s=31536000"), 1)
+    torch.Generator().manual_seed(2**63 - 1)
+    timedelta(seconds=31536000)
 
 
 def test_ranks_count_in_the_tokens_per_step(compose_settings):
