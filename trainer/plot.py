@@ -109,7 +109,8 @@ def _draw_losses(axes: Any, group: str, seeds: list[Records], look: Style) -> No
     axes.plot(tokens, smoothed.mean(0), color=look.color, linestyle=look.dashes, linewidth=1.6)
     tokens, values = together(seeds, "val_loss")
     hollow = {"markersize": 7, "markerfacecolor": "none", "markeredgewidth": 1.6}  # none hides another
-    axes.plot(tokens, values.mean(0), look.marker, color=look.color, clip_on=False, zorder=3, **hollow)
+    if len(tokens):  # with clip_on=False an empty line has no place, and the layout fails
+        axes.plot(tokens, values.mean(0), look.marker, color=look.color, clip_on=False, zorder=3, **hollow)
     axes.plot([], [], color=look.color, linestyle=look.dashes, marker=look.marker, label=label, **hollow)
 
 

@@ -155,6 +155,12 @@ def test_runs_of_different_lengths_and_without_validation_are_drawn(tmp_path):
     assert (tmp_path / "picture.png").exists()
 
 
+def test_a_run_without_validation_leaves_the_layout_intact(tmp_path, monkeypatch):
+    figures = drawn(monkeypatch)
+    plot_losses({"one": run_of(5), "two": run_of(6)[:-1]}, tmp_path / "picture.png")
+    assert_inside(figures[0])
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_nothing_is_cut_off(tmp_path, monkeypatch, count):
     figures = drawn(monkeypatch)
