@@ -10,7 +10,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import distributed, interrupt, launcher, local_gpus, overrides, settings
+from trainer import console, distributed, interrupt, launcher, local_gpus, overrides, settings
 from trainer.errors import Interrupted, SettingsError, TrainingError
 from trainer.forecast import describe
 from trainer.run_directory import is_finished
@@ -24,7 +24,7 @@ def main(config: DictConfig) -> None:
     try:
         run(OmegaConf.to_object(config))
     except Interrupted as stop:
-        print(stop, file=sys.stderr)
+        console.say(str(stop))
         sys.exit(128 + stop.signal)  # the shell's convention; also ends a sweep
     except TrainingError as error:
         if _in_sweep():

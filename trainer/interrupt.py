@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from trainer import console
 from trainer.errors import Interrupted
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to get when the parent dies
@@ -83,9 +84,7 @@ class StopRequest:
         """Printing to a terminal that is gone would raise an error before the run has saved."""
         for stream in self._terminals:
             if not os.isatty(stream):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream)
-                os.close(nowhere)
+                console.discard(stream)
 
 
 class ForwardedStop(StopRequest):

@@ -4,7 +4,6 @@ import atexit
 import io
 import os
 import shlex
-import sys
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -13,6 +12,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import TaskFunction
 from omegaconf import DictConfig
 
+from trainer.console import say
 from trainer.interrupt import exit_on_signals
 from trainer.overrides import unresolved
 from trainer.run_directory import default_name
@@ -59,13 +59,13 @@ class SweepSummary(Callback):
             "not started": self._planned - len(self._started),
         }
         finished = f"\n{len(ended) - len(failed)} of {self._planned} runs {self._done}"
-        print(", ".join([finished, *(f"{n} {what}" for what, n in counts.items() if n > 0)]), file=sys.stderr)
+        say(", ".join([finished, *(f"{n} {what}" for what, n in counts.items() if n > 0)]))
         for job in failed:
-            print(f"failed: {_command(job.overrides or [])}\n  {_error(job)}", file=sys.stderr)
+            say(f"failed: {_command(job.overrides or [])}\n  {_error(job)}")
         for overrides in interrupted:
-            print(f"interrupted: {_command(overrides)}", file=sys.stderr)
+            say(f"interrupted: {_command(overrides)}")
         if interrupted or counts["not started"] > 0:
-            print("The same command continues with what is not finished", file=sys.stderr)
+            say("The same command continues with what is not finished")
 
 
 def _command(overrides: list[str]) -> str:

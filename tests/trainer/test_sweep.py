@@ -14,7 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from tests.cli import ROOT
-from trainer import sweep
+from trainer import console, sweep
 from trainer.sweep import SweepSummary
 
 PARSER = OverridesParser.create()
@@ -91,6 +91,22 @@ def test_a_run_that_did_not_end_was_interrupted_and_the_others_did_not_start(beg
         "interrupted: python train.py seed=2\n"
         "The same command continues with what is not finished\n"
     )
+
+
+class Unread:
+    """What a closed pipe is to a writer."""
+
+    def write(self, text):
+        raise BrokenPipeError
+
+
+def test_the_summary_may_have_no_reader(begin, monkeypatch):
+    summary, discarded = begin("seed=1,2"), []
+    summary.on_job_start(hydra(["seed=1"]), task_function=None)
+    monkeypatch.setattr(console, "discard", discarded.append)
+    monkeypatch.setattr("sys.stderr", Unread())
+    summary._report()
+    assert set(discarded) == {2}
 
 
 def test_a_launcher_that_runs_them_elsewhere_reports_by_itself(begin, capsys):
