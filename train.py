@@ -70,4 +70,5 @@ if __name__ == "__main__":
     settings.register()
     local_gpus.register()
     overrides.check_or_exit(sys.argv[1:], CONFIGS)
-    main()
+    with console.surviving_closed():
+        main()

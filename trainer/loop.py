@@ -23,7 +23,7 @@ from model.backends import Backend
 from model.config import parameter_count
 from model.generate import generate
 from model.llama import Llama
-from trainer import distributed, identity, parallel
+from trainer import console, distributed, identity, parallel
 from trainer.checkpoint import Checkpoints, from_main
 from trainer.distributed import Ranks
 from trainer.divergence import Guard
@@ -57,6 +57,7 @@ def train(settings: Settings) -> None:
     """
     make_deterministic(settings.hardware.deterministic)
     with (
+        console.surviving_closed(),
         distributed.joined(settings.hardware.device) as ranks,
         StopRequest() as stop,  # outside: torchrun asks the ranks to stop while they report a lost one
         with_user_facing_errors(settings),

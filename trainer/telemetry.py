@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from trainer import console
 from trainer.errors import TrainingError, explain
 from trainer.redaction import RedactingFormatter, redact
 
@@ -140,5 +141,9 @@ class _LogFile(logging.FileHandler):
 
 
 class _BarSafeHandler(logging.Handler):
+    def filter(self, record: logging.LogRecord) -> Any:
+        """Leave out what `console` logs: it may hold the lock of the bar, which another `emit` awaits."""
+        return record.name != console.__name__ and super().filter(record)
+
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)

@@ -1,10 +1,19 @@
 """A run, or a sweep, whose output nobody reads any more."""
 
+import functools
+import os
+import pty
 import signal
 import subprocess
 import sys
 
-from tests.cli import ROOT
+import pytest
+
+from tests import warm
+from tests.cli import ROOT, debug_command
+from trainer.loop import Trainer
+
+SHORT = ("steps=8", "sample_tokens=0")
 
 INTERRUPTED_SWEEP = """
 import os, sys, train
@@ -34,3 +43,51 @@ def test_an_interrupted_sweep_ends_although_nobody_reads_its_output(tmp_path):
     done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=tmp_path, capture_output=True)
     assert done.returncode == 128 + signal.SIGINT, done.stderr.decode()
     assert (tmp_path / "started").read_text() == "1\n"
+
+
+def ends_of_a_pipe():
+    return os.pipe()
+
+
+def ends_of_a_terminal():
+    return pty.openpty()
+
+
+def loses_its_reader(open_ends):
+    """After three steps the other end of what it prints to is closed; no signal says so."""
+    reader, writer = open_ends()
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+    os.close(writer)
+    original = Trainer._train_step
+
+    def train_step(trainer):
+        if trainer.step == 3:
+            os.close(reader)
+        return original(trainer)
+
+    Trainer._train_step = train_step
+
+
+@pytest.mark.parametrize("open_ends", [ends_of_a_pipe, ends_of_a_terminal])
+def test_a_run_goes_on_without_a_reader(datasets, tmp_path, open_ends):
+    settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
+    warm.run(settings, functools.partial(loses_its_reader, open_ends))
+    assert_finished(tmp_path / "run")
+
+
+def test_a_run_finishes_when_the_reader_of_its_first_line_goes(datasets, tmp_path):
+    """As with `2>&1 | head -1`."""
+    command = debug_command(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(120) == 0
+    assert_finished(tmp_path / "run")
+
+
+def assert_finished(run_dir):
+    assert (run_dir / "DONE").exists()
+    lines = (run_dir / "log.txt").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("nobody reads <stderr> any more")]) == 1
+    assert lines[-1].startswith("finished: ")
