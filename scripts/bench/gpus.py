@@ -64,7 +64,8 @@ EXAMPLES = """
 examples:
   python -m scripts.bench.gpus --devices 1 2 4 8 -- data=openwebtext hardware.micro_batch=8
   python -m scripts.bench.gpus --parallel fsdp -- model=llama_1b hardware.micro_batch=4
-  python -m scripts.bench.gpus --device cpu --devices 1 2 --steps 4 --warm-up 1 -- experiment=debug
+  python -m scripts.bench.gpus --device cpu --devices 1 2 --steps 4 --warm-up 1 \\
+      -- experiment=debug hardware.micro_batch=2
   python -m scripts.bench.gpus --draw results/bench_gpus.json
 
 files, with --out PREFIX:

@@ -1,4 +1,5 @@
 import json
+import shlex
 import signal
 
 import pytest
@@ -7,6 +8,7 @@ from scripts.bench import gpus as bench_gpus
 from scripts.bench import measuring
 from scripts.bench.gpus import Row
 from scripts.paper.run_pool import Stopped
+from trainer.plan import make_plan
 
 
 def left_by_a_run(folder, losses, speeds, log=""):
@@ -127,6 +129,15 @@ def test_a_stop_keeps_the_rows_before_it(tmp_path, monkeypatch):
     assert end.value.code == 128 + signal.SIGTERM
     (row,) = json.loads((tmp_path / "gpus.json").read_text())["rows"]
     assert (row["devices"], row["tokens_per_second"], row["efficiency"]) == (1, 200.0, 1.0)
+
+
+def test_the_example_for_a_cpu_can_be_trained_on_all_its_devices(compose_settings, tmp_path):
+    lines = bench_gpus.EXAMPLES.replace("\\\n", " ").splitlines()
+    (words,) = (shlex.split(line)[3:] for line in lines if "--device cpu" in line)
+    arguments = bench_gpus.parse_arguments(words)
+    for devices in arguments.devices:
+        train = bench_gpus.job(Row(devices, "ddp"), tmp_path / "run", arguments).command
+        make_plan(compose_settings(*train[2:]), devices)
 
 
 @pytest.mark.parametrize(
