@@ -212,8 +212,16 @@ def main() -> None:
     import hydra  # here: the tokenizing processes import this module and need no Hydra
     from omegaconf import OmegaConf
 
+    from data import command_line
+
     register()
     configs = Path(__file__).resolve().parent.parent / "configs"
+    command_line.check_or_exit(
+        command_line.parse(sys.argv[1:]),
+        command_line.setting_names(PrepareSettings),
+        {"data": command_line.options_in(configs / "data")},
+        program="python -m data.prepare",
+    )
 
     @hydra.main(version_base="1.3", config_path=str(configs), config_name="prepare")
     def command(config) -> None:

@@ -299,6 +299,21 @@ def test_the_command_ends_with_a_message_and_without_a_traceback(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("dat=text", "there is no setting 'dat'; did you mean data?"),
+        ("data=txt", "data has no option 'txt'; did you mean data=text?"),
+        ("steps=3", "python -m data.prepare --help lists all settings"),
+    ],
+)
+def test_the_command_answers_unknown_settings_with_known_ones(tmp_path, argument, advice):
+    done = command(argument, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{argument}: ")
+    assert advice in done.stderr
+
+
 SHARD = {"name": "train_00003.bin", "tokens": 10, "documents": 1, "sha256": "0" * 64}
 DAMAGED_RECORDS = {
     "cut short": '{"fingerprint": ',

@@ -4,8 +4,9 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from data.command_line import setting_names
 from model import backends
-from trainer.overrides import check_or_exit, known_settings, setting_names, unresolved
+from trainer.overrides import check_or_exit, known_settings, unresolved
 from trainer.run_directory import default_name
 from trainer.settings import Settings
 

@@ -1,0 +1,96 @@
+"""Hydra command lines: unknown settings and options are answered with the nearest known ones."""
+
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.errors import HydraException
+
+#: Settings whose next part is a name that the user chooses; data/texts.py checks what follows.
+NAMED = ("data.validation.", "data.sources.")
+
+
+def parse(arguments: list[str]) -> list[Override]:
+    """The arguments `name=value`; none if one is no override: Hydra explains its grammar."""
+    words = [word for word in arguments if "=" in word and not word.startswith("-")]
+    try:
+        return OverridesParser.create().parse_overrides(words)
+    except HydraException:
+        return []
+
+
+def has_search_path(overrides: Sequence[Override]) -> bool:
+    """Whether the user brings a folder of options, which are not known here."""
+    return any(override.key_or_group == "hydra.searchpath" for override in overrides)
+
+
+def check_or_exit(
+    overrides: Sequence[Override], settings: set[str], groups: dict[str, list[str]], *, program: str
+) -> None:
+    """End the program with a message if an override has an unknown setting, group or option.
+
+    Hydra refuses these too. But its advice is to append an unknown setting with `+`, which the typed settings
+    refuse next, and an unknown option prints its search path.
+    """
+    known = settings | groups.keys()
+    elsewhere = has_search_path(overrides)
+    for override in overrides:
+        key = override.key_or_group
+        if key.split(".")[0].split("/")[0] == "hydra":
+            continue
+        if key not in known and not key.startswith(NAMED):
+            near = difflib.get_close_matches(key, known, n=3) or _same_ending(key, known)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all settings"
+            sys.exit(f"{override.input_line}: there is no setting {key!r}; {hint}")
+        if key in groups and not elsewhere:
+            check_option_or_exit(override, groups[key])
+
+
+def check_option_or_exit(override: Override, options: list[str]) -> None:
+    """End the program with a message if the override of a group names an option that is not among these."""
+    for option in chosen_options(override):
+        if option not in options:
+            sys.exit(f"{override.input_line}: {_unknown_option(override.key_or_group, option, options)}")
+
+
+def setting_names(cls: type, prefix: str = "") -> set[str]:
+    """Dotted names of all settings in a dataclass and the dataclasses within it."""
+    hints = get_type_hints(cls)
+    names: set[str] = set()
+    for field in fields(cls):
+        name = f"{prefix}{field.name}"
+        names.add(name)
+        if is_dataclass(hints[field.name]):
+            names |= setting_names(hints[field.name], f"{name}.")
+    return names
+
+
+def options_in(group: Path) -> list[str]:
+    """The options of a group: its YAML files."""
+    return sorted(file.stem for file in group.glob("*.yaml"))
+
+
+def chosen_options(override: Override) -> Iterator[str]:
+    """The options that an override of a group names: one, or several of a sweep. None for null or glob(…)."""
+    value = override.value()
+    for one in value.list if isinstance(value, ChoiceSweep) else [value]:
+        if isinstance(one, (str, int, float, QuotedString)):
+            yield one.text if isinstance(one, QuotedString) else str(one)
+
+
+def _same_ending(key: str, known: set[str]) -> list[str]:
+    """Settings of another group with this last name: `lr` is `optimizer.lr`."""
+    last = key.split(".")[-1]
+    return sorted(name for name in known if name.split(".")[-1] == last)
+
+
+def _unknown_option(group: str, option: str, options: list[str]) -> str:
+    lowered = {name.lower(): name for name in options}  # of options that differ in case, any one will do
+    near = difflib.get_close_matches(option.lower(), lowered, n=1)
+    hint = f"did you mean {group}={lowered[near[0]]}? Choose" if near else "choose"
+    return f"{group} has no option {option!r}; {hint} one of {', '.join(options)}"
