@@ -155,6 +155,7 @@ def check_places(settings: Settings, ranks: int) -> Problems:
         ("run_dir", settings.run_dir, "run_dir=runs/NAME, or leave it out"),
         ("runs_dir", settings.runs_dir, "runs_dir=runs"),
         ("init_from", settings.init_from, "init_from=runs/NAME/weights, or leave it out"),
+        ("data.root", settings.data.root, "data.root=tokens"),
     ):
         if value is not None and not value.strip():
             yield f"{name}= is empty; use {example}"

@@ -138,6 +138,7 @@ BAD = [
     (["run_dir="], ["run_dir= is empty", "run_dir=runs/NAME"]),
     (["runs_dir="], ["runs_dir= is empty", "runs_dir=runs"]),
     (["init_from="], ["init_from= is empty", "leave it out"]),
+    (["data.root="], ["data.root= is empty", "data.root=tokens"]),
     (["probe.every=-1"], ["probe.every=-1", "0 turns"]),
     (["probe.layers=[3,20]"], ["probe.layers", "20", "0 to 19"]),
     (["probe.layers=[-1]"], ["probe.layers", "-1", "0 to 19", "probe.layers=[19]"]),
