@@ -289,7 +289,8 @@ def _device_name(device: torch.device) -> str:
 
 def find_commit() -> str | None:
     """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    # status would otherwise write the index, and leave its lock behind where it cannot
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run(
             [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
