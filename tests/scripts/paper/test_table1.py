@@ -111,4 +111,4 @@ def test_refuses_bad_options(options, message, capsys):
 def test_refuses_a_missing_gpu(capsys):
     with pytest.raises(SystemExit):
         table1.parse_arguments(["--device", "cuda"])
-    assert "torch sees no GPU; use --device cpu" in capsys.readouterr().err
+    assert "torch sees no GPU; run this where there is one, or use --device cpu" in capsys.readouterr().err

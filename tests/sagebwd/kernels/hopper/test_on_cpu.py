@@ -79,7 +79,7 @@ CASES = {
 @pytest.mark.parametrize(("config", "head_dim", "is_causal", "documents"), CASES.values(), ids=CASES.keys())
 def test_they_compute_what_the_reference_does(attend_on_cpu, draw, config, head_dim, is_causal, documents):
     boundaries = None if documents is None else torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
-    tokens = 310 if documents is None else sum(documents)
+    tokens = 230 if documents is None else sum(documents)
     inputs = draw(tokens, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
     found = attend_on_cpu(*inputs, is_causal=is_causal, config=config, boundaries=boundaries)
     options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries, "enable_gqa": True}
@@ -117,7 +117,7 @@ LAID_OUT = {
 )
 def test_layout_changes_nothing(attend_on_cpu, draw, config, lay, head_dim):
     """Of several heads of several sequences, of which kernels read V, dO and Q where they are."""
-    inputs = draw(150, batch=2, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16)
+    inputs = draw(100, batch=2, heads=4, kv_heads=2, head_dim=head_dim, dtype=torch.bfloat16)
     found, wanted = (
         attend_on_cpu(*map(f, inputs), is_causal=True, config=config) for f in (lay, torch.clone)
     )
@@ -266,8 +266,8 @@ def test_windows_with_other_settings(attend_on_cpu, draw, config, documents):
 
 def test_a_document_in_which_a_window_hides_nothing_is_computed_as_without(attend_on_cpu, draw):
     """Bit for bit. What a window cuts is rounded otherwise, which shows in a few of so many values."""
-    boundaries = torch.arange(0, 97, 3, dtype=torch.int32)
-    inputs = draw(96, batch=1, heads=4, head_dim=64, dtype=torch.float16)
+    boundaries = torch.arange(0, 49, 3, dtype=torch.int32)
+    inputs = draw(48, batch=1, heads=4, head_dim=64, dtype=torch.float16)
     found, wanted = (
         attend_on_cpu(*inputs, config=DEFAULT_CONFIG, window_size=window, boundaries=boundaries)
         for window in ((11, 2), (-1, -1))
