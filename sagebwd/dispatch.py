@@ -58,7 +58,7 @@ def not_chosen(kernels: str, call: Call) -> list[Rule]:
     if kernels == "ampere" and call.gpu == ABSENT_GPU:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
-        return [Rule(False, "on Hopper Triton multiplies INT8 by wgmma, which is faster", request)]
+        return [Rule(False, "on Hopper Triton, which has wgmma there, comes first", request)]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
         return [Rule(False, "it is slow", request)]
     return []

@@ -383,13 +383,10 @@ __device__ __forceinline__ void consume(const Arguments& a, const Window& window
         u8* staging = shared + STAGING + warpgroup * CHUNK_STAGING;
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
-#pragma unroll
-        for (int c = 0; c < D; c += STORED_CHANNELS) {
-            store_channels<STORED_CHANNELS>(a.dv, sums.dv + c / 2, ones, staging, warpgroup, work.kv_head, a.axes.heads, first,
-                                            work.kv, a.axes.d, c);
-            store_channels<STORED_CHANNELS>(a.dk, sums.dk + c / 2, scales, staging, warpgroup, work.kv_head, a.axes.heads, first,
-                                            work.kv, a.axes.d, c);
-        }
+        store_in_parts<D, STORED_CHANNELS>(a.dv, sums.dv, ones, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
+                                           a.axes.d);
+        store_in_parts<D, STORED_CHANNELS>(a.dk, sums.dk, scales, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
+                                           a.axes.d);
         rings.keys.advance();
     }
 }
