@@ -95,7 +95,8 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         KeyTile& work = state.work[keys.parity];
         work = found;
         barrier_expect_bytes(keys.full, K_AND_V_BYTES);
-        copy_k_and_v(shared, shared + K_SCALE, a.packed_kv, maps, work.kv_block, head_of(work.kv_head, a.axes.heads), work.first, keys.full);
+        const Head kv_head = head_of(work.kv_head, a.axes.heads);
+        copy_k_and_v(shared, shared + K_SCALE, a.packed_kv, maps, work.kv_block, kv_head, work.first, keys.full);
         keys.advance();
         const bool last_keys_first = takes_last_keys_first(work, a.last_keys_first_up_to);
         int next = first_block(last_keys_first, work.q_tiles);
@@ -110,7 +111,8 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
                 queries.wait_empty();
                 const u32 full = queries.full + 8 * queries.index, stage = shared + RING + queries.index * STAGE_BYTES;
                 barrier_expect_bytes(full, Q_AND_GRAD_BYTES + Q_COLUMNS_BYTES);
-                copy_q_and_grad(stage + Q_ROWS, stage + STATISTICS, a.packed_q, a.packed_grad, maps, step_at(block), head, first_query, full);
+                copy_q_and_grad(stage + Q_ROWS, stage + STATISTICS, a.packed_q, a.packed_grad, maps, step_at(block), head,
+                                first_query, full);
                 copy_q_columns(stage + Q_COLUMNS, a.packed_q_columns, maps, step_at(block), head, first_query, full);
                 queries.advance();
             }

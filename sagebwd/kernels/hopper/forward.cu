@@ -14,11 +14,13 @@ namespace {
 
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int STAGES = S_IS_16BIT ? (D == 64 ? 8 : 4) : D == 256 ? (P_IS_16BIT ? 3 : 5) : (D == 64 ? 6 : P_IS_16BIT ? 3 : 4) * 128 / BLOCK_KV;
+constexpr int STAGES = S_IS_16BIT ? (D == 64 ? 8 : 4)
+                       : D == 256 ? (P_IS_16BIT ? 3 : 5)
+                                  : (D == 64 ? 6 : P_IS_16BIT ? 3 : 4) * 128 / BLOCK_KV;
 constexpr bool IS_SHORT = STAGES == 3;  // so few stages that the next one is waited for as late as possible
 constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);  // a tile may hide all keys from a query
 constexpr int CHUNKS = D / 64;  // of 64 channels; P V is computed chunk by chunk
-// Whether registers hold too few chunks of the product at once: see contract_tokens_in_turn. A product is then added in its own tile.
+// Whether registers hold too few chunks of a product at once: see contract_tokens_in_turn. It is then added in its own tile.
 constexpr bool IN_TURN = D == 256 && !P_IS_16BIT;
 
 #ifdef COMPENSATE_O  // l is the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
@@ -379,7 +381,8 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
                 probabilities<false>(p, s, factor, maximum, sum, state);
         }
         if (IS_SHORT && !is_last) next.wait_full();
-        const u32 values = ring + (keys.index * STAGE_BYTES + VALUES) / 16, next_k_rows = ring + (next.index * STAGE_BYTES + K_ROWS) / 16;
+        const u32 values = ring + (keys.index * STAGE_BYTES + VALUES) / 16;
+        const u32 next_k_rows = ring + (next.index * STAGE_BYTES + K_ROWS) / 16;
         if constexpr (!IN_TURN) {
             multiply_values(state, p, values, ones);
             // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
