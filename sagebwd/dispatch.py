@@ -37,7 +37,6 @@ from sagebwd.kernel_rules import (
     Call,
     Rule,
     describe,
-    is_large,
     obstacles,
 )
 from sagebwd.validation import check_arguments, check_is_causal, check_window, is_autocast
@@ -53,8 +52,6 @@ USE_REFERENCE = 'pass kernels="reference", which runs, slowly, anywhere'
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
-    if kernels == "hopper" and is_large(call.head_dim):
-        return [Rule(False, "above 128 channels it ran on a CPU only, by emulation", request)]
     if kernels == "ampere" and call.gpu == ABSENT_GPU:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:

@@ -37,6 +37,10 @@ def without_int8(*products, **settings):
 
 #: Row scales in tiles that the Ampere kernels have and the Hopper kernels do not.
 OTHER_TILES = SageConfig(block_q=128, block_kv=64)
+#: Those that have Hopper kernels above head size 128.
+PRESETS_OF_LARGE_HEADS = (
+    DEFAULT_CONFIG, SageConfig.low_bias(), SageConfig.consistent(), SageConfig.strictly_causal()
+)  # fmt: skip
 
 # --- The rules ---------------------------------------------------------------------------------------------
 
@@ -90,7 +94,8 @@ def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
     since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "ampere")
     if name == "int8_scores" or (head_dim > 128 and name in ("paper", "consistent", "accurate")):
         since_ampere = dict.fromkeys(since_ampere, "triton")
-    hopper = "hopper" if head_dim in HOPPER_HEAD_DIMS else "triton"
+    has_hopper = head_dim in HOPPER_HEAD_DIMS or (head_dim > 128 and PRESETS[name] in PRESETS_OF_LARGE_HEADS)
+    hopper = "hopper" if has_hopper else "triton"
     assert kernels == {"7.5": "none", "9.0": hopper, "CPU": "reference"} | since_ampere
     for device, own in found.items():
         faster = dispatch.KERNEL_SETS[: [*dispatch.KERNEL_SETS, "none"].index(own.kernels)]
@@ -167,15 +172,9 @@ def test_the_hopper_kernels_have_16_bit_s_where_accurate_has_it(choose):
 
 @pytest.mark.parametrize("head_dim", [136, 256])
 def test_the_hopper_kernels_have_head_sizes_above_128(choose, head_dim):
-    """On request, until they have run on a GPU; in tiles of 64 x 64."""
-    for config in (
-        DEFAULT_CONFIG,
-        SageConfig.low_bias(),
-        SageConfig.consistent(),
-        SageConfig.strictly_causal(),
-    ):
-        assert choose(config=config, head_dim=head_dim, kernels="hopper") == "hopper"
-        assert choose(config=config, head_dim=head_dim) == "triton"  # without a warning
+    """In tiles of 64 x 64."""
+    for config in PRESETS_OF_LARGE_HEADS:
+        assert choose(config=config, head_dim=head_dim) == "hopper"
     for config, reason in (
         (
             SageConfig.paper(),
@@ -258,7 +257,7 @@ def test_the_table_covers_presets_and_head_sizes():
         assert sizes[-1][1] == 256
         assert all(stop + 8 == start for (_, stop), (start, _) in pairwise(sizes))
     assert all([*row.kernels] == [*dispatch.ARCHITECTURES, "CPU"] for row in rows)
-    (row,) = (row for row in rows if row.preset == "default" and row.head_dims == (40, 128))
+    (row,) = (row for row in rows if row.preset == "default" and row.head_dims == (40, 256))
     assert [row.kernels[name] for name in ("7.5", "8.9", "9.0", "CPU")] == [
         "none", "ampere", "hopper", "reference",
     ]  # fmt: skip
@@ -293,7 +292,8 @@ def choose(monkeypatch):
 
 def test_the_fastest_is_chosen_without_a_word(choose):
     assert choose() == "hopper"
-    assert choose(head_dim=256) == "triton"  # nothing that a setting could change
+    assert choose(head_dim=256) == "hopper"
+    assert choose(head_dim=32) == "triton"  # nothing that a setting could change
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         assert choose(GPU("another", capability), SageConfig.paper()) == "ampere"
 
