@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
@@ -53,9 +53,14 @@ def check_or_exit(
 
 def check_option_or_exit(override: Override, options: list[str]) -> None:
     """End the program with a message if the override of a group names an option that is not among these."""
+    group = override.key_or_group
+    if None in _values(override) and not override.is_delete():
+        sys.exit(
+            f"{override.input_line}: leave it out for the default, or choose one of {', '.join(options)}"
+        )
     for option in chosen_options(override):
         if option not in options:
-            sys.exit(f"{override.input_line}: {_unknown_option(override.key_or_group, option, options)}")
+            sys.exit(f"{override.input_line}: {_unknown_option(group, option, options)}")
 
 
 def setting_names(cls: type, prefix: str = "") -> set[str]:
@@ -76,11 +81,15 @@ def options_in(group: Path) -> list[str]:
 
 
 def chosen_options(override: Override) -> Iterator[str]:
-    """The options that an override of a group names: one, or several of a sweep. None for null or glob(…)."""
-    value = override.value()
-    for one in value.list if isinstance(value, ChoiceSweep) else [value]:
+    """The options that an override of a group names: one, or several of a sweep. None for glob(…)."""
+    for one in _values(override):
         if isinstance(one, (str, int, float, QuotedString)):
             yield one.text if isinstance(one, QuotedString) else str(one)
+
+
+def _values(override: Override) -> list[Any]:
+    value = override.value()
+    return value.list if isinstance(value, ChoiceSweep) else [value]
 
 
 def _same_ending(key: str, known: set[str]) -> list[str]:

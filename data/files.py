@@ -148,7 +148,7 @@ def read_json(file: Path) -> Any:
     """The content of a JSON file that write_json wrote, or None when there is none."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); delete it and run data.prepare again") from None

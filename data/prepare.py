@@ -50,7 +50,12 @@ def prepare(settings: DataSettings) -> Path:
     made = recipe(settings)
     if is_prepared(made):
         return made.folder
-    made.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        made.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"cannot create the folder {made.folder}: {error.strerror}; choose another data.root"
+        ) from error
     with _locked(made.folder):
         if not is_prepared(made):  # another process may have prepared it meanwhile
             _refuse_other_recipe(made)

@@ -30,7 +30,7 @@ from data.corpus import Corpus
 from data.loader import BatchLoader
 from scripts.bench.measuring import command_parser
 from scripts.runs import open_data, read_settings
-from trainer.plan import tokens_per_step
+from trainer.plan import steps_of, tokens_per_step
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
 
@@ -75,6 +75,7 @@ class RunData:
     """A run and the data it trained on."""
 
     directory: RunDirectory
+    steps: int  # of the whole run, however many of them it has taken
     corpus: Corpus
     loader: BatchLoader
 
@@ -84,7 +85,7 @@ class RunData:
         directory = RunDirectory(path)
         settings = read_settings(directory)
         corpus = open_data(directory, settings)
-        return cls(directory, corpus, make_loader(settings, corpus))
+        return cls(directory, steps_of(settings), corpus, make_loader(settings, corpus))
 
     def sequences(self, step: int) -> list["Sequence"]:
         """The sequences of a step, which counts from 1, in the order of training."""
@@ -188,10 +189,10 @@ def odd(sequences: list[Sequence]) -> set[int]:
 def show(run: RunData, step: int, indices: list[int] | None, characters: int) -> None:
     """Print the table of a step's sequences, then their texts.
 
-    Raises ValueError if the step did not train on one of `indices`.
+    Raises ValueError if the run has no such step, or it did not train on one of `indices`.
     """
-    if step < 1:
-        raise ValueError(f"--step {step}: steps are counted from 1, as in metrics.jsonl")
+    if not 1 <= step <= run.steps:
+        raise ValueError(f"--step {step}: steps are counted from 1 to {run.steps}, as in metrics.jsonl")
     sequences = run.sequences(step)
     chosen = [s for s in sequences if indices is None or s.index in indices]
     missing = set(indices or ()) - {s.index for s in chosen}

@@ -49,7 +49,7 @@ def make_plan(settings: Settings, ranks: int) -> Plan:
 
     tokens = tokens_per_step(settings)
     return Plan(
-        steps=_steps(settings),
+        steps=steps_of(settings),
         tokens_per_step=tokens,
         sequences_per_step=tokens // settings.context,
         micro_steps=tokens // (settings.context * settings.hardware.micro_batch * ranks),
@@ -68,7 +68,8 @@ def is_sharded(config: model.config.LlamaConfig, hardware: HardwareSettings, ran
     return hardware.parallel == "fsdp" or model.config.parameter_count(config) >= SHARD_FROM
 
 
-def _steps(settings: Settings) -> int:
+def steps_of(settings: Settings) -> int:
+    """Optimizer steps of the run."""
     if settings.steps is not None:
         return settings.steps
     return settings.total_tokens * settings.tps.divide_by // settings.tps.tokens_per_step
@@ -108,7 +109,7 @@ def check_ranges(settings: Settings, ranks: int) -> Problems:
     """Single values that are out of range."""
     for name, value in _positive(settings).items():
         if value is not None and not (value > 0 and math.isfinite(value)):
-            yield f"{name}={value} must be greater than zero"
+            yield f"{name}={value} must be {'finite' if value == math.inf else 'greater than zero'}"
     for name, value in (
         ("tps.warmup_steps", settings.tps.warmup_steps),
         ("sample_tokens", settings.sample_tokens),
@@ -247,7 +248,7 @@ def check_schedule(settings: Settings, ranks: int) -> Problems:
         steps_set and settings.steps < 1
     ):
         return  # reported by check_ranges
-    steps = _steps(settings)
+    steps = steps_of(settings)
     if steps < 1:
         yield (
             f"total_tokens={settings.total_tokens} is less than one step of {tokens_per_step(settings)} "

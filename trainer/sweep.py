@@ -5,6 +5,7 @@ import io
 import os
 import shlex
 from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -16,7 +17,7 @@ from trainer.console import say
 from trainer.interrupt import exit_on_signals
 from trainer.overrides import unresolved
 from trainer.run_directory import default_name
-from trainer.sweep_directories import refuse_shared_directories, runs_of
+from trainer.sweep_directories import make_sweep_directory, refuse_shared_directories, runs_of
 
 
 class SweepSummary(Callback):
@@ -33,6 +34,7 @@ class SweepSummary(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         refuse_shared_directories(config)
+        make_sweep_directory(Path(config.hydra.sweep.dir))
         self._planned = len(runs_of(config))
         group = default_name(unresolved(config.hydra.overrides.task))
         os.environ.setdefault("WANDB_RUN_GROUP", group)  # W&B's own; the runs inherit it

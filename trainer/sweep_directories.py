@@ -7,6 +7,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
+from trainer.errors import explain
 from trainer.overrides import unresolved
 from trainer.run_directory import default_name
 
@@ -32,6 +33,14 @@ def refuse_shared_directories(config: DictConfig) -> None:
                 f"  {' '.join(run)}\nLeave run_dir out, so that each run has a directory named after its "
                 "settings (below runs_dir=…), and name each value of a sweep once"
             )
+
+
+def make_sweep_directory(folder: Path) -> None:
+    """Create the folder that Hydra writes a sweep's settings to, or end the program with a message."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"cannot create the folder of the sweep: {explain(error)}; set runs_dir=…")
 
 
 def _directory(run: list[str]) -> Path | None:

@@ -1,7 +1,6 @@
 """From files to shards: the right tokens, the same bytes however the work went, and nothing half done."""
 
 import dataclasses
-import errno
 import fcntl
 import hashlib
 import json
@@ -216,9 +215,8 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(settings, tmp_path
 
 def test_a_folder_that_can_not_be_written_is_named(settings, tmp_path):
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(OSError, match="taken") as caught:
+    with pytest.raises(OSError, match=r"cannot create the folder .*taken/.*; choose another data\.root"):
         prepare(dataclasses.replace(settings, root=str(tmp_path / "taken")))
-    assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
 
 
 def test_a_single_document_can_not_be_split(settings):

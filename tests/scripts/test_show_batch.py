@@ -79,7 +79,8 @@ def test_it_prints_what_the_step_trained_on(trained, capsys):
     assert seen[3][0].decode() in spikes
 
     for arguments, named in (
-        (["--step", "0"], "counted from 1"),
+        (["--step", "0"], "counted from 1 to 50"),
+        (["--step", "51"], "counted from 1 to 50"),
         (["--step", "50", "--sequence", "999999"], f"999999, but on .*{index}.*leave --sequence out"),
     ):
         with pytest.raises(SystemExit, match=named):

@@ -39,7 +39,7 @@ def test_names_are_those_of_the_composed_settings(compose_settings):
         ["-m", "hydra/launcher=local_gpus", "hydra.launcher.jobs=2"],
         ["hydra/launcher=basic"],
         ["hydra.searchpath=[file:///own/configs]", "hydra/launcher=own"],
-        ["experiment=null"],
+        ["~experiment"],
         ["model=glob(llama_*)"],
         ["attention='fpa'", "tps=choice(260k,2.1m)"],
         ["hydra.searchpath=[file:///own/configs]", "experiment=own"],
@@ -68,6 +68,8 @@ def test_known_names_pass(arguments):
         ("hydra/launcher=local_gpu", "did you mean hydra/launcher=local_gpus?"),
         ("hydra/launcher=ray", "choose one of basic, local_gpus, slurm"),
         ("tps=1m", "one of 2.1m, 260k"),
+        ("attention=fpa,null", "leave it out for the default, or choose one of fpa, sagebwd"),
+        ("tps=null", "leave it out for the default, or choose one of 2.1m, 260k"),
     ],
 )
 def test_unknown_names_get_advice(argument, advice):

@@ -130,6 +130,7 @@ BAD = [
     (["hardware.parallel=zero"], ["hardware.parallel=zero", "auto", "ddp", "fsdp"]),
     (["hardware.recompute=all"], ["hardware.recompute=all", "none", "blocks"]),
     (["hardware.timeout_s=0"], ["hardware.timeout_s=0", "greater than zero"]),
+    (["hardware.timeout_s=inf"], ["hardware.timeout_s=inf", "must be finite"]),
     (["hardware.timeout_s=1e30"], ["hardware.timeout_s=1e+30", "at most 31536000"]),
     (["seed=-1"], ["seed=-1", "must not be negative"]),
     (["seed=99999999999999999999999"], ["seed=99999999999999999999999", "less than 2**63"]),

@@ -22,7 +22,7 @@ OVERRIDES = ["data.path='a, b=$HOME/*.txt'", "optimizer.lr=1e-3,2e-3", 'sample_p
 
 
 @pytest.fixture
-def begin(monkeypatch):
+def begin(monkeypatch, tmp_path):
     """begin("seed=1,2", …) -> the summary of a sweep that begins, without a trace in this process."""
     monkeypatch.setattr("atexit.register", lambda *_: None)
     monkeypatch.setattr(sweep, "exit_on_signals", lambda: None)
@@ -31,20 +31,29 @@ def begin(monkeypatch):
 
     def begun(*overrides):
         summary = SweepSummary()
-        summary.on_multirun_start(hydra(overrides))
+        summary.on_multirun_start(hydra(overrides, tmp_path))
         return summary
 
     return begun
 
 
-def hydra(overrides):
-    return OmegaConf.create({"hydra": {"overrides": {"task": list(overrides)}}})
+def hydra(overrides, folder="."):
+    return OmegaConf.create(
+        {"hydra": {"overrides": {"task": list(overrides)}, "sweep": {"dir": str(folder)}}}
+    )
 
 
 def end(summary, overrides, error=None):
     result = JobReturn(overrides=overrides, status=JobStatus.FAILED if error else JobStatus.COMPLETED)
     result.return_value = error
     summary.on_job_end(SimpleNamespace(), result)
+
+
+def test_a_sweep_whose_folder_cannot_be_made_does_not_begin(tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file/sweep"
+    with pytest.raises(SystemExit, match=f"{folder}; set runs_dir="):
+        SweepSummary().on_multirun_start(hydra(["seed=1,2"], folder))
 
 
 def test_the_runs_of_a_sweep_have_a_group_of_their_own_unless_one_is_given(begin, monkeypatch):
