@@ -136,7 +136,7 @@ FINISH_DQ_THREADS = 128
 #: Up to how many queries a document has where backward.cu begins with its last keys, by padded head size.
 #: The CTAs are then spread over the queries of several heads; if these do not fit the L2 cache, they come
 #: from memory again and again. dQ is added up in the order of keys, so its bits depend on this number.
-LAST_KEYS_FIRST_UP_TO = {64: 8192, 128: 0}
+LAST_KEYS_FIRST_UP_TO = {64: 8192, 128: 2048}
 
 
 def _launch(
