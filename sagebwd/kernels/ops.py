@@ -184,7 +184,7 @@ def _fake_backward(
 
 @functools.cache
 def _kernel_set(kernels: str) -> ModuleType:
-    """``forward`` and ``backward`` of a kernel set, imported at its first use: none needs the others."""
+    """The module ``attention`` of a kernel set, imported at its first use: none needs the others."""
     return _module(f"{kernels}.attention")
 
 
@@ -395,7 +395,7 @@ def saved_for_backward(
     elif settings.smooths_k:
         _, kv_axis = _axes(q, k, cu_seqlens, cu_seqlens_kv, settings)
         with torch.cuda.device_of(q):
-            k_mean = _kernel_set(kernels).token_mean(k, kv_axis).view(*k.shape[:2], -1)
+            k_mean = _kernel_set(kernels).token_mean(k, kv_axis, settings).view(*k.shape[:2], -1)
     else:
         k_mean = k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
     lse = smoothed_lse(q, lse, k_mean, cu_seqlens, scale=scale, kernels=kernels)

@@ -66,6 +66,12 @@ def _packer_for(architecture: str, token_scales: bool, tile: tuple[int, int], s_
     return Packer(sources_for(architecture), token_scales, tile, s_16bit, packs_16bit=False)
 
 
+def _packer_of(x: Tensor, config: SageConfig) -> Packer:
+    """Packs for these settings on the GPU of ``x``, for its head size."""
+    token_scales, s_16bit = config.operand_scales == "token", not config.is_int8("s_fwd")
+    return _packer_for(_architecture(x.device), token_scales, config.tile(x.shape[3]), s_16bit)
+
+
 @functools.cache
 def _architecture(device: torch.device) -> str:
     """As NVRTC takes it; without a GPU the oldest, for tests that compile nothing."""
@@ -135,7 +141,7 @@ def forward(
     """As :func:`sagebwd.kernels.cuda.forward.forward`."""
     tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_fwd")
     token_scales = config.operand_scales == "token"
-    packer = _packer_for(_architecture(q.device), token_scales, tile, s_16bit)
+    packer = _packer_of(q, config)
     # Without an INT8 product there are no scales.
     settings = {"tile": tile, "token_scales": token_scales and not s_16bit, "s_16bit": s_16bit}
     launch_forward = functools.partial(_launch, **settings)
@@ -145,8 +151,17 @@ def forward(
         q, k, v, q_axis, kv_axis, packer=packer, launch=launch_forward, work_tokens=128, window=window,
         scale=scale, config=config, pack_for_backward=pack_for_backward,
     )  # fmt: skip
-    # Blocks are padded to 64 channels, the operators' results to 32.
-    return result._replace(k_mean=result.k_mean[:, : padded_head_dim(q.shape[3])].contiguous())
+    return result._replace(k_mean=_unpadded(result.k_mean, k))
+
+
+def token_mean(k: Tensor, kv_axis: Axis, config: SageConfig) -> Tensor:
+    """As :func:`sagebwd.kernels.triton.attention.token_mean`."""
+    return _unpadded(_packer_of(k, config).token_mean(k, kv_axis), k)
+
+
+def _unpadded(mean: Tensor, k: Tensor) -> Tensor:
+    """The mean of K as operators return it: their channels are padded to 32, those of packed blocks to 64."""
+    return mean[:, : padded_head_dim(k.shape[3])].contiguous()
 
 
 def backward(
@@ -172,7 +187,7 @@ def backward(
     grad_out, v = with_whole_pieces(grad_out), with_whole_pieces(v)
     tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_bwd")
     token_scales = config.operand_scales == "token"
-    packer = _packer_for(_architecture(q.device), token_scales, tile, s_16bit)
+    packer = _packer_of(q, config)
     if not packed_kv.numel():
         k_mean = pad(k_mean, (0, packed_head_dim(k.shape[3]) - padded_head_dim(k.shape[3])))
         packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooths_k else None)

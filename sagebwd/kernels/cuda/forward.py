@@ -60,7 +60,7 @@ def forward(
         work_tokens: queries of a work tile.
         pack_for_backward: return Q, K and V packed; the backward otherwise packs them itself.
     """
-    if config.smooth_k:
+    if config.smooths_k:
         k_mean = packer.token_mean(k, kv_axis)
     else:
         k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
@@ -68,7 +68,7 @@ def forward(
     counter = q.new_empty(1, dtype=torch.int32)  # of work tiles
     packed_q = packer.pack_q(q, q_axis, counter)
     p_16bit, k_16bit = not config.is_int8("o"), not config.is_int8("dq")
-    subtracted = k_mean if config.smooth_k else None
+    subtracted = k_mean if config.smooths_k else None
     if p_16bit:
         k_16bit = k_16bit and pack_for_backward
         packed_k = packer.pack_kv(k, v, kv_axis, subtracted, k_16bit=k_16bit)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.config import DEFAULT_CONFIG, TILE_OF_LARGE_HEADS, SageConfig
+from sagebwd.config import TILE_OF_LARGE_HEADS, SageConfig
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
 from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow
@@ -42,7 +42,6 @@ from sagebwd.kernels.hopper.tensor_map import CTensorMaps, mappable, tensor_map
 from sagebwd.kernels.layout import Axis, ForwardResult, padded_head_dim
 from sagebwd.window import CAUSAL, Window
 
-COMPUTE_CAPABILITY = (9, 0)
 #: wgmma and setmaxnreg exist on this architecture only, neither before nor after.
 SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
 
@@ -204,10 +203,10 @@ def _multiprocessors(device: int) -> int:
 # --- Attention --------------------------------------------------------------------------------------------
 
 
-def token_mean(x: Tensor, axis: Axis) -> Tensor:
-    """As :func:`sagebwd.kernels.triton.quantize.token_mean`, to the bits of the ``k_mean`` of the forward."""
-    options = {"is_large": _is_large(x), "has_documents": axis.segments is not None}
-    return packer(DEFAULT_CONFIG, **options).token_mean(x, axis)
+def token_mean(k: Tensor, kv_axis: Axis, config: SageConfig) -> Tensor:
+    """As :func:`sagebwd.kernels.triton.attention.token_mean`."""
+    options = {"is_large": _is_large(k), "has_documents": kv_axis.segments is not None}
+    return packer(config, **options).token_mean(k, kv_axis)
 
 
 def forward(
@@ -277,7 +276,7 @@ def backward(
         if not config.is_int8("dk"):
             maps.q = tensor_map(q)
     if not packed_kv.numel():
-        subtracted = k_mean if config.smooth_k else None
+        subtracted = k_mean if config.smooths_k else None
         packed_kv = pack.pack_kv(k, v, kv_axis, subtracted, k_16bit=not config.is_int8("dq"))
     if not packed_q.numel():
         packed_q = pack.pack_q(q, q_axis)

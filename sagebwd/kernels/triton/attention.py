@@ -9,7 +9,7 @@ from sagebwd.config import SageConfig
 from sagebwd.kernels.layout import Axis, ForwardResult, nothing_packed
 from sagebwd.kernels.triton import backward as _backward
 from sagebwd.kernels.triton import forward as _forward
-from sagebwd.kernels.triton.quantize import token_mean
+from sagebwd.kernels.triton import quantize as _quantize
 from sagebwd.window import Window
 
 __all__ = ["backward", "forward", "token_mean", "too_large"]
@@ -65,6 +65,11 @@ def backward(
         return _backward.backward(grad_out, q, k, v, *saved, q_axis, kv_axis, **options)
     except OutOfResources as error:
         raise too_large(q, config, error) from error
+
+
+def token_mean(k: Tensor, kv_axis: Axis, config: SageConfig) -> Tensor:
+    """The ``k_mean`` of :func:`forward` with a ``config`` that smooths K, alone, to its bits."""
+    return _quantize.token_mean(k, kv_axis)
 
 
 def too_large(q: Tensor, config: SageConfig, error: OutOfResources) -> ValueError:
