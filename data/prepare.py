@@ -145,7 +145,7 @@ def _refuse_other_recipe(made: Recipe) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which the operating system releases if the process dies."""
-    with (folder / ".lock").open("w") as lock:
+    with (folder / ".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -222,7 +222,7 @@ class Checkpoints:
         seal.sync(self.folder.parent)  # which names that folder
         if self.published:
             self.published(sealed["step"])
-        self._drop_old()
+        self._drop_old(sealed["step"])
 
     def _on_main(self, work: Callable[[], None]) -> None:
         """Do `work` on the main rank while the others wait. Raises its OSError on all of them."""
@@ -239,8 +239,10 @@ class Checkpoints:
         if problem is not None:
             raise problem
 
-    def _drop_old(self) -> None:
-        for path in checkpoints_in(self.folder)[: -self.keep]:
+    def _drop_old(self, newest: int) -> None:
+        """Later ones than `newest` do not count: they are damaged, or the run would have begun there."""
+        done = [path for path in checkpoints_in(self.folder) if seal.step_of(path) <= newest]
+        for path in done[: -self.keep]:
             if not self._is_milestone(path):
                 shutil.rmtree(path)
 

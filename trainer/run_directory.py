@@ -134,7 +134,7 @@ class RunDirectory:
         """Create the folder, and lock it against a second process that trains the same run."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = open(self.path / ".lock", "w")  # noqa: SIM115 - closed below
+            file = open(self.path / ".lock", "a")  # noqa: SIM115 - closed below
         except OSError as error:
             raise TrainingError(
                 f"cannot create the run directory {self.path}: {explain(error)}; make room or set run_dir=…"
@@ -262,12 +262,17 @@ class RunDirectory:
 
     def _clear(self) -> None:
         """Delete what the finished run left; DONE last, so that the same command clears what is left."""
-        for path in (self.checkpoints, self.weights, self.exports, self.traces, self.profile):
-            if path.is_symlink():  # of checkpoints on another disk, for example: empty it, and keep the link
-                for child in path.iterdir():
-                    shutil.rmtree(child) if child.is_dir() else child.unlink()
-            elif path.exists():
-                shutil.rmtree(path)
+        if self.checkpoints.is_symlink():  # on another disk: the link stays, and what a run did not write
+            for pattern in ("step_*", ".writing_*"):
+                for folder in self.checkpoints.glob(pattern):
+                    shutil.rmtree(folder)
+        elif self.checkpoints.exists():
+            shutil.rmtree(self.checkpoints)
+        for folder in (self.weights, self.exports, self.traces, self.profile):
+            if folder.is_symlink():
+                folder.unlink()
+            elif folder.exists():
+                shutil.rmtree(folder)
         for path in (
             self.metrics,
             self.spikes,

@@ -24,7 +24,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
         except ImportError as error:
             raise TrainingError(MISSING_PACKAGE) from error
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         for key, value in values.items():

@@ -123,6 +123,17 @@ def test_keeps_the_newest(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000010"]
 
 
+def test_a_checkpoint_outlives_later_ones_that_are_damaged(tmp_path):
+    model, optimizer = make()
+    train_step(model, optimizer)
+    for step in (1, 3, 4):
+        checkpoints(tmp_path, keep=3).save(step, model, optimizer, {})
+    for step in (3, 4):
+        (tmp_path / f"step_{step:08d}" / seal.FILE).unlink()
+    checkpoints(tmp_path, keep=1).save(2, model, optimizer, {})
+    assert [path.name for path in seal.checkpoints_in(tmp_path)] == [f"step_{step:08d}" for step in (2, 3, 4)]
+
+
 def test_milestones_are_kept_for_ever(tmp_path):
     model, optimizer = make()
     for step in (2, 4, 6, 8, 10, 12):

@@ -310,6 +310,32 @@ def test_rerun_empties_checkpoints_on_another_disk_and_keeps_the_link(tmp_path):
     assert list(disk.iterdir()) == []
 
 
+def test_rerun_deletes_nothing_that_a_link_leads_to(tmp_path):
+    """A run directory may come from somebody else; only checkpoints have a reason to lie elsewhere."""
+    directory, elsewhere = RunDirectory(tmp_path / "run"), tmp_path / "elsewhere"
+    (elsewhere / "models").mkdir(parents=True)
+    (elsewhere / "notes.txt").touch()
+    directory.path.mkdir()
+    links = (directory.weights, directory.exports, directory.traces, directory.profile)
+    for link in (directory.checkpoints, *links):
+        link.symlink_to(elsewhere)
+    directory.finish()
+    opened(directory.path, rerun_finished=True)
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["models", "notes.txt"]
+    assert directory.checkpoints.is_symlink()
+    assert not any(link.is_symlink() for link in links)
+
+
+def test_a_lock_that_is_a_link_empties_no_file(tmp_path):
+    directory, victim = RunDirectory(tmp_path / "run"), tmp_path / "victim"
+    victim.write_text("precious")
+    directory.path.mkdir()
+    (directory.path / ".lock").symlink_to(victim)
+    with directory.locked():
+        pass
+    assert victim.read_text() == "precious"
+
+
 def test_rerun_clears_only_a_finished_run(tmp_path):
     directory = opened(tmp_path, seed=1)
     for path in (directory.metrics, directory.spikes, directory.probe_plot):

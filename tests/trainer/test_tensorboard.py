@@ -56,7 +56,7 @@ def test_records_reach_tensorboard_without_what_is_not_a_number(tmp_path):
 
 @pytest.mark.usefixtures("_installed")
 def test_steps_that_run_again_are_hidden(tmp_path):
-    assert start(tmp_path)._writer.purge_step is None
+    assert start(tmp_path)._writer.purge_step == 1
     assert start(tmp_path, first_step=4)._writer.purge_step == 5
 
 
