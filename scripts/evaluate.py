@@ -12,6 +12,7 @@ evaluations.jsonl in the run's directory, with --wandb also to the run in W&B.
 
 import argparse
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,12 @@ def weights_of(directory: RunDirectory, step: int | None) -> tuple[int, Path]:
     """The step, and the folder of its weights, which is made if it is a checkpoint's."""
     if step is not None:
         folder = directory.exports / f"step_{step:08d}"
-        whole = (folder / CONFIG_FILE).exists()
-        return step, folder if whole else export_checkpoint(directory.path, step, folder, "float32")
+        if not (folder / CONFIG_FILE).exists():
+            return step, export_checkpoint(directory.path, step, folder, "float32")
+        dtype = json.loads((folder / CONFIG_FILE).read_text())["dtype"]
+        if dtype != "float32":
+            raise ValueError(f"{folder} has weights in {dtype}; move it away: results are those of float32")
+        return step, folder
     for file in (CONFIG_FILE, TOKENIZER_FILE):
         if not (directory.weights / file).exists():
             raise ValueError(

@@ -16,11 +16,12 @@ set -u
 
 python=${PYTHON:-.venv/bin/python}
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 40000))  # two jobs may share their first node
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240  # seconds that the ranks have to save
 
 srun --kill-on-bad-exit=0 "$python" -m torch.distributed.run \
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-8}" \
-    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --rdzv-endpoint="$first_node:29500" \
+    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --rdzv-endpoint="$first_node:$port" \
     --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 \
     train.py "$@" &
 run=$!

@@ -29,23 +29,28 @@ class _Watch:
     """Finds module ``name`` as everyone else does, and calls ``register`` after it ran."""
 
     def __init__(self, name: str, register: Callable[[], None]) -> None:
-        self._name, self._register = name, register
+        self._name, self._register, self._is_asked = name, register, False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The module's spec if it is the one, else None, which asks the next finder."""
-        if name != self._name:
+        if name != self._name or self._is_asked:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._is_asked = True  # of the others, below
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_asked = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            _try(name, self._register)
+            if self in sys.meta_path:  # not before: a spec may be asked for by one who does not import
+                sys.meta_path.remove(self)
+                _try(name, self._register)
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

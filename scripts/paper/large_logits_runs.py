@@ -27,6 +27,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data.overrides import override
 from scripts.bench.measuring import command_parser, positive_int
 from scripts.paper.further_runs import ASSAYS, GAINS, SEEDS, SETTINGS, gain_overrides, name_of
 from scripts.paper.run_pool import Job, Stopped, run_all, slots
@@ -98,7 +99,7 @@ def train_command(
 ) -> list[str]:
     run_dir = arguments.runs_dir / name_of(assay, gain, setting, seed)
     own = gain_overrides(assay, gain, setting, seed, debug=arguments.debug)
-    return [sys.executable, "train.py", *own, f"run_dir={run_dir}", *arguments.overrides]
+    return [sys.executable, "train.py", *own, override("run_dir", run_dir), *arguments.overrides]
 
 
 def job(path: Path, command: Sequence[str]) -> Job:

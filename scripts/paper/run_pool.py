@@ -14,7 +14,8 @@ from types import FrameType
 
 from tqdm import tqdm
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from trainer.interrupt import SWEEP_PID, StopRequest
+
 TAIL = 12  # lines of a failed command's output that are shown
 POLL = 0.2  # seconds
 
@@ -45,7 +46,7 @@ def slots(gpus: Sequence[str], per_gpu: int) -> list[str | None]:
 def run_here(command: list[str], place: str | None) -> int:
     """Run one command with its output on the terminal; its exit code.
 
-    Raises Stopped upon SIGTERM or SIGINT, when it has ended.
+    Raises Stopped upon a signal that asks to stop, when it has ended.
     """
     with _Signals() as asked:
         process = subprocess.Popen(command, env=seeing(place), start_new_session=True)
@@ -70,7 +71,8 @@ def run_all(
 ) -> list[Job]:
     """Run every job, one in each place at a time; the jobs that failed, each reported as it fails.
 
-    Raises Stopped upon SIGTERM or SIGINT, when all have saved and ended.
+    Raises Stopped upon a signal that asks to stop, when all have saved and ended. If this process is killed,
+    the jobs that call `interrupt.end_with_sweep`, as train.py does, end.
     """
     waiting, free, running, failed = list(jobs), list(places), [], []
     with _Signals() as asked, tqdm(total=len(jobs), unit="run", disable=None) as progress:
@@ -103,8 +105,9 @@ class _Running:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         with open(job.log, "w") as log:
             # In a session of its own, so that Ctrl-C reaches it once, through us.
+            environment = {**seeing(place), SWEEP_PID: str(os.getpid())}
             self.process = subprocess.Popen(
-                job.command, env=seeing(place), stdout=log, stderr=log, start_new_session=True
+                job.command, env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
     @property
@@ -132,7 +135,7 @@ class _Signals:
     number: int | None = None
 
     def __enter__(self) -> _Signals:
-        self._previous = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        self._previous = {number: signal.signal(number, self._remember) for number in StopRequest.SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from scripts import evaluate
-from trainer.run_directory import read_lines, read_metrics
+from scripts.export import export_checkpoint
+from trainer.run_directory import RunDirectory, read_lines, read_metrics
 
 CONTEXT = 64
 TASK = """\
@@ -97,6 +99,17 @@ def test_results_are_added_to_the_run(trained, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"has no tokenizer\.json: .* Name a checkpoint with --step N"):
         evaluate.main([str(trained), "--tasks", "task"])
     (trained / "weights" / "moved").rename(trained / "weights" / "tokenizer.json")
+
+
+@pytest.mark.usefixtures("without_harness")
+def test_an_export_in_16_bits_is_not_taken_for_one_in_float32(trained):
+    folder = RunDirectory(trained).exports / "step_00000002"
+    export_checkpoint(trained, 2, folder, "bfloat16")
+    try:
+        with pytest.raises(SystemExit, match=r"step_00000002 has weights in bfloat16; move it away"):
+            evaluate.main([str(trained), "--tasks", "task", "--step", "2"])
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_without_lm_eval_the_fix_is_named(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def test_the_batch_script_requeues_a_run_that_saved_on_the_clusters_signal(tmp_p
     assert (tmp_path / "scontrol_arguments").read_text().splitlines()[-1] == "requeue 17"
     started = (tmp_path / "srun_arguments").read_text()
     assert "--nnodes=2" in started
-    assert "--rdzv-endpoint=node1:29500" in started
+    assert "--rdzv-endpoint=node1:20017" in started
     assert started.rstrip().endswith("train.py tps=260k")
 
 

@@ -1,6 +1,6 @@
 """Registrations that wait for a module's import."""
 
-import importlib
+import importlib.util
 import sys
 
 import pytest
@@ -34,6 +34,17 @@ def test_it_is_registered_once_after_the_import(module):
     assert sys.meta_path == finders
     when_imported(module, lambda: calls.append("at once"))
     assert calls[1:] == ["at once"]
+
+
+def test_asking_for_the_spec_first_loses_nothing(module):
+    calls, finders = [], list(sys.meta_path)
+    when_imported(module, lambda: calls.append("registered"))
+    assert importlib.util.find_spec(module).name == module
+    assert importlib.util.find_spec("slow_package.absent") is None
+    assert calls == []
+    importlib.import_module(module)
+    assert calls == ["registered"]
+    assert sys.meta_path == finders
 
 
 def test_an_error_does_not_break_the_import(module):

@@ -1,13 +1,18 @@
 """Commands side by side: where they run, how many at a time, what becomes of failures and of a stop."""
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from scripts.paper.run_pool import Job, Stopped, run_all, run_here, slots
+from tests.cli import ROOT
 
 
 def job(folder, name, script):
@@ -44,7 +49,7 @@ def test_a_failure_is_shown_and_does_not_stop_the_others(tmp_path, capfd):
     assert good.log.read_text() == "fine\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_reaches_the_runs_once_and_starts_no_more(tmp_path, number):
     script = 'trap "echo saved; exit 143" TERM; echo ready; while true; do sleep 0.05; done'
     first, second = (job(tmp_path, name, script) for name in ("first", "second"))
@@ -55,6 +60,40 @@ def test_a_stop_reaches_the_runs_once_and_starts_no_more(tmp_path, number):
     assert first.log.read_text() == "ready\nsaved\n"
     assert not second.log.exists()
     assert signal.getsignal(signal.SIGTERM) is not None
+
+
+#: A pool with one job; argument: its log.
+POOL = """
+import sys
+from pathlib import Path
+from scripts.paper.run_pool import Job, run_all
+
+run = "from trainer.interrupt import *; end_with_sweep(); print('ready', flush=True); signal.pause()"
+run_all([Job("run", [sys.executable, "-c", run], Path(sys.argv[1]))], [None])
+"""
+
+
+def test_jobs_end_with_a_pool_that_is_killed(tmp_path):
+    log = tmp_path / "run.log"
+    process = subprocess.Popen([sys.executable, "-c", POOL, str(log)], cwd=ROOT)
+    wait_for(lambda: log.exists() and "ready" in log.read_text())
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.wait()
+    wait_for(lambda: not is_running(child))
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def signal_when_ready(log, number):
