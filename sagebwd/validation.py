@@ -31,6 +31,11 @@ def check_arguments(
     check_backward_mode(q, k, v)
     _check_shapes(q, k, v, enable_gqa)
     _check_scale(scale)
+    check_config(config)
+
+
+def check_config(config: SageConfig) -> None:
+    """Raise ValueError unless ``config`` is a SageConfig."""
     if not isinstance(config, SageConfig):
         raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
 

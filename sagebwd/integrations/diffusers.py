@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sagebwd import dispatch, usage
+from sagebwd import usage
 from sagebwd.attention import sage_attention
-from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
+from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.integrations.choice import choose_kernels
 from sagebwd.integrations.packing import match_widths
 from sagebwd.masks import find_key_mask
-from sagebwd.validation import cast_to_autocast_dtype
+from sagebwd.validation import check_config
 
 try:
     from diffusers.models import attention_dispatch
@@ -113,8 +114,7 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
         ValueError: the name is diffusers' own or malformed, ``config`` is not a SageConfig, or ``fallback``
             is none of the two.
     """
-    if not isinstance(config, SageConfig):
-        raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
+    check_config(config)
     usage.check_fallback(fallback)
     if not re.fullmatch(r"[a-z]\w*", name) or name != name.lower():
         raise ValueError(f"name is {name!r}; take one of lower-case letters, digits and '_'")
@@ -185,8 +185,10 @@ def _attention(
         "a window": tuple(window_size) != (-1, -1),
         "the logsumexp": return_lse,
     }
-    kernels, obstacle = _choose_kernels(q, k, v, config, settings["scale"])
-    obstacle = _find_obstacle(q, k, mask, dropout_p, _parallel_config, asked) or obstacle
+    kernels, reason = choose_kernels(q, k, v, settings["scale"], config)
+    obstacle = _find_obstacle(q, k, mask, dropout_p, _parallel_config, asked)
+    if reason and not obstacle:
+        obstacle = Obstacle(f"this input: {reason}")
     if obstacle:
         _fall_back(obstacle, fallback, asked)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -248,17 +250,6 @@ def _fall_back(obstacle: Obstacle, fallback: str, asked: dict[str, Any]) -> None
             f"backend does not compute {features}; {obstacle.fix}, or leave {features} out"
         )
     usage.fall_back(_caller(), obstacle.reason, fallback, fix=obstacle.fix)
-
-
-def _choose_kernels(
-    q: Tensor, k: Tensor, v: Tensor, config: SageConfig, scale: float
-) -> tuple[str, Obstacle | None]:
-    """The kernel set that will run, or "" and why none can."""
-    q, *_ = cast_to_autocast_dtype(q, k, v)
-    try:
-        return dispatch.choose(q, scale, encode(config)), None
-    except (ValueError, NotImplementedError) as error:
-        return "", Obstacle(f"this input: {error}")
 
 
 def _caller() -> str:

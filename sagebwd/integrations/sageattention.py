@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.integrations.counted import counted_attention
+from sagebwd.validation import check_config
 
 __all__ = [
     "install",
@@ -60,8 +61,7 @@ def install(config: SageConfig = DEFAULT_CONFIG) -> None:
         RuntimeError: SageAttention is imported already, and its functions may be in use.
     """
     global _installed_config
-    if not isinstance(config, SageConfig):
-        raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
+    check_config(config)
     this = sys.modules[__name__]
     imported = sys.modules.get(NAMES[0])
     if imported not in (None, this):

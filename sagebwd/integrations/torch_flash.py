@@ -34,7 +34,7 @@ from sagebwd.dispatch import LARGEST_HEAD_DIM
 from sagebwd.integrations.alignment import Alignment, align, align_documents, attend, window_of
 from sagebwd.integrations.counted import counted_attention
 from sagebwd.kernels import ops
-from sagebwd.validation import is_autocast
+from sagebwd.validation import check_config, is_autocast
 from sagebwd.window import Window
 
 #: Functions of torch.nn.attention that this needs; torch 2.13 has them all.
@@ -65,7 +65,7 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG) -> None
             ``compensate_o``: torch's operators have no place for the residual of O.
         ImportError: this torch has no such registry.
     """
-    _check_config(config)
+    check_config(config)
     if config.compensate_o:
         raise ValueError(
             "compensate_o=True (as in consistent()) saves the residual of O for the backward, for which "
@@ -344,7 +344,7 @@ def patch_sdpa(config: SageConfig = DEFAULT_CONFIG) -> Iterator[None]:
     Raises:
         ValueError: ``config`` is not a SageConfig.
     """
-    _check_config(config)
+    check_config(config)
     original = F.scaled_dot_product_attention
     patched = _patched(original, config)
     holders = _holders(original)
@@ -440,8 +440,3 @@ def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
         for name, value in [*module.__dict__.items()]
         if value is function
     ]
-
-
-def _check_config(config: SageConfig) -> None:
-    if not isinstance(config, SageConfig):
-        raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sagebwd import dispatch, usage
-from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
+from sagebwd import usage
+from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.integrations.choice import choose_kernels
 from sagebwd.integrations.packing import (
     CAUSAL,
     Layout,
@@ -31,7 +32,7 @@ from sagebwd.integrations.packing import (
     match_widths,
     remember_recent,
 )
-from sagebwd.validation import cast_to_autocast_dtype
+from sagebwd.validation import check_config
 from sagebwd.window import FULL, Window
 
 try:
@@ -116,8 +117,7 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
         ValueError: the name means something else to transformers, ``config`` is not a SageConfig, or
             ``fallback`` is none of the two.
     """
-    if not isinstance(config, SageConfig):
-        raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
+    check_config(config)
     usage.check_fallback(fallback)
     if not re.fullmatch(r"[\w.-]+", name) or any(word in name for word in RESERVED):
         raise ValueError(
@@ -193,7 +193,8 @@ def _attention(
     obstacle = obstacle or _find_obstacle(module, key.shape[2], layout, arguments)
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if obstacle is None:
-        kernels, obstacle = _choose_kernels(query, key, value, arguments.get("scaling"), config)
+        kernels, reason = _choose_kernels(query, key, value, arguments.get("scaling"), config)
+        obstacle = Obstacle(f"this input: {reason}") if reason else None
     if obstacle is not None:
         usage.fall_back(name, obstacle.reason, fallback, layer, fix=obstacle.fix)
         return _full_precision(module, query, key, value, attention_mask, layout, arguments)
@@ -348,16 +349,10 @@ def _changing_arguments_once(module_type: type[nn.Module]) -> tuple[str, ...]:
 
 def _choose_kernels(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, config: SageConfig
-) -> tuple[str, Obstacle | None]:
-    """The kernel set that will run, or "" and why none can."""
-    query, *_ = match_widths(*cast_to_autocast_dtype(query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    try:
-        return dispatch.choose(query, scale, encode(config)), None
-    except (ValueError, NotImplementedError) as error:
-        # The operator's message offers an argument that models do not have.
-        reason = dispatch.explain(query, config=config).reasons.get("triton", str(error))
-        return "", Obstacle(f"this input: {reason}")
+) -> tuple[str, str]:
+    """As :func:`choose_kernels`, of the tensors as :func:`attend` widens them."""
+    query, key, value = match_widths(query, key, value)
+    return choose_kernels(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, config)
 
 
 # --- Full precision ----------------------------------------------------------------------------------------
