@@ -79,7 +79,7 @@ class SageConfig:
             common part. Costs one more read of V.
         unsigned_p: round P̃ in O and P in dV, which are never negative, to unsigned INT8: 0 … 255 with scale
             max / 255, instead of −127 … 127 with max / 127. Steps are half as wide. A product outside INT8
-            does not change. Free where tensor cores multiply unsigned by signed (the Hopper kernels). The
+            does not change. Free where tensor cores multiply unsigned by signed (the CUDA kernels). The
             Triton kernels subtract 128 from P and add 128 times the column sums of the other operand, one
             more value per channel of each block to load.
         operand_scales: scales of Q, K, V and dO. ``"block"``, as in the paper: one per block of tokens.

@@ -255,7 +255,7 @@ def gpu_of(index: int) -> GPU:
     if capability >= AMPERE and not is_amd:
         from sagebwd.kernels.cuda import runtime
 
-        reason = runtime.why_unavailable(torch.device("cuda", index), capability)
+        reason = runtime.why_unavailable(index)
     return GPU(torch.cuda.get_device_name(index), capability, is_amd, reason)
 
 

@@ -46,6 +46,6 @@ def explain(error: OSError) -> str:
     return f"{reason}: {error.filename}" if error.filename else reason
 
 
-def first(items: Sequence[Any], count: int = 6) -> str:
-    """The items for a message, without those after `count`."""
-    return ", ".join(map(str, items[:count])) + (", …" if len(items) > count else "")
+def first(items: Sequence[Any]) -> str:
+    """The items for a message, six at most."""
+    return ", ".join(map(str, items[:6])) + (", …" if len(items) > 6 else "")

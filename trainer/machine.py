@@ -64,12 +64,12 @@ def own_memory() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def matmul_flops(dtype: torch.dtype, seconds: float = 0.05) -> float:
+def matmul_flops(dtype: torch.dtype) -> float:
     """Floating-point operations per second of a matrix product of this dtype on the CPU, measured."""
     a, b = torch.ones(512, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
     a @ b  # the first one starts threads
     products, began = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - began) < seconds:
+    while (elapsed := time.perf_counter() - began) < 0.05:
         a @ b
         products += 1
     return products * 2 * 512**3 / elapsed

@@ -6,7 +6,6 @@ torch 2.13 expects two results of the package's forward; 4.0.0b36 returns five. 
 random state that nothing reads, two launches more.
 
 Like that of PyTorch, the operators call the forward and backward that the package's own function is made of.
-They have not run on a GPU yet.
 
 Shapes: B sequences, N tokens, H heads, G key heads (a divisor of H), D channels per head.
 """

@@ -20,8 +20,6 @@ from torch.nn import functional as F
 from sagebwd.attention import sage_attention
 from sagebwd.window import FULL, Window
 
-CAUSAL = Window(-1, 0)
-
 #: Results that are remembered: layers may alternate between windows and full attention, and between models.
 REMEMBERED = 8
 

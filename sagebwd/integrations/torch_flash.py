@@ -35,7 +35,6 @@ from sagebwd.integrations.alignment import Alignment, align, align_documents, at
 from sagebwd.integrations.counted import counted_attention
 from sagebwd.kernels import ops
 from sagebwd.validation import check_config, is_autocast
-from sagebwd.window import Window
 
 #: Functions of torch.nn.attention that this needs; torch 2.13 has them all.
 REGISTRY = (
@@ -316,13 +315,12 @@ def _backward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     grad_out, q, out = (alignment.queries(x) for x in (grad_out, q, out))
     k, v, lse = alignment.keys(k), alignment.keys(v), alignment.queries(lse, fill=float("inf"))
-    window = Window(*alignment.window).narrowed(q.shape[2], k.shape[2])
     settings = encode(config)
     kernels = dispatch.choose(q, scale, settings)
     boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
     saved = ops.saved_for_backward(q, k, out, lse, *boundaries, scale, settings, kernels)
     dq, dk, dv = _ops.ops.backward.default(
-        grad_out, q, k, v, *k.shape[1:3], *saved, *boundaries, *window, scale, settings, kernels
+        grad_out, q, k, v, *k.shape[1:3], *saved, *boundaries, *alignment.window, scale, settings, kernels
     )
     return alignment.put_back_queries(dq), alignment.put_back_keys(dk), alignment.put_back_keys(dv)
 

@@ -24,7 +24,6 @@ from sagebwd import usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.integrations.choice import choose_kernels
 from sagebwd.integrations.packing import (
-    CAUSAL,
     Layout,
     attend,
     dense_mask,
@@ -33,7 +32,7 @@ from sagebwd.integrations.packing import (
     remember_recent,
 )
 from sagebwd.validation import check_config
-from sagebwd.window import FULL, Window
+from sagebwd.window import CAUSAL, FULL, Window
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, masking_utils
 
 from sagebwd import usage
-from sagebwd.integrations.packing import CAUSAL, Layout, dense_mask, remember_recent
+from sagebwd.integrations.packing import Layout, dense_mask, remember_recent
 from sagebwd.masks import HIDES_FROM
-from sagebwd.window import FULL, Window
+from sagebwd.window import CAUSAL, FULL, Window
 
 MaskFunction = Callable[..., Tensor]
 

@@ -1,4 +1,4 @@
-"""What kernels take and return: tensors with strides, quantized operands, positions of packed documents."""
+"""What all kernel sets share: results of the forward, the blocks of an axis of tokens, packed documents."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-#: Sizes that vary from batch to batch: kernels are not specialized for their divisibility.
-SIZES = ("n", "n_q", "n_kv", "blocks", "q_blocks", "kv_blocks", "documents", "left", "right")
 
 
 class ForwardResult(NamedTuple):
@@ -35,21 +32,6 @@ class ForwardResult(NamedTuple):
     packed_kv: Tensor
 
 
-class TokenTensor(NamedTuple):
-    """A tensor (B, H, N, D) with any strides, in elements."""
-
-    data: Tensor
-    stride_b: int
-    stride_h: int
-    stride_n: int
-    stride_d: int
-
-    @classmethod
-    def of(cls, x: Tensor) -> TokenTensor:
-        """The tensor and its strides as kernels take them."""
-        return cls(x, *x.stride())
-
-
 def nothing_packed(like: Tensor) -> tuple[Tensor, Tensor]:
     """An empty ``packed_q`` and ``packed_kv``: operators may not return one tensor twice."""
     return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.uint8)
@@ -66,34 +48,6 @@ def empty_result(x: Tensor) -> Tensor:
         return torch.empty_like(x)
     batch, heads, tokens, channels = x.shape
     return x.new_empty(batch, tokens, heads, channels).transpose(1, 2)
-
-
-class PackedOperand(NamedTuple):
-    """A tensor as matrix products take it, block by block; what no product asks for is None.
-
-    Blocks are numbered over all heads: ``head * blocks + block``. Rows past the end of a sequence and
-    channels past the head size are zero.
-
-    rows: (heads · blocks, BLOCK, D_PAD) INT8, for products that contract channels.
-    columns: (heads · blocks, D_PAD, BLOCK) INT8, the same values, for products that contract tokens, in
-        the order of :func:`sagebwd.kernels.triton.device.position`.
-    rounded: (heads · blocks, BLOCK, D_PAD) 16 bit, for products that are not INT8.
-    scale: (heads · blocks,) fp32; (heads · blocks · BLOCK,) with scales per token.
-    mean: fp32, what was subtracted: (heads · documents, D_PAD) for K and V, (heads · blocks, D_PAD) for Q.
-    sums: (heads · blocks, D_PAD) int32, of ``columns`` over the tokens of each block, for products whose
-        other operand is unsigned; see :func:`sagebwd.kernels.triton.device.dot_columns`.
-    """
-
-    rows: Tensor | None
-    columns: Tensor | None
-    rounded: Tensor | None
-    scale: Tensor | None
-    mean: Tensor | None
-    sums: Tensor | None
-
-
-#: For a product that takes its tensors as they are.
-NO_PACKED_OPERAND = PackedOperand(None, None, None, None, None, None)
 
 
 class Segments(NamedTuple):
@@ -123,7 +77,8 @@ def document_starts(cu_seqlens: Tensor, n: int) -> Tensor:
 
 
 class Axis(NamedTuple):
-    """The tokens of q, or those of k and v, cut into blocks.
+    """The tokens of q, or those of k and v, cut into blocks, which are numbered over all heads:
+    ``head * blocks + block``.
 
     n: tokens; block: tokens per block; blocks: blocks per head, an upper bound when documents are packed;
     documents: their number, 1 without packing; segments: None without packing.

@@ -2,7 +2,7 @@
 
 A packed block is contiguous, so that one copy brings it to shared memory. It holds all that one block of
 tokens of one head contributes to a kernel: tiles, then values per token, then a tail of four fp32, scales and
-zeros. Blocks are numbered as in :class:`sagebwd.kernels.layout.PackedOperand`. Tokens past the end of a
+zeros. Blocks are numbered as in :class:`sagebwd.kernels.layout.Axis`. Tokens past the end of a
 document and channels past the head size are zero. Kinds of tiles:
 
     rows      (tokens, D) INT8, for products that contract channels

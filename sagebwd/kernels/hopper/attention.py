@@ -6,8 +6,9 @@ docs/kernels.md says why. If tiles have scales, dq_tile_scales.cu finds them and
 The same arithmetic as the Triton kernels, for head sizes above 32 and the default settings. ``smooth_k``,
 ``smooth_v`` and ``unsigned_p`` may have either value. O and dV may take 16-bit P (P_16BIT in the sources),
 and such an O may be compensated (COMPENSATE_O). If all products are in INT8, tokens may have scales of their
-own (TOKEN_SCALES). Up to head size 128, P and dS of a tile of 128 × 64 may then have one (SCALES_OF_TILES),
-and S and O together may be in 16 bits (S_16BIT), in tiles of 64 × 64.
+own (TOKEN_SCALES). Up to head size 128, P and dS of a tile of 128 × 64 may then have one (SCALES_OF_TILES).
+Up to head size 128, too, dQ may be in 16 bits, and with it dK (DK_16BIT), and S and O together (S_16BIT), in
+tiles of 64 × 64.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.config import SageConfig
-from sagebwd.kernels.layout import NO_PACKED_OPERAND, SIZES, Axis, TokenTensor, padded_head_dim
+from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.assembler import with_right_addresses
 from sagebwd.kernels.triton.launch import launch_options, window_arguments
+from sagebwd.kernels.triton.operands import NO_PACKED_OPERAND, SIZES, TokenTensor
 from sagebwd.kernels.triton.quantize import quantize, quantize_grad, quantize_q_and_k
 from sagebwd.window import Window
 

@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.config import SageConfig
-from sagebwd.kernels.layout import SIZES, Axis, PackedOperand, TokenTensor, padded_head_dim
+from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.kernels.triton import device
+from sagebwd.kernels.triton.operands import SIZES, PackedOperand, TokenTensor
 
 
 @triton.jit

@@ -11,9 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import masking_utils
 
 import sagebwd
-from sagebwd.integrations.packing import CAUSAL
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_masks import TokenMask
+from sagebwd.window import CAUSAL
 from tests.sagebwd.integrations.tiny_models import (
     EXACT,
     GQA,

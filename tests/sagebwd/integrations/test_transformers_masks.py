@@ -9,10 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, masking_utils
 
 from sagebwd import SageConfig, sage_attention
-from sagebwd.integrations.packing import CAUSAL, REMEMBERED, remember_recent
+from sagebwd.integrations.packing import REMEMBERED, remember_recent
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_masks import TokenMask
-from sagebwd.window import FULL, Window
+from sagebwd.window import CAUSAL, FULL, Window
 from tests.sagebwd.integrations.tiny_models import EXACT, INT8_OUTPUT, call, error, prepare_mask
 
 

@@ -287,13 +287,32 @@ _CUDA_VARIANTS = {
 }
 _MAIN_CUDA_VARIANTS = ("unsigned_p", "16-bit O, dV", "consistent", "strictly_causal")
 
+
+def _without_ampere() -> str | None:
+    return _without(lambda capability: capability >= dispatch.AMPERE)
+
+
+def without_hopper() -> str | None:
+    """Why the Hopper kernels cannot run on this machine; None if they can."""
+    return _without(lambda capability: capability == dispatch.HOPPER)
+
+
+def _without(is_right: Callable[[tuple[int, int]], bool]) -> str | None:
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    capability = torch.cuda.get_device_capability()
+    if not is_right(capability):
+        return f"the GPU has compute capability {capability}"
+    return runtime.why_unavailable(torch.cuda.current_device())
+
+
 _INT8_SWITCHES = {name: st.booleans() for name in ("smooth_k", "smooth_v", "unsigned_p")}
 
 HOPPER = KernelSet(
     name="hopper",
     device="cuda",
     gpu=dispatch.ARCHITECTURES["9.0"],
-    why_unavailable=functools.partial(runtime.why_unavailable, torch.device("cuda"), dispatch.HOPPER),
+    why_unavailable=without_hopper,
     is_cuda=True,
     head_dims=(64, 128),
     all_head_dims=(40, 48, 56, 72, 80, 96, 104, 120),
@@ -386,15 +405,6 @@ HOPPER_256 = replace(
 )
 
 # --- Ampere ------------------------------------------------------------------------------------------------
-
-
-def _without_ampere() -> str | None:
-    if not torch.cuda.is_available():
-        return "there is no GPU"
-    capability = torch.cuda.get_device_capability()
-    if capability < dispatch.AMPERE:
-        return f"compute capability {capability} is older than Ampere"
-    return runtime.why_unavailable(torch.device("cuda"), capability)
 
 
 #: The tiles and packed operands of Hopper, and others.

@@ -69,6 +69,6 @@ def architecture():
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     capability = torch.cuda.get_device_capability()
-    if reason := runtime.why_unavailable(torch.device("cuda"), capability):
+    if reason := runtime.why_unavailable(torch.cuda.current_device()):
         pytest.skip(reason)
     return "sm_{}{}{}".format(*capability, "a" if capability == (9, 0) else "")  # "a": as hopper/ has it

@@ -11,15 +11,14 @@ import sys
 import pytest
 import torch
 
-from sagebwd import SageConfig, dispatch, sage_attention
+from sagebwd import SageConfig, sage_attention
 from sagebwd.config import DEFAULT_CONFIG
-from sagebwd.kernels.cuda import runtime
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
 from tests.cli import ROOT
 from tests.sagebwd.kernels.inputs import GRADIENTS
-from tests.sagebwd.kernels.sets import without_int8
+from tests.sagebwd.kernels.sets import without_hopper, without_int8
 
 pytestmark = pytest.mark.gpu
 
@@ -37,9 +36,7 @@ SHAPES = ((2, 8, 8, 1024, 1024), (1, 8, 2, 4096, 4096), (3, 4, 2, 333, 777), (1,
 
 @pytest.fixture(autouse=True)
 def hopper_gpu():
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != dispatch.HOPPER:
-        pytest.skip("this needs a Hopper GPU")
-    if reason := runtime.why_unavailable(torch.device("cuda"), dispatch.HOPPER):
+    if reason := without_hopper():
         pytest.skip(reason)
 
 
