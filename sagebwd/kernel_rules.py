@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, TILE_OF_LARGE_HEADS, SageConfig
+from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, TILE, TILE_OF_LARGE_HEADS, SageConfig
 
 #: Fastest first.
 KERNEL_SETS = ("hopper", "ampere", "triton", "reference")
@@ -18,12 +18,10 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
 TRITON_BLOCKS = (32, 64, 128)
-#: CUDA: the tile, (queries, keys), the Hopper kernels' with granularity="block" and with S in 16 bits, the
-#: tiles of the Ampere kernels, and the head sizes that are padded to 64 or 128; larger ones have
-#: TILE_OF_LARGE_HEADS.
-CUDA_TILE = (64, 128)
+#: Tiles, (queries, keys), for head sizes that are padded to 64 or 128; larger ones have TILE_OF_LARGE_HEADS. Of
+#: the Hopper kernels TILE, and those with granularity="block" and with S in 16 bits; all of the Ampere kernels.
 HOPPER_TILE_WITH_SCALES, HOPPER_TILE_WITH_16_BIT_S = (128, 64), (64, 64)
-AMPERE_TILES = (CUDA_TILE, (128, 64), (64, 64))
+AMPERE_TILES = (TILE, (128, 64), (64, 64))
 CUDA_HEAD_DIMS = range(33, 129)
 #: Products that may run in 16 bit: with the Ampere kernels, with the Hopper kernels. The paper's other INT8
 #: products must be in INT8.
@@ -126,7 +124,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     has_large_heads = is_large(call.head_dim)
     has_tile_scales = config.granularity == "block" and not has_large_heads
     s_16bit = has_16_bit_s(config) and not has_large_heads
-    tile, in_16_bit = CUDA_TILE, HOPPER_16_BIT_MATMULS
+    tile, in_16_bit = TILE, HOPPER_16_BIT_MATMULS
     if has_large_heads:
         tile, in_16_bit = TILE_OF_LARGE_HEADS, CUDA_16_BIT_MATMULS
     elif has_tile_scales:

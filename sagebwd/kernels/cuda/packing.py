@@ -20,13 +20,12 @@ import functools
 import torch
 from torch import Tensor
 
+from sagebwd.config import TILE
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
 from sagebwd.kernels.layout import Axis, padded_head_dim
 
-#: Tokens of a packed block of queries, and of one of keys and values, unless a kernel set asks for others.
-TILE = (64, 128)
 #: Bytes of the four fp32 at the end of a packed block.
 TAIL = 16
 #: Channels that a thread of packing.cu holds: four pieces of 8.

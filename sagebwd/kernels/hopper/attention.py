@@ -21,20 +21,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.config import TILE_OF_LARGE_HEADS, SageConfig
+from sagebwd.config import TILE, TILE_OF_LARGE_HEADS, SageConfig
+from sagebwd.kernel_rules import (
+    HOPPER_TILE_WITH_16_BIT_S,
+    HOPPER_TILE_WITH_SCALES,
+    has_16_bit_s,
+    is_large,
+)
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
 from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
-from sagebwd.kernels.cuda.packing import TILE
 from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.hopper.shapes import (
     CTA_SHAPES,
     STEP_Q,
-    TILE_WITH_16_BIT_S,
-    TILE_WITH_SCALES,
     shape_macro,
     tile_macros,
     work_tokens,
@@ -48,28 +51,20 @@ SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
 
 
 @functools.cache
-def packer(config: SageConfig, *, is_large: bool, has_documents: bool) -> packing.Packer:
+def packer(config: SageConfig, *, has_large_heads: bool, has_documents: bool) -> packing.Packer:
     """Packs for these settings, for head sizes above 128 or up to it, with packed documents or without."""
     options = {"token_scales": config.operand_scales == "token", "packs_16bit": has_documents}
-    if is_large:
+    if has_large_heads:
         options |= {"tile": TILE_OF_LARGE_HEADS, "rows_in_chunks": True}
     elif _has_tile_scales(config):
-        options |= {"tile": TILE_WITH_SCALES, "step_q": STEP_Q}
-    elif _has_16bit_s(config):
-        options |= {"tile": TILE_WITH_16_BIT_S, "s_16bit": True}
+        options |= {"tile": HOPPER_TILE_WITH_SCALES, "step_q": STEP_Q}
+    elif has_16_bit_s(config):
+        options |= {"tile": HOPPER_TILE_WITH_16_BIT_S, "s_16bit": True}
     return packing.Packer(SOURCES, **options)
-
-
-def _is_large(x: Tensor) -> bool:
-    return padded_head_dim(x.shape[3]) == 256
 
 
 def _has_tile_scales(config: SageConfig) -> bool:
     return config.granularity == "block"
-
-
-def _has_16bit_s(config: SageConfig) -> bool:
-    return not config.is_int8("s_fwd")
 
 
 # --- Arguments: struct Arguments of each source ------------------------------------------------------------
@@ -192,7 +187,7 @@ def _macros(config: SageConfig) -> dict[str, bool]:
     return {
         "TOKEN_SCALES": config.operand_scales == "token",
         "tile_scales": _has_tile_scales(config),
-        "s_16bit": _has_16bit_s(config),
+        "s_16bit": has_16_bit_s(config),
     }
 
 
@@ -206,7 +201,7 @@ def _multiprocessors(device: int) -> int:
 
 def token_mean(k: Tensor, kv_axis: Axis, config: SageConfig) -> Tensor:
     """As :func:`sagebwd.kernels.triton.attention.token_mean`."""
-    options = {"is_large": _is_large(k), "has_documents": kv_axis.segments is not None}
+    options = {"has_large_heads": is_large(k.shape[3]), "has_documents": kv_axis.segments is not None}
     return packer(config, **options).token_mean(k, kv_axis)
 
 
@@ -231,11 +226,11 @@ def forward(
             v = mappable(v)
             maps.v = tensor_map(v)
     macros = _macros(config)
-    if _has_16bit_s(config):
+    if has_16_bit_s(config):
         macros["TOKEN_SCALES"] = False  # no operand of the forward is in INT8
     return cuda_forward.forward(
         q, k, v, q_axis, kv_axis,
-        packer=packer(config, is_large=_is_large(q), has_documents=has_documents),
+        packer=packer(config, has_large_heads=is_large(q.shape[3]), has_documents=has_documents),
         launch=functools.partial(_launch, maps=maps, **macros),
         work_tokens=work_tokens("forward", padded_head_dim(q.shape[3])), window=window, scale=scale,
         config=config, pack_for_backward=pack_for_backward,
@@ -267,7 +262,7 @@ def backward(
             documents are packed, v may be stand-ins, see :func:`sagebwd.kernels.layout.stand_in`.
     """
     has_documents = kv_axis.segments is not None
-    pack = packer(config, is_large=_is_large(q), has_documents=has_documents)
+    pack = packer(config, has_large_heads=is_large(q.shape[3]), has_documents=has_documents)
     dq, dk, dv = Result(q, q_axis), Result(k, kv_axis), Result(v, kv_axis)  # not laid out as copies below
     maps = None
     if not has_documents:

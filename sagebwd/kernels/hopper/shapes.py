@@ -8,20 +8,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sagebwd.config import TILE_OF_LARGE_HEADS
+from sagebwd.kernel_rules import HOPPER_TILE_WITH_16_BIT_S, HOPPER_TILE_WITH_SCALES
 
-#: (queries, keys) of the tiles that have scales, as in the paper, and the queries that a warpgroup takes.
-TILE_WITH_SCALES, STEP_Q = (128, 64), 64
-#: The tile where S is in 16 bits.
-TILE_WITH_16_BIT_S = (64, 64)
+#: Queries that a warpgroup takes at a time of a tile that has scales.
+STEP_Q = 64
 #: Macros of kernels with tiles of their own, by the macro that decides, see :func:`shape_macro`.
 TILE_MACROS = {
     "SCALES_OF_TILES": {
         "SCALES_OF_TILES": True,
-        "TILE_Q": TILE_WITH_SCALES[0],
-        "TILE_KV": TILE_WITH_SCALES[1],
+        "TILE_Q": HOPPER_TILE_WITH_SCALES[0],
+        "TILE_KV": HOPPER_TILE_WITH_SCALES[1],
         "Q_STEP": STEP_Q,
     },
-    "S_16BIT": {"S_16BIT": True, "TILE_Q": TILE_WITH_16_BIT_S[0], "TILE_KV": TILE_WITH_16_BIT_S[1]},
+    "S_16BIT": {
+        "S_16BIT": True,
+        "TILE_Q": HOPPER_TILE_WITH_16_BIT_S[0],
+        "TILE_KV": HOPPER_TILE_WITH_16_BIT_S[1],
+    },
 }
 #: The same for head sizes above 128, whatever decides.
 LARGE_HEAD_MACROS = {

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sagebwd import SageConfig
+from sagebwd import SageConfig, kernel_rules
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.compile import SHARED, compile_source
@@ -218,7 +218,7 @@ def test_scales_of_tokens_reach_all_kernels(launched, sample, operand_scales, pa
 def test_dq_finds_the_scales_of_tiles_before_dk_and_dv_use_them(launched, sample, pack_once):
     """One of P and one of dS for each tile of 128 x 64."""
     q, k, v, grad_out = sample(140, heads=4, kv_heads=2, head_dim=64)
-    axes = [Axis.of(140, block, None) for block in shapes.TILE_WITH_SCALES]
+    axes = [Axis.of(140, block, None) for block in kernel_rules.HOPPER_TILE_WITH_SCALES]
     options = {
         "window": Window.of(True),
         "scale": 0.1,
