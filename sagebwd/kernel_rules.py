@@ -18,8 +18,9 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
 TRITON_BLOCKS = (32, 64, 128)
-#: Tiles, (queries, keys), for head sizes that are padded to 64 or 128; larger ones have TILE_OF_LARGE_HEADS. Of
-#: the Hopper kernels TILE, and those with granularity="block" and with S in 16 bits; all of the Ampere kernels.
+#: Tiles, (queries, keys), for head sizes that are padded to 64 or 128; larger ones have TILE_OF_LARGE_HEADS.
+#: Of the Hopper kernels those with granularity="block" and with S in 16 bits, besides TILE; all of the Ampere
+#: kernels.
 HOPPER_TILE_WITH_SCALES, HOPPER_TILE_WITH_16_BIT_S = (128, 64), (64, 64)
 AMPERE_TILES = (TILE, (128, 64), (64, 64))
 CUDA_HEAD_DIMS = range(33, 129)

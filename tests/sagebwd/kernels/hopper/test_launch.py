@@ -315,7 +315,9 @@ def test_kernels_of_the_backward_share_packed_q_and_have_tile_counters_of_their_
     assert dk_dv.axes.tile_counter != dq.axes.tile_counter
 
 
-@pytest.mark.parametrize(("head_dim", "last_keys_first_up_to"), [(40, 8192), (64, 8192), (72, 0), (128, 0)])
+@pytest.mark.parametrize(
+    ("head_dim", "last_keys_first_up_to"), [(40, 8192), (64, 8192), (72, 2048), (128, 2048)]
+)
 def test_up_to_which_length_the_one_backward_begins_with_the_last_keys(
     launched, sample, head_dim, last_keys_first_up_to
 ):
