@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.bench.measuring import align, command_parser, number
+from scripts.command_line import command_parser
+from scripts.output import align, number
 from scripts.paper.loss_statistics import differences
 from trainer.plot import SET, named_sets, plot_losses, series
 from trainer.run_directory import RunDirectory, read_metrics

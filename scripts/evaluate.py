@@ -21,7 +21,7 @@ import torch
 
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from model.huggingface import CONFIG_FILE
-from scripts.bench.measuring import command_parser
+from scripts.command_line import command_parser
 from scripts.export import export_checkpoint, newest_step, sealed_in
 from scripts.runs import read_settings
 from trainer.checkpoint import checkpoint_of

@@ -19,7 +19,7 @@ from data import tokenizers
 from data.settings import tokenizer_identity
 from model.huggingface import CONFIG_FILE
 from model.llama import Llama
-from scripts.bench.measuring import command_parser
+from scripts.command_line import command_parser
 from scripts.runs import read_settings
 from trainer import seal
 from trainer.checkpoint import checkpoint_of, load_weights, steps_in

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from data.files import read_json, write_json
-from scripts.bench.measuring import command_parser, describe_run
+from scripts.bench.measuring import describe_run
+from scripts.command_line import command_parser
 from scripts.families import Row
 
 PROGRAM = "python -m scripts.integration_table"

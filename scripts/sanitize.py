@@ -31,7 +31,7 @@ import torch
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import PAPER_INT8_MATMULS
 from sagebwd.dispatch import KERNEL_SETS
-from scripts.bench.measuring import command_parser
+from scripts.command_line import command_parser
 
 ROOT = Path(__file__).parents[1]
 SANITIZER = "compute-sanitizer"

@@ -28,7 +28,7 @@ import numpy as np
 
 from data.corpus import Corpus
 from data.loader import BatchLoader
-from scripts.bench.measuring import command_parser
+from scripts.command_line import command_parser
 from scripts.runs import open_data, read_settings
 from trainer.plan import steps_of, tokens_per_step
 from trainer.run_directory import RunDirectory, read_metrics

@@ -44,11 +44,10 @@ from sagebwd.dispatch import KERNEL_SETS
 from scripts.bench.attention_peers import CONFIGS, PEERS, Shape, find_implementations
 from scripts.bench.attention_tables import Row, draw, not_measured, overview, rows_of, to_markdown
 from scripts.bench.attention_timing import measure_shape
-from scripts.bench.measuring import (
+from scripts.bench.measuring import describe_run
+from scripts.command_line import command_parser, positive_int
+from scripts.output import (
     add_output_options,
-    command_parser,
-    describe_run,
-    positive_int,
     read_result,
     resolve_out,
     say_written,

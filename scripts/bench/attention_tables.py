@@ -17,7 +17,8 @@ from scripts.bench.looks import (
     look_of,
     new_figure,
 )
-from scripts.bench.measuring import align, number, origin_of
+from scripts.bench.measuring import origin_of
+from scripts.output import align, number
 
 DEFAULT = "sagebwd"  # the name of rows of the default settings
 #: Each row has its speedup over these.

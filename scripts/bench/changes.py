@@ -26,7 +26,9 @@ from tqdm import tqdm
 from data.files import write_json
 from scripts.bench import measure_tree
 from scripts.bench.attention_peers import CONFIGS
-from scripts.bench.measuring import align, choose_device, command_parser, describe_run, positive_int
+from scripts.bench.measuring import describe_run
+from scripts.command_line import choose_device, command_parser, positive_int
+from scripts.output import align
 
 PROGRAM = "python -m scripts.bench.changes"
 ROOT = Path(__file__).parents[2]

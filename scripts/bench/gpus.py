@@ -39,15 +39,13 @@ from tqdm import tqdm
 import trainer.settings
 from data.overrides import override
 from scripts.bench.looks import finish, new_figure
-from scripts.bench.measuring import (
+from scripts.bench.measuring import describe_run, origin_of
+from scripts.bench.training_step import CONFIGS
+from scripts.command_line import choose_device, command_parser, positive_int
+from scripts.output import (
     add_output_options,
     align,
-    choose_device,
-    command_parser,
-    describe_run,
     number,
-    origin_of,
-    positive_int,
     read_result,
     resolve_out,
     say_written,
@@ -55,7 +53,6 @@ from scripts.bench.measuring import (
     write_markdown,
     write_tables,
 )
-from scripts.bench.training_step import CONFIGS
 from scripts.paper.run_pool import Job, Stopped, run_all
 from trainer.run_directory import RunDirectory, read_metrics
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.bench.measuring import save_figure
+from scripts.output import save_figure
 from trainer.style import ATTENTION
 
 

@@ -44,15 +44,12 @@ from scripts.bench.attention_timing import (
     synchronize,
     time_in_turn,
 )
-from scripts.bench.measuring import (
+from scripts.bench.measuring import describe_run, origin_of
+from scripts.command_line import choose_device, command_parser, positive_int
+from scripts.output import (
     add_output_options,
     align,
-    choose_device,
-    command_parser,
-    describe_run,
     number,
-    origin_of,
-    positive_int,
     read_result,
     resolve_out,
     say_written,

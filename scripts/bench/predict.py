@@ -43,16 +43,12 @@ from sagebwd.kernels.ampere.shapes import THREADS, backward_source, cta_shape
 from sagebwd.kernels.cuda.compile import compile_source, nvrtc_version
 from scripts.bench.attention_peers import CONFIGS
 from scripts.bench.gpu_rates import GPU, GPUS, cycles_of
-from scripts.bench.measuring import (
-    SCRATCH,
-    command_parser,
-    describe_run,
-    with_ending,
-    write_markdown,
-)
+from scripts.bench.measuring import describe_run
 from scripts.bench.predict_tables import Kernel, Prediction, to_markdown
 from scripts.bench.sass import disassemble
 from scripts.bench.sass_loops import Program
+from scripts.command_line import command_parser
+from scripts.output import SCRATCH, with_ending, write_markdown
 
 PROGRAM = "python -m scripts.bench.predict"
 EXAMPLES = f"""examples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.bench.measuring import align, number
+from scripts.output import align, number
 
 
 @dataclass(frozen=True)

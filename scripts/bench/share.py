@@ -37,18 +37,11 @@ from scripts.bench.attention_tables import FAILED, Row, draw, not_measured, over
 from scripts.bench.attention_timing import draw_inputs, measure_shape, sample, try_out
 from scripts.bench.attention_verdicts import verdicts
 from scripts.bench.gpu_state import Monitor, describe_limits
-from scripts.bench.measuring import (
-    SCRATCH,
-    command_parser,
-    describe_run,
-    finite,
-    installed,
-    positive_int,
-    with_ending,
-    write_markdown,
-)
+from scripts.bench.measuring import describe_run, installed
 from scripts.bench.submission_schema import SCHEMA, check
 from scripts.bench.submissions import SUBMITTED
+from scripts.command_line import command_parser, positive_int
+from scripts.output import SCRATCH, finite, with_ending, write_markdown
 from trainer.redaction import redact
 
 PROGRAM = "python -m scripts.bench.share"

@@ -16,8 +16,9 @@ from typing import Any
 from data.files import write_json, write_text
 from scripts.bench.attention_tables import Row, rows_of, title
 from scripts.bench.attention_verdicts import verdicts
-from scripts.bench.measuring import align, command_parser, number, read_result
 from scripts.bench.submission_schema import SCHEMA, check
+from scripts.command_line import command_parser
+from scripts.output import align, number, read_result
 
 PROGRAM = "python -m scripts.bench.submissions"
 SUBMITTED = Path("results/submitted")

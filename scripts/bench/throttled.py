@@ -42,16 +42,10 @@ from scripts.bench.attention_peers import CONFIGS, Shape, build_sagebwd
 from scripts.bench.attention_timing import draw_inputs, run_both
 from scripts.bench.gpu_rates import GPUS
 from scripts.bench.gpu_state import Monitor, describe_limits
-from scripts.bench.measuring import (
-    SCRATCH,
-    align,
-    command_parser,
-    describe_run,
-    number,
-    with_ending,
-    write_markdown,
-)
+from scripts.bench.measuring import describe_run
 from scripts.bench.predict import LENGTHS, PACKING_EFFICIENCY, PAPER_FLASH, packing_bytes
+from scripts.command_line import command_parser
+from scripts.output import SCRATCH, align, number, with_ending, write_markdown
 
 PROGRAM = "python -m scripts.bench.throttled"
 TARGET = GPUS["RTX 4090"]

@@ -52,11 +52,13 @@ import torch
 from tqdm import tqdm
 
 from data.files import read_json, write_json
-from scripts.bench.measuring import (
+from scripts.bench.measuring import describe_run
+from scripts.bench.training_peers import BASELINES
+from scripts.bench.training_step import CONFIGS, ROOT, Job
+from scripts.bench.training_tables import SPEEDUP_OVER, Row, draw, tables, to_markdown
+from scripts.command_line import command_parser, positive_int
+from scripts.output import (
     add_output_options,
-    command_parser,
-    describe_run,
-    positive_int,
     read_result,
     resolve_out,
     say_written,
@@ -64,9 +66,6 @@ from scripts.bench.measuring import (
     write_markdown,
     write_tables,
 )
-from scripts.bench.training_peers import BASELINES
-from scripts.bench.training_step import CONFIGS, ROOT, Job
-from scripts.bench.training_tables import SPEEDUP_OVER, Row, draw, tables, to_markdown
 
 PROGRAM = "python -m scripts.bench.training"
 CHILD = "import sys; from scripts.bench.training_step import run_job; run_job(sys.argv[1])"

@@ -28,9 +28,10 @@ from data.corpus import Corpus
 from data.files import read_json, write_json
 from data.tokens import TokenShards
 from model.config import LlamaConfig
-from scripts.bench.measuring import finite, mark, milliseconds, synchronize
+from scripts.bench.measuring import mark, milliseconds, synchronize
 from scripts.bench.training_peers import BASELINES
 from scripts.bench.training_tables import ATTENTION, OTHER_KERNELS, PRODUCTS
+from scripts.output import finite
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer, make_deterministic

@@ -18,7 +18,8 @@ from scripts.bench.looks import (
     new_figure,
     two_lines,
 )
-from scripts.bench.measuring import align, number, origin_of
+from scripts.bench.measuring import origin_of
+from scripts.output import align, number
 
 #: Each row has its speedup over these.
 SPEEDUP_OVER = ("fpa-cudnn", "fpa-flash", "fpa-fa4")

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
-from scripts.bench.measuring import choose_device, command_parser, positive_int
+from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.paper import published as paper
 from scripts.paper.attention_errors import TENSORS, TITLES, VARIANTS, measure, settings_of
 from scripts.paper.result_files import OUT

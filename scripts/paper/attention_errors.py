@@ -11,7 +11,7 @@ from torch import Tensor
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import positive_int
+from scripts.command_line import positive_int
 
 TITLES = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
 TENSORS = tuple(TITLES)

@@ -24,7 +24,8 @@ from data.files import write_json
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import command_parser, describe_run, positive_int
+from scripts.bench.measuring import describe_run
+from scripts.command_line import command_parser, positive_int
 from scripts.paper.attention_errors import add_input_options, draw_inputs, settings_of
 from scripts.paper.result_files import OUT
 

@@ -28,7 +28,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.measuring import command_parser, describe_run, with_ending
+from scripts.bench.measuring import describe_run
+from scripts.command_line import command_parser
+from scripts.output import with_ending
 from scripts.paper import drawing
 from scripts.paper.loss_pictures import TITLES, draw, group_name
 from scripts.paper.loss_statistics import compare

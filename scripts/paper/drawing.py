@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.measuring import replace_file
+from scripts.output import replace_file
 from trainer.style import ATTENTION, Style
 
 DPI = 110

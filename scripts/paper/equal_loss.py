@@ -31,8 +31,10 @@ from tqdm import tqdm
 from data.loader import count_sequences, stack_sequences
 from model import backends
 from model.backends import FULL_PRECISION, Backend
-from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int, with_ending
+from scripts.bench.measuring import describe_run
+from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.compare import find_runs, labels_of
+from scripts.output import with_ending
 from scripts.paper import drawing
 from scripts.paper.equal_loss_tables import Row, draw, to_markdown
 from scripts.paper.layers import (

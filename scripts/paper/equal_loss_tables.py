@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.measuring import align, origin_of
+from scripts.bench.measuring import origin_of
+from scripts.output import align
 from scripts.paper import drawing
 
 

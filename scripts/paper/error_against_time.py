@@ -24,7 +24,9 @@ from typing import Any
 
 from data.files import write_json
 from scripts.bench.attention_tables import DEFAULT, relative_times
-from scripts.bench.measuring import command_parser, describe_run, with_ending
+from scripts.bench.measuring import describe_run
+from scripts.command_line import command_parser
+from scripts.output import with_ending
 from scripts.paper import drawing
 from scripts.paper import gradient_error_rows as study
 from scripts.paper.attention_errors import TITLES

@@ -48,7 +48,8 @@ from tqdm import tqdm
 from model.backends import AttentionFn
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
-from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int
+from scripts.bench.measuring import describe_run
+from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.compare import find_runs, labels_of
 from scripts.paper.gradient_bias_estimates import (
     Grams,

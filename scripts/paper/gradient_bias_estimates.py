@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.bench.measuring import finite
+from scripts.output import finite
 from scripts.paper.loss_statistics import quantile
 
 DIGITS = 4  # significant ones, in the JSON

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.measuring import align, number, origin_of, save_figure, with_ending
+from scripts.bench.measuring import origin_of
+from scripts.output import align, number, save_figure, with_ending
 from scripts.paper.result_files import write_result
 from trainer.style import ATTENTION, CYCLE, Style, pyplot
 

@@ -32,7 +32,9 @@ from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int, with_ending
+from scripts.bench.measuring import describe_run
+from scripts.command_line import choose_device, command_parser, positive_int
+from scripts.output import with_ending
 from scripts.paper import drawing
 from scripts.paper.attention_emulation import Head, Result, Scheme, emulate
 from scripts.paper.attention_errors import TITLES, draw_inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from scripts.bench.measuring import align
+from scripts.output import align
 from scripts.paper.attention_errors import TITLES
 from scripts.paper.gradient_error_rows import (
     PARTS,

@@ -34,14 +34,9 @@ from tqdm import tqdm
 
 from sagebwd.metrics import cosine_similarity, relative_l1, relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import (
-    align,
-    choose_device,
-    command_parser,
-    describe_run,
-    origin_of,
-    positive_int,
-)
+from scripts.bench.measuring import describe_run, origin_of
+from scripts.command_line import choose_device, command_parser, positive_int
+from scripts.output import align
 from scripts.paper import published as paper
 from scripts.paper.attention_errors import draw_inputs
 from scripts.paper.result_files import OUT, write_result

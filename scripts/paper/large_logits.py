@@ -28,7 +28,9 @@ from typing import Any
 import numpy as np
 
 from sagebwd.config import PAPER_INT8_MATMULS
-from scripts.bench.measuring import command_parser, describe_run, with_ending
+from scripts.bench.measuring import describe_run
+from scripts.command_line import command_parser
+from scripts.output import with_ending
 from scripts.paper import drawing
 from scripts.paper.large_logits_pictures import draw, gap_curves
 from scripts.paper.large_logits_tables import UNKNOWN, Interval, Row, lies_above_zero, to_markdown

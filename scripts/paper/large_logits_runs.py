@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.overrides import override
-from scripts.bench.measuring import command_parser, positive_int
+from scripts.command_line import command_parser, positive_int
 from scripts.paper.further_runs import ASSAYS, GAINS, SEEDS, SETTINGS, gain_overrides, name_of
 from scripts.paper.run_pool import Job, Stopped, run_all, slots
 from scripts.runs import drop_weights_of, is_settled

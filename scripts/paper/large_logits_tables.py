@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scripts.bench.measuring import align, number, origin_of
+from scripts.bench.measuring import origin_of
+from scripts.output import align, number
 from scripts.paper import published as paper
 
 Interval = dict[str, float | None]  # mean and half_width; None: not known

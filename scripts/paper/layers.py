@@ -45,7 +45,9 @@ from model import backends
 from model.backends import FULL_PRECISION, AttentionFn, Backend
 from model.llama import Llama
 from sagebwd import SageConfig
-from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int, with_ending
+from scripts.bench.measuring import describe_run
+from scripts.command_line import choose_device, command_parser, positive_int
+from scripts.output import with_ending
 from scripts.paper import drawing, intermediates
 from scripts.paper import published as paper
 from scripts.paper.layers_pictures import draw_layers, draw_smoothing

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.bench.measuring import align, origin_of
+from scripts.bench.measuring import origin_of
+from scripts.output import align
 from scripts.paper import intermediates
 from scripts.paper import published as paper
 from trainer.plot import PROBED

@@ -37,8 +37,10 @@ from tqdm import tqdm
 from model.backends import AttentionFn
 from sagebwd import SageConfig, sage_attention
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int, write_tables
+from scripts.bench.measuring import describe_run
+from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.compare import find_runs, labels_of
+from scripts.output import write_tables
 from scripts.paper import gradient_bias
 from scripts.paper.attention_emulation import Head, Result, emulate
 from scripts.paper.attention_errors import draw_inputs

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from scripts.bench.measuring import align, origin_of
+from scripts.bench.measuring import origin_of
+from scripts.output import align
 from scripts.paper.gradient_bias_tables import CONTROL, Row, count, pick
 
 TENSORS = ("dq", "dk", "dv")

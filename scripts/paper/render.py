@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_text
-from scripts.bench.measuring import command_parser
+from scripts.command_line import command_parser
 from scripts.paper import (
     accuracy,
     drawing,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_text
-from scripts.bench.measuring import finite, replace_file, with_ending
+from scripts.output import finite, replace_file, with_ending
 from trainer.run_directory import RunDirectory
 
 #: Commands write below this folder by default, never into results/.

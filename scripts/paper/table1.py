@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_json
-from scripts.bench.measuring import choose_device, command_parser, describe_run, positive_int
+from scripts.bench.measuring import describe_run
+from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.paper import drawing
 from scripts.paper.attention_errors import TENSORS, TITLES, VARIANTS, add_input_options, measure, settings_of
 from scripts.paper.published import TABLE_1

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from scripts.bench.measuring import replace_file
+from scripts.output import replace_file
 
 FIX = "python -m scripts.paper.layers RUN --traces writes them"
 

@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.bench.measuring import command_parser
+from scripts.command_line import command_parser
 from scripts.paper import report
 from scripts.paper.experiments import RESULTS
 from scripts.paper.report.template import UnknownField

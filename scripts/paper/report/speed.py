@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts.bench.attention_tables import DEFAULT, relative_times
 from scripts.bench.looks import TRAINING_LOOKS, look_of
-from scripts.bench.measuring import number
+from scripts.output import number
 from scripts.paper import published as paper
 from scripts.paper.report.markdown import commit_of, hardware, table
 from scripts.paper.report.section import Section

@@ -18,7 +18,7 @@ from scripts.bench import attention_tables as tables
 from scripts.bench import attention_timing as timing
 from scripts.bench.attention_peers import Implementation, Shape
 from scripts.bench.attention_tables import Row
-from scripts.bench.measuring import write_tables
+from scripts.output import write_tables
 
 SIZES = ["--lengths", "40", "24", "--tokens", "80", "--width", "64", "--head-dims", "32"]
 SMALL = ["--device", "cpu", *SIZES, "--repetitions", "2"]

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
+from scripts import output
 from scripts.bench import gpus as bench_gpus
-from scripts.bench import measuring
 from scripts.bench.gpus import Row
 from scripts.paper.run_pool import Stopped
 from trainer.plan import make_plan
@@ -84,7 +84,7 @@ def test_draw_writes_the_table_and_picture_from_the_json(tmp_path, overrides, ca
     rows += [Row(2, "ddp", tokens_per_second=19.0, efficiency=0.95), Row(2, "fsdp", reason="broken")]
     record = {"command": "…", "date": "…", "commit": None, "hardware": {"name": "a GPU", "driver": None}}
     result = record | {"versions": {}, "settings": {"device": "cuda", "overrides": overrides}}
-    measuring.write_tables(tmp_path / "old", result, rows, "")
+    output.write_tables(tmp_path / "old", result, rows, "")
     bench_gpus.main(["--draw", str(tmp_path / "old.json")])
     assert "| 2, ddp  |       19 |              95.0% |" in (tmp_path / "old.md").read_text()
     assert (tmp_path / "old.png").read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import attention, gpus, measuring, prepare, training
+from scripts import output
+from scripts.bench import attention, gpus, prepare, training
 from scripts.bench.attention_peers import CONFIGS, PEERS
 from scripts.bench.looks import ATTENTION_LOOKS, STEP_PARTS, TRAINING_LOOKS, look_of
 from scripts.paper.experiments import ITEMS, SCALES
@@ -35,9 +36,9 @@ def test_reproduce_says_where_every_benchmark_writes():
 
 def resolved(*options):
     parser = ArgumentParser()
-    measuring.add_output_options(parser.add_argument, "name")
+    output.add_output_options(parser.add_argument, "name")
     arguments = parser.parse_args(options)
-    measuring.resolve_out(arguments, "name", parser)
+    output.resolve_out(arguments, "name", parser)
     return arguments.out
 
 
@@ -64,17 +65,17 @@ def test_draw_refuses_what_is_not_a_json_file(tmp_path, name, capsys):
 def test_a_file_that_is_no_result_is_refused(tmp_path, text, message):
     (tmp_path / "file.json").write_text(text)
     with pytest.raises(SystemExit, match=message):
-        measuring.read_result(tmp_path / "file.json")
+        output.read_result(tmp_path / "file.json")
 
 
 def test_a_compressed_result_is_read_and_drawn_beside_itself(tmp_path):
     file = tmp_path / "v1.json.gz"
     file.write_bytes(gzip.compress(b'{"rows": [1]}'))
-    assert measuring.read_result(file) == {"rows": [1]}
+    assert output.read_result(file) == {"rows": [1]}
     assert resolved("--draw", str(file)) == tmp_path / "v1"
     file.write_bytes(b"not gzip")
     with pytest.raises(SystemExit, match="is damaged"):
-        measuring.read_result(file)
+        output.read_result(file)
 
 
 def test_everything_that_is_measured_has_a_look():

@@ -1,0 +1,126 @@
+"""What commands write: OUT.json (everything), OUT.md (tables) and OUT.png, each whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+import os
+import sys
+import zlib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from data.files import write_json, write_text
+
+#: Where benchmarks write if no --out is given. Git ignores it; results/ is for ``scripts.reproduce``.
+SCRATCH = Path("runs/bench")
+
+# --- Options ------------------------------------------------------------------------------------------------
+
+
+def add_output_options(add: Callable[..., Any], name: str) -> None:
+    """--out and --draw. After parsing, `resolve_out` gives ``out`` its default."""
+    default = SCRATCH / name
+    add("--out", type=Path, metavar="PREFIX", help=f"write PREFIX.json, .md and .png (default {default})")
+    text = "measure nothing: write the tables and pictures of this JSON again, next to it or at --out"
+    add("--draw", type=Path, metavar="FILE.json", help=text)
+
+
+def resolve_out(arguments: Namespace, name: str, parser: ArgumentParser) -> None:
+    """Set ``arguments.out`` if it was not given. A --draw file that cannot be read ends the command."""
+    if arguments.draw is None:
+        arguments.out = arguments.out or SCRATCH / name
+        return
+    name = arguments.draw.name.removesuffix(".gz")
+    if not name.endswith(".json") or not arguments.draw.is_file():
+        parser.error(f"--draw {arguments.draw}: no such JSON file; give the one that a benchmark wrote")
+    arguments.out = arguments.out or arguments.draw.with_name(name.removesuffix(".json"))
+
+
+def say_written(arguments: Namespace, *endings: str) -> None:
+    """Tell which files were written; --draw writes no JSON."""
+    files = [
+        with_ending(arguments.out, ending) for ending in endings if not (arguments.draw and ending == ".json")
+    ]
+    print(f"written: {', '.join(map(str, files))}")
+
+
+# --- Files and tables ---------------------------------------------------------------------------------------
+
+
+def with_ending(out: Path, ending: str) -> Path:
+    """OUT with an ending appended, whatever dots its name has."""
+    return out.with_name(out.name + ending)
+
+
+def finite(value: Any) -> Any:
+    """The same value with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def number(value: float | None, form: str) -> str:
+    """The formatted value; an empty cell for None."""
+    return "" if value is None else f"{value:{form}}"
+
+
+def align(header: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table that is readable as plain text: first column to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [
+        "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |"
+        for row in (header, rule, *rows)
+    ]
+
+
+def write_tables(out: Path, result: dict, rows: list[Any], markdown: str) -> None:
+    """Write OUT.json, the result with its rows (dataclasses), and OUT.md."""
+    write_markdown(out, markdown)
+    write_json(with_ending(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
+
+
+def write_markdown(out: Path, markdown: str) -> None:
+    """Write OUT.md, in a folder that is made if need be."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(with_ending(out, ".md"), markdown)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result that `write_tables` wrote, or its gzip. Exits with a message if the file is something else."""
+    try:
+        content = path.read_bytes()
+        result = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
+        sys.exit(f"{path} is damaged ({error}); restore it, or measure again")
+    if not isinstance(result, dict) or "rows" not in result:
+        sys.exit(f"{path} is not the result of a benchmark: it has no rows")
+    return result
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a PNG whole or not at all. A palette of 96 colours makes it a third of the size."""
+    from PIL import Image  # comes with matplotlib, which is only needed for pictures
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=130, format="png")
+    picture = Image.open(buffer).convert("RGB").quantize(96, dither=Image.Dither.NONE)
+    replace_file(path, lambda temporary: picture.save(temporary, format="png", optimize=True))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` on a temporary name, then rename the file to `path`."""
+    temporary = with_ending(path, f".{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
