@@ -23,16 +23,16 @@ class ExactRows(NamedTuple):
     queries, keys: which tokens of q and of k they are; keys that none of these queries sees are left out.
     visible: (rows, columns) bool, or None where every query sees every key.
     s: (B, H, rows, columns), the logits scale · QKᵀ; zero where the mask hides a key.
-    p, dp, ds: the same of P, dP and dS; dp and ds are None without ``grad_out``.
+    p, dp, ds: the same of P, dP and dS; dp and ds are None without ``grad_out``, p while it is not computed.
     """
 
     queries: slice
     keys: slice
     visible: Tensor | None
     s: Tensor
-    p: Tensor
-    dp: Tensor | None
-    ds: Tensor | None
+    p: Tensor | None = None
+    dp: Tensor | None = None
+    ds: Tensor | None = None
 
 
 @torch.no_grad()
@@ -82,57 +82,77 @@ def exact_attention(
     check_window(window_size)
     window = Window.of(is_causal, window_size)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    packed = locate(q, k, cu_seqlens, cu_seqlens_kv)
-    empty = {"dtype": dtype, "device": q.device}
-    out = torch.zeros(q.shape, **empty)
-    lse = torch.full(q.shape[:-1], -torch.inf, **empty)
-    shape = (*lse.shape, k.shape[-2])
-    p = torch.zeros(shape, **empty) if matrices else None
-    delta = dp = ds = dq = dk = dv = None
-    if grad_out is not None:
-        delta = torch.zeros(lse.shape, **empty)
-        dp, ds = (torch.zeros(shape, **empty) if matrices else None for _ in range(2))
-        dq, dk, dv = (torch.zeros(x.shape, **empty) for x in (q, k, v))
-
+    result = _zero_result(q, k, v, dtype, has_gradients=grad_out is not None, has_matrices=matrices)
     group = q.shape[1] // k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
-        for document in packed:
-            keys_of_document = document.keys
-            n_kv = keys_of_document.stop - keys_of_document.start
-            all_keys, all_values = (
-                cut(x, keys_of_document).to(dtype).repeat_interleave(group, 1) for x in (k, v)
-            )
-            step = max(elements_at_once // (q.shape[0] * q.shape[1] * n_kv), 1)
-            for start in range(document.queries.start, document.queries.stop, step):
-                rows = slice(start, min(start + step, document.queries.stop))
-                first, last = (x - document.queries.start for x in (rows.start, rows.stop))
-                own = slice(first, last)
-                seen = window.keys_of(own, n_kv)
-                columns = slice(keys_of_document.start + seen.start, keys_of_document.start + seen.stop)
+        for document in locate(q, k, cu_seqlens, cu_seqlens_kv):
+            keys, values = (cut(x, document.keys).to(dtype).repeat_interleave(group, 1) for x in (k, v))
+            rows_at_once = max(elements_at_once // (q.shape[0] * q.shape[1] * keys.shape[2]), 1)
+            for first in range(document.queries.start, document.queries.stop, rows_at_once):
+                rows = slice(first, min(first + rows_at_once, document.queries.stop))
+                own = slice(rows.start - document.queries.start, rows.stop - document.queries.start)
+                seen = window.keys_of(own, keys.shape[2])
+                columns = slice(document.keys.start + seen.start, document.keys.start + seen.stop)
                 visible = None if window == FULL else window.visible(own, seen, q.device)
-                queries, keys, values = cut(q, rows).to(dtype), all_keys[:, :, seen], all_values[:, :, seen]
-
-                s = queries @ keys.mT * scale
-                logits = _fill_hidden(s, visible, -torch.inf)
-                lse[..., rows] = logits.logsumexp(-1)
-                p_rows = _fill_hidden(logits.softmax(-1), visible, 0.0)  # NaN in a row without keys
-                out[..., rows, :] = p_rows @ values
-                dp_rows = ds_rows = None
+                own_keys, own_values = keys[:, :, seen], values[:, :, seen]
+                found = ExactRows(rows, columns, visible, cut(q, rows).to(dtype) @ own_keys.mT * scale)
+                found = _attend(found, own_values, result)
                 if grad_out is not None:
-                    grads = cut(grad_out, rows).to(dtype)
-                    dp_rows = _fill_hidden(grads @ values.mT, visible, 0.0)
-                    delta[..., rows] = (p_rows * dp_rows).sum(-1)
-                    ds_rows = p_rows * (dp_rows - delta[..., rows, None])
-                    dq[..., rows, :] = ds_rows @ keys * scale
-                    dk[..., columns, :] += _sum_over_group(ds_rows.mT @ queries * scale, group)
-                    dv[..., columns, :] += _sum_over_group(p_rows.mT @ grads, group)
-                for whole, part in ((p, p_rows), (dp, dp_rows), (ds, ds_rows)):
-                    if whole is not None:
-                        whole[..., rows, columns] = part
+                    found = _differentiate(found, q, own_keys, own_values, grad_out, scale, result)
+                _keep_matrices(found, result)
                 if on_rows is not None:
-                    s = _fill_hidden(s, visible, 0.0)
-                    on_rows(ExactRows(rows, columns, visible, s, p_rows, dp_rows, ds_rows))
-    return AttentionResult(out, lse, p, dp, ds, delta, dq, dk, dv)
+                    on_rows(found._replace(s=_fill_hidden(found.s, visible, 0.0)))
+    return result
+
+
+def _zero_result(
+    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, has_gradients: bool, has_matrices: bool
+) -> AttentionResult:
+    """Of attention without documents: zeros, and an lse of −inf; None for what is not asked for."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=q.device)
+
+    rows, n_kv = q.shape[:-1], k.shape[-2]
+    out, lse = zeros(*q.shape), zeros(*rows).fill_(-torch.inf)
+    p = zeros(*rows, n_kv) if has_matrices else None
+    if not has_gradients:
+        return AttentionResult(out, lse, p)
+    dp, ds = (zeros(*rows, n_kv) if has_matrices else None for _ in range(2))
+    return AttentionResult(out, lse, p, dp, ds, zeros(*rows), *(zeros(*x.shape) for x in (q, k, v)))
+
+
+def _attend(found: ExactRows, values: Tensor, result: AttentionResult) -> ExactRows:
+    """P of the logits, with which out and lse of these rows are written to ``result``."""
+    logits = _fill_hidden(found.s, found.visible, -torch.inf)
+    p = _fill_hidden(logits.softmax(-1), found.visible, 0.0)  # NaN in a row without keys
+    result.lse[..., found.queries] = logits.logsumexp(-1)
+    result.out[..., found.queries, :] = p @ values
+    return found._replace(p=p)
+
+
+def _differentiate(
+    found: ExactRows, q: Tensor, keys: Tensor, values: Tensor, grad_out: Tensor, scale: float,
+    result: AttentionResult,
+) -> ExactRows:  # fmt: skip
+    """dP and dS of these rows; delta and dq are written to ``result``, dk and dv added to it."""
+    rows, columns, group = found.queries, found.keys, q.shape[1] // result.dk.shape[1]
+    queries, grads = cut(q, rows).to(found.p.dtype), cut(grad_out, rows).to(found.p.dtype)
+    dp = _fill_hidden(grads @ values.mT, found.visible, 0.0)
+    delta = (found.p * dp).sum(-1)
+    ds = found.p * (dp - delta[..., None])
+    result.delta[..., rows] = delta
+    result.dq[..., rows, :] = ds @ keys * scale
+    result.dk[..., columns, :] += _sum_over_group(ds.mT @ queries * scale, group)
+    result.dv[..., columns, :] += _sum_over_group(found.p.mT @ grads, group)
+    return found._replace(dp=dp, ds=ds)
+
+
+def _keep_matrices(found: ExactRows, result: AttentionResult) -> None:
+    for name in ("p", "dp", "ds"):
+        whole = getattr(result, name)
+        if whole is not None:
+            whole[..., found.queries, found.keys] = getattr(found, name)
 
 
 def _fill_hidden(x: Tensor, visible: Tensor | None, value: float) -> Tensor:
