@@ -121,17 +121,10 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     yield Rule(gpu.capability == HOPPER, f"{gpu.name} has compute capability {have}, not {need} (Hopper)")
     if gpu.is_amd or gpu.capability != HOPPER:
         return  # what else is in the way does not matter
-    config, own_tile = call.config, call.config.tile(call.head_dim)
-    has_large_heads = is_large(call.head_dim)
+    config, own_tile, has_large_heads = call.config, call.config.tile(call.head_dim), is_large(call.head_dim)
     has_tile_scales = config.granularity == "block" and not has_large_heads
     s_16bit = has_16_bit_s(config) and not has_large_heads
-    tile, in_16_bit = TILE, HOPPER_16_BIT_MATMULS
-    if has_large_heads:
-        tile, in_16_bit = TILE_OF_LARGE_HEADS, CUDA_16_BIT_MATMULS
-    elif has_tile_scales:
-        tile, in_16_bit = HOPPER_TILE_WITH_SCALES, ()
-    elif s_16bit:
-        tile, in_16_bit = HOPPER_TILE_WITH_16_BIT_S, ("o", "s_fwd", "s_bwd")
+    tile, in_16_bit = _hopper_variant(config, has_large_heads=has_large_heads)
     may_have_scales = not has_large_heads and own_tile == HOPPER_TILE_WITH_SCALES
     yield from _rules_of_cuda_kernels(call, (tile,), in_16_bit, has_tile_scales=may_have_scales)
     if s_16bit:
@@ -154,6 +147,17 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     yield _has_cuda_compiler(call)
     if has_tile_scales or not (s_16bit or all(map(config.is_int8, HOPPER_16_BIT_MATMULS))):
         yield _scales_of_blocks(config)
+
+
+def _hopper_variant(config: SageConfig, *, has_large_heads: bool) -> tuple[tuple[int, int], tuple[str, ...]]:
+    """The tile of the kernels that come nearest to these settings, and the products that may be in 16 bits."""
+    if has_large_heads:
+        return TILE_OF_LARGE_HEADS, CUDA_16_BIT_MATMULS
+    if config.granularity == "block":
+        return HOPPER_TILE_WITH_SCALES, ()
+    if has_16_bit_s(config):
+        return HOPPER_TILE_WITH_16_BIT_S, ("o", "s_fwd", "s_bwd")
+    return TILE, HOPPER_16_BIT_MATMULS
 
 
 def ampere_rules(call: Call) -> Iterator[Rule]:
