@@ -150,7 +150,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
 
 
 def _hopper_variant(config: SageConfig, *, has_large_heads: bool) -> tuple[tuple[int, int], tuple[str, ...]]:
-    """The tile of the kernels that come nearest to these settings, and the products that may be in 16 bits."""
+    """The tile of the kernels that come nearest to these settings, and what may be in 16 bits."""
     if has_large_heads:
         return TILE_OF_LARGE_HEADS, CUDA_16_BIT_MATMULS
     if config.granularity == "block":
