@@ -35,6 +35,7 @@ from scripts.paper.run_pool import Job, Stopped, run_all, run_here, slots
 from scripts.paper.run_summary import would_diverge
 from scripts.runs import drop_weights_of, is_settled
 from trainer.identity import MAY_CHANGE
+from trainer.overrides import check_or_exit
 from trainer.run_directory import RunDirectory, read_lines
 
 #: Overrides that choose the text; runs that bring their own do without them.
@@ -92,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
             failed.append(item.name)
         renew_report(arguments.results)
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}; the same command tries again what is missing")
+        sys.exit(f"failed: {', '.join(failed)}; when that is fixed, the same command tries what is missing")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -167,6 +168,7 @@ def check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
             parser.error(f"{text!r} after -- is not an override of train.py; write name=value")
         if text.startswith(("run_dir=", "runs_dir=", "init_from=", "seed=", "rerun_finished=")):
             parser.error(f"{text} after --: each run has its own; to train one again, delete its folder")
+    check_or_exit(arguments.overrides, Path(__file__).parents[1] / "configs")
     if arguments.write_results and arguments.scale == "debug":
         parser.error("--write-results: the debug scale measures nothing; use --scale scaled or full")
     if arguments.write_results and arguments.results:
@@ -219,6 +221,9 @@ def reproduce(item: Item, arguments: argparse.Namespace) -> bool:
         return False
     well = True
     for stage in item.stages.get(arguments.scale, ()):
+        if problems := unlike_finished_runs(stage, arguments):
+            print("\n".join(problems), file=sys.stderr)
+            return False
         well = train(stage, arguments, keep_weights=item.keeps_weights) and well
     paths = [arguments.runs_dir / run.name for run in compared(item, arguments.scale)]
     if not arguments.dry_run:
@@ -259,13 +264,17 @@ def train(runs: Sequence[Run], arguments: argparse.Namespace, *, keep_weights: b
     if arguments.dry_run:
         print("\n".join(shlex.join(command) for command in commands.values()))
         return True
-    unlike = [problem for run in runs if (problem := unlike_finished(run, commands[run], arguments))]
-    if unlike:
-        print("\n".join(unlike), file=sys.stderr)
-        return False
     jobs = [job(run, commands[run], arguments) for run in runs if not is_settled(directory(run, arguments))]
     tidy = (lambda job: None) if keep_weights else drop_weights_of
     return not run_all(jobs, slots(arguments.gpus, arguments.per_gpu), on_success=tidy)
+
+
+def unlike_finished_runs(runs: Sequence[Run], arguments: argparse.Namespace) -> list[str]:
+    """Which runs are finished with other settings: they are neither trained nor measured."""
+    if arguments.dry_run:
+        return []
+    found = (unlike_finished(run, train_command(run, arguments), arguments) for run in runs)
+    return [problem for problem in found if problem]
 
 
 def is_worth_training(run: Run, arguments: argparse.Namespace) -> bool:
