@@ -39,6 +39,7 @@ from trainer.probe import Alarm, Probe, build_probe
 from trainer.profiling import start_profiler
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.schedule import learning_rate
+from trainer.seal import checkpoints_in
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, report
 from trainer.telemetry import Telemetry, log_to
@@ -475,8 +476,8 @@ class Trainer:
         return llama
 
     def _load_init_from(self) -> None:
-        """Start from the trained weights of init_from, if it is set. A checkpoint's weights replace them."""
-        if self.settings.init_from is None:
+        """Start from the trained weights of init_from, if it is set and there is no checkpoint yet."""
+        if self.settings.init_from is None or checkpoints_in(self.directory.checkpoints):
             return
         with user_facing(ValueError, OSError):
             model.huggingface.load_into(self.llama, self.settings.init_from)

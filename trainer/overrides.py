@@ -11,6 +11,7 @@ from omegaconf import ListConfig, OmegaConf
 from data import command_line
 from data.command_line import check_option_or_exit, chosen_options, options_in, setting_names
 from model import backends
+from trainer.errors import SettingsError
 from trainer.settings import Settings
 
 
@@ -27,6 +28,13 @@ def check_or_exit(arguments: list[str], configs: Path) -> None:
     for override in parsed:
         if override.key_or_group == "hydra/launcher" and not command_line.has_search_path(parsed):
             _check_launcher(override, configs / "hydra" / "launcher")
+
+
+def refuse_total_tokens_without_effect(typed: list[str], steps: int | None) -> None:
+    """Raise SettingsError if total_tokens is on the command line, but an experiment or `steps` decides."""
+    asked = [text for text in typed if text.lstrip("+").startswith("total_tokens=")]
+    if asked and steps is not None:
+        raise SettingsError(f"{asked[-1]} has no effect with steps={steps}; add steps=null, or leave it out")
 
 
 def _check_launcher(override: Override, folder: Path) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ import model.huggingface
 from model import backends
 from trainer import optimizer, profiling, schedule
 from trainer.errors import SettingsError
+from trainer.seal import checkpoints_in
 from trainer.settings import HardwareSettings, Settings
 from trainer.tensorboard import MISSING_PACKAGE
 
@@ -298,8 +300,8 @@ def check_spike(settings: Settings, ranks: int) -> Problems:
 
 def check_init_from(settings: Settings, ranks: int) -> Problems:
     """The folder's config.json alone; its weights are read when the model is built."""
-    if not (settings.init_from or "").strip():
-        return  # not set, or reported by check_places
+    if not (settings.init_from or "").strip() or _continues(settings):
+        return  # not set, reported by check_places, or not needed any more
     try:
         stored = model.huggingface.read_config(settings.init_from)
     except OSError as error:
@@ -322,6 +324,16 @@ def check_init_from(settings: Settings, ranks: int) -> Problems:
             + ", ".join(f"{name}={ours}" for name, _, ours in wrong)
             + ")"
         )
+
+
+def _continues(settings: Settings) -> bool:
+    """Whether the run goes on from a checkpoint, which holds all weights."""
+    if settings.run_dir is None or settings.rerun_finished:
+        return False
+    try:
+        return bool(checkpoints_in(Path(settings.run_dir) / "checkpoints"))
+    except OSError:  # reported when the run's folder is opened
+        return False
 
 
 def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:

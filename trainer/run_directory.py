@@ -63,9 +63,9 @@ def is_finished(settings: Settings, ranks: int, overrides: list[str]) -> bool:
 
     Raises TrainingError if its settings cannot be trained, or its folder is of another run.
     """
-    make_plan(settings, ranks)
     if settings.run_dir is None:
         settings.run_dir = str(Path(settings.runs_dir) / default_name(overrides))
+    make_plan(settings, ranks)
     return RunDirectory(Path(settings.run_dir)).is_finished_with(settings)
 
 

@@ -6,7 +6,8 @@ from omegaconf import OmegaConf
 
 from data.command_line import setting_names
 from model import backends
-from trainer.overrides import check_or_exit, known_settings, unresolved
+from trainer.errors import SettingsError
+from trainer.overrides import check_or_exit, known_settings, refuse_total_tokens_without_effect, unresolved
 from trainer.run_directory import default_name
 from trainer.settings import Settings
 
@@ -94,3 +95,11 @@ def test_no_secret_gets_into_the_name_of_a_run(monkeypatch):
     typed = OmegaConf.create(["sample_prompt=${oc.env:MY_API_KEY}"])
     assert typed[0] == "sample_prompt=hunter2"  # what one gets by reading it
     assert "hunter2" not in default_name(unresolved(typed))
+
+
+def test_total_tokens_that_steps_overrule_are_refused():
+    typed = ["experiment=debug", "total_tokens=1000"]
+    refuse_total_tokens_without_effect(typed, None)
+    refuse_total_tokens_without_effect(["steps=8"], 8)
+    with pytest.raises(SettingsError, match=r"^total_tokens=1000 has no effect with steps=8; add steps=null"):
+        refuse_total_tokens_without_effect(typed, 8)
