@@ -128,6 +128,10 @@ def _problems_of_files(settings: DataSettings) -> Iterator[str]:
         except ValueError as error:
             yield f"data.{key}={pattern}: {error}"
             continue
+        for other, suffixes in FILE_SUFFIXES.items():
+            if other != source and (wrong := [file for file in files if file.name.endswith(suffixes)]):
+                yield f"data.{key}={pattern}: {wrong[0].name} is no {source}; use data={other}"
+                return
         if source == "parquet":
             from data.sources.parquet import check_column  # imports pyarrow, which is slow
 

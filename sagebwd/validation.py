@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sagebwd.config import SageConfig
+from sagebwd.config import PRESETS, SageConfig
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BOUNDARY_DTYPES = (torch.int32, torch.int64)
@@ -36,8 +36,20 @@ def check_arguments(
 
 def check_config(config: SageConfig) -> None:
     """Raise ValueError unless ``config`` is a SageConfig."""
-    if not isinstance(config, SageConfig):
-        raise ValueError(f"config is a {type(config).__name__}; pass a sagebwd.SageConfig")
+    if isinstance(config, SageConfig):
+        return
+    if callable(config):  # the class, or SageConfig.paper
+        name = getattr(config, "__qualname__", type(config).__name__)
+        raise ValueError(f"config is {name}; call it: {name}()")
+    is_preset = isinstance(config, str) and config in PRESETS
+    wanted = f"SageConfig.{config}()" if is_preset else "a sagebwd.SageConfig"
+    raise ValueError(f"config is a {type(config).__name__}; pass {wanted}")
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless a ``name`` to register is a string."""
+    if not isinstance(name, str):
+        raise ValueError(f"name is a {type(name).__name__}; pass a string, and settings as config=…")
 
 
 def check_not_empty(q: Tensor, k: Tensor) -> None:

@@ -65,6 +65,8 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None, dtype: str)
     folder = out or directory.exports / f"step_{step:08d}"
     if (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} holds a model already; choose another --out, or delete that folder")
+    if RunDirectory(folder).config.exists():
+        raise ValueError(f"{folder} is the directory of a run; choose another --out")
     path = checkpoint_of(directory.checkpoints, step)
     sealed = sealed_in(path)
     directory.check_checkpoint(path, sealed, settings)

@@ -1,5 +1,6 @@
 """Command-line overrides: unknown settings and options are answered with the nearest known ones."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -44,6 +45,11 @@ def _check_launcher(override: Override, folder: Path) -> None:
     for option in chosen_options(override):
         if option in ("slurm", "submitit_slurm", "submitit_local") and "submitit_slurm" not in installed:
             sys.exit(f"{override.input_line} needs hydra-submitit-launcher: pip install -e '.[slurm]'")
+        if option in ("slurm", "submitit_slurm") and shutil.which("srun") is None:
+            sys.exit(
+                f"{override.input_line}: there is no srun here; run this on a SLURM cluster, or use "
+                "hydra/launcher=local_gpus"
+            )
     check_option_or_exit(override, sorted(installed | set(options_in(folder))))
 
 

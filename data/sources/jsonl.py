@@ -59,6 +59,8 @@ class JsonlUnit(Unit):
         except UnicodeDecodeError:
             raise _wrong(file, offset, "is not valid UTF-8; convert it, or drop that line") from None
         except ValueError as error:
+            if line.lstrip().startswith(b"["):
+                raise _wrong(file, offset, "begins a JSON array; write one object per line") from None
             raise _wrong(file, offset, f"is not JSON ({error}); fix or drop that line") from None
         if not isinstance(document, dict):
             raise _wrong(
@@ -69,8 +71,9 @@ class JsonlUnit(Unit):
             raise _wrong(file, offset, f"has no key data.column={self.key!r}; it has {keys}")
         text = document[self.key]
         if not isinstance(text, str):
+            kind = "null" if text is None else type(text).__name__
             raise _wrong(
-                file, offset, f"holds {type(text).__name__}, not text, under data.column={self.key!r}"
+                file, offset, f"holds {kind}, not text, under data.column={self.key!r}; fix or drop that line"
             )
         # JSON can spell half a surrogate pair (backslash-u d800), which is not a character: U+FFFD, as
         # tiktoken does.

@@ -30,7 +30,7 @@ from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.integrations.choice import choose_kernels
 from sagebwd.integrations.packing import match_widths
 from sagebwd.masks import find_key_mask
-from sagebwd.validation import check_config
+from sagebwd.validation import check_config, check_name
 
 try:
     from diffusers.models import attention_dispatch
@@ -114,6 +114,7 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
         ValueError: the name is diffusers' own or malformed, ``config`` is not a SageConfig, or ``fallback``
             is none of the two.
     """
+    check_name(name)
     check_config(config)
     usage.check_fallback(fallback)
     if not re.fullmatch(r"[a-z]\w*", name) or name != name.lower():

@@ -34,7 +34,7 @@ from sagebwd.dispatch import LARGEST_HEAD_DIM
 from sagebwd.integrations.alignment import Alignment, align, align_documents, attend, window_of
 from sagebwd.integrations.counted import counted_attention
 from sagebwd.kernels import ops
-from sagebwd.validation import check_config, is_autocast
+from sagebwd.validation import check_config, check_name, is_autocast
 
 #: Functions of torch.nn.attention that this needs; torch 2.13 has them all.
 REGISTRY = (
@@ -64,6 +64,7 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG) -> None
             ``compensate_o``: torch's operators have no place for the residual of O.
         ImportError: this torch has no such registry.
     """
+    check_name(name)
     check_config(config)
     if config.compensate_o:
         raise ValueError(

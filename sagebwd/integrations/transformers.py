@@ -31,7 +31,7 @@ from sagebwd.integrations.packing import (
     match_widths,
     remember_recent,
 )
-from sagebwd.validation import check_config
+from sagebwd.validation import check_config, check_name
 from sagebwd.window import CAUSAL, FULL, Window
 
 try:
@@ -116,6 +116,7 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
         ValueError: the name means something else to transformers, ``config`` is not a SageConfig, or
             ``fallback`` is none of the two.
     """
+    check_name(name)
     check_config(config)
     usage.check_fallback(fallback)
     if not re.fullmatch(r"[\w.-]+", name) or any(word in name for word in RESERVED):

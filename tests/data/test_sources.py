@@ -194,6 +194,8 @@ def test_compressed_jsonl(tmp_path):
         (b'["text"]', "line 5 is not a JSON object but list"),
         (b'{"body": "x", "n": 1}', "line 5 has no key data.column='text'; it has 'body', 'n'"),
         (b'{"text": 3}', "line 5 holds int, not text"),
+        (b'{"text": null}', "line 5 holds null, not text, under data.column='text'; fix or drop that line"),
+        (b'[{"text": "a"},', "line 5 begins a JSON array; write one object per line"),
     ],
 )
 @pytest.mark.usefixtures("tiny_pieces")

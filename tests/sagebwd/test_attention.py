@@ -229,6 +229,12 @@ X = torch.ones(2, 4, 8, 16)
         ((X, X, X), {"scale": torch.tensor(torch.inf)}, "scale is inf; pass a finite number"),
         ((X, X, X), {"scale": torch.ones((), requires_grad=True)}, r"wants a gradient, .* scale.detach\(\)"),
         ((X, X, X), {"config": {"smooth_k": True}}, "config is a dict; pass a sagebwd.SageConfig"),
+        ((X, X, X), {"config": SageConfig}, r"config is SageConfig; call it: SageConfig\(\)"),
+        (
+            (X, X, X),
+            {"config": SageConfig.paper},
+            r"config is SageConfig.paper; call it: SageConfig.paper\(\)",
+        ),
         ((X, X.double(), X), {}, "k is float64; cast it to float16, bfloat16 or float32"),
         ((X.int(), X, X), {}, "q is int32; cast it"),
         ((X, X.half(), X), {}, "q, k, v are float32, float16, float32; cast them to one dtype"),

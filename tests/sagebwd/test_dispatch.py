@@ -225,7 +225,7 @@ def test_where_nothing_runs_the_explanation_says_why():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"config": "paper"}, "config is a str; pass a sagebwd.SageConfig"),
+        ({"config": "paper"}, r"config is a str; pass SageConfig\.paper\(\)"),
         ({"is_causal": "no"}, "is_causal is 'no'; pass True or False"),
         ({"window_size": 3}, "window_size is 3"),
     ],

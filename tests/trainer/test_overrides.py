@@ -47,7 +47,8 @@ def test_names_are_those_of_the_composed_settings(compose_settings):
         ["data.path=[unbalanced"],  # not an override: left to Hydra, which explains its grammar
     ],
 )
-def test_known_names_pass(arguments):
+def test_known_names_pass(arguments, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda program: f"/bin/{program}")
     check_or_exit(arguments, CONFIGS)
 
 
@@ -78,6 +79,16 @@ def test_unknown_names_get_advice(argument, advice):
         check_or_exit(["-m", "tps=260k", argument], CONFIGS)
     assert advice in str(stopped.value)
     assert argument in str(stopped.value)
+
+
+def test_slurm_needs_a_cluster(monkeypatch):
+    monkeypatch.setattr(ConfigStore, "list", lambda store, group: ["basic.yaml", "submitit_slurm.yaml"])
+    arguments = ["-m", "hydra/launcher=slurm"]
+    monkeypatch.setattr("shutil.which", lambda program: None)
+    with pytest.raises(SystemExit, match=r"there is no srun here; .* or use hydra/launcher=local_gpus"):
+        check_or_exit(arguments, CONFIGS)
+    monkeypatch.setattr("shutil.which", lambda program: f"/bin/{program}")
+    check_or_exit(arguments, CONFIGS)
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "submitit_slurm", "submitit_local"])

@@ -234,6 +234,8 @@ def test_registration_refuses_what_torch_cannot_hold(monkeypatch):
         torch_flash.register(config=SageConfig.consistent())
     with pytest.raises(ValueError, match="config is a str"):
         torch_flash.register(config="paper")
+    with pytest.raises(ValueError, match="name is a SageConfig; pass a string, and settings as config="):
+        torch_flash.register(SageConfig.paper())
     with pytest.raises(ValueError, match="'FA4' is registered by other code"):
         torch_flash.register("FA4")
     torch.backends.cuda.enable_flash_sdp(False)
