@@ -22,6 +22,8 @@ CONFIGS = Path(__file__).parent / "configs"
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def main(config: DictConfig) -> None:
     try:
+        typed = overrides.unresolved(HydraConfig.get().overrides.task)
+        overrides.refuse_total_tokens_without_effect(typed, config.steps)
         run(OmegaConf.to_object(config))
     except Interrupted as stop:
         console.say(str(stop))
@@ -42,14 +44,12 @@ def run(run_settings: Settings) -> None:
     torchrun = distributed.under_torchrun()
     if torchrun and _in_sweep():
         raise SettingsError("a sweep starts its own processes: use hardware.devices=N instead of torchrun")
-    typed = overrides.unresolved(HydraConfig.get().overrides.task)
-    overrides.refuse_total_tokens_without_effect(typed, run_settings.steps)
     processes = int(os.environ["WORLD_SIZE"]) if torchrun else run_settings.hardware.devices
     if run_settings.plan:
         if int(os.environ.get("RANK", 0)) == 0:
             print(describe(run_settings, processes))
         return
-    if is_finished(run_settings, processes, typed):
+    if is_finished(run_settings, processes, overrides.unresolved(HydraConfig.get().overrides.task)):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
         return
     # Not at the top: it takes seconds, and neither `--help` nor a plan nor a misspelled setting needs it.

@@ -66,7 +66,24 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.loop == "trainer" and not has_accelerate:
         parser.error("--loop trainer: transformers' Trainer needs accelerate; pip install accelerate")
     arguments.loop = arguments.loop or ("trainer" if has_accelerate else "plain")
+    check(arguments, [*sizes, "steps"], parser)
     return arguments
+
+
+def check(arguments: argparse.Namespace, positive: list[str], parser: argparse.ArgumentParser) -> None:
+    """End the program with a message, before it trains, if it cannot or could not write its result."""
+    for name in positive:
+        if (value := getattr(arguments, name.replace("-", "_"))) < 1:
+            parser.error(f"--{name} {value}: give a positive number")
+    heads, kv_heads = arguments.heads, arguments.kv_heads
+    if arguments.width % (2 * heads):
+        parser.error(f"--width {arguments.width}: give a multiple of 2 · --heads = {2 * heads}")
+    if heads % kv_heads:
+        parser.error(f"--kv-heads {kv_heads}: give a divisor of --heads = {heads}")
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
+    if arguments.out and not Path(arguments.out).parent.is_dir():
+        parser.error(f"--out {arguments.out}: there is no such folder")
 
 
 class Texts(torch.utils.data.Dataset):

@@ -105,6 +105,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.steps <= arguments.warm_up:
         parser.error(f"--steps {arguments.steps} leaves no step to time after --warm-up {arguments.warm_up}")
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
+    if arguments.out and not Path(arguments.out).parent.is_dir():
+        parser.error(f"--out {arguments.out}: there is no such folder")
     sizes, inputs = SIZES[arguments.size]
     arguments.sizes, arguments.text = sizes, inputs["text"]
     arguments.video = [arguments.frames or inputs["video"][0], *inputs["video"][1:]]

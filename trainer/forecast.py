@@ -78,10 +78,23 @@ def _cpu_speed(settings: Settings) -> Speed:
 
 def run_seconds(settings: Settings, plan: Plan, tokens_per_second: float) -> float:
     """Seconds of all steps and evaluations, without start, probe and checkpoints."""
-    sets = len(settings.data.validation) + max(1, len(settings.data.sources))
-    evaluations = -(-plan.steps // settings.eval_every) * sets
-    evaluated = evaluations * settings.eval_sequences * settings.context * FORWARD
+    evaluations = -(-plan.steps // settings.eval_every)
+    evaluated = evaluations * _evaluated_sequences(settings) * settings.context * FORWARD
     return (plan.steps * plan.tokens_per_step + evaluated) / tokens_per_second
+
+
+def _evaluated_sequences(settings: Settings) -> int:
+    """Sequences of an evaluation: of a prepared text no more than it holds out."""
+    wanted = settings.eval_sequences
+    sequences = wanted * len(settings.data.validation)
+    for text in _texts(settings.data).values():
+        try:
+            manifest = prepared(text)
+        except (ValueError, OSError):  # reported by _text
+            manifest = None
+        held_out = wanted if manifest is None else manifest.tokens("val") // settings.context
+        sequences += min(wanted, held_out)
+    return sequences
 
 
 # ---------------------------------------------------------------------- the table
@@ -114,10 +127,15 @@ def _run(settings: Settings, plan: Plan, ranks: int) -> Rows:
     yield "tokens", f"{plan.steps * plan.tokens_per_step:,}"
 
 
-def _text(settings: DataSettings, plan: Plan) -> Rows:
-    texts = {"text": settings}
+def _texts(settings: DataSettings) -> dict[str, DataSettings]:
+    """What is trained on, by name: one text, or those of a mixture."""
     if settings.source == MIXTURE:
-        texts = {f"text {name}": source for name, source in sources_of(settings).items()}
+        return {f"text {name}": source for name, source in sources_of(settings).items()}
+    return {"text": settings}
+
+
+def _text(settings: DataSettings, plan: Plan) -> Rows:
+    texts = _texts(settings)
     for name, text in texts.items():
         try:
             manifest = prepared(text)

@@ -255,6 +255,8 @@ class RunDirectory:
 
         step: that of the checkpoint that was loaded. Raises ValueError if another line is damaged.
         """
+        if step and not self.metrics.exists():
+            log.warning("%s is gone: the curve of the first %d steps is lost", self.metrics, step)
         for path in (self.metrics, self.spikes):
             if path.exists():
                 kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]

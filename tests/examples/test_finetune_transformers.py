@@ -41,6 +41,22 @@ def test_trainer_without_accelerate_says_what_to_install(monkeypatch, capsys):
     assert "pip install accelerate" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps 0: give a positive number"),
+        (["--heads", "3"], "--width 32: give a multiple of 2 · --heads = 6"),
+        (["--kv-heads", "3"], "--kv-heads 3: give a divisor of --heads = 2"),
+        (["--out", "/nowhere/x.json"], "--out /nowhere/x.json: there is no such folder"),
+    ],
+)
+def test_mistakes_are_named_before_it_trains(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        finetune_transformers.main([*TINY, *options])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_batches_are_padded_and_padding_is_no_target():
     arguments = finetune_transformers.parse_arguments(TINY)
     texts = finetune_transformers.Texts(arguments)
