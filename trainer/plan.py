@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from omegaconf import OmegaConf
 
 import data.checks
 import data.settings
@@ -26,6 +27,8 @@ Problems = Iterator[str]
 
 SEEDS = 2**63  # from 0 to below this; PyTorch takes -1 for 2**64 - 1
 LONGEST_TIMEOUT_S = 365 * 86400
+MODELS = Path(__file__).resolve().parents[1] / "configs" / "model"
+FEW = 3  # settings that a message lists; for more it names a model
 SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
 
@@ -239,8 +242,12 @@ def check_vocabulary(settings: Settings, ranks: int) -> Problems:
     if settings.model.vocab_size < needed:
         yield (
             f"model.vocab_size={settings.model.vocab_size} is smaller than the {needed} tokens of "
-            f"data.tokenizer={settings.data.tokenizer}; use model.vocab_size={-(-needed // 64) * 64} "
-            "(padded to a multiple of 64 for speed)"
+            f"data.tokenizer={settings.data.tokenizer}; use "
+            + (
+                f"the tokenizer that those weights were trained with: data.tokenizer={settings.init_from}"
+                if settings.init_from
+                else f"model.vocab_size={-(-needed // 64) * 64} (padded to a multiple of 64 for speed)"
+            )
         )
 
 
@@ -316,14 +323,23 @@ def check_init_from(settings: Settings, ranks: int) -> Problems:
         yield f"init_from={settings.init_from}: {error}"
         return
     wrong = model.config.differences(stored, settings.model)
-    if wrong:
-        yield (
-            f"init_from={settings.init_from} holds a model of another shape; use "
-            + " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
-            + " (here "
-            + ", ".join(f"{name}={ours}" for name, _, ours in wrong)
-            + ")"
-        )
+    if not wrong:
+        return
+    problem = f"init_from={settings.init_from} holds a model of another shape; use"
+    preset = _model_of_shape(stored)
+    if preset and len(wrong) > FEW:
+        yield f"{problem} model={preset}"
+    else:
+        use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
+        yield f"{problem} {use} (here {', '.join(f'{name}={ours}' for name, _, ours in wrong)})"
+
+
+def _model_of_shape(stored: model.config.LlamaConfig) -> str | None:
+    """The option of the group `model` that has the shape of these weights."""
+    for file in sorted(MODELS.glob("*.yaml")):
+        if not model.config.differences(stored, model.config.LlamaConfig(**OmegaConf.load(file))):
+            return file.stem
+    return None
 
 
 def _continues(settings: Settings) -> bool:

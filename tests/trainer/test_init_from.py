@@ -69,6 +69,10 @@ def test_another_shape_is_refused_before_anything_is_built(base, compose_setting
     ):
         plan(compose_settings, f"init_from={base}", "model.qk_norm=false", "model.d_ffn=64")
     plan(compose_settings, f"init_from={base}", "model.n_kv_heads=2", "model.init_std=1")  # the same weights
+    with pytest.raises(SettingsError, match=r"another shape; use model=llama_debug$"):
+        plan(compose_settings, f"init_from={base}", "model=llama_tiny", "data.tokenizer=bytes")
+    with pytest.raises(SettingsError, match=r"use the tokenizer .* trained with: data\.tokenizer=.*weights$"):
+        plan(compose_settings, f"init_from={base}", "data.tokenizer=gpt2")
 
 
 def test_a_folder_without_a_model_is_named(compose_settings, tmp_path):
