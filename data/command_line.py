@@ -11,6 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
 from hydra.errors import HydraException
 
+#: Options of Hydra that the next argument does not belong to.
+WITHOUT_VALUE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve")
 #: Settings whose next part is a name that the user chooses; data/texts.py checks what follows.
 NAMED = ("data.validation.", "data.sources.")
 
@@ -22,6 +24,28 @@ def parse(arguments: list[str]) -> list[Override]:
         return OverridesParser.create().parse_overrides(words)
     except HydraException:
         return []
+
+
+def check_words_or_exit(arguments: Sequence[str], settings: set[str]) -> None:
+    """End the program with a message if an argument is neither an option nor `name=value`."""
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        is_value = before.startswith("-") and before not in WITHOUT_VALUE  # of an option: --cfg job
+        if "=" in word or word.startswith(("-", "~")) or is_value:
+            continue
+        if word in settings:
+            sys.exit(f"{word}: give it a value, {word}=…")
+        hint = f"did you mean data.path={word}?" if Path(word).exists() else "settings are name=value"
+        sys.exit(f"{word}: there is no such option; {hint}")
+
+
+def check_numbers_or_exit(overrides: Sequence[Override], cls: type) -> None:
+    """End the program with a message if a whole number is written with a point or an exponent."""
+    whole = {name for name, hint in setting_hints(cls).items() if hint in (int, int | None)}
+    for override in overrides:
+        for value in _values(override):
+            if override.key_or_group in whole and isinstance(value, float):
+                number = f": {int(value)}" if value.is_integer() else ""
+                sys.exit(f"{override.input_line}: {override.key_or_group} is a whole number{number}")
 
 
 def has_search_path(overrides: Sequence[Override]) -> bool:
@@ -63,16 +87,21 @@ def check_option_or_exit(override: Override, options: list[str]) -> None:
             sys.exit(f"{override.input_line}: {_unknown_option(group, option, options)}")
 
 
-def setting_names(cls: type, prefix: str = "") -> set[str]:
-    """Dotted names of all settings in a dataclass and the dataclasses within it."""
+def setting_hints(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted names and types of all settings in a dataclass and the dataclasses within it."""
     hints = get_type_hints(cls)
-    names: set[str] = set()
+    found: dict[str, Any] = {}
     for field in fields(cls):
-        name = f"{prefix}{field.name}"
-        names.add(name)
-        if is_dataclass(hints[field.name]):
-            names |= setting_names(hints[field.name], f"{name}.")
-    return names
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        found[name] = hint
+        if is_dataclass(hint):
+            found |= setting_hints(hint, f"{name}.")
+    return found
+
+
+def setting_names(cls: type) -> set[str]:
+    """Dotted names of all settings in a dataclass and the dataclasses within it."""
+    return set(setting_hints(cls))
 
 
 def options_in(group: Path) -> list[str]:

@@ -221,9 +221,13 @@ def main() -> None:
 
     register()
     configs = Path(__file__).resolve().parent.parent / "configs"
+    names = command_line.setting_names(PrepareSettings)
+    command_line.check_words_or_exit(sys.argv[1:], names)
+    parsed = command_line.parse(sys.argv[1:])
+    command_line.check_numbers_or_exit(parsed, PrepareSettings)
     command_line.check_or_exit(
-        command_line.parse(sys.argv[1:]),
-        command_line.setting_names(PrepareSettings),
+        parsed,
+        names,
         {"data": command_line.options_in(configs / "data")},
         program="python -m data.prepare",
     )

@@ -23,7 +23,9 @@ def unresolved(overrides: ListConfig) -> list[str]:
 
 def check_or_exit(arguments: list[str], configs: Path) -> None:
     """End the program with a message if an argument `name=value` has an unknown setting, group or option."""
+    command_line.check_words_or_exit(arguments, known_settings())
     parsed = command_line.parse(arguments)
+    command_line.check_numbers_or_exit(parsed, Settings)
     groups = {folder.name: options_in(folder) for folder in configs.iterdir() if folder.is_dir()}
     command_line.check_or_exit(parsed, known_settings(), groups, program="python train.py")
     for override in parsed:
