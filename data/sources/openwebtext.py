@@ -49,6 +49,11 @@ class OpenWebTextUnit(Unit):
                     waits = iter(RETRY_SECONDS)
                 return
             except Exception as error:  # of several libraries, without a common base class
+                if _is_offline():
+                    raise OSError(
+                        f"{self.label} cannot be read: HF_HUB_OFFLINE is set; unset it, or use text of your own, "
+                        "data=parquet data.path=…"
+                    ) from error
                 wait = next(waits, None)
                 if wait is None:
                     raise OSError(
@@ -67,6 +72,13 @@ class OpenWebTextUnit(Unit):
         one_file = dataset.select_columns([self.column]).shard(self.of, self.index)
         for table in one_file.with_format("arrow").iter(ROWS_AT_ONCE):
             yield table.column(self.column).combine_chunks()
+
+
+def _is_offline() -> bool:
+    """Whether huggingface_hub was told to make no connection, which no retry changes."""
+    from huggingface_hub import constants  # comes with datasets
+
+    return constants.HF_HUB_OFFLINE
 
 
 def units(*, repository: str, config: str, revision: str, column: str) -> list[Unit]:

@@ -356,6 +356,17 @@ def test_openwebtext_without_network_names_the_unit_and_says_to_rerun(monkeypatc
         documents(openwebtext_units()[1:2])
 
 
+def test_openwebtext_offline_on_purpose_is_not_retried(monkeypatch):
+    def offline(*_, **__):
+        raise ConnectionError("OfflineModeIsEnabled")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(openwebtext.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    with pytest.raises(OSError, match=r"HF_HUB_OFFLINE is set; unset it, or use .* data=parquet data.path="):
+        documents(openwebtext_units()[1:2])
+
+
 # ------------------------------------------------------------------ which files
 
 
