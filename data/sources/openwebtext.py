@@ -51,8 +51,8 @@ class OpenWebTextUnit(Unit):
             except Exception as error:  # of several libraries, without a common base class
                 if _is_offline():
                     raise OSError(
-                        f"{self.label} cannot be read: HF_HUB_OFFLINE is set; unset it, or use text of your own, "
-                        "data=parquet data.path=…"
+                        f"{self.label} cannot be read: HF_HUB_OFFLINE is set; unset it, or use text of your "
+                        "own, data=parquet data.path=…"
                     ) from error
                 wait = next(waits, None)
                 if wait is None:

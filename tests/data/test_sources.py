@@ -314,6 +314,7 @@ def local_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(openwebtext, "FILES", 3)
     monkeypatch.setattr(openwebtext, "ROWS_AT_ONCE", 10)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(openwebtext, "RETRY_SECONDS", (0, 0))
     return calls
 
@@ -350,6 +351,7 @@ def test_openwebtext_without_network_names_the_unit_and_says_to_rerun(monkeypatc
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(openwebtext, "RETRY_SECONDS", (0, 0))
     message = r"file 2 of 80 could not be read .*no route to host.* run the same command again to continue"
     with pytest.raises(OSError, match=message):
