@@ -1,5 +1,6 @@
 """Finding input files, detecting whether they changed, and writing files atomically."""
 
+import filecmp
 import glob
 import hashlib
 import json
@@ -43,6 +44,30 @@ def inode(file: Path) -> tuple[int, int]:
     """What identifies a file on this machine, whatever the name or link that leads to it."""
     status = file.stat()
     return status.st_dev, status.st_ino
+
+
+class Known:
+    """Files, among which one can look for another, by whatever name, or for a copy of it."""
+
+    def __init__(self, files: Iterable[Path] = ()):
+        self._by_inode: dict[tuple[int, int], Path] = {}
+        self._by_size: dict[int, list[Path]] = {}
+        for file in files:
+            self.add(file)
+
+    def add(self, file: Path) -> None:
+        self._by_inode.setdefault(inode(file), file)
+        self._by_size.setdefault(file.stat().st_size, []).append(file)
+
+    def find(self, file: Path) -> Path | None:
+        """The first that is the same text. Only files of one size are read, in order to compare them."""
+        if (same := self._by_inode.get(inode(file))) is not None:
+            return same
+        size = file.stat().st_size
+        twins = (
+            other for other in self._by_size.get(size, ()) if size and filecmp.cmp(file, other, shallow=False)
+        )
+        return next(twins, None)
 
 
 def _each_once(files: Iterable[Path]) -> list[Path]:

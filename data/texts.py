@@ -9,7 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from data.files import inode, matching
+from data.files import Known, matching
 from data.settings import FILE_SUFFIXES, MIXTURE, SOURCES, DataSettings, problems_of_text
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
@@ -199,15 +199,18 @@ def _problems_of_files_in_two(settings: DataSettings) -> Iterator[str]:
     """A file is read by one source only, and never both to train and to validate."""
     if not (settings.sources or settings.validation):
         return  # data.path and data.val_path alone are compared when they are read
-    trained: dict[tuple[int, int], str] = {}
+    known, trained = Known(), dict[Path, str]()
     for where, text in all_texts(settings).items():
         for file in _files(text.path, text.source):
-            first = trained.setdefault(inode(file), f"{where}.path")
+            twin = known.find(file)
+            known.add(file)
+            first = trained.setdefault(file if twin is None else twin, f"{where}.path")
             if first != f"{where}.path":
                 yield f"{file} matches both {first} and {where}.path; keep it out of one of them"
     for where, text in all_texts(settings).items():
         for file in _files(text.val_path, text.source):
-            if (first := trained.get(inode(file))) is not None:
+            if (twin := known.find(file)) is not None:
+                first = trained[twin]
                 place = where if where.startswith("data.validation.") else f"{where}.val_path"
                 yield f"{file} matches both {first} and {place}; keep it out of one of them"
 

@@ -7,7 +7,7 @@ yields its documents in batches that fit into memory. Units are pickled to the p
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data.files import identity, inode, matching
+from data.files import Known, identity, matching
 from data.settings import FILE_SUFFIXES, DataSettings
 from data.sources import jsonl, openwebtext, parquet, stdlib, text
 from data.sources.base import Batch, Unit
@@ -62,10 +62,10 @@ def load(settings: DataSettings) -> Source:
 
 def _check_apart(files: list[Path], val_files: list[Path]) -> None:
     """Raise ValueError if a file is both training and validation text."""
-    train = {inode(file): file for file in files}
+    train = Known(files)
     for file in val_files:
-        if (same := train.get(inode(file))) is not None:
-            name = str(file) if file == same else f"{file}, the same file as {same},"
+        if (same := train.find(file)) is not None:
+            name = str(file) if file == same else f"{file}, the same text as {same},"
             raise ValueError(f"{name} matches both data.path and data.val_path; keep it out of one of them")
 
 

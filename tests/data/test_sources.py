@@ -259,7 +259,7 @@ def test_text_without_a_place_to_cut_is_cut_between_characters(tmp_path, monkeyp
     monkeypatch.setattr(text, "CUT_WINDOW", 8)
     path = tmp_path / "a.txt"
     path.write_text("語" * 100)
-    (tmp_path / "val.txt").write_text("語" * 100)
+    (tmp_path / "val.txt").write_text("文" * 100)
     source = load("text", path, val_path=str(tmp_path / "val.txt"))
     assert documents(unit for unit in source.units if unit.split == "train") == ["語" * 100]
     assert len(source.units) == 12
@@ -413,10 +413,13 @@ def test_folders_behind_links_are_found(tmp_path):
 
 def test_validation_text_that_is_also_training_text_is_refused(folders):
     (folders / "val.txt").symlink_to("b/b.txt")
-    with pytest.raises(ValueError, match=r"val.txt, the same file as b/b.txt, matches both data.path and"):
+    with pytest.raises(ValueError, match=r"val.txt, the same text as b/b.txt, matches both data.path and"):
         load("text", "?/*.txt", val_path="val.txt")
     with pytest.raises(ValueError, match=r"a/a.txt matches both data.path and data.val_path; keep it out of"):
         load("text", "?/*.txt", val_path="a/a.txt")
+    (folders / "copy.txt").write_bytes((folders / "a/a.txt").read_bytes())
+    with pytest.raises(ValueError, match=r"copy.txt, the same text as a/a.txt, matches both data.path and"):
+        load("text", "?/*.txt", val_path="copy.txt")
     load("text", "a/*.txt", val_path="b/b.txt")
 
 

@@ -137,8 +137,8 @@ def word_level(file, size):
 def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
     """From the text to the batches, with the largest ids of the vocabulary."""
     words = np.array([0, 255, 256, 65534, size - 2, 7, size - 2])
-    for name in ("train.txt", "val.txt"):
-        (tmp_path / name).write_text(" ".join(map(str, words)))
+    for name, end in (("train.txt", ""), ("val.txt", "\n")):
+        (tmp_path / name).write_text(" ".join(map(str, words)) + end)
     settings = DataSettings(
         source="text",
         path=str(tmp_path / "train.txt"),
