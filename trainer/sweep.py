@@ -17,6 +17,7 @@ from trainer.console import say
 from trainer.interrupt import exit_on_signals
 from trainer.overrides import unresolved
 from trainer.run_directory import default_name
+from trainer.sweep_checks import refuse_what_cannot_be_trained
 from trainer.sweep_directories import make_sweep_directory, refuse_shared_directories, runs_of
 
 
@@ -33,9 +34,11 @@ class SweepSummary(Callback):
         self._ended: list[JobReturn] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        runs = runs_of(config)
         refuse_shared_directories(config)
+        refuse_what_cannot_be_trained(config, runs)
         make_sweep_directory(Path(config.hydra.sweep.dir))
-        self._planned = len(runs_of(config))
+        self._planned = len(runs)
         group = default_name(unresolved(config.hydra.overrides.task))
         os.environ.setdefault("WANDB_RUN_GROUP", group)  # W&B's own; the runs inherit it
         exit_on_signals()  # between the runs, which have handlers of their own

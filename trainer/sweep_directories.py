@@ -23,7 +23,7 @@ def refuse_shared_directories(config: DictConfig) -> None:
     """End the program with a message if two runs of the sweep `config` would train in one directory."""
     first_in: dict[Path, list[str]] = {}
     for run in runs_of(config):
-        directory = _directory(run)
+        directory = directory_of(run)
         if directory is None:
             continue
         first = first_in.setdefault(directory, run)
@@ -43,7 +43,7 @@ def make_sweep_directory(folder: Path) -> None:
         sys.exit(f"cannot create the folder of the sweep: {explain(error)}; set runs_dir=…")
 
 
-def _directory(run: list[str]) -> Path | None:
+def directory_of(run: list[str]) -> Path | None:
     """Where a run with these overrides trains; None if that depends on other settings."""
     given = dict(text.split("=", 1) for text in run)
     run_dir = given.get("run_dir", "null")

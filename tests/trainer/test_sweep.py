@@ -38,9 +38,8 @@ def begin(monkeypatch, tmp_path):
 
 
 def hydra(overrides, folder="."):
-    return OmegaConf.create(
-        {"hydra": {"overrides": {"task": list(overrides)}, "sweep": {"dir": str(folder)}}}
-    )
+    settings = {"overrides": {"task": list(overrides)}, "sweep": {"dir": str(folder)}}
+    return OmegaConf.create({"hydra": settings | {"runtime": {"choices": {}}}})
 
 
 def end(summary, overrides, error=None):
