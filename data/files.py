@@ -1,6 +1,7 @@
 """Finding input files, detecting whether they changed, and writing files atomically."""
 
 import filecmp
+import functools
 import glob
 import hashlib
 import json
@@ -70,13 +71,18 @@ class Known:
         return next(twins, None)
 
 
+@functools.cache  # a command looks for the files several times
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
 def _each_once(files: Iterable[Path]) -> list[Path]:
     """The files, sorted, without further names of one that is there already."""
     names: dict[tuple[int, int], Path] = {}
     for file in sorted(files, key=lambda file: (file.is_symlink(), file)):
         first = names.setdefault(inode(file), file)
         if first != file:
-            log.warning("%s is %s under another name, and is left out", file, first)
+            _warn_once(f"{file} is {first} under another name, and is left out")
     return sorted(names.values())
 
 
