@@ -128,10 +128,9 @@ def _problems_of_files(settings: DataSettings) -> Iterator[str]:
         except ValueError as error:
             yield f"data.{key}={pattern}: {error}"
             continue
-        for other, suffixes in FILE_SUFFIXES.items():
-            if other != source and (wrong := [file for file in files if file.name.endswith(suffixes)]):
-                yield f"data.{key}={pattern}: {wrong[0].name} is no {source}; use data={other}"
-                return
+        if source == "text" and (other := _other_format(files[0])):  # it would be read as it is
+            yield f"data.{key}={pattern}: {files[0].name} is not plain text; use data={other}"
+            continue
         if source == "parquet":
             from data.sources.parquet import check_column  # imports pyarrow, which is slow
 
@@ -139,6 +138,12 @@ def _problems_of_files(settings: DataSettings) -> Iterator[str]:
                 check_column(files[0], settings.column)
             except ValueError as error:
                 yield str(error)
+
+
+def _other_format(file: Path) -> str | None:
+    """The source that reads files with such a name, if it is not text."""
+    formats = (name for name, suffixes in FILE_SUFFIXES.items() if file.name.endswith(suffixes))
+    return next((name for name in formats if name != "text"), None)
 
 
 def _problems_without_files(settings: DataSettings) -> Iterator[str]:

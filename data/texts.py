@@ -202,17 +202,21 @@ def _problems_of_files_in_two(settings: DataSettings) -> Iterator[str]:
     known, trained = Known(), dict[Path, str]()
     for where, text in all_texts(settings).items():
         for file in _files(text.path, text.source):
-            twin = known.find(file)
+            twin = known.find(file) or file
             known.add(file)
-            first = trained.setdefault(file if twin is None else twin, f"{where}.path")
+            first = trained.setdefault(twin, f"{where}.path")
             if first != f"{where}.path":
-                yield f"{file} matches both {first} and {where}.path; keep it out of one of them"
+                yield _in_two(file, twin, first, f"{where}.path")
     for where, text in all_texts(settings).items():
         for file in _files(text.val_path, text.source):
             if (twin := known.find(file)) is not None:
-                first = trained[twin]
                 place = where if where.startswith("data.validation.") else f"{where}.val_path"
-                yield f"{file} matches both {first} and {place}; keep it out of one of them"
+                yield _in_two(file, twin, trained[twin], place)
+
+
+def _in_two(file: Path, twin: Path, first: str, second: str) -> str:
+    name = str(file) if file == twin else f"{file}, the same text as {twin},"
+    return f"{name} matches both {first} and {second}; keep it out of one of them"
 
 
 def _files(pattern: str | None, source: str) -> list[Path]:

@@ -1,5 +1,6 @@
 """Command-line overrides: unknown settings and options are answered with the nearest known ones."""
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +20,11 @@ from trainer.settings import Settings
 def unresolved(overrides: ListConfig) -> list[str]:
     """Overrides as they were typed: ${oc.env:KEY} stays, so that no secret gets into a name or a message."""
     return OmegaConf.to_container(overrides, resolve=False)
+
+
+def command_of(overrides: list[str]) -> str:
+    """The command that trains a run with these overrides."""
+    return shlex.join(["python", "train.py", *overrides])
 
 
 def check_or_exit(arguments: list[str], configs: Path) -> None:

@@ -267,14 +267,11 @@ class RunDirectory:
         if self.checkpoints.is_symlink():  # on another disk: the link stays, and what a run did not write
             for pattern in ("step_*", ".writing_*"):
                 for folder in self.checkpoints.glob(pattern):
-                    shutil.rmtree(folder)
-        elif self.checkpoints.exists():
-            shutil.rmtree(self.checkpoints)
+                    _remove(folder)
+        else:
+            _remove(self.checkpoints)
         for folder in (self.weights, self.exports, self.traces, self.profile):
-            if folder.is_symlink():
-                folder.unlink()
-            elif folder.exists():
-                shutil.rmtree(folder)
+            _remove(folder)
         for path in (
             self.metrics,
             self.spikes,
@@ -286,6 +283,14 @@ class RunDirectory:
             self._done,
         ):
             path.unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder; of a link to one only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
 
 
 def _device_name(device: torch.device) -> str:

@@ -3,7 +3,6 @@
 import atexit
 import io
 import os
-import shlex
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from omegaconf import DictConfig
 
 from trainer.console import say
 from trainer.interrupt import exit_on_signals
-from trainer.overrides import unresolved
+from trainer.overrides import command_of, unresolved
 from trainer.run_directory import default_name
 from trainer.sweep_checks import refuse_what_cannot_be_trained
 from trainer.sweep_directories import make_sweep_directory, refuse_shared_directories, runs_of
@@ -66,15 +65,11 @@ class SweepSummary(Callback):
         finished = f"\n{len(ended) - len(failed)} of {self._planned} runs {self._done}"
         say(", ".join([finished, *(f"{n} {what}" for what, n in counts.items() if n > 0)]))
         for job in failed:
-            say(f"failed: {_command(job.overrides or [])}\n  {_error(job)}")
+            say(f"failed: {command_of(job.overrides or [])}\n  {_error(job)}")
         for overrides in interrupted:
-            say(f"interrupted: {_command(overrides)}")
+            say(f"interrupted: {command_of(overrides)}")
         if interrupted or counts["not started"] > 0:
             say("The same command continues with what is not finished")
-
-
-def _command(overrides: list[str]) -> str:
-    return shlex.join(["python", "train.py", *overrides])
 
 
 def _error(job: JobReturn) -> str:

@@ -1,6 +1,5 @@
 """What a sweep's runs are checked for before the first of them begins."""
 
-import shlex
 import sys
 
 from hydra import compose
@@ -9,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from trainer.errors import SettingsError
+from trainer.overrides import command_of
 from trainer.plan import make_plan
 from trainer.sweep_directories import directory_of
 
@@ -20,14 +20,16 @@ def refuse_what_cannot_be_trained(config: DictConfig, runs: list[list[str]]) -> 
     """
     if config.hydra.runtime.choices.get("hydra/launcher") != "basic":
         return
-    found = [f"{_command(run)}\n{problem}" for run in runs if (problem := _problem(run))]
+    own = [text for text in config.hydra.overrides.hydra if text.startswith("hydra.searchpath=")]
+    name = config.hydra.job.config_name
+    found = [f"{command_of(run)}\n{problem}" for run in runs if (problem := _problem(name, run, own))]
     if found:
         sys.exit("\n".join(["no run of this sweep was started:", *found]))
 
 
-def _problem(run: list[str]) -> str | None:
+def _problem(config_name: str, run: list[str], search_path: list[str]) -> str | None:
     try:
-        settings = OmegaConf.to_object(compose("train", overrides=run))
+        settings = OmegaConf.to_object(compose(config_name, overrides=[*run, *search_path]))
         if settings.run_dir is None and (directory := directory_of(run)):
             settings.run_dir = str(directory)
         make_plan(settings, settings.hardware.devices)
@@ -39,7 +41,3 @@ def _problem(run: list[str]) -> str | None:
     except SettingsError as error:
         return str(error)
     return None
-
-
-def _command(run: list[str]) -> str:
-    return shlex.join(["python", "train.py", *run])

@@ -92,5 +92,5 @@ def test_vocabulary_sizes_are_the_tokenizers():
 def test_files_of_another_source_are_refused(tmp_path):
     for name, other in (("a.jsonl", "jsonl"), ("b.parquet", "parquet"), ("c.jsonl.gz", "jsonl")):
         (tmp_path / name).write_text("{}")
-        with pytest.raises(ValueError, match=f"{name}: {name} is no text; use data={other}"):
+        with pytest.raises(ValueError, match=f"{name}: {name} is not plain text; use data={other}"):
             check(DataSettings(source="text", path=str(tmp_path / name)))

@@ -9,9 +9,10 @@ from trainer import settings
 from trainer.sweep_checks import refuse_what_cannot_be_trained
 
 
-def refuse(*runs, launcher="basic"):
+def refuse(*runs, launcher="basic", hydra=()):
     settings.register()
-    config = OmegaConf.create({"hydra": {"runtime": {"choices": {"hydra/launcher": launcher}}}})
+    known = {"job": {"config_name": "train"}, "overrides": {"hydra": ["hydra.mode=MULTIRUN", *hydra]}}
+    config = OmegaConf.create({"hydra": known | {"runtime": {"choices": {"hydra/launcher": launcher}}}})
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         refuse_what_cannot_be_trained(config, [["experiment=debug", *run] for run in runs])
 
@@ -26,6 +27,13 @@ def test_runs_that_cannot_be_trained_are_listed_before_the_first_begins():
     assert "optimizer.lr=abc" in message
     assert "could not be converted to Float" in message
     assert "seed=1" not in message
+
+
+def test_options_of_ones_own_are_found(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\nsteps: 0\n")
+    with pytest.raises(SystemExit, match="steps=0 must be greater than zero"):
+        refuse(["experiment=own"], hydra=[f"hydra.searchpath=[file://{tmp_path}]"])
 
 
 def test_what_is_only_known_later_is_not_judged_here():

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from sagebwd import SageConfig, dispatch, reference, sage_attention
-from sagebwd._ops import ops
 from sagebwd.config import DEFAULT_CONFIG, encode
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.layout import Axis
-from sagebwd.kernels.ops import saved_for_backward
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels import operators
@@ -368,12 +366,6 @@ def test_gradients_are_the_same_in_every_way(attend_on_cpu, draw, monkeypatch, w
 @pytest.mark.parametrize("boundaries", [None, (0, 70, 70, 150)], ids=["whole", "packed"])
 @pytest.mark.parametrize("config", [DEFAULT_CONFIG, SageConfig.paper()], ids=["default", "paper"])
 def test_the_mean_of_k_alone_has_the_bits_of_the_forward(attend_on_cpu, draw, config, boundaries):
-    """Operators that save the logsumexp alone compute it once more."""
     q, k, v, _ = draw(150, batch=1, heads=2, kv_heads=1, head_dim=72, dtype=torch.float16)
-    k = k + 3
     boundaries = None if boundaries is None else torch.tensor(boundaries)
-    settings = (0.125, encode(config), "hopper")
-    out, lse, k_mean, *_ = ops.forward.default(q, k, v, boundaries, None, -1, 0, *settings)
-    again = saved_for_backward(q, k, out, lse, boundaries, None, *settings)
-    assert k_mean.max() > 2
-    assert torch.equal(again.k_mean, k_mean)
+    operators.check_mean_of_k("hopper", q, k + 3, v, boundaries, config)
