@@ -185,55 +185,50 @@ def backward(
     """As :func:`sagebwd.kernels.hopper.attention.backward`, but V is not packed, so v is no stand-in."""
     dk, dv = Result(k, kv_axis), Result(v, kv_axis)  # not laid out as a copy of v is
     grad_out, v = with_whole_pieces(grad_out), with_whole_pieces(v)
-    tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_bwd")
-    token_scales = config.operand_scales == "token"
     packer = _packer_of(q, config)
     if not packed_kv.numel():
         k_mean = pad(k_mean, (0, packed_head_dim(k.shape[3]) - padded_head_dim(k.shape[3])))
         packed_kv = packer.pack_kv(k, v, kv_axis, k_mean if config.smooths_k else None)
     if not packed_q.numel():
         packed_q = packer.pack_q(q, q_axis)
-    # From INT8 each CTA makes its own.
-    packed_k_columns = packer.pack_k_columns(packed_kv, k, kv_axis) if s_16bit else None
-    p_16bit = not config.is_int8("dv")
+    # Of K in INT8 each CTA makes its own columns.
+    packed_k_columns = None if config.is_int8("s_bwd") else packer.pack_k_columns(packed_kv, k, kv_axis)
     # How many blocks of keys were added to dQ of each packed block of queries; the counter of work tiles.
-    q_blocks, head_dim = q.shape[0] * q.shape[1] * q_axis.blocks, packed_head_dim(q.shape[3])
+    q_blocks = q.shape[0] * q.shape[1] * q_axis.blocks
     turns = q.new_empty(q_blocks + 1, dtype=torch.int32)
     packed_grad, packed_q_columns = packer.pack_grad(
-        q,
-        packed_q,
-        grad_out,
-        out,
-        lse,
-        q_axis,
+        q, packed_q, grad_out, out, lse, q_axis,
         out_residual=out_residual if config.compensate_o else None,
-        p_16bit=p_16bit,
-        counters=turns,
-    )
+        p_16bit=not config.is_int8("dv"), counters=turns,
+    )  # fmt: skip
     # No CTA visits queries that see no key.
     dq = Result(q, q_axis, is_zeroed=window.left >= 0)
     # dQ of each packed block of queries, added up block of keys by block of keys.
-    dq_sums = q.new_empty((q_blocks, tile[0] * head_dim), dtype=torch.float32)
+    block_q, block_kv = config.tile(q.shape[3])
+    dq_sums = q.new_empty((q_blocks, block_q * packed_head_dim(q.shape[3])), dtype=torch.float32)
     axes = CAxes.of(
-        k,
-        q_axis,
-        kv_axis,
-        work_axis=kv_axis.with_block(tile[1]),
-        group=q.shape[1] // k.shape[1],
+        k, q_axis, kv_axis, work_axis=kv_axis.with_block(block_kv), group=q.shape[1] // k.shape[1],
         tile_counter=turns.data_ptr() + 4 * q_blocks,
-    )
+    )  # fmt: skip
     arguments = CBackward(
         packed_q.data_ptr(), packed_grad.data_ptr(), packed_q_columns.data_ptr(), packed_kv.data_ptr(),
         None if packed_k_columns is None else packed_k_columns.data_ptr(), CTokenTensor.of(v),
         CTokenTensor.of(grad_out), dq.target, dk.target, dv.target, dq_sums.data_ptr(), turns.data_ptr(),
         axes, scale,
     )  # fmt: skip
-    settings = {
-        "token_scales": token_scales,
-        "s_16bit": s_16bit,
-        "UNSIGNED_P": config.is_unsigned("dv"),
-        "SCALES_OF_TILES": config.granularity == "block",
-    }
-    source = backward_source(tile, head_dim, s_16bit=s_16bit)
-    _launch(source, q, window, arguments, tile=tile, p_16bit=p_16bit, **settings)
+    _launch_backward(q, window, arguments, config)
     return dq.finish(), dk.finish(), dv.finish()
+
+
+def _launch_backward(q: Tensor, window: Window, arguments: CBackward, config: SageConfig) -> None:
+    """Launch the source for these settings and this head size."""
+    tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_bwd")
+    _launch(
+        backward_source(tile, packed_head_dim(q.shape[3]), s_16bit=s_16bit), q, window, arguments,
+        tile=tile,
+        p_16bit=not config.is_int8("dv"),
+        token_scales=config.operand_scales == "token",
+        s_16bit=s_16bit,
+        UNSIGNED_P=config.is_unsigned("dv"),
+        SCALES_OF_TILES=config.granularity == "block",
+    )  # fmt: skip
