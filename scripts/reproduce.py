@@ -26,17 +26,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from data.overrides import override
+from scripts.jobs import run_here, run_jobs
 from scripts.paper import report
 from scripts.paper.experiment_runs import SCALES, Run
 from scripts.paper.experiments import ITEMS, RESULTS, RUNS, TRACES, Item, duration_in_words, find, total_cost
 from scripts.paper.report.template import UnknownField
 from scripts.paper.result_files import DamagedResult
-from scripts.paper.run_pool import Job, Stopped, run_all, run_here, slots
 from scripts.paper.run_summary import would_diverge
 from scripts.runs import drop_weights_of, is_settled
+from trainer.errors import Interrupted
 from trainer.identity import MAY_CHANGE
 from trainer.overrides import check_or_exit
 from trainer.run_directory import RunDirectory, read_lines
+from trainer.run_queue import Job
 
 #: Overrides that choose the text; runs that bring their own do without them.
 TEXT = (
@@ -82,9 +84,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{item.name}: {item.title}", flush=True)
         try:
             done = reproduce(item, arguments)
-        except Stopped as stop:
+        except Interrupted as stop:
             print(stop, file=sys.stderr)
-            sys.exit(128 + stop.number)
+            sys.exit(128 + stop.signal)
         if arguments.dry_run:
             continue
         if done:
@@ -214,7 +216,7 @@ def listing() -> str:
 
 
 def reproduce(item: Item, arguments: argparse.Namespace) -> bool:
-    """Train the item's runs and measure; whether all went well. Raises Stopped."""
+    """Train the item's runs and measure; whether all went well. Raises Interrupted."""
     absent = [command[0] for command in item.commands[arguments.scale] if not find_spec(command[0])]
     if absent:  # said before hours are spent on training
         print(f"{item.name}: {', '.join(absent)} is not part of this checkout yet", file=sys.stderr)
@@ -257,7 +259,7 @@ def compared(item: Item, scale: str) -> list[Run]:
 
 
 def train(runs: Sequence[Run], arguments: argparse.Namespace, *, keep_weights: bool = True) -> bool:
-    """Train what is not finished; whether all runs came to an end of their own. Raises Stopped."""
+    """Train what is not finished; whether all runs came to an end of their own. Raises Interrupted."""
     if not arguments.dry_run:
         runs = [run for run in runs if is_worth_training(run, arguments)]
     commands = {run: train_command(run, arguments) for run in runs}
@@ -266,7 +268,7 @@ def train(runs: Sequence[Run], arguments: argparse.Namespace, *, keep_weights: b
         return True
     jobs = [job(run, commands[run], arguments) for run in runs if not is_settled(directory(run, arguments))]
     tidy = (lambda job: None) if keep_weights else drop_weights_of
-    return not run_all(jobs, slots(arguments.gpus, arguments.per_gpu), on_success=tidy)
+    return not run_jobs(jobs, arguments.gpus, arguments.per_gpu, on_success=tidy)
 
 
 def unlike_finished_runs(runs: Sequence[Run], arguments: argparse.Namespace) -> list[str]:
@@ -296,7 +298,7 @@ def train_command(run: Run, arguments: argparse.Namespace) -> list[str]:
 
 
 def job(run: Run, command: list[str], arguments: argparse.Namespace) -> Job:
-    """To be run in the pool; a run that diverged has come to an end, too."""
+    """Its training as a job; a run that diverged has come to an end, too."""
     own = directory(run, arguments)
     log = own.path.with_name(f"{own.path.name}.log")
     return Job(run.name, command, log, ended_well=lambda code: code == 0 or own.diverged_at() is not None)

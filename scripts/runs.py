@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.corpus import Corpus, open_corpus
-from scripts.paper.run_pool import Job
 from trainer import seal
 from trainer.checkpoint import steps_in
 from trainer.run_directory import RunDirectory
+from trainer.run_queue import Job
 from trainer.settings import Settings
 
 
@@ -75,7 +75,7 @@ def is_settled(directory: RunDirectory) -> bool:
 
 def drop_weights_of(job: Job) -> None:
     """Remove what no comparison of losses reads, once the job's run has ended: before, it continues there."""
-    directory = RunDirectory(job.log.with_suffix(""))
+    directory = RunDirectory(job.output.with_suffix(""))
     if is_settled(directory):
         for folder in (directory.checkpoints, directory.weights):
             shutil.rmtree(folder, ignore_errors=True)

@@ -107,7 +107,7 @@ class ForwardedStop(StopRequest):
 
 
 class StopSignal(StopRequest):
-    """In the process of a sweep: only remembers the signal. A terminal sends SIGINT to the runs, too."""
+    """In a process that starts commands of their own: only remembers the first signal."""
 
     def _remember(self, number: int) -> None:
         self.signal = self.signal or number

@@ -22,7 +22,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainer import distributed
 from trainer.forecast import describe
-from trainer.interrupt import SWEEP_PID
 from trainer.overrides import unresolved
 from trainer.run_directory import is_finished
 from trainer.run_queue import FAILED, FINISHED, INTERRUPTED, Job, Outcome, run_all
@@ -167,7 +166,6 @@ def _job(settings: Settings, config: DictConfig, limit: int) -> Job:
     environment = {
         "PYTHONUNBUFFERED": "1",
         "HYDRA_FULL_ERROR": "1",  # tracebacks that end with the error
-        SWEEP_PID: str(os.getpid()),
     }
     on_gpus = settings.hardware.device == "cuda"
     if not on_gpus and "OMP_NUM_THREADS" not in os.environ:

@@ -1,4 +1,4 @@
-"""Commands side by side, each with GPUs of its own and its output in a file."""
+"""Commands in parallel, each with its GPUs and its output in a file."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from trainer.errors import explain
-from trainer.interrupt import StopRequest, StopSignal
+from trainer.interrupt import SWEEP_PID, StopRequest, StopSignal
 from trainer.launcher import describe_death
 
 FINISHED, FAILED, INTERRUPTED = "finished", "failed", "interrupted"
@@ -25,13 +25,17 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Job:
-    """A command, the file that its output is added to, the number of its GPUs, and its environment."""
+    """A command, the file that its output is added to, the number of its GPUs, and its environment.
+
+    ended_well: whether this exit code counts as success.
+    """
 
     name: str
     command: list[str]
     output: Path
     gpus: int = 0
     environment: dict[str, str] = field(default_factory=dict)
+    ended_well: Callable[[int], bool] = lambda code: code == 0
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,15 @@ def run_all(
     *,
     gpus: Sequence[str],
     limit: int,
-    on_start: Callable[[Job], None],
+    on_start: Callable[[Job], None] = lambda job: None,
     on_end: Callable[[Job, Outcome], None],
 ) -> int | None:
     """Run the jobs in their order, each as soon as enough GPUs are free, and at most `limit` at a time.
 
-    gpus: as CUDA_VISIBLE_DEVICES names them; at least as many as any job needs. A signal that asks to stop is
-    passed on to the running jobs as SIGTERM, and no new ones begin. Returns its number, or None. If this
-    process is killed, the jobs that call `interrupt.end_with_sweep` end.
+    gpus: as CUDA_VISIBLE_DEVICES names them; at least as many as any job needs. A GPU that is listed n times
+    is shared by up to n jobs; then each job must need one GPU. A signal that asks to stop is passed on to the
+    running jobs as SIGTERM, once, and no new ones begin. Returns its number, or None. If this process is
+    killed, the jobs that call `interrupt.end_with_sweep`, as train.py does, end.
     """
     waiting, running, told = deque(jobs), list[_Running](), False
     with StopSignal() as stop, tqdm(total=len(jobs), unit="run", disable=None) as progress:
@@ -78,8 +83,11 @@ def run_all(
 
 
 def _free(gpus: Sequence[str], running: list["_Running"]) -> list[str]:
-    taken = [gpu for one in running for gpu in one.gpus]
-    return [gpu for gpu in gpus if gpu not in taken]
+    free = list(gpus)
+    for one in running:
+        for gpu in one.gpus:
+            free.remove(gpu)
+    return free
 
 
 def _ask_to_stop(running: list["_Running"], waiting: int) -> None:
@@ -105,7 +113,8 @@ class _Running:
                     stdin=subprocess.DEVNULL,  # nobody could answer it
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **job.environment, **visible},
+                    env={**os.environ, SWEEP_PID: str(os.getpid()), **job.environment, **visible},
+                    start_new_session=True,  # so that Ctrl-C reaches it once, through us
                 )
         except OSError as error:
             self.problem = f"cannot start it: {explain(error)}"
@@ -131,7 +140,7 @@ class _Running:
         if self.process is None:
             return Outcome(FAILED, self.problem)
         code = self.process.returncode
-        if code == 0:
+        if self.job.ended_well(code):
             return Outcome(FINISHED)
         if code in STOPPED:
             return Outcome(INTERRUPTED)

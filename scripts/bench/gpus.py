@@ -42,6 +42,7 @@ from scripts.bench.looks import finish, new_figure
 from scripts.bench.measuring import describe_run, origin_of
 from scripts.bench.training_step import CONFIGS
 from scripts.command_line import choose_device, command_parser, positive_int
+from scripts.jobs import run_jobs
 from scripts.output import (
     add_output_options,
     align,
@@ -53,8 +54,9 @@ from scripts.output import (
     write_markdown,
     write_tables,
 )
-from scripts.paper.run_pool import Job, Stopped, run_all
+from trainer.errors import Interrupted
 from trainer.run_directory import RunDirectory, read_metrics
+from trainer.run_queue import Job
 
 PROGRAM = "python -m scripts.bench.gpus"
 EXAMPLES = """
@@ -178,11 +180,11 @@ def train_all(arguments: Namespace, folder: Path) -> tuple[list[Row], int]:
 
     jobs = [job(row, folders[row.name], arguments) for row in rows]
     try:
-        failed = run_all(jobs, [None], on_success=read_and_show)
-    except Stopped as stop:
-        return [row for row in rows if row.losses], 128 + stop.number
-    for one in failed:
-        by_name[one.name].reason = " ".join(one.log.read_text(errors="replace").split())[-400:]
+        failed = run_jobs(jobs, on_success=read_and_show)
+    except Interrupted as stop:
+        return [row for row in rows if row.losses], 128 + stop.signal
+    for name, reason in failed.items():
+        by_name[name].reason = " ".join(reason.split())[-400:]
     return rows, 1 if failed else 0
 
 

@@ -29,10 +29,12 @@ from pathlib import Path
 
 from data.overrides import override
 from scripts.command_line import command_parser, positive_int
+from scripts.jobs import run_jobs
 from scripts.paper.further_runs import ASSAYS, GAINS, SEEDS, SETTINGS, gain_overrides, name_of
-from scripts.paper.run_pool import Job, Stopped, run_all, slots
 from scripts.runs import drop_weights_of, is_settled
+from trainer.errors import Interrupted
 from trainer.run_directory import RunDirectory
+from trainer.run_queue import Job
 
 PROGRAM = "python -m scripts.paper.large_logits_runs"
 
@@ -47,12 +49,12 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{len(commands) - len(jobs)} of {len(commands)} runs are finished", flush=True)
     tidy = (lambda job: None) if arguments.keep_weights else drop_weights_of
     try:
-        failed = run_all(jobs, slots(arguments.gpus, arguments.per_gpu), on_success=tidy)
-    except Stopped as stop:
+        failed = run_jobs(jobs, arguments.gpus, arguments.per_gpu, on_success=tidy)
+    except Interrupted as stop:
         print(stop, file=sys.stderr)
-        sys.exit(128 + stop.number)
+        sys.exit(128 + stop.signal)
     if failed:
-        sys.exit(f"failed: {', '.join(job.name for job in failed)}; the same command tries these again")
+        sys.exit(f"failed: {', '.join(failed)}; the same command tries these again")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -231,7 +231,7 @@ def here(monkeypatch, train_here):
     """Training and measuring in this process: what other processes would do, without their start-up."""
     trained = []
 
-    def run_all(jobs, places, on_success):
+    def run_jobs(jobs, gpus, per_gpu, on_success):
         for job in jobs:
             run_dir = next(
                 text.removeprefix("run_dir=") for text in job.command if text.startswith("run_dir=")
@@ -241,14 +241,14 @@ def here(monkeypatch, train_here):
             (Path(run_dir) / "environment.jsonl").write_text(json.dumps(line) + "\n")
             trained.append(job.name)
             on_success(job)
-        return []
+        return {}
 
-    def run_here(line, place):
+    def run_here(line, gpu):
         assert line[1] == "-m"
         import_module(line[2]).main(line[3:])
         return 0
 
-    monkeypatch.setattr(reproduce, "run_all", run_all)
+    monkeypatch.setattr(reproduce, "run_jobs", run_jobs)
     monkeypatch.setattr(reproduce, "run_here", run_here)
     return trained
 
@@ -379,7 +379,7 @@ def test_what_diverged_at_half_the_rate_is_not_trained_and_runs_lose_their_weigh
     diverged.note_divergence(1)
     line = {"command": reproduce.train_command(stages[0][1], arguments(*command, *given))}
     (diverged.path / "environment.jsonl").write_text(json.dumps(line) + "\n")
-    monkeypatch.setattr(reproduce, "run_here", lambda line, place: 0)
+    monkeypatch.setattr(reproduce, "run_here", lambda line, gpu: 0)
     reproduce.main([*command, *given])
     assert here == [f"rates/lr{rate}/fpa-seed1" for rate in ("0.001", "0.002", "0.004")]
     assert capsys.readouterr().out.count("not trained, it diverged at half the learning rate") == 2

@@ -9,7 +9,6 @@ import pytest
 
 from tests import warm
 from tests.processes import descendants, is_running, wait_until
-from trainer.interrupt import SWEEP_PID
 from trainer.run_queue import Job, run_all
 
 TIMES = "echo $CUDA_VISIBLE_DEVICES; date +%s.%N; sleep 0.4; date +%s.%N"
@@ -83,7 +82,14 @@ def test_a_failure_has_its_reason_and_stops_no_other(tmp_path, capfd):
     assert "started good\n" in told
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def number(request):
+    """A signal that is not ignored, as SIGHUP is where the tests themselves run under nohup."""
+    before = signal.signal(request.param, lambda number, frame: None)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 def test_a_stop_lets_the_running_ones_save_and_starts_no_more(tmp_path, capfd, number):
     def asked(then):
         return f'trap "echo saved; {then}" TERM; echo ready; while true; do sleep 0.05; done'
@@ -120,8 +126,7 @@ time.sleep(60)
 
 def queue_one(folder):
     command = [sys.executable, "-c", CHILD]
-    one = Job("run", command, folder / "output.txt", environment={SWEEP_PID: str(os.getpid())})
-    run_all([one], gpus=[], limit=1, on_start=print, on_end=print)
+    run_all([Job("run", command, folder / "output.txt")], gpus=[], limit=1, on_end=print)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
@@ -132,6 +137,7 @@ def test_killing_the_sweep_ends_its_runs(tmp_path):
     assert wait_until(lambda: output.exists() and "ready" in output.read_text(), 30)
     running = descendants(sweep.pid)
     assert len(running) == 2
+    assert os.getsid(running[1]) == running[1]  # so a terminal's Ctrl-C reaches it through the queue alone
     sweep.kill()
     sweep.join()
     assert wait_until(lambda: not any(map(is_running, running)), seconds=5)

@@ -7,7 +7,7 @@ import pytest
 from scripts import output
 from scripts.bench import gpus as bench_gpus
 from scripts.bench.gpus import Row
-from scripts.paper.run_pool import Stopped
+from trainer.errors import Interrupted
 from trainer.plan import make_plan
 
 
@@ -117,12 +117,12 @@ def test_a_run_that_fails_becomes_a_row_with_its_reason(tmp_path, capsys):
 
 
 def test_a_stop_keeps_the_rows_before_it(tmp_path, monkeypatch):
-    def run_all(jobs, places, on_success):
-        left_by_a_run(jobs[0].log.with_suffix(""), [5.0, 4.0, 3.0], [1.0, 100.0, 300.0])
+    def run_jobs(jobs, on_success):
+        left_by_a_run(jobs[0].output.with_suffix(""), [5.0, 4.0, 3.0], [1.0, 100.0, 300.0])
         on_success(jobs[0])
-        raise Stopped(signal.SIGTERM)
+        raise Interrupted("stopped", signal.SIGTERM)
 
-    monkeypatch.setattr(bench_gpus, "run_all", run_all)
+    monkeypatch.setattr(bench_gpus, "run_jobs", run_jobs)
     out = ["--out", str(tmp_path / "gpus"), "--runs-dir", str(tmp_path)]
     with pytest.raises(SystemExit) as end:
         bench_gpus.main(["--device", "cpu", "--devices", "1", "2", "--warm-up", "1", *out])

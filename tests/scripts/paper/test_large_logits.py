@@ -231,7 +231,7 @@ def test_a_run_under_way_keeps_its_checkpoints(tmp_path):
 
 
 def test_runs_train_lose_their_weights_and_are_compared(train_here, tmp_path, datasets, capsys):
-    """Two runs of the grid, in this process instead of the pool."""
+    """Two runs of the grid, in this process instead of the queue."""
     arguments = asked("--debug", "--gains", "4", "--seeds", "1", "--settings", "fpa", "sagebwd-all_int8")
     arguments.runs_dir = tmp_path / "runs"
     for path, command in large_logits_runs.grid(arguments).items():
