@@ -203,6 +203,9 @@ def reference_rules(call: Call) -> Iterator[Rule]:
 
 
 def _on_a_gpu(holds: bool, call: Call) -> Rule:
+    if call.device == "meta":  # without values, they cannot be moved
+        fix = "create them on the GPU that will run them"
+        return Rule(holds, "the tensors are on the meta device, which runs no kernels", fix, ValueError)
     return Rule(holds, f"the tensors are on the {call.device.upper()}", "move them to a GPU", ValueError)
 
 

@@ -240,6 +240,14 @@ def test_explain_refuses_what_the_call_refuses(settings, message):
             sagebwd.explain(wrong)
 
 
+def test_explain_tells_meta_tensors_where_to_be():
+    found = sagebwd.explain(torch.ones(1, 2, 8, 64, device="meta", dtype=torch.bfloat16))
+    assert found.kernels == "reference"
+    reason = "the tensors are on the meta device, which runs no kernels"
+    told = f"{reason} (create them on the GPU that will run them)"
+    assert found.reasons == dict.fromkeys(("hopper", "ampere", "triton"), told)
+
+
 def test_explain_looks_at_a_call():
     q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     found = sagebwd.explain(q, q, q, config=SageConfig.paper())
