@@ -262,9 +262,16 @@ def _label_tokens(axes: Any) -> None:
 
 
 def _shorten(label: str, length: int = 90) -> str:
-    """A label that fits into a picture, without its middle if it is too long."""
+    """A label that fits into a picture, without its middle if it is too long.
+
+    Characters that the font lacks become ?, and $ stands for itself: a label may be a folder's name.
+    """
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
     half = (length - 1) // 2
-    return label if len(label) <= length else f"{label[:half]}…{label[-half:]}"
+    short = label if len(label) <= length else f"{label[:half]}…{label[-half:]}"
+    known = get_font(findfont(FontProperties())).get_charmap()
+    return "".join(char if ord(char) in known else "?" for char in short).replace("$", r"\$")
 
 
 def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -52,6 +52,16 @@ def test_picture_shows_every_run(tmp_path):
     assert {BLACK, BLUE} <= colours(tmp_path / "two.png")
 
 
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [("日本", "??"), ("a\tb", "a?b"), ("$x^$", r"\$x^\$"), ("σ² − 1", "σ² − 1")],
+)
+def test_any_name_of_a_run_can_be_drawn(tmp_path, monkeypatch, label, shown):
+    figures = drawn(monkeypatch)
+    plot_losses({label: run_of(5)}, tmp_path / "loss.png")  # a missing glyph is a warning, so an error here
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [shown]
+
+
 def drawn(monkeypatch):
     """The figures that are saved from now on, which stay open to be looked at."""
     from matplotlib import pyplot
