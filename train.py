@@ -4,6 +4,11 @@ import os
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from data import ctrl_c
+
+    ctrl_c.hide_traceback()
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
