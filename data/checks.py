@@ -1,9 +1,9 @@
 """Whether settings of the data can work, as far as it takes no data to know."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from data import texts
-from data.settings import MIXTURE, DataSettings, problems_of_text, vocabulary_size
+from data.settings import MIXTURE, DataSettings, problems_of_text, unused, vocabulary_size
 
 
 def check(settings: DataSettings) -> None:
@@ -18,6 +18,22 @@ def problems(settings: DataSettings) -> Iterator[str]:
     if settings.source != MIXTURE:
         yield from problems_of_text(settings)
     yield from texts.problems(settings)
+
+
+def without_effect(typed: Sequence[str], settings: DataSettings) -> Iterator[str]:
+    """Which of these overrides (`data.NAME=value`) change nothing about any text, each with its fix.
+
+    Takes what was typed, because configs/data/ gives all texts a val_fraction. Yields nothing for settings
+    that have `problems`.
+    """
+    given = [word for word in typed if word.lstrip("+").startswith("data.")]
+    if not given or any(problems(settings)):
+        return
+    reasons = [unused(text) for text in texts.all_texts(settings).values()]
+    for word in given:
+        name = word.lstrip("+").partition("=")[0].removeprefix("data.")
+        if all(name in one for one in reasons) and getattr(settings, name) is not None:
+            yield f"{word} {reasons[0][name]}"
 
 
 def _problems_of_all_texts(settings: DataSettings) -> Iterator[str]:

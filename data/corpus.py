@@ -13,7 +13,7 @@ from data.manifest import Manifest, recipe
 from data.mixture import Mixture
 from data.overrides import override
 from data.prepare import prepare
-from data.settings import FILE_SUFFIXES, MIXTURE, DataSettings, named_folder, tokenizer_identity
+from data.settings import FILE_SUFFIXES, MIXTURE, DataSettings, named_folder, tokenizer_identity, unused
 from data.shards import SPLITS
 from data.tokenizers import Tokenizer
 from data.tokens import TokenShards
@@ -148,6 +148,7 @@ def command(settings: DataSettings) -> str:
     group = {"stdlib": "embedded"}.get(settings.source, settings.source)
     usual = DataSettings(tokenizer="")  # always named, as it is not the same in all groups
     keys = ("path", "val_path", "column", "tokenizer", "val_fraction", "repository", "config", "root", "name")
+    keys = [key for key in keys if key not in unused(settings)]  # such as a mixture's column of a plain text
     changed = {key: getattr(settings, key) for key in keys if getattr(settings, key) != getattr(usual, key)}
     if settings.source == "openwebtext":  # its group has values of its own for these
         changed |= {"revision": settings.revision, "documents": settings.documents}

@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data import texts, tokenizers, workers
-from data.checks import check
+from data.checks import check, without_effect
 from data.files import checksums
 from data.manifest import Manifest, Recipe, manifest_of, recipe
 from data.settings import DataSettings, allow_names, is_validation_only
@@ -235,7 +235,10 @@ def main() -> None:
     @hydra.main(version_base="1.3", config_path=str(configs), config_name="prepare")
     def command(config) -> None:
         try:
-            run(OmegaConf.to_object(config))
+            settings = OmegaConf.to_object(config)
+            if idle := list(without_effect([one.input_line for one in parsed], settings.data)):
+                raise ValueError("; ".join(idle))
+            run(settings)
         except (ValueError, OSError) as error:
             sys.exit(f"data.prepare: {error}")
         except KeyboardInterrupt:

@@ -71,6 +71,22 @@ def problems_of_text(settings: DataSettings) -> Iterator[str]:
         yield from _problems_without_files(settings)
 
 
+def unused(settings: DataSettings) -> dict[str, str]:
+    """The settings that change nothing about one text: why, and what to do."""
+    found = {}
+    if settings.val_path is not None:
+        found["val_fraction"] = f"has no effect with data.val_path={settings.val_path}; leave out one of them"
+    if settings.source in ("stdlib", "text"):
+        found["column"] = (
+            f"has no effect with data.source={settings.source}, which has no columns; leave it out, or use "
+            "data=parquet or data=jsonl"
+        )
+    if settings.source != "openwebtext":
+        reason = f"has no effect with data.source={settings.source}; leave it out, or use data=openwebtext"
+        found |= dict.fromkeys(("repository", "config", "revision"), reason)
+    return found
+
+
 def is_validation_only(settings: DataSettings) -> bool:
     """Whether the text is not for training: data.val_path alone is set."""
     return settings.path is None and settings.val_path is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import Known, matching
-from data.settings import FILE_SUFFIXES, MIXTURE, SOURCES, DataSettings, problems_of_text
+from data.settings import FILE_SUFFIXES, MIXTURE, SOURCES, DataSettings, problems_of_text, unused
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 LONGEST_PERIOD = 1_000_000  # sequences after which a mixture repeats; its schedule is a table of this length
@@ -138,7 +138,9 @@ def _problems_of_entries(settings: DataSettings, group: str) -> Iterator[str]:
         except ValueError as error:
             yield f"{where}: {error}; use {where}.path=… {where}.source=text"
         else:
-            yield from (_as_given(problem, where, group) for problem in problems_of_text(text))
+            given = _as_mapping(entry)
+            idle = [f"data.{key}={given[key]} {why}" for key, why in unused(text).items() if key in given]
+            yield from (_as_given(problem, where, group) for problem in [*problems_of_text(text), *idle])
 
 
 def _problems_of_entry(where: str, name: str, entry: Any, keys: Mapping[str, Any]) -> Iterator[str]:
@@ -172,7 +174,11 @@ def _problems_of_weight(where: str, weight: Any) -> Iterator[str]:
 
 def _as_given(problem: str, where: str, group: str) -> str:
     """A problem of a text's settings, by the names that they have here."""
-    renamed = re.sub(r"\bdata\.(?=(path|val_path|column|val_fraction|name|revision)\b)", f"{where}.", problem)
+    renamed = re.sub(
+        r"\bdata\.(?=(path|val_path|column|val_fraction|name|repository|config|revision)\b)",
+        f"{where}.",
+        problem,
+    )
     return renamed.replace(f"{where}.val_path", f"{where}.path") if group == "validation" else renamed
 
 

@@ -72,13 +72,22 @@ def pasted(line):
 
 @pytest.mark.parametrize("name", AWKWARD)
 def test_the_command_is_read_as_the_settings_by_the_shell_and_hydra(tmp_path, name):
-    settings = DataSettings(source="text", path=name, column=name, root=f"{tmp_path}/{name}", name=name)
+    settings = DataSettings(source="jsonl", path=name, column=name, root=f"{tmp_path}/{name}", name=name)
     assert pasted(corpus.command(settings)) == settings
 
 
 def test_settings_of_the_openwebtext_group_are_named_where_they_are_others():
     settings = composed("data=openwebtext", "data.documents=null", "data.revision=null")
     assert pasted(corpus.command(settings)) == settings
+
+
+def test_the_command_has_no_settings_without_effect():
+    settings = DataSettings(
+        source="text", val_path="a.txt", column="body", val_fraction=0.05
+    )  # of other texts
+    assert (
+        corpus.command(settings) == "python -m data.prepare data=text data.val_path=a.txt data.tokenizer=gpt2"
+    )
 
 
 def test_a_named_dataset_opens_where_its_text_is_not(settings, tmp_path):

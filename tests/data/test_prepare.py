@@ -297,6 +297,18 @@ def test_the_command_ends_with_a_message_and_without_a_traceback(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_command_refuses_what_has_no_effect(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("once upon a time\n")
+    texts = ("data=text", "data.path=a.txt", "data.val_path=b.txt", "data.tokenizer=bytes")
+    done = command(*texts, "data.val_fraction=0.1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "data.prepare: data.val_fraction=0.1 has no effect with data.val_path=b.txt;"
+    )
+    assert not (tmp_path / "tokens").exists()
+
+
 @pytest.mark.parametrize(
     ("argument", "advice"),
     [

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 
-from data.checks import check
+from data.checks import check, without_effect
 from data.settings import DataSettings, vocabulary_size
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"
@@ -94,3 +94,35 @@ def test_files_of_another_source_are_refused(tmp_path):
         (tmp_path / name).write_text("{}")
         with pytest.raises(ValueError, match=f"{name}: {name} is not plain text; use data={other}"):
             check(DataSettings(source="text", path=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize(
+    ("word", "changed", "told"),
+    [
+        ("data.val_fraction=0.1", {"val_path": "b.txt"}, "data.val_path=b.txt; leave out one of them"),
+        ("data.column=body", {}, "data.source=text, which has no columns; leave it out, or use data=parquet"),
+        ("data.revision=abc", {}, "data.source=text; leave it out, or use data=openwebtext"),
+        ("data.column=body", {"source": "stdlib", "path": None}, "data.source=stdlib, which has no columns"),
+    ],
+)
+def test_what_has_no_effect_is_named_if_it_was_typed(tmp_path, monkeypatch, word, changed, told):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    key, value = word.removeprefix("data.").split("=")
+    text = DataSettings(**{"source": "text", "path": "a.txt", "tokenizer": "bytes", key: value} | changed)
+    text.val_fraction = float(text.val_fraction)
+    check(text)  # as a configuration may set it
+    assert list(without_effect(["steps=8", "data.tokenizer=bytes"], text)) == []
+    (found,) = without_effect(["data.tokenizer=bytes", word], text)
+    assert found.startswith(f"{word} has no effect with {told}")
+
+
+def test_what_one_of_several_texts_reads_has_an_effect(tmp_path):
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).write_text('{"body": "x"}')
+    further = {"b": str(tmp_path / "b.jsonl")}
+    text = DataSettings(source="text", path=str(tmp_path / "a.txt"), tokenizer="bytes", column="body")
+    assert [*without_effect(["data.column=body"], text)]
+    text.validation = further
+    assert not [*without_effect(["data.column=body", "data.val_fraction=0.0005"], text)]

@@ -170,6 +170,7 @@ FAULTS = [
     ({"validation": {"wiki": {"path": "x.txt", "source": "stdlib"}}}, r"source=stdlib is unknown here"),
     ({"validation": {"same": "book.txt"}}, r"book.txt matches both data.path and data.validation.same; kee"),
     ({"sources": {"wiki": {"path": "wiki.jsonl", "weight": 1}}}, r"no effect with data.source=text; use dat"),
+    ({"validation": {"a": {"path": "code", "column": "x"}}}, r"data.validation.a.column=x has no effect"),
     ({"path": None, "val_path": "nowhere.txt"}, r"data.val_path=nowhere.txt: no such file"),
 ]  # fmt: skip
 MIXTURE_FAULTS = [
@@ -193,6 +194,14 @@ MIXTURE_FAULTS = [
     (
         {"sources": {"a": {"path": "book.txt", "weight": 1, "val_fraction": 2.0}}},
         r"data.sources.a.val_fraction=2.0 must lie between 0 and 1",
+    ),
+    (
+        {"sources": {"a": {"path": "book.txt", "weight": 1, "val_path": "code", "val_fraction": 0.1}}},
+        r"data.sources.a.val_fraction=0.1 has no effect with data.sources.a.val_path=code; leave out one",
+    ),
+    (
+        {"sources": {"a": {"source": "stdlib", "weight": 1, "column": "body"}}},
+        r"data.sources.a.column=body has no effect with data.source=stdlib, which has no columns",
     ),
     ({"processes": 0}, r"^data.processes=0 must be at least 1; null uses every core$"),
 ]  # fmt: skip
