@@ -28,8 +28,9 @@ CONFIGS = Path(__file__).parent / "configs"
 def main(config: DictConfig) -> None:
     try:
         typed = overrides.unresolved(HydraConfig.get().overrides.task)
-        overrides.refuse_total_tokens_without_effect(typed, config.steps)
-        run(OmegaConf.to_object(config))
+        run_settings = OmegaConf.to_object(config)
+        overrides.refuse_without_effect(typed, run_settings)
+        run(run_settings)
     except Interrupted as stop:
         console.say(str(stop))
         sys.exit(128 + stop.signal)  # the shell's convention; also ends a sweep

@@ -10,11 +10,15 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from omegaconf import ListConfig, OmegaConf
 
+import data.checks
 from data import command_line
 from data.command_line import check_option_or_exit, chosen_options, options_in, setting_names
 from model import backends
 from trainer.errors import SettingsError
 from trainer.settings import Settings
+
+#: Settings that W&B alone reads, and their names in LoggerSettings.
+WANDB = {f"logger.{name}": name for name in ("project", "entity", "group", "tags")}
 
 
 def unresolved(overrides: ListConfig) -> list[str]:
@@ -39,11 +43,21 @@ def check_or_exit(arguments: list[str], configs: Path) -> None:
             _check_launcher(override, configs / "hydra" / "launcher")
 
 
-def refuse_total_tokens_without_effect(typed: list[str], steps: int | None) -> None:
-    """Raise SettingsError if total_tokens is on the command line, but an experiment or `steps` decides."""
-    asked = [text for text in typed if text.lstrip("+").startswith("total_tokens=")]
-    if asked and steps is not None:
-        raise SettingsError(f"{asked[-1]} has no effect with steps={steps}; add steps=null, or leave it out")
+def refuse_without_effect(typed: list[str], settings: Settings) -> None:
+    """Raise SettingsError for overrides that change nothing, because of another setting of this run."""
+    found = list(data.checks.without_effect(typed, settings.data))
+    for text in typed:
+        name = text.lstrip("+").partition("=")[0]
+        if name == "total_tokens" and settings.steps is not None:
+            found.append(f"{text} has no effect with steps={settings.steps}; add steps=null, or leave it out")
+        if name == "profile.start" and settings.profile.steps == 0:
+            found.append(f"{text} has no effect with profile.steps=0; add profile.steps=5, or leave it out")
+        if name in WANDB and settings.logger.wandb == "off" and getattr(settings.logger, WANDB[name]):
+            found.append(
+                f"{text} has no effect with logger.wandb=off; add logger.wandb=auto, or leave it out"
+            )
+    if found:
+        raise SettingsError("\n".join(found))
 
 
 def _check_launcher(override: Override, folder: Path) -> None:

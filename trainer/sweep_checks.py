@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from trainer.errors import SettingsError
-from trainer.overrides import command_of
+from trainer.overrides import command_of, refuse_without_effect
 from trainer.plan import make_plan
 from trainer.sweep_directories import directory_of
 
@@ -32,6 +32,7 @@ def _problem(config_name: str, run: list[str], search_path: list[str]) -> str | 
         settings = OmegaConf.to_object(compose(config_name, overrides=[*run, *search_path]))
         if settings.run_dir is None and (directory := directory_of(run)):
             settings.run_dir = str(directory)
+        refuse_without_effect(run, settings)
         make_plan(settings, settings.hardware.devices)
     except InterpolationResolutionError:  # of Hydra's own values, such as the number of the job
         return None

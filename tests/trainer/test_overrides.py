@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from omegaconf import OmegaConf
 from data.command_line import setting_names
 from model import backends
 from trainer.errors import SettingsError
-from trainer.overrides import check_or_exit, known_settings, refuse_total_tokens_without_effect, unresolved
+from trainer.overrides import check_or_exit, known_settings, refuse_without_effect, unresolved
 from trainer.run_directory import default_name
 from trainer.settings import Settings
 
@@ -114,9 +115,32 @@ def test_no_secret_gets_into_the_name_of_a_run(monkeypatch):
     assert "hunter2" not in default_name(unresolved(typed))
 
 
-def test_total_tokens_that_steps_overrule_are_refused():
-    typed = ["experiment=debug", "total_tokens=1000"]
-    refuse_total_tokens_without_effect(typed, None)
-    refuse_total_tokens_without_effect(["steps=8"], 8)
-    with pytest.raises(SettingsError, match=r"^total_tokens=1000 has no effect with steps=8; add steps=null"):
-        refuse_total_tokens_without_effect(typed, 8)
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("total_tokens=1000", "total_tokens=1000 has no effect with steps=8; add steps=null"),
+        ("profile.start=3", "profile.start=3 has no effect with profile.steps=0; add profile.steps=5"),
+        (
+            "logger.project=mine",
+            "logger.project=mine has no effect with logger.wandb=off; add logger.wandb=auto",
+        ),
+        ("logger.tags=[a]", "logger.tags=[a] has no effect with logger.wandb=off; add logger.wandb=auto"),
+        ("data.column=body", "data.column=body has no effect with data.source=stdlib, which has no columns"),
+    ],
+)
+def test_settings_that_others_overrule_are_refused(compose_settings, word, told):
+    settings = compose_settings("experiment=debug", word)
+    refuse_without_effect(["experiment=debug"], settings)  # an experiment may set them
+    with pytest.raises(SettingsError, match=f"^{re.escape(told)}"):
+        refuse_without_effect(["experiment=debug", word], settings)
+
+
+def test_settings_that_have_an_effect_are_not_refused(compose_settings):
+    def accept(*typed):
+        refuse_without_effect([*typed], compose_settings(*typed))
+
+    accept("experiment=debug", "steps=null", "total_tokens=51200")
+    accept("experiment=debug", "profile.steps=2", "profile.start=3")
+    accept("experiment=debug", "logger.wandb=auto", "logger.project=mine")
+    accept("experiment=debug", "logger.project=null", "logger.tags=[]")
+    accept("experiment=debug", "data.val_fraction=0.1")
