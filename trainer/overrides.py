@@ -46,13 +46,15 @@ def check_or_exit(arguments: list[str], configs: Path) -> None:
 def refuse_without_effect(typed: list[str], settings: Settings) -> None:
     """Raise SettingsError for overrides that change nothing, because of another setting of this run."""
     found = list(data.checks.without_effect(typed, settings.data))
+    switched_off = "logger.wandb=off" in typed  # by the user, who knows: nothing to say
     for text in typed:
         name = text.lstrip("+").partition("=")[0]
         if name == "total_tokens" and settings.steps is not None:
             found.append(f"{text} has no effect with steps={settings.steps}; add steps=null, or leave it out")
         if name == "profile.start" and settings.profile.steps == 0:
             found.append(f"{text} has no effect with profile.steps=0; add profile.steps=5, or leave it out")
-        if name in WANDB and settings.logger.wandb == "off" and getattr(settings.logger, WANDB[name]):
+        idle = name in WANDB and settings.logger.wandb == "off" and not switched_off
+        if idle and getattr(settings.logger, WANDB[name]):
             found.append(
                 f"{text} has no effect with logger.wandb=off; add logger.wandb=auto, or leave it out"
             )

@@ -142,5 +142,6 @@ def test_settings_that_have_an_effect_are_not_refused(compose_settings):
     accept("experiment=debug", "steps=null", "total_tokens=51200")
     accept("experiment=debug", "profile.steps=2", "profile.start=3")
     accept("experiment=debug", "logger.wandb=auto", "logger.project=mine")
+    accept("logger.wandb=off", "logger.project=mine")
     accept("experiment=debug", "logger.project=null", "logger.tags=[]")
     accept("experiment=debug", "data.val_fraction=0.1")
