@@ -168,12 +168,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"got {_shapes(q, k, v)}; batch and head size must be the same for all")
     heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads == 0 != heads or (kv_heads and heads % kv_heads):
+        raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change one of them")
     if heads != kv_heads and not enable_gqa:
         raise ValueError(
             f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True to share k and v in groups"
         )
-    if kv_heads == 0 != heads or (kv_heads and heads % kv_heads):
-        raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change one of them")
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -248,6 +248,7 @@ X = torch.ones(2, 4, 8, 16)
         ((X, X[:, :2], X[:, :2]), {}, "q has 4 heads and k 2; pass enable_gqa=True"),
         ((X, X[:, :3], X[:, :3]), {"enable_gqa": True}, "q has 4 heads, not a multiple of the 3 of k"),
         ((X[:, :2], X, X), {"enable_gqa": True}, "q has 2 heads, not a multiple of the 4 of k"),
+        ((X[:, :2], X, X), {}, "q has 2 heads, not a multiple of the 4 of k"),
         ((X, X, X), {"scale": "0.1"}, "scale is the string '0.1'; pass a number"),
         ((X, X, X), {"is_causal": "no"}, "is_causal is 'no'; pass True or False"),
         ((X, X, X), {"is_causal": 2}, "is_causal is 2; pass True or False"),
