@@ -195,6 +195,8 @@ def _end_to_end(x: Tensor) -> Tensor:
 
 
 def _of_attn_mask(mask: Tensor, q: Tensor, k: Tensor) -> KeyMask:
+    if isinstance(mask, bool):
+        raise ValueError(f"attn_mask is {mask}; pass a torch.Tensor, or is_causal by name: is_causal={mask}")
     _check_tensor("attn_mask", mask, q)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"attn_mask is {_dtype(mask)}; pass a bool or an additive floating-point tensor")

@@ -229,7 +229,7 @@ KEYS = torch.ones(2, 8, dtype=torch.bool)
         ({"attn_mask": KEYS.int()[:, None, None]}, "attn_mask is int32; pass a bool or an additive"),
         ({"attn_mask": torch.zeros(1, 8, requires_grad=True)}, "wants a gradient, and SageBwd has no bias"),
         ({"attn_mask": torch.full((1, 8), torch.nan)}, "values other than 0 and -9000"),
-        ({"attn_mask": True}, "attn_mask is a bool; pass a torch.Tensor"),
+        ({"attn_mask": True}, "attn_mask is True; pass a torch.Tensor, or is_causal by name: is_causal=True"),
         ({"key_padding_mask": KEYS.long()}, "key_padding_mask is int64; pass bool, True"),
         ({"key_padding_mask": KEYS[:, :7]}, r"shape \(2, 7\); pass \(batch, keys\), here \(2, 8\)"),
         (
