@@ -6,7 +6,7 @@ from torch import Tensor
 
 from sagebwd import dispatch
 from sagebwd.config import SageConfig, encode
-from sagebwd.validation import cast_to_autocast_dtype
+from sagebwd.validation import DTYPES, cast_to_autocast_dtype
 
 
 def choose_kernels(q: Tensor, k: Tensor, v: Tensor, scale: float, config: SageConfig) -> tuple[str, str]:
@@ -14,6 +14,8 @@ def choose_kernels(q: Tensor, k: Tensor, v: Tensor, scale: float, config: SageCo
 
     The reason does not offer ``kernels="reference"``, as :func:`sagebwd.sage_attention` does.
     """
+    if q.dtype not in DTYPES:
+        return "", f"q is {str(q.dtype).removeprefix('torch.')} (cast it to bfloat16 or float16)"
     q, *_ = cast_to_autocast_dtype(q, k, v)
     try:
         return dispatch.choose(q, scale, encode(config)), ""

@@ -180,6 +180,17 @@ def test_attention_weights_come_from_eager():
         torch.testing.assert_close(weights, expected)
 
 
+def test_float64_goes_to_full_precision():
+    model, tokens = make("llama-gqa").double(), draw_tokens(2, 10)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    truth = train_step(model, "sdpa", **inputs)
+    with pytest.warns(UserWarning, match="full precision, not in INT8: this input: q is float64"):
+        found = train_step(model, "sagebwd-or-full", **inputs)
+    assert_same_gradients(found.gradients, truth.gradients, EXACT)
+    with pytest.raises(NotImplementedError, match=r"q is float64 \(cast it .*fallback='sdpa'"):
+        train_step(model, "sagebwd", **inputs)
+
+
 def test_a_mask_for_each_pair_of_tokens_goes_to_full_precision():
     model, tokens = make("llama-gqa"), draw_tokens(2, 10)
     seen = (torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(10).bool()
