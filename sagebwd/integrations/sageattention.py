@@ -132,6 +132,9 @@ def sageattn(
         )
     is_nhd = tensor_layout == "NHD"
     if is_nhd:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x.dim() != 4:
+                raise ValueError(f"{name} is {tuple(x.shape)}; pass (batch, tokens, heads, head size)")
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if is_causal and q.shape[2] != k.shape[2]:
         raise ValueError(

@@ -97,6 +97,12 @@ def test_masks_that_hide_keys(function, draw):
         function(q, k, v, attn_mask=torch.ones(7, 9, dtype=torch.bool).tril())
 
 
+def test_the_shape_that_a_message_names_is_the_callers(draw):
+    q = draw(7, heads=2, head_dim=8)[0][0].transpose(0, 1)
+    with pytest.raises(ValueError, match=r"q is \(7, 2, 8\); pass \(batch, tokens, heads, head size\)"):
+        sageattention.sageattn(q, q, q, tensor_layout="NHD")
+
+
 @pytest.mark.parametrize(("config", "bound"), [(EXACT, 1e-5), (SageConfig(), 0.08)], ids=["exact", "INT8"])
 def test_a_model_trains_as_with_full_precision(config, bound):
     """The bound of INT8 is that of test_hand_written.py."""
