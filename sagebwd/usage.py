@@ -54,7 +54,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "SageBwd: no integration has called it"
+            return "SageBwd: no integration has called it; your own calls of sage_attention are not counted"
         head = ("attention", "layers", "calls", "ran")
         cells = [head, *((row.name, _ranges(row.layers), str(row.calls), _how(row)) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

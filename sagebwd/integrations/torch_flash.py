@@ -68,9 +68,9 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG) -> None
     check_config(config)
     if config.compensate_o:
         raise ValueError(
-            "compensate_o=True (as in consistent()) saves the residual of O for the backward, for which "
-            "torch's FlashAttention operators have no place; use torch_flash.patch_sdpa(config), or another "
-            "config"
+            "compensate_o=True (as in consistent() and int8_scores()) saves the residual of O for the "
+            "backward, for which torch's FlashAttention operators have no place; use "
+            "torch_flash.patch_sdpa(config), or another config"
         )
     if not all(hasattr(torch.nn.attention, function) for function in REGISTRY):
         raise ImportError(

@@ -15,7 +15,7 @@ def nothing_counted():
 
 
 def test_layers_that_ran_alike_share_a_row():
-    assert str(sagebwd.report()) == "SageBwd: no integration has called it"
+    assert str(sagebwd.report()).startswith("SageBwd: no integration has called it; your own calls")
     for layer in (3, 0, 1, 10, 2, 0):
         usage.record("Attention", "triton", layer)
     usage.record("Attention", "hopper", 4)

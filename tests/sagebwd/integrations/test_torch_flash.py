@@ -230,8 +230,9 @@ def test_activate_and_restore(monkeypatch):
 
 
 def test_registration_refuses_what_torch_cannot_hold(monkeypatch):
-    with pytest.raises(ValueError, match=r"compensate_o=True .*patch_sdpa"):
-        torch_flash.register(config=SageConfig.consistent())
+    for config in (SageConfig.consistent(), SageConfig.int8_scores()):
+        with pytest.raises(ValueError, match=r"consistent\(\) and int8_scores\(\).*patch_sdpa"):
+            torch_flash.register(config=config)
     with pytest.raises(ValueError, match="config is a str"):
         torch_flash.register(config="paper")
     with pytest.raises(ValueError, match="name is a SageConfig; pass a string, and settings as config="):
