@@ -75,6 +75,14 @@ def check(arguments: argparse.Namespace, positive: list[str], parser: argparse.A
     for name in positive:
         if (value := getattr(arguments, name.replace("-", "_"))) < 1:
             parser.error(f"--{name} {value}: give a positive number")
+    if arguments.tokens < 8:
+        parser.error(f"--tokens {arguments.tokens}: give 8 or more; a text may have a quarter of it")
+    if arguments.vocabulary < 2:
+        parser.error(f"--vocabulary {arguments.vocabulary}: give 2 or more, of which one is padding")
+    if not 0 <= arguments.warm_up < arguments.steps:
+        parser.error(f"--warm-up {arguments.warm_up}: give a number from 0 to --steps - 1")
+    if arguments.baseline == "sagebwd":
+        parser.error("--baseline sagebwd: give one in full precision, such as sdpa or eager")
     heads, kv_heads = arguments.heads, arguments.kv_heads
     if arguments.width % (2 * heads):
         parser.error(f"--width {arguments.width}: give a multiple of 2 · --heads = {2 * heads}")
@@ -84,6 +92,8 @@ def check(arguments: argparse.Namespace, positive: list[str], parser: argparse.A
         parser.error(f"--device {arguments.device}: torch sees no GPU; use --device cpu")
     if arguments.out and not Path(arguments.out).parent.is_dir():
         parser.error(f"--out {arguments.out}: there is no such folder")
+    if arguments.out and Path(arguments.out).is_dir():
+        parser.error(f"--out {arguments.out}: that is a folder; give a file in it")
 
 
 class Texts(torch.utils.data.Dataset):
@@ -233,7 +243,7 @@ class Clock(transformers.TrainerCallback):
 
     def median(self, skip: int) -> float:
         """In ms, without the first steps, in which kernels are compiled."""
-        return 1e3 * float(torch.tensor(self.seconds[skip:] or self.seconds).median())
+        return 1e3 * float(torch.tensor(self.seconds[skip:]).median())
 
     def _now(self) -> float:
         if self.device.startswith("cuda"):

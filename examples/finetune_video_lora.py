@@ -103,6 +103,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", metavar="PREFIX", help="write PREFIX.json and PREFIX.png")
     arguments = parser.parse_args(argv)
+    for name in ("frames", "rank", "repeats"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} {value}: give a positive number")
+    if arguments.warm_up < 0:
+        parser.error(f"--warm-up {arguments.warm_up}: give 0 or more")
     if arguments.steps <= arguments.warm_up:
         parser.error(f"--steps {arguments.steps} leaves no step to time after --warm-up {arguments.warm_up}")
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():

@@ -48,6 +48,12 @@ def test_trainer_without_accelerate_says_what_to_install(monkeypatch, capsys):
         (["--heads", "3"], "--width 32: give a multiple of 2 · --heads = 6"),
         (["--kv-heads", "3"], "--kv-heads 3: give a divisor of --heads = 2"),
         (["--out", "/nowhere/x.json"], "--out /nowhere/x.json: there is no such folder"),
+        (["--out", "/"], "--out /: that is a folder; give a file in it"),
+        (["--tokens", "4"], "--tokens 4: give 8 or more"),
+        (["--vocabulary", "1"], "--vocabulary 1: give 2 or more, of which one is padding"),
+        (["--warm-up", "10"], "--warm-up 10: give a number from 0 to --steps - 1"),
+        (["--warm-up", "-1"], "--warm-up -1: give a number from 0"),
+        (["--baseline", "sagebwd"], "--baseline sagebwd: give one in full precision"),
     ],
 )
 def test_mistakes_are_named_before_it_trains(options, message, capsys):

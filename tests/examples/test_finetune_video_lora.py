@@ -32,10 +32,20 @@ def test_both_runs_learn_and_agree(example, tmp_path, capsys):
     assert result["gradients"]["sagebwd"]["least"] < 1
 
 
-def test_too_few_steps_are_refused(example, capsys):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "2"], "--steps 2 leaves no step to time after --warm-up 2"),
+        (["--warm-up", "-1"], "--warm-up -1: give 0 or more"),
+        (["--repeats", "0"], "--repeats 0: give a positive number"),
+        (["--frames", "0"], "--frames 0: give a positive number"),
+        (["--rank", "0"], "--rank 0: give a positive number"),
+    ],
+)
+def test_mistakes_are_named_before_it_trains(example, options, message, capsys):
     with pytest.raises(SystemExit):
-        example.main(["--steps", "2"])
-    assert "--steps 2 leaves no step to time after --warm-up 2" in capsys.readouterr().err
+        example.main(options)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.gpu
