@@ -52,7 +52,7 @@ USE_REFERENCE = 'pass kernels="reference", which runs, slowly, anywhere'
 def not_chosen(kernels: str, call: Call) -> list[Rule]:
     """Why a kernel set that can run is still not chosen: it then runs only if the caller asks for it."""
     request = f'pass kernels="{kernels}" to run it'
-    if kernels == "ampere" and call.gpu == ABSENT_GPU:
+    if kernels in ("hopper", "ampere") and call.gpu == ABSENT_GPU:
         return [Rule(False, "it is not known which GPU will run this", request)]
     if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
         return [Rule(False, "on Hopper Triton, which has wgmma there, comes first", request)]
@@ -61,11 +61,18 @@ def not_chosen(kernels: str, call: Call) -> list[Rule]:
     return []
 
 
+def _on_its_gpu(kernels: str, call: Call) -> Call:
+    """The call on a Hopper GPU for ``hopper``, if it is not known which GPU will run it."""
+    if kernels == "hopper" and call.gpu == ABSENT_GPU:
+        return call._replace(gpu=ARCHITECTURES["9.0"])
+    return call
+
+
 def passed_over(call: Call) -> tuple[str, dict[str, list[Rule]]]:
     """The kernel set that is chosen, or "none", and for each faster one the rules that speak against it."""
     reasons: dict[str, list[Rule]] = {}
     for name in KERNEL_SETS:
-        against = obstacles(name, call) or not_chosen(name, call)
+        against = obstacles(name, _on_its_gpu(name, call)) or not_chosen(name, call)
         if not against:
             return name, reasons
         reasons[name] = against
@@ -209,9 +216,7 @@ def _as_asked(kernels: str, call: Call) -> tuple[str, str, str]:
     """The result of :func:`_choose_once` for a kernel set that is asked for."""
     if kernels == "triton" and call.device == "cpu":
         call = call._replace(is_interpreted=_is_interpreted())
-    if kernels == "hopper" and call.gpu == ABSENT_GPU:
-        call = call._replace(gpu=ARCHITECTURES["9.0"])
-    broken = obstacles(kernels, call)
+    broken = obstacles(kernels, _on_its_gpu(kernels, call))
     if not broken:
         return kernels, "", ""
     if kernels == "triton":

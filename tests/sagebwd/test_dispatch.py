@@ -342,6 +342,10 @@ def test_without_a_gpu_a_program_gets_kernels_that_run_on_any(choose):
     assert choose(gpu) == "triton"
     assert choose(gpu, kernels="ampere") == "ampere"
     assert choose(gpu, kernels="hopper") == "hopper"
+    call = dispatch.Call("cuda", gpu, torch.float16, 64, SageConfig(), has_triton=True)
+    reasons = dispatch.explain_call(call).reasons
+    assert list(reasons) == ["hopper", "ampere"]
+    assert all("not known which GPU will run this" in reason for reason in reasons.values())
 
 
 def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
