@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from data import ctrl_c
+    from trainer import ctrl_c
 
     ctrl_c.hide_traceback()
 

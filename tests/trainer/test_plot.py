@@ -9,6 +9,15 @@ from trainer.style import ATTENTION, CYCLE, ordered
 BLACK, BLUE = (0, 0, 0), (0, 114, 178)  # of the first and second line
 
 
+@pytest.fixture(autouse=True)
+def closed_figures():
+    """Closes those that tests leave open: matplotlib warns of more than 20."""
+    from matplotlib import pyplot
+
+    yield
+    pyplot.close("all")
+
+
 def colours(picture):
     """Every colour of a picture, (red, green, blue)."""
     pixels = np.asarray(Image.open(picture).convert("RGB")).reshape(-1, 3)

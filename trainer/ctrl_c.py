@@ -1,4 +1,4 @@
-"""Ctrl-C where nothing handles it, such as while a command imports what it needs."""
+"""Ctrl-C where nothing handles it, such as while train.py imports what it needs."""
 
 import sys
 from types import TracebackType
