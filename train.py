@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from trainer import ctrl_c
+    from trainer import interrupt
 
-    ctrl_c.hide_traceback()
+    interrupt.hide_tracebacks()
 
 import hydra
 from hydra.core.hydra_config import HydraConfig

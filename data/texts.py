@@ -174,11 +174,9 @@ def _problems_of_weight(where: str, weight: Any) -> Iterator[str]:
 
 def _as_given(problem: str, where: str, group: str) -> str:
     """A problem of a text's settings, by the names that they have here."""
-    renamed = re.sub(
-        r"\bdata\.(?=(path|val_path|column|val_fraction|name|repository|config|revision)\b)",
-        f"{where}.",
-        problem,
-    )
+    renamed = re.sub(r"\bdata=(?=\w)", "data.source=", problem)
+    keys = "source|path|val_path|column|val_fraction|name|repository|config|revision"
+    renamed = re.sub(rf"\bdata\.(?=({keys})\b)", f"{where}.", renamed)
     return renamed.replace(f"{where}.val_path", f"{where}.path") if group == "validation" else renamed
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, TracebackType
 
 from trainer import console
 from trainer.errors import Interrupted
@@ -111,6 +111,20 @@ class StopSignal(StopRequest):
 
     def _remember(self, number: int) -> None:
         self.signal = self.signal or number
+
+
+def hide_tracebacks() -> None:
+    """From now on a Ctrl-C that nothing handles prints no traceback, such as one during slow imports.
+
+    Python then ends as by SIGINT, 130 in a shell.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            previous(kind, error, traceback)
+
+    sys.excepthook = hook
 
 
 def exit_on_signals() -> None:

@@ -82,12 +82,10 @@ def test_settings_of_the_openwebtext_group_are_named_where_they_are_others():
 
 
 def test_the_command_has_no_settings_without_effect():
-    settings = DataSettings(
-        source="text", val_path="a.txt", column="body", val_fraction=0.05
-    )  # of other texts
-    assert (
-        corpus.command(settings) == "python -m data.prepare data=text data.val_path=a.txt data.tokenizer=gpt2"
-    )
+    # As a mixture hands them to its texts.
+    settings = DataSettings(source="text", val_path="a.txt", column="body", val_fraction=0.05)
+    found = corpus.command(settings)
+    assert found == "python -m data.prepare data=text data.val_path=a.txt data.tokenizer=gpt2"
 
 
 def test_a_named_dataset_opens_where_its_text_is_not(settings, tmp_path):

@@ -201,7 +201,8 @@ MIXTURE_FAULTS = [
     ),
     (
         {"sources": {"a": {"source": "stdlib", "weight": 1, "column": "body"}}},
-        r"data.sources.a.column=body has no effect with data.source=stdlib, which has no columns",
+        r"data.sources.a.column=body has no effect with data.sources.a.source=stdlib, which has no columns; "
+        r"leave it out, or use data.sources.a.source=parquet or",
     ),
     ({"processes": 0}, r"^data.processes=0 must be at least 1; null uses every core$"),
 ]  # fmt: skip

@@ -4,12 +4,15 @@ import functools
 import os
 import pty
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from data.tokenizers import Bytes
 from tests import warm
+from tests.cli import ROOT
 from trainer.errors import Interrupted
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer
@@ -118,3 +121,18 @@ def test_at_once_raises_for_a_signal_that_came_before():
         with pytest.raises(Interrupted, match="nothing to save") as raised, stop.at_once("nothing to save"):
             pytest.fail("went on")
     assert raised.value.signal == signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"), [("KeyboardInterrupt", -signal.SIGINT, 0), ("OSError", 1, 1)]
+)
+def test_during_the_imports_of_train_py_it_prints_no_traceback(tmp_path, error, code, told):
+    for module in ("hydra", "torch"):
+        (tmp_path / f"{module}.py").write_text(f"raise {error}\n")
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code
+    assert done.stderr.count("Traceback") == told
+    assert bool(done.stdout + done.stderr) == told
