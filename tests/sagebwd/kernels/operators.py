@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import DEFAULT_CONFIG, encode
-from sagebwd.kernels.ops import saved_for_backward
 from sagebwd.window import Window
 from tests.sagebwd.kernels.inputs import NAMES
 
@@ -101,14 +100,3 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert x.dtype == wanted.dtype, name
         assert x.isfinite().all(), name
         assert torch.equal(x, wanted), name
-
-
-def check_mean_of_k(
-    kernels: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, config: SageConfig
-) -> None:
-    """Operators that save the logsumexp alone compute the mean of K once more, to the bits of the forward."""
-    settings = (0.125, encode(config), kernels)
-    out, lse, k_mean, *_ = torch.ops.sagebwd.forward(q, k, v, cu_seqlens, None, -1, 0, *settings)
-    again = saved_for_backward(q, k, out, lse, cu_seqlens, None, *settings)
-    assert k_mean.any()
-    assert torch.equal(again.k_mean, k_mean)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from sagebwd import SageConfig, reference
-from sagebwd.config import DEFAULT_CONFIG, MATMULS, P_MATMULS
+from sagebwd.config import DEFAULT_CONFIG, MATMULS, P_MATMULS, PRESETS
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.inputs import LAYOUTS, NAMES, token_major, with_means
@@ -22,6 +22,7 @@ from tests.sagebwd.kernels.sets import (
     FP16,
     causal_and_full,
     causal_first,
+    emulated_too,
     every_head_dim,
     fp16_and_bf16,
     full_first,
@@ -336,6 +337,12 @@ def layout_cases(kernel_set):
     configs = {"default": DEFAULT_CONFIG, "smooth_v": SageConfig(smooth_v=True)}
     if kernel_set.runs(reads_16_bit_too):
         configs = {"S and dV in INT8": reads_16_bit_too, **configs}
+    if kernel_set.is_emulated:
+        named = {name: PRESETS[name] for name in ("default", "consistent", "int8_scores", "accurate")}
+        return [
+            pytest.param(first, config, 40, BF16, id=f"{first}-{name}")
+            for first, (name, config) in enumerate(kernel_set.those_it_runs(named).items())
+        ]
     if not kernel_set.is_gpu:
         return [
             pytest.param(first, reads_16_bit_too, 32, FP16, id=f"{first}-S and dV in INT8-fp16")
@@ -350,6 +357,7 @@ def layout_cases(kernel_set):
     ]
 
 
+@emulated_too
 @over("first, config, head_dim, dtype", layout_cases)
 def test_layout_does_not_matter(
     attend, assert_equal, sample_on_device, kernel_set, first, config, head_dim, dtype

@@ -16,6 +16,7 @@ from tests.sagebwd.kernels.sets import (
     FP16,
     boundaries_of,
     causal_and_full,
+    emulated_too,
     every_head_dim,
     on_gpu,
     over,
@@ -140,6 +141,7 @@ def test_the_means_of_a_pack_are_those_of_its_documents(kernels, sample, kernel_
 # --- Leaks -------------------------------------------------------------------------------------------------
 
 
+@emulated_too
 @over("poison", lambda kernel_set: [torch.nan, torch.inf] if kernel_set.is_gpu else [torch.nan])
 def test_nothing_comes_from_outside_a_document(kernels, sample, poison):
     inputs = sample(100, heads=2, kv_heads=1)
@@ -192,6 +194,7 @@ def invalid_boundaries(kernel_set):
     return few + ([[2**40, 3], [-(2**40), 2**40], [n - 10, 10, 0]] if kernel_set.is_gpu else [])
 
 
+@emulated_too
 @over("boundaries", invalid_boundaries)
 @every_head_dim
 def test_boundaries_out_of_order_or_range_read_nothing_out_of_bounds(

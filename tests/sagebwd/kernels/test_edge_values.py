@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sagebwd import SageConfig
-from sagebwd.config import MATMULS
+from sagebwd.config import MATMULS, PRESETS
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels.inputs import (
     GRADIENTS,
@@ -25,6 +25,7 @@ from tests.sagebwd.kernels.sets import (
     FP16,
     causal_and_full,
     cuda_only,
+    emulated_too,
     every_head_dim,
     full_first,
     named,
@@ -39,6 +40,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 def configs_of(kernel_set):
     """Settings by name, in tiles of which ``kernel_set.tokens`` are several."""
     config = kernel_set.config
+    if kernel_set.is_emulated:
+        names = ("default", "paper", "strictly_causal", "accurate", "int8_scores")
+        return kernel_set.those_it_runs({name: PRESETS[name] for name in names})
     return kernel_set.those_it_runs(
         {
             "default": config(),
@@ -88,6 +92,7 @@ def poisoned_channels(config):
     return slice(None) if config.int8_matmuls else 3
 
 
+@emulated_too
 @over("config, name, poison, token", poisons)
 @every_head_dim
 def test_nan_and_inf_reach_every_output_that_depends_on_them(
@@ -196,6 +201,7 @@ def test_nan_and_inf_in_smoothed_values(
         assert not found[name].isinf().any(), name
 
 
+@emulated_too
 @every_head_dim
 def test_another_batch_and_another_group_stay_clean(kernels, sample, kernel_set, head_dim):
     """A poisoned key of batch 1, head 0 shows in the two query heads that share it, and nowhere else."""

@@ -12,7 +12,7 @@ from sagebwd.kernels import ops
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.inputs import NAMES, every_other, token_major
 from tests.sagebwd.kernels.operators import assert_same, gradients
-from tests.sagebwd.kernels.sets import on_gpu, over
+from tests.sagebwd.kernels.sets import emulated_too, on_gpu, over
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile itself
@@ -105,6 +105,9 @@ def registrations(kernel_set):
     }
     if not kernel_set.is_cuda:
         return named_rows({name: (*case, False) for name, case in cases.items()})
+    if kernel_set.is_emulated:
+        cases = {"whole": (token_major, False, default), "packed": (torch.clone, True, default)}
+        return named_rows({name: (*case, True) for name, case in cases.items()})
     layouts = {"contiguous": torch.clone, "token_major": token_major, "every_other": every_other}
     return named_rows(
         {
@@ -126,6 +129,7 @@ def named_rows(rows):
     return [pytest.param(*values, id=name) for name, values in rows.items()]
 
 
+@emulated_too
 @pytest.mark.usefixtures("poisoned_memory")  # or blocks that hold no document differ from call to call
 @over("lay, packed, config, packs", registrations)
 def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, packed, config, packs):
@@ -163,6 +167,19 @@ def test_results_lie_in_memory_as_the_inputs_do(sample, kernel_set, causal, lay)
     # Token by token if K is saved packed, so that the backward does not see its layout.
     assert dk.stride() == (token_major(k) if kernel_set.is_cuda else k).stride()
     assert dv.stride() == v.stride()
+
+
+@emulated_too
+@whole_and_packed
+def test_the_mean_of_k_alone_has_the_bits_of_the_forward(sample, boundaries, kernel_set, packed):
+    """For operators that save the logsumexp alone."""
+    q, k, v, _ = sample()
+    cu_seqlens = boundaries if packed else None
+    settings = (0.125, encode(SageConfig()), kernel_set.name)
+    out, lse, k_mean, *_ = torch.ops.sagebwd.forward(q, k + 3, v, cu_seqlens, None, -1, 0, *settings)
+    again = ops.saved_for_backward(q, k + 3, out, lse, cu_seqlens, None, *settings)
+    assert k_mean.any()
+    assert torch.equal(again.k_mean, k_mean)
 
 
 def test_tokens_of_no_document_are_written_too(sample, boundaries, all_memory_is_nan, kernel_set):
@@ -245,6 +262,7 @@ def test_compiled_under_no_grad(sample, compiled, causal, backend):
 COMPILED = ("function", "operator", "checkpoint")
 
 
+@emulated_too
 @pytest.mark.parametrize("way", [*operators.WAYS, *(f"compiled {name}" for name in COMPILED)])
 def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compiled, causal, ways, way):
     inputs = sample(40)
