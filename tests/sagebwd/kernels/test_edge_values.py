@@ -55,14 +55,14 @@ def configs_of(kernel_set):
     )
 
 
-def all_but_unsigned_p_first(kernel_set):
+def every_kind_of_config(kernel_set):
+    """The interpreter affords a scale for each block, one for each token, and none."""
     configs = configs_of(kernel_set)
-    if not kernel_set.is_gpu:
-        del configs["unsigned_p"]
-    return named(configs)
+    kinds = configs if kernel_set.is_gpu else ("default", "strictly causal", "no INT8")
+    return named({name: configs[name] for name in kinds})
 
 
-every_config = over("config", all_but_unsigned_p_first)
+every_config = over("config", every_kind_of_config)
 
 
 # --- NaN and Inf -------------------------------------------------------------------------------------------
