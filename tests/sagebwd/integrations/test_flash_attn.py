@@ -82,8 +82,8 @@ def test_every_window_from_the_bottom_right(lengths):
 @pytest.mark.parametrize(("causal", "window"), [(False, (-1, -1)), (True, (-1, -1)), (True, (2, -1))])
 def test_packed_sequences(causal, window, is_same):
     """With two tensors: more queries than keys, fewer, none, and tokens before and after all sequences."""
-    cuts = [0, 3, 7, 12] if is_same else [1, 4, 6, 11, 11]
-    cuts_kv = cuts if is_same else [2, 4, 9, 12, 13]
+    cuts = [0, 3, 7, 12] if is_same else [1, 4, 8, 11, 11]
+    cuts_kv = cuts if is_same else [2, 6, 8, 12, 13]
     boundaries = torch.tensor(cuts, dtype=torch.int32)
     boundaries_kv = boundaries if is_same else torch.tensor(cuts_kv, dtype=torch.int32)
     n_kv = 12 if is_same else 14

@@ -113,7 +113,8 @@ def test_a_model_trains_as_with_full_precision(config, bound):
     assert_trains_as(attend, F.scaled_dot_product_attention, bound=bound)
 
 
-def test_smoothing_is_what_the_call_says_and_else_what_the_config_says(draw, monkeypatch):
+@pytest.mark.parametrize("function", DENSE)
+def test_smoothing_is_what_the_call_says_and_else_what_the_config_says(function, draw, monkeypatch):
     seen = []
     real = sageattention.counted_attention
 
@@ -124,11 +125,20 @@ def test_smoothing_is_what_the_call_says_and_else_what_the_config_says(draw, mon
     monkeypatch.setattr(sageattention, "counted_attention", noting)
     q, k, v, _ = draw(5, head_dim=8)
     plain = dataclasses.replace(SageConfig(), smooth_k=False)
-    sageattention.sageattn(q, k, v)
-    sageattention.sageattn(q, k, v, config=plain)
-    sageattention.sageattn(q, k, v, smooth_k=False)
-    sageattention.sageattn_qk_int8_pv_fp16_cuda(q, k, v, smooth_v=True)
-    assert seen == [SageConfig(), plain, plain, SageConfig(smooth_v=True)]
+    function(q, k, v)
+    function(q, k, v, config=plain)
+    function(q, k, v, smooth_k=False)
+    assert seen == [SageConfig(), plain, plain]
+    if "smooth_v" in inspect.signature(function).parameters:
+        function(q, k, v, smooth_v=True)
+        assert seen[-1] == SageConfig(smooth_v=True)
+
+
+def test_scale_is_another_name_of_sm_scale(draw):
+    q, k, v, _ = draw(5, head_dim=8)
+    wanted = sageattention.sageattn(q, k, v, sm_scale=0.7)
+    assert torch.equal(sageattention.sageattn(q, k, v, scale=0.7), wanted)
+    assert not torch.equal(sageattention.sageattn(q, k, v), wanted)
 
 
 def test_programs_that_import_sageattention_get_gradients(not_installed, draw, caplog):

@@ -191,6 +191,16 @@ def test_float64_goes_to_full_precision():
         train_step(model, "sagebwd", **inputs)
 
 
+def test_in_full_precision_too_the_queries_are_the_last_tokens(draw):
+    q, k, v = (x.double() for x in draw(2, 6)[:3])
+    documents = torch.tensor([[1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
+    with pytest.warns(UserWarning, match="full precision"):
+        out, _ = call(q, k, v, TokenMask.make(documents, CAUSAL), name="sagebwd-or-full")
+    seen = (documents[:, None, -2:, None] == documents[:, None, None]) & (documents != 0)[:, None, None]
+    truth = scaled_dot_product_attention(q, k, v, seen & torch.ones(2, 6, dtype=torch.bool).tril(4))
+    assert error(out, truth.transpose(1, 2)) < EXACT
+
+
 def test_a_mask_for_each_pair_of_tokens_goes_to_full_precision():
     model, tokens = make("llama-gqa"), draw_tokens(2, 10)
     seen = (torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(10).bool()
