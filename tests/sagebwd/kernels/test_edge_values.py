@@ -24,7 +24,6 @@ from tests.sagebwd.kernels.sets import (
     BF16,
     FP16,
     causal_and_full,
-    cuda_only,
     emulated_too,
     every_head_dim,
     full_first,
@@ -162,24 +161,6 @@ def test_nan_and_inf_under_the_causal_mask(kernels, attend_reference, sample, na
     assert all(x.isfinite().all() for x in must_be_finite[name])
 
 
-@over("config", lambda kernel_set: named({x: kernel_set.variants[x] for x in kernel_set.main_variants}))
-@every_input
-@every_poison
-@pytest.mark.parametrize("token", [70, 130, 200])
-@causal_and_full
-@every_head_dim
-def test_nan_and_inf_with_other_settings(
-    kernels, attend_reference, sample, name, poison, token, is_causal, head_dim, config
-):
-    """Where they reach in the reference. Work tiles may be of 192 queries, 64 at a time."""
-    inputs = poison_one(sample(270, head_dim=head_dim), name, token, poison)
-    options = {"is_causal": is_causal, "config": config}
-    found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
-    assert not any(found[x].isinf().any() for x in NAMES)
-    for x in NAMES if not is_causal else ("out", "dq"):
-        assert torch.equal(found[x].isnan(), wanted[x].isnan()), x
-
-
 @on_gpu
 @every_poison
 @pytest.mark.parametrize("token", [0, 69, 139])
@@ -291,24 +272,6 @@ def test_large_logits_of_random_values(kernels, attend_reference, sample, config
         assert found[name].float().norm() < 4 * wanted[name].float().norm(), name
 
 
-@cuda_only
-@pytest.mark.parametrize("scale", [1e2, 1e3, 1e4, 1e5])
-@pytest.mark.parametrize(("n_q", "n_kv"), [(40, 70), (130, 200)])
-@every_head_dim
-def test_large_logits_of_any_random_values(kernels, attend_reference, sample, scale, n_q, n_kv, head_dim):
-    """The same with S that is exact because the INT8 values of Q and K are those of the reference. packing.cu
-    makes them so for these inputs; elsewhere one that rounds otherwise may choose another key.
-    """
-    inputs = sample(n_q, n_kv, head_dim=head_dim)
-    inputs[3] *= 2**-6
-    found, wanted = (attention(*inputs, scale=scale) for attention in (kernels, attend_reference))
-    for name in ("out", "dv"):
-        assert relative_l2(found[name], wanted[name]) < 1e-3, name
-    for name in ("dq", "dk"):
-        assert found[name].isfinite().all(), name
-        assert found[name].float().norm() < 4 * wanted[name].float().norm(), name
-
-
 @every_config
 @every_head_dim
 def test_the_largest_powers_of_two(kernels, attend_reference, exact, sample, config, head_dim):
@@ -403,7 +366,7 @@ def test_gradients_scale_with_grad_out_bit_for_bit(
 
 @on_gpu
 @pytest.mark.parametrize(("size", "dtype"), [(1e-4, FP16), (1e-20, BF16)], ids=["1e-4", "1e-20"])
-@pytest.mark.parametrize(("n_q", "n_kv"), [(63, 63), (129, 129), (257, 257), (100, 131), (131, 100)])
+@pytest.mark.parametrize(("n_q", "n_kv"), [(129, 129), (100, 131), (131, 100)])
 @causal_and_full
 @every_head_dim
 def test_the_mask_holds_where_logits_are_near_zero(

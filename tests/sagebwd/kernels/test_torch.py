@@ -473,49 +473,6 @@ def test_deterministic_algorithms(sample, boundaries, maybe_packed, packed, requ
 
 @on_gpu
 @whole_and_packed
-def test_neither_pass_waits_for_the_device(sample, boundaries, maybe_packed, packed):
-    attend, inputs = maybe_packed(boundaries, packed), sample()
-    expected = gradients(attend, *inputs)  # compiles the kernels
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = gradients(attend, *inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert_same(found, expected)
-
-
-@on_gpu
-@whole_and_packed
-def test_cuda_graphs_replay_with_new_inputs(sample, boundaries, maybe_packed, packed):
-    attend = maybe_packed(boundaries, packed)
-    *inputs, grad_out = sample()
-    leaves = [x.requires_grad_() for x in inputs]
-
-    def step():
-        out = attend(*leaves)
-        return [out, *torch.autograd.grad(out, leaves, grad_out)]
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # compiles the kernels
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-
-    fresh = sample(seed=1)
-    with torch.no_grad():
-        for x, new in zip((*leaves, grad_out), fresh, strict=True):
-            x.copy_(new)
-        boundaries.copy_(torch.tensor((0, 10, 64, 70)))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_same([x.detach() for x in captured], gradients(attend, *fresh))
-
-
-@on_gpu
-@whole_and_packed
 def test_a_stream_of_its_own(sample, boundaries, maybe_packed, packed):
     """The inputs arrive late, on the same stream: a kernel on any other would read what was there before."""
     attend, inputs = maybe_packed(boundaries, packed), sample()
@@ -530,20 +487,3 @@ def test_a_stream_of_its_own(sample, boundaries, maybe_packed, packed):
         found = gradients(attend, *late)
     stream.synchronize()
     assert_same(found, expected)
-
-
-@on_gpu
-@whole_and_packed
-def test_another_than_the_current_gpu(sample, boundaries, maybe_packed, causal, packed):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU")
-    inputs = sample()
-    expected = gradients(maybe_packed(boundaries, packed), *inputs)
-    assert torch.cuda.current_device() == 0
-    other = torch.device("cuda", 1)
-    found = gradients(maybe_packed(boundaries.to(other), packed), *(x.to(other) for x in inputs))
-    assert torch.cuda.current_device() == 0
-    assert all(x.device == other for x in found)
-    assert_same([x.to("cuda") for x in found], expected)
-    with pytest.raises(ValueError, match="q, k, v are on cuda:0, cuda:1, cuda:1; move them to one device"):
-        causal(inputs[0], *(x.to(other) for x in inputs[1:3]))
