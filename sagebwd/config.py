@@ -6,8 +6,6 @@ import ast
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-import torch
-
 #: The seven matrix products of a forward and backward pass, in the order in which they run.
 #: ``s_fwd`` and ``s_bwd`` are S = QKᵀ, which the backward recomputes; ``o`` is O = PV, ``dv`` dV = PᵀdO,
 #: ``dp`` dP = dOVᵀ, ``dq`` dQ = dS·K and ``dk`` dK = dSᵀQ.
@@ -253,6 +251,9 @@ class SageConfig:
                 "add_mean_k_term=True needs the mean of K, which smooth_k=False does not compute; "
                 "set smooth_k=True or add_mean_k_term=False"
             )
+        # Written once: it would take a third of a short call.
+        values = [f"'{field.name}': {getattr(self, field.name)!r}" for field in fields(self)]
+        object.__setattr__(self, "_text", "{" + ", ".join(values) + "}")
 
     def _check_switches(self) -> None:
         for name in SWITCHES:
@@ -306,20 +307,10 @@ PRESETS: dict[str, SageConfig] = {
     "strictly_causal": SageConfig.strictly_causal(),
 }
 
-FIELDS = tuple(field.name for field in fields(SageConfig))
-
 
 def encode(config: SageConfig) -> str:
     """``config`` as text, because operators take no objects. :func:`decode` reads it."""
-    # To write the text takes a third of a short call; but torch.compile traces no cache.
-    return _encode(config) if torch.compiler.is_compiling() else _encode_once(config)
-
-
-def _encode(config: SageConfig) -> str:
-    return "{" + ", ".join([f"'{name}': {getattr(config, name)!r}" for name in FIELDS]) + "}"
-
-
-_encode_once = lru_cache(_encode)
+    return config._text
 
 
 @lru_cache

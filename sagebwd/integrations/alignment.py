@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sagebwd.config import SageConfig
-from sagebwd.integrations.counted import counted_attention
 from sagebwd.reference.documents import slices
+from sagebwd.usage import counted_attention
 
 
 class Alignment(NamedTuple):

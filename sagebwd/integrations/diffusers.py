@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from sagebwd import usage
 from sagebwd.attention import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.integrations.choice import choose_kernels
 from sagebwd.integrations.packing import match_widths
 from sagebwd.masks import find_key_mask
+from sagebwd.usage import choose_kernels
 from sagebwd.validation import check_config, check_name
 
 try:

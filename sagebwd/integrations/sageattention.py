@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.integrations.counted import counted_attention
+from sagebwd.usage import counted_attention
 from sagebwd.validation import check_config
 
 __all__ = [

@@ -32,9 +32,11 @@ from sagebwd import _ops, dispatch, masks, usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.dispatch import LARGEST_HEAD_DIM
 from sagebwd.integrations.alignment import Alignment, align, align_documents, attend, window_of
-from sagebwd.integrations.counted import counted_attention
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
+from sagebwd.usage import counted_attention
 from sagebwd.validation import check_config, check_name, is_autocast
+from sagebwd.window import Window
 
 #: Functions of torch.nn.attention that this needs; torch 2.13 has them all.
 REGISTRY = (
@@ -316,13 +318,11 @@ def _backward(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     grad_out, q, out = (alignment.queries(x) for x in (grad_out, q, out))
     k, v, lse = alignment.keys(k), alignment.keys(v), alignment.queries(lse, fill=float("inf"))
-    settings = encode(config)
-    kernels = dispatch.choose(q, scale, settings)
+    kernels = dispatch.choose(q, scale, encode(config))
     boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
-    saved = ops.saved_for_backward(q, k, out, lse, *boundaries, scale, settings, kernels)
-    dq, dk, dv = _ops.ops.backward.default(
-        grad_out, q, k, v, *k.shape[1:3], *saved, *boundaries, *alignment.window, scale, settings, kernels
-    )
+    params = AttentionParams(Window(*alignment.window), scale, config, kernels, *boundaries)
+    saved = ops.saved_for_backward(q, k, out, lse, params)
+    dq, dk, dv = _ops.ops.backward.default(grad_out, q, k, v, *k.shape[1:3], *saved, *params.flatten())
     return alignment.put_back_queries(dq), alignment.put_back_keys(dk), alignment.put_back_keys(dv)
 
 

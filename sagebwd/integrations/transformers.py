@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from sagebwd import usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.integrations.choice import choose_kernels
 from sagebwd.integrations.packing import (
     Layout,
     attend,
@@ -31,6 +30,7 @@ from sagebwd.integrations.packing import (
     match_widths,
     remember_recent,
 )
+from sagebwd.usage import choose_kernels
 from sagebwd.validation import check_config, check_name
 from sagebwd.window import CAUSAL, FULL, Window
 
