@@ -61,7 +61,7 @@ class SageConfig:
     - the scale of a block of Q, K, V or dO that earlier tokens share with them (``operand_scales="block"``);
     - the scale of a whole tile of P and dS in the backward (``granularity="block"``).
 
-    ``scripts/paper/causal_leak.py`` measures these effects.
+    ``results/causal_leak.json`` has their sizes.
 
     ``add_mean_k_term``, ``exact_delta`` and ``s_levels=2`` exist in the reference only: on a GPU they raise.
     :func:`sagebwd.explain` tells which kernels run a setting.
@@ -137,8 +137,8 @@ class SageConfig:
 
         The default's bias comes from O, whose rounding does not average out over tokens or batches. V is
         smoothed, so that O rounds only what is left of V without its mean, and P uses all of 0 … 255. In two
-        trained 35M models the bias falls from 4 to 5% of the gradient to less than 1%
-        (``scripts/paper/gradient_bias.py``). Same tensor-core time as the default.
+        trained 35M models the bias falls from 4 to 5% of the gradient to less than 1%. Same tensor-core time
+        as the default.
         """
         return cls(smooth_v=True, unsigned_p=True)
 
@@ -166,8 +166,7 @@ class SageConfig:
 
         As with :meth:`strictly_causal`, finite later tokens change no output or gradient of a query, and dQ
         is worse where the channels of K have a strong mean. Costs 15 units of tensor-core time, compared with
-        11 for the default and 18 for 16-bit attention
-        (``scripts/paper/gradient_variants.py``).
+        11 for the default and 18 for 16-bit attention.
         """
         return cls(
             smooth_k=False,
@@ -187,9 +186,8 @@ class SageConfig:
         attention as well; compensating O removes it. O and dV, outside INT8, are more accurate, too. Does
         not reduce the error of S, which dominates when logits are large.
 
-        13 units of tensor-core time, compared with 11 for the default and 18 for 16-bit attention
-        (``scripts/paper/gradient_variants.py``). P needs neither scales nor rounding to INT8, which on Hopper
-        saves more time than the 16-bit products cost.
+        13 units of tensor-core time, compared with 11 for the default and 18 for 16-bit attention. P needs
+        neither scales nor rounding to INT8, which on Hopper saves more time than the 16-bit products cost.
         """
         return cls(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), compensate_o=True)
 

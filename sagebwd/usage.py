@@ -30,6 +30,17 @@ class _Call(NamedTuple):
     reason: str
 
 
+class Obstacle(NamedTuple):
+    """Why SageBwd does not compute a call.
+
+    reason: what it does not compute, as a noun.
+    fix: what the user can do, other than taking full precision; "" for what the integration always offers.
+    """
+
+    reason: str
+    fix: str = ""
+
+
 _counts: Counter[_Call] = Counter()
 _warned: set[tuple[str, str]] = set()
 

@@ -31,7 +31,14 @@ from torch.nn import functional as F
 from sagebwd import _ops, dispatch, masks, usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.dispatch import LARGEST_HEAD_DIM
-from sagebwd.integrations.alignment import Alignment, align, align_documents, attend, window_of
+from sagebwd.integrations.alignment import (
+    Alignment,
+    align,
+    align_documents,
+    aligned_attention,
+    check_refused,
+    window_of,
+)
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
 from sagebwd.usage import counted_attention
@@ -125,7 +132,7 @@ def _sdpa_forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """``_scaled_dot_product_flash_attention``: tensors are (B, H, N, D)."""
-    _check_refused(dropout_p=dropout_p, return_debug_mask=return_debug_mask)
+    check_refused(RESTORE, dropout_p=dropout_p, return_debug_mask=return_debug_mask)
     n_q, n_kv = query.shape[2], key.shape[2]
     alignment = align(n_q, n_kv, window_of(is_causal, (-1, -1)))
     out, lse = _forward(config, query, key, value, alignment, scale)
@@ -152,7 +159,7 @@ def _sdpa_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``_scaled_dot_product_flash_attention_backward``."""
-    _check_refused(dropout_p=dropout_p)
+    check_refused(RESTORE, dropout_p=dropout_p)
     alignment = align(query.shape[2], key.shape[2], window_of(is_causal, (-1, -1)))
     return _backward(config, grad_out, query, key, value, out, logsumexp, alignment, scale)
 
@@ -179,14 +186,10 @@ def _flash_forward(
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
     """``_flash_attention_forward``: (B, N, H, D), or (T, H, D) with boundaries of packed sequences."""
-    _check_refused(
-        dropout_p=dropout_p,
-        return_debug_mask=return_debug_mask,
-        seqused_k=seqused_k,
-        alibi_slopes=alibi_slopes,
-        block_table=block_table,
-        num_splits=num_splits if num_splits != 1 else None,
-    )
+    check_refused(
+        RESTORE, dropout_p=dropout_p, return_debug_mask=return_debug_mask, seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes, block_table=block_table, num_splits=num_splits if num_splits != 1 else 0,
+    )  # fmt: skip
     window = window_of(is_causal, (window_size_left, window_size_right))
     alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
     out, lse = _forward(config, *_heads_first(query, key, value), alignment, scale)
@@ -225,7 +228,7 @@ def _flash_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """``_flash_attention_backward``."""
-    _check_refused(dropout_p=dropout_p)
+    check_refused(RESTORE, dropout_p=dropout_p)
     window = window_of(is_causal, (window_size_left, window_size_right))
     alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
     lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
@@ -241,26 +244,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "_flash_attention_backward": _flash_backward,
 }
 
-#: What the arguments that are refused stand for.
-REFUSED = {
-    "dropout_p": "dropout of attention weights; set it to 0 in the model",
-    "return_debug_mask": "the weights of the attention",
-    "seqused_k": "a cache that is not full",
-    "alibi_slopes": "a bias by distance (ALiBi)",
-    "block_table": "a paged cache",
-    "num_splits": "keys split over thread blocks",
-}
-
-
-def _check_refused(**arguments: Any) -> None:
-    """Refuse what SageBwd does not compute; None, False and 0 ask for nothing."""
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) or value:
-            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
-            raise NotImplementedError(
-                f"torch's FlashAttention is SageBwd now, and {name} is {shown}: sagebwd does not compute "
-                f"{REFUSED[name]}, or call torch.nn.attention.restore_flash_attention_impl()"
-            )
+RESTORE = "call torch.nn.attention.restore_flash_attention_impl(): torch's FlashAttention is SageBwd now"
 
 
 def _align(
@@ -299,7 +283,7 @@ def _forward(
     config: SageConfig, q: Tensor, k: Tensor, v: Tensor, alignment: Alignment, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, N_q, D) and lse (B, H, N_q) to base e; torch's autograd wraps the operator."""
-    return attend("torch FlashAttention", q, k, v, alignment, scale, config, with_lse=True)
+    return aligned_attention("torch FlashAttention", q, k, v, alignment, scale, config, with_lse=True)
 
 
 @torch.no_grad()
@@ -418,11 +402,7 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
         if reason:
             usage.fall_back(name, reason, "sdpa")
             return original(query, key, value, attn_mask, dropout_p, **settings)
-        if dropout_p:
-            raise NotImplementedError(
-                f"scaled_dot_product_attention is SageBwd here, and dropout_p is {dropout_p}: sagebwd does "
-                f"not compute {REFUSED['dropout_p']}, or leave torch_flash.patch_sdpa()"
-            )
+        check_refused("leave torch_flash.patch_sdpa()", dropout_p=dropout_p)
         return counted_attention(name, query, key, value, attn_mask=attn_mask, config=config, **settings)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
