@@ -140,12 +140,13 @@ def backward(
     (block_q, block_kv), head_dim = config.tile(q.shape[3]), packed_head_dim(q.shape[3])
     dq_sums = q.new_empty((q_blocks, block_q * head_dim), dtype=torch.float32)
     turns = call.counters.data_ptr()
+    tile_counter = turns + 4 * q_blocks
+    work = CAxes.of(q, k, axes, of_keys=True, tokens=block_kv, tile_counter=tile_counter)
     arguments = CBackward(
         call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
         None if packed_k_columns is None else packed_k_columns.data_ptr(),
         CTokenTensor.of(v), CTokenTensor.of(grad_out), *(x.target for x in gradients),
-        dq_sums.data_ptr(), turns,
-        CAxes.of(q, k, axes, of_keys=True, tokens=block_kv, tile_counter=turns + 4 * q_blocks), params.scale,
+        dq_sums.data_ptr(), turns, work, params.scale,
     )  # fmt: skip
     source = backward_source((block_q, block_kv), head_dim, s_16bit=not has_int8_s)
     scales_of_tiles = config.granularity == "block"

@@ -73,11 +73,11 @@ def forward(
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if params.cu_seqlens is not None:
         lse.fill_(float("-inf"))
+    work = CAxes.of(q, k, axes, tokens=work_tokens, tile_counter=counter.data_ptr())
     arguments = CForward(
         packed_q.data_ptr(), packed_k.data_ptr(), values, k_stride, v_stride, out.target,
-        (residual or out).target, lse.data_ptr(),
-        CAxes.of(q, k, axes, tokens=work_tokens, tile_counter=counter.data_ptr()), params.scale,
-        params.documents, None if v_mean is None else v_mean.data_ptr(), CTokenTensor.of(v),
+        (residual or out).target, lse.data_ptr(), work, params.scale, params.documents,
+        None if v_mean is None else v_mean.data_ptr(), CTokenTensor.of(v),
     )  # fmt: skip
     macros = {
         "SMOOTH_V": config.smooth_v,

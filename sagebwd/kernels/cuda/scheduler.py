@@ -28,6 +28,8 @@ class CAxes(ctypes.Structure):
     ) -> CAxes:
         """The work tiles: blocks of so many ``tokens`` in each head of q, or of k.
 
+        Keep the result until the launch: a structure that it is copied into does not hold its memory.
+
         Args:
             tile_counter: address of an int32 that is zero.
         """

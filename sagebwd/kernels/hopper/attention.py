@@ -217,10 +217,10 @@ def _axes_of(call: Backward, name: str, tile_counter: int | None) -> CAxes:
 def _launch_dk_dv(
     call: Backward, columns: Tensor, maps: CTensorMaps | None, tile_scales: Tensor | None = None
 ) -> None:
+    axes = _axes_of(call, "dk_dv", call.counters.data_ptr())
     arguments = _CDkDv(
         call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
-        call.gradients.dk.target, call.gradients.dv.target,
-        _axes_of(call, "dk_dv", call.counters.data_ptr()), call.params.scale, _address(tile_scales),
+        call.gradients.dk.target, call.gradients.dv.target, axes, call.params.scale, _address(tile_scales),
     )  # fmt: skip
     dk_16bit = not call.params.config.is_int8("dk")
     _launch("dk_dv", call.q, call.params, arguments, maps=maps, DK_16BIT=dk_16bit, **call.macros)
@@ -228,10 +228,11 @@ def _launch_dk_dv(
 
 def _launch_dq(call: Backward, maps: CTensorMaps | None, tile_scales: Tensor | None = None) -> None:
     packed_k_columns = call.packer.pack_k_columns(call.packed_kv, call.k, call.axes.kv)
+    axes = _axes_of(call, "dq", call.counters.data_ptr() + 4)
     arguments = _CDq(
         call.packed_q.data_ptr(), call.packed_grad.data_ptr(), call.packed_kv.data_ptr(),
-        packed_k_columns.data_ptr(), call.gradients.dq.target,
-        _axes_of(call, "dq", call.counters.data_ptr() + 4), call.params.scale, _address(tile_scales),
+        packed_k_columns.data_ptr(), call.gradients.dq.target, axes, call.params.scale,
+        _address(tile_scales),
     )  # fmt: skip
     if tile_scales is None:
         _launch("dq", call.q, call.params, arguments, maps=maps)
@@ -264,11 +265,7 @@ def _launch_one_kernel(call: Backward, columns: Tensor, maps: CTensorMaps | None
         HEAD_DIM=head_dim, IS_CAUSAL=0, IS_BF16=q.dtype == torch.bfloat16,
         LAUNCH_THREADS=FINISH_DQ_THREADS, LAUNCH_BYTES=0,
     )  # fmt: skip
-    arguments = _CFinishDq(
-        dq_sums.data_ptr(),
-        turns.data_ptr(),
-        call.gradients.dq.target,
-        _axes_of(call, "dq", None),
-        params.scale,
-    )
+    axes = _axes_of(call, "dq", None)
+    dq = call.gradients.dq.target
+    arguments = _CFinishDq(dq_sums.data_ptr(), turns.data_ptr(), dq, axes, params.scale)
     kernel.launch(dq_sums.numel() // (TILE[0] * 64), FINISH_DQ_THREADS, arguments)
