@@ -10,20 +10,38 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from sagebwd import dispatch
+from sagebwd.attention import sage_attention
+from sagebwd.config import SageConfig, encode
+from sagebwd.validation import DTYPES, cast_to_autocast_dtype
 
 #: What an integration may do with a call that SageBwd does not compute.
 FALLBACKS = ("error", "sdpa")
 
 
-class _Call(NamedTuple):
+class _Counted(NamedTuple):
     name: str
     layer: int | None
     kernels: str
     reason: str
 
 
-_counts: Counter[_Call] = Counter()
+class Obstacle(NamedTuple):
+    """Why SageBwd does not compute a call.
+
+    reason: what it does not compute, as a noun.
+    fix: what the user can do, other than taking full precision; "" for what the integration always offers.
+    """
+
+    reason: str
+    fix: str = ""
+
+
+_counts: Counter[_Counted] = Counter()
 _warned: set[tuple[str, str]] = set()
 
 
@@ -97,6 +115,34 @@ def record(name: str, kernels: str, layer: int | None = None) -> None:
     _count(name, layer, kernels, "")
 
 
+def counted_attention(
+    name: str, query: Tensor, key: Tensor, value: Tensor, *, config: SageConfig, **settings: Any
+) -> Any:
+    """:func:`sagebwd.sage_attention`, counted under ``name`` with the kernels that ran."""
+    result = sage_attention(query, key, value, config=config, **settings)
+    out = result[0] if isinstance(result, tuple) else result  # of the dtype that autocast asks for
+    record(name, dispatch.choose(out, 1.0, encode(config)))
+    return result
+
+
+def choose_kernels(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, config: SageConfig
+) -> tuple[str, Obstacle | None]:
+    """The kernel set that will run, or "" and why none can.
+
+    The reason does not offer ``kernels="reference"``: other libraries have no such argument.
+    """
+    if q.dtype not in DTYPES:
+        kind = str(q.dtype).removeprefix("torch.")
+        return "", Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
+    q, *_ = cast_to_autocast_dtype(q, k, v)
+    try:
+        return dispatch.choose(q, scale, encode(config)), None
+    except (ValueError, NotImplementedError) as error:
+        reason = dispatch.explain(q, config=config).reasons.get("triton", str(error))
+        return "", Obstacle(f"this input: {reason}")
+
+
 def fall_back(name: str, reason: str, fallback: str, layer: int | None = None, *, fix: str = "") -> None:
     """Refuse a call that SageBwd does not compute, or count it as one in full precision.
 
@@ -133,7 +179,7 @@ def check_fallback(fallback: str) -> None:
 
 
 def _count(name: str, layer: int | None, kernels: str, reason: str) -> None:
-    _counts[_Call(name, layer, kernels, reason)] += 1
+    _counts[_Counted(name, layer, kernels, reason)] += 1
     if reason and (name, reason) not in _warned:
         _warned.add((name, reason))
         warnings.warn(f"{name} runs in full precision, not in INT8: {reason}", stacklevel=3)
@@ -144,7 +190,7 @@ def _count(name: str, layer: int | None, kernels: str, reason: str) -> None:
 _count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _sort_key(call: _Call) -> tuple[str, str, str, int]:
+def _sort_key(call: _Counted) -> tuple[str, str, str, int]:
     return call.name, call.kernels, call.reason, -1 if call.layer is None else call.layer
 
 

@@ -10,8 +10,10 @@ from torch import Tensor
 import sagebwd
 from model.backends import Backend, SavedBytes
 from sagebwd import SageConfig, dispatch
-from sagebwd.config import PRESETS, encode
+from sagebwd.config import PRESETS
+from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.ops import needed_by_backward
+from sagebwd.window import CAUSAL
 
 CONFIG_FIELDS = {field.name for field in fields(SageConfig)}
 IMPLEMENTATIONS = {
@@ -97,9 +99,9 @@ def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> Sav
     """What the operator keeps. Without a GPU here, "cuda" is a Hopper GPU."""
     config = sage_config(settings)
     kernels = "reference" if settings.implementation == "reference" else _kernels(q, config, device)
-    scale = q.shape[-1] ** -0.5
-    saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
-    needed = needed_by_backward(q, k, k, saved, encode(config), kernels, has_documents=False)
+    params = AttentionParams(CAUSAL, q.shape[-1] ** -0.5, config, kernels)
+    saved = ForwardResult(*torch.ops.sagebwd.forward(q, k, k, *params.flatten(), True))
+    needed = needed_by_backward(q, k, k, saved, params)
     results, inputs = (sum(x.nbytes for x in own if x is not None) for own in (saved, needed))
     return SavedBytes(total=inputs + results, results=results)
 

@@ -8,7 +8,9 @@ from torch.autograd import forward_ad
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import encode
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
+from sagebwd.window import CAUSAL
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.inputs import NAMES, every_other, token_major
 from tests.sagebwd.kernels.operators import assert_same, gradients
@@ -140,7 +142,7 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, packs))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, packs)
-    packs_v = ops.packs_v(kernel_set.name, has_documents=packed)
+    packs_v = ops.packs_v(AttentionParams.unflatten(*settings))
     inputs = (None, None, None if packs_v else v) if packs else (q, k, v)
     arguments = (grad_out, *inputs, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
@@ -175,9 +177,9 @@ def test_the_mean_of_k_alone_has_the_bits_of_the_forward(sample, boundaries, ker
     """For operators that save the logsumexp alone."""
     q, k, v, _ = sample()
     cu_seqlens = boundaries if packed else None
-    settings = (0.125, encode(SageConfig()), kernel_set.name)
-    out, lse, k_mean, *_ = torch.ops.sagebwd.forward(q, k + 3, v, cu_seqlens, None, -1, 0, *settings)
-    again = ops.saved_for_backward(q, k + 3, out, lse, cu_seqlens, None, *settings)
+    params = AttentionParams(CAUSAL, 0.125, SageConfig(), kernel_set.name, cu_seqlens)
+    out, lse, k_mean, *_ = torch.ops.sagebwd.forward(q, k + 3, v, *params.flatten())
+    again = ops.saved_for_backward(q, k + 3, out, lse, params)
     assert k_mean.any()
     assert torch.equal(again.k_mean, k_mean)
 

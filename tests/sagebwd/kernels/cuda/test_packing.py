@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.compile import SHARED, Sources
-from sagebwd.kernels.cuda.packing import Packer
+from sagebwd.kernels.cuda.packing import PackedLayout, Packer
 from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.reference.quantization import quantize
 from tests.sagebwd.kernels.cuda import sources_on_cpu
@@ -49,14 +49,14 @@ def folder(tmp_path_factory):
 def packer(device, request, monkeypatch):
     """The kernels, compiled for the current GPU or the CPU."""
     if device == "cuda":
-        return Packer(Sources(request.getfixturevalue("architecture"), (SHARED,)))
+        return Packer(Sources(request.getfixturevalue("architecture"), (SHARED,)), PackedLayout())
     folder = request.getfixturevalue("folder")
 
     def load_kernel(sources, source, name, shared_bytes, **defines):
         return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    return Packer(Sources("sm_80", (SHARED,)))
+    return Packer(Sources("sm_80", (SHARED,)), PackedLayout())
 
 
 @pytest.fixture
