@@ -28,7 +28,7 @@ from trainer.checkpoint import checkpoint_of
 from trainer.errors import TrainingError, explain
 from trainer.run_directory import RunDirectory, append_line, read_metrics
 from trainer.settings import Settings
-from trainer.wandb_run import setup_tags, start_wandb
+from trainer.trackers import setup_tags, start_wandb
 
 BOOTSTRAPS = 1000  # for standard errors that have no closed form
 

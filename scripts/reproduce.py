@@ -34,9 +34,9 @@ from scripts.paper.report.template import UnknownField
 from scripts.paper.result_files import DamagedResult
 from scripts.paper.run_summary import would_diverge
 from scripts.runs import drop_weights_of, is_settled
+from trainer.arguments import check_or_exit
 from trainer.errors import Interrupted
-from trainer.identity import MAY_CHANGE
-from trainer.overrides import check_or_exit
+from trainer.identity import may_change
 from trainer.run_directory import RunDirectory, read_lines
 from trainer.run_queue import Job
 
@@ -325,7 +325,7 @@ def unlike_finished(run: Run, command: list[str], arguments: argparse.Namespace)
 
 def overrides_of(command: Sequence[str]) -> list[str]:
     """The settings of a train.py command line that make the run what it is."""
-    return [text for text in command if "=" in text and not MAY_CHANGE.match(text.split("=")[0])]
+    return [text for text in command if "=" in text and not may_change(text.split("=")[0])]
 
 
 # --- Measuring ----------------------------------------------------------------------------------------------

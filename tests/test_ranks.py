@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from tests import warm
 from tests.cli import ROOT, assert_same_run, metrics, wait_for_step
-from trainer import distributed, launcher, settings
+from trainer import distributed, launch, settings
 from trainer.errors import Interrupted, LostRanks, TrainingError
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer
@@ -138,7 +138,7 @@ def fail_on_rank_1() -> None:
 
 def test_an_exception_on_one_rank_is_shown():
     with pytest.raises(TrainingError, match="continues from the newest checkpoint") as caught:
-        launcher.start(fail_on_rank_1, processes=2)
+        launch.start(fail_on_rank_1, processes=2)
     assert "rank 1 failed: KeyError: 'no such thing'" in str(caught.value)
     assert "in fail_on_rank_1" in str(caught.value)
 
@@ -155,7 +155,7 @@ def hang_on_rank_1() -> None:
 
 def test_a_rank_that_hangs_ends_the_run():
     with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
-        launcher.start(hang_on_rank_1, processes=2)
+        launch.start(hang_on_rank_1, processes=2)
 
 
 def wait_as_in_a_kernel_of_nccl(time_of_death: Path) -> None:
@@ -170,9 +170,9 @@ def wait_as_in_a_kernel_of_nccl(time_of_death: Path) -> None:
 def test_a_rank_that_does_not_notice_a_death_ends_too(tmp_path):
     time_of_death = tmp_path / "time"
     with pytest.raises(TrainingError, match=r"rank 1 .* was ended by SIGKILL"):
-        launcher.start(wait_as_in_a_kernel_of_nccl, time_of_death, processes=2)
+        launch.start(wait_as_in_a_kernel_of_nccl, time_of_death, processes=2)
     waited = time.monotonic() - float(time_of_death.read_text())  # one clock for all processes
-    assert waited < launcher.GRACE_S, "it was not asked to end, but killed when the launcher lost patience"
+    assert waited < launch.GRACE_S, "it was not asked to end, but killed when the launcher lost patience"
 
 
 def save_when_asked(started: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
     asking.start()
     try:
         with pytest.raises(Interrupted, match="saved") as stopped:
-            launcher.start(save_when_asked, tmp_path, processes=2)
+            launch.start(save_when_asked, tmp_path, processes=2)
     finally:
         signal.signal(signal.SIGUSR2, previous)
         asking.join()

@@ -127,8 +127,7 @@ def test_a_sweep_trains_its_grid_and_then_only_what_is_missing(command, tmp_path
 
     (runs[1] / "DONE").unlink()  # as if it had been killed
     again = run(command(*SWEEP, "hydra/launcher=local_gpus", f"runs_dir={tmp_path}"))
-    assert again.count("is finished; rerun_finished=true") == 1
-    assert again.count("started") == 1
+    assert "is finished; rerun_finished=true" in (runs[0] / "output.txt").read_text()
     assert "2 of 2 runs finished" in again
     assert "continuing" in (runs[1] / "output.txt").read_text()
     assert sorted(path.parent for path in tmp_path.glob("*/DONE")) == runs
@@ -151,7 +150,6 @@ REFUSED = [
     (["optimiser.lr=1"], "optimizer.lr"),
     (["optimizer.lr=fast"], "optimizer.lr"),
     (["tps=1m"], "2.1m"),
-    (["-m", "attention=fpa,sagebwd"], "two runs of this sweep would train in"),
     (["hardware.micro_batch=3"], "hardware.micro_batch=2 or 4"),
     (["data=text", "data.path=no_such_book.txt"], "no_such_book.txt"),
 ]

@@ -27,7 +27,6 @@ from model.llama import Llama
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
 from sagebwd.reference.exact import ExactRows
-from trainer.plan import tokens_per_step
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -323,7 +322,7 @@ def advice(settings: Settings, probe: Probe) -> str:
     """
     options = [
         *([] if settings.model.qk_norm else ["model.qk_norm=true, which bounds the logits"]),
-        f"fewer tokens per step than {tokens_per_step(settings):,}",
+        f"fewer tokens per step than {settings.tokens_per_step:,}",
         *(probe.backend.advice if probe.is_own else ()),
     ]
     return "What may help, in a new run: " + "; ".join(options)

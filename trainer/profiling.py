@@ -1,7 +1,6 @@
 """torch.profiler around a few steps: a trace to look at, and a table of the most expensive operators."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch.profiler
@@ -82,16 +81,3 @@ class StepProfiler:
 def start_profiler(settings: ProfileSettings, folder: Path, ranks: Ranks) -> StepProfiler | None:
     """A profiler that waits for its steps, or None if the settings ask for none."""
     return StepProfiler(settings, folder, ranks) if settings.steps else None
-
-
-def problems(settings: ProfileSettings, steps: int) -> Iterator[str]:
-    """What is wrong with the settings for a run of `steps` steps, each with its fix."""
-    if settings.steps < 0:
-        yield f"profile.steps={settings.steps} must not be negative; 0 records no profile"
-    elif settings.steps and settings.start < 1:
-        yield f"profile.start={settings.start} must be 1 or more: the profiler warms up in the step before"
-    elif settings.steps and settings.start + settings.steps > steps:
-        yield (
-            f"profile.start={settings.start} and profile.steps={settings.steps} go beyond the run's {steps} "
-            "steps; use smaller ones, or train longer"
-        )

@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from data.files import write_text
 from data.overrides import override
 from trainer import identity, seal
+from trainer.checks import check
 from trainer.errors import TrainingError, explain, first
-from trainer.plan import make_plan
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
 from trainer.settings import Settings
@@ -58,14 +58,17 @@ def default_name(overrides: list[str]) -> str:
     return name
 
 
-def is_finished(settings: Settings, ranks: int, overrides: list[str]) -> bool:
-    """Whether this run is finished; gives it a `run_dir` named after its overrides if it has none.
+def name_directory(settings: Settings, overrides: list[str]) -> None:
+    """Give the run a `run_dir` named after its overrides if it has none."""
+    settings.run_dir = settings.run_dir or str(Path(settings.runs_dir) / default_name(overrides))
+
+
+def is_finished(settings: Settings, ranks: int) -> bool:
+    """Whether this run is finished.
 
     Raises TrainingError if its settings cannot be trained, or its folder is of another run.
     """
-    if settings.run_dir is None:
-        settings.run_dir = str(Path(settings.runs_dir) / default_name(overrides))
-    make_plan(settings, ranks)
+    check(settings, ranks)
     return RunDirectory(Path(settings.run_dir)).is_finished_with(settings)
 
 

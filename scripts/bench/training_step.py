@@ -27,7 +27,7 @@ import trainer.settings
 from data.corpus import Corpus
 from data.files import read_json, write_json
 from data.tokens import TokenShards
-from model.config import LlamaConfig
+from model.config import LlamaConfig, flops_per_token
 from scripts.bench.measuring import mark, milliseconds, synchronize
 from scripts.bench.training_peers import BASELINES
 from scripts.bench.training_tables import ATTENTION, OTHER_KERNELS, PRODUCTS
@@ -35,9 +35,9 @@ from scripts.output import finite
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer, make_deterministic
+from trainer.machine import peak_memory_gib
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
-from trainer.throughput import flops_per_token, peak_memory_gib
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -95,13 +95,13 @@ def measure(job: Job) -> dict[str, Any]:
             times = bench.time_steps(job.steps)
             flops = flops_per_token(settings.model, job.context)
             row = {"first_step_s": first_ms / 1e3, "loss": bench.loss}
-            row |= speed_of(times, bench.plan.tokens_per_step, flops, bench.peak)
+            row |= speed_of(times, bench.sizes.tokens_per_step, flops, bench.peak)
             graphs = settings.hardware.cuda_graphs
             row |= {"peak_memory_gib": peak_memory_gib(bench.ranks.device, cuda_graphs=graphs)}
             row |= summarise(bench.profile(job.profile_steps))
             return row | (bench.measure_overheads(job.steps) if job.loader else {})
         finally:
-            bench.telemetry.close()
+            bench.record.close()
 
 
 def settings_of(job: Job) -> Settings:
@@ -147,7 +147,7 @@ class BenchTrainer(Trainer):
     def _random_ids(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Like BatchLoader.micro_batches, with new ids each time, drawn on the device."""
         shape = (2, self.settings.hardware.micro_batch, self.settings.context)
-        for _ in range(self.plan.micro_steps):
+        for _ in range(self.sizes.micro_steps):
             inputs, targets = torch.randint(self.settings.model.vocab_size, shape, device=self.ranks.device)
             yield inputs, targets
 
@@ -198,12 +198,12 @@ class BenchTrainer(Trainer):
 
     def _report(self) -> None:
         self._log(self.loss, grad_norm=1.0, rate=1e-3, steps_timed=1)
-        self.telemetry.advance()
+        self.record.advance()
 
     def _use_shards(self, file: Path) -> None:
         """From now on, train on a file of random ids, through the trainer's own loader."""
         largest = min(self.settings.model.vocab_size, 2**16)
-        count = max(self.plan.tokens_per_step * 8, 1 << 20) + 1
+        count = max(self.sizes.tokens_per_step * 8, 1 << 20) + 1
         np.random.default_rng(0).integers(0, largest, count, dtype=np.uint16).tofile(file)
         tokens = TokenShards([np.asarray(np.memmap(file, np.uint16, mode="r"))])
         self.corpus = Corpus(tokens, tokens, tokenizer=None, manifest=None)

@@ -460,9 +460,7 @@ def describe_trained(run: TrainedRun) -> dict[str, Any]:
         "warmup_steps": settings.tps.warmup_steps,
         "optimizer": asdict(settings.optimizer),
         "model": asdict(settings.model),
-        "attention_settings": dict(settings.attention)
-        if isinstance(settings.attention, Mapping)
-        else asdict(settings.attention),
+        "attention_settings": settings.attention.recorded(),
     }
 
 

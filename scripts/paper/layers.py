@@ -174,7 +174,7 @@ def describe_trained(run: TrainedRun) -> dict[str, Any]:
         | {"context": run.settings.context, "sequences_per_step": run.sequences_per_step}
         | {"dtype": run.settings.hardware.dtype, "seed": run.settings.seed}
         | {"lr": run.settings.optimizer.lr, "text": text_of(run.settings)}
-        | {"model": asdict(run.settings.model), "attention_settings": dict(run.settings.attention)}
+        | {"model": asdict(run.settings.model), "attention_settings": run.settings.attention.recorded()}
     )
 
 

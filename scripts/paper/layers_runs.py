@@ -12,7 +12,6 @@ from scripts.compare import find_runs, labels_of
 from scripts.paper.traces import Origin
 from scripts.runs import milestones, open_data, read_settings
 from trainer.checkpoint import checkpoint_of
-from trainer.plan import tokens_per_step
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
 
@@ -33,7 +32,7 @@ class TrainedRun:
 
     @property
     def sequences_per_step(self) -> int:
-        return tokens_per_step(self.settings) // self.settings.context
+        return self.settings.tokens_per_step // self.settings.context
 
 
 class UnusableWeights(Exception):
@@ -76,10 +75,10 @@ def open_run(name: str, directory: RunDirectory, step: int | None) -> TrainedRun
     origin = Origin(
         run=name,
         step=reached,
-        tokens=reached * tokens_per_step(settings),
-        tokens_per_step=tokens_per_step(settings),
+        tokens=reached * settings.tokens_per_step,
+        tokens_per_step=settings.tokens_per_step,
         qk_norm=settings.model.qk_norm,
-        attention=settings.attention["backend"],
+        attention=settings.attention.backend,
     )
     return TrainedRun(name, directory, settings, open_data(directory, settings), origin, checkpoint=step)
 

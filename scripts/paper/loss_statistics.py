@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.identity import MAY_CHANGE
+from trainer.identity import may_change
 
 #: 97.5% quantiles of Student's t for 1, 2, … degrees of freedom, and of the normal distribution.
 STUDENT = (
@@ -124,7 +124,7 @@ def computed(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             found |= computed(value, f"{name}.")
-        elif not MAY_CHANGE.match(name):
+        elif not may_change(name):
             found[name] = value
     return found
 

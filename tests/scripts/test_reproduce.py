@@ -16,7 +16,7 @@ from scripts.paper.experiment_runs import SCALES, runs_of
 from scripts.paper.experiments import ITEMS, Item, find
 from scripts.paper.result_files import read_json
 from tests.cli import ROOT
-from trainer.plan import make_plan
+from trainer.checks import check
 from trainer.run_directory import RunDirectory
 
 SETUPS = (
@@ -50,7 +50,7 @@ def in_the_checkout(monkeypatch):
 def plan_of(compose_settings, *overrides):
     settings = compose_settings(*overrides)
     settings.init_from = None  # there is no trained model here
-    return settings, make_plan(settings, ranks=1)
+    return settings, check(settings, ranks=1)
 
 
 def test_every_setup_is_a_run_of_the_tokens_it_says(compose_settings, monkeypatch):

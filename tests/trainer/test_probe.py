@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-import model.backends.sagebwd
+import sagebwd
 import sagebwd.reference
-from model import backends
 from model.config import LlamaConfig
 from model.llama import Llama
 from sagebwd import SageConfig
@@ -139,7 +138,7 @@ CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 def backend_of(settings):
     """The run's own attention, as the trainer builds it."""
     shape = settings.model
-    return backends.build(settings.attention, **CPU, d_head=shape.d_head, is_gqa=shape.is_gqa)
+    return settings.attention.build(**CPU, d_head=shape.d_head, is_gqa=shape.is_gqa)
 
 
 def make_probe(settings, llama):
@@ -199,19 +198,23 @@ def test_it_measures_the_runs_own_attention_or_the_default(compose_settings, lla
     settings = compose_settings("attention=sagebwd", "attention.granularity=block", "attention.block_q=32")
     own = make_probe(settings, llama)
     assert own.is_own
-    assert own.backend.attend.keywords == {"config": SageConfig(granularity="block", block_q=32)}
+    assert own.backend.attend.keywords["config"] == SageConfig(granularity="block", block_q=32)
     assert own.attend_fpa is FULL
     of_fpa = make_probe(compose_settings("attention=fpa", "attention.sdpa=math"), llama)
     assert not of_fpa.is_own
-    assert of_fpa.backend.attend.keywords == {"config": SageConfig()}
+    assert of_fpa.backend.attend.keywords["config"] == SageConfig()
     assert of_fpa.attend_fpa is not FULL  # the run's own kernel, math
 
-    def no_kernel(*arguments, **settings):
-        raise NotImplementedError("no kernel for it")
+    original = sagebwd.sage_attention
 
-    monkeypatch.setitem(model.backends.sagebwd.IMPLEMENTATIONS, "auto", no_kernel)
+    def no_kernel(*arguments, kernels, **settings):
+        if kernels != "reference":
+            raise NotImplementedError("no kernel for it")
+        return original(*arguments, kernels=kernels, **settings)
+
+    monkeypatch.setattr(sagebwd, "sage_attention", no_kernel)
     caplog.set_level(logging.INFO, logger="model.backends")
-    assert "implementation reference" in make_probe(compose_settings(), llama).backend.description
+    assert "kernels reference" in make_probe(compose_settings(), llama).backend.description
     assert "no kernel for it" in caplog.text
 
 
@@ -228,7 +231,7 @@ def test_where_sagebwd_does_not_run_only_its_own_runs_stop(compose_settings, mon
 
     own = compose_settings("attention=sagebwd")
     backend = replace(backend_of(own), attend=no_compiler)
-    monkeypatch.setitem(model.backends.sagebwd.IMPLEMENTATIONS, "auto", no_compiler)
+    monkeypatch.setattr(sagebwd, "sage_attention", no_compiler)
     assert build(compose_settings("attention=fpa"), llama) is None
     assert "training without the probe" in caplog.text
     assert "no compiler found" in caplog.text

@@ -7,8 +7,8 @@ import pytest
 from scripts import output
 from scripts.bench import gpus as bench_gpus
 from scripts.bench.gpus import Row
+from trainer.checks import check
 from trainer.errors import Interrupted
-from trainer.plan import make_plan
 
 
 def left_by_a_run(folder, losses, speeds, log=""):
@@ -137,7 +137,7 @@ def test_the_example_for_a_cpu_can_be_trained_on_all_its_devices(compose_setting
     arguments = bench_gpus.parse_arguments(words)
     for devices in arguments.devices:
         train = bench_gpus.job(Row(devices, "ddp"), tmp_path / "run", arguments).command
-        make_plan(compose_settings(*train[2:]), devices)
+        check(compose_settings(*train[2:]), devices)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from scripts.paper import large_logits, large_logits_runs
 from scripts.paper.large_logits_pictures import gap_curves
 from scripts.paper.large_logits_tables import excludes_zero
 from scripts.paper.result_files import read_json
-from trainer.plan import make_plan
+from trainer.checks import check
 from trainer.run_directory import RunDirectory
 
 SAGE = {"backend": "sagebwd", "preset": "default"}
@@ -176,7 +176,7 @@ def test_every_setting_of_the_grid_can_be_planned_and_has_a_name_of_its_own(comp
     names = set()
     for setting, overrides in large_logits_runs.SETTINGS.items():
         settings = compose_settings("experiment=large_logits", "model.qk_norm_gain=4", *overrides)
-        assert make_plan(settings, 1).steps == 382, setting
+        assert check(settings, 1).steps == 382, setting
         names.add(str(settings.attention))
     assert len(names) == len(large_logits_runs.SETTINGS)
 
@@ -184,7 +184,7 @@ def test_every_setting_of_the_grid_can_be_planned_and_has_a_name_of_its_own(comp
 def test_one_batch_is_exactly_a_step(compose_settings, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     settings = compose_settings("experiment=one_batch")
-    assert settings.train_sequences == make_plan(settings, 1).sequences_per_step == 128
+    assert settings.train_sequences == check(settings, 1).sequences_per_step == 128
     fresh = compose_settings("experiment=large_logits")
     fresh.train_sequences = 128
     assert settings == fresh

@@ -1,25 +1,26 @@
-"""Where a run's metrics go: the progress bar, metrics.jsonl, W&B and TensorBoard."""
+"""What a run writes about itself while it trains: metrics.jsonl, progress bar, log; W&B and TensorBoard."""
 
 import json
 import logging
 import math
-import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from trainer import console
+from trainer import interrupt
 from trainer.errors import TrainingError, explain
 from trainer.redaction import RedactingFormatter, redact
 
 log = logging.getLogger(__name__)
 
 
-class Telemetry:
+class Record:
     """Reports records (flat dicts with `step`) to all of these. Used on the main rank only."""
 
     def __init__(
@@ -50,9 +51,8 @@ class Telemetry:
     def wandb_id(self) -> str | None:
         return self._wandb.id if self._wandb else None
 
-    def record(self, values: dict[str, Any]) -> None:
+    def write(self, values: dict[str, Any]) -> None:
         values = redact({key: None if _is_not_finite(value) else value for key, value in values.items()})
-        self._check_file()
         try:
             self._file.write(json.dumps(values) + "\n")
         except OSError as error:  # does not say which file
@@ -62,18 +62,6 @@ class Telemetry:
             ) from error
         shown = {k: v for k, v in values.items() if k != "step" and v is not None}
         self._call_loggers(lambda logger: logger.log(shown, step=values["step"]))
-
-    def _check_file(self) -> None:
-        """Raise TrainingError if the file was removed or replaced: what is written to it would be lost."""
-        try:
-            there = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
-        except OSError:
-            there = False
-        if not there:
-            raise TrainingError(
-                f"{self._path} was removed or replaced while the run trains, so the run stops. Restore the "
-                "run directory and run the same command again, or give the run another run_dir=…"
-            )
 
     def alert(self, title: str, text: str) -> None:
         """Send a W&B alert (by mail or Slack, as configured there), if W&B is in use."""
@@ -142,8 +130,39 @@ class _LogFile(logging.FileHandler):
 
 class _BarSafeHandler(logging.Handler):
     def filter(self, record: logging.LogRecord) -> Any:
-        """Leave out what `console` logs: it may hold the lock of the bar, which another `emit` awaits."""
-        return record.name != console.__name__ and super().filter(record)
+        """Leave out what `interrupt` logs: it may hold the lock of the bar, which another `emit` awaits."""
+        return record.name != interrupt.__name__ and super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
+
+
+class Stopwatch:
+    """Measures training time only: paused during evaluation, checkpoints and the like."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._elapsed = 0.0
+        self._started: float | None = None
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def start(self) -> None:
+        self._started = self._now()
+
+    def pause(self) -> None:
+        if self._started is not None:
+            self._elapsed += self._now() - self._started
+            self._started = None
+
+    def take(self) -> float:
+        """Seconds counted since the last call; keeps running if it was running."""
+        running = self._started is not None
+        self.pause()
+        elapsed, self._elapsed = self._elapsed, 0.0
+        if running:
+            self.start()
+        return elapsed

@@ -1,7 +1,6 @@
-"""Command-line overrides: unknown settings and options are answered with the nearest known ones."""
+"""The arguments of train.py: unknown settings and options are answered with the nearest known ones."""
 
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,15 +9,10 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from omegaconf import ListConfig, OmegaConf
 
-import data.checks
 from data import command_line
 from data.command_line import check_option_or_exit, chosen_options, options_in, setting_names
 from model import backends
-from trainer.errors import SettingsError
 from trainer.settings import Settings
-
-#: Settings that W&B alone reads, and their names in LoggerSettings.
-WANDB = {f"logger.{name}": name for name in ("project", "entity", "group", "tags")}
 
 
 def unresolved(overrides: ListConfig) -> list[str]:
@@ -43,37 +37,12 @@ def check_or_exit(arguments: list[str], configs: Path) -> None:
             _check_launcher(override, configs / "hydra" / "launcher")
 
 
-def refuse_without_effect(typed: list[str], settings: Settings) -> None:
-    """Raise SettingsError for overrides that change nothing, because of another setting of this run."""
-    found = list(data.checks.without_effect(typed, settings.data))
-    switched_off = "logger.wandb=off" in typed  # by the user, who knows: nothing to say
-    for text in typed:
-        name = text.lstrip("+").partition("=")[0]
-        if name == "total_tokens" and settings.steps is not None:
-            found.append(f"{text} has no effect with steps={settings.steps}; add steps=null, or leave it out")
-        if name == "profile.start" and settings.profile.steps == 0:
-            found.append(f"{text} has no effect with profile.steps=0; add profile.steps=5, or leave it out")
-        idle = name in WANDB and settings.logger.wandb == "off" and not switched_off
-        if idle and getattr(settings.logger, WANDB[name]):
-            found.append(
-                f"{text} has no effect with logger.wandb=off; add logger.wandb=auto, or leave it out"
-            )
-    if found:
-        raise SettingsError("\n".join(found))
-
-
 def _check_launcher(override: Override, folder: Path) -> None:
     """End the program with a message if the launcher is unknown, or its package is not installed."""
     Plugins.instance()  # installed launchers add themselves to the store
     installed = {name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")}
-    for option in chosen_options(override):
-        if option in ("slurm", "submitit_slurm", "submitit_local") and "submitit_slurm" not in installed:
-            sys.exit(f"{override.input_line} needs hydra-submitit-launcher: pip install -e '.[slurm]'")
-        if option in ("slurm", "submitit_slurm") and shutil.which("srun") is None:
-            sys.exit(
-                f"{override.input_line}: there is no srun here; run this on a SLURM cluster, or use "
-                "hydra/launcher=local_gpus"
-            )
+    if "submitit_slurm" not in installed and "slurm" in chosen_options(override):
+        sys.exit(f"{override.input_line} needs hydra-submitit-launcher: pip install -e '.[slurm]'")
     check_option_or_exit(override, sorted(installed | set(options_in(folder))))
 
 
@@ -81,5 +50,5 @@ def known_settings() -> set[str]:
     """Dotted names of all settings, those of every attention included."""
     names = setting_names(Settings) | {"attention.backend"}
     for backend in backends.available():
-        names |= {f"attention.{name}" for name in backends.setting_names(backend)}
+        names |= {f"attention.{name}" for name in backends.settings_of(backend).names()}
     return names

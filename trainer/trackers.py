@@ -1,4 +1,4 @@
-"""A run in W&B: how it starts, what it is called there, and what its samples look like."""
+"""A run in W&B and in TensorBoard: the same records as in metrics.jsonl."""
 
 import importlib.util
 import logging
@@ -9,7 +9,8 @@ from typing import Any
 
 from data.files import write_text
 from model.config import parameter_count
-from trainer.plan import Plan
+from trainer.checks import Sizes
+from trainer.errors import TrainingError
 from trainer.redaction import redact
 from trainer.run_directory import RunDirectory, find_commit, read_metrics
 from trainer.settings import LoggerSettings, Settings
@@ -157,13 +158,13 @@ def _is_true(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")
 
 
-def derived(settings: Settings, plan: Plan, devices: int) -> dict[str, int]:
+def derived(settings: Settings, sizes: Sizes, devices: int) -> dict[str, int]:
     """What follows from the settings, for W&B's config."""
     return {
         "parameters": parameter_count(settings.model),
-        "steps": plan.steps,
-        "tokens_per_step": plan.tokens_per_step,
-        "total_tokens": plan.steps * plan.tokens_per_step,
+        "steps": sizes.steps,
+        "tokens_per_step": sizes.tokens_per_step,
+        "total_tokens": sizes.steps * sizes.tokens_per_step,
         "devices": devices,
     }
 
@@ -171,7 +172,7 @@ def derived(settings: Settings, plan: Plan, devices: int) -> dict[str, int]:
 def setup_tags(settings: Settings) -> tuple[str, ...]:
     """Tags that tell setups apart: attention, size, QK-norm, tokens per step and text."""
     return (
-        settings.attention["backend"],
+        settings.attention.backend,
         _short(parameter_count(settings.model)),
         "qk_norm" if settings.model.qk_norm else "no_qk_norm",
         f"tps_{settings.tps.tokens_per_step // settings.tps.divide_by}",
@@ -183,3 +184,36 @@ def _short(count: int) -> str:
     """324_200_000 -> "324M"."""
     unit, size = next(((u, s) for u, s in (("B", 10**9), ("M", 10**6), ("K", 10**3)) if count >= s), ("", 1))
     return f"{count / size:.3g}{unit}"
+
+
+class TensorBoard:
+    """Event files of one start of a run. The x-axis is the step, and `tokens` one of the curves."""
+
+    def __init__(self, folder: Path, *, first_step: int):
+        """Raises TrainingError if tensorboard is not installed.
+
+        first_step: steps done before this start. Later ones of an earlier start are hidden: they run again.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+        except ImportError as error:
+            raise TrainingError(
+                "logger.tensorboard=true needs the package tensorboard: pip install -e "
+                "'.[train,tensorboard]' -c constraints.txt, or leave the setting out"
+            ) from error
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        for key, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(key, value, step)
+            elif isinstance(value, int | float):
+                self._writer.add_scalar(key, value, step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+def start_tensorboard(settings: LoggerSettings, *, folder: Path, first_step: int) -> TensorBoard | None:
+    """The run's TensorBoard, or None if it is off. Raises TrainingError if tensorboard is not installed."""
+    return TensorBoard(folder / "tensorboard", first_step=first_step) if settings.tensorboard else None

@@ -9,10 +9,10 @@ import wandb
 
 from model.config import LlamaConfig, parameter_count
 from tests import warm
-from trainer.plan import make_plan
+from trainer.checks import check
 from trainer.run_directory import RunDirectory
 from trainer.settings import LoggerSettings
-from trainer.wandb_run import WandbRun, derived, setup_tags, start_wandb
+from trainer.trackers import WandbRun, derived, setup_tags, start_wandb
 
 VARIABLES = ("MODE", "PROJECT", "ENTITY", "RUN_GROUP", "TAGS", "NAME", "DIR", "RUN_ID", "RESUME", "DISABLED")
 
@@ -169,7 +169,7 @@ def test_tokens_are_the_axis_and_samples_a_table_that_a_resumed_run_continues(tm
 
 def test_derived_numbers_and_tags_tell_the_setup(datasets):
     settings = warm.debug_settings(datasets, "tps.divide_by=1024", "steps=3")
-    plan = make_plan(settings, 1)
+    plan = check(settings, 1)
     assert derived(settings, plan, 1) == {
         "parameters": parameter_count(settings.model),
         "steps": 3,
