@@ -1,8 +1,6 @@
 """The processes of a run: know which one this is, join the others, combine their values."""
 
-import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +16,6 @@ from model.config import LlamaConfig, parameter_count
 from trainer.errors import Interrupted, LostRanks
 from trainer.settings import HardwareSettings
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 # Until the first step is done ranks may wait long for each other: one prepares the data, and compile times
@@ -29,9 +25,6 @@ STARTUP_TIMEOUT_S = 4 * 3600.0
 # A rank that lost the others reports it after this delay, so that the starting process sees the rank that
 # died first and reports that failure.
 REPORT_DELAY_S = 3.0
-
-# A rank whose neighbour died ends after this delay if it has not noticed by itself: NCCL waits forever.
-EXIT_DELAY_S = 10.0
 
 # Environment variable: the file through which ranks find each other that trainer.launch started.
 RENDEZVOUS_FILE = "SAGEBWD_RENDEZVOUS_FILE"
@@ -153,55 +146,15 @@ def joined(device: str) -> Iterator[Ranks]:
     Not after a failure, because leaving might wait for ranks that are gone. The process ends then.
     """
     ranks = join(device)
-    neighbours = _NeighbourWatch(ranks) if ranks.count > 1 else None
     try:
         yield ranks
     except Interrupted:  # raised by all ranks at the same step
-        _leave(neighbours)
+        _leave(ranks)
         raise
-    except BaseException:
-        if neighbours:
-            neighbours.stop_watching()
-        raise
-    _leave(neighbours)
+    _leave(ranks)
 
 
-def _leave(neighbours: "_NeighbourWatch | None") -> None:
-    if neighbours:
-        neighbours.leave()
-    if dist.is_initialized():
+def _leave(ranks: Ranks) -> None:
+    if ranks.count > 1:
+        ranks.barrier()  # one that leaves early would be taken for lost
         dist.destroy_process_group()
-
-
-class _NeighbourWatch:
-    """Ends this process if the next rank dies, whatever its own main thread waits for.
-
-    A thread waits, over TCP, for a message that the next rank sends only when it leaves. If that rank dies,
-    the connection breaks. Without this a rank on a GPU would wait for the dead one until it is killed.
-    """
-
-    def __init__(self, ranks: Ranks):
-        self.next, self.previous = (ranks.rank + 1) % ranks.count, (ranks.rank - 1) % ranks.count
-        self.ending = False  # with an error of its own
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-        self.thread = threading.Thread(target=self._watch, name="neighbours", daemon=True)
-        self.thread.start()
-
-    def leave(self) -> None:
-        """Tell the previous rank that this one leaves, and wait until the next one does."""
-        dist.send(torch.zeros(1), self.previous, group=self.group)
-        self.thread.join()
-
-    def stop_watching(self) -> None:
-        """This rank is ending with an error of its own, which may take long."""
-        self.ending = True
-
-    def _watch(self) -> None:
-        try:
-            dist.recv(torch.zeros(1), self.next, group=self.group)
-        except RuntimeError:
-            time.sleep(EXIT_DELAY_S)
-            if self.ending:
-                return
-            log.error("rank %d died, and this one cannot continue without it. %s", self.next, CONTINUES)
-            os._exit(1)

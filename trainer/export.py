@@ -1,5 +1,6 @@
 """What a run makes at its end: its weights in the Hugging Face layout, their model card, and its pictures."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from model.llama import Llama
 from trainer.errors import TrainingError, explain
 from trainer.plot import plot_losses, plot_probe
 from trainer.run_directory import RunDirectory, read_lines
-from trainer.settings import OptimizerSettings, Settings
+from trainer.settings import Settings
 
 AGAIN = "Make room or correct the place; the same command then"
 
@@ -120,33 +121,26 @@ def model_card(settings: Settings, directory: RunDirectory, step: int, records: 
 def _rows(
     settings: Settings, directory: RunDirectory, step: int, records: list[dict[str, Any]]
 ) -> list[tuple[str, object]]:
-    optimizer = settings.optimizer
+    optimizer, attention = settings.optimizer, settings.attention.recorded()
     tokens = step * settings.tokens_per_step
+    starts = directory.path / "environment.jsonl"
+    started = read_lines(starts)[-1] if starts.exists() else {}
+    rate = f"{optimizer.lr:g}" if optimizer.muon_lr is None else f"{optimizer.lr:g} and {optimizer.muon_lr:g}"
     return [
-        ("attention in training", _attention(settings)),
+        (
+            "attention in training",
+            ", ".join(f"{name}={value}" for name, value in attention.items() if value is not None),
+        ),
         (
             "trained on",
             f"{tokens:,} tokens, {settings.tokens_per_step:,} per step, context {settings.context}",
         ),
         ("text", _text(settings)),
-        ("optimizer", f"{_optimizer(optimizer)}, {optimizer.schedule} schedule"),
+        ("optimizer", f"{optimizer.name}, learning rate {rate}, {optimizer.schedule} schedule"),
         ("seed", settings.seed),
         *_losses(records, step),
-        *_environment(directory),
+        *((name, started[name]) for name in ("commit", "device", "devices", "torch") if started.get(name)),
     ]
-
-
-def _optimizer(settings: OptimizerSettings) -> str:
-    if settings.name != "muon":
-        return f"AdamW, learning rate {settings.lr:g}"
-    rate = settings.lr if settings.muon_lr is None else settings.muon_lr
-    return f"Muon, learning rate {rate:g} ({settings.muon_lr_scale}), and AdamW, {settings.lr:g}"
-
-
-def _attention(settings: Settings) -> str:
-    backend, *switches = settings.attention.recorded().items()
-    listed = ", ".join(f"{name}={value}" for name, value in switches if value is not None)
-    return f"{backend[1]} ({listed})" if listed else str(backend[1])
 
 
 def _text(settings: Settings) -> str:
@@ -165,24 +159,14 @@ def _one_text(data: DataSettings) -> str:
     return {"stdlib": "the sources of Python's standard library"}.get(data.source, f"{data.source} files")
 
 
-def _losses(records: list[dict[str, Any]], step: int) -> list[tuple[str, str]]:
+def _losses(records: list[dict[str, Any]], step: int) -> Iterator[tuple[str, str]]:
     """The last training and validation loss up to this step."""
-    found = []
     for key, name, unit in (
         ("loss", "training loss", "nats per token"),
         ("val_loss", "validation loss", "nats per token"),
         ("val_bits_per_byte", "validation loss", "bits per byte"),
     ):
-        measured = [record for record in records if record.get(key) is not None and record["step"] <= step]
-        if measured:
-            found.append((name, f"{measured[-1][key]:.4f} {unit}, at step {measured[-1]['step']:,}"))
-    return found
-
-
-def _environment(directory: RunDirectory) -> list[tuple[str, object]]:
-    """What the run was last started on, if that is recorded."""
-    path = directory.path / "environment.jsonl"
-    started = read_lines(path) if path.exists() else []
-    last = started[-1] if started else {}
-    names = {"commit": "commit", "device": "device", "devices": "devices", "torch": "PyTorch"}
-    return [(name, last[key]) for key, name in names.items() if last.get(key)]
+        for record in reversed(records):
+            if record.get(key) is not None and record["step"] <= step:
+                yield name, f"{record[key]:.4f} {unit}, at step {record['step']:,}"
+                break

@@ -54,16 +54,6 @@ def listed(changed: list[Difference]) -> str:
     return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
 
 
-def absent(stored: dict[str, Any]) -> list[str]:
-    """The settings that every run has, and this record of one has not: it is incomplete."""
-    there = _flat(stored)
-    return [
-        key
-        for key, default in _defaults().items()
-        if default == "???" and key not in there and not may_change(key)
-    ]
-
-
 def _defaults() -> dict[str, Any]:
     return _flat(OmegaConf.to_container(OmegaConf.structured(Settings)))
 

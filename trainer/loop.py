@@ -133,7 +133,7 @@ class Trainer:
         self.saved_step = self.step
         self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
         self.probe = build_probe(settings, self.llama, self.backend, device=ranks.device, dtype=self._dtype())
-        self.alarm = Alarm(settings, self.probe)
+        self.alarm = Alarm(settings.probe.alarm, self.probe)
         self.stop_asked = False  # on any rank, as of the last step
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)

@@ -9,7 +9,7 @@ import torch
 
 from data.manifest import Manifest, recipe
 from data.settings import MIXTURE, DataSettings, named_folder
-from data.texts import all_texts, sources_of
+from data.texts import sources_of
 from model.config import attention_flops_per_token, flops_per_token, parameter_count
 from trainer.checks import Sizes, check
 from trainer.distributed import is_sharded
@@ -79,22 +79,9 @@ def _cpu_speed(settings: Settings) -> Speed:
 def run_seconds(settings: Settings, sizes: Sizes, tokens_per_second: float) -> float:
     """Seconds of all steps and evaluations, without start, probe and checkpoints."""
     evaluations = -(-sizes.steps // settings.eval_every)
-    evaluated = evaluations * _evaluated_sequences(settings) * settings.context * FORWARD
+    sets = len(_texts(settings.data)) + len(settings.data.validation)
+    evaluated = evaluations * sets * settings.eval_sequences * settings.context * FORWARD
     return (sizes.steps * sizes.tokens_per_step + evaluated) / tokens_per_second
-
-
-def _evaluated_sequences(settings: Settings) -> int:
-    """Sequences of an evaluation: of a prepared text no more than it holds out."""
-    wanted = settings.eval_sequences
-    sequences = wanted * len(settings.data.validation)
-    for text in _texts(settings.data).values():
-        try:
-            manifest = prepared(text)
-        except (ValueError, OSError):  # reported by _text
-            manifest = None
-        held_out = wanted if manifest is None else manifest.tokens("val") // settings.context
-        sequences += min(wanted, held_out)
-    return sequences
 
 
 # ---------------------------------------------------------------------- the table
@@ -183,20 +170,6 @@ def _disk(settings: Settings, sizes: Sizes) -> Rows:
     yield "  weights", gib(4 * parameter_count(settings.model))
     free = shutil.disk_usage(_existing(Path(settings.run_dir or settings.runs_dir))).free
     yield "  free for the run", f"{gib(free)}{': not enough' if free < kept * state else ''}"
-    stored = sum(map(_stored_bytes, all_texts(settings.data).values()))
-    if stored:
-        yield "  tokens", f"{gib(stored)}, prepared"
-
-
-def _stored_bytes(settings: DataSettings) -> int:
-    """Bytes of the prepared tokens of a text; 0 if there are none."""
-    try:
-        manifest = prepared(settings)
-    except (ValueError, OSError):
-        return 0  # reported by _text
-    if manifest is None:
-        return 0
-    return sum(map(manifest.tokens, manifest.shards)) * manifest.ids.itemsize
 
 
 def prepared(settings: DataSettings) -> Manifest | None:

@@ -1,6 +1,7 @@
 """torch.profiler around a few steps: a trace to look at, and a table of the most expensive operators."""
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 import torch.profiler
@@ -61,21 +62,11 @@ class StepProfiler:
 
     def close(self) -> None:
         """Stop recording. A profile that is not complete is not written."""
-        if self._profiler is None:
-            return
-        unfinished, self._profiler = self._profiler, None
-        try:
-            unfinished.stop()
-        except RuntimeError as error:  # of a GPU that failed, for example, which is reported elsewhere
-            log.warning("profile: could not be stopped: %s", error)
-        if self._ranks.is_main:
-            log.warning(
-                "profile: not written, because training ended %d step(s) too early for profile.start=%d "
-                "and profile.steps=%d",
-                self._steps_left,
-                self._settings.start,
-                self._settings.steps,
-            )
+        if self._profiler is not None:
+            log.warning("profile: not written, training ended %d step(s) too early", self._steps_left)
+            with suppress(RuntimeError):  # of a GPU that failed, for example, which is reported elsewhere
+                self._profiler.stop()
+            self._profiler = None
 
 
 def start_profiler(settings: ProfileSettings, folder: Path, ranks: Ranks) -> StepProfiler | None:

@@ -111,9 +111,6 @@ class Backend:
     #: this one's own error.
     probe_instead: tuple[Mapping[str, Any], ...] = ()
 
-    #: Settings that make its gradients more accurate, each as the end of a sentence; for the probe's alarm.
-    advice: tuple[str, ...] = ()
-
 
 def available() -> list[str]:
     """Names of all backends."""

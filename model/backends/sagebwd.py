@@ -70,7 +70,6 @@ class Settings(Attention):
             f"sagebwd, kernels {self.kernels}, {self.config}",
             title="SageBwd",
             saved_operators=(torch.ops.sagebwd.forward.default,),
-            advice=advice(self.config),
         )
 
     def saved_bytes(self, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
@@ -91,14 +90,3 @@ def _kernels(q: Tensor, config: SageConfig, device: str) -> str:
         gpu = dispatch.gpu_of(0) if torch.cuda.is_available() else absent
     explained = dispatch.explain_call(dispatch.Call(device, gpu, q.dtype, q.shape[-1], config))
     return "reference" if explained.kernels == "none" else explained.kernels
-
-
-def advice(config: SageConfig) -> tuple[str, ...]:
-    """Settings that could make dQ, dK and dV more accurate. The first is the paper's (its figure 4)."""
-    has_consistent_delta = config.exact_delta or config.compensate_o
-    suggestions = [
-        (not config.smooth_k and config.is_int8("s_fwd"), "attention.smooth_k=true"),
-        (config.granularity == "block", "attention.granularity=row, while logits are small"),
-        (not has_consistent_delta, "attention=sagebwd_consistent, if full precision is inaccurate too"),
-    ]
-    return tuple(text for applies, text in suggestions if applies)

@@ -219,17 +219,6 @@ def test_a_recorded_preset_is_the_same_attention_without_its_name(name):
     assert backends.read(record).recorded() == record
 
 
-def test_advice_is_what_the_settings_leave_open():
-    assert build(sage()).advice == ("attention=sagebwd_consistent, if full precision is inaccurate too",)
-    rough = build(sage(preset="paper", smooth_k=False)).advice
-    assert [text.split(",")[0] for text in rough] == [
-        "attention.smooth_k=true",
-        "attention.granularity=row",
-        "attention=sagebwd_consistent",
-    ]
-    assert build(sage(preset="consistent")).advice == ()
-
-
 def test_sagebwd_that_cannot_run_is_refused_when_built():
     shape = {"device": torch.device("cpu"), "dtype": torch.float64, "d_head": 16, "is_gqa": False}
     with pytest.raises(ValueError, match=r"cannot run on cpu with torch.float64.*kernels=reference"):

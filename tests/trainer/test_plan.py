@@ -52,18 +52,6 @@ def test_other_gpus_are_assumed_and_unknown_ones_are_not_guessed(compose_setting
     assert "hardware.peak_tflops" in speed(settings, 1).basis
 
 
-def test_an_evaluation_takes_no_more_than_a_prepared_text_holds_out(compose_settings, datasets):
-    overrides = ("experiment=debug", f"data.root={datasets}", "eval_sequences=100000000")
-    settings = compose_settings(*overrides)
-    held_out = open_corpus(settings.data).manifest.tokens("val")
-    sizes = check(settings, 1)
-    evaluated = -(-sizes.steps // settings.eval_every) * (held_out // settings.context) * settings.context
-    tokens = sizes.steps * sizes.tokens_per_step + evaluated / 3  # a forward pass
-    assert run_seconds(settings, sizes, 1.0) == pytest.approx(tokens)
-    unprepared = compose_settings(*overrides, f"data.root={datasets}/nothing")
-    assert run_seconds(unprepared, sizes, 1.0) > 1e9
-
-
 def test_the_table_reads_the_prepared_text_and_writes_nothing(compose_settings, datasets, tmp_path):
     settings = compose_settings(
         "experiment=debug", f"data.root={datasets}", f"runs_dir={tmp_path / 'runs'}", "plan=true"

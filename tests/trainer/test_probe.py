@@ -257,7 +257,7 @@ def test_without_full_precision_the_probe_measures_the_rest(
 
 
 def alarm_of(settings):
-    return Alarm(settings, make_probe(settings, Llama(SHAPE, FULL)))
+    return Alarm(settings.probe.alarm, make_probe(settings, Llama(SHAPE, FULL)))
 
 
 def measured(**errors):
@@ -280,26 +280,9 @@ def test_alarm_fires_once_and_again_only_after_it_was_well(compose_settings):
         "0.31",
         "full-precision attention has 0.07",
         "probe.alarm=0.3",
-        "1.2e-07",
         "85.2",
     ):
         assert text in fired[2][0]
-    for text in (
-        "model.qk_norm=true",
-        "tokens per step than 262,144",
-        "attention.granularity=row",
-        "sagebwd_consistent",
-    ):
-        assert text in fired[2][0]
-
-
-@pytest.mark.parametrize("on", [False, True])
-def test_alarm_offers_no_second_fix_for_delta(compose_settings, on):
-    """A setting whose δ is consistent needs no other."""
-    products = "attention.int8_matmuls=[s_fwd,s_bwd,dv,dq,dk]"
-    settings = compose_settings("attention=sagebwd", products, f"attention.compensate_o={on}")
-    (message,) = alarm_of(settings).warnings(1, measured(dk_l2=0.5), [5])
-    assert ("sagebwd_consistent" in message) is not on
 
 
 def test_alarm_knows_layers_apart_names_the_worst_tensor_and_can_be_off(compose_settings):
@@ -311,7 +294,7 @@ def test_alarm_knows_layers_apart_names_the_worst_tensor_and_can_be_off(compose_
     first, second = alarm.warnings(1, values, [5, 6])
     assert "layer 5" in first
     assert "dV of SageBwd would have" in first
-    assert "qk_norm" not in first
+    assert "layer 6" not in first
     assert "layer 6" in second
     settings.probe.alarm = None
     assert alarm_of(settings).warnings(1, values, [5, 6]) == []
