@@ -1,6 +1,5 @@
 """When a run ends early: signals that ask it to stop, the death of its parent, a terminal that is closed."""
 
-import ctypes
 import errno
 import logging
 import multiprocessing
@@ -18,7 +17,6 @@ from trainer.errors import Interrupted
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to get when the parent dies
 SWEEP_PID = "SAGEBWD_SWEEP_PID"  # environment variable: the process of the sweep that started this one
 POLL_S = 1.0
 
@@ -151,20 +149,13 @@ def end_with_parent() -> None:
     For a process that multiprocessing started. Without its parent a rank would train on, hold the run's lock,
     and at the end wait for ever. What it had not saved is trained again.
     """
-    _end_with(multiprocessing.parent_process().pid)
+    watch_parent(multiprocessing.parent_process().pid)
 
 
 def end_with_sweep() -> None:
     """As `end_with_parent`, if a sweep started this process as a command of its own."""
     if parent := os.environ.pop(SWEEP_PID, None):
-        _end_with(int(parent))
-
-
-def _end_with(parent: int) -> None:
-    if not _kernel_kills_with_parent():
-        watch_parent(parent)
-    elif os.getppid() != parent:  # it ended before the kernel was asked
-        _kill_myself()
+        watch_parent(int(parent))
 
 
 def watch_parent(parent: int) -> None:
@@ -172,20 +163,9 @@ def watch_parent(parent: int) -> None:
     threading.Thread(target=_kill_without, args=(parent,), name="parent", daemon=True).start()
 
 
-def _kernel_kills_with_parent() -> bool:
-    """Ask Linux for SIGKILL when the parent dies; whether it will. It works while a kernel hangs, too."""
-    if not sys.platform.startswith("linux"):
-        return False
-    return ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
-
-
 def _kill_without(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
-    _kill_myself()
-
-
-def _kill_myself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

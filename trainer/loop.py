@@ -41,7 +41,7 @@ from trainer.run_directory import RunDirectory, read_metrics
 from trainer.seal import checkpoints_in
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, report
-from trainer.trackers import derived, setup_tags, start_tensorboard, start_wandb
+from trainer.trackers import derived, start_tensorboard, start_wandb
 
 log = logging.getLogger(__name__)
 
@@ -511,7 +511,6 @@ class Trainer:
                 },
             },
             run_id=wandb_id,
-            tags=setup_tags(self.settings),
         )
         return Record(
             self.directory.metrics,

@@ -67,7 +67,6 @@ def start_wandb(
     folder: Path,
     config: dict[str, Any],
     run_id: str | None,
-    tags: tuple[str, ...] = (),
 ) -> WandbRun | None:
     """A W&B run, continued if the run had one; None when it is off, or "auto" and not installed.
 
@@ -76,7 +75,7 @@ def start_wandb(
     The other WANDB_* variables hold where the settings leave a value out.
 
     run_id: the run's id in its checkpoint. Without one, the id is that of the run directory, which gets it
-    before W&B starts. tags: are added to those of the settings and of WANDB_TAGS.
+    before W&B starts.
     """
     mode = settings.wandb
     if mode == "auto":
@@ -91,7 +90,7 @@ def start_wandb(
 
     if mode == "auto":
         mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
-    arguments = _arguments(settings, folder, tags)
+    arguments = _arguments(settings, folder)
     run_id = run_id or os.environ.get("WANDB_RUN_ID") or _id_of(folder)
     for attempt in dict.fromkeys((mode, "offline")):
         try:
@@ -111,7 +110,7 @@ def start_wandb(
     return None
 
 
-def _arguments(settings: LoggerSettings, folder: Path, tags: tuple[str, ...]) -> dict[str, Any]:
+def _arguments(settings: LoggerSettings, folder: Path) -> dict[str, Any]:
     """Names and places. A setting that is given wins, then W&B's variable, then our default."""
     environ = os.environ
     given = [tag.strip() for tag in environ.get("WANDB_TAGS", "").split(",")]
@@ -119,7 +118,7 @@ def _arguments(settings: LoggerSettings, folder: Path, tags: tuple[str, ...]) ->
         "project": settings.project or environ.get("WANDB_PROJECT") or PROJECT,
         "entity": settings.entity or environ.get("WANDB_ENTITY"),
         "group": settings.group or environ.get("WANDB_RUN_GROUP"),
-        "tags": [*dict.fromkeys(filter(None, (*settings.tags, *given, *tags)))] or None,
+        "tags": [*dict.fromkeys(filter(None, (*settings.tags, *given)))] or None,
         "name": environ.get("WANDB_NAME") or folder.name,
         "dir": environ.get("WANDB_DIR") or folder,
         "resume": environ.get("WANDB_RESUME") or "allow",
@@ -167,23 +166,6 @@ def derived(settings: Settings, sizes: Sizes, devices: int) -> dict[str, int]:
         "total_tokens": sizes.steps * sizes.tokens_per_step,
         "devices": devices,
     }
-
-
-def setup_tags(settings: Settings) -> tuple[str, ...]:
-    """Tags that tell setups apart: attention, size, QK-norm, tokens per step and text."""
-    return (
-        settings.attention.backend,
-        _short(parameter_count(settings.model)),
-        "qk_norm" if settings.model.qk_norm else "no_qk_norm",
-        f"tps_{settings.tps.tokens_per_step // settings.tps.divide_by}",
-        settings.data.source,
-    )
-
-
-def _short(count: int) -> str:
-    """324_200_000 -> "324M"."""
-    unit, size = next(((u, s) for u, s in (("B", 10**9), ("M", 10**6), ("K", 10**3)) if count >= s), ("", 1))
-    return f"{count / size:.3g}{unit}"
 
 
 class TensorBoard:

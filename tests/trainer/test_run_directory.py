@@ -407,3 +407,21 @@ def test_atomic_write_leaves_the_old_content_when_it_fails(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_text(path, "new\ud800")
     assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("name", "may"),
+    [
+        ("hardware.micro_batch", True),
+        ("hardware.dtype", False),
+        ("data.sources.wiki.path", True),
+        ("data.sources.wiki.weight", False),
+        ("data.validation.wiki", True),
+        ("data.tokenizer", False),
+        ("attention.smooth_k", False),
+        ("log_every", True),
+        ("seed", False),
+    ],
+)
+def test_marks_of_a_group_hold_unless_a_setting_has_its_own(name, may):
+    assert identity.may_change(name) is may

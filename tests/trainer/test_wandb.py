@@ -7,12 +7,12 @@ import logging
 import pytest
 import wandb
 
-from model.config import LlamaConfig, parameter_count
+from model.config import parameter_count
 from tests import warm
 from trainer.checks import check
 from trainer.run_directory import RunDirectory
 from trainer.settings import LoggerSettings
-from trainer.trackers import WandbRun, derived, setup_tags, start_wandb
+from trainer.trackers import WandbRun, derived, start_wandb
 
 VARIABLES = ("MODE", "PROJECT", "ENTITY", "RUN_GROUP", "TAGS", "NAME", "DIR", "RUN_ID", "RESUME", "DISABLED")
 
@@ -38,9 +38,9 @@ class Run:
         self.logged.append((step, values))
 
 
-def start(mode, folder, run_id=None, tags=(), **settings):
+def start(mode, folder, run_id=None, **settings):
     settings = LoggerSettings(wandb=mode, **settings)
-    return start_wandb(settings, folder=folder, config={"seed": 1}, run_id=run_id, tags=tags)
+    return start_wandb(settings, folder=folder, config={"seed": 1}, run_id=run_id)
 
 
 @pytest.fixture
@@ -125,11 +125,11 @@ def test_variables_hold_where_no_setting_is_given(tmp_path, monkeypatch, calls):
     monkeypatch.setenv("WANDB_TAGS", "x, y")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
     monkeypatch.setenv("WANDB_RESUME", "must")
-    start("offline", tmp_path, tags=("fpa", "x"), group="mine", run_id=None)
+    start("offline", tmp_path, tags=["fpa", "x"], group="mine")
     (call,) = calls
     assert (call["project"], call["entity"], call["group"]) == ("their PROJECT", "their ENTITY", "mine")
     assert (call["name"], call["dir"], call["id"]) == ("their NAME", "their DIR", "their RUN_ID")
-    assert (call["tags"], call["resume"]) == (["x", "y", "fpa"], "must")
+    assert (call["tags"], call["resume"]) == (["fpa", "x", "y"], "must")
     assert "init_timeout" not in call["settings"].model_fields_set  # so that theirs holds
 
 
@@ -167,7 +167,7 @@ def test_tokens_are_the_axis_and_samples_a_table_that_a_resumed_run_continues(tm
     assert evaluation["sample"].data == [[1, 10, "a"], [2, 20, "b"]]
 
 
-def test_derived_numbers_and_tags_tell_the_setup(datasets):
+def test_derived_numbers(datasets):
     settings = warm.debug_settings(datasets, "tps.divide_by=1024", "steps=3")
     plan = check(settings, 1)
     assert derived(settings, plan, 1) == {
@@ -177,8 +177,6 @@ def test_derived_numbers_and_tags_tell_the_setup(datasets):
         "total_tokens": 768,
         "devices": 1,
     }
-    settings.model = LlamaConfig(qk_norm=False)
-    assert setup_tags(settings) == ("fpa", "324M", "no_qk_norm", "tps_256", "stdlib")
 
 
 def test_offline_run_leaves_files_and_says_how_to_upload_them(tmp_path, caplog):
