@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from data.manifest import Manifest, recipe
-from data.settings import MIXTURE, DataSettings, named_folder
-from data.texts import all_texts, sources_of
+from data import recipe
+from data.recipe import Recipe
+from data.settings import DataSettings
 from model.config import parameter_count
 from trainer.estimate import Memory, checkpoint_copy, gib, memory, state_bytes
 from trainer.machine import matmul_flops
@@ -89,7 +89,7 @@ def _evaluated_sequences(settings: Settings) -> int:
     sequences = wanted * len(settings.data.validation)
     for text in _texts(settings.data).values():
         try:
-            manifest = prepared(text)
+            manifest = text.manifest()
         except (ValueError, OSError):  # reported by _text
             manifest = None
         held_out = wanted if manifest is None else manifest.tokens("val") // settings.context
@@ -127,18 +127,16 @@ def _run(settings: Settings, plan: Plan, ranks: int) -> Rows:
     yield "tokens", f"{plan.steps * plan.tokens_per_step:,}"
 
 
-def _texts(settings: DataSettings) -> dict[str, DataSettings]:
+def _texts(settings: DataSettings) -> dict[str, Recipe]:
     """What is trained on, by name: one text, or those of a mixture."""
-    if settings.source == MIXTURE:
-        return {f"text {name}": source for name, source in sources_of(settings).items()}
-    return {"text": settings}
+    return {f"text {one.name or ''}".strip(): one for one in recipe.training_texts(settings)}
 
 
 def _text(settings: DataSettings, plan: Plan) -> Rows:
     texts = _texts(settings)
     for name, text in texts.items():
         try:
-            manifest = prepared(text)
+            manifest = text.manifest()
         except (ValueError, OSError) as error:
             yield name, str(error)
             continue
@@ -183,26 +181,20 @@ def _disk(settings: Settings, plan: Plan) -> Rows:
     yield "  weights", gib(4 * parameter_count(settings.model))
     free = shutil.disk_usage(_existing(Path(settings.run_dir or settings.runs_dir))).free
     yield "  free for the run", f"{gib(free)}{': not enough' if free < kept * state else ''}"
-    stored = sum(map(_stored_bytes, all_texts(settings.data).values()))
+    stored = sum(map(_stored_bytes, recipe.read(settings.data)))
     if stored:
         yield "  tokens", f"{gib(stored)}, prepared"
 
 
-def _stored_bytes(settings: DataSettings) -> int:
+def _stored_bytes(text: Recipe) -> int:
     """Bytes of the prepared tokens of a text; 0 if there are none."""
     try:
-        manifest = prepared(settings)
+        manifest = text.manifest()
     except (ValueError, OSError):
         return 0  # reported by _text
     if manifest is None:
         return 0
     return sum(map(manifest.tokens, manifest.shards)) * manifest.ids.itemsize
-
-
-def prepared(settings: DataSettings) -> Manifest | None:
-    """The manifest of the text of these settings; None if it is not prepared. Raises ValueError, OSError."""
-    folder = named_folder(settings) or recipe(settings).folder
-    return Manifest.read(folder)
 
 
 def _existing(path: Path) -> Path:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from data.mixture import whole_weights
+from data.recipe import training_texts
 from data.settings import MIXTURE, DataSettings
-from data.texts import sources_of, whole_weights
 from model import backends
 from model.config import parameter_count
 from trainer.plan import tokens_per_step
@@ -88,10 +89,10 @@ def _attention(settings: Settings) -> str:
 def _text(settings: Settings) -> str:
     if settings.data.source != MIXTURE:
         return _one_text(settings.data)
-    weights = whole_weights(settings.data)
+    weights = whole_weights(settings.data.sources)
     return ", ".join(
-        f"{weights[name] / sum(weights.values()):.3g} of {_one_text(text)}"
-        for name, text in sources_of(settings.data).items()
+        f"{weights[text.name] / sum(weights.values()):.3g} of {_one_text(text.settings)}"
+        for text in training_texts(settings.data)
     )
 
 

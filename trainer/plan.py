@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-import data.checks
+import data.recipe
 import data.settings
+import data.tokenizers
 import model.config
 import model.huggingface
 from model import backends
@@ -88,8 +89,11 @@ def check_model(settings: Settings, ranks: int) -> Problems:
 
 
 def check_data(settings: Settings, ranks: int) -> Problems:
-    yield from data.checks.problems(settings.data)
-    if data.settings.is_validation_only(settings.data):
+    try:
+        data.recipe.read(settings.data)
+    except ValueError as error:
+        yield str(error)
+    if settings.data.val_path and not settings.data.path:
         yield "data.path is missing: data.val_path alone is no text to train on; set data.path=FILE, too"
     if settings.data.source == data.settings.MIXTURE and settings.train_sequences is not None:
         yield (
@@ -236,7 +240,7 @@ def check_context(settings: Settings, ranks: int) -> Problems:
 
 def check_vocabulary(settings: Settings, ranks: int) -> Problems:
     try:
-        needed = data.settings.vocabulary_size(settings.data.tokenizer)
+        needed = data.tokenizers.vocabulary_size(settings.data.tokenizer)
     except ValueError:
         return  # reported by check_data
     if settings.model.vocab_size < needed:

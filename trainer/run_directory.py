@@ -22,8 +22,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from data.command_line import override
 from data.files import write_text
-from data.overrides import override
 from trainer import identity, seal
 from trainer.errors import TrainingError, explain, first
 from trainer.plan import make_plan

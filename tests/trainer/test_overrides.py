@@ -125,7 +125,6 @@ def test_no_secret_gets_into_the_name_of_a_run(monkeypatch):
             "logger.project=mine has no effect with logger.wandb=off; add logger.wandb=auto",
         ),
         ("logger.tags=[a]", "logger.tags=[a] has no effect with logger.wandb=off; add logger.wandb=auto"),
-        ("data.column=body", "data.column=body has no effect with data.source=stdlib, which has no columns"),
     ],
 )
 def test_settings_that_others_overrule_are_refused(compose_settings, word, told):

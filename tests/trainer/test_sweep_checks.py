@@ -39,8 +39,3 @@ def test_options_of_ones_own_are_found(tmp_path):
 def test_what_is_only_known_later_is_not_judged_here():
     refuse(["optimizer.lr=-1"], launcher="slurm")
     refuse(["sample_prompt=${hydra:job.num}"])
-
-
-def test_settings_without_effect_are_found():
-    with pytest.raises(SystemExit, match=r"data.column=body has no effect with data.source=stdlib"):
-        refuse(["seed=1"], ["data.column=body"])
