@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from data import tokenizers
-from data.settings import tokenizer_identity
+from data.tokenizers import tokenizer_identity
 from model.huggingface import CONFIG_FILE
 from model.llama import Llama
 from scripts.command_line import command_parser

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from data.overrides import override
+from data.command_line import override
 from scripts.jobs import run_here, run_jobs
 from scripts.paper import report
 from scripts.paper.experiment_runs import SCALES, Run

@@ -11,8 +11,9 @@ from operator import attrgetter
 
 import torch
 
-import data.checks
+import data.recipe
 import data.settings
+import data.tokenizers
 import model.config
 from trainer.errors import SettingsError
 from trainer.optimizer import DECAY_TYPES, MUON_SCALES, OPTIMIZERS, SCHEDULES, decay_steps
@@ -94,21 +95,24 @@ def check_values(settings: Settings) -> Problems:
             if value is not None and not holds(value):
                 yield f"{name}={value} must be {words}"
     yield from model.config.problems(settings.model)
-    yield from data.checks.problems(settings.data)
+    try:
+        data.recipe.read(settings.data)
+    except ValueError as error:
+        yield str(error)
 
 
 # ---------------------------------------------------------------------- values together
 
 
 def check_text(settings: Settings, ranks: int) -> Problems:
-    if data.settings.is_validation_only(settings.data):
+    if settings.data.val_path and not settings.data.path:
         yield "data.path is missing: data.val_path alone is no text to train on; set data.path=FILE, too"
     if settings.data.source == data.settings.MIXTURE and settings.train_sequences is not None:
         yield (
             f"train_sequences={settings.train_sequences} has no meaning with data=mixture; use "
             "train_sequences=null"
         )
-    needed = data.settings.vocabulary_size(settings.data.tokenizer)
+    needed = data.tokenizers.vocabulary_size(settings.data.tokenizer)
     if settings.model.vocab_size < needed:
         yield (
             f"model.vocab_size={settings.model.vocab_size} is smaller than the {needed} tokens of "

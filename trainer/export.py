@@ -11,8 +11,9 @@ from torch import Tensor
 import data.huggingface_tokenizer
 import model.huggingface
 from data.files import write_text
+from data.mixture import whole_weights
+from data.recipe import training_texts
 from data.settings import MIXTURE, DataSettings
-from data.texts import sources_of, whole_weights
 from data.tokenizers import Tokenizer
 from model.config import parameter_count
 from model.llama import Llama
@@ -146,10 +147,10 @@ def _rows(
 def _text(settings: Settings) -> str:
     if settings.data.source != MIXTURE:
         return _one_text(settings.data)
-    weights = whole_weights(settings.data)
+    weights = whole_weights(settings.data.sources)
     return ", ".join(
-        f"{weights[name] / sum(weights.values()):.3g} of {_one_text(text)}"
-        for name, text in sources_of(settings.data).items()
+        f"{weights[text.name] / sum(weights.values()):.3g} of {_one_text(text.settings)}"
+        for text in training_texts(settings.data)
     )
 
 

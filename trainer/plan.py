@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from data.manifest import Manifest, recipe
-from data.settings import MIXTURE, DataSettings, named_folder
-from data.texts import sources_of
+from data.recipe import training_texts
+from data.settings import DataSettings
 from model.config import attention_flops_per_token, flops_per_token, parameter_count
 from trainer.checks import Sizes, check
 from trainer.distributed import is_sharded
@@ -79,7 +78,7 @@ def _cpu_speed(settings: Settings) -> Speed:
 def run_seconds(settings: Settings, sizes: Sizes, tokens_per_second: float) -> float:
     """Seconds of all steps and evaluations, without start, probe and checkpoints."""
     evaluations = -(-sizes.steps // settings.eval_every)
-    sets = len(_texts(settings.data)) + len(settings.data.validation)
+    sets = len(training_texts(settings.data)) + len(settings.data.validation)
     evaluated = evaluations * sets * settings.eval_sequences * settings.context * FORWARD
     return (sizes.steps * sizes.tokens_per_step + evaluated) / tokens_per_second
 
@@ -114,18 +113,12 @@ def _run(settings: Settings, sizes: Sizes, ranks: int) -> Rows:
     yield "tokens", f"{sizes.steps * sizes.tokens_per_step:,}"
 
 
-def _texts(settings: DataSettings) -> dict[str, DataSettings]:
-    """What is trained on, by name: one text, or those of a mixture."""
-    if settings.source == MIXTURE:
-        return {f"text {name}": source for name, source in sources_of(settings).items()}
-    return {"text": settings}
-
-
 def _text(settings: DataSettings, sizes: Sizes) -> Rows:
-    texts = _texts(settings)
-    for name, text in texts.items():
+    texts = training_texts(settings)
+    for text in texts:
+        name = f"text {text.name}" if text.name else "text"
         try:
-            manifest = prepared(text)
+            manifest = text.manifest()
         except (ValueError, OSError) as error:
             yield name, str(error)
             continue
@@ -170,12 +163,6 @@ def _disk(settings: Settings, sizes: Sizes) -> Rows:
     yield "  weights", gib(4 * parameter_count(settings.model))
     free = shutil.disk_usage(_existing(Path(settings.run_dir or settings.runs_dir))).free
     yield "  free for the run", f"{gib(free)}{': not enough' if free < kept * state else ''}"
-
-
-def prepared(settings: DataSettings) -> Manifest | None:
-    """The manifest of the text of these settings; None if it is not prepared. Raises ValueError, OSError."""
-    folder = named_folder(settings) or recipe(settings).folder
-    return Manifest.read(folder)
 
 
 def _existing(path: Path) -> Path:

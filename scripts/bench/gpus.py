@@ -37,7 +37,7 @@ from hydra.errors import HydraException
 from tqdm import tqdm
 
 import trainer.settings
-from data.overrides import override
+from data.command_line import override
 from scripts.bench.looks import finish, new_figure
 from scripts.bench.measuring import describe_run, origin_of
 from scripts.bench.training_step import CONFIGS

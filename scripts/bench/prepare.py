@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 from data import sources, tokenizers, workers
 from data.files import matching, write_json
-from data.manifest import recipe
+from data.prepare import tasks
+from data.recipe import Recipe
 from data.settings import DataSettings
 
 
@@ -43,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         settings = _settings(arguments, Path(folder))
-        units = sources.load(settings).units
+        units = Recipe(settings).units
         alone = tokenizer_alone(units, arguments.tokenizer, arguments.processes)
         whole = prepare(settings, arguments.processes)
     if alone.text_mb != whole.text_mb:
@@ -123,13 +124,9 @@ def prepare(settings: DataSettings, processes: int) -> Cost:
         text_bytes += new_bytes
 
     begin, cpu_begin = time.time(), _cpu_seconds()
-    made = recipe(settings)
+    made = Recipe(settings)
     made.folder.mkdir()
-    tasks = [
-        workers.Task(made.folder, index, unit, made.tokenizer, made.source.val_fraction, made.fingerprint)
-        for index, unit in enumerate(made.source.units)
-    ]
-    workers.run(tasks, processes, report)
+    workers.run(tasks(made), processes, report)
     return Cost(text_bytes / 1e6, time.time() - begin, _cpu_seconds() - cpu_begin)
 
 

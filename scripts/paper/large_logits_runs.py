@@ -27,7 +27,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.overrides import override
+from data.command_line import override
 from scripts.command_line import command_parser, positive_int
 from scripts.jobs import run_jobs
 from scripts.paper.further_runs import ASSAYS, GAINS, SEEDS, SETTINGS, gain_overrides, name_of

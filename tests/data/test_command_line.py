@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from data.overrides import override
+from data.command_line import override
 
 PARSER = OverridesParser.create()
 
