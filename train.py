@@ -16,9 +16,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import arguments, distributed, interrupt, launch, settings, sweep
+from trainer.checks import check
 from trainer.errors import Interrupted, SettingsError, TrainingError
 from trainer.plan import describe
-from trainer.run_directory import is_finished, name_directory
+from trainer.run_directory import RunDirectory, name_directory
 from trainer.settings import Settings
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -53,7 +54,8 @@ def run(run_settings: Settings) -> None:
             print(describe(run_settings, processes))
         return
     name_directory(run_settings, arguments.unresolved(HydraConfig.get().overrides.task))
-    if is_finished(run_settings, processes):
+    check(run_settings, processes)
+    if RunDirectory(Path(run_settings.run_dir)).is_finished_with(run_settings):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
         return
     # Not at the top: it takes seconds, and neither `--help` nor a plan nor a misspelled setting needs it.

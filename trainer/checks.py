@@ -39,6 +39,11 @@ def check(settings: Settings, ranks: int) -> Sizes:
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise SettingsError(f"these settings cannot be trained:\n{listed}")
+    return sizes_of(settings, ranks)
+
+
+def sizes_of(settings: Settings, ranks: int) -> Sizes:
+    """The sizes of a run on `ranks` devices, of settings that were checked."""
     tokens = settings.tokens_per_step
     return Sizes(
         steps=settings.total_steps,

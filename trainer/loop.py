@@ -24,7 +24,7 @@ from model.generate import generate
 from model.llama import Llama
 from trainer import distributed, identity, interrupt, parallel
 from trainer.checkpoint import Checkpoints, from_main
-from trainer.checks import check
+from trainer.checks import sizes_of
 from trainer.distributed import Ranks, is_sharded
 from trainer.divergence import Guard
 from trainer.errors import Interrupted, TrainingError, explain, user_facing
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 def train(settings: Settings) -> None:
     """Train one run to its end on this process's device; resume it if its directory holds a checkpoint.
 
+    The settings have passed trainer.checks, and name a run_dir.
     Raises TrainingError for what the user can fix, LostRanks if another rank is gone, and Interrupted, with
     the state saved, on a signal of StopRequest.
     """
@@ -105,7 +106,7 @@ class Trainer:
 
     def __init__(self, settings: Settings, directory: RunDirectory, ranks: Ranks, stop: StopRequest):
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
-        self.sizes = check(settings, ranks.count)
+        self.sizes = sizes_of(settings, ranks.count)
         starts_from = self._find_init_from()
         self.corpus = self._open_corpus()
         self.loader = self._make_loader()

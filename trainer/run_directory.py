@@ -24,7 +24,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from data.files import write_text
 from trainer import identity, seal
-from trainer.checks import check
 from trainer.errors import TrainingError, explain
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
@@ -60,15 +59,6 @@ def default_name(overrides: list[str]) -> str:
 def name_directory(settings: Settings, overrides: list[str]) -> None:
     """Give the run a `run_dir` named after its overrides if it has none."""
     settings.run_dir = settings.run_dir or str(Path(settings.runs_dir) / default_name(overrides))
-
-
-def is_finished(settings: Settings, ranks: int) -> bool:
-    """Whether this run is finished.
-
-    Raises TrainingError if its settings cannot be trained, or its folder is of another run.
-    """
-    check(settings, ranks)
-    return RunDirectory(Path(settings.run_dir)).is_finished_with(settings)
 
 
 class RunDirectory:
