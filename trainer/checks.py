@@ -61,7 +61,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "hardware.parallel": ("auto", "ddp", "fsdp"),
     "hardware.recompute": ("none", "blocks"),
     "logger.wandb": ("auto", "online", "offline", "off"),
-    "optimizer.name": OPTIMIZERS,
+    "optimizer.name": tuple(OPTIMIZERS),
     "optimizer.schedule": SCHEDULES,
     "optimizer.decay_type": DECAY_TYPES,
     "optimizer.muon_lr_scale": MUON_SCALES,

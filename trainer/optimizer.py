@@ -13,7 +13,6 @@ from trainer.settings import OptimizerSettings
 
 log = logging.getLogger(__name__)
 
-OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "wsd")
 DECAY_TYPES = ("linear", "1-sqrt")  # of wsd
 
@@ -23,7 +22,7 @@ MUON_SCALES = ("match_rms_adamw", "original")
 
 def build_optimizer(llama: Llama, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """The optimizer that the settings name. Make it after the model is placed (trainer/parallel.py)."""
-    return muon(llama, settings) if settings.name == "muon" else adamw(llama, settings)
+    return OPTIMIZERS[settings.name](llama, settings)
 
 
 def adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
@@ -97,6 +96,13 @@ class MuonWithAdamW(torch.optim.Optimizer):
         count = len(self.muon.param_groups)
         self.muon.param_groups, self.adamw.param_groups = self.param_groups[:count], self.param_groups[count:]
         self.muon.state = self.adamw.state = self.state
+
+
+#: By settings.name.
+OPTIMIZERS: dict[str, Callable[[Llama, OptimizerSettings], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "muon": muon,
+}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
