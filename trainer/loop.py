@@ -40,7 +40,7 @@ from trainer.record import Record, Stopwatch, log_to
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.seal import checkpoints_in
 from trainer.settings import Settings
-from trainer.spikes import SpikeDetector, report
+from trainer.spikes import SpikeDetector, log_spike
 from trainer.trackers import derived, start_tensorboard, start_wandb
 
 log = logging.getLogger(__name__)
@@ -405,7 +405,7 @@ class Trainer:
         if spike and self.ranks.is_main:
             step, sequences = self.step + 1, self.loader.sequence_indices(self.step).tolist()
             place = {"step": step, "tokens": step * self.sizes.tokens_per_step}
-            report(spike, self.directory, {**place, "skipped": skip, "sequences": sequences})
+            log_spike(spike, self.directory, {**place, "skipped": skip, "sequences": sequences})
         return spike is not None and skip
 
     # ------------------------------------------------------------------ building

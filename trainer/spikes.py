@@ -79,7 +79,7 @@ class SpikeDetector:
         return spike if spike.beyond else None
 
 
-def report(spike: Spike, directory: RunDirectory, place: dict[str, Any]) -> None:
+def log_spike(spike: Spike, directory: RunDirectory, place: dict[str, Any]) -> None:
     """Append a line to the run's spikes.jsonl, and warn.
 
     place: `step`, `tokens` after it, the `sequences` of all ranks, and whether its optimizer step was
