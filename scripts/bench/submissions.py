@@ -6,28 +6,14 @@ python -m scripts.bench.submissions --check FILE.json  say what is wrong with a 
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from data.files import write_text
-from scripts.bench.registry import Shape
-from scripts.bench.tables import (
-    DEFAULT,
-    FAILED,
-    MODES,
-    PASSED,
-    REFUSED,
-    TENSORS,
-    Row,
-    look_of,
-    rows_of,
-    verdicts,
-)
+from scripts.bench.tables import DEFAULT, MODES, PASSED, Row, look_of, rows_of, verdicts
 from scripts.command_line import command_parser
 from scripts.output import align, number, read_result
 
@@ -70,131 +56,89 @@ def fail_if_wrong(results: dict[str, Any]) -> None:
 
 # --- What a file must hold ----------------------------------------------------------------------------------
 
-
-def _is_text(value: Any) -> bool:
-    """Also in a cell of a table."""
-    return isinstance(value, str) and bool(value.strip()) and not {*value} & {*"|<>\n"}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-
-
-def _is_date(value: Any) -> bool:
-    try:
-        return datetime.fromisoformat(value).tzinfo is not None
-    except (TypeError, ValueError):
-        return False
-
-
-def _is_state(value: Any) -> bool:
-    """A median for each value that nvidia-smi told."""
-    if not isinstance(value, dict):
-        return value is None
-    return all(x is None or (isinstance(x, dict) and _is_number(x.get("median"))) for x in value.values())
-
-
-def _are_errors(value: Any) -> bool:
-    if not isinstance(value, dict) or not {*value} <= {*TENSORS}:
-        return False
-    return all(isinstance(pair, list) and len(pair) == 2 for pair in value.values())
-
-
-#: What a value must be, in words and as a function.
-Rule = tuple[str, Callable[[Any], bool]]
-
-TEXT: Rule = ("a line of text without | < >", _is_text)
-TEXT_OR_NULL: Rule = (f"{TEXT[0]}, or null if it is not known", lambda x: x is None or _is_text(x))
-NUMBER: Rule = ("a positive number", _is_number)
-NUMBER_OR_NULL: Rule = (f"{NUMBER[0]}, or null if it was not recorded", lambda x: x is None or _is_number(x))
-
-
-def _one_of(*values: Any) -> Rule:
-    return f"one of {', '.join(map(str, values))}", lambda x: x in values
-
-
-def _fields_of(structure: type) -> Rule:
-    names = [one.name for one in fields(structure)]
-    wanted = f"an object with no other fields than {', '.join(names)}"
-    return wanted, lambda x: isinstance(x, dict) and {*x} <= {*names}
-
-
+TEXT, NUMBER, NULL = "a line of text without | < >", "a positive number", "null"
 #: By path. What begins with a question mark need not be there.
-OF_FILE: dict[str, Rule] = {
-    "schema": _one_of(SCHEMA),
-    "command": TEXT,
-    "date": ("a date with a time zone, as 2026-11-23T08:00:00+00:00", _is_date),
-    "commit": TEXT_OR_NULL,
-    "version": TEXT_OR_NULL,
-    "hardware.name": TEXT,
-    "hardware.compute_capability": (
-        'a text such as "8.9"',
-        lambda x: isinstance(x, str) and re.fullmatch(r"\d+\.\d", x) is not None,
-    ),
-    "hardware.memory_gib": NUMBER,
-    "hardware.driver": TEXT_OR_NULL,
-    "hardware.power_limit_watts": NUMBER_OR_NULL,
-    "hardware.max_sm_clock_mhz": NUMBER_OR_NULL,
-    "versions.torch": TEXT,
-    "versions.cuda": TEXT,
-    "versions.triton": TEXT_OR_NULL,
-    "settings.dtype": _one_of("bfloat16", "float16"),
-    "settings.repetitions": NUMBER,
-    "rows": ("a list with a row at least", lambda x: isinstance(x, list) and bool(x)),
-    "?note": TEXT_OR_NULL,
-    "?state": ("null, or a median for each value that nvidia-smi told", _is_state),
+OF_FILE = {
+    "schema": (NUMBER,),
+    **dict.fromkeys(("command", "date", "hardware.name", "hardware.compute_capability"), (TEXT,)),
+    **dict.fromkeys(("versions.torch", "versions.cuda", "settings.dtype"), (TEXT,)),
+    **dict.fromkeys(("commit", "version", "hardware.driver", "versions.triton", "?note"), (TEXT, NULL)),
+    **dict.fromkeys(("hardware.memory_gib", "settings.repetitions"), (NUMBER,)),
+    **dict.fromkeys(("hardware.power_limit_watts", "hardware.max_sm_clock_mhz"), (NUMBER, NULL)),
+    "?state.sm_clock_mhz.median": (NUMBER,),
 }
-OF_ROW: dict[str, Rule] = {
-    "": _fields_of(Row),
-    "shape": _fields_of(Shape),
-    **dict.fromkeys(("shape.batch", "shape.heads", "shape.tokens", "shape.head_dim"), NUMBER),
-    "shape.causal": ("true or false", lambda x: isinstance(x, bool)),
-    "implementation": TEXT,
-    "mode": _one_of(*MODES),
-    "status": _one_of(PASSED, FAILED, REFUSED),
-    "median_ms": NUMBER_OR_NULL,
-    "errors": ("errors of O, dQ, dK, dV as [cosine, relative L2]", _are_errors),
+OF_ROW = {
+    **dict.fromkeys(("shape.batch", "shape.heads", "shape.tokens", "shape.head_dim"), (NUMBER,)),
+    **dict.fromkeys(("implementation", "mode", "status"), (TEXT,)),
+    "median_ms": (NUMBER, NULL),
 }
 
 
 def check(result: Any) -> list[str]:
     """What is wrong with a file, in words: the field, its value and what it must be. Empty if nothing is."""
-    if not isinstance(result, dict):
-        return [f"the file is {_short(result)}; it must be an object with the fields of scripts.bench.share"]
     problems = [*_broken(result, OF_FILE, "")]
+    if problems:
+        return problems
+    if result["schema"] != SCHEMA:
+        problems.append(f"schema is {result['schema']}; it must be {SCHEMA}")
+    if not _has_time_zone(result["date"]):
+        problems.append(f"date is {result['date']!r}; it must be as 2026-11-23T08:00:00+00:00")
     rows = result.get("rows")
-    for i, row in enumerate(rows if isinstance(rows, list) else []):
+    if not isinstance(rows, list) or not any(_is_default(row) for row in rows):
+        return [*problems, f"rows must be a list, and have the implementation {DEFAULT!r}"]
+    for i, row in enumerate(rows):
         problems += [*_broken(row, OF_ROW, f"rows[{i}].")] or _inconsistent(row, f"rows[{i}].")
-    if not problems and not any(row["implementation"] == DEFAULT for row in rows):
-        problems.append(f"rows has no implementation {DEFAULT!r}; it must have one")
     return problems
 
 
-def _broken(value: Any, rules: dict[str, Rule], prefix: str) -> Iterator[str]:
-    for path, (wanted, holds) in rules.items():
-        name = path.removeprefix("?")
-        found = value
-        for part in filter(None, name.split(".")):
+def _broken(value: Any, wanted: dict[str, tuple[str, ...]], prefix: str) -> Iterator[str]:
+    for path, kinds in wanted.items():
+        name, found = path.removeprefix("?"), value
+        for part in name.split("."):
             found = found.get(part, KeyError) if isinstance(found, dict) else KeyError
-        shown = f"{prefix}{name}".rstrip(".")
-        if found is KeyError:
-            if not path.startswith("?"):
-                yield f"{shown} is missing; it must be {wanted}"
-        elif not holds(found):
-            yield f"{shown} is {_short(found)}; it must be {wanted}"
+        if found is KeyError and not path.startswith("?"):
+            yield f"{prefix}{name} is missing; it must be {' or '.join(kinds)}"
+        elif found is not KeyError and _kind_of(found) not in kinds:
+            yield f"{prefix}{name} is {_short(found)}; it must be {' or '.join(kinds)}"
+
+
+def _kind_of(value: Any) -> str | None:
+    """TEXT, which fits into a cell of a table, NUMBER, NULL, or nothing of these."""
+    if value is None:
+        return NULL
+    if isinstance(value, str):
+        return TEXT if value.strip() and not {*value} & {*"|<>\n"} else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return NUMBER if is_number and value > 0 else None
+
+
+def _has_time_zone(date: str) -> bool:
+    try:
+        return datetime.fromisoformat(date).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def _is_default(row: Any) -> bool:
+    return isinstance(row, dict) and row.get("implementation") == DEFAULT
 
 
 def _inconsistent(row: dict[str, Any], prefix: str) -> list[str]:
-    """Whether the speed of a row is its work over its time, and only right results have one."""
-    if (row["status"] == PASSED) != (row["median_ms"] is not None):
-        found = f"median_ms is {row['median_ms']} where status is {row['status']!r}"
+    """Whether the fields are those of a row, its speed is its work over its time, and only if it is right."""
+    try:
+        [own] = rows_of({"rows": [row]})
+        flops = own.shape.flops * MODES[own.mode].flops
+    except (TypeError, KeyError) as error:
+        return [f"{prefix[:-1]} has other fields than scripts.bench.share writes ({error})"]
+    if (own.status == PASSED) != (own.median_ms is not None):
+        found = f"median_ms is {own.median_ms} where status is {own.status!r}"
         return [f"{prefix}{found}; a time must be there if, and only if, that is {PASSED!r}"]
-    if row["median_ms"] is None:
+    if own.median_ms is None:
         return []
-    speed = Shape(**row["shape"]).flops * MODES[row["mode"]].flops / (row["median_ms"] * 1e-3) / 1e12
-    found = row.get("tflops")
-    if not _is_number(found) or abs(found / speed - 1) > 0.01:
-        return [f"{prefix}tflops is {_short(found)}; it must be {speed:.4g}, which follows from median_ms"]
+    speed = flops / (own.median_ms * 1e-3) / 1e12
+    if _kind_of(own.tflops) != NUMBER or abs(own.tflops / speed - 1) > 0.01:
+        follows = f"it must be {speed:.4g}, which follows from median_ms"
+        return [f"{prefix}tflops is {_short(own.tflops)}; {follows}"]
     return []
 
 

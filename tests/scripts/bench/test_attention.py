@@ -1,5 +1,6 @@
 """scripts.bench.attention: what it counts, what it refuses to report, its files, and two checkouts."""
 
+import itertools
 import json
 import math
 import shutil
@@ -281,7 +282,7 @@ def attend_packed(q, k, v, boundaries, kv_boundaries, longest, kv_longest, **set
     """(T, H, D) → the same, document by document."""
     assert torch.equal(boundaries, kv_boundaries)
     assert longest == kv_longest == boundaries.diff().max()
-    spans = zip(boundaries[:-1], boundaries[1:], strict=True)
+    spans = itertools.pairwise(boundaries.tolist())
     outs = [attend_here(*(x[None, begin:end] for x in (q, k, v)), **settings)[0] for begin, end in spans]
     return torch.cat(outs)
 

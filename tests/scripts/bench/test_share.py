@@ -200,31 +200,29 @@ def changed(value, path, new):
 @pytest.mark.parametrize(
     ("path", "new", "message"),
     [
-        (("schema",), 2, "schema is 2; it must be one of 1"),
-        (("date",), "yesterday", "date is 'yesterday'; it must be a date with a time zone"),
+        (("schema",), 2, "schema is 2; it must be 1"),
+        (("date",), "yesterday", "date is 'yesterday'; it must be as 2026-"),
         (("hardware", "name"), KeyError, "hardware.name is missing; it must be a line of text"),
         (("hardware", "name"), "a | b", "hardware.name is 'a | b'; it must be a line of text without | < >"),
-        (("hardware", "compute_capability"), 8.9, "hardware.compute_capability is 8.9; it must be a text"),
+        (("hardware", "compute_capability"), 8.9, "hardware.compute_capability is 8.9; it must be a line"),
         (("hardware", "power_limit_watts"), "450 W", "hardware.power_limit_watts is '450 W'; it must be"),
         (("hardware",), None, "hardware.name is missing"),
         (("versions", "torch"), "", "versions.torch is ''; it must be a line of text"),
-        (("settings", "dtype"), "float32", "settings.dtype is 'float32'; it must be one of bfloat16, float16"),
-        (("rows",), [], "rows is []; it must be a list with a row at least"),
+        (("rows",), [], "rows must be a list, and have the implementation 'sagebwd'"),
         (("note",), "<b>", "note is '<b>'; it must be a line of text"),
-        (("state",), {"sm_clock_mhz": {"median": "fast"}}, "state is {'sm_clock_mhz': {'median': 'fast'"),
-        (("rows", 0, "mode"), "sideways", "rows[0].mode is 'sideways'; it must be one of both"),
+        (("state",), {"sm_clock_mhz": {"median": "fast"}}, "state.sm_clock_mhz.median is 'fast'"),
+        (("rows", 0, "mode"), "sideways", "rows[0] has other fields than scripts.bench.share writes ('sid"),
         (("rows", 0, "shape", "tokens"), 0, "rows[0].shape.tokens is 0; it must be a positive number"),
-        (("rows", 0, "shape", "color"), 1, "it must be an object with no other fields than batch, heads"),
+        (("rows", 0, "shape", "color"), 1, "rows[0] has other fields than scripts.bench.share writes"),
         (("rows", 1, "median_ms"), 1.0, "rows[1].median_ms is 1.0 where status is 'refused'; a time must be"),
         (("rows", 0, "median_ms"), math.pi, "rows[0].tflops is 223.97"),
-        (("rows", 0, "errors"), {"out": 0.1}, "rows[0].errors is {'out': 0.1}; it must be errors of O"),
-        (("rows", 0, "implementation"), "mine", "rows has no implementation 'sagebwd'; it must have one"),
+        (("rows", 0, "implementation"), "mine", "rows must be a list, and have the implementation 'sagebwd'"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_file_is_named_with_field_and_value(good, path, new, message, tmp_path):
     assert check(good) == []
     bad = changed(good, path, new)
-    if message.startswith("rows has no"):
+    if new == "mine":
         bad["rows"] = bad["rows"][:1]
     assert any(message in problem for problem in check(bad)), check(bad)
     (tmp_path / "bad.json").write_text(json.dumps(bad))
@@ -234,7 +232,7 @@ def test_a_bad_file_is_named_with_field_and_value(good, path, new, message, tmp_
 
 
 def test_a_file_that_is_no_object_is_refused():
-    assert check([1])[0].startswith("the file is [1]; it must be an object")
+    assert "date is missing" in " ".join(check([1]))
 
 
 def test_the_page_says_what_was_not_recorded(good):

@@ -28,8 +28,8 @@ def products_of(which, head_dim, folder):
     source = which if which == "forward" else backward_source(TILE, head_dim)
     cta = cta_shape(source, head_dim, TILE)
     defines = {
-        "HEAD_DIM": head_dim, "IS_CAUSAL": 0, "IS_BF16": True, "UNPACKED_16BIT": True,
-        "TILE_Q": TILE[0], "TILE_KV": TILE[1], "LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes,
+        "HEAD_DIM": head_dim, "IS_CAUSAL": 0, "IS_BF16": True, "UNPACKED_16BIT": True, "TILE_Q": TILE[0],
+        "TILE_KV": TILE[1], "LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes,
     }  # fmt: skip
     file = folder / "kernel.cubin"
     file.write_bytes(compile_source(ampere.sources_for("sm_90"), source, defines)[0])
