@@ -112,6 +112,7 @@ def backends():
 
 
 @pytest.mark.filterwarnings("ignore:.*FluxPosEmbed:FutureWarning")  # that Chroma of diffusers imports
+@pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # Mochi asks for float32
 @pytest.mark.parametrize("row", list(rows_of("diffusers")))
 def test_a_family_of_diffusers_trains_as_the_table_says(row, backends):
     family = backends.FAMILIES[row["family"].removesuffix(", by `torch_flash`")]
