@@ -1,11 +1,6 @@
-"""Families of Hugging Face diffusers, with random weights at tiny size. Nothing is downloaded."""
+"""Model families of diffusers at tiny size with random weights: one training step and its gradients."""
 
-from __future__ import annotations
-
-import functools
 import inspect
-import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,48 +10,22 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-import sagebwd
-from sagebwd import SageConfig
-from sagebwd.integrations import torch_flash
-from sagebwd.integrations.diffusers import find_bypasses, register
-from scripts.families import Row, calls_of, compare_gradients
-
-LIBRARY = f"diffusers {diffusers.__version__}"
+from tests.sagebwd.integrations.families import gradients_of
 
 #: What every model gets where it takes such an argument.
 SIZES = {
-    "num_layers": 2,
-    "num_single_layers": 1,
-    "num_refiner_layers": 1,
-    "n_layers": 2,
-    "n_refiner_layers": 1,
-    "num_attention_heads": 2,
-    "n_heads": 2,
-    "n_kv_heads": 2,
-    "attention_head_dim": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-    "sample_size": 16,
-    "joint_attention_dim": 24,
-    "cross_attention_dim": 32,
-    "caption_channels": 24,
-    "caption_projection_dim": 32,
-    "pooled_projection_dim": 24,
-    "text_dim": 24,
-    "text_embed_dim": 24,
-    "freq_dim": 16,
+    **dict.fromkeys(("num_layers", "n_layers", "num_attention_heads", "n_heads", "n_kv_heads"), 2),
+    **dict.fromkeys(("num_single_layers", "num_refiner_layers", "n_refiner_layers"), 1),
+    **dict.fromkeys(("attention_head_dim", "sample_size", "freq_dim", "time_embed_dim"), 16),
+    **dict.fromkeys(("in_channels", "out_channels"), 4),
+    **dict.fromkeys(("joint_attention_dim", "caption_channels", "pooled_projection_dim"), 24),
+    **dict.fromkeys(("text_dim", "text_embed_dim"), 24),
+    **dict.fromkeys(("cross_attention_dim", "caption_projection_dim"), 32),
+    **dict.fromkeys(("axes_dims_rope", "rope_axes_dim", "axes_dims"), (4, 6, 6)),
     "ffn_dim": 48,
-    "time_embed_dim": 16,
     "guidance_embeds": False,
-    "axes_dims_rope": (4, 6, 6),
-    "rope_axes_dim": (4, 6, 6),
-    "axes_dims": (4, 6, 6),
 }
 TEXT, PADDING = 11, 4  # tokens of the text, and how many of the second row's are padding
-
-
-#: A training step: the gradients, and the names of the parameters of attention layers.
-Step = Callable[[], tuple[dict[str, Tensor], set[str]]]
 
 
 class Family(NamedTuple):
@@ -167,18 +136,24 @@ def _cogview() -> dict[str, Any]:
 
 ONE_OF_EACH = {"num_mmdit_layers": 1, "num_single_dit_layers": 1}
 UNET = {
-    "block_out_channels": (32, 32),
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 24,
-    "norm_num_groups": 8,
-    "layers_per_block": 1,
-    "num_attention_heads": None,
+    "block_out_channels": (32, 32), "norm_num_groups": 8, "layers_per_block": 1, "sample_size": 8,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "cross_attention_dim": 24,
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "num_attention_heads": None,
     "attention_head_dim": 2,
-    "sample_size": 8,
-}
+}  # fmt: skip
+KANDINSKY = {
+    "in_visual_dim": 4, "in_text_dim": 24, "in_text_dim2": 24, "time_dim": 16, "model_dim": 32, "ff_dim": 48,
+    "num_text_blocks": 1, "num_visual_blocks": 2,
+}  # fmt: skip
+COGVIDEOX = {"sample_width": 8, "sample_height": 8, "sample_frames": 17, "max_text_seq_length": TEXT}
+LUMINA = {
+    "hidden_size": 32, "num_kv_heads": 1, "axes_dim_rope": (4, 6, 6), "axes_lens": (32, 16, 16),
+    "cap_feat_dim": 24, "multiple_of": 16,
+}  # fmt: skip
+PIXART = {"use_additional_conditions": False, "out_channels": 8, "norm_num_groups": 1}
+SANA = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16}
 
-FAMILIES = [
+_FAMILIES = (
     Family("Flux", "FluxTransformer2DModel", lambda: _flux(pooled_projections=_pooled()), {}),
     Family(
         "Flux 2",
@@ -206,123 +181,21 @@ FAMILIES = [
         {},
     ),
     Family("LTX-Video", "LTXVideoTransformer3DModel", _ltx, {}),
-    Family(
-        "Kandinsky 5",
-        "Kandinsky5Transformer3DModel",
-        _kandinsky,
-        {
-            "in_visual_dim": 4,
-            "in_text_dim": 24,
-            "in_text_dim2": 24,
-            "time_dim": 16,
-            "model_dim": 32,
-            "ff_dim": 48,
-            "num_text_blocks": 1,
-            "num_visual_blocks": 2,
-        },
-    ),
+    Family("Kandinsky 5", "Kandinsky5Transformer3DModel", _kandinsky, KANDINSKY),
     Family("Mochi", "MochiTransformer3DModel", lambda: _video(encoder_attention_mask=_mask()), {}),
-    Family(
-        "CogVideoX",
-        "CogVideoXTransformer3DModel",
-        _cogvideox,
-        {
-            "sample_width": 8,
-            "sample_height": 8,
-            "sample_frames": 17,
-            "max_text_seq_length": TEXT,
-        },
-    ),
+    Family("CogVideoX", "CogVideoXTransformer3DModel", _cogvideox, COGVIDEOX),
     Family("Allegro", "AllegroTransformer3DModel", lambda: _video(encoder_attention_mask=_ones()), {}),
     Family(
         "CogView 4", "CogView4Transformer2DModel", _cogview, {"condition_dim": 4, "rope_axes_dim": (8, 8)}
     ),
-    Family(
-        "Lumina 2",
-        "Lumina2Transformer2DModel",
-        lambda: _image(encoder_attention_mask=_mask()),
-        {
-            "hidden_size": 32,
-            "num_kv_heads": 1,
-            "axes_dim_rope": (4, 6, 6),
-            "axes_lens": (32, 16, 16),
-            "cap_feat_dim": 24,
-            "multiple_of": 16,
-        },
-    ),
+    Family("Lumina 2", "Lumina2Transformer2DModel", lambda: _image(encoder_attention_mask=_mask()), LUMINA),
     Family("SD 3", "SD3Transformer2DModel", lambda: _image(pooled_projections=_pooled()), {}),
     Family("AuraFlow", "AuraFlowTransformer2DModel", _image, ONE_OF_EACH),
-    Family(
-        "PixArt",
-        "PixArtTransformer2DModel",
-        lambda: _image(encoder_attention_mask=_ones()),
-        {
-            "use_additional_conditions": False,
-            "out_channels": 8,
-            "norm_num_groups": 1,
-        },
-    ),
-    Family(
-        "Sana",
-        "SanaTransformer2DModel",
-        lambda: _image(encoder_attention_mask=_ones()),
-        {
-            "num_cross_attention_heads": 2,
-            "cross_attention_head_dim": 16,
-        },
-    ),
+    Family("PixArt", "PixArtTransformer2DModel", lambda: _image(encoder_attention_mask=_ones()), PIXART),
+    Family("Sana", "SanaTransformer2DModel", lambda: _image(encoder_attention_mask=_ones()), SANA),
     Family("Stable Diffusion, SDXL", "UNet2DConditionModel", _unet, UNET),
-]
-NAMES = [family.name for family in FAMILIES]
-
-
-def families(names: list[str] | None = None) -> list[Row]:
-    """Try the families with these names, or all; those that pass by a backend with ``torch_flash``, too."""
-    register("sagebwd")
-    register("sagebwd_or_full", fallback="sdpa")
-    register("sagebwd_exact", SageConfig(int8_matmuls=()), fallback="sdpa")
-    diffusers.utils.logging.set_verbosity_error()  # set_attention_backend warns that it is experimental
-    rows = []
-    for family in FAMILIES:
-        if names is None or family.name in names:
-            rows.append(_try(family))
-            if find_bypasses(build(family)):
-                rows.append(_try_torch_flash(family))
-    return rows
-
-
-def _try(family: Family) -> Row:
-    """One training step in full precision, one that must not fall back, and one that may."""
-    refusal = ""
-    try:
-        train_step(family, "sagebwd")
-    except NotImplementedError as error:
-        refusal = str(error)
-    backends = ("sagebwd_or_full", "sagebwd_exact")
-    found, exact = (functools.partial(train_step, family, backend) for backend in backends)
-    return _compare(family, found, exact, family.name, refusal)
-
-
-def _try_torch_flash(family: Family) -> Row:
-    """The same with PyTorch's attention replaced, under diffusers' own backend."""
-
-    def step(config: SageConfig) -> tuple[dict[str, Tensor], set[str]]:
-        with torch_flash.patch_sdpa(config):
-            return train_step(family, "native")
-
-    found, exact = (functools.partial(step, x) for x in (SageConfig(), SageConfig(int8_matmuls=())))
-    return _compare(family, found, exact, f"{family.name}, by `torch_flash`")
-
-
-def _compare(family: Family, found: Step, exact: Step, name: str, refusal: str = "") -> Row:
-    """The row of two training steps, with and without INT8, beside one in full precision."""
-    truth, attention = train_step(family, "native")
-    sagebwd.report(clear=True)
-    with warnings.catch_warnings(action="ignore"):  # they are in the report
-        gradients = compare_gradients(found()[0], truth, attention)
-        calls = calls_of(sagebwd.report())
-        exact_cosine = compare_gradients(exact()[0], truth, attention)["cosine"]
-    return Row(LIBRARY, name, family.model, refusal=refusal, exact_cosine=exact_cosine, **calls, **gradients)
+)
+FAMILIES = {family.name: family for family in _FAMILIES}
 
 
 def train_step(family: Family, backend: str) -> tuple[dict[str, Tensor], set[str]]:
@@ -335,8 +208,7 @@ def train_step(family: Family, backend: str) -> tuple[dict[str, Tensor], set[str
         out = out if isinstance(out, Tensor) else torch.cat([x.flatten() for x in out])
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
         (out * weights).mean().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return gradients, _attention_parameters(model)
+    return gradients_of(model, "Attention")
 
 
 @contextmanager
@@ -359,13 +231,3 @@ def build(family: Family) -> ModelMixin:
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.7 * parameter[0].numel() ** -0.5)
     return model.train()
-
-
-def _attention_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters of layers that are called attention."""
-    return {
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if re.search("Attention", type(module).__name__)
-        for name, _ in module.named_parameters()
-    }
