@@ -23,6 +23,11 @@ MAY_CHANGE = re.compile(
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
 
 
+def may_change(name: str) -> bool:
+    """Whether the setting (`hardware.micro_batch`) may differ when a run resumes."""
+    return bool(MAY_CHANGE.match(name))
+
+
 def recorded(settings: Settings) -> dict[str, Any]:
     """The settings as config.yaml and the seals of checkpoints record them, without secrets."""
     container = OmegaConf.to_container(OmegaConf.structured(settings))
@@ -41,7 +46,7 @@ def differences(
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (key in also or not MAY_CHANGE.match(key))
+        if old.get(key) != new.get(key) and (key in also or not may_change(key))
     ]
 
 
@@ -55,7 +60,7 @@ def absent(stored: dict[str, Any]) -> list[str]:
     return [
         key
         for key, default in _defaults().items()
-        if default == "???" and key not in there and not MAY_CHANGE.match(key)
+        if default == "???" and key not in there and not may_change(key)
     ]
 
 

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 #: The attention that every comparison is made against.
 FULL_PRECISION = {"backend": "fpa"}
 
+OLD_NAMES = {"implementation": "kernels"}  # in config.yaml of older runs
+
 
 class AttentionFn(Protocol):
     """softmax(QKᵀ/√D)V: the arguments the model uses of torch.nn.functional.scaled_dot_product_attention."""
@@ -152,6 +154,7 @@ def read(attention: Mapping[str, Any]) -> tuple[ModuleType, Any]:
     setting is on, if no backend has it, or if a value has the wrong type.
     """
     module = load(attention.get("backend", ""))
+    attention = {OLD_NAMES.get(name, name): value for name, value in attention.items()}
     own = {field.name for field in fields(module.Settings)}
     _refuse_foreign(attention, own)
     given = {name: value for name, value in attention.items() if name in own and value is not None}

@@ -127,7 +127,7 @@ def _backend(attend: AttentionFn, description: str) -> Backend:
         # Full precision is the baseline, so the probe shows the error that SageBwd would have. Where no
         # SageBwd kernel runs (float32 on a GPU, for example) the plain PyTorch reference measures the same,
         # slowly.
-        probe_instead=({"backend": "sagebwd"}, {"backend": "sagebwd", "implementation": "reference"}),
+        probe_instead=({"backend": "sagebwd"}, {"backend": "sagebwd", "kernels": "reference"}),
     )
 
 

@@ -14,10 +14,7 @@ from sagebwd.config import PRESETS, encode
 from sagebwd.kernels.ops import needed_by_backward
 
 CONFIG_FIELDS = {field.name for field in fields(SageConfig)}
-IMPLEMENTATIONS = {
-    "auto": sagebwd.sage_attention,
-    "reference": partial(sagebwd.sage_attention, kernels="reference"),
-}
+KERNELS = ("auto", *dispatch.KERNEL_SETS)
 
 
 @dataclass
@@ -25,7 +22,7 @@ class Settings:
     """Settings of SageBwd: a preset, and values that replace the preset's. None: as in the preset."""
 
     preset: str = "default"  # one of PRESETS
-    implementation: str = "auto"  # "auto" (the fastest kernels that run) or "reference" (plain PyTorch)
+    kernels: str = "auto"  # "auto" (the fastest that run), or one of the library's kernel sets
 
     # See sagebwd.SageConfig.
     smooth_k: bool | None = None
@@ -45,7 +42,7 @@ class Settings:
 
 def check(settings: Settings, *, deterministic: bool) -> None:
     """Raise ValueError for settings that SageConfig refuses. All of them can be deterministic."""
-    for name, choices in (("preset", PRESETS), ("implementation", IMPLEMENTATIONS)):
+    for name, choices in (("preset", PRESETS), ("kernels", KERNELS)):
         value = getattr(settings, name)
         if value not in choices:
             raise ValueError(f"attention.{name}={value} is unknown; choose one of {', '.join(choices)}")
@@ -65,15 +62,16 @@ def sage_config(settings: Settings) -> SageConfig:
 def resolve(settings: Settings) -> dict[str, Any]:
     """Every field of the SageConfig, so that a run's config.yaml does not depend on what a preset means."""
     config = asdict(sage_config(settings))
-    return {**config, "int8_matmuls": list(config["int8_matmuls"]), "implementation": settings.implementation}
+    return {**config, "int8_matmuls": list(config["int8_matmuls"]), "kernels": settings.kernels}
 
 
 def build(
     settings: Settings, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
 ) -> Backend:
-    """INT8 attention. Raises ValueError if the chosen implementation cannot run here."""
+    """INT8 attention. Raises ValueError if the chosen kernels cannot run here."""
     config = sage_config(settings)
-    attend = partial(IMPLEMENTATIONS[settings.implementation], config=config)
+    kernels = None if settings.kernels == "auto" else settings.kernels
+    attend = partial(sagebwd.sage_attention, config=config, kernels=kernels)
     # The library knows best what it supports: try a small input.
     q = torch.zeros(1, 2, 16, d_head, device=device, dtype=dtype)
     kv = q[:, :1] if is_gqa else q
@@ -82,11 +80,11 @@ def build(
     except (NotImplementedError, ValueError) as error:
         raise ValueError(
             f"attention=sagebwd cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}: "
-            f"{error}. attention.implementation=reference runs on any device, slowly"
+            f"{error}. attention.kernels=reference runs on any device, slowly"
         ) from error
     return Backend(
         attend,
-        f"sagebwd, implementation {settings.implementation}, {config}",
+        f"sagebwd, kernels {settings.kernels}, {config}",
         title="SageBwd",
         saved_operators=(torch.ops.sagebwd.forward.default,),
         advice=advice(config),
@@ -96,7 +94,7 @@ def build(
 def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
     """What the operator keeps. Without a GPU here, "cuda" is a Hopper GPU."""
     config = sage_config(settings)
-    kernels = "reference" if settings.implementation == "reference" else _kernels(q, config, device)
+    kernels = _kernels(q, config, device) if settings.kernels == "auto" else settings.kernels
     scale = q.shape[-1] ** -0.5
     saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
     needed = needed_by_backward(q, k, k, saved, encode(config), kernels, has_documents=False)

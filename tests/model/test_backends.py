@@ -59,7 +59,7 @@ def test_settings_are_typed_and_known(attention, match):
 
 
 def test_null_is_the_default():
-    with_nulls = {"backend": "sagebwd", "preset": None, "implementation": None, "smooth_k": None}
+    with_nulls = {"backend": "sagebwd", "preset": None, "kernels": None, "smooth_k": None}
     assert backends.resolve(with_nulls) == backends.resolve({"backend": "sagebwd"})
 
 
@@ -84,7 +84,7 @@ def test_the_first_attention_that_can_be_built_is(caplog):
         {"operand_scales": "token"},
         {"int8_matmuls": ["o"]},
         {"s_levels": 2},
-        {"implementation": "auto"},
+        {"kernels": "auto"},
         {"preset": "paper"},
     ],
 )
@@ -189,7 +189,7 @@ def test_fpa_refuses_cudnn_where_runs_must_repeat():
 def test_in_a_run_of_full_precision_the_probe_measures_sagebwd():
     choices = build({"backend": "fpa"}).probe_instead
     assert [build(choice).title for choice in choices] == ["SageBwd", "SageBwd"]
-    assert "implementation reference" in build(choices[-1]).description
+    assert "kernels reference" in build(choices[-1]).description
 
 
 # sagebwd
@@ -204,7 +204,7 @@ def config_of(attention: dict) -> SageConfig:
 
 
 def test_every_setting_of_sagebwd_can_be_set():
-    given = {field.name for field in fields(Settings)} - {"preset", "implementation"}
+    given = {field.name for field in fields(Settings)} - {"preset", "kernels"}
     assert given == {field.name for field in fields(SageConfig)}
 
 
@@ -228,9 +228,9 @@ def test_a_preset_is_the_librarys_and_what_is_set_replaces_it(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_resolved_preset_is_the_same_attention_without_its_name(name):
-    resolved = backends.resolve(sage(preset=name, implementation="reference"))
+    resolved = backends.resolve(sage(preset=name, kernels="reference"))
     assert "preset" not in resolved
-    assert resolved["implementation"] == "reference"
+    assert resolved["kernels"] == "reference"
     assert config_of(resolved) == PRESETS[name]
     assert backends.resolve(resolved) == resolved
 
@@ -257,8 +257,8 @@ def test_advice_is_what_the_settings_leave_open():
         ({"int8_matmuls": ["qk"]}, "attention=sagebwd: .*qk"),
         ({"s_levels": 3}, "attention=sagebwd: .*3"),
         (
-            {"implementation": "cuda"},
-            "implementation=cuda is unknown; choose one of auto, reference",
+            {"kernels": "cuda"},
+            "kernels=cuda is unknown; choose one of auto, hopper",
         ),
         ({"preset": "papers"}, "preset=papers is unknown; choose one of default, low_bias, paper"),
         ({"sdpa": "flash"}, "sdpa=flash: has no effect with attention=sagebwd.*use attention=fpa"),
@@ -271,16 +271,16 @@ def test_sagebwd_refuses_wrong_settings(changes, match):
 
 def test_sagebwd_that_cannot_run_is_refused_when_built():
     shape = {"device": torch.device("cpu"), "dtype": torch.float64, "d_head": 16, "is_gqa": False}
-    with pytest.raises(ValueError, match=r"cannot run on cpu with torch.float64.*implementation=reference"):
+    with pytest.raises(ValueError, match=r"cannot run on cpu with torch.float64.*kernels=reference"):
         backends.build(sage(), **shape)
 
 
 def test_sagebwd_runs_the_library_with_the_config():
     q, k, v = torch.randn(3, 1, 4, 21, 16)
-    backend = build(sage(implementation="reference", int8_matmuls=["s_fwd"], block_q=16))
+    backend = build(sage(kernels="reference", int8_matmuls=["s_fwd"], block_q=16))
     config = SageConfig(int8_matmuls=("s_fwd",), block_q=16)
     expected = sagebwd.sage_attention(q, k, v, is_causal=True, config=config)
     assert torch.equal(backend.attend(q, k, v, **CALL), expected)
     assert not torch.equal(expected, sagebwd.sage_attention(q, k, v, is_causal=True))
-    assert "implementation reference" in backend.description
+    assert "kernels reference" in backend.description
     assert "block_q=16" in backend.description
