@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import shutil
+import signal
+import threading
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,9 +18,11 @@ from scripts import reproduce
 from scripts.output import read_json
 from scripts.paper.experiments import COMMON, SCALES, duration_in_words, find, items, read_yaml
 from tests.cli import ROOT
+from tests.processes import wait_until
+from trainer.errors import Interrupted
 from trainer.plan import make_plan
 from trainer.run_directory import RunDirectory
-from trainer.run_queue import FINISHED, Outcome
+from trainer.run_queue import FAILED, FINISHED, Outcome
 
 
 @pytest.fixture(autouse=True)
@@ -258,3 +263,55 @@ def test_of_weights_only_finished_runs_are_measured(here, tmp_path, datasets, mo
     assert "has no finished weights" in capsys.readouterr().err
     rows = read_json(tmp_path / "debug-results" / "gradient_bias.json")["rows"]
     assert {row["setting"] for row in rows} >= {"paper", "only_o"}
+
+
+# --- GPUs and stops -----------------------------------------------------------------------------------------
+
+
+def test_runs_share_gpus_as_asked(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(reproduce, "run_all", lambda jobs, **options: asked.append((jobs, options)))
+    given = arguments("figure1b", "--gpus", "5,7", "--per-gpu", "2", "--runs-dir", str(tmp_path))
+    assert reproduce.train(find("figure1b").runs["debug"], given)
+    [(jobs, options)] = asked
+    assert (options["gpus"], options["limit"]) == (["5", "7", "5", "7"], 4)
+    assert {job.gpus for job in jobs} == {1}
+    assert {reproduce.job(run, given).gpus for run in find("figure1a_325m").runs["scaled"]} == {4}
+
+
+def test_a_failed_run_is_shown_and_a_diverged_one_has_come_to_its_end(monkeypatch, tmp_path, capsys):
+    given = arguments("figure1b", "--runs-dir", str(tmp_path))
+    first, second = find("figure1b").runs["debug"][:2]
+    diverged = RunDirectory(tmp_path / first.name)
+    diverged.path.mkdir(parents=True)
+    own = reproduce.job(first, given)
+    assert not own.ended_well(1)
+    diverged.note_divergence(3)
+    assert own.ended_well(1)
+
+    def fail(jobs, on_end, **options):
+        assert [job.name for job in jobs] == [second.name]
+        on_end(jobs[0], Outcome(FAILED, "out of memory"))
+
+    monkeypatch.setattr(reproduce, "run_all", fail)
+    assert not reproduce.train([first, second], given)
+    assert "    out of memory" in capsys.readouterr().err
+
+
+def test_a_stop_ends_the_command_that_measures(tmp_path):
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    script = f'trap "touch {saved}; exit 1" INT; touch {ready}; while true; do sleep 0.05; done'
+
+    def stop():
+        wait_until(ready.exists, 20)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"):
+        reproduce.run_here(["sh", "-c", script], None)
+    assert saved.exists()
+
+
+def test_a_command_sees_the_gpu_it_is_given(capfd):
+    assert reproduce.run_here(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES; exit 3"], "5") == 3
+    assert capfd.readouterr().out == "5\n"
