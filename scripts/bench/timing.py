@@ -1,11 +1,8 @@
-"""Measure attention at one shape: errors against float64, memory, then times.
-
-Times run from 16-bit Q, K, V (and dO) in memory to 16-bit O (and dQ, dK, dV) in memory, with everything
-in between. Q, K and V are strided like the output of a projection, (B, N, H, D) in memory.
-"""
+"""Accuracy, memory and time of attention at one shape. What is wrong is not timed."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from argparse import Namespace
@@ -20,17 +17,11 @@ from torch import Tensor
 
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import AttentionResult, exact_attention
-from scripts.bench.attention_peers import Attend, Implementation, Shape, explain
-from scripts.bench.attention_tables import BASELINES, FAILED, MODES, PASSED, REFUSED, TENSORS, Row
-from scripts.bench.measuring import mark, milliseconds, synchronize
+from scripts.bench.registry import PADDED, Attend, Implementation, Shape, explain
+from scripts.bench.tables import BASELINES, FAILED, MODES, PASSED, REFUSED, TENSORS, Row
 
 #: A second set of inputs is drawn if this many sets fit into memory: results and graphs need room, too.
 SETS_THAT_MUST_FIT = 40
-
-
-def flops(shape: Shape, mode: str) -> float:
-    """Floating-point operations of a mode: those of the forward times its factor."""
-    return shape.flops * MODES[mode].flops
 
 
 class Inputs(NamedTuple):
@@ -52,18 +43,36 @@ class Trial:
     reason: str | None = None
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     extra_memory: float | None = None
+    digest: str | None = None
+
+
+def measure_shape(shape: Shape, implementations: list[Implementation], arguments: Namespace) -> list[Row]:
+    """All rows of a shape: errors and memory of each implementation, then times in each mode."""
+    if arguments.device.startswith("cuda"):
+        torch.cuda.empty_cache()  # so that mem_get_info counts what other shapes no longer use
+    try:
+        sets = draw_sets(shape, arguments)
+        exact = exact_result(shape, sets[0])
+    except torch.OutOfMemoryError as error:
+        sets = []
+        trials = [Trial(x, status=REFUSED, reason=explain(error)) for x in implementations]
+    else:
+        trials = [try_out(x, shape, sets[0], exact) for x in implementations]
+    return [row for mode in arguments.modes for row in measure_mode(mode, shape, trials, sets, arguments)]
 
 
 # --- Inputs and exact results -------------------------------------------------------------------------------
 
 
 def draw_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Standard Gaussian inputs, drawn as (B, N, H, D)."""
+    """Standard Gaussian inputs, drawn as (B, N, H, D). The gradient at padding is zero."""
     generator = torch.Generator(device).manual_seed(seed)
-    size = (shape.batch, shape.tokens, shape.heads, shape.head_dim)
     q, k, v, grad_out = (
-        torch.randn(size, dtype=dtype, device=device, generator=generator).transpose(1, 2) for _ in range(4)
+        torch.randn(shape.size, dtype=dtype, device=device, generator=generator).transpose(1, 2)
+        for _ in range(4)
     )
+    if shape.layout == PADDED:
+        grad_out.mul_(shape.visible(device)[:, None, :, None])
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out)
 
 
@@ -81,29 +90,18 @@ def total_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def sample(x: Tensor) -> Tensor:
+def exact_result(shape: Shape, inputs: Inputs) -> AttentionResult:
+    """Float64 attention of the heads and tokens of :func:`sample`."""
+    window = (shape.left, shape.right)
+    return exact_attention(*(sample(x, shape) for x in inputs), is_causal=shape.causal, window_size=window)
+
+
+def sample(x: Tensor, shape: Shape) -> Tensor:
     """Last sequence, first and last head, (1, ≤ 2, N, D): where a wrong stride shows."""
-    return x.detach()[-1:, sorted({0, x.shape[1] - 1})]
+    return x.detach()[-1:, sorted({0, x.shape[1] - 1}), shape.last]
 
 
-# --- Measuring one shape ------------------------------------------------------------------------------------
-
-
-def measure_shape(shape: Shape, implementations: list[Implementation], arguments: Namespace) -> list[Row]:
-    """All rows of a shape: errors and memory of each implementation, then times."""
-    if arguments.device.startswith("cuda"):
-        torch.cuda.empty_cache()  # so that mem_get_info counts what other shapes no longer use
-    try:
-        sets = draw_sets(shape, arguments)
-        window = (shape.left, shape.right)
-        exact = exact_attention(*map(sample, sets[0]), is_causal=shape.causal, window_size=window)
-    except torch.OutOfMemoryError as error:
-        sets = []
-        trials = [Trial(x, status=REFUSED, reason=explain(error)) for x in implementations]
-    else:
-        trials = [try_out(x, shape, sets[0], exact) for x in implementations]
-    modes = [mode for mode in MODES if mode != "both, graph" or arguments.graphs]
-    return [row for mode in modes for row in measure_mode(mode, shape, trials, sets, arguments)]
+# --- Accuracy and memory ------------------------------------------------------------------------------------
 
 
 def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact: AttentionResult) -> Trial:
@@ -112,22 +110,25 @@ def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            attend = implementation.build(shape)
-            errors = measure_errors(implementation, attend, inputs, exact)
+            attend = implementation.build(shape, inputs.q.device)
+            run = run_both if implementation.has_backward else run_forward
+            found = run(attend, inputs)
+            errors = errors_of(found, shape, exact)
+            digest = digest_of(found)
+            del found
             memory = measure_memory(attend, inputs) if implementation.has_backward else None
         except Exception as error:  # a peer may refuse a shape with any exception
             return replace(trial, status=REFUSED, reason=explain(error, caught))
-    trial = replace(trial, attend=attend, errors=errors, extra_memory=memory)
+    trial = replace(trial, attend=attend, errors=errors, extra_memory=memory, digest=digest)
     excess = find_excess(errors, implementation.bound)
     return trial if excess is None else replace(trial, status=FAILED, reason=excess)
 
 
-def measure_errors(
-    implementation: Implementation, attend: Attend, inputs: Inputs, exact: AttentionResult
+def errors_of(
+    found: tuple[Tensor, ...], shape: Shape, exact: AttentionResult
 ) -> dict[str, tuple[float, float]]:
     """{tensor: (cosine similarity, relative L2)} of the sampled heads."""
-    found = run_both(attend, inputs) if implementation.has_backward else [run_forward(attend, inputs)]
-    pairs = {name: (sample(x), getattr(exact, name)) for name, x in zip(TENSORS, found, strict=False)}
+    pairs = {name: (sample(x, shape), getattr(exact, name)) for name, x in zip(TENSORS, found, strict=False)}
     return {name: (cosine_similarity(*pair), relative_l2(*pair)) for name, pair in pairs.items()}
 
 
@@ -139,6 +140,15 @@ def find_excess(errors: dict[str, tuple[float, float]], bound: float) -> str | N
         if not error <= bound
     ]
     return f"{', '.join(excess)}; allowed: {bound:g}" if excess else None
+
+
+def digest_of(tensors: tuple[Tensor, ...]) -> str:
+    """A hash of the bits of the first and last head."""
+    found = hashlib.sha256()
+    for x in tensors:
+        heads = x.detach()[:, sorted({0, x.shape[1] - 1})]
+        found.update(heads.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def measure_memory(attend: Attend, inputs: Inputs) -> float | None:
@@ -154,21 +164,17 @@ def measure_memory(attend: Attend, inputs: Inputs) -> float | None:
     return extra / total_bytes(inputs[:3])
 
 
+# --- Modes --------------------------------------------------------------------------------------------------
+
+
 def measure_mode(
     mode: str, shape: Shape, trials: list[Trial], sets: list[Inputs], arguments: Namespace
 ) -> list[Row]:
     """A row for each trial, with times if it passed."""
     runners, rows = {}, []
     for trial in trials:
-        row = Row(
-            trial.implementation.name,
-            shape,
-            mode,
-            trial.status,
-            trial.reason,
-            errors=trial.errors,
-            extra_memory=trial.extra_memory,
-        )
+        known = {"errors": trial.errors, "extra_memory": trial.extra_memory, "digest": trial.digest}
+        row = Row(trial.implementation.name, shape, mode, trial.status, trial.reason, **known)
         if row.status == PASSED and mode != "forward" and not trial.implementation.has_backward:
             row = replace(row, status=REFUSED, reason="it has no backward")
         elif row.status == PASSED:
@@ -197,19 +203,17 @@ def add_times(rows: list[Row], times: dict[str, list[float]], hosts: dict[str, f
                 p10_ms=p10,
                 p90_ms=p90,
                 host_ms=hosts.get(row.implementation),
-                tflops=flops(row.shape, row.mode) / (median * 1e-3) / 1e12,
+                tflops=row.shape.flops * MODES[row.mode].flops / (median * 1e-3) / 1e12,
                 speedup={name: medians[name] / median for name in BASELINES if name in medians},
             )
         timed.append(row)
     return timed
 
 
-# --- Running and timing -------------------------------------------------------------------------------------
-
-
-def run_forward(attend: Attend, inputs: Inputs) -> Tensor:
+def run_forward(attend: Attend, inputs: Inputs) -> tuple[Tensor, ...]:
+    """(out,)."""
     with torch.no_grad():
-        return attend(*inputs[:3])
+        return (attend(*inputs[:3]),)
 
 
 def run_both(attend: Attend, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -253,6 +257,9 @@ def capture(call: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
+# --- Time ---------------------------------------------------------------------------------------------------
+
+
 def time_in_turn(
     runners: dict[str, list[Callable[[], object]]], repetitions: int, warm_up: int, device: torch.device
 ) -> dict[str, list[float]]:
@@ -285,3 +292,22 @@ def host_time(call: Callable[[], object], device: torch.device, repetitions: int
         times.append(1e3 * (time.perf_counter() - begin))
     synchronize(device)
     return float(np.median(times))
+
+
+def mark(device: torch.device) -> torch.cuda.Event | float:
+    """A point in time: on a GPU when the work queued so far is done, on a CPU now."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Time between two marks; on a GPU, synchronize first."""
+    return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
