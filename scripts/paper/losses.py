@@ -113,11 +113,25 @@ def compare(runs: Iterable[dict]) -> list[Row]:
     for run in runs:
         same_run = run["variant"], run["seed"], run["commit"], run["final_loss"]
         groups.setdefault(json.dumps(run["group"]), {})[same_run] = run
-    rows = [row for own in groups.values() for row in compare_group(list(own.values()))]
+    names = names_of([next(iter(own.values()))["group"] for own in groups.values()])
+    rows = [
+        row
+        for name, own in zip(names, groups.values(), strict=True)
+        for row in compare_group(name, list(own.values()))
+    ]
     return rows + interactions(rows)
 
 
-def compare_group(runs: list[dict]) -> list[Row]:
+def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for each group; of several with one name, all but the first add their text."""
+    names: list[str] = []
+    for group in groups:
+        name = setup_of(group)
+        names.append(f"{name}, text {group['text'][:10]}" if name in names else name)
+    return names
+
+
+def compare_group(setup: str, runs: list[dict]) -> list[Row]:
     kept = of_one_code(runs)
     broken = {run["variant"] for run in kept if run["diverged"]}  # it has no mean to compare
     kept = [run for run in kept if run["variant"] not in broken]
@@ -134,7 +148,7 @@ def compare_group(runs: list[dict]) -> list[Row]:
         kind = "null" if is_null(variant) or variant == base else "difference"
         minus = f"{base}, the first run" if variant == base else base
         null = kind == "null" or has_null(metrics["training"], variant)
-        rows.append(Row(setup_of(group), group, variant, minus, kind, proxy, null, found))
+        rows.append(Row(setup, group, variant, minus, kind, proxy, null, found))
     return rows
 
 
@@ -235,7 +249,7 @@ def setup_of(group: dict[str, Any]) -> str:
         name += f", gain {group['qk_norm_gain']:g}"
     if "window" in group:
         name += ", steps {}–{}".format(*group["window"])
-    return name
+    return f"{name}, {group['label']}" if "label" in group else name
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:

@@ -295,7 +295,8 @@ def step_facts(results: Path) -> dict[str, Any]:
     """Tokens per second of a training step, by context."""
     rows = [row for row in read_json(results / "bench_training.json")["rows"] if row["tokens_per_second"]]
     contexts = sorted({row["context"] for row in rows})
-    speeds = {(row["contestant"], row["context"]): row["tokens_per_second"] for row in rows}
+    names = [row.get("contestant") or row["attention"] for row in rows]  # older files have the former
+    speeds = {(name, row["context"]): row["tokens_per_second"] for name, row in zip(names, rows, strict=True)}
     lines = [
         [name, *(f"{speeds[name, n]:,.0f}" if (name, n) in speeds else "" for n in contexts)]
         for name in dict.fromkeys(name for name, _ in speeds)

@@ -170,6 +170,17 @@ def test_only_runs_on_one_text_at_one_schedule_are_compared(make_run):
     assert len({row.setup for row in compare([*runs, *large])}) == 2
 
 
+def test_setups_have_names_of_their_own(make_run):
+    """Also those that differ in the text alone."""
+    values = np.linspace(5, 3, 40)
+    runs = [
+        read_run(make_run(f"{text}{len(overrides)}", values, *overrides), text=text)
+        for text in ("a", "b")
+        for overrides in ((), SAGE)
+    ]
+    assert len({row.setup for row in compare(runs)}) == 2
+
+
 def test_a_run_in_two_files_counts_once_and_a_repetition_is_a_null(make_run):
     values = np.linspace(5, 3, 40)
     one, other, sage = (
