@@ -19,8 +19,8 @@ from scripts.output import read_json
 from scripts.paper.experiments import COMMON, SCALES, duration_in_words, find, items, read_yaml
 from tests.cli import ROOT
 from tests.processes import wait_until
-from trainer.errors import Interrupted
 from trainer.checks import check
+from trainer.errors import Interrupted
 from trainer.run_directory import RunDirectory
 from trainer.run_queue import FAILED, FINISHED, Outcome
 
