@@ -54,7 +54,7 @@ class Layout:
         return self.window[1] == 0
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> Tensor:
     """Attention within the documents of ``layout``, zero for queries of no document.
 
     Args:
