@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 
 import model.huggingface
-from data import prepare as preparing
+from data import sources
+from data.prepare import prepare
+from data.recipe import Recipe
 from data.settings import DataSettings
-from data.sources import base, jsonl
+from data.sources import jsonl
 from model.config import LlamaConfig
 from model.llama import Llama
 from trainer.checkpoint import Checkpoints
@@ -109,15 +111,14 @@ def test_a_run_is_done_when_its_weights_and_curve_are_on_the_disk(tmp_path, call
 
 
 def test_shards_and_manifest_get_their_names_when_they_are_on_the_disk(tmp_path, calls, monkeypatch):
-    for module in (base, jsonl):
+    for module in (sources, jsonl):
         monkeypatch.setattr(module, "UNIT_BYTES", 4000)
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"document {n} " * 9}) + "\n" for n in range(120)))
-    folder = preparing.prepare(
-        DataSettings(
-            source="jsonl", path=str(texts), tokenizer="bytes", processes=1, root=str(tmp_path / "data")
-        )
-    )
+    root = str(tmp_path / "data")
+    text = Recipe(DataSettings(source="jsonl", path=str(texts), tokenizer="bytes", processes=1, root=root))
+    prepare(text)
+    folder = text.folder
     shards, records = sorted(folder.glob("*.bin")), sorted(folder.glob("unit_*.json"))
     assert len(shards) > len(records) > 1
     for path in (*shards, *records):

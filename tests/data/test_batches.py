@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from data.shards import UnitRecord, write_unit
-from data.tokenizers import Bytes
+from data.shards import UnitRecord
+from data.workers import Task
 
 TEXTS = [f"document {number} " + "word " * (number % 9) for number in range(200)]
 
@@ -16,15 +16,8 @@ def written(folder, batches, split=None):
     folder.mkdir()
     read = [SimpleNamespace(texts=pa.array(texts, pa.large_string()), continues=on) for texts, on in batches]
     counts = []
-    write_unit(
-        folder,
-        0,
-        SimpleNamespace(split=split, batches=lambda: read),
-        tokenizer=Bytes(),
-        fraction=0.1,
-        fingerprint="f",
-        report=lambda documents, *_: counts.append(documents),
-    )
+    unit = SimpleNamespace(split=split, batches=lambda: read)
+    Task(folder, 0, unit, "bytes", 0.1, "f").run(lambda documents, *_: counts.append(documents))
     record = UnitRecord.read(folder, 0)
     shards = [shard for shard in record.shards.values() if shard]
     assert sum(counts) == sum(shard.documents for shard in shards)

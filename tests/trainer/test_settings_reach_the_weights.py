@@ -90,7 +90,12 @@ def norms_of(train_here, tmp_path):
 
         hook = register_optimizer_step_pre_hook(note)
         try:
-            train_here(tmp_path / f"run{len(list(tmp_path.iterdir()))}", "sample_tokens=0", "probe.every=0", *overrides)
+            train_here(
+                tmp_path / f"run{len(list(tmp_path.iterdir()))}",
+                "sample_tokens=0",
+                "probe.every=0",
+                *overrides,
+            )
         finally:
             hook.remove()
         return norms
