@@ -269,6 +269,17 @@ def test_logsumexp(sample_on_device, kernel_set, device, is_packed, is_causal, h
     torch.testing.assert_close(lse.cpu(), wanted * 1.4426950408889634, rtol=1e-6, atol=2e-6)
 
 
+@over("config", lambda kernel_set: named(kernel_set.those_it_runs({"consistent": SageConfig.consistent()})))
+def test_logsumexp_of_rounded_p(sample_on_device, kernel_set, config):
+    """A compensated O is divided by the sum of the P that it multiplies: in BF16 that is another sum."""
+    q, k, v, _ = sample_on_device(100, heads=2, kv_heads=1, dtype=BF16)
+    _, lse, *_ = operators.forward(kernel_set.name, q, k, v, is_causal=True, config=config)
+    wanted = reference.attention(
+        *(x.cpu() for x in (q, k, v)), enable_gqa=True, is_causal=True, config=config
+    )
+    torch.testing.assert_close(lse.cpu(), wanted.lse * 1.4426950408889634, rtol=0, atol=2e-4)
+
+
 # --- Layouts -----------------------------------------------------------------------------------------------
 
 
