@@ -54,18 +54,21 @@ def text_of(tokens):
 @pytest.mark.usefixtures("files")
 def test_validation_sets_are_prepared_by_themselves():
     sets = {"wiki": "wiki.jsonl", "code": "code", "py": {"path": "code/*.py", "source": "text"}}
-    plain, corpus = open_corpus(book()), open_corpus(book(validation=sets))
+    plain, corpus = open_corpus(book()), open_corpus(book(validation=sets, name="mine"))
     assert [(one.name, one.weight) for one in corpus.validation] == [
         (None, 1.0), ("wiki", 0.0), ("code", 0.0), ("py", 0.0)
     ]  # fmt: skip
     assert corpus.manifest == plain.manifest
+    assert Path("tokens/mine").is_dir()  # the sets do not share its name
     held_out, wiki, code, py = (text_of(one.tokens) for one in corpus.validation)
     assert held_out == text_of(plain.val)
     lines = Path("wiki.jsonl").read_text().splitlines()
     assert wiki == "".join(json.loads(line)["text"] + "<|endoftext|>" for line in lines)
     assert code == Path("code/a.txt").read_text() + "<|endoftext|>"
     assert py == Path("code/b.py").read_text() + "<|endoftext|>"
-    assert {path.name.split("-")[0] for path in Path("tokens").iterdir()} == {"book", "wiki", "code", "text"}
+    assert {path.name.split("-")[0] for path in Path("tokens").iterdir()} == {
+        "book", "mine", "wiki", "code", "text"
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("files")
