@@ -83,7 +83,9 @@ def test_any_number_of_processes_makes_the_same_bytes_once(settings, tmp_path, m
     one = prepare(settings)
     two = prepare(elsewhere(settings, tmp_path, processes=2))
     assert one.name == two.name
-    assert contents(one) == contents(two)
+    monkeypatch.setattr(jsonl, "BATCH_BYTES", 500)
+    three = prepare(dataclasses.replace(settings, root=str(tmp_path / "three")))
+    assert contents(one) == contents(two) == contents(three)
     monkeypatch.setattr(workers, "run", lambda *_: pytest.fail("worked again"))
     prepare(settings)
 
@@ -155,6 +157,13 @@ def test_a_name_that_is_taken_by_other_data_is_refused(settings):
     with pytest.raises(ValueError, match=r"mine holds .* \(different held_out\)"):
         prepare(dataclasses.replace(named, val_fraction=0.3))
     assert contents(Path(settings.root) / "mine") == whole
+
+
+def test_units_of_another_recipe_are_made_anew(settings, tmp_path):
+    named = dataclasses.replace(settings, name="mine")
+    (prepare(named) / "manifest.json").unlink()  # as if it had been stopped
+    other = dataclasses.replace(named, val_fraction=0.3)
+    assert contents(prepare(other)) == contents(prepare(elsewhere(other, tmp_path)))
 
 
 def test_waits_for_another_preparation_of_the_same_folder(settings, caplog):

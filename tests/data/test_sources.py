@@ -131,9 +131,7 @@ def test_a_flipped_byte_of_parquet_with_checksums_is_named_or_harmless(tmp_path,
 
 
 def test_jsonl_is_the_same_wherever_it_is_cut(tmp_path, monkeypatch):
-    (tmp_path / "b.jsonl").write_text(
-        r'{"text": "a\ud800b \ud83d\ude00"}'
-    )  # half a pair
+    (tmp_path / "b.jsonl").write_text(r'{"text": "a\ud800b \ud83d\ude00"}')  # half a pair
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:9])
     for size in range(1, 60):
         monkeypatch.setattr(jsonl, "UNIT_BYTES", size)

@@ -6,19 +6,25 @@ import os
 import numpy as np
 import pytest
 
+from data import sources
 from data.loader import BatchLoader
 from data.prepare import prepare
 from data.recipe import Recipe
 from data.settings import DataSettings
 from data.shards import Manifest
+from data.sources import text
 from data.tokens import TokenShards
 
 
 @pytest.fixture
 def folder(tmp_path):
-    text = tmp_path / "book.txt"
-    text.write_text("".join(f"{number} bottles on the wall\n" for number in range(500)))
-    made = Recipe(DataSettings(source="text", path=str(text), tokenizer="bytes", root=str(tmp_path / "t")))
+    return prepared(tmp_path)
+
+
+def prepared(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"{number} bottles on the wall\n" for number in range(500)))
+    made = Recipe(DataSettings(source="text", path=str(path), tokenizer="bytes", root=str(tmp_path / "t")))
     prepare(made)
     return made.folder
 
@@ -48,11 +54,17 @@ def test_windows_outside_are_refused():
             tokens.window(start, length)
 
 
-def test_opens_what_was_prepared(folder):
-    text = (folder.parent.parent / "book.txt").read_bytes()
+@pytest.mark.parametrize("size", [1 << 20, 700])
+def test_opens_what_was_prepared(tmp_path, monkeypatch, size):
+    """However many batches and units the text is read in, it ends once."""
+    monkeypatch.setattr(text, "BATCH_BYTES", size)
+    for module in (sources, text):
+        monkeypatch.setattr(module, "UNIT_BYTES", 3 * size)
+    folder = prepared(tmp_path)
     train, val = (opened(folder, split, full=True) for split in ("train", "val"))
     whole = [*train.window(0, len(train) - 1), *val.window(0, len(val) - 1)]  # without either's end-of-text
-    assert bytes(whole) == text
+    assert bytes(whole) == (tmp_path / "book.txt").read_bytes()
+    assert (len(list(folder.glob("*.bin"))) > 2) == (size == 700)
 
 
 def test_missing_and_changed_shards_are_named(folder):
