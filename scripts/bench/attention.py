@@ -50,7 +50,15 @@ from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.dispatch import KERNEL_SETS
 from scripts.bench.measuring import describe_run, origin_of, read_line
-from scripts.bench.registry import CONFIGS, DENSE, LAYOUTS, PEERS, Shape, find_implementations
+from scripts.bench.registry import (
+    CONFIGS,
+    DENSE,
+    LAYOUTS,
+    PEERS,
+    Implementation,
+    Shape,
+    find_implementations,
+)
 from scripts.bench.tables import (
     GRAPH,
     MODES,
@@ -126,29 +134,26 @@ def main(argv: list[str] | None = None) -> None:
         compare_checkouts(argv, arguments)
         return
     else:
-        result = describe_results(argv, arguments)
-        rows = []
-        for done, total, new in measure_shapes(arguments, result["absent"]):
+        implementations, absent = find_implementations(arguments)
+        result = describe_results(argv, arguments) | {"absent": absent}
+        rows, total = [], len(shapes_of(arguments))
+        for done, new in enumerate(measure_shapes(implementations, arguments), start=1):
             rows += new
             result |= {"shapes": f"{done} of {total}"}
             write_tables(arguments.out, result, rows, to_markdown(result, rows))
-        print("\n".join(["", *overview(rows), *not_measured(result["absent"], rows)]))
+        print("\n".join(["", *overview(rows), *not_measured(absent, rows)]))
     draw(rows, with_ending(arguments.out, ".png"), result)
     say_written(arguments, ".json", ".md", ".png")
 
 
-def measure_shapes(arguments: Namespace, absent: dict[str, str]) -> Iterator[tuple[int, int, list[Row]]]:
-    """After each shape: how many are done, of how many, and its rows. ``absent`` gets who cannot run here."""
+def measure_shapes(implementations: list[Implementation], arguments: Namespace) -> Iterator[list[Row]]:
+    """The rows of each shape, as soon as they are there."""
     device = torch.device(arguments.device)
     if device.index is not None:
         torch.cuda.set_device(device)  # packages without a device argument launch on the current one
-    implementations, missing = find_implementations(arguments)
-    absent |= missing
-    shapes = shapes_of(arguments)
-    progress = tqdm(shapes, desc="shapes", disable=None)
-    for done, shape in enumerate(progress, start=1):
+    for shape in (progress := tqdm(shapes_of(arguments), desc="shapes", disable=None)):
         progress.set_postfix_str(str(shape))
-        yield done, len(shapes), measure_shape(shape, implementations, arguments)
+        yield measure_shape(shape, implementations, arguments)
 
 
 def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:
@@ -162,7 +167,6 @@ def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, 
             title: {f"D {head_dim}": with_tile(config, head_dim) for head_dim in arguments.head_dims}
             for title, config, _ in (CONFIGS[name] for name in arguments.configs)
         },
-        "absent": {},
     }
 
 
@@ -322,10 +326,12 @@ def measure_tree(tree: str, arguments: Namespace) -> list[Row]:
     return rows_of({"rows": json.loads(done.stdout.splitlines()[-1])})
 
 
-def print_rows(arguments: str) -> None:
-    """What the process of :func:`measure_tree` does."""
-    rows = [row for _, _, new in measure_shapes(Namespace(**json.loads(arguments)), {}) for row in new]
-    print(json.dumps(finite([asdict(row) for row in rows])))
+def print_rows(text: str) -> None:
+    """What the process of :func:`measure_tree` does, with the arguments as JSON."""
+    arguments = Namespace(**json.loads(text))
+    implementations, _ = find_implementations(arguments)
+    rows = [asdict(row) for new in measure_shapes(implementations, arguments) for row in new]
+    print(json.dumps(finite(rows)))
 
 
 def pair_up(base: Sequence[Row], here: Sequence[Row]) -> dict[str, Any]:

@@ -385,7 +385,7 @@ def test_files_hold_failures_and_no_nan(tmp_path):
         Row("sagebwd", SHAPE, "both", "failed accuracy", "O has relative L2 error nan", errors=errors),
         Row("cuDNN", SHAPE, "both", "refused", "RuntimeError: no"),
     ]
-    result = bench.describe_results([], bench.parse_arguments(SMALL)) | {"shapes": "1 of 1"}
+    result = bench.describe_results([], bench.parse_arguments(SMALL)) | {"absent": {}, "shapes": "1 of 1"}
     output.write_tables(tmp_path / "bench", result, rows, tables.to_markdown(result, rows))
     tables.draw(rows, tmp_path / "bench.png", result)
     stored = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)["rows"]
