@@ -72,18 +72,7 @@ from scripts.bench.tables import (
 )
 from scripts.bench.timing import measure_shape
 from scripts.command_line import command_parser, positive_int
-from scripts.output import (
-    add_output_options,
-    align,
-    finite,
-    number,
-    read_result,
-    resolve_out,
-    say_written,
-    with_ending,
-    write_markdown,
-    write_tables,
-)
+from scripts.output import SCRATCH, align, finite, number, with_ending, write_markdown, write_tables
 
 PROGRAM = "python -m scripts.bench.attention"
 ROOT = Path(__file__).parents[2]
@@ -109,8 +98,6 @@ examples:
       python -m scripts.bench.attention --base ../before --lengths 4096 --configs default int8-scores
   try the command without a GPU: times are those of the plain PyTorch reference
       python -m scripts.bench.attention --device cpu --lengths 64 128 --tokens 256 --width 128 --repetitions 3
-  draw committed results again, without a GPU
-      python -m scripts.bench.attention --draw results/bench_attention.json.gz
 
 files, with --out PREFIX:
   PREFIX.json   rows with times, errors and memory; settings, hardware, versions
@@ -124,26 +111,21 @@ The first two are written after every shape, so an interrupted run keeps what it
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure every shape, print an overview and write the files; or draw those of --draw again."""
+    """Measure every shape, print an overview and write the files; with --base a comparison."""
     arguments = parse_arguments(argv)
-    if arguments.draw:
-        result = read_result(arguments.draw)
-        rows = rows_of(result)
-        write_markdown(arguments.out, to_markdown(result, rows))
-    elif arguments.base:
+    if arguments.base:
         compare_checkouts(argv, arguments)
         return
-    else:
-        implementations, absent = find_implementations(arguments)
-        result = describe_results(argv, arguments) | {"absent": absent}
-        rows, total = [], len(shapes_of(arguments))
-        for done, new in enumerate(measure_shapes(implementations, arguments), start=1):
-            rows += new
-            result |= {"shapes": f"{done} of {total}"}
-            write_tables(arguments.out, result, rows, to_markdown(result, rows))
-        print("\n".join(["", *overview(rows), *not_measured(absent, rows)]))
+    implementations, absent = find_implementations(arguments)
+    result = describe_results(argv, arguments) | {"absent": absent}
+    rows, total = [], len(shapes_of(arguments))
+    for done, new in enumerate(measure_shapes(implementations, arguments), start=1):
+        rows += new
+        result |= {"shapes": f"{done} of {total}"}
+        write_tables(arguments.out, result, rows, to_markdown(result, rows))
+    print("\n".join(["", *overview(rows), *not_measured(absent, rows)]))
     draw(rows, with_ending(arguments.out, ".png"), result)
-    say_written(arguments, ".json", ".md", ".png")
+    print(f"written: {arguments.out}.json, {arguments.out}.md, {arguments.out}.png")
 
 
 def measure_shapes(implementations: list[Implementation], arguments: Namespace) -> Iterator[list[Row]]:
@@ -187,15 +169,15 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     add = parser.add_argument_group("two checkouts").add_argument
     add("--base", type=Path, metavar="FOLDER", help="compare with SageBwd of this checkout; without peers")
     add("--rounds", type=positive_int, default=2, help="processes for each (default %(default)s)")
-    add_output_options(parser.add_argument_group("output").add_argument, "attention")
+    out = SCRATCH / "attention"
+    text = f"write PREFIX.json, .md and .png (default {out})"
+    parser.add_argument("--out", type=Path, metavar="PREFIX", default=out, help=text)
     arguments = parser.parse_args(argv)
-    resolve_out(arguments, "attention", parser)
     if arguments.base and not (arguments.base / "sagebwd").is_dir():
         parser.error(
             f"--base {arguments.base} holds no sagebwd/; make one: git worktree add ../before HEAD~1"
         )
-    if arguments.draw is None:
-        check(arguments, parser)
+    check(arguments, parser)
     return arguments
 
 
@@ -314,7 +296,7 @@ def compare_checkouts(argv: list[str] | None, arguments: Namespace) -> None:
     print("\n".join(["", *lines]))
     write_markdown(arguments.out, "\n".join([*text, ""]))
     write_json(with_ending(arguments.out, ".json"), finite(result | {"rows": pairs}))
-    say_written(arguments, ".json", ".md")
+    print(f"written: {arguments.out}.json, {arguments.out}.md")
 
 
 def measure_tree(tree: str, arguments: Namespace) -> list[Row]:
