@@ -219,7 +219,7 @@ def add_timing_options(add: Callable[..., Any]) -> None:
 
 
 def check(arguments: Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse arguments that do not fit together, or need a GPU that is not there."""
+    """Refuse arguments that do not fit together, or need a GPU that is not there. Puts the modes in order."""
     on_gpu = arguments.device.startswith("cuda")
     if not on_gpu and arguments.device != "cpu":
         parser.error(f"--device {arguments.device}: use cuda, cuda:<number> or cpu")
@@ -271,11 +271,13 @@ def window_of(mask: str) -> tuple[int, int]:
 
 # --- Two checkouts ------------------------------------------------------------------------------------------
 
-#: Arguments: the checkout whose sagebwd is imported, then those of the benchmark as JSON. All else is ours.
+#: Arguments: the checkout whose sagebwd is imported, and those of the benchmark as JSON. All other modules
+#: are of this checkout.
 CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import sagebwd
+assert sagebwd.__file__.startswith(sys.argv[1]), sagebwd.__file__
 del sys.path[0]
 from scripts.bench import attention
 attention.print_rows(sys.argv[2])
