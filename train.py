@@ -15,10 +15,11 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import console, distributed, interrupt, launcher, local_gpus, overrides, settings
+from trainer import arguments, distributed, interrupt, launch, settings, sweep
+from trainer.checks import check
 from trainer.errors import Interrupted, SettingsError, TrainingError
-from trainer.forecast import describe
-from trainer.run_directory import is_finished
+from trainer.plan import describe
+from trainer.run_directory import RunDirectory, name_directory
 from trainer.settings import Settings
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -27,12 +28,9 @@ CONFIGS = Path(__file__).parent / "configs"
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def main(config: DictConfig) -> None:
     try:
-        typed = overrides.unresolved(HydraConfig.get().overrides.task)
-        run_settings = OmegaConf.to_object(config)
-        overrides.refuse_without_effect(typed, run_settings)
-        run(run_settings)
+        run(OmegaConf.to_object(config))
     except Interrupted as stop:
-        console.say(str(stop))
+        interrupt.say(str(stop))
         sys.exit(128 + stop.signal)  # the shell's convention; also ends a sweep
     except TrainingError as error:
         if _in_sweep():
@@ -55,7 +53,9 @@ def run(run_settings: Settings) -> None:
         if int(os.environ.get("RANK", 0)) == 0:
             print(describe(run_settings, processes))
         return
-    if is_finished(run_settings, processes, overrides.unresolved(HydraConfig.get().overrides.task)):
+    name_directory(run_settings, arguments.unresolved(HydraConfig.get().overrides.task))
+    check(run_settings, processes)
+    if RunDirectory(Path(run_settings.run_dir)).is_finished_with(run_settings):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
         return
     # Not at the top: it takes seconds, and neither `--help` nor a plan nor a misspelled setting needs it.
@@ -63,10 +63,10 @@ def run(run_settings: Settings) -> None:
 
     if torchrun or (processes == 1 and not _in_sweep()):
         if torchrun:
-            interrupt.watch_parent(os.getppid())  # launcher.start does it for the processes that it starts
+            interrupt.watch_parent(os.getppid())  # launch.start does it for the processes that it starts
         train(run_settings)
     else:  # the runs of a sweep get processes of their own, so that none can affect the next
-        launcher.start(train, run_settings, processes=processes)
+        launch.start(train, run_settings, processes=processes)
 
 
 def _in_sweep() -> bool:
@@ -76,7 +76,7 @@ def _in_sweep() -> bool:
 if __name__ == "__main__":
     interrupt.end_with_sweep()
     settings.register()
-    local_gpus.register()
-    overrides.check_or_exit(sys.argv[1:], CONFIGS)
-    with console.surviving_closed():
+    sweep.register()
+    arguments.check_or_exit(sys.argv[1:], CONFIGS)
+    with interrupt.surviving_closed():
         main()

@@ -1,6 +1,7 @@
-"""Hydra command lines: unknown settings and options are answered with the nearest known ones."""
+"""Hydra's command lines: settings as words of one, and unknown words answered with the nearest known ones."""
 
 import difflib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -8,13 +9,36 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 #: Options of Hydra that the next argument does not belong to.
 WITHOUT_VALUE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve")
-#: Settings whose next part is a name that the user chooses; data/texts.py checks what follows.
+#: Settings whose next part is a name that the user chooses; data/recipe.py checks what follows.
 NAMED = ("data.validation.", "data.sources.")
+# Hydra reads these as they stand, as text: numbers begin with a digit, sign or dot. Other text needs quotes.
+PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_/]([A-Za-z0-9_./*%@?-]*[A-Za-z0-9_/*])?")
+KEYWORDS = {"true", "false", "null", "nan", "inf"}
+
+
+def override(name: str, value: Any) -> str:
+    """`name=value` such that Hydra reads this value, and not several, another type or an interpolation.
+
+    To show it as part of a command, quote it for the shell, too: `shlex.join`.
+    """
+    if value is None:
+        return f"{name}=null"
+    if isinstance(value, bool | int | float):
+        return f"{name}={str(value).lower()}"
+    text = str(value)
+    plain = PLAIN.fullmatch(text) and text.lower() not in KEYWORDS
+    return f"{name}={text if plain else _quoted(text)}"
+
+
+def _quoted(text: str) -> str:
+    # OmegaConf's escape of ${…}: a backslash, and two for each that stands before it.
+    text = re.sub(r"(\\*)\$\{", lambda found: rf"{found[1] * 2}\${{", text)
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 def parse(arguments: list[str]) -> list[Override]:

@@ -3,18 +3,16 @@
 import hashlib
 import json
 import shlex
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from data import texts, tokenizers
-from data.checks import check
-from data.files import matching
-from data.manifest import Manifest, recipe
-from data.mixture import Mixture
-from data.overrides import override
+from data import recipe, tokenizers
+from data.command_line import override
+from data.mixture import Mixture, whole_weights
 from data.prepare import prepare
-from data.settings import FILE_SUFFIXES, MIXTURE, DataSettings, named_folder, tokenizer_identity, unused
-from data.shards import SPLITS
+from data.recipe import Recipe
+from data.settings import MIXTURE, DataSettings
+from data.shards import SPLITS, Manifest
 from data.tokenizers import Tokenizer
 from data.tokens import TokenShards
 
@@ -32,7 +30,7 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared dataset, or several: the sources of a mixture, and validation sets."""
+    """A prepared text, or several: the sources of a mixture, and validation sets."""
 
     train: TokenShards | Mixture
     val: TokenShards  # of a mixture, that of the source with the largest weight
@@ -41,40 +39,37 @@ class Corpus:
     validation: tuple[ValidationSet, ...] = ()  # all; the weights sum to one
 
 
+class Opened(NamedTuple):
+    """A prepared text."""
+
+    manifest: Manifest
+    train: TokenShards
+    val: TokenShards
+
+
 def open_corpus(settings: DataSettings) -> Corpus:
-    """Open the datasets of these settings; a small one is prepared first if it is not yet.
+    """Open the texts of these settings; a small one is prepared first if it is not yet.
 
     Every process may call this at once: one prepares, the others wait. Raises ValueError, with the command to
-    run, for a large dataset that is not prepared and for a damaged shard, and whatever
-    `data.prepare.prepare` raises.
+    run, for a large text that is not prepared and for a damaged shard, and whatever `data.recipe.read` and
+    `data.prepare.prepare` raise.
     """
-    check(settings)
-    if settings.source == MIXTURE:
-        corpus = _open_mixture(settings)
-    else:
-        corpus = _open_text(replace(settings, validation={}))
-        corpus = replace(corpus, validation=(ValidationSet(None, corpus.val, 1.0),))
-    named = [
-        ValidationSet(name, _open_named(f"data.validation.{name}", text).val, 0.0)
-        for name, text in texts.validation_sets(settings).items()
-    ]
-    return replace(corpus, validation=(*corpus.validation, *named))
-
-
-def _open_mixture(settings: DataSettings) -> Corpus:
-    opened = {
-        name: _open_named(f"data.sources.{name}", text) for name, text in texts.sources_of(settings).items()
-    }
-    weights = texts.whole_weights(settings)
+    recipes = recipe.read(settings)
+    texts = [_open(one, settings.prepare_on_first_use_mb) for one in recipes]
+    tokenizer = tokenizers.load(settings.tokenizer)
+    weights = whole_weights(settings.sources) if settings.source == MIXTURE else {None: 1}
     total = sum(weights.values())
-    first = opened[max(weights, key=weights.__getitem__)]
-    return Corpus(
-        Mixture(tuple(opened), tuple(weights.values()), tuple(one.train for one in opened.values())),
-        first.val,
-        first.tokenizer,
-        _joined({name: one.manifest for name, one in opened.items()}, weights),
-        tuple(ValidationSet(name, one.val, weights[name] / total) for name, one in opened.items()),
+    validation = tuple(
+        ValidationSet(one.name, text.val, weights.get(one.name, 0) / total)
+        for one, text in zip(recipes, texts, strict=True)
     )
+    sources = dict(zip(weights, texts, strict=False))  # training texts come first
+    first = sources[max(weights, key=weights.__getitem__)]
+    if settings.source != MIXTURE:
+        return Corpus(first.train, first.val, tokenizer, first.manifest, validation)
+    train = Mixture(tuple(weights), tuple(weights.values()), tuple(text.train for text in sources.values()))
+    manifest = _joined({name: text.manifest for name, text in sources.items()}, weights)
+    return Corpus(train, first.val, tokenizer, manifest, validation)
 
 
 def _joined(manifests: dict[str, Manifest], weights: dict[str, int]) -> Manifest:
@@ -93,64 +88,36 @@ def _joined(manifests: dict[str, Manifest], weights: dict[str, int]) -> Manifest
     return Manifest(fingerprint, made, first.vocab_size, shards, [])
 
 
-def _open_named(where: str, settings: DataSettings) -> Corpus:
-    with texts.named(where):
-        return _open_text(settings)
-
-
-def _open_text(settings: DataSettings) -> Corpus:
-    """The dataset of one text. Raises what `open_corpus` raises."""
-    folder = _without_its_text(settings) or _prepared(settings)
-    manifest = Manifest.read(folder)
-    size = sum(map(manifest.tokens, SPLITS)) * manifest.ids.itemsize
-    verify = "full" if size <= FULL_CHECK_LIMIT else "size"
-    try:
-        train, val = (TokenShards.open(folder, split, verify) for split in SPLITS)
-    except ValueError as error:
-        raise ValueError(f"{error}:\n    {command(settings)}") from None
-    return Corpus(train, val, tokenizers.load(settings.tokenizer), manifest)
-
-
-def _prepared(settings: DataSettings) -> Path:
-    made = recipe(settings)
-    manifest = Manifest.read(made.folder)
-    if manifest is not None and manifest.fingerprint == made.fingerprint:
-        return made.folder  # a damaged shard raises when it is opened; it is not replaced in silence
-    if made.source.input_bytes > settings.prepare_on_first_use_mb * 1e6:
-        raise ValueError(
-            f"{made.folder} is not prepared yet, and its input of {made.source.input_bytes / 1e6:,.0f} MB "
-            f"takes a while. Prepare it once, on any machine with this folder:\n    {command(settings)}"
-        )
-    return prepare(settings)
-
-
-def _without_its_text(settings: DataSettings) -> Path | None:
-    """The dataset called data.name, if its source files are not on this machine (a cluster node, say)."""
-    folder = named_folder(settings)
-    pattern = settings.path or settings.val_path
-    if folder is None or pattern is None:
-        return None
-    try:
-        matching(pattern, FILE_SUFFIXES[settings.source])
-    except ValueError:
-        made_with = Manifest.read(folder).recipe["tokenizer"]
-        if made_with != tokenizer_identity(settings.tokenizer):
+def _open(one: Recipe, limit_mb: int) -> Opened:
+    """The tokens of a text, which are made now if they are not there and its files are small."""
+    manifest = one.manifest()
+    if manifest is None:
+        if one.input_bytes > limit_mb * 1e6:
             raise ValueError(
-                f"{folder} was prepared with data.tokenizer={made_with}, not {settings.tokenizer}; use that, "
-                "or another data.name"
-            ) from None
-        return folder
-    return None
+                f"{one.folder} is not prepared yet, and its input of {one.input_bytes / 1e6:,.0f} MB takes a "
+                f"while. Prepare it once, on any machine with this folder:\n    {command(one)}"
+            )
+        manifest = prepare(one)
+    full = sum(map(manifest.tokens, SPLITS)) * manifest.ids.itemsize <= FULL_CHECK_LIMIT
+    try:  # a damaged shard is not replaced in silence
+        train, val = (TokenShards.open(one.folder, manifest, split, full=full) for split in SPLITS)
+    except ValueError as error:
+        raise ValueError(f"{error}:\n    {command(one)}") from None
+    return Opened(manifest, train, val)
 
 
-def command(settings: DataSettings) -> str:
-    """The command that prepares the dataset of these settings."""
-    group = {"stdlib": "embedded"}.get(settings.source, settings.source)
-    usual = DataSettings(tokenizer="")  # always named, as it is not the same in all groups
-    keys = ("path", "val_path", "column", "tokenizer", "val_fraction", "repository", "config", "root", "name")
-    keys = [key for key in keys if key not in unused(settings)]  # such as a mixture's column of a plain text
-    changed = {key: getattr(settings, key) for key in keys if getattr(settings, key) != getattr(usual, key)}
-    if settings.source == "openwebtext":  # its group has values of its own for these
-        changed |= {"revision": settings.revision, "documents": settings.documents}
-    overrides = [override(f"data.{key}", value) for key, value in changed.items()]
-    return shlex.join(["python", "-m", "data.prepare", f"data={group}", *overrides])
+def command(one: Recipe) -> str:
+    """The command that prepares a text."""
+    text, usual = one.settings, DataSettings()
+    keys = ("path", "val_path", *one.source.settings, "tokenizer", "val_fraction", "root", "name")
+    always = ["tokenizer", "val_fraction"]  # which differ from group to group
+    if text.source == "openwebtext":
+        keys, always = (*keys, "documents"), [*always, "revision", "documents"]
+    changed = {key: getattr(text, key) for key in keys}
+    words = [
+        override(f"data.{key}", value)
+        for key, value in changed.items()
+        if key in always or value != getattr(usual, key)
+    ]
+    group = "embedded" if text.source == "stdlib" else text.source
+    return shlex.join(["python", "-m", "data.prepare", f"data={group}", *words])

@@ -1,7 +1,5 @@
 """Finding input files, detecting whether they changed, and writing files atomically."""
 
-import filecmp
-import functools
 import glob
 import hashlib
 import json
@@ -27,17 +25,14 @@ def matching(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = _each_once(
-            file for file in path.rglob("*") if file.name.endswith(suffixes) and file.is_file()
-        )
-        if not files:
-            raise ValueError(
-                f"the folder holds no {' or '.join(suffixes)} file; give a file or a glob instead"
-            )
-        return files
-    files = _each_once(Path(name) for name in _expanded(pattern) if os.path.isfile(name))
+        found = (file for file in path.rglob("*") if file.name.endswith(suffixes))
+        fault = f"the folder holds no {' or '.join(suffixes)} file; give a file or a glob instead"
+    else:
+        found = map(Path, _expanded(pattern))
+        fault = "no such file, and no file matches it as a glob; check the spelling"
+    files = _each_once(file for file in found if file.is_file())
     if not files:
-        raise ValueError("no such file, and no file matches it as a glob; check the spelling")
+        raise ValueError(fault)
     return files
 
 
@@ -47,42 +42,13 @@ def inode(file: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class Known:
-    """Files, among which one can look for another, by whatever name, or for a copy of it."""
-
-    def __init__(self, files: Iterable[Path] = ()):
-        self._by_inode: dict[tuple[int, int], Path] = {}
-        self._by_size: dict[int, list[Path]] = {}
-        for file in files:
-            self.add(file)
-
-    def add(self, file: Path) -> None:
-        self._by_inode.setdefault(inode(file), file)
-        self._by_size.setdefault(file.stat().st_size, []).append(file)
-
-    def find(self, file: Path) -> Path | None:
-        """The first that is the same text. Only files of one size are read, in order to compare them."""
-        if (same := self._by_inode.get(inode(file))) is not None:
-            return same
-        size = file.stat().st_size
-        twins = (
-            other for other in self._by_size.get(size, ()) if size and filecmp.cmp(file, other, shallow=False)
-        )
-        return next(twins, None)
-
-
-@functools.cache  # a command looks for the files several times
-def _warn_once(text: str) -> None:
-    log.warning("%s", text)
-
-
 def _each_once(files: Iterable[Path]) -> list[Path]:
     """The files, sorted, without further names of one that is there already."""
     names: dict[tuple[int, int], Path] = {}
     for file in sorted(files, key=lambda file: (file.is_symlink(), file)):
         first = names.setdefault(inode(file), file)
         if first != file:
-            _warn_once(f"{file} is {first} under another name, and is left out")
+            log.warning("%s is %s under another name, and is left out", file, first)
     return sorted(names.values())
 
 
@@ -120,8 +86,7 @@ def identity(files: list[Path]) -> list[dict]:
     Small inputs are identified by all of their content, so that copying or touching them changes nothing.
     Beyond FULL_HASH_LIMIT it is the size, the modification time and the content of both ends.
     """
-    whole = identified_whole(files)
-    return [_file_identity(file, whole) for file in files]
+    return checksums(files) if identified_whole(files) else [_identity_of_ends(file) for file in files]
 
 
 def identified_whole(files: list[Path]) -> bool:
@@ -129,10 +94,8 @@ def identified_whole(files: list[Path]) -> bool:
     return sum(file.stat().st_size for file in files) <= FULL_HASH_LIMIT
 
 
-def _file_identity(file: Path, whole: bool) -> dict:
+def _identity_of_ends(file: Path) -> dict:
     status = file.stat()
-    if whole:
-        return {"name": file.name, "bytes": status.st_size, "sha256": sha256(file)}
     digest = hashlib.sha256()
     with file.open("rb") as handle:
         digest.update(handle.read(SAMPLE))

@@ -41,19 +41,9 @@ class BatchLoader:
 
         `sequences` uses the first so many of the text's sequences only; None: all, as a mixture always does.
         `pin_memory` gives page-locked tensors, which copy to a GPU asynchronously.
-        Raises ValueError if the sequences cannot be divided evenly, or the data has fewer than `sequences`
-        or not one.
+        `sequences_per_step` is a multiple of `micro_batch` · `ranks`.
+        Raises ValueError if the data has fewer than `sequences`, or not one.
         """
-        if min(context, sequences_per_step, micro_batch, ranks) < 1 or not 0 <= rank < ranks:
-            raise ValueError(
-                f"context={context}, sequences_per_step={sequences_per_step}, micro_batch={micro_batch} and "
-                f"ranks={ranks} must be at least 1, and rank={rank} below ranks"
-            )
-        if sequences_per_step % (micro_batch * ranks):
-            raise ValueError(
-                f"{sequences_per_step} sequences per step do not divide into micro-batches of {micro_batch} "
-                f"on {ranks} rank(s); use a multiple of {micro_batch * ranks}"
-            )
         self.tokens, self.order = _cut(tokens, context, sequences, seed)
         self.context = context
         self.sequences_per_step = sequences_per_step
@@ -114,10 +104,6 @@ def _cut(
 ) -> tuple[TokenShards, EpochOrder] | tuple[MixedTokens, MixedOrder]:
     if not isinstance(tokens, Mixture):
         return tokens, EpochOrder(_sequences_of_an_epoch(tokens, context, sequences), seed=seed)
-    if sequences is not None:
-        raise ValueError(
-            f"train_sequences={sequences} has no meaning for a mixture; use train_sequences=null"
-        )
     return tokens.cut(context, seed=seed)
 
 

@@ -5,13 +5,50 @@ samples, each source has given its share of them to within one: less than one to
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from data.order import EpochOrder
 from data.tokens import TokenShards, count_sequences
+
+LONGEST_PERIOD = 1_000_000  # samples after which a mixture repeats; its schedule is a table of this length
+
+
+def whole_weights(sources: dict[str, Any]) -> dict[str, int]:
+    """The weights of data.sources as the smallest whole numbers in the same proportions, sorted by name.
+
+    Raises ValueError for what is no weight, and if their sum exceeds LONGEST_PERIOD.
+    """
+    given = {name: _weight(name, entry) for name, entry in sorted(sources.items())}
+    multiple = math.lcm(*(weight.denominator for weight in given.values()))
+    whole = {name: int(weight * multiple) for name, weight in given.items()}
+    divisor = math.gcd(*whole.values())
+    whole = {name: weight // divisor for name, weight in whole.items()}
+    if sum(whole.values()) > LONGEST_PERIOD:
+        raise ValueError(
+            f"the weights of data.sources are in proportions of {':'.join(map(str, whole.values()))}, which "
+            f"need a schedule of more than {LONGEST_PERIOD:,} sequences; use weights of fewer digits"
+        )
+    return whole
+
+
+def _weight(name: str, entry: Any) -> Fraction:
+    given = entry.get("weight") if isinstance(entry, dict) else None
+    try:
+        weight = Fraction(str(given))  # as it is written: 0.1 is a tenth
+    except (ValueError, ZeroDivisionError):
+        weight = Fraction(0)
+    if weight <= 0:
+        found = "" if given is None else f", not {given}"
+        raise ValueError(
+            f"data.sources.{name} needs data.sources.{name}.weight=NUMBER, its part of the mixture{found}"
+        )
+    return weight
 
 
 class Schedule:

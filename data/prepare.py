@@ -11,19 +11,18 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tqdm import tqdm
 
-from data import texts, tokenizers, workers
-from data.checks import check, without_effect
-from data.files import checksums
-from data.manifest import Manifest, Recipe, manifest_of, recipe
-from data.settings import DataSettings, allow_names, is_validation_only
-from data.shards import SPLITS, UnitRecord, remove_unfinished
-from data.sources import Source
+from data import recipe, tokenizers, workers
+from data.files import checksums, identified_whole
+from data.recipe import Recipe
+from data.settings import DataSettings, allow_names
+from data.shards import SPLITS, Manifest, UnitRecord
+from data.tokenizers import id_dtype, vocabulary_size
 from data.tokens import TokenShards
 
 BYTES_WORTH_A_PROCESS = 16 << 20  # tokenized in the second that a process takes to start
@@ -39,52 +38,45 @@ class PrepareSettings:
     verify: bool = False  # afterwards, read every shard and source file and compare its checksum
 
 
-def prepare(settings: DataSettings) -> Path:
-    """Make sure that the complete dataset of these settings of one text is on disk; return its folder.
+def prepare(made: Recipe) -> Manifest:
+    """Make sure that all tokens of a text are on disk, and return their manifest.
 
-    Returns at once if it is. If another process is preparing the same folder, waits for it. Raises ValueError
-    for text that cannot be used and OSError for failures of disk, network or memory, each naming the fix.
-    Finished units are kept.
+    Returns at once if they are. If another process is preparing the same folder, waits for it. Raises
+    ValueError for text that cannot be used and OSError for failures of disk, network or memory, each naming
+    the fix. Finished units are kept.
     """
-    check(settings)
-    made = recipe(settings)
-    if is_prepared(made):
-        return made.folder
-    try:
-        made.folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"cannot create the folder {made.folder}: {error.strerror}; choose another data.root"
-        ) from error
+    if (manifest := _prepared(made)) is not None:
+        return manifest
+    made.folder.mkdir(parents=True, exist_ok=True)
     with _locked(made.folder):
-        if not is_prepared(made):  # another process may have prepared it meanwhile
-            _refuse_other_recipe(made)
-            _prepare(made, settings)
-    return made.folder
+        if (manifest := _prepared(made)) is not None:  # another process did it meanwhile
+            return manifest
+        _refuse_other_recipe(made)
+        return _prepare(made)
 
 
-def is_prepared(made: Recipe) -> bool:
-    """Whether the folder holds the dataset of the recipe, judged by the sizes of its shards."""
-    manifest = Manifest.read(made.folder)
-    return (
-        manifest is not None and manifest.fingerprint == made.fingerprint and manifest.intact_in(made.folder)
-    )
+def _prepared(made: Recipe) -> Manifest | None:
+    """The manifest, if all shards are there, judged by their sizes."""
+    manifest = made.manifest()
+    return manifest if manifest is not None and manifest.is_intact_in(made.folder) else None
 
 
-def _prepare(made: Recipe, settings: DataSettings) -> None:
-    remove_unfinished(made.folder)
-    tokenizers.load(made.tokenizer, warn=True)  # fails here, once and early, without its vocabulary
-    tasks = [
-        workers.Task(made.folder, index, unit, made.tokenizer, made.source.val_fraction, made.fingerprint)
-        for index, unit in enumerate(made.source.units)
-        if not _finished(made, index)
-    ]
-    log.info("preparing %s: %d of %d units to do", made.folder, len(tasks), len(made.source.units))
+def tasks(made: Recipe) -> list[workers.Task]:
+    """The work on each unit of a text."""
+    text = (made.settings.tokenizer, made.val_fraction, made.fingerprint)
+    return [workers.Task(made.folder, index, unit, *text) for index, unit in enumerate(made.units)]
+
+
+def _prepare(made: Recipe) -> Manifest:
+    workers.remove_unfinished(made.folder)
+    tokenizers.load(made.settings.tokenizer, warn=True)  # fails here, once and early, without its vocabulary
+    left = [task for task in tasks(made) if not _is_finished(task)]
+    log.info("preparing %s: %d of %d units to do", made.folder, len(left), len(made.units))
     start = time.perf_counter()
-    with _progress(tasks) as report:
-        workers.run(tasks, settings.processes or _useful_processes(tasks), report)
+    with _progress(left) as report:
+        workers.run(left, made.settings.processes or _useful_processes(left), report)
     manifest = _collect(made)
-    _check_totals(manifest, settings)
+    _check_totals(manifest, made)
     manifest.write(made.folder)
     log.info(
         "%s: %s training tokens in %s documents, %s validation tokens in %s; %.0f s",
@@ -92,6 +84,7 @@ def _prepare(made: Recipe, settings: DataSettings) -> None:
         *(f"{count(split):,}" for split in SPLITS for count in (manifest.tokens, manifest.documents)),
         time.perf_counter() - start,
     )
+    return manifest
 
 
 def _useful_processes(tasks: list[workers.Task]) -> int:
@@ -100,45 +93,48 @@ def _useful_processes(tasks: list[workers.Task]) -> int:
     return min(cores, 1 + sum(task.unit.text_bytes for task in tasks) // BYTES_WORTH_A_PROCESS)
 
 
-def _finished(made: Recipe, index: int) -> bool:
-    record = UnitRecord.read(made.folder, index)
-    if record is None or record.fingerprint != made.fingerprint:
+def _is_finished(task: workers.Task) -> bool:
+    record = UnitRecord.read(task.folder, task.index)
+    if record is None or record.fingerprint != task.fingerprint:
         return False
-    return record.intact_in(made.folder, made.ids)
+    return record.is_intact_in(task.folder, id_dtype(vocabulary_size(task.tokenizer)))
 
 
 def _collect(made: Recipe) -> Manifest:
     """The manifest over all finished units."""
-    records = [UnitRecord.read(made.folder, index) for index in range(len(made.source.units))]
+    records = [UnitRecord.read(made.folder, index) for index in range(len(made.units))]
     shards = {split: [record.shards[split] for record in records if record.shards[split]] for split in SPLITS}
-    return manifest_of(made, shards)
+    files = [*made.files[0], *made.files[1]]
+    read = [] if identified_whole(files) else checksums(files)
+    vocab_size = vocabulary_size(made.settings.tokenizer)
+    return Manifest(made.fingerprint, made.description, vocab_size, shards, read)
 
 
-def _check_totals(manifest: Manifest, settings: DataSettings) -> None:
-    found = sum(map(manifest.documents, SPLITS))
-    if settings.documents is not None and found != settings.documents:
+def _check_totals(manifest: Manifest, made: Recipe) -> None:
+    found, wanted = sum(map(manifest.documents, SPLITS)), made.settings.documents
+    if wanted is not None and found != wanted:
         raise ValueError(
-            f"{settings.source} has {found:,} documents instead of "
-            f"data.documents={settings.documents:,}: part of it is missing or it has changed. Delete the "
-            "prepared folder and prepare it again, or set data.documents=null to accept any number"
+            f"{made.folder} has {found:,} documents instead of {made.where}.documents={wanted:,}: part of it "
+            "is missing or it has changed. Delete the folder and prepare it again, or set "
+            f"{made.where}.documents=null to accept any number"
         )
-    for split in ("val",) if is_validation_only(settings) else SPLITS:
+    for split in SPLITS if made.settings.path else ("val",):
         if manifest.tokens(split) == 0:
             raise ValueError(
-                f"no text is left for the {split} split: the source holds only {found} document(s). Give "
-                "more text, or separate validation text in data.val_path"
+                f"{made.folder}: no text is left for the {split} split: the source holds only {found} "
+                f"document(s). Give more text, or separate validation text in {made.where}.val_path"
             )
 
 
 def _refuse_other_recipe(made: Recipe) -> None:
-    """Raise ValueError rather than overwrite a dataset of another recipe under the same data.name."""
+    """Raise ValueError rather than overwrite tokens of another recipe under the same data.name."""
     manifest = Manifest.read(made.folder)
     if manifest is None or manifest.fingerprint == made.fingerprint:
         return
     differing = [key for key, value in made.description.items() if manifest.recipe.get(key) != value]
     raise ValueError(
         f"{made.folder} holds a dataset made from something else (different {', '.join(differing)}); choose "
-        "another data.name, leave data.name out, or delete the folder"
+        f"another {made.where}.name, leave it out, or delete the folder"
     )
 
 
@@ -174,30 +170,25 @@ def _progress(tasks: list[workers.Task]) -> Iterator[workers.Report]:
 
 def run(settings: PrepareSettings) -> None:
     """What the command line does: prepare all texts of the settings, one after the other."""
-    check(settings.data)
-    for where, text in texts.all_texts(settings.data).items():
-        with nullcontext() if where == "data" else texts.named(where):
-            _prepare_and_report(text, verify=settings.verify)
+    for made in recipe.read(settings.data):
+        manifest = prepare(made)
+        if settings.verify:
+            _check_source(made, manifest)
+            for split in SPLITS:
+                TokenShards.open(made.folder, manifest, split, full=True)
+        state = "verified" if settings.verify else "ready"
+        print(f"{made.folder}: {state}, {manifest.tokens('train'):,} + {manifest.tokens('val'):,} tokens")
 
 
-def _prepare_and_report(settings: DataSettings, *, verify: bool) -> None:
-    folder = prepare(settings)
-    manifest = Manifest.read(folder)
-    if verify:
-        _check_source(recipe(settings).source, manifest, folder)
-        for split in SPLITS:
-            TokenShards.open(folder, split, verify="full")
-    state = "verified" if verify else "ready"
-    print(f"{folder}: {state}, {manifest.tokens('train'):,} + {manifest.tokens('val'):,} tokens")
-
-
-def _check_source(source: Source, manifest: Manifest, folder: Path) -> None:
+def _check_source(made: Recipe, manifest: Manifest) -> None:
     """Raise ValueError for a source file that is no longer the one that was read."""
-    now = checksums(source.files if manifest.source_files else [])
-    for file, found, recorded in zip(source.files, now, manifest.source_files, strict=False):
+    if not manifest.source_files or made.is_text_missing:
+        return
+    files = [*made.files[0], *made.files[1]]
+    for file, found, recorded in zip(files, checksums(files), manifest.source_files, strict=True):
         if found != recorded:
             raise ValueError(
-                f"{file} is not what {folder} was made from: its checksum is {found['sha256']} and was "
+                f"{file} is not what {made.folder} was made from: its checksum is {found['sha256']} and was "
                 f"{recorded['sha256']}; restore the file, or delete the folder and prepare it again"
             )
 
@@ -235,10 +226,7 @@ def main() -> None:
     @hydra.main(version_base="1.3", config_path=str(configs), config_name="prepare")
     def command(config) -> None:
         try:
-            settings = OmegaConf.to_object(config)
-            if idle := list(without_effect([one.input_line for one in parsed], settings.data)):
-                raise ValueError("; ".join(idle))
-            run(settings)
+            run(OmegaConf.to_object(config))
         except (ValueError, OSError) as error:
             sys.exit(f"data.prepare: {error}")
         except KeyboardInterrupt:

@@ -1,29 +1,21 @@
-"""Shards: files of token ids. A unit gives one shard per split, and a record that says they are complete."""
+"""A prepared text on disk: shards of token ids, a record for each unit, and a manifest of all."""
 
-import hashlib
-import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data.files import read_json, write_json
-from data.ids import id_dtype
-from data.sources import Unit
-from data.split import in_validation
-from data.tokenizers import Tokenized, Tokenizer
+from data.tokenizers import id_dtype
 
 SPLITS = ("train", "val")
-
-# Called with the number of documents, tokens and bytes of text just processed.
-Report = Callable[[int, int, int], None]
+FILE = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard's entry in the manifest."""
+    """A file of token ids: those that a unit gives to one split."""
 
     name: str
     tokens: int
@@ -32,18 +24,11 @@ class Shard:
 
     @staticmethod
     def from_json(content: Any) -> "Shard":
-        """What `asdict` gave. Raises ValueError for anything else, a name elsewhere included."""
-        kinds = {field.name: field.type for field in fields(Shard)}
-        if not (
-            isinstance(content, dict)
-            and content.keys() == kinds.keys()
-            and all(type(content[name]) is kind for name, kind in kinds.items())
-            and Path(content["name"]).name == content["name"]
-        ):
-            raise ValueError(f"it describes no shard: {content!r}")
-        return Shard(**content)
+        """What `asdict` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        name = Path(content["name"]).name  # never a file elsewhere
+        return Shard(name, int(content["tokens"]), int(content["documents"]), str(content["sha256"]))
 
-    def intact_in(self, folder: Path, ids: np.dtype) -> bool:
+    def is_intact_in(self, folder: Path, ids: np.dtype) -> bool:
         """Whether the file exists with its full size."""
         file = folder / self.name
         return file.is_file() and file.stat().st_size == self.tokens * ids.itemsize
@@ -75,115 +60,76 @@ class UnitRecord:
     def write(self, folder: Path, index: int) -> None:
         write_json(_record_file(folder, index), asdict(self))
 
-    def intact_in(self, folder: Path, ids: np.dtype) -> bool:
-        return all(shard.intact_in(folder, ids) for shard in self.shards.values() if shard)
+    def is_intact_in(self, folder: Path, ids: np.dtype) -> bool:
+        return all(shard.is_intact_in(folder, ids) for shard in self.shards.values() if shard)
 
 
-class ShardWriter:
-    """Writes token ids under a temporary name; the shard appears under its own name when it is complete."""
+@dataclass(frozen=True)
+class Manifest:
+    """The table of contents of a prepared text; its existence on disk means that all units are finished."""
 
-    def __init__(self, folder: Path, name: str, ids: np.dtype):
-        self.ids = ids
-        self.file = folder / name
-        self.temporary = folder / f"{name}.{os.getpid()}.tmp"
-        self._handle = self.temporary.open("wb", buffering=0)
-        self._digest = hashlib.sha256()
-        self._tokens = 0
-        self._documents = 0
+    fingerprint: str
+    recipe: dict  # Recipe.description
+    vocab_size: int
+    shards: dict[str, list[Shard]]  # by split, in order
+    source_files: list[dict]  # data.files.checksums of what was read; none if the recipe has them
 
-    def write(self, ids: np.ndarray, documents: int) -> None:
-        """Append ids in which `documents` documents end. Raises TypeError if their dtype may not fit."""
-        content = memoryview(np.ascontiguousarray(ids.astype(self.ids, casting="safe", copy=False))).cast("B")
-        self._digest.update(content)
-        while content:  # an unbuffered write may take only a part, at most 2 GiB
-            content = content[self._handle.write(content) :]
-        self._tokens += len(ids)
-        self._documents += documents
-
-    def finish(self) -> Shard | None:
-        """Put the shard in place and describe it; None, and no file, if nothing was written."""
-        os.fsync(self._handle.fileno())  # or a power failure could leave the name without the content
-        self._handle.close()
-        if self._tokens == 0:
-            self.temporary.unlink()
+    @staticmethod
+    def read(folder: Path) -> "Manifest | None":
+        """The manifest of a folder, or None if its preparation has not finished."""
+        content = read_json(folder / FILE)
+        if content is None:
             return None
-        os.replace(self.temporary, self.file)
-        return Shard(self.file.name, self._tokens, self._documents, self._digest.hexdigest())
+        try:
+            return Manifest(
+                content["fingerprint"],
+                content["recipe"],
+                content["vocab_size"],
+                {split: [*map(Shard.from_json, content["splits"][split]["shards"])] for split in SPLITS},
+                content.get("source_files", []),  # which older manifests do not have
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{folder / FILE} was not written by this version of data.prepare ({error!r}); delete the "
+                "folder and prepare it again"
+            ) from None
 
-    def discard(self) -> None:
-        self._handle.close()
-        self.temporary.unlink(missing_ok=True)
+    def write(self, folder: Path) -> None:
+        splits = {
+            split: {
+                "tokens": self.tokens(split),
+                "documents": self.documents(split),
+                "shards": [asdict(shard) for shard in self.shards[split]],
+            }
+            for split in SPLITS
+        }
+        content = {
+            "fingerprint": self.fingerprint,
+            "recipe": self.recipe,
+            "vocab_size": self.vocab_size,
+            "ids": f"unsigned {8 * self.ids.itemsize}-bit integers, little-endian",
+            "splits": splits,
+            "source_files": self.source_files,
+        }
+        write_json(folder / FILE, content)
 
+    @property
+    def ids(self) -> np.dtype:
+        """The dtype of the shards."""
+        return id_dtype(self.vocab_size)
 
-def write_unit(
-    folder: Path,
-    index: int,
-    unit: Unit,
-    *,
-    tokenizer: Tokenizer,
-    fraction: float,
-    fingerprint: str,
-    report: Report,
-) -> None:
-    """Tokenize a unit into its shards, then write the record that they are complete.
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.shards[split])
 
-    Raises ValueError for unusable text and OSError for a failing or full disk; then the unit counts as not
-    done.
-    """
-    writers: dict[str, ShardWriter] = {}
-    try:
-        for split in SPLITS:
-            name = f"{split}_{index:05d}.bin"
-            writers[split] = ShardWriter(folder, name, id_dtype(tokenizer.vocab_size))
-        first = 0
-        for batch in unit.batches():
-            done = tokenizer.encode_documents(batch.texts)
-            ended = len(done.lengths)
-            if batch.continues:  # the document goes on: remove its end-of-text
-                done = Tokenized(done.ids[:-1], np.append(done.lengths[:-1], done.lengths[-1] - 1))
-                ended -= 1
-            if unit.split is not None:
-                writers[unit.split].write(done.ids, ended)
-            else:
-                _write_split(writers, done, in_validation(index, first, ended, fraction))
-            first += ended
-            report(ended, len(done.ids), batch.texts.nbytes)
-        shards = {split: writer.finish() for split, writer in writers.items()}
-        UnitRecord(fingerprint, shards).write(folder, index)
-    except OSError as error:
-        raise _disk_error(folder, error) from error
-    finally:
-        for writer in writers.values():
-            writer.discard()
+    def documents(self, split: str) -> int:
+        return sum(shard.documents for shard in self.shards[split])
 
-
-def remove_unfinished(folder: Path) -> None:
-    """Delete incomplete files of an interrupted preparation."""
-    for file in folder.glob("*.tmp"):
-        file.unlink(missing_ok=True)
-
-
-def _write_split(writers: dict[str, ShardWriter], done: Tokenized, to_val: np.ndarray) -> None:
-    """Write each document to its split, consecutive documents of the same split at once."""
-    changes = np.flatnonzero(np.diff(to_val)) + 1
-    token_ends = np.cumsum(done.lengths)
-    begin = token = 0
-    for end in [*changes.tolist(), len(to_val)]:
-        if begin == end:
-            continue  # a batch without documents
-        split = "val" if to_val[begin] else "train"
-        writers[split].write(done.ids[token : token_ends[end - 1]], end - begin)
-        begin, token = end, token_ends[end - 1]
+    def is_intact_in(self, folder: Path) -> bool:
+        """Whether every shard exists with its full size."""
+        return all(
+            shard.is_intact_in(folder, self.ids) for shards in self.shards.values() for shard in shards
+        )
 
 
 def _record_file(folder: Path, index: int) -> Path:
     return folder / f"unit_{index:05d}.json"
-
-
-def _disk_error(folder: Path, error: OSError) -> OSError:
-    if error.filename is None and error.errno is None:
-        return error  # a message of our own, from the source
-    return OSError(
-        f"{error.filename or folder}: {error.strerror or error}. Finished shards are kept: fix the cause "
-        "(free space, or choose another data.root) and run the same command again"
-    )

@@ -16,16 +16,43 @@ import tiktoken
 import tokenizers as huggingface
 
 from data.huggingface_tokenizer import END_OF_TEXT, TokenizerFile, byte_pair_encoding, read
-from data.ids import id_dtype
-from data.settings import VOCABULARY_SIZES, vocabulary_size
+
+VOCABULARY_SIZES = {"gpt2": 50257, "bytes": 257}  # of the tokenizers that have a name
 
 log = logging.getLogger(__name__)
+
+
+def vocabulary_size(name: str) -> int:
+    """Number of token ids of a tokenizer, end-of-text included. Raises ValueError as `load` does."""
+    return VOCABULARY_SIZES.get(name) or _file(name).vocab_size
+
+
+def tokenizer_identity(name: str) -> str | dict[str, str]:
+    """What determines the ids of a text, as JSON: a tokenizer's name, or the content of its file.
+
+    Raises ValueError as `load` does.
+    """
+    return name if name in VOCABULARY_SIZES else _file(name).identity
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """The dtype of token ids on disk and in memory: 16 bits, or 32 where the vocabulary needs them."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def _file(name: str) -> TokenizerFile:
+    if not Path(name).exists():
+        raise ValueError(
+            f"data.tokenizer={name} is unknown; choose one of {', '.join(VOCABULARY_SIZES)}, or the path of "
+            "a tokenizer.json or of a folder with one"
+        )
+    return read(Path(name))
 
 
 class Tokenized(NamedTuple):
     """The token ids of several documents, one after the other."""
 
-    ids: np.ndarray  # uint16 or uint32, by the vocabulary (data/ids.py), (tokens,)
+    ids: np.ndarray  # uint16 or uint32, by the vocabulary, (tokens,)
     lengths: np.ndarray  # int64, (documents,); tokens of each document, its end-of-text included
 
 
@@ -73,11 +100,10 @@ def load(name: str, *, warn: bool = False) -> Tokenizer:
     line if gigatoken is installed but does not work. Raises ValueError for other names and files that cannot
     be used, OSError if GPT-2's vocabulary is neither cached nor downloadable.
     """
-    vocabulary_size(name)
     if name == "bytes":
         return Bytes()
-    if name not in VOCABULARY_SIZES:
-        return FromFile(read(Path(name)))
+    if name != "gpt2":
+        return FromFile(_file(name))
     encoding = _gpt2_encoding()
     if importlib.util.find_spec("gigatoken") is None:
         return Tiktoken(encoding)

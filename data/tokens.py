@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from data.files import sha256
-from data.manifest import FILE, Manifest
-from data.shards import SPLITS, Shard
+from data.shards import Manifest, Shard
 
 RESTORE = "restore the file, or run the same data.prepare command again, and start the run again"
 
@@ -35,21 +34,17 @@ class ShardFile:
         """Ids as stored. Raises OSError if the file cannot be read, or is shorter than when it was opened."""
         start, stop, _ = tokens.indices(self._tokens)
         size = self.ids.itemsize
-        parts, offset, end = [], start * size, stop * size
-        while offset < end:  # one read returns at most 2 GiB
-            try:
-                part = os.pread(self._descriptor, end - offset, offset)
-            except OSError as error:
-                raise OSError(f"{self.file} cannot be read: {error.strerror}; {RESTORE}") from error
-            if not part:
-                left = os.fstat(self._descriptor).st_size
-                raise OSError(
-                    f"{self.file} was cut short while it was in use, from {self._tokens * size} to "
-                    f"{left} bytes; {RESTORE}"
-                )
-            parts.append(part)
-            offset += len(part)
-        return np.frombuffer(b"".join(parts), self.ids)
+        try:
+            content = os.pread(self._descriptor, (stop - start) * size, start * size)
+        except OSError as error:
+            raise OSError(f"{self.file} cannot be read: {error.strerror}; {RESTORE}") from error
+        if len(content) < (stop - start) * size:
+            left = os.fstat(self._descriptor).st_size
+            raise OSError(
+                f"{self.file} was cut short while it was in use, from {self._tokens * size} to {left} bytes; "
+                f"{RESTORE}"
+            )
+        return np.frombuffer(content, self.ids)
 
 
 class TokenShards:
@@ -62,20 +57,14 @@ class TokenShards:
         self._ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
 
     @classmethod
-    def open(cls, folder: Path, split: str, verify: str = "size") -> "TokenShards":
-        """Open a split ("train" or "val") of a prepared dataset.
+    def open(cls, folder: Path, manifest: Manifest, split: str, *, full: bool = False) -> "TokenShards":
+        """Open a split, "train" or "val", of the prepared text in a folder.
 
-        verify="size" compares each shard's size with the manifest, verify="full" its checksum too (some 2
-        GB/s). Raises FileNotFoundError if the dataset is not prepared, ValueError if a shard is
-        missing or has changed.
+        Each shard's size is compared with the manifest; full: its checksum, too (some 2 GB/s). Raises
+        ValueError if a shard is missing or has changed.
         """
-        if split not in SPLITS or verify not in ("size", "full"):
-            raise ValueError(f"split={split!r}, verify={verify!r}: use train or val, and size or full")
-        manifest = Manifest.read(folder)
-        if manifest is None:
-            raise FileNotFoundError(f"{folder} has no {FILE}: it is not prepared; run python -m data.prepare")
         for shard in manifest.shards[split]:
-            _check(folder, shard, manifest.ids, full=verify == "full")
+            _check(folder, shard, manifest.ids, full=full)
         files = [ShardFile(folder / shard.name, manifest.ids) for shard in manifest.shards[split]]
         return cls(files, name=f"{folder} ({split})")
 
@@ -121,14 +110,12 @@ def count_sequences(tokens: TokenShards, context: int) -> int:
 
 def _check(folder: Path, shard: Shard, ids: np.dtype, *, full: bool) -> None:
     file = folder / shard.name
-    fix = "delete it and run the same data.prepare command again, which rebuilds only this shard"
     if not file.is_file():
-        raise ValueError(
-            f"{file} is missing; run the same data.prepare command again, which rebuilds only this shard"
-        )
-    if not shard.intact_in(folder, ids):
-        raise ValueError(
-            f"{file} has {file.stat().st_size} bytes instead of {shard.tokens * ids.itemsize}; {fix}"
-        )
-    if full and sha256(file) != shard.sha256:
-        raise ValueError(f"{file} has changed since it was written: its checksum differs; {fix}")
+        fault = "is missing"
+    elif not shard.is_intact_in(folder, ids):
+        fault = f"has {file.stat().st_size} bytes instead of {shard.tokens * ids.itemsize}; delete it"
+    elif full and sha256(file) != shard.sha256:
+        fault = "has changed since it was written: its checksum differs; delete it"
+    else:
+        return
+    raise ValueError(f"{file} {fault}. The same data.prepare command rebuilds only this shard")

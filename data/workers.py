@@ -1,41 +1,135 @@
-"""Runs write_unit in several processes, and reports their progress."""
+"""The work on units: text → token ids → shards, in several processes."""
 
 import functools
+import hashlib
 import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from data import tokenizers
-from data.shards import Report, write_unit
-from data.sources import Unit
+from data.shards import SPLITS, Shard, UnitRecord
+from data.sources import Unit, in_validation
+from data.tokenizers import Tokenized, id_dtype
+
+# Called with the number of documents, tokens and bytes of text just processed.
+Report = Callable[[int, int, int], None]
+
+
+class ShardWriter:
+    """Writes token ids under a temporary name; the shard appears under its own name when it is complete."""
+
+    def __init__(self, folder: Path, name: str, ids: np.dtype):
+        self.ids = ids
+        self.file = folder / name
+        self.temporary = folder / f"{name}.{os.getpid()}.tmp"
+        self._handle = self.temporary.open("wb", buffering=0)
+        self._digest = hashlib.sha256()
+        self._tokens = 0
+        self._documents = 0
+
+    def write(self, ids: np.ndarray, documents: int) -> None:
+        """Append ids in which `documents` documents end. Raises TypeError if their dtype may not fit."""
+        content = memoryview(np.ascontiguousarray(ids.astype(self.ids, casting="safe", copy=False))).cast("B")
+        self._digest.update(content)
+        while content:  # an unbuffered write may take only a part, at most 2 GiB
+            content = content[self._handle.write(content) :]
+        self._tokens += len(ids)
+        self._documents += documents
+
+    def finish(self) -> Shard | None:
+        """Put the shard in place and describe it; None, and no file, if nothing was written."""
+        os.fsync(self._handle.fileno())  # or a power failure could leave the name without the content
+        self._handle.close()
+        if self._tokens == 0:
+            self.temporary.unlink()
+            return None
+        os.replace(self.temporary, self.file)
+        return Shard(self.file.name, self._tokens, self._documents, self._digest.hexdigest())
+
+    def discard(self) -> None:
+        self._handle.close()
+        self.temporary.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call of write_unit."""
+    """The work on one unit. Pickled to the process that does it."""
 
     folder: Path
     index: int
     unit: Unit
     tokenizer: str
-    fraction: float
+    fraction: float  # of the documents, for validation, if the unit has no split of its own
     fingerprint: str
 
     def run(self, report: Report) -> None:
-        write_unit(
-            self.folder,
-            self.index,
-            self.unit,
-            tokenizer=_tokenizer(self.tokenizer),
-            fraction=self.fraction,
-            fingerprint=self.fingerprint,
-            report=report,
-        )
+        """Tokenize the unit into its shards, then write the record that they are complete.
+
+        Raises ValueError for unusable text and OSError for a failing or full disk; then the unit counts as
+        not done.
+        """
+        tokenizer = _tokenizer(self.tokenizer)
+        writers: dict[str, ShardWriter] = {}
+        try:
+            for split in SPLITS:
+                name = f"{split}_{self.index:05d}.bin"
+                writers[split] = ShardWriter(self.folder, name, id_dtype(tokenizer.vocab_size))
+            first = 0
+            for batch in self.unit.batches():
+                done = tokenizer.encode_documents(batch.texts)
+                ended = len(done.lengths)
+                if batch.continues:  # the document goes on: remove its end-of-text
+                    done = Tokenized(done.ids[:-1], np.append(done.lengths[:-1], done.lengths[-1] - 1))
+                    ended -= 1
+                if self.unit.split is not None:
+                    writers[self.unit.split].write(done.ids, ended)
+                else:
+                    _write_split(writers, done, in_validation(self.index, first, ended, self.fraction))
+                first += ended
+                report(ended, len(done.ids), batch.texts.nbytes)
+            shards = {split: writer.finish() for split, writer in writers.items()}
+            UnitRecord(self.fingerprint, shards).write(self.folder, self.index)
+        except OSError as error:
+            raise _disk_error(self.folder, error) from error
+        finally:
+            for writer in writers.values():
+                writer.discard()
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete incomplete files of an interrupted preparation."""
+    for file in folder.glob("*.tmp"):
+        file.unlink(missing_ok=True)
+
+
+def _write_split(writers: dict[str, ShardWriter], done: Tokenized, to_val: np.ndarray) -> None:
+    """Write each document to its split, consecutive documents of the same split at once."""
+    changes = np.flatnonzero(np.diff(to_val)) + 1
+    token_ends = np.cumsum(done.lengths)
+    begin = token = 0
+    for end in [*changes.tolist(), len(to_val)]:
+        if begin == end:
+            continue  # a batch without documents
+        split = "val" if to_val[begin] else "train"
+        writers[split].write(done.ids[token : token_ends[end - 1]], end - begin)
+        begin, token = end, token_ends[end - 1]
+
+
+def _disk_error(folder: Path, error: OSError) -> OSError:
+    if error.filename is None and error.errno is None:
+        return error  # a message of our own, from the source
+    return OSError(
+        f"{error.filename or folder}: {error.strerror or error}. Finished shards are kept: fix the cause "
+        "(free space, or choose another data.root) and run the same command again"
+    )
 
 
 def run(tasks: list[Task], processes: int, report: Report) -> None:

@@ -66,11 +66,6 @@ def _nonpositive(config: LlamaConfig) -> list[str]:
 
 def _inconsistent(config: LlamaConfig) -> list[str]:
     problems = []
-    if config.qk_norm_gain != 1.0 and not config.qk_norm:
-        problems.append(
-            f"model.qk_norm_gain={config.qk_norm_gain} has no effect with model.qk_norm=false; "
-            "use model.qk_norm=true, or leave it out"
-        )
     if config.n_heads % config.kv_heads:
         problems.append(
             f"model.n_kv_heads={config.n_kv_heads} does not divide model.n_heads={config.n_heads}; "
@@ -129,3 +124,21 @@ def non_embedding_parameter_count(config: LlamaConfig) -> int:
     feed_forward = 3 * config.d_model * config.d_ffn
     norm_gains = 2 * config.d_model
     return config.n_layers * (attention + qk_gains + feed_forward + norm_gains) + config.d_model
+
+
+def flops_per_token(config: LlamaConfig, context: int) -> float:
+    """Floating-point operations of the model per trained token, forward and backward.
+
+    6 · (parameters outside the embedding + the head d_model · vocab_size), as each weight takes part in one
+    multiply-add forward and two backward; plus causal attention, where a token attends to context / 2 others
+    on average: QKᵀ and PV take 4 · d_head · context / 2 per head forward, and twice that backward. Work that
+    an implementation repeats (recomputed scores, activation checkpointing) is not counted.
+    """
+    embedding = config.vocab_size * config.d_model * (1 if config.tie_embeddings else 2)
+    weights = parameter_count(config) - embedding + config.vocab_size * config.d_model
+    return 6 * weights + attention_flops_per_token(config, context)
+
+
+def attention_flops_per_token(config: LlamaConfig, context: int) -> float:
+    """The part of :func:`flops_per_token` that attention itself takes."""
+    return 3 * 4 * config.n_layers * config.n_heads * config.d_head * context / 2

@@ -124,7 +124,7 @@ def check_regular(path: Path) -> None:
 def read_shards(folder: Path, index: str) -> dict[str, Tensor]:
     """The weights of all files that an index names, as :func:`read_tensors` reads them.
 
-    Raises ValueError for a file outside the folder, and for a weight that is not where the index says.
+    Raises ValueError for a file outside the folder.
     """
     path = folder / index
     weight_map = read_fields(path).object("weight_map").values
@@ -133,15 +133,6 @@ def read_shards(folder: Path, index: str) -> dict[str, Tensor]:
     for weight, name in weight_map.items():
         _check_file_name(path, weight, name)
     shards = {name: read_tensors(folder / name) for name in sorted(set(weight_map.values()))}
-    for name, tensors in shards.items():
-        for weight in tensors:
-            if weight_map.get(weight) != name:
-                raise ValueError(
-                    f"{folder / name} holds {weight}, which {index} does not place there; {AGAIN}"
-                )
-    for weight, name in weight_map.items():
-        if weight not in shards[name]:
-            raise ValueError(f"{path}: weight_map places {weight} in {name}, which does not hold it; {AGAIN}")
     return {weight: tensor for tensors in shards.values() for weight, tensor in tensors.items()}
 
 

@@ -28,7 +28,7 @@ from trainer.checkpoint import checkpoint_of
 from trainer.errors import TrainingError, explain
 from trainer.run_directory import RunDirectory, append_line, read_metrics
 from trainer.settings import Settings
-from trainer.wandb_run import setup_tags, start_wandb
+from trainer.trackers import start_wandb
 
 BOOTSTRAPS = 1000  # for standard errors that have no closed form
 
@@ -176,7 +176,6 @@ def add_to_wandb(directory: RunDirectory, settings: Settings, record: dict[str, 
         folder=directory.path,
         config={},
         run_id=sealed["wandb_id"],
-        tags=setup_tags(settings),  # those of the run: W&B would replace them
     )
     if run is None:
         raise ValueError("W&B is off or not installed (see the run's logger.wandb); leave --wandb out")

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from data import tokenizers
-from data.settings import tokenizer_identity
+from data.tokenizers import tokenizer_identity
 from model.huggingface import CONFIG_FILE
 from model.llama import Llama
 from scripts.command_line import command_parser
@@ -26,8 +26,7 @@ from trainer.checkpoint import checkpoint_of, load_weights, steps_in
 from trainer.distributed import Ranks
 from trainer.divergence import not_finite
 from trainer.errors import TrainingError, explain, first
-from trainer.export import export
-from trainer.model_card import model_card
+from trainer.export import export, model_card
 from trainer.run_directory import RunDirectory, read_metrics
 
 

@@ -30,7 +30,6 @@ from data.corpus import Corpus
 from data.loader import BatchLoader
 from scripts.command_line import command_parser
 from scripts.runs import open_data, read_settings
-from trainer.plan import steps_of, tokens_per_step
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
 
@@ -85,7 +84,7 @@ class RunData:
         directory = RunDirectory(path)
         settings = read_settings(directory)
         corpus = open_data(directory, settings)
-        return cls(directory, steps_of(settings), corpus, make_loader(settings, corpus))
+        return cls(directory, settings.total_steps, corpus, make_loader(settings, corpus))
 
     def sequences(self, step: int) -> list["Sequence"]:
         """The sequences of a step, which counts from 1, in the order of training."""
@@ -108,7 +107,7 @@ def make_loader(settings: Settings, corpus: Corpus) -> BatchLoader:
     return BatchLoader(
         corpus.train,
         context=settings.context,
-        sequences_per_step=tokens_per_step(settings) // settings.context,
+        sequences_per_step=settings.tokens_per_step // settings.context,
         micro_batch=1,
         seed=settings.seed,
         sequences=settings.train_sequences,

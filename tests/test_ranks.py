@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from tests import warm
 from tests.cli import ROOT, assert_same_run, metrics, wait_for_step
-from trainer import distributed, launcher, settings
+from trainer import distributed, launch, settings
 from trainer.errors import Interrupted, LostRanks, TrainingError
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer
@@ -39,7 +39,7 @@ def rolled_back(run_dir: Path, copy: Path) -> Path:
 
 
 def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
-    """One rank, two and four; copies of the model, and shares of it, with and without recomputation."""
+    """One rank and two; copies of the model, and shares of it, with and without recomputation."""
 
     def named(name, *overrides):
         common = ("hardware.micro_batch=1", "eval_sequences=7", f"data.root={datasets}", "attention=sagebwd")
@@ -49,28 +49,24 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         cheap = ("attention=fpa", "probe.every=0", "sample_tokens=0", "eval_every=8")
         return named(f"muon/{name}", "optimizer=muon", *cheap, *overrides)
 
+    # Each of the three starts imports once; what continues another run starts from a copy of it.
+    warm.train_all(named("one"), muon("one"), ranks=1)
+    rolled_back(tmp_path / "one", tmp_path / "one_to_fsdp")
     warm.train_all(
         named("two_ddp", "hardware.parallel=ddp"),
         named("two_fsdp", "hardware.parallel=fsdp"),
         named("two_recomputed", "hardware.parallel=fsdp", "hardware.recompute=blocks"),
+        named("one_to_fsdp", "hardware.parallel=fsdp"),
         muon("two_ddp", "hardware.parallel=ddp"),
         muon("two_fsdp", "hardware.parallel=fsdp"),
         ranks=2,
     )
+    rolled_back(tmp_path / "two_ddp", tmp_path / "ddp_to_one")
     rolled_back(tmp_path / "two_fsdp", tmp_path / "fsdp_to_one")
     rolled_back(tmp_path / "muon" / "two_fsdp", tmp_path / "muon" / "fsdp_to_one")
-    warm.train_all(named("one"), named("fsdp_to_one"), muon("one"), muon("fsdp_to_one"), ranks=1)
-    rolled_back(tmp_path / "one", tmp_path / "one_to_fsdp")
-    rolled_back(tmp_path / "two_ddp", tmp_path / "ddp_to_fsdp")
-    warm.train_all(
-        named("four_ddp", "hardware.parallel=ddp"),
-        named("four_fsdp", "hardware.parallel=fsdp"),
-        named("one_to_fsdp", "hardware.parallel=fsdp"),
-        named("ddp_to_fsdp", "hardware.parallel=fsdp"),
-        ranks=4,
-    )
+    warm.train_all(named("ddp_to_one"), named("fsdp_to_one"), muon("fsdp_to_one"), ranks=1)
     runs = sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "muon")
-    assert len(runs) == 9
+    assert len(runs) == 7
     for name in runs:
         assert_close(tmp_path / "one", tmp_path / name)
     assert_same_run(tmp_path / "two_fsdp", tmp_path / "two_recomputed")
@@ -138,8 +134,8 @@ def fail_on_rank_1() -> None:
 
 def test_an_exception_on_one_rank_is_shown():
     with pytest.raises(TrainingError, match="continues from the newest checkpoint") as caught:
-        launcher.start(fail_on_rank_1, processes=2)
-    assert "rank 1 failed: KeyError: 'no such thing'" in str(caught.value)
+        launch.start(fail_on_rank_1, processes=2)
+    assert "KeyError: 'no such thing'\n\nrank 1 failed" in str(caught.value)
     assert "in fail_on_rank_1" in str(caught.value)
 
 
@@ -155,24 +151,7 @@ def hang_on_rank_1() -> None:
 
 def test_a_rank_that_hangs_ends_the_run():
     with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
-        launcher.start(hang_on_rank_1, processes=2)
-
-
-def wait_as_in_a_kernel_of_nccl(time_of_death: Path) -> None:
-    with distributed.joined("cpu") as ranks, StopRequest():
-        ranks.barrier()
-        if ranks.rank == 1:
-            time_of_death.write_text(str(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
-
-
-def test_a_rank_that_does_not_notice_a_death_ends_too(tmp_path):
-    time_of_death = tmp_path / "time"
-    with pytest.raises(TrainingError, match=r"rank 1 .* was ended by SIGKILL"):
-        launcher.start(wait_as_in_a_kernel_of_nccl, time_of_death, processes=2)
-    waited = time.monotonic() - float(time_of_death.read_text())  # one clock for all processes
-    assert waited < launcher.GRACE_S, "it was not asked to end, but killed when the launcher lost patience"
+        launch.start(hang_on_rank_1, processes=2)
 
 
 def save_when_asked(started: Path) -> None:
@@ -201,7 +180,7 @@ def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
     asking.start()
     try:
         with pytest.raises(Interrupted, match="saved") as stopped:
-            launcher.start(save_when_asked, tmp_path, processes=2)
+            launch.start(save_when_asked, tmp_path, processes=2)
     finally:
         signal.signal(signal.SIGUSR2, previous)
         asking.join()
@@ -226,24 +205,16 @@ def count_collectives(file: Path) -> None:
     Trainer._train_step = counted(Trainer._train_step, "step")
 
 
-@pytest.mark.parametrize("checkpoint_every", [100, 2])
-def test_ranks_exchange_one_tensor_a_step_besides_the_gradients(datasets, tmp_path, checkpoint_every):
+def test_ranks_exchange_one_tensor_a_step_besides_the_gradients(datasets, tmp_path):
     settings = warm.debug_settings(
         datasets,
         f"run_dir={tmp_path / 'run'}",
-        f"checkpoint_every={checkpoint_every}",
-        *("hardware.micro_batch=2", "steps=12", "eval_every=100", "sample_tokens=0", "probe.every=0"),
+        *("checkpoint_every=100", "eval_every=100", "sample_tokens=0", "probe.every=0"),
+        *("hardware.micro_batch=2", "steps=8"),
     )
     warm.two_ranks(settings, [functools.partial(count_collectives, tmp_path / "calls")], [])
-    after = (tmp_path / "calls").read_text().split("step\n")[1:]
-    assert len(after) == 12
-    # From one step to the next; what checkpoints exchange in the background has a group of its own.
-    for step, calls in enumerate(map(str.split, after[1:-1]), start=2):
-        saves = (
-            step % checkpoint_every == 0
-        )  # then the ranks also ask each other whether all weights are finite
-        assert calls.count("all_reduce") == 1 + saves, (step, calls)
-        assert checkpoint_every == 2 or calls == ["all_reduce"]
+    _, *between, _ = (tmp_path / "calls").read_text().split("step\n")[1:]
+    assert [calls.split() for calls in between] == [["all_reduce"]] * 6
 
 
 def stop_at_step(step: int) -> None:
@@ -259,13 +230,11 @@ def stop_at_step(step: int) -> None:
     Trainer._train_step = train_step
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_asked_to_stop_stops_all_a_step_later(datasets, tmp_path, rank):
+def test_a_rank_that_is_asked_to_stop_stops_all_a_step_later(datasets, tmp_path):
     settings = warm.debug_settings(
         datasets, f"run_dir={tmp_path / 'run'}", "hardware.micro_batch=2", "steps=12", "checkpoint_every=100"
     )
-    faults = [[], []]
-    faults[rank] = [functools.partial(stop_at_step, 5)]
+    faults = [[], [functools.partial(stop_at_step, 5)]]  # rank 0 hears of it from rank 1
     codes = (128 + signal.SIGUSR1,) * 2
     output = warm.two_ranks(settings, *faults, codes=codes)
     assert "stopped at step 6 of 12 and saved" in output

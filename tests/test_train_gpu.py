@@ -129,7 +129,7 @@ def test_a_step_waits_for_the_gpu_once(compose_settings, datasets, tmp_path):
                 trainer._stop_if_asked()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            trainer.telemetry.close()
+            trainer.record.close()
             trainer.checkpoints.close()
     waits = [str(one.message) for one in waits if "synchronizing CUDA operation" in str(one.message)]
     assert len(waits) == 1, waits

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from trainer import divergence, safe_load, seal
+from trainer import safe_load, seal
 from trainer.distributed import Ranks
-from trainer.errors import TrainingError, explain, first
+from trainer.errors import TrainingError, explain
 from trainer.seal import checkpoints_in
 
 log = logging.getLogger(__name__)
@@ -137,16 +137,12 @@ class Checkpoints:
 
         check: is called on the main rank, before anything is restored, with the checkpoint and what was saved
         with it. It raises TrainingError if that is not of this run. This raises TrainingError if there are
-        checkpoints but none is intact, because starting over is the user's decision, or if the newest intact
-        one holds numbers that are not finite.
+        checkpoints but none is intact, because starting over is the user's decision.
         """
         path, sealed = from_main(self.ranks, lambda: self._newest_intact(check))
         if path is None:
             return None
         self._load(path, sealed, model, optimizer)
-        bad = divergence.not_finite(model, optimizer, self.ranks)
-        if bad:
-            raise TrainingError(self._advice_on(path, bad, model, optimizer))
         return sealed
 
     def _load(self, path: Path, sealed: dict[str, Any], model: nn.Module, optimizer) -> None:
@@ -159,22 +155,6 @@ class Checkpoints:
                 "continues from the checkpoint before it"
             ) from error
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-    def _advice_on(self, path: Path, bad: list[str], model: nn.Module, optimizer) -> str:
-        """What to do about a checkpoint with numbers that are not finite. Loads those before it."""
-        found = f"{path} holds NaN or Inf in {len(bad)} tensors ({first(bad)})"
-        older = [other for other in checkpoints_in(self.folder) if other.name < path.name]
-        for candidate in reversed(older):
-            _, sealed = self.ranks.from_main(lambda candidate=candidate: _verified(candidate))
-            if sealed is None:
-                continue
-            self._load(candidate, sealed, model, optimizer)
-            if not divergence.not_finite(model, optimizer, self.ranks):
-                return (
-                    f"{found}; {candidate.name} is good. To continue from there, delete {path.name} and "
-                    "whatever lies between them, and run the same command again"
-                )
-        return f"{found}, and no earlier checkpoint is good. {divergence.ADVICE}"
 
     # ------------------------------------------------------------------ writing, on the thread or not
 
@@ -202,8 +182,8 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise TrainingError(
                 f"could not write the checkpoint of step {sealed['step']} to {self.folder}: "
-                f"{_reason(error)}. {self._remaining()} Make room or fix the folder; the same command then "
-                "continues from there"
+                f"{_reason(error)}. Make room or fix the folder; the same command then continues from the "
+                "checkpoint before it"
             ) from error
 
     def _make_folder(self, temporary: Path) -> None:
@@ -257,7 +237,7 @@ class Checkpoints:
         """The newest checkpoint whose files are what its seal says, and the seal's contents."""
         paths = checkpoints_in(self.folder)
         for path in reversed(paths):
-            _, sealed = _verified(path)
+            sealed = _verified(path)
             if sealed is not None:
                 if check:
                     check(path, sealed)
@@ -268,13 +248,6 @@ class Checkpoints:
                 f"directory {self.folder.parent} to train from the start"
             )
         return None, None
-
-    def _remaining(self) -> str:
-        try:
-            steps = [path.name for path in checkpoints_in(self.folder)]
-        except OSError:
-            return "Which checkpoints there are cannot be read."
-        return f"Still there: {', '.join(steps)}." if steps else "There is no earlier checkpoint."
 
 
 def from_main(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -336,13 +309,13 @@ def _path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
-def _verified(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """The checkpoint and the contents of its seal, or None, after a warning, if it is damaged."""
+def _verified(path: Path) -> dict[str, Any] | None:
+    """The contents of the checkpoint's seal; None, after a warning, if it is damaged."""
     try:
-        return path, seal.verify(path)
+        return seal.verify(path)
     except (OSError, ValueError) as error:
         log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
-        return path, None
+        return None
 
 
 def _state(model: nn.Module, optimizer) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """The processes of a run: know which one this is, join the others, combine their values."""
 
-import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from model.config import LlamaConfig, parameter_count
 from trainer.errors import Interrupted, LostRanks
-
-log = logging.getLogger(__name__)
+from trainer.settings import HardwareSettings
 
 T = TypeVar("T")
 
@@ -28,11 +26,10 @@ STARTUP_TIMEOUT_S = 4 * 3600.0
 # died first and reports that failure.
 REPORT_DELAY_S = 3.0
 
-# A rank whose neighbour died ends after this delay if it has not noticed by itself: NCCL waits forever.
-EXIT_DELAY_S = 10.0
-
-# Environment variable: the file through which ranks find each other that trainer.launcher started.
+# Environment variable: the file through which ranks find each other that trainer.launch started.
 RENDEZVOUS_FILE = "SAGEBWD_RENDEZVOUS_FILE"
+
+SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
 CONTINUES = "The same command continues from the newest checkpoint"
 
@@ -101,12 +98,19 @@ class Ranks:
             ) from error
 
 
+def is_sharded(config: LlamaConfig, hardware: HardwareSettings, ranks: int) -> bool:
+    """Whether weights, gradients and moments are sharded: on request, and by default for large models."""
+    if ranks == 1 or hardware.parallel == "ddp":
+        return False
+    return hardware.parallel == "fsdp" or parameter_count(config) >= SHARD_FROM
+
+
 def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def join(device: str) -> Ranks:
-    """Join the ranks that torchrun or trainer.launcher started; a lone process joins none."""
+    """Join the ranks that torchrun or trainer.launch started; a lone process joins none."""
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device == "cuda":
         local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -142,55 +146,15 @@ def joined(device: str) -> Iterator[Ranks]:
     Not after a failure, because leaving might wait for ranks that are gone. The process ends then.
     """
     ranks = join(device)
-    neighbours = _NeighbourWatch(ranks) if ranks.count > 1 else None
     try:
         yield ranks
     except Interrupted:  # raised by all ranks at the same step
-        _leave(neighbours)
+        _leave(ranks)
         raise
-    except BaseException:
-        if neighbours:
-            neighbours.stop_watching()
-        raise
-    _leave(neighbours)
+    _leave(ranks)
 
 
-def _leave(neighbours: "_NeighbourWatch | None") -> None:
-    if neighbours:
-        neighbours.leave()
-    if dist.is_initialized():
+def _leave(ranks: Ranks) -> None:
+    if ranks.count > 1:
+        ranks.barrier()  # one that leaves early would be taken for lost
         dist.destroy_process_group()
-
-
-class _NeighbourWatch:
-    """Ends this process if the next rank dies, whatever its own main thread waits for.
-
-    A thread waits, over TCP, for a message that the next rank sends only when it leaves. If that rank dies,
-    the connection breaks. Without this a rank on a GPU would wait for the dead one until it is killed.
-    """
-
-    def __init__(self, ranks: Ranks):
-        self.next, self.previous = (ranks.rank + 1) % ranks.count, (ranks.rank - 1) % ranks.count
-        self.ending = False  # with an error of its own
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=365))
-        self.thread = threading.Thread(target=self._watch, name="neighbours", daemon=True)
-        self.thread.start()
-
-    def leave(self) -> None:
-        """Tell the previous rank that this one leaves, and wait until the next one does."""
-        dist.send(torch.zeros(1), self.previous, group=self.group)
-        self.thread.join()
-
-    def stop_watching(self) -> None:
-        """This rank is ending with an error of its own, which may take long."""
-        self.ending = True
-
-    def _watch(self) -> None:
-        try:
-            dist.recv(torch.zeros(1), self.next, group=self.group)
-        except RuntimeError:
-            time.sleep(EXIT_DELAY_S)
-            if self.ending:
-                return
-            log.error("rank %d died, and this one cannot continue without it. %s", self.next, CONTINUES)
-            os._exit(1)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model import backends
 from model.config import LlamaConfig, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
+from trainer.distributed import is_sharded
 from trainer.errors import TrainingError
 from trainer.machine import host_memory, own_memory
-from trainer.plan import is_sharded, tokens_per_step
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ def _activations(settings: Settings, sequences: int, *, compiled: bool) -> Activ
         on_gpu=hardware.device == "cuda",
         recompute=hardware.recompute == "blocks",
     )
-    return activations(shape, work, backends.saved_bytes(settings.attention, q, k, device=hardware.device))
+    return activations(shape, work, settings.attention.saved_bytes(q, k, device=hardware.device))
 
 
 def _gradients(settings: Settings, ranks: int, step: Activations) -> int:
@@ -157,7 +156,7 @@ def _gradients(settings: Settings, ranks: int, step: Activations) -> int:
     from the start, which are the gradients of the last micro-batch only. FSDP shards the sum, not before.
     """
     whole = FLOAT32 * parameter_count(settings.model)
-    micro_steps = tokens_per_step(settings) // (settings.context * settings.hardware.micro_batch * ranks)
+    micro_steps = settings.tokens_per_step // (settings.context * settings.hardware.micro_batch * ranks)
     accumulates = micro_steps > 1 or settings.hardware.cuda_graphs
     if is_sharded(settings.model, settings.hardware, ranks):
         return whole if accumulates else whole // ranks
@@ -234,7 +233,7 @@ def fitting(settings: Settings, ranks: int, estimate: Memory) -> Iterator[str]:
 def _alternatives(settings: Settings, ranks: int) -> Iterator[list[dict[str, int | str]]]:
     """Kinds of changes that take less memory and train the same, each from the smallest change on."""
     hardware = settings.hardware
-    sequences = tokens_per_step(settings) // (settings.context * ranks)
+    sequences = settings.tokens_per_step // (settings.context * ranks)
     smaller = [n for n in range(hardware.micro_batch - 1, 0, -1) if sequences % n == 0]
     yield [{"micro_batch": n} for n in smaller]
     if hardware.recompute == "none":

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Any
+from dataclasses import asdict, fields, is_dataclass
+from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
 
@@ -11,22 +12,26 @@ from model import backends
 from trainer.redaction import redact
 from trainer.settings import Settings
 
-# Settings that may differ when a run resumes: they change how it executes or reports, not what it computes.
-# (Text may have moved; whether it is the same text is checked against the checkpoint.)
-MAY_CHANGE = re.compile(
-    r"hardware\.(?!dtype)|logger\.|probe\.|spike\.|profile\.|"
-    r"data\.(root|path|val_path|processes|validation|sources\.[^.]+\.(path|val_path)$)|"
-    r"(log_every|eval_every|eval_sequences|sample_tokens|sample_prompt|checkpoint_every|"
-    r"checkpoint_background|keep_checkpoints|milestone_every|skip_nonfinite|runs_dir|run_dir|rerun_finished|plan)$"
-)
-
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
+
+
+def may_change(name: str) -> bool:
+    """Whether the setting (`hardware.micro_batch`) may differ when a run resumes: see trainer.settings."""
+    name = re.sub(r"^data\.sources\.[^.]+\.", "data.", name)  # a text of a mixture has the settings of one
+    kind, mark = Settings, False
+    for part in name.split("."):
+        known = {field.name: field for field in fields(kind)} if is_dataclass(kind) else {}
+        if isinstance(mark, tuple):
+            mark = part in mark
+        if part in known:
+            mark = known[part].metadata.get("may_change", mark)
+            kind = get_type_hints(kind)[part]
+    return mark is True
 
 
 def recorded(settings: Settings) -> dict[str, Any]:
     """The settings as config.yaml and the seals of checkpoints record them, without secrets."""
-    container = OmegaConf.to_container(OmegaConf.structured(settings))
-    return redact({**container, "attention": backends.resolve(settings.attention)})
+    return redact({**asdict(settings), "attention": settings.attention.recorded()})
 
 
 def differences(
@@ -35,28 +40,18 @@ def differences(
     """The settings that make it another run, and those of `also`. Both as `recorded` gives them."""
     if "attention" in stored:
         with suppress(ValueError):  # a backend or setting that was removed is compared as stored
-            stored = {**stored, "attention": backends.resolve(stored["attention"])}
+            stored = {**stored, "attention": backends.read(stored["attention"]).recorded()}
     # A setting that came later has its default in the runs before it.
     old, new = _defaults() | _flat(stored), _flat(current)
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (key in also or not MAY_CHANGE.match(key))
+        if old.get(key) != new.get(key) and (key in also or not may_change(key))
     ]
 
 
 def listed(changed: list[Difference]) -> str:
     return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
-
-
-def absent(stored: dict[str, Any]) -> list[str]:
-    """The settings that every run has, and this record of one has not: it is incomplete."""
-    there = _flat(stored)
-    return [
-        key
-        for key, default in _defaults().items()
-        if default == "???" and key not in there and not MAY_CHANGE.match(key)
-    ]
 
 
 def _defaults() -> dict[str, Any]:

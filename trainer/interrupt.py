@@ -1,6 +1,7 @@
-"""When a run ends early: signals that ask it to stop, and the death of the process that started it."""
+"""When a run ends early: signals that ask it to stop, the death of its parent, a terminal that is closed."""
 
-import ctypes
+import errno
+import logging
 import multiprocessing
 import os
 import signal
@@ -8,15 +9,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+from typing import Any
 
-from trainer import console
 from trainer.errors import Interrupted
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal to get when the parent dies
+log = logging.getLogger(__name__)
+
 SWEEP_PID = "SAGEBWD_SWEEP_PID"  # environment variable: the process of the sweep that started this one
 POLL_S = 1.0
+
+#: What writing raises when nobody reads: a closed pipe, a closed terminal, a closed connection.
+UNREAD = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
 
 
 class StopRequest:
@@ -84,7 +89,7 @@ class StopRequest:
         """Printing to a terminal that is gone would raise an error before the run has saved."""
         for stream in self._terminals:
             if not os.isatty(stream):
-                console.discard(stream)
+                discard(stream)
 
 
 class ForwardedStop(StopRequest):
@@ -144,20 +149,13 @@ def end_with_parent() -> None:
     For a process that multiprocessing started. Without its parent a rank would train on, hold the run's lock,
     and at the end wait for ever. What it had not saved is trained again.
     """
-    _end_with(multiprocessing.parent_process().pid)
+    watch_parent(multiprocessing.parent_process().pid)
 
 
 def end_with_sweep() -> None:
     """As `end_with_parent`, if a sweep started this process as a command of its own."""
     if parent := os.environ.pop(SWEEP_PID, None):
-        _end_with(int(parent))
-
-
-def _end_with(parent: int) -> None:
-    if not _kernel_kills_with_parent():
-        watch_parent(parent)
-    elif os.getppid() != parent:  # it ended before the kernel was asked
-        _kill_myself()
+        watch_parent(int(parent))
 
 
 def watch_parent(parent: int) -> None:
@@ -165,18 +163,78 @@ def watch_parent(parent: int) -> None:
     threading.Thread(target=_kill_without, args=(parent,), name="parent", daemon=True).start()
 
 
-def _kernel_kills_with_parent() -> bool:
-    """Ask Linux for SIGKILL when the parent dies; whether it will. It works while a kernel hangs, too."""
-    if not sys.platform.startswith("linux"):
-        return False
-    return ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
-
-
 def _kill_without(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_S)
-    _kill_myself()
-
-
-def _kill_myself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- printing where nobody reads
+
+
+@contextmanager
+def surviving_closed() -> Iterator[None]:
+    """Within this context, printing goes on when stdout or stderr is closed at its other end.
+
+    What is printed from then on is discarded, which is logged once.
+    """
+    before = sys.stdout, sys.stderr
+    replaced = [stream and _Surviving(stream) for stream in before]  # None stays: there is no such stream
+    sys.stdout, sys.stderr = replaced
+    try:
+        yield
+    finally:
+        for stream in filter(None, replaced):
+            with suppress(OSError):
+                stream.flush()  # what is left would fail at the end of the process, and change its exit code
+        sys.stdout, sys.stderr = before
+
+
+class _Surviving:
+    """A text stream, in whose place `write` and `flush` do not fail when nobody reads any more."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._discard(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._discard(error)
+
+    def _discard(self, error: OSError) -> None:
+        """Print to nowhere from now on. Raises the error if it is another one, such as a full disk."""
+        if error.errno not in UNREAD:
+            raise error
+        discard(self._stream.fileno())
+        log.warning(
+            "nobody reads %s any more (%s); the run goes on without it", self._stream.name, error.strerror
+        )
+
+
+def say(text: str) -> None:
+    """Print a line to stderr, or to nowhere if that cannot be written.
+
+    For last words: neither the line nor what is left in the buffer may change how the process ends.
+    """
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        discard(2)
+
+
+def discard(descriptor: int) -> None:
+    """Discard what is written to this file descriptor from now on."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)

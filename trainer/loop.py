@@ -1,6 +1,5 @@
 """The training loop, from settings to finished weights."""
 
-import dataclasses
 import functools
 import logging
 import math
@@ -14,38 +13,35 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
+import model.config
 import model.huggingface
 from data.corpus import Corpus, open_corpus
 from data.loader import BatchLoader, evaluation_batches, stack_sequences
 from data.tokens import TokenShards, count_sequences
-from model import backends
 from model.backends import Backend
-from model.config import parameter_count
+from model.config import flops_per_token, parameter_count
 from model.generate import generate
 from model.llama import Llama
-from trainer import console, distributed, identity, parallel
+from trainer import distributed, identity, interrupt, parallel
 from trainer.checkpoint import Checkpoints, from_main
-from trainer.distributed import Ranks
+from trainer.checks import sizes_of
+from trainer.distributed import Ranks, is_sharded
 from trainer.divergence import Guard
 from trainer.errors import Interrupted, TrainingError, explain, user_facing
 from trainer.estimate import check_memory, report_memory
 from trainer.evaluate import bytes_per_token, described, validation_loss, validation_record
-from trainer.export import draw, export
+from trainer.export import draw, export, model_card
 from trainer.interrupt import StopRequest
-from trainer.model_card import model_card
-from trainer.optimizer import build_optimizer, set_learning_rate
-from trainer.plan import is_sharded, make_plan
+from trainer.machine import peak_memory_gib, peak_tflops
+from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, Probe, build_probe
 from trainer.profiling import start_profiler
+from trainer.record import Record, Stopwatch, log_to
 from trainer.run_directory import RunDirectory, read_metrics
-from trainer.schedule import learning_rate
 from trainer.seal import checkpoints_in
 from trainer.settings import Settings
-from trainer.spikes import SpikeDetector, report
-from trainer.telemetry import Telemetry, log_to
-from trainer.tensorboard import start_tensorboard
-from trainer.throughput import Stopwatch, flops_per_token, peak_memory_gib, peak_tflops
-from trainer.wandb_run import derived, setup_tags, start_wandb
+from trainer.spikes import SpikeDetector, log_spike
+from trainer.trackers import derived, start_tensorboard, start_wandb
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +49,13 @@ log = logging.getLogger(__name__)
 def train(settings: Settings) -> None:
     """Train one run to its end on this process's device; resume it if its directory holds a checkpoint.
 
+    The settings have passed trainer.checks, and name a run_dir.
     Raises TrainingError for what the user can fix, LostRanks if another rank is gone, and Interrupted, with
     the state saved, on a signal of StopRequest.
     """
     make_deterministic(settings.hardware.deterministic)
     with (
-        console.surviving_closed(),
+        interrupt.surviving_closed(),
         distributed.joined(settings.hardware.device) as ranks,
         StopRequest() as stop,  # outside: torchrun asks the ranks to stop while they report a lost one
         with_user_facing_errors(settings),
@@ -109,12 +106,16 @@ class Trainer:
 
     def __init__(self, settings: Settings, directory: RunDirectory, ranks: Ranks, stop: StopRequest):
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
-        self.plan = make_plan(settings, ranks.count)
+        self.sizes = sizes_of(settings, ranks.count)
+        starts_from = self._find_init_from()
         self.corpus = self._open_corpus()
         self.loader = self._make_loader()
         self.backend = self._build_backend()
         self.llama = self._build_model()
-        self._load_init_from()
+        if starts_from:
+            with user_facing(ValueError, OSError):
+                model.huggingface.load_into(self.llama, starts_from)
+            log.info("starting from the weights in %s", starts_from)
         self.wrapped, self.compiled = parallel.place(
             self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
         )
@@ -133,22 +134,22 @@ class Trainer:
         self.saved_step = self.step
         self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
         self.probe = build_probe(settings, self.llama, self.backend, device=ranks.device, dtype=self._dtype())
-        self.alarm = Alarm(settings, self.probe)
+        self.alarm = Alarm(settings.probe.alarm, self.probe)
         self.stop_asked = False  # on any rank, as of the last step
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
-        self.telemetry = self._start_telemetry(restored.get("wandb_id")) if ranks.is_main else None
+        self.record = self._start_record(restored.get("wandb_id")) if ranks.is_main else None
         self.profiler = start_profiler(settings.profile, directory.profile, ranks)
 
     # ------------------------------------------------------------------ the run
 
     def run(self) -> None:
         """Train from `self.step` to the end of the plan."""
-        settings, plan = self.settings, self.plan
+        settings, sizes = self.settings, self.sizes
         try:
             self.stopwatch.start()
             steps_timed, first_step = 0, True
-            while self.step < plan.steps:
+            while self.step < sizes.steps:
                 loss, grad_norm, rate = self._train_step()
                 self.step += 1
                 steps_timed += 1
@@ -157,12 +158,12 @@ class Trainer:
                         self.checkpoints.reserve(self.llama, self.optimizer)
                     self.ranks.answer_within(settings.hardware.timeout_s)
                     first_step = False
-                last = self.step == plan.steps
+                last = self.step == sizes.steps
                 if self.step % settings.log_every == 0 or last or self.step == 1:
                     self._log(loss, grad_norm, rate, steps_timed)
                     steps_timed = 0
-                if self.telemetry:
-                    self.telemetry.advance()
+                if self.record:
+                    self.record.advance()
                 if self.profiler and self.profiler.advance():
                     with self._off_the_clock():
                         self.profiler.write(self.step)
@@ -183,27 +184,27 @@ class Trainer:
             if self.profiler:
                 self.profiler.close()
             self.checkpoints.close()
-            if self.telemetry:
-                self.telemetry.close()
+            if self.record:
+                self.record.close()
 
     def _train_step(self) -> tuple[float, float, float]:
         """One optimizer step: mean loss over its tokens, gradient norm before clipping, learning rate.
 
         The GPU is waited for once, and several ranks exchange one tensor in addition to the gradients.
         """
-        settings, plan = self.settings, self.plan
+        settings, sizes = self.settings, self.sizes
         rate = learning_rate(
-            self.step, steps=plan.steps, warmup_steps=settings.tps.warmup_steps, settings=settings.optimizer
+            self.step, steps=sizes.steps, warmup_steps=settings.tps.warmup_steps, settings=settings.optimizer
         )
         set_learning_rate(self.optimizer, rate)
         parallel.expect_gradients(self.llama, settings.hardware)
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step, (inputs, targets) in enumerate(self.loader.micro_batches(self.step)):
-            last = micro_step == plan.micro_steps - 1
+            last = micro_step == sizes.micro_steps - 1
             with parallel.gradients_exchanged(self.wrapped, last):
                 with self._autocast():
                     micro_loss = (
-                        self.compiled(self._to_device(inputs), self._to_device(targets)) / plan.micro_steps
+                        self.compiled(self._to_device(inputs), self._to_device(targets)) / sizes.micro_steps
                     )
                 micro_loss.backward()
             loss += micro_loss.detach()
@@ -244,11 +245,11 @@ class Trainer:
         batch = map(self._to_device, stack_sequences(self.loader.tokens, indices, self.settings.context))
         with parallel.uncompiled():
             values = probe.measure(*batch, self._autocast, is_main=self.ranks.is_main)
-        if self.telemetry:
-            self.telemetry.record({"step": self.step, "tokens": self._tokens(), **values})
+        if self.record:
+            self.record.write({"step": self.step, "tokens": self._tokens(), **values})
             for warning in self.alarm.warnings(self.step, values, probe.layers):
                 log.warning(warning)
-                self.telemetry.alert("attention gradients are inaccurate", warning)
+                self.record.alert("attention gradients are inaccurate", warning)
 
     def _evaluate(self) -> None:
         """Loss on the first `eval_sequences` sequences of each validation set, and a sample."""
@@ -257,10 +258,10 @@ class Trainer:
         losses = [self._validation_loss(one.tokens, in_step=sharded) for one in self.corpus.validation]
         # All ranks of a sharded model take part in generating each token.
         sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
-        if self.telemetry:
-            record = validation_record(self.corpus.validation, losses, self._bytes_per_token)
-            self.telemetry.record({"step": self.step, "tokens": self._tokens(), **record, "sample": sample})
-            log.info("step %d: %s%s", self.step, described(record), f"\n  | {sample!r}" if sample else "")
+        if self.record:
+            values = validation_record(self.corpus.validation, losses, self._bytes_per_token)
+            self.record.write({"step": self.step, "tokens": self._tokens(), **values, "sample": sample})
+            log.info("step %d: %s%s", self.step, described(values), f"\n  | {sample!r}" if sample else "")
 
     def _validation_loss(self, tokens: TokenShards, *, in_step: bool) -> float:
         settings, ranks = self.settings, self.ranks
@@ -307,14 +308,14 @@ class Trainer:
 
     def _log(self, loss: float, grad_norm: float, rate: float, steps_timed: int) -> None:
         seconds = self.stopwatch.take()
-        if not self.telemetry:
+        if not self.record:
             return
-        tokens_per_second = steps_timed * self.plan.tokens_per_step / seconds
+        tokens_per_second = steps_timed * self.sizes.tokens_per_step / seconds
         mfu = None
         if self.peak:
             flops = tokens_per_second * flops_per_token(self.settings.model, self.settings.context)
             mfu = flops / (self.peak * 1e12 * self.ranks.count)
-        self.telemetry.record(
+        self.record.write(
             {
                 "step": self.step,
                 "tokens": self._tokens(),
@@ -328,7 +329,7 @@ class Trainer:
                 ),
             }
         )
-        self.telemetry.progress(loss, tokens_per_second, mfu)
+        self.record.progress(loss, tokens_per_second, mfu)
 
     def _finish(self) -> None:
         """Export the weights, draw the pictures, and mark the run finished."""
@@ -348,7 +349,7 @@ class Trainer:
     def _save(self) -> None:
         """Save a checkpoint. Raises TrainingError if the state is not finite: it would be of no use."""
         self.guard.check_state(self.step)
-        wandb_id = self.ranks.from_main(lambda: self.telemetry.wandb_id if self.telemetry else None)
+        wandb_id = self.ranks.from_main(lambda: self.record.wandb_id if self.record else None)
         extra = {
             "wandb_id": wandb_id,
             "data": self.corpus.manifest.fingerprint,
@@ -385,13 +386,13 @@ class Trainer:
         most.
         """
         asked = self.stop_asked if self.ranks.count > 1 else self.stop.signal is not None
-        if asked and self.step < self.plan.steps:
+        if asked and self.step < self.sizes.steps:
             signal = self.ranks.largest(self.stop.signal or 0)
             if self.saved_step != self.step:
                 self._save()
             self.checkpoints.wait()
             raise Interrupted(
-                f"stopped at step {self.step} of {self.plan.steps} and saved; the same command continues",
+                f"stopped at step {self.step} of {self.sizes.steps} and saved; the same command continues",
                 signal,
             )
 
@@ -403,8 +404,8 @@ class Trainer:
         spike, skip = self.spikes.judge(loss, grad_norm), self.settings.spike.skip
         if spike and self.ranks.is_main:
             step, sequences = self.step + 1, self.loader.sequence_indices(self.step).tolist()
-            place = {"step": step, "tokens": step * self.plan.tokens_per_step}
-            report(spike, self.directory, {**place, "skipped": skip, "sequences": sequences})
+            place = {"step": step, "tokens": step * self.sizes.tokens_per_step}
+            log_spike(spike, self.directory, {**place, "skipped": skip, "sequences": sequences})
         return spike is not None and skip
 
     # ------------------------------------------------------------------ building
@@ -416,7 +417,13 @@ class Trainer:
             stopped = self.ranks.from_main(lambda: opened if isinstance(opened, Interrupted) else None)
             if stopped:
                 raise stopped  # on all ranks
-            return opened or open_corpus(self.settings.data)
+            corpus = opened or open_corpus(self.settings.data)
+        prompt = self.settings.sample_prompt
+        if self.settings.sample_tokens and not corpus.tokenizer.encode(prompt):  # now, not at an evaluation
+            raise TrainingError(
+                f"sample_prompt={prompt!r} has no token; give it another beginning, or use sample_tokens=0"
+            )
+        return corpus
 
     def _open_unless_stopped(self) -> Corpus | Interrupted:
         try:
@@ -433,7 +440,7 @@ class Trainer:
             loader = BatchLoader(
                 self.corpus.train,
                 context=settings.context,
-                sequences_per_step=self.plan.sequences_per_step,
+                sequences_per_step=self.sizes.sequences_per_step,
                 micro_batch=settings.hardware.micro_batch,
                 seed=settings.seed,
                 sequences=settings.train_sequences,
@@ -442,7 +449,7 @@ class Trainer:
                 pin_memory=ranks.device.type == "cuda",
             )
         for line in loader.order.description(
-            self.plan.steps * self.plan.sequences_per_step, context=settings.context
+            self.sizes.steps * self.sizes.sequences_per_step, context=settings.context
         ):
             log.info("data: %s", line)
         return loader
@@ -450,8 +457,7 @@ class Trainer:
     def _build_backend(self) -> Backend:
         shape = self.settings.model
         with user_facing(ValueError):
-            return backends.build(
-                self.settings.attention,
+            return self.settings.attention.build(
                 device=self.ranks.device,
                 dtype=self._dtype(),
                 d_head=shape.d_head,
@@ -468,40 +474,49 @@ class Trainer:
             "model: %s parameters; attention: %s; %s steps of %s tokens on %d × %s",
             f"{parameter_count(settings.model):,}",
             self.backend.description,
-            f"{self.plan.steps:,}",
-            f"{self.plan.tokens_per_step:,}",
+            f"{self.sizes.steps:,}",
+            f"{self.sizes.tokens_per_step:,}",
             self.ranks.count,
             torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         )
         return llama
 
-    def _load_init_from(self) -> None:
-        """Start from the trained weights of init_from, if it is set and there is no checkpoint yet."""
-        if self.settings.init_from is None or checkpoints_in(self.directory.checkpoints):
-            return
-        with user_facing(ValueError, OSError):
-            model.huggingface.load_into(self.llama, self.settings.init_from)
-        log.info("starting from the weights in %s", self.settings.init_from)
+    def _find_init_from(self) -> str | None:
+        """The folder of weights to start from, if one is set and there is no checkpoint yet."""
+        folder = self.settings.init_from
+        if not folder or checkpoints_in(self.directory.checkpoints):
+            return None
+        try:
+            stored = model.huggingface.read_config(folder)
+        except (OSError, ValueError) as error:
+            why = explain(error) if isinstance(error, OSError) else error
+            raise TrainingError(
+                f"init_from={folder}: {why}; give the weights/ folder of a finished run, or a model in the "
+                "Hugging Face layout"
+            ) from error
+        if wrong := model.config.differences(stored, self.settings.model):
+            use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
+            here = ", ".join(f"{name}={ours}" for name, _, ours in wrong)
+            raise TrainingError(f"init_from={folder} holds a model of another shape; use {use} (here {here})")
+        return folder
 
-    def _start_telemetry(self, wandb_id: str | None) -> Telemetry:
+    def _start_record(self, wandb_id: str | None) -> Record:
         wandb_run = start_wandb(
             self.settings.logger,
             folder=self.directory.path,
             config={
-                **dataclasses.asdict(self.settings),
-                "attention": backends.resolve(self.settings.attention),
+                **identity.recorded(self.settings),
                 "derived": {
-                    **derived(self.settings, self.plan, self.ranks.count),
+                    **derived(self.settings, self.sizes, self.ranks.count),
                     "attention": self.backend.description,  # the kernel that was chosen
                 },
             },
             run_id=wandb_id,
-            tags=setup_tags(self.settings),
         )
-        return Telemetry(
+        return Record(
             self.directory.metrics,
             wandb_run,
-            steps=self.plan.steps,
+            steps=self.sizes.steps,
             first_step=self.step,
             name=self.directory.path.name,
             tensorboard=start_tensorboard(
@@ -528,4 +543,4 @@ class Trainer:
         self.stopwatch.start()
 
     def _tokens(self) -> int:
-        return self.step * self.plan.tokens_per_step
+        return self.step * self.sizes.tokens_per_step

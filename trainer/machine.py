@@ -1,6 +1,7 @@
-"""What this machine has: memory for a process, and the speed of its matrix products."""
+"""What this machine has: memory for a process, and how fast it multiplies matrices."""
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,23 @@ import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+
+#: Dense bf16 matrix-product peaks in TFLOP/s, without sparsity, from the vendors' datasheets.
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "H100": 989.0,  # SXM
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H200": 989.0,  # SXM
+    "H200 NVL": 835.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+    "RTX 3090": 71.0,
+    "RTX 4090": 165.2,
+}
+
+#: Words in the driver's names of GPUs that do not change the peak: the maker, the socket and the memory.
+NEUTRAL = re.compile(r"NVIDIA|GeForce|SXM\d?|PCIe?|\d+GB|HBM\d", re.IGNORECASE)
 
 
 def host_memory() -> int | None:
@@ -73,3 +91,34 @@ def matmul_flops(dtype: torch.dtype) -> float:
         a @ b
         products += 1
     return products * 2 * 512**3 / elapsed
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Peak of the device in dense bf16, in TFLOP/s, if it is a known GPU, else None."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """Peak of a GPU by the driver's name for it, by the longest name of the table within it.
+
+    None if the table has no such GPU, or the name has a word of unknown meaning, such as "Laptop".
+    """
+    words = re.split(r"[ -]", name)
+    inside = [known for known in PEAK_TFLOPS if set(known.split()) <= set(words)]
+    if not inside:
+        return None
+    longest = max(inside, key=len)
+    others = set(words) - set(longest.split())
+    return PEAK_TFLOPS[longest] if all(map(NEUTRAL.fullmatch, others)) else None
+
+
+def peak_memory_gib(device: torch.device, *, cuda_graphs: bool = False) -> float | None:
+    """Peak memory of tensors on this GPU so far, in GiB; None on a CPU.
+
+    PyTorch's count of tensors leaves out the memory of CUDA graphs. With them this is all memory that PyTorch
+    reserved, used or not.
+    """
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_reserved if cuda_graphs else torch.cuda.max_memory_allocated
+    return peak(device) / 2**30

@@ -20,8 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from model.llama import Llama
-from trainer.distributed import Ranks
-from trainer.plan import is_sharded
+from trainer.distributed import Ranks, is_sharded
 from trainer.settings import HardwareSettings
 
 # Size of DDP's gradient buckets (the default is 25). The compiler ends a graph wherever a bucket ends and

@@ -27,7 +27,6 @@ from model.llama import Llama
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
 from sagebwd.reference.exact import ExactRows
-from trainer.plan import tokens_per_step
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -283,10 +282,9 @@ class Alarm:
     A layer is reported once, and again only after its error was below the limit in between.
     """
 
-    def __init__(self, settings: Settings, probe: Probe | None):
-        self.limit = math.inf if settings.probe.alarm is None else settings.probe.alarm
+    def __init__(self, limit: float | None, probe: Probe | None):
+        self.limit = math.inf if limit is None else limit
         self._probe = probe
-        self._advice = advice(settings, probe) if probe else ""
         self._above: set[int] = set()
 
     def warnings(self, step: int, values: dict[str, float], layers: Sequence[int]) -> list[str]:
@@ -303,27 +301,12 @@ class Alarm:
         return messages
 
     def _message(self, step: int, layer: int, worst: str, values: dict[str, float]) -> str:
-        error, fpa_error, ds_rms, logit = (
-            values.get(f"probe/layer_{layer}/{name}")
-            for name in (f"{worst}_l2", f"fpa_{worst}_l2", "ds_rms", "largest_logit")
-        )
-        of_fpa = "" if fpa_error is None else f"; full-precision attention has {fpa_error:.2g}"
+        has = "has" if self._probe.is_own else "would have"
+        of_fpa = values.get(f"probe/layer_{layer}/fpa_{worst}_l2")
+        of_fpa = "" if of_fpa is None else f"; full-precision attention has {of_fpa:.2g}"
         return (
-            f"step {step}, layer {layer}: {GRADIENTS[worst]} of {self._probe.backend.title} "
-            f"{'has' if self._probe.is_own else 'would have'} a relative L2 error of {error:.3g}, above "
-            f"probe.alarm={self.limit:g}{of_fpa} (RMS of dS {ds_rms:.2g}, largest logit {logit:.3g}). "
-            f"{self._advice}"
+            f"step {step}, layer {layer}: {GRADIENTS[worst]} of {self._probe.backend.title} {has} a relative "
+            f"L2 error of {values[f'probe/layer_{layer}/{worst}_l2']:.3g}, above probe.alarm={self.limit:g}"
+            f"{of_fpa} (largest logit {values[f'probe/layer_{layer}/largest_logit']:.3g}). QK-norm bounds "
+            "the logits; attention=sagebwd_consistent and fewer tokens per step may help, too, in a new run"
         )
-
-
-def advice(settings: Settings, probe: Probe) -> str:
-    """What these settings leave to try for more accurate gradients.
-
-    QK-norm and fewer tokens per step are the paper's findings (its figures 5 and 1).
-    """
-    options = [
-        *([] if settings.model.qk_norm else ["model.qk_norm=true, which bounds the logits"]),
-        f"fewer tokens per step than {tokens_per_step(settings):,}",
-        *(probe.backend.advice if probe.is_own else ()),
-    ]
-    return "What may help, in a new run: " + "; ".join(options)

@@ -1,7 +1,7 @@
 """torch.profiler around a few steps: a trace to look at, and a table of the most expensive operators."""
 
 import logging
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch.profiler
@@ -62,36 +62,13 @@ class StepProfiler:
 
     def close(self) -> None:
         """Stop recording. A profile that is not complete is not written."""
-        if self._profiler is None:
-            return
-        unfinished, self._profiler = self._profiler, None
-        try:
-            unfinished.stop()
-        except RuntimeError as error:  # of a GPU that failed, for example, which is reported elsewhere
-            log.warning("profile: could not be stopped: %s", error)
-        if self._ranks.is_main:
-            log.warning(
-                "profile: not written, because training ended %d step(s) too early for profile.start=%d "
-                "and profile.steps=%d",
-                self._steps_left,
-                self._settings.start,
-                self._settings.steps,
-            )
+        if self._profiler is not None:
+            log.warning("profile: not written, training ended %d step(s) too early", self._steps_left)
+            with suppress(RuntimeError):  # of a GPU that failed, for example, which is reported elsewhere
+                self._profiler.stop()
+            self._profiler = None
 
 
 def start_profiler(settings: ProfileSettings, folder: Path, ranks: Ranks) -> StepProfiler | None:
     """A profiler that waits for its steps, or None if the settings ask for none."""
     return StepProfiler(settings, folder, ranks) if settings.steps else None
-
-
-def problems(settings: ProfileSettings, steps: int) -> Iterator[str]:
-    """What is wrong with the settings for a run of `steps` steps, each with its fix."""
-    if settings.steps < 0:
-        yield f"profile.steps={settings.steps} must not be negative; 0 records no profile"
-    elif settings.steps and settings.start < 1:
-        yield f"profile.start={settings.start} must be 1 or more: the profiler warms up in the step before"
-    elif settings.steps and settings.start + settings.steps > steps:
-        yield (
-            f"profile.start={settings.start} and profile.steps={settings.steps} go beyond the run's {steps} "
-            "steps; use smaller ones, or train longer"
-        )

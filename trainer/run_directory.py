@@ -23,10 +23,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data.files import write_text
-from data.overrides import override
 from trainer import identity, seal
-from trainer.errors import TrainingError, explain, first
-from trainer.plan import make_plan
+from trainer.errors import TrainingError, explain
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
 from trainer.settings import Settings
@@ -58,15 +56,9 @@ def default_name(overrides: list[str]) -> str:
     return name
 
 
-def is_finished(settings: Settings, ranks: int, overrides: list[str]) -> bool:
-    """Whether this run is finished; gives it a `run_dir` named after its overrides if it has none.
-
-    Raises TrainingError if its settings cannot be trained, or its folder is of another run.
-    """
-    if settings.run_dir is None:
-        settings.run_dir = str(Path(settings.runs_dir) / default_name(overrides))
-    make_plan(settings, ranks)
-    return RunDirectory(Path(settings.run_dir)).is_finished_with(settings)
+def name_directory(settings: Settings, overrides: list[str]) -> None:
+    """Give the run a `run_dir` named after its overrides if it has none."""
+    settings.run_dir = settings.run_dir or str(Path(settings.runs_dir) / default_name(overrides))
 
 
 class RunDirectory:
@@ -116,18 +108,10 @@ class RunDirectory:
             raise TrainingError(
                 f"{self.path} is finished, but was trained with other settings:\n{identity.listed(changed)}\n"
                 "Give these settings their own run_dir=…, or train them here from the start with "
-                f"rerun_finished=true{self._how_to_extend(changed)}"
+                "rerun_finished=true"
             )
         was, now = stored.get("data", {}), current["data"]
         return all((was.get(key) or None) == (now[key] or None) for key in ("path", "val_path", "sources"))
-
-    def _how_to_extend(self, changed: list[identity.Difference]) -> str:
-        if not {name for name, _, _ in changed} <= {"steps", "total_tokens"}:
-            return ""
-        return (
-            ". Its learning rate has come to the end of its schedule; to train its weights for longer, start "
-            f"another run from them: {shlex.quote(override('init_from', self.weights))} run_dir=…"
-        )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -371,7 +355,4 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(str(error).splitlines()[0]) from error
     if not (isinstance(stored, dict) and all(isinstance(stored.get(k), dict) for k in ("attention", "data"))):
         raise ValueError("it has no settings of a run")
-    absent = identity.absent(stored)
-    if absent:
-        raise ValueError(f"it has no {first(absent)}")
     return stored

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from trainer.errors import explain
 from trainer.interrupt import SWEEP_PID, StopRequest, StopSignal
-from trainer.launcher import describe_death
+from trainer.launch import describe_death
 
 FINISHED, FAILED, INTERRUPTED = "finished", "failed", "interrupted"
 #: Exit codes of a process that was asked to stop: it saved and said so, or had nothing to save yet.

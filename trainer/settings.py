@@ -1,7 +1,7 @@
 """Every setting of a run, typed. Hydra fills these dataclasses from configs/ and the command line.
 
-This file has the types. configs/ has the values, and marks which of them the paper publishes and which are
-choices.
+This file has the types, and marks what may change when a run is resumed. configs/ has the values, and marks
+which of them the paper publishes and which are choices.
 """
 
 from dataclasses import dataclass, field
@@ -11,8 +11,17 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
 from data.settings import DataSettings, allow_names
-from model.backends import FULL_PRECISION
+from model import backends
 from model.config import LlamaConfig
+from trainer.errors import SettingsError
+
+#: Marks settings that may differ when a run resumes: they change how it executes or reports, not what it
+#: computes. A mark on a group holds for all in it that has none of its own.
+MAY_CHANGE = {"may_change": True}
+
+
+def changeable(default: Any = MISSING) -> Any:
+    return field(default=default, metadata=MAY_CHANGE)
 
 
 @dataclass
@@ -93,7 +102,8 @@ class HardwareSettings:
     device: str = MISSING  # "cuda" or "cpu"
     devices: int = 1  # processes, one per device; torchrun overrides it
     micro_batch: int = MISSING  # sequences per device per forward-backward pass
-    dtype: str = MISSING  # "bfloat16" (autocast over float32 master weights) or "float32"
+    # "bfloat16" (autocast over float32 master weights) or "float32".
+    dtype: str = field(default=MISSING, metadata={"may_change": False})
     compile: bool = MISSING  # torch.compile the model
     cuda_graphs: bool = False  # one GPU: replay compiled passes as CUDA graphs, which removes launch overhead
     deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
@@ -108,17 +118,21 @@ class HardwareSettings:
 class Settings:
     """A whole run."""
 
-    # `backend` and the settings of that backend, whose own dataclass types and checks them (model/backends/).
-    attention: dict[str, Any] = field(default_factory=lambda: dict(FULL_PRECISION))
+    # Of Hydra: `backend` and what that backend reads. Of a run: the backend's own Settings (model/backends/).
+    attention: Any = field(default_factory=lambda: dict(backends.FULL_PRECISION))
     model: LlamaConfig = field(default_factory=LlamaConfig)
-    data: DataSettings = field(default_factory=DataSettings)
+    # Text may have moved; whether it is the same text is checked against the checkpoint.
+    data: DataSettings = field(
+        default_factory=DataSettings,
+        metadata={"may_change": ("root", "path", "val_path", "processes", "validation")},
+    )
     tps: TpsSettings = field(default_factory=TpsSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    logger: LoggerSettings = field(default_factory=LoggerSettings)
-    hardware: HardwareSettings = field(default_factory=HardwareSettings)
-    probe: ProbeSettings = field(default_factory=ProbeSettings)
-    spike: SpikeSettings = field(default_factory=SpikeSettings)
-    profile: ProfileSettings = field(default_factory=ProfileSettings)
+    logger: LoggerSettings = field(default_factory=LoggerSettings, metadata=MAY_CHANGE)
+    hardware: HardwareSettings = field(default_factory=HardwareSettings, metadata=MAY_CHANGE)
+    probe: ProbeSettings = field(default_factory=ProbeSettings, metadata=MAY_CHANGE)
+    spike: SpikeSettings = field(default_factory=SpikeSettings, metadata=MAY_CHANGE)
+    profile: ProfileSettings = field(default_factory=ProfileSettings, metadata=MAY_CHANGE)
 
     init_from: str | None = None  # a Hugging Face folder to start from (a run's weights/); null: random
 
@@ -128,25 +142,41 @@ class Settings:
     steps: int | None = None  # length of the run in optimizer steps; overrides total_tokens
     seed: int = MISSING  # initialisation and data order
 
-    log_every: int = MISSING  # steps between lines of metrics.jsonl
-    eval_every: int = MISSING  # steps between validations; the last step always validates
-    eval_sequences: int = MISSING  # validation sequences that are used
-    sample_tokens: int = MISSING  # length of the text generated at a validation; 0: none
-    sample_prompt: str = MISSING
-    checkpoint_every: int = MISSING  # steps between checkpoints; the last step always saves one
-    checkpoint_background: bool = (
-        True  # write while training goes on; needs CPU memory for a copy of the state
-    )
-    keep_checkpoints: int = MISSING  # newest checkpoints kept
-    milestone_every: int | None = (
-        None  # checkpoints whose step is a multiple are kept permanently; null: none
-    )
-    skip_nonfinite: bool = False  # drop a step whose loss or gradient is not finite, instead of stopping
+    log_every: int = changeable()  # steps between lines of metrics.jsonl
+    eval_every: int = changeable()  # steps between validations; the last step always validates
+    eval_sequences: int = changeable()  # validation sequences that are used
+    sample_tokens: int = changeable()  # length of the text generated at a validation; 0: none
+    sample_prompt: str = changeable()
+    checkpoint_every: int = changeable()  # steps between checkpoints; the last step always saves one
+    # Write while training goes on; needs CPU memory for a copy of the state.
+    checkpoint_background: bool = changeable(True)
+    keep_checkpoints: int = changeable()  # newest checkpoints kept
+    # Checkpoints whose step is a multiple are kept permanently; null: none.
+    milestone_every: int | None = changeable(None)
+    skip_nonfinite: bool = changeable(False)  # drop a step whose loss or gradient is not finite, do not stop
 
-    runs_dir: str = MISSING  # holds the run directories that are named after their overrides
-    run_dir: str | None = None  # null: <runs_dir>/<overrides>
-    rerun_finished: bool = False  # train a finished run again from the start
-    plan: bool = False  # print the estimate of memory, time and disk, and train nothing
+    runs_dir: str = changeable()  # holds the run directories that are named after their overrides
+    run_dir: str | None = changeable(None)  # null: <runs_dir>/<overrides>
+    rerun_finished: bool = changeable(False)  # train a finished run again from the start
+    plan: bool = changeable(False)  # print the estimate of memory, time and disk, and train nothing
+
+    def __post_init__(self) -> None:
+        """Read the attention, once: everything else asks the object. Raises SettingsError."""
+        if not isinstance(self.attention, backends.Attention):
+            try:
+                self.attention = backends.read(self.attention)
+            except ValueError as error:
+                raise SettingsError(str(error)) from error
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all devices together that make up one optimizer step."""
+        return self.tps.tokens_per_step // self.tps.divide_by
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.total_tokens // self.tokens_per_step if self.steps is None else self.steps
 
 
 def register() -> None:

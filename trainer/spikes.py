@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.errors import first
 from trainer.run_directory import RunDirectory, append_line
 from trainer.settings import SpikeSettings
 
@@ -38,19 +39,6 @@ class Spike:
     def beyond(self) -> list[str]:
         """Which of the two are outliers."""
         return [name for name in NAMES if self.values[name] > self.limits[name]]
-
-    def describe(self) -> str:
-        titles = {"loss": "loss", "grad_norm": "gradient norm"}
-        return " and ".join(
-            f"{titles[name]} {self.values[name]:.4g} (typical {self.typical[name]:.4g}, limit "
-            f"{self.limits[name]:.4g})"
-            for name in self.beyond
-        )
-
-    def record(self) -> dict[str, Any]:
-        """The line of spikes.jsonl, without its place in the run."""
-        typical = {f"typical_{name}": value for name, value in self.typical.items()}
-        return {**self.values, **typical, "beyond": self.beyond}
 
 
 class SpikeDetector:
@@ -91,22 +79,25 @@ class SpikeDetector:
         return spike if spike.beyond else None
 
 
-def report(spike: Spike, directory: RunDirectory, place: dict[str, Any]) -> None:
+def log_spike(spike: Spike, directory: RunDirectory, place: dict[str, Any]) -> None:
     """Append a line to the run's spikes.jsonl, and warn.
 
     place: `step`, `tokens` after it, the `sequences` of all ranks, and whether its optimizer step was
     `skipped`.
     """
-    append_line(directory.spikes, {**place, **spike.record()})
-    first, more = place["sequences"][:6], len(place["sequences"]) > 6
+    typical = {f"typical_{name}": value for name, value in spike.typical.items()}
+    append_line(directory.spikes, {**place, **spike.values, **typical, "beyond": spike.beyond})
+    told = " and ".join(
+        f"{name} {spike.values[name]:.4g} (typical {spike.typical[name]:.4g}, limit {spike.limits[name]:.4g})"
+        for name in spike.beyond
+    )
     log.warning(
-        "step %d is a spike: %s%s. Its training sequences: %s%s; to read them: "
+        "step %d is a spike: %s%s. Its training sequences: %s; to read them: "
         "python -m scripts.show_batch %s --step %d",
         place["step"],
-        spike.describe(),
+        told,
         "; optimizer step skipped" if place["skipped"] else "",
-        ", ".join(map(str, first)),
-        ", …" if more else "",
+        first(place["sequences"]),
         shlex.quote(str(directory.path)),
         place["step"],
     )

@@ -1,77 +1,147 @@
-"""Where text comes from.
+"""Where text comes from: what every source yields, and what sources share.
 
 A source is divided into units: independent pieces of work, always the same ones in the same order. A unit
 yields its documents in batches that fit into memory. Units are pickled to the processes that work on them.
+Each module here has a source, and SOURCES in data/recipe.py lists it.
 """
 
-from dataclasses import dataclass, replace
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
-from data.files import Known, identity, matching
-from data.settings import FILE_SUFFIXES, DataSettings
-from data.sources import jsonl, openwebtext, parquet, stdlib, text
-from data.sources.base import Batch, Unit
-from data.split import effective_fraction
+import numpy as np
+import pyarrow as pa
 
-__all__ = ["Batch", "Source", "Unit", "load"]
+from data.order import mix64
+from data.settings import DataSettings
+
+# Approximate text per unit: large enough for a process, small enough to redo after a crash.
+UNIT_BYTES = 64 << 20
+
+BATCH_BYTES = 4 << 20  # approximate text per batch: bounds the memory of a process
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, as Arrow calls them
+
+# A fraction that suits gigabytes would leave a small text too little validation text for one sequence.
+SMALLEST_VALIDATION = 256 << 10  # bytes of text
+LARGEST_SHARE = 0.1  # of a small text, even if that is less than SMALLEST_VALIDATION
+
+Piece = TypeVar("Piece")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some documents of a unit, in order."""
+
+    texts: pa.LargeStringArray  # valid UTF-8, without nulls
+    continues: bool = False  # the last document goes on in the next batch or unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """An independent piece of work: part of a file, or several files."""
+
+    text_bytes: int  # approximate amount of text, for the progress bar
+    split: str | None = None  # "train" or "val"; None: each document by `in_validation`
+
+    def batches(self) -> Iterator[Batch]:
+        """Read the unit from its start. Raises ValueError, naming file and row, for unusable text."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Source:
-    """All text of a dataset, and what identifies it."""
+    """A kind of text."""
 
-    units: list[Unit]
-    files: list[Path]  # that the text comes from, without those of a download
-    identity: dict  # JSON; the same for the same text
-    input_bytes: int  # size of the files, which may be compressed
-    val_fraction: float  # validation part of the text; 0 if validation has files of its own
+    # Units of some files by the settings of a text. The last argument is Unit.split, None for text that is
+    # both. Reads metadata; no network. Raises ValueError for files that cannot be read.
+    units: Callable[[list[Path], DataSettings, str | None], list[Unit]]
+    suffixes: tuple[str, ...] = ()  # of the files that data.path names; none: it has text of its own
+    settings: tuple[str, ...] = ()  # that its text depends on, besides the files
+    files: Callable[[], list[Path]] = list  # that text of its own
 
 
-def load(settings: DataSettings) -> Source:
-    """The source that the settings name. Reads metadata, and small inputs for their checksum; no network.
+def effective_fraction(val_fraction: float, text_bytes: int) -> float:
+    """Validation part of a text of this size: `val_fraction`, or 256 KiB if more, but at most a tenth."""
+    if text_bytes <= 0:
+        return val_fraction
+    return max(val_fraction, min(LARGEST_SHARE, SMALLEST_VALIDATION / text_bytes))
 
-    Raises ValueError for input that is missing, empty or unreadable.
+
+def in_validation(unit: int, first: int, count: int, fraction: float) -> np.ndarray:
+    """Which of the documents first … first + count − 1 of a unit are validation text; bool, (count,).
+
+    Each is with probability `fraction`, by a hash of its position: neither its content nor the number of
+    processes matters. The very first document always is, so that no split is empty.
     """
-    if settings.source == "openwebtext":
-        pinned = {key: getattr(settings, key) for key in ("repository", "config", "revision", "column")}
-        return Source(
-            openwebtext.units(**pinned), [], pinned, openwebtext.DOWNLOAD_BYTES, settings.val_fraction
-        )
-    if settings.source == "stdlib":
-        files, val_files = stdlib.files(), []
-    else:
-        suffixes = FILE_SUFFIXES[settings.source]
-        files = matching(settings.path, suffixes) if settings.path else []
-        val_files = matching(settings.val_path, suffixes) if settings.val_path else []
-        _check_apart(files, val_files)
-
-    units = _units(settings, files, settings.val_fraction if not val_files else None)
-    if files and not any(unit.text_bytes for unit in units):
-        raise ValueError(f"data.path={settings.path} has no text; choose other files")
-    val_fraction = effective_fraction(settings.val_fraction, sum(unit.text_bytes for unit in units))
-    if val_files:
-        val_fraction = 0.0
-        units = [replace(unit, split="train") for unit in units]
-        units += [replace(unit, split="val") for unit in _units(settings, val_files, None)]
-    found = {"files": identity(files), "val_files": identity(val_files)}
-    if settings.source in ("parquet", "jsonl"):
-        found["column"] = settings.column
-    input_bytes = sum(file.stat().st_size for file in files + val_files)
-    return Source(units, files + val_files, found, input_bytes, val_fraction)
+    positions = np.arange(first, first + count, dtype=np.uint64)
+    hashes = mix64(positions ^ mix64(np.uint64(unit) + np.uint64(1)))
+    chosen = hashes < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    if unit == 0 and first == 0 and count:
+        chosen[0] = True
+    return chosen
 
 
-def _check_apart(files: list[Path], val_files: list[Path]) -> None:
-    """Raise ValueError if a file is both training and validation text."""
-    train = Known(files)
-    for file in val_files:
-        if (same := train.find(file)) is not None:
-            name = str(file) if file == same else f"{file}, the same text as {same},"
-            raise ValueError(f"{name} matches both data.path and data.val_path; keep it out of one of them")
+def grouped(pieces: list[Piece], size: Callable[[Piece], int]) -> list[tuple[Piece, ...]]:
+    """Join consecutive pieces until they reach UNIT_BYTES."""
+    groups: list[tuple[Piece, ...]] = []
+    group: list[Piece] = []
+    total = 0
+    for piece in pieces:
+        group.append(piece)
+        total += size(piece)
+        if total >= UNIT_BYTES:
+            groups.append(tuple(group))
+            group, total = [], 0
+    if group:
+        groups.append(tuple(group))
+    return groups
 
 
-def _units(settings: DataSettings, files: list[Path], val_fraction: float | None) -> list[Unit]:
-    if settings.source == "parquet":
-        return parquet.units(files, settings.column)
-    if settings.source == "jsonl":
-        return jsonl.units(files, settings.column)
-    return text.units(files, val_fraction)
+def usable(column: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
+    """A column of strings in the type of Batch.texts. Raises ValueError for nulls and invalid UTF-8."""
+    if column.null_count:
+        row = first_row + column.is_null().to_pylist().index(True)
+        raise ValueError(f"{where}, row {row} has no text (null); drop such rows, or name another column")
+    texts = column.cast(pa.large_string(), safe=False)  # the check of its bytes comes next
+    try:
+        texts.validate(full=True)
+    except pa.ArrowInvalid:
+        row = first_row + _first_undecodable(texts)
+        raise ValueError(f"{where}, row {row} is not valid UTF-8; convert it, or drop that row") from None
+    return texts
+
+
+def _first_undecodable(texts: pa.LargeStringArray) -> int:
+    for row, text in enumerate(texts.cast(pa.large_binary())):
+        try:
+            text.as_py().decode("utf-8")
+        except UnicodeDecodeError:
+            return row
+    raise AssertionError("Arrow found invalid UTF-8 where Python finds none")
+
+
+def opened(file: Path) -> BinaryIO:
+    """The bytes of a file, decompressed if its name ends in .gz or .zst.
+
+    Reading raises OSError if a compressed file is damaged or cut short.
+    """
+    if is_compressed(file):
+        return io.BufferedReader(pa.input_stream(str(file), compression=COMPRESSIONS[file.suffix]))
+    return file.open("rb")
+
+
+def is_compressed(file: Path) -> bool:
+    return file.suffix in COMPRESSIONS
+
+
+def line_number(file: Path, offset: int) -> int:
+    """The line, counted from 1, that the byte at `offset` of the decompressed file is in."""
+    newlines, left = 0, offset
+    with opened(file) as handle:
+        while left > 0 and (chunk := handle.read(min(left, 1 << 20))):
+            newlines += chunk.count(b"\n")
+            left -= len(chunk)
+    return newlines + 1

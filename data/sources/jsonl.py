@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from data.sources.base import (
+from data.settings import DataSettings
+from data.sources import (
     BATCH_BYTES,
     UNIT_BYTES,
     Batch,
+    Source,
     Unit,
     grouped,
     is_compressed,
@@ -64,29 +66,35 @@ class JsonlUnit(Unit):
             raise _wrong(file, offset, f"is not JSON ({error}); fix or drop that line") from None
         if not isinstance(document, dict):
             raise _wrong(
-                file, offset, f"is not a JSON object but {type(document).__name__}; fix or drop that line"
+                file, offset, f"is no JSON object but {type(document).__name__}; fix or drop that line"
             )
         if self.key not in document:
             keys = ", ".join(map(repr, document)) or "none"
-            raise _wrong(file, offset, f"has no key data.column={self.key!r}; it has {keys}")
+            raise _wrong(file, offset, f"has no key {self.key!r}; it has {keys}. Name one: column=…")
         text = document[self.key]
         if not isinstance(text, str):
             kind = "null" if text is None else type(text).__name__
-            raise _wrong(
-                file, offset, f"holds {kind}, not text, under data.column={self.key!r}; fix or drop that line"
-            )
+            raise _wrong(file, offset, f"holds {kind}, not text, under {self.key!r}; fix or drop it")
         # JSON can spell half a surrogate pair (backslash-u d800), which is not a character: U+FFFD, as
         # tiktoken does.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def units(files: list[Path], key: str) -> list[Unit]:
+def units(files: list[Path], settings: DataSettings, split: str | None = None) -> list[Unit]:
     """The units of some files."""
     ranges = [part for file in files for part in _ranges(file, file.stat().st_size)]
     return [
-        JsonlUnit(text_bytes=sum(part.stop - part.start for part in group), ranges=group, key=key)
+        JsonlUnit(
+            text_bytes=sum(part.stop - part.start for part in group),
+            split=split,
+            ranges=group,
+            key=settings.column,
+        )
         for group in grouped(ranges, lambda part: part.stop - part.start)
     ]
+
+
+JSONL = Source(units, suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"), settings=("column",))
 
 
 def _ranges(file: Path, size: int) -> list[ByteRange]:

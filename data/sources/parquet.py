@@ -13,7 +13,8 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.sources.base import BATCH_BYTES, Batch, Unit, grouped, usable
+from data.settings import DataSettings
+from data.sources import BATCH_BYTES, Batch, Source, Unit, grouped, usable
 
 TEXT_TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
@@ -59,44 +60,30 @@ class ParquetUnit(Unit):
             raise unreadable(file, error) from error
 
 
-def units(files: list[Path], column: str) -> list[Unit]:
+def units(files: list[Path], settings: DataSettings, split: str | None = None) -> list[Unit]:
     """The units of some files. Reads only the files' metadata."""
-    row_groups = [group for file in files for group in _row_groups(file, column)]
+    row_groups = [group for file in files for group in _row_groups(file, settings.column)]
     return [
-        ParquetUnit(text_bytes=sum(part.text_bytes for part in group), row_groups=group, column=column)
+        ParquetUnit(
+            text_bytes=sum(part.text_bytes for part in group),
+            split=split,
+            row_groups=group,
+            column=settings.column,
+        )
         for group in grouped(row_groups, lambda part: part.text_bytes)
     ]
 
 
-def check_column(file: Path, column: str) -> None:
-    """Raise ValueError unless the file has one column of that name, with text."""
-    try:
-        schema = pq.read_schema(file)
-    except (pa.ArrowException, OSError) as error:
-        raise unreadable(file, error) from error
-    if column not in schema.names:
-        raise ValueError(
-            f"{file} has no column data.column={column!r}; it has {', '.join(map(repr, schema.names))}"
-        )
-    if schema.names.count(column) > 1:
-        raise ValueError(
-            f"{file} has {schema.names.count(column)} columns called data.column={column!r}, and only one "
-            "can be meant; rename the others"
-        )
-    kind = schema.field(column).type
-    if isinstance(kind, pa.DictionaryType):
-        kind = kind.value_type
-    if kind not in TEXT_TYPES:
-        raise ValueError(f"{file}: column {column!r} holds {kind}, not text; choose another data.column")
-
-
-def unreadable(file: Path, error: Exception | str) -> ValueError:
-    return ValueError(f"{file} cannot be read as parquet ({error}); is it complete? Fetch it again")
+PARQUET = Source(units, suffixes=(".parquet",), settings=("column",))
 
 
 def _row_groups(file: Path, column: str) -> Iterator[RowGroup]:
-    check_column(file, column)
-    metadata = pq.read_metadata(file)
+    try:
+        metadata = pq.read_metadata(file)
+        schema = metadata.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError) as error:
+        raise unreadable(file, error) from error
+    _check_column(file, schema, column)
     column_index = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     first_row = 0
     for index in range(metadata.num_row_groups):
@@ -106,3 +93,21 @@ def _row_groups(file: Path, column: str) -> Iterator[RowGroup]:
                 file, index, first_row, group.num_rows, group.column(column_index).total_uncompressed_size
             )
         first_row += group.num_rows
+
+
+def _check_column(file: Path, schema: pa.Schema, column: str) -> None:
+    """Raise ValueError unless the file has one column of that name, with text."""
+    count = schema.names.count(column)
+    if count != 1:
+        found = f"{count} columns" if count else "no column"
+        names = ", ".join(map(repr, schema.names))
+        raise ValueError(f"{file} has {found} {column!r}; it has {names}. Name one: column=…")
+    kind = schema.field(column).type
+    if isinstance(kind, pa.DictionaryType):
+        kind = kind.value_type
+    if kind not in TEXT_TYPES:
+        raise ValueError(f"{file}: column {column!r} holds {kind}, not text. Name another: column=…")
+
+
+def unreadable(file: Path, error: Exception | str) -> ValueError:
+    return ValueError(f"{file} cannot be read as parquet ({error}); is it complete? Fetch it again")

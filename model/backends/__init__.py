@@ -1,18 +1,17 @@
 """The attentions a model can be built around, one module of this package each.
 
-To add one, write two files. A module here with
+To add one, write two files. A module here with a dataclass
 
-    Settings
-        A dataclass of the settings that this attention reads. Every field has a default.
-    check(settings: Settings, *, deterministic: bool) -> None
-        Raises ValueError if a setting is wrong, or if `deterministic` is asked for and these settings cannot
-        give the same bits every time. Runs in milliseconds, before anything is built.
-    build(settings: Settings, *, device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> Backend
+    class Settings(Attention)
+        What this attention reads. Every field has a default; `__post_init__` raises ValueError for what is
+        wrong.
+
+and in it
+
+    def build(self, *, device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> Backend
         device: a torch.device. dtype: of Q, K and V. is_gqa: there are fewer key heads than query heads.
         Raises ValueError if this machine cannot run what the settings ask for.
-    resolve(settings: Settings) -> dict[str, Any]
-        Optional. The settings with all defaults filled in; this is what config.yaml records.
-    saved_bytes(settings: Settings, q, k, *, device: str) -> SavedBytes
+    def saved_bytes(self, q, k, *, device: str) -> SavedBytes
         Optional. What autograd keeps of the attention of q (B, H, N, D) and k (B, G, N, D), which are meta
         tensors, on "cuda" or "cpu"; for the estimate of memory. Without it: q, k, v, O and the logsumexp.
 
@@ -26,7 +25,6 @@ import logging
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -38,6 +36,8 @@ log = logging.getLogger(__name__)
 
 #: The attention that every comparison is made against.
 FULL_PRECISION = {"backend": "fpa"}
+
+OLD_NAMES = {"implementation": "kernels"}  # in config.yaml of older runs
 
 
 class AttentionFn(Protocol):
@@ -62,6 +62,40 @@ class SavedBytes(NamedTuple):
     results: int
 
 
+class Attention:
+    """The settings of an attention, read and checked. A backend's `Settings` derives from this."""
+
+    @property
+    def backend(self) -> str:
+        return type(self).__module__.rpartition(".")[2]
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """Of the settings, as the Hydra group `attention` has them."""
+        return {field.name for field in fields(cls)}
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> "Attention":
+        """The settings from those that are set. Raises ValueError."""
+        try:
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), given))
+        except OmegaConfBaseException as error:
+            name = error.full_key
+            raise ValueError(f"attention.{name}={given.get(name)}: {str(error).splitlines()[0]}") from error
+
+    def recorded(self) -> dict[str, Any]:
+        """The group `attention` with all defaults filled in. The same record is the same attention."""
+        return {"backend": self.backend, **asdict(self)}
+
+    def build(self, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> "Backend":
+        raise NotImplementedError
+
+    def saved_bytes(self, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
+        """q, k, v, O, and the logsumexp (B, H, N) in float32."""
+        results = q.nbytes + 4 * q[..., 0].numel()
+        return SavedBytes(total=q.nbytes + 2 * k.nbytes + results, results=results)
+
+
 @dataclass(frozen=True)
 class Backend:
     """An attention that is ready to run, and what the trainer needs to know of it."""
@@ -77,35 +111,42 @@ class Backend:
     #: this one's own error.
     probe_instead: tuple[Mapping[str, Any], ...] = ()
 
-    #: Settings that make its gradients more accurate, each as the end of a sentence; for the probe's alarm.
-    advice: tuple[str, ...] = ()
-
 
 def available() -> list[str]:
     """Names of all backends."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def load(name: str) -> ModuleType:
-    """The module of a backend. Raises ValueError if there is none of that name."""
-    if name not in available():
-        raise ValueError(f"attention.backend={name} is unknown; choose one of {', '.join(available())}")
-    return importlib.import_module(f"{__name__}.{name}")
+def settings_of(backend: str) -> type[Attention]:
+    """The Settings of a backend. Raises ValueError if there is none of that name."""
+    if backend not in available():
+        raise ValueError(f"attention.backend={backend} is unknown; choose one of {', '.join(available())}")
+    return importlib.import_module(f"{__name__}.{backend}").Settings
 
 
-def check(attention: Mapping[str, Any], *, deterministic: bool = False) -> None:
-    """Raise ValueError if the Hydra group `attention` is wrong. See the module's `check`."""
-    module, settings = read(attention)
-    module.check(settings, deterministic=deterministic)
+def read(group: Mapping[str, Any]) -> Attention:
+    """The Hydra group `attention` as the Settings of its backend. None means not set.
+
+    Settings of other backends are left out: a sweep over several attentions sets them for all. Raises
+    ValueError if no backend has a setting, or a value is wrong.
+    """
+    kind = settings_of(group.get("backend", ""))
+    given = {OLD_NAMES.get(name, name): value for name, value in group.items() if name != "backend"}
+    known = set().union(*(settings_of(backend).names() for backend in available()))
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean attention.{near[0]}?" if near else f"choose from {', '.join(sorted(known))}"
+            raise ValueError(f"attention.{name}={given[name]}: no attention has this setting; {hint}")
+    own = kind.names()
+    return kind.read({name: value for name, value in given.items() if name in own and value is not None})
 
 
 def build(
-    attention: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
+    group: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
 ) -> Backend:
-    """The attention that the group `attention` describes. Raises ValueError. See the module's `build`."""
-    module, settings = read(attention)
-    module.check(settings, deterministic=False)
-    return module.build(settings, device=device, dtype=dtype, d_head=d_head, is_gqa=is_gqa)
+    """The attention that the group `attention` describes. Raises ValueError."""
+    return read(group).build(device=device, dtype=dtype, d_head=d_head, is_gqa=is_gqa)
 
 
 def build_first(choices: Sequence[Mapping[str, Any]], **shape: Any) -> Backend:
@@ -119,78 +160,3 @@ def build_first(choices: Sequence[Mapping[str, Any]], **shape: Any) -> Backend:
         except ValueError as error:
             log.info("%s; trying the next choice", error)
     return build(choices[-1], **shape)
-
-
-def resolve(attention: Mapping[str, Any]) -> dict[str, Any]:
-    """The group `attention` with the backend's defaults filled in and without what it does not read.
-
-    Two groups with the same result describe the same attention. Raises ValueError if it is wrong.
-    """
-    module, settings = read(attention)
-    return {"backend": attention["backend"], **getattr(module, "resolve", asdict)(settings)}
-
-
-def saved_bytes(attention: Mapping[str, Any], q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
-    """What autograd keeps of this attention. q, k: meta tensors, see the module's `saved_bytes`."""
-    module, settings = read(attention)
-    if not hasattr(module, "saved_bytes"):
-        return saved_by_flash_attention(q, k)
-    return module.saved_bytes(settings, q, k, device=device)
-
-
-def saved_by_flash_attention(q: Tensor, k: Tensor) -> SavedBytes:
-    """q, k, v, O, and the logsumexp (B, H, N) in float32."""
-    results = q.nbytes + 4 * q[..., 0].numel()
-    return SavedBytes(total=q.nbytes + 2 * k.nbytes + results, results=results)
-
-
-def read(attention: Mapping[str, Any]) -> tuple[ModuleType, Any]:
-    """The backend's module, and its Settings filled from the Hydra group `attention`.
-
-    None means not set: the default of Settings. A setting of another backend is ignored if it is off (None,
-    False or empty), because a sweep may turn a switch off for all backends. Raises ValueError if such a
-    setting is on, if no backend has it, or if a value has the wrong type.
-    """
-    module = load(attention.get("backend", ""))
-    own = {field.name for field in fields(module.Settings)}
-    _refuse_foreign(attention, own)
-    given = {name: value for name, value in attention.items() if name in own and value is not None}
-    try:
-        settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(module.Settings), given))
-    except OmegaConfBaseException as error:
-        name = error.full_key
-        raise ValueError(f"attention.{name}={given.get(name)}: {str(error).splitlines()[0]}") from error
-    return module, settings
-
-
-def setting_names(backend: str) -> set[str]:
-    """Names of the settings that a backend reads."""
-    return {field.name for field in fields(load(backend).Settings)}
-
-
-def _refuse_foreign(attention: Mapping[str, Any], own: set[str]) -> None:
-    """Raise ValueError for a setting that is on and not read here, or that no backend has."""
-    foreign = {name: value for name, value in attention.items() if name not in own | {"backend"}}
-    if not foreign:
-        return
-    backend = attention["backend"]
-    readers = {
-        name: [other for other in available() if other != backend and name in setting_names(other)]
-        for name in foreign
-    }
-    unknown = [name for name in foreign if not readers[name]]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], own, n=1)
-        raise ValueError(
-            f"attention.{unknown[0]}={foreign[unknown[0]]}: no attention has this setting; "
-            + (f"did you mean attention.{near[0]}?" if near else f"{backend} reads {', '.join(sorted(own))}")
-        )
-    on = {name: value for name, value in foreign.items() if value not in (None, False, [])}
-    if on:
-        listed = ", ".join(f"attention.{name}={value}" for name, value in on.items())
-        others = sorted(set.intersection(*(set(readers[name]) for name in on)))
-        switch = f", or use {' or '.join(f'attention={name}' for name in others)}" if others else ""
-        raise ValueError(
-            f"{listed}: has no effect with attention={backend}, which reads only {', '.join(sorted(own))}; "
-            f"drop it{switch}"
-        )

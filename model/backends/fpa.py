@@ -20,7 +20,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.backends import AttentionFn, Backend, SavedBytes, saved_by_flash_attention
+from model.backends import Attention, AttentionFn, Backend, SavedBytes
 from model.kernels import flash_attention_4
 
 log = logging.getLogger(__name__)
@@ -55,50 +55,53 @@ SAVED_OPERATORS = (
 
 
 @dataclass
-class Settings:
+class Settings(Attention):
     """Settings of full-precision attention."""
 
     sdpa: str | None = None  # the kernel, one of CHOICES; None: the fastest that runs here
 
+    def __post_init__(self) -> None:
+        if self.sdpa is not None and self.sdpa not in CHOICES:
+            raise ValueError(
+                f"attention.sdpa={self.sdpa} is unknown; choose one of {', '.join(CHOICES)}, or null for the "
+                "fastest available"
+            )
 
-def check(settings: Settings, *, deterministic: bool) -> None:
-    """Raise ValueError for an unknown kernel, and for one that cannot be deterministic."""
-    if settings.sdpa is not None and settings.sdpa not in CHOICES:
-        raise ValueError(
-            f"attention.sdpa={settings.sdpa} is unknown; choose one of {', '.join(CHOICES)}, or null for the "
-            "fastest available"
-        )
-    if deterministic and settings.sdpa == "cudnn":
-        raise ValueError(
-            "hardware.deterministic=true, but the backward of attention.sdpa=cudnn is not deterministic; use "
-            "attention.sdpa=flash or null"
-        )
+    def build(self, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> Backend:
+        """Attention with the requested kernel, or else with the fastest that can run. Raises ValueError."""
+        if device.type == "cuda":
+            usable = usable_kernels(device, dtype, d_head, is_gqa)
+            order = fastest_first(torch.cuda.get_device_capability(device))
+        else:
+            usable, order = {"math"}, ()
+        kernel = self.sdpa or next((name for name in order if name in usable), None)
+        if kernel is None:
+            return _sdpa_backend(F.scaled_dot_product_attention, f"PyTorch's own choice for {device.type}")
+        if kernel not in usable:
+            why = ""
+            if kernel == FA4:
+                why = f": {flash_attention_4.why_not(device, dtype, d_head)}"
+            elif kernel == "cudnn" and torch.are_deterministic_algorithms_enabled():
+                why = ": its backward is not deterministic, as hardware.deterministic=true asks"
+            raise ValueError(
+                f"attention.sdpa={kernel} cannot run on {device} with {dtype}, d_head={d_head}, "
+                f"is_gqa={is_gqa}{why}; use attention.sdpa={' or '.join(sorted(usable))}, or null for the "
+                "fastest available"
+            )
+        if kernel == FA4:
+            description = f"{TITLES[FA4]}, flash-attn-4 {flash_attention_4.installed_version()}"
+            return _backend(flash_attention_4.attend, description)
+        if FA4 in order and self.sdpa is None:
+            why = flash_attention_4.why_not(device, dtype, d_head)
+            _say_once(f"{why}. Full precision runs {TITLES[kernel]}")
+        return _sdpa_backend(_pin(KERNELS[kernel]), TITLES[kernel])
 
-
-def build(
-    settings: Settings, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
-) -> Backend:
-    """Attention with the requested kernel, or else with the fastest that can run. Raises ValueError."""
-    if device.type == "cuda":
-        usable = usable_kernels(device, dtype, d_head, is_gqa)
-        order = fastest_first(torch.cuda.get_device_capability(device))
-    else:
-        usable, order = {"math"}, ()
-    kernel = settings.sdpa or next((name for name in order if name in usable), None)
-    if kernel is None:
-        return _sdpa_backend(F.scaled_dot_product_attention, f"PyTorch's own choice for {device.type}")
-    if kernel not in usable:
-        why = f": {flash_attention_4.why_not(device, dtype, d_head)}" if kernel == FA4 else ""
-        raise ValueError(
-            f"attention.sdpa={kernel} cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}"
-            f"{why}; use attention.sdpa={' or '.join(sorted(usable))}, or null for the fastest available"
-        )
-    if kernel == FA4:
-        description = f"{TITLES[FA4]}, flash-attn-4 {flash_attention_4.installed_version()}"
-        return _backend(flash_attention_4.attend, description)
-    if FA4 in order and settings.sdpa is None:
-        _say_once(f"{flash_attention_4.why_not(device, dtype, d_head)}. Full precision runs {TITLES[kernel]}")
-    return _sdpa_backend(_pin(KERNELS[kernel]), TITLES[kernel])
+    def saved_bytes(self, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
+        """The math kernel keeps P (B, H, N, N) and all heads of q, k, v in float32."""
+        if self.sdpa != "math":
+            return super().saved_bytes(q, k, device=device)
+        p = q.shape[0] * q.shape[1] * q.shape[2] ** 2
+        return SavedBytes(total=4 * (3 * q.numel() + p) + q.nbytes, results=0)
 
 
 @functools.cache
@@ -110,14 +113,6 @@ def _sdpa_backend(attend: AttentionFn, kernel: str) -> Backend:
     return _backend(attend, f"scaled_dot_product_attention, {kernel}")
 
 
-def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
-    """What the backward needs. The math kernel keeps P (B, H, N, N) and all heads of q, k, v in float32."""
-    if settings.sdpa != "math":
-        return saved_by_flash_attention(q, k)
-    p = q.shape[0] * q.shape[1] * q.shape[2] ** 2
-    return SavedBytes(total=4 * (3 * q.numel() + p) + q.nbytes, results=0)
-
-
 def _backend(attend: AttentionFn, description: str) -> Backend:
     return Backend(
         attend,
@@ -127,7 +122,7 @@ def _backend(attend: AttentionFn, description: str) -> Backend:
         # Full precision is the baseline, so the probe shows the error that SageBwd would have. Where no
         # SageBwd kernel runs (float32 on a GPU, for example) the plain PyTorch reference measures the same,
         # slowly.
-        probe_instead=({"backend": "sagebwd"}, {"backend": "sagebwd", "implementation": "reference"}),
+        probe_instead=({"backend": "sagebwd"}, {"backend": "sagebwd", "kernels": "reference"}),
     )
 
 

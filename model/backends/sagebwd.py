@@ -1,6 +1,7 @@
 """Trainable INT8 attention: the sagebwd library."""
 
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -8,100 +9,79 @@ import torch
 from torch import Tensor
 
 import sagebwd
-from model.backends import Backend, SavedBytes
+from model.backends import Attention, Backend, SavedBytes
 from sagebwd import SageConfig, dispatch
-from sagebwd.config import PRESETS, encode
+from sagebwd.config import PRESETS
+from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.ops import needed_by_backward
+from sagebwd.window import CAUSAL
 
-CONFIG_FIELDS = {field.name for field in fields(SageConfig)}
-IMPLEMENTATIONS = {
-    "auto": sagebwd.sage_attention,
-    "reference": partial(sagebwd.sage_attention, kernels="reference"),
-}
+KERNELS = ("auto", *dispatch.KERNEL_SETS)
 
 
 @dataclass
-class Settings:
-    """Settings of SageBwd: a preset, and values that replace the preset's. None: as in the preset."""
+class Settings(Attention):
+    """A SageConfig, and the kernels that run it.
 
-    preset: str = "default"  # one of PRESETS
-    implementation: str = "auto"  # "auto" (the fastest kernels that run) or "reference" (plain PyTorch)
+    The group `attention` names a preset and the fields of SageConfig that replace the preset's.
+    """
 
-    # See sagebwd.SageConfig.
-    smooth_k: bool | None = None
-    smooth_q: bool | None = None
-    smooth_v: bool | None = None
-    unsigned_p: bool | None = None
-    operand_scales: str | None = None  # "block" or "token"
-    granularity: str | None = None  # "block" or "row"
-    int8_matmuls: list[str] | None = None
-    add_mean_k_term: bool | None = None
-    exact_delta: bool | None = None
-    compensate_o: bool | None = None
-    s_levels: int | None = None
-    block_q: int | None = None
-    block_kv: int | None = None
+    config: SageConfig = field(default_factory=SageConfig)
+    kernels: str = "auto"  # "auto" (the fastest that run), or one of the library's kernel sets
 
+    @classmethod
+    def names(cls) -> set[str]:
+        return {"preset", "kernels", *(one.name for one in fields(SageConfig))}
 
-def check(settings: Settings, *, deterministic: bool) -> None:
-    """Raise ValueError for settings that SageConfig refuses. All of them can be deterministic."""
-    for name, choices in (("preset", PRESETS), ("implementation", IMPLEMENTATIONS)):
-        value = getattr(settings, name)
-        if value not in choices:
-            raise ValueError(f"attention.{name}={value} is unknown; choose one of {', '.join(choices)}")
-    sage_config(settings)
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> "Settings":
+        own = {"preset": "default", "kernels": "auto", **given}
+        for name, choices in (("preset", PRESETS), ("kernels", KERNELS)):
+            if own[name] not in list(choices):
+                raise ValueError(
+                    f"attention.{name}={own[name]} is unknown; choose one of {', '.join(choices)}"
+                )
+        preset, kernels = PRESETS[own.pop("preset")], own.pop("kernels")
+        try:
+            return cls(replace(preset, **own), kernels)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"attention=sagebwd: {error}") from error
 
+    def recorded(self) -> dict[str, Any]:
+        """Every field of the SageConfig, so that a record does not depend on what a preset means."""
+        config = asdict(self.config)
+        products = list(self.config.int8_matmuls)  # YAML has no tuples
+        return {"backend": "sagebwd", **config, "int8_matmuls": products, "kernels": self.kernels}
 
-def sage_config(settings: Settings) -> SageConfig:
-    """The preset with what is set on top. Raises ValueError if SageConfig refuses the combination."""
-    given = {name: value for name, value in asdict(settings).items() if name in CONFIG_FIELDS}
-    given = {name: value for name, value in given.items() if value is not None}
-    try:
-        return replace(PRESETS[settings.preset], **given)
-    except ValueError as error:
-        raise ValueError(f"attention=sagebwd: {error}") from error
+    def build(self, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> Backend:
+        """INT8 attention. Raises ValueError if the chosen kernels cannot run here."""
+        kernels = None if self.kernels == "auto" else self.kernels
+        attend = partial(sagebwd.sage_attention, config=self.config, kernels=kernels)
+        # The library knows best what it supports: try a small input.
+        q = torch.zeros(1, 2, 16, d_head, device=device, dtype=dtype)
+        kv = q[:, :1] if is_gqa else q
+        try:
+            attend(q, kv, kv, is_causal=True, enable_gqa=is_gqa)
+        except (NotImplementedError, ValueError) as error:
+            raise ValueError(
+                f"attention=sagebwd cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}: "
+                f"{error}. attention.kernels=reference runs on any device, slowly"
+            ) from error
+        return Backend(
+            attend,
+            f"sagebwd, kernels {self.kernels}, {self.config}",
+            title="SageBwd",
+            saved_operators=(torch.ops.sagebwd.forward.default,),
+        )
 
-
-def resolve(settings: Settings) -> dict[str, Any]:
-    """Every field of the SageConfig, so that a run's config.yaml does not depend on what a preset means."""
-    config = asdict(sage_config(settings))
-    return {**config, "int8_matmuls": list(config["int8_matmuls"]), "implementation": settings.implementation}
-
-
-def build(
-    settings: Settings, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
-) -> Backend:
-    """INT8 attention. Raises ValueError if the chosen implementation cannot run here."""
-    config = sage_config(settings)
-    attend = partial(IMPLEMENTATIONS[settings.implementation], config=config)
-    # The library knows best what it supports: try a small input.
-    q = torch.zeros(1, 2, 16, d_head, device=device, dtype=dtype)
-    kv = q[:, :1] if is_gqa else q
-    try:
-        attend(q, kv, kv, is_causal=True, enable_gqa=is_gqa)
-    except (NotImplementedError, ValueError) as error:
-        raise ValueError(
-            f"attention=sagebwd cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}: "
-            f"{error}. attention.implementation=reference runs on any device, slowly"
-        ) from error
-    return Backend(
-        attend,
-        f"sagebwd, implementation {settings.implementation}, {config}",
-        title="SageBwd",
-        saved_operators=(torch.ops.sagebwd.forward.default,),
-        advice=advice(config),
-    )
-
-
-def saved_bytes(settings: Settings, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
-    """What the operator keeps. Without a GPU here, "cuda" is a Hopper GPU."""
-    config = sage_config(settings)
-    kernels = "reference" if settings.implementation == "reference" else _kernels(q, config, device)
-    scale = q.shape[-1] ** -0.5
-    saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, encode(config), kernels, True)
-    needed = needed_by_backward(q, k, k, saved, encode(config), kernels, has_documents=False)
-    results, inputs = (sum(x.nbytes for x in own if x is not None) for own in (saved, needed))
-    return SavedBytes(total=inputs + results, results=results)
+    def saved_bytes(self, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
+        """What the operator keeps. Without a GPU here, "cuda" is a Hopper GPU."""
+        kernels = _kernels(q, self.config, device) if self.kernels == "auto" else self.kernels
+        params = AttentionParams(CAUSAL, q.shape[-1] ** -0.5, self.config, kernels)
+        saved = ForwardResult(*torch.ops.sagebwd.forward(q, k, k, *params.flatten(), True))
+        needed = needed_by_backward(q, k, k, saved, params)
+        results, inputs = (sum(x.nbytes for x in own if x is not None) for own in (saved, needed))
+        return SavedBytes(total=inputs + results, results=results)
 
 
 def _kernels(q: Tensor, config: SageConfig, device: str) -> str:
@@ -112,14 +92,3 @@ def _kernels(q: Tensor, config: SageConfig, device: str) -> str:
         gpu = dispatch.gpu_of(0) if torch.cuda.is_available() else absent
     explained = dispatch.explain_call(dispatch.Call(device, gpu, q.dtype, q.shape[-1], config))
     return "reference" if explained.kernels == "none" else explained.kernels
-
-
-def advice(config: SageConfig) -> tuple[str, ...]:
-    """Settings that could make dQ, dK and dV more accurate. The first is the paper's (its figure 4)."""
-    has_consistent_delta = config.exact_delta or config.compensate_o
-    suggestions = [
-        (not config.smooth_k and config.is_int8("s_fwd"), "attention.smooth_k=true"),
-        (config.granularity == "block", "attention.granularity=row, while logits are small"),
-        (not has_consistent_delta, "attention=sagebwd_consistent, if full precision is inaccurate too"),
-    ]
-    return tuple(text for applies, text in suggestions if applies)

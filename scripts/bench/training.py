@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 
-from data.overrides import override
+from data.command_line import override
 from scripts.bench.measuring import describe_run, origin_of
 from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.output import SCRATCH, align, number, with_ending, write_tables

@@ -15,10 +15,9 @@ from data.loader import BatchLoader, stack_sequences
 from model.backends import AttentionFn
 from model.llama import Llama
 from scripts.paper.gradient_bias_estimates import Grams
-from scripts.paper.layers_runs import TrainedRun, UnusableWeights
+from scripts.paper.trained_runs import TrainedRun, UnusableWeights
 from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, load_alone, steps_in
 from trainer.optimizer import adamw
-from trainer.plan import tokens_per_step
 
 RAW, ADAM = "raw", "adam"
 VIEWS = (RAW, ADAM)
@@ -190,7 +189,7 @@ def draw_batches(
     loader = BatchLoader(
         run.corpus.train,
         context=context,
-        sequences_per_step=tokens_per_step(run.settings) // context,
+        sequences_per_step=run.settings.tokens_per_step // context,
         micro_batch=1,
         seed=run.settings.seed,
     )

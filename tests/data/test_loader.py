@@ -154,17 +154,6 @@ def test_a_context_longer_than_the_data_names_the_largest_that_fits():
     assert loader(8).sequences == 1
 
 
-def test_refuses_a_step_that_can_not_be_shared_out():
-    with pytest.raises(
-        ValueError, match=r"12 sequences per step do not divide .* 5 on 1 rank.* multiple of 5"
-    ):
-        loader(micro_batch=5)
-    with pytest.raises(ValueError, match="must be at least 1"):
-        loader(context=0)
-    with pytest.raises(ValueError, match="rank=2 below ranks"):
-        loader(rank=2, ranks=2)
-
-
 def test_a_step_of_all_sequences_is_the_same_at_every_step_in_another_order():
     batches = loader(sequences=12)
     assert batches.sequences == 12

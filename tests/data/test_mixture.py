@@ -122,8 +122,6 @@ def test_what_is_read_is_told():
     ]
 
 
-def test_what_has_no_meaning_for_a_mixture_is_refused():
-    with pytest.raises(ValueError, match=r"train_sequences=5 has no meaning for a mixture"):
-        loader(sequences=5)
+def test_a_source_that_is_too_short_is_named():
     with pytest.raises(ValueError, match=r"30 tokens, too few for one sequence of context=40"):
         loader(context=40)

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from data import files, shards, sources, workers
-from data.manifest import Manifest
-from data.prepare import PrepareSettings, prepare, run
+from data import files, sources, workers
+from data.prepare import PrepareSettings, run, tasks
+from data.prepare import prepare as prepare_recipe
+from data.recipe import Recipe
 from data.settings import DataSettings
-from data.sources import base, jsonl
+from data.shards import Manifest
+from data.sources import jsonl
 from data.tokenizers import Bytes
 from data.tokens import TokenShards
 
@@ -29,13 +31,20 @@ TEXTS = [f"document {number} " + "word " * (number % 40) for number in range(600
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     """JSON Lines in ten units."""
-    for module in (base, jsonl):
+    for module in (sources, jsonl):
         monkeypatch.setattr(module, "UNIT_BYTES", 8000)
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return DataSettings(
         source="jsonl", path=str(path), tokenizer="bytes", processes=1, root=str(tmp_path / "one")
     )
+
+
+def prepare(settings):
+    """Prepare a text; its folder."""
+    text = Recipe(settings)
+    prepare_recipe(text)
+    return text.folder
 
 
 def elsewhere(settings, tmp_path, **changed):
@@ -47,7 +56,7 @@ def contents(folder):
 
 
 def documents(folder, split):
-    tokens = TokenShards.open(folder, split, verify="full")
+    tokens = TokenShards.open(folder, Manifest.read(folder), split, full=True)
     texts = bytes_of(tokens).split(b"<|endoftext|>")
     assert texts.pop() == b""
     return [text.decode() for text in texts]
@@ -89,17 +98,19 @@ def test_any_number_of_processes_makes_the_same_bytes(settings, tmp_path):
 def test_a_killed_preparation_continues_and_makes_the_same_bytes(settings, tmp_path):
     program = f"""
 import time
+from data import sources
 from data.prepare import prepare
+from data.recipe import Recipe
 from data.settings import DataSettings
-from data.sources import base, jsonl
+from data.sources import jsonl
 from data.tokenizers import Bytes
-base.UNIT_BYTES = jsonl.UNIT_BYTES = 8000
+sources.UNIT_BYTES = jsonl.UNIT_BYTES = 8000
 quick = Bytes.encode_batch
 def slow(self, texts):
     time.sleep(0.1)
     return quick(self, texts)
 Bytes.encode_batch = slow
-prepare({settings!r})
+prepare(Recipe({settings!r}))
 """
     folder = None
     with subprocess.Popen(
@@ -189,7 +200,7 @@ def test_unusable_text_is_named_and_nothing_passes_for_prepared(settings, proces
     settings.processes = processes
     with Path(settings.path).open("a") as file:
         file.write('{"body": "x"}\n')
-    with pytest.raises(ValueError, match=r"texts.jsonl, line 601 has no key data.column='text'"):
+    with pytest.raises(ValueError, match=r"texts.jsonl, line 601 has no key 'text'"):
         prepare(settings)
     (folder,) = Path(settings.root).iterdir()
     assert not (folder / "manifest.json").exists()
@@ -201,22 +212,8 @@ def test_unusable_text_is_named_and_nothing_passes_for_prepared(settings, proces
 def test_a_full_disk_is_named_and_leaves_nothing_half_written(settings, tmp_path):
     (tmp_path / f"train_00000.bin.{os.getpid()}.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"{tmp_path}: No space left on device.*data.root.* again"):
-        shards.write_unit(
-            tmp_path,
-            0,
-            sources.load(settings).units[0],
-            tokenizer=Bytes(),
-            fraction=0.1,
-            fingerprint="",
-            report=lambda *_: None,
-        )
+        dataclasses.replace(tasks(Recipe(settings))[0], folder=tmp_path).run(lambda *_: None)
     assert [file.name for file in tmp_path.iterdir()] == ["texts.jsonl"]
-
-
-def test_a_folder_that_can_not_be_written_is_named(settings, tmp_path):
-    (tmp_path / "taken").write_text("a file")
-    with pytest.raises(OSError, match=r"cannot create the folder .*taken/.*; choose another data\.root"):
-        prepare(dataclasses.replace(settings, root=str(tmp_path / "taken")))
 
 
 def test_a_single_document_can_not_be_split(settings):
@@ -297,18 +294,6 @@ def test_the_command_ends_with_a_message_and_without_a_traceback(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_refuses_what_has_no_effect(tmp_path):
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("once upon a time\n")
-    texts = ("data=text", "data.path=a.txt", "data.val_path=b.txt", "data.tokenizer=bytes")
-    done = command(*texts, "data.val_fraction=0.1", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith(
-        "data.prepare: data.val_fraction=0.1 has no effect with data.val_path=b.txt;"
-    )
-    assert not (tmp_path / "tokens").exists()
-
-
 @pytest.mark.parametrize(
     ("argument", "advice"),
     [
@@ -324,20 +309,13 @@ def test_the_command_answers_unknown_settings_with_known_ones(tmp_path, argument
     assert advice in done.stderr
 
 
-SHARD = {"name": "train_00003.bin", "tokens": 10, "documents": 1, "sha256": "0" * 64}
 DAMAGED_RECORDS = {
     "cut short": '{"fingerprint": ',
     "no object": "[]",
-    "nothing in it": "{}",
-    "a split is missing": json.dumps({"fingerprint": "0", "shards": {"train": SHARD}}),
-    "a shard is a number": json.dumps({"fingerprint": "0", "shards": {"train": 7, "val": None}}),
-    "a field is missing": json.dumps({"fingerprint": "0", "shards": {"train": {"name": "a"}, "val": None}}),
-    "tokens in words": json.dumps(
-        {"fingerprint": "0", "shards": {"train": SHARD | {"tokens": "many"}, "val": None}}
-    ),
-    "a name elsewhere": json.dumps(
-        {"fingerprint": "0", "shards": {"train": SHARD | {"name": "../a"}, "val": None}}
-    ),
+    "a split is missing": '{"fingerprint": "0", "shards": {"train": null}}',
+    "a shard is a number": '{"fingerprint": "0", "shards": {"train": 7, "val": null}}',
+    "a field is missing": '{"fingerprint": "0", "shards": {"train": {"name": "a"}, "val": null}}',
+    "tokens in words": '{"fingerprint": "0", "shards": {"train": null, "val": {"name": "a", "tokens": "x"}}}',
 }
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.split import effective_fraction, in_validation
+from data.sources import effective_fraction, in_validation
 
 
 def test_the_share_is_the_fraction():

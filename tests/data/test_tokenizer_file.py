@@ -12,10 +12,12 @@ import tokenizers as huggingface
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from data import tokenizers
-from data.checks import check
 from data.corpus import open_corpus
 from data.loader import BatchLoader, evaluation_batches, evaluation_targets
-from data.settings import DataSettings, vocabulary_size
+from data.recipe import read
+from data.settings import DataSettings
+from data.shards import Manifest
+from data.tokenizers import vocabulary_size
 from data.tokens import TokenShards
 from tests.data.test_huggingface_tokenizer import AWKWARD
 
@@ -120,7 +122,7 @@ def test_what_is_no_tokenizer(folder, file, config, named):
     if config is not None:
         (folder / "tokenizer_config.json").write_text(config)
     with pytest.raises(ValueError, match=named):
-        check(DataSettings(source="stdlib", tokenizer=str(folder)))
+        read(DataSettings(source="stdlib", tokenizer=str(folder)))
 
 
 def word_level(file, size):
@@ -170,17 +172,6 @@ def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
         open_corpus(settings)
 
 
-def test_ids_of_another_width_than_the_vocabulary_needs_are_refused(tmp_path):
-    (tmp_path / "book.txt").write_text("a b c " * 100)
-    path, root = str(tmp_path / "book.txt"), str(tmp_path / "tokens")
-    open_corpus(DataSettings(source="text", path=path, tokenizer="bytes", root=root))
-    (manifest,) = (tmp_path / "tokens").glob("*/manifest.json")
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(content | {"vocab_size": 65537}))
-    with pytest.raises(ValueError, match=r"ids are unsigned 16-bit .* vocabulary of 65537 has unsigned 32"):
-        open_corpus(DataSettings(source="text", path=path, tokenizer="bytes", root=root))
-
-
 def test_a_dataset_of_before_there_were_32_bits_is_read(tmp_path):
     ids = np.array([104, 105, 256], "<u2")
     ids.tofile(tmp_path / "train_00000.bin")
@@ -197,7 +188,11 @@ def test_a_dataset_of_before_there_were_32_bits_is_read(tmp_path):
         },
     }
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert TokenShards.open(tmp_path, "train", "full").window(0, 3).tolist() == [104, 105, 256]
+    assert TokenShards.open(tmp_path, Manifest.read(tmp_path), "train", full=True).window(0, 3).tolist() == [
+        104,
+        105,
+        256,
+    ]
 
 
 def test_a_file_that_is_not_there(tmp_path):

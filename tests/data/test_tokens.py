@@ -8,7 +8,9 @@ import pytest
 
 from data.loader import BatchLoader
 from data.prepare import prepare
+from data.recipe import Recipe
 from data.settings import DataSettings
+from data.shards import Manifest
 from data.tokens import TokenShards
 
 
@@ -16,9 +18,13 @@ from data.tokens import TokenShards
 def folder(tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("".join(f"{number} bottles on the wall\n" for number in range(500)))
-    return prepare(
-        DataSettings(source="text", path=str(text), tokenizer="bytes", root=str(tmp_path / "datasets"))
-    )
+    made = Recipe(DataSettings(source="text", path=str(text), tokenizer="bytes", root=str(tmp_path / "t")))
+    prepare(made)
+    return made.folder
+
+
+def opened(folder, split="train", **options):
+    return TokenShards.open(folder, Manifest.read(folder), split, **options)
 
 
 def shards_of(lengths):
@@ -44,20 +50,15 @@ def test_windows_outside_are_refused():
 
 def test_opens_what_was_prepared(folder):
     text = (folder.parent.parent / "book.txt").read_bytes()
-    train, val = (TokenShards.open(folder, split, verify="full") for split in ("train", "val"))
+    train, val = (opened(folder, split, full=True) for split in ("train", "val"))
     whole = [*train.window(0, len(train) - 1), *val.window(0, len(val) - 1)]  # without either's end-of-text
     assert bytes(whole) == text
-
-
-def test_not_prepared(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"not prepared; run python -m data.prepare"):
-        TokenShards.open(tmp_path, "train")
 
 
 def test_a_missing_shard_is_named(folder):
     (folder / "train_00000.bin").unlink()
     with pytest.raises(ValueError, match=r"train_00000.bin is missing"):
-        TokenShards.open(folder, "train")
+        opened(folder)
 
 
 def test_a_truncated_shard_is_named(folder):
@@ -67,13 +68,13 @@ def test_a_truncated_shard_is_named(folder):
     with pytest.raises(
         ValueError, match=rf"train_00000.bin has {size - 2} bytes instead of {size}; delete it"
     ):
-        TokenShards.open(folder, "train")
-    TokenShards.open(folder, "val", verify="full")  # the other split is as it was
+        opened(folder)
+    opened(folder, "val", full=True)  # the other split is as it was
 
 
 def test_a_shard_that_is_cut_short_while_in_use_is_named(folder):
     """A memory map ended the process with SIGBUS."""
-    tokens = TokenShards.open(folder, "train")
+    tokens = opened(folder)
     shard = folder / "train_00000.bin"
     size = shard.stat().st_size
     whole = tokens.window(0, len(tokens))
@@ -87,7 +88,7 @@ def test_a_shard_that_is_cut_short_while_in_use_is_named(folder):
 
 
 def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
-    tokens = TokenShards.open(folder, "train")
+    tokens = opened(folder)
 
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -99,9 +100,7 @@ def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
 
 def test_a_training_run_names_a_shard_that_is_cut_short(folder):
     """Batches are made in a thread."""
-    loader = BatchLoader(
-        TokenShards.open(folder, "train"), context=64, sequences_per_step=4, micro_batch=2, seed=1
-    )
+    loader = BatchLoader(opened(folder), context=64, sequences_per_step=4, micro_batch=2, seed=1)
     os.truncate(folder / "train_00000.bin", 0)
     with pytest.raises(OSError, match=r"train_00000.bin was cut short while it was in use"):
         list(loader.micro_batches(0))
@@ -112,22 +111,15 @@ def test_an_altered_shard_is_named_by_the_full_check_only(folder):
     content = bytearray(shard.read_bytes())
     content[1001] ^= 1
     shard.write_bytes(content)
-    TokenShards.open(folder, "train", verify="size")
+    opened(folder)
     with pytest.raises(ValueError, match=r"train_00000.bin has changed since it was written: .* delete it"):
-        TokenShards.open(folder, "train", verify="full")
+        opened(folder, full=True)
 
 
 def test_a_manifest_of_another_make_is_refused(folder):
     (folder / "manifest.json").write_text('{"shards": []}')
     with pytest.raises(ValueError, match=r"not written by this version"):
-        TokenShards.open(folder, "train")
+        opened(folder)
     (folder / "manifest.json").write_text('{"shards": [')
     with pytest.raises(ValueError, match=r"damaged .* delete it"):
-        TokenShards.open(folder, "train")
-
-
-def test_unknown_split_and_check(folder):
-    with pytest.raises(ValueError, match="use train or val"):
-        TokenShards.open(folder, "test")
-    with pytest.raises(ValueError, match="size or full"):
-        TokenShards.open(folder, "train", verify="no")
+        opened(folder)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import sagebwd
 from model import backends
 from model.backends import fpa
-from model.backends.sagebwd import PRESETS, Settings, sage_config
+from model.backends.sagebwd import PRESETS
 from sagebwd import SageConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,34 +33,46 @@ def fake_gpu(monkeypatch):
 def test_backends_are_the_modules_of_the_package():
     assert {"fpa", "sagebwd"} <= set(backends.available())
     for name in backends.available():
-        backends.check({"backend": name})
         assert isinstance(build({"backend": name}), backends.Backend)
 
 
 @pytest.mark.parametrize("name", ["fp", "", "../fpa", "fpa.check"])
 def test_unknown_backend_is_refused_with_a_list(name):
     with pytest.raises(ValueError, match=r"choose one of fpa, sagebwd"):
-        backends.check({"backend": name})
+        backends.read({"backend": name})
 
 
 @pytest.mark.parametrize(
     ("attention", "match"),
     [
-        ({"backend": "sagebwd", "smooth_k": "maybe"}, r"attention\.smooth_k=maybe: .*maybe"),
-        ({"backend": "sagebwd", "block_q": "wide"}, r"attention\.block_q=wide: .*Integer"),
-        ({"backend": "sagebwd", "int8_matmuls": "o"}, r"attention\.int8_matmuls=o: "),
-        ({"backend": "sagebwd", "smoth_k": None}, r"smoth_k=None: no attention has .*attention\.smooth_k\?"),
-        ({"backend": "fpa", "warp": 9}, r"attention\.warp=9: no attention has this setting; fpa reads sdpa"),
+        ({"backend": "sagebwd", "smooth_k": "maybe"}, "smooth_k is 'maybe'"),
+        ({"backend": "sagebwd", "block_q": "wide"}, "block_q is 'wide'"),
+        ({"backend": "sagebwd", "int8_matmuls": "o"}, "int8_matmuls is the string 'o'"),
+        ({"backend": "sagebwd", "int8_matmuls": 3}, "attention=sagebwd"),
+        ({"backend": "sagebwd", "int8_matmuls": ["qk"]}, "qk"),
+        ({"backend": "sagebwd", "preset": "papers"}, "preset=papers is unknown; choose one of default"),
+        ({"backend": "sagebwd", "kernels": "cuda"}, "kernels=cuda is unknown; choose one of auto, hopper"),
+        ({"backend": "sagebwd", "smoth_k": None}, r"no attention has .*attention\.smooth_k\?"),
+        ({"backend": "fpa", "sdpa": "fast"}, "sdpa=fast is unknown; choose one of cudnn"),
+        ({"backend": "fpa", "sdpa": ["math"]}, "sdpa"),
+        ({"backend": "fpa", "warp": 9}, "attention.warp=9: no attention has this setting"),
     ],
 )
 def test_settings_are_typed_and_known(attention, match):
     with pytest.raises(ValueError, match=match):
-        backends.check(attention)
+        backends.read(attention)
 
 
-def test_null_is_the_default():
-    with_nulls = {"backend": "sagebwd", "preset": None, "implementation": None, "smooth_k": None}
-    assert backends.resolve(with_nulls) == backends.resolve({"backend": "sagebwd"})
+def test_null_is_the_default_and_settings_of_other_attentions_are_left_out():
+    """A sweep over attentions sets a switch for all of them."""
+    with_nulls = {"backend": "sagebwd", "preset": None, "kernels": None, "smooth_k": None, "sdpa": "flash"}
+    assert backends.read(with_nulls) == backends.read({"backend": "sagebwd"})
+    record = backends.read({"backend": "fpa", "smooth_k": False, "preset": "paper"}).recorded()
+    assert record == {"backend": "fpa", "sdpa": None}
+
+
+def test_a_record_of_an_older_version_is_read():
+    assert backends.read({"backend": "sagebwd", "implementation": "reference"}).kernels == "reference"
 
 
 def test_the_first_attention_that_can_be_built_is(caplog):
@@ -74,37 +86,6 @@ def test_the_first_attention_that_can_be_built_is(caplog):
 
 
 # fpa
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"smooth_q": True},
-        {"granularity": "row"},
-        {"operand_scales": "token"},
-        {"int8_matmuls": ["o"]},
-        {"s_levels": 2},
-        {"implementation": "auto"},
-        {"preset": "paper"},
-    ],
-)
-def test_fpa_refuses_what_only_sagebwd_reads(changes):
-    name, value = next(iter(changes.items()))
-    with pytest.raises(ValueError, match="attention=fpa") as caught:
-        backends.check({"backend": "fpa", **changes})
-    assert f"attention.{name}={value}" in str(caught.value)
-    assert "drop it, or use attention=sagebwd" in str(caught.value)
-
-
-def test_fpa_allows_switches_that_are_off():
-    off = {"backend": "fpa", "smooth_k": False, "smooth_q": False, "int8_matmuls": []}
-    backends.check(off)
-    assert backends.resolve(off) == {"backend": "fpa", "sdpa": None}
-
-
-def test_fpa_refuses_an_unknown_kernel():
-    with pytest.raises(ValueError, match=r"attention\.sdpa=fast is unknown; choose one of cudnn, flash, eff"):
-        backends.check({"backend": "fpa", "sdpa": "fast"})
 
 
 @pytest.mark.parametrize(
@@ -180,16 +161,17 @@ def test_pinned_kernel_is_the_one_that_runs(monkeypatch):
     assert torch.backends.cuda.flash_sdp_enabled()  # PyTorch's global switches are as they were
 
 
-def test_fpa_refuses_cudnn_where_runs_must_repeat():
-    backends.check({"backend": "fpa", "sdpa": "flash"}, deterministic=True)
-    with pytest.raises(ValueError, match=r"sdpa=cudnn is not deterministic; use attention\.sdpa=flash"):
-        backends.check({"backend": "fpa", "sdpa": "cudnn"}, deterministic=True)
+def test_fpa_refuses_cudnn_where_runs_must_repeat(fake_gpu, monkeypatch):
+    fake_gpu((9, 0), {"flash", "math"})
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    with pytest.raises(ValueError, match=r"not deterministic, as hardware.deterministic.*sdpa=flash"):
+        build({"backend": "fpa", "sdpa": "cudnn"}, CUDA)
 
 
 def test_in_a_run_of_full_precision_the_probe_measures_sagebwd():
     choices = build({"backend": "fpa"}).probe_instead
     assert [build(choice).title for choice in choices] == ["SageBwd", "SageBwd"]
-    assert "implementation reference" in build(choices[-1]).description
+    assert "kernels reference" in build(choices[-1]).description
 
 
 # sagebwd
@@ -200,21 +182,23 @@ def sage(**changes: object) -> dict:
 
 
 def config_of(attention: dict) -> SageConfig:
-    return sage_config(backends.read(attention)[1])
+    return backends.read(attention).config
 
 
-def test_every_setting_of_sagebwd_can_be_set():
-    given = {field.name for field in fields(Settings)} - {"preset", "implementation"}
-    assert given == {field.name for field in fields(SageConfig)}
+def test_every_setting_of_the_library_can_be_set():
+    for field in fields(SageConfig):
+        changed = {"smooth_k": False, "s_levels": 2, "block_q": 32, "block_kv": 32}
+        changed |= {"operand_scales": "token", "granularity": "block", "int8_matmuls": []}
+        value = changed.get(field.name, True)
+        needed = {"int8_matmuls": ["s_fwd"]} if field.name == "compensate_o" else {}
+        config = config_of(sage(**needed, **{field.name: value}))
+        assert getattr(config, field.name) in (value, ()), field.name
 
 
 def test_sagebwd_uses_what_is_set_and_its_own_defaults_for_the_rest():
     assert config_of(sage()) == SageConfig()
     changes = {"smooth_k": False, "granularity": "block", "int8_matmuls": ["o", "dv"], "block_kv": 32}
-    config = config_of(sage(**changes))
-    assert config == SageConfig(**changes | {"int8_matmuls": ("o", "dv")})
-    assert config != SageConfig()
-    assert config_of(sage(int8_matmuls=[])).int8_matmuls == ()
+    assert config_of(sage(**changes)) == SageConfig(**changes | {"int8_matmuls": ("o", "dv")})
 
 
 @pytest.mark.parametrize("name", ["paper", "consistent", "accurate", "strictly_causal"])
@@ -227,60 +211,26 @@ def test_a_preset_is_the_librarys_and_what_is_set_replaces_it(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_resolved_preset_is_the_same_attention_without_its_name(name):
-    resolved = backends.resolve(sage(preset=name, implementation="reference"))
-    assert "preset" not in resolved
-    assert resolved["implementation"] == "reference"
-    assert config_of(resolved) == PRESETS[name]
-    assert backends.resolve(resolved) == resolved
-
-
-def test_advice_is_what_the_settings_leave_open():
-    assert build(sage()).advice == ("attention=sagebwd_consistent, if full precision is inaccurate too",)
-    rough = build(sage(preset="paper", smooth_k=False)).advice
-    assert [text.split(",")[0] for text in rough] == [
-        "attention.smooth_k=true",
-        "attention.granularity=row",
-        "attention=sagebwd_consistent",
-    ]
-    assert build(sage(preset="consistent")).advice == ()
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"granularity": "token"}, "attention=sagebwd: .*token"),
-        (
-            {"operand_scales": "row"},
-            "attention=sagebwd: operand_scales is 'row'; set it to",
-        ),
-        ({"int8_matmuls": ["qk"]}, "attention=sagebwd: .*qk"),
-        ({"s_levels": 3}, "attention=sagebwd: .*3"),
-        (
-            {"implementation": "cuda"},
-            "implementation=cuda is unknown; choose one of auto, reference",
-        ),
-        ({"preset": "papers"}, "preset=papers is unknown; choose one of default, low_bias, paper"),
-        ({"sdpa": "flash"}, "sdpa=flash: has no effect with attention=sagebwd.*use attention=fpa"),
-    ],
-)
-def test_sagebwd_refuses_wrong_settings(changes, match):
-    with pytest.raises(ValueError, match=match):
-        backends.check(sage(**changes))
+def test_a_recorded_preset_is_the_same_attention_without_its_name(name):
+    record = backends.read(sage(preset=name, kernels="reference")).recorded()
+    assert "preset" not in record
+    assert record["kernels"] == "reference"
+    assert config_of(record) == PRESETS[name]
+    assert backends.read(record).recorded() == record
 
 
 def test_sagebwd_that_cannot_run_is_refused_when_built():
     shape = {"device": torch.device("cpu"), "dtype": torch.float64, "d_head": 16, "is_gqa": False}
-    with pytest.raises(ValueError, match=r"cannot run on cpu with torch.float64.*implementation=reference"):
+    with pytest.raises(ValueError, match=r"cannot run on cpu with torch.float64.*kernels=reference"):
         backends.build(sage(), **shape)
 
 
 def test_sagebwd_runs_the_library_with_the_config():
     q, k, v = torch.randn(3, 1, 4, 21, 16)
-    backend = build(sage(implementation="reference", int8_matmuls=["s_fwd"], block_q=16))
+    backend = build(sage(kernels="reference", int8_matmuls=["s_fwd"], block_q=16))
     config = SageConfig(int8_matmuls=("s_fwd",), block_q=16)
     expected = sagebwd.sage_attention(q, k, v, is_causal=True, config=config)
     assert torch.equal(backend.attend(q, k, v, **CALL), expected)
     assert not torch.equal(expected, sagebwd.sage_attention(q, k, v, is_causal=True))
-    assert "implementation reference" in backend.description
+    assert "kernels reference" in backend.description
     assert "block_q=16" in backend.description

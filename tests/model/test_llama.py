@@ -9,7 +9,7 @@ from model.llama import Llama, RMSNorm, RotaryEmbedding, rotary_tables, rotate
 
 BACKENDS = {
     "fpa": {"backend": "fpa"},
-    "sagebwd": {"backend": "sagebwd", "implementation": "reference"},
+    "sagebwd": {"backend": "sagebwd", "kernels": "reference"},
 }
 
 

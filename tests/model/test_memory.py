@@ -43,7 +43,7 @@ def estimated(config, attention, dtype, sequences, context, *, device="cpu", **s
         dtype.itemsize,
         **{"compiled": False, "on_gpu": False, "recompute": False, **settings},
     )
-    return activations(config, work, backends.saved_bytes(attention, q, k, device=device))
+    return activations(config, work, backends.read(attention).saved_bytes(q, k, device=device))
 
 
 def loss_of(llama, dtype, sequences, context):

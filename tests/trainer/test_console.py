@@ -17,7 +17,7 @@ SHORT = ("steps=8", "sample_tokens=0")
 
 INTERRUPTED_SWEEP = """
 import os, sys, train
-from trainer import settings, local_gpus
+from trainer import settings, sweep
 from trainer.errors import Interrupted
 
 def run(run_settings):
@@ -31,7 +31,7 @@ def run(run_settings):
 
 train.run = run
 settings.register()
-local_gpus.register()
+sweep.register()
 train.main()
 """
 

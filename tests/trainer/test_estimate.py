@@ -11,6 +11,7 @@ from trainer import estimate, machine
 from trainer.errors import TrainingError
 from trainer.estimate import MARGIN, Memory, check_memory, memory_parts, refusal
 from trainer.loop import train
+from trainer.machine import peak_of, peak_tflops
 from trainer.optimizer import build_optimizer
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -156,3 +157,30 @@ def test_the_limit_of_a_control_group_is_found(tmp_path, monkeypatch):
     assert everything > 1 << 30
     own.unlink()
     assert machine.host_memory() == everything
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_are_those_of_the_very_gpu(name, peak, monkeypatch):
+    assert peak_of(name) == peak
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(torch.device("cuda")) == peak
+    assert peak_tflops(torch.device("cpu")) is None

@@ -3,7 +3,7 @@ import pytest
 from PIL import Image
 
 from scripts import compare
-from trainer.plot import LINES, group_of, plot_losses, plot_probe, series, smooth
+from trainer.plot import LINES, plot_losses, plot_probe, series, smooth
 from trainer.style import ATTENTION, CYCLE, ordered
 
 BLACK, BLUE = (0, 0, 0), (0, 114, 178)  # of the first and second line
@@ -140,20 +140,6 @@ def test_groups_can_be_given(tmp_path, monkeypatch):
     assert len(legend_of(figures[0])) == 1
 
 
-@pytest.mark.parametrize(
-    ("label", "group"),
-    [
-        ("seed-2", "all seeds"),
-        ("attention-fpa+seed-12+tps-260k", "attention-fpa+tps-260k"),
-        ("seed=3+tps=260k", "tps=260k"),
-        ("data.seed-3", "data.seed-3"),
-        ("seedling-3", "seedling-3"),
-    ],
-)
-def test_group_is_the_label_without_the_seed(label, group):
-    assert group_of(label) == group
-
-
 def test_many_runs_take_several_pictures_with_the_first_run_in_each(tmp_path, monkeypatch):
     figures = drawn(monkeypatch)
     runs = {f"lr-{i}": run_of(5 + i) for i in range(1 + 2 * (LINES - 1) + 1)}
@@ -169,14 +155,9 @@ def test_many_runs_take_several_pictures_with_the_first_run_in_each(tmp_path, mo
         assert len(set(looks)) == len(looks)
 
 
-def test_runs_of_different_lengths_and_without_validation_are_drawn(tmp_path):
-    plot_losses({"long": run_of(5, 40), "short": run_of(6, 7)[:-1], "empty": []}, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").exists()
-
-
-def test_a_run_without_validation_leaves_the_layout_intact(tmp_path, monkeypatch):
+def test_runs_of_different_lengths_and_without_validation_are_drawn(tmp_path, monkeypatch):
     figures = drawn(monkeypatch)
-    plot_losses({"one": run_of(5), "two": run_of(6)[:-1]}, tmp_path / "picture.png")
+    plot_losses({"long": run_of(5, 40), "short": run_of(6, 7)[:-1], "empty": []}, tmp_path / "picture.png")
     assert_inside(figures[0])
 
 
@@ -230,13 +211,6 @@ def test_probe_picture_has_a_line_for_each_layer_and_none_without_measurements(t
     assert len(dq.lines[1].get_xdata()) == 1  # a value that is not finite
     assert len(o.lines) == 3  # the alarm watches gradients
     assert {axes.get_xlabel() for axes in figure.axes[2:]} == {"training tokens"}
-
-
-def test_probe_picture_without_alarm_and_full_precision(tmp_path, monkeypatch):
-    figures = drawn(monkeypatch)
-    record = {name: value for name, value in probed(5, [0]).items() if "fpa" not in name}
-    plot_probe([record], tmp_path / "probe.png")
-    assert [text.get_text() for text, _ in legend_of(figures[0])] == ["layer 0"]
 
 
 def test_probe_picture_shows_so_many_layers_as_fit(tmp_path, monkeypatch):

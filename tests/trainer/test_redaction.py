@@ -10,10 +10,10 @@ import pytest
 import wandb
 
 from tests import warm
+from trainer.record import Record, log_to
 from trainer.redaction import redact
 from trainer.settings import LoggerSettings
-from trainer.telemetry import Telemetry, log_to
-from trainer.wandb_run import start_wandb
+from trainer.trackers import start_wandb
 
 SECRET = "s3cret-value-123"
 
@@ -113,9 +113,9 @@ def test_wandb_gets_no_secret(monkeypatch, tmp_path):
         def finish(self):
             pass
 
-    telemetry = Telemetry(tmp_path / "metrics.jsonl", Run(), steps=1, first_step=0, name="run")
-    telemetry.record({"step": 1, "loss": 2.0, "sample": f"The {SECRET}"})
-    telemetry.close()
+    record = Record(tmp_path / "metrics.jsonl", Run(), steps=1, first_step=0, name="run")
+    record.write({"step": 1, "loss": 2.0, "sample": f"The {SECRET}"})
+    record.close()
     assert given["logged"] == {"loss": 2.0, "sample": "The <redacted: MY_API_KEY>"}
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, **given["logged"]}
 

@@ -1,4 +1,4 @@
-"""What a sweep says at its end."""
+"""What a sweep checks before its first run, and says at its end."""
 
 import os
 import shlex
@@ -8,21 +8,22 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from tests.cli import ROOT
-from trainer import console, sweep
-from trainer.sweep import SweepSummary
+from trainer import interrupt, settings, sweep
+from trainer.sweep import SweepSummary, refuse_what_cannot_be_trained
 
 PARSER = OverridesParser.create()
 OVERRIDES = ["data.path='a, b=$HOME/*.txt'", "optimizer.lr=1e-3,2e-3", 'sample_prompt="It\'s"']
 
 
 @pytest.fixture
-def begin(monkeypatch, tmp_path):
+def begin(monkeypatch):
     """begin("seed=1,2", …) -> the summary of a sweep that begins, without a trace in this process."""
     monkeypatch.setattr("atexit.register", lambda *_: None)
     monkeypatch.setattr(sweep, "exit_on_signals", lambda: None)
@@ -31,28 +32,20 @@ def begin(monkeypatch, tmp_path):
 
     def begun(*overrides):
         summary = SweepSummary()
-        summary.on_multirun_start(hydra(overrides, tmp_path))
+        summary.on_multirun_start(hydra(overrides))
         return summary
 
     return begun
 
 
-def hydra(overrides, folder="."):
-    settings = {"overrides": {"task": list(overrides)}, "sweep": {"dir": str(folder)}}
-    return OmegaConf.create({"hydra": settings | {"runtime": {"choices": {}}}})
+def hydra(overrides):
+    return OmegaConf.create({"hydra": {"overrides": {"task": list(overrides)}, "runtime": {"choices": {}}}})
 
 
 def end(summary, overrides, error=None):
     result = JobReturn(overrides=overrides, status=JobStatus.FAILED if error else JobStatus.COMPLETED)
     result.return_value = error
     summary.on_job_end(SimpleNamespace(), result)
-
-
-def test_a_sweep_whose_folder_cannot_be_made_does_not_begin(tmp_path):
-    (tmp_path / "file").touch()
-    folder = tmp_path / "file/sweep"
-    with pytest.raises(SystemExit, match=f"{folder}; set runs_dir="):
-        SweepSummary().on_multirun_start(hydra(["seed=1,2"], folder))
 
 
 def test_the_runs_of_a_sweep_have_a_group_of_their_own_unless_one_is_given(begin, monkeypatch):
@@ -111,7 +104,7 @@ class Unread:
 def test_the_summary_may_have_no_reader(begin, monkeypatch):
     summary, discarded = begin("seed=1,2"), []
     summary.on_job_start(hydra(["seed=1"]), task_function=None)
-    monkeypatch.setattr(console, "discard", discarded.append)
+    monkeypatch.setattr(interrupt, "discard", discarded.append)
     monkeypatch.setattr("sys.stderr", Unread())
     summary._report()
     assert set(discarded) == {2}
@@ -143,3 +136,39 @@ def test_a_signal_between_runs_leaves_time_for_the_summary(name):
     )
     assert done.returncode == 128 + getattr(signal, name)
     assert (done.stdout, done.stderr) == ("went on\nsummary\n", "")
+
+
+def refuse(*runs, launcher="basic", hydra=()):
+    settings.register()
+    known = {"job": {"config_name": "train"}, "overrides": {"hydra": ["hydra.mode=MULTIRUN", *hydra]}}
+    config = OmegaConf.create({"hydra": known | {"runtime": {"choices": {"hydra/launcher": launcher}}}})
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        refuse_what_cannot_be_trained(config, [["experiment=debug", *run] for run in runs])
+
+
+def test_runs_that_cannot_be_trained_are_listed_before_the_first_begins():
+    refuse(["seed=1"], ["seed=2"])
+    with pytest.raises(SystemExit) as stopped:
+        refuse(["seed=1"], ["optimizer.lr=-1"], ["optimizer.lr=abc"], ["attention.sdpa=fast"])
+    message = str(stopped.value)
+    assert message.startswith("no run of this sweep was started:\npython train.py experiment=debug optimizer")
+    for text in (
+        "optimizer.lr=-1.0 must be",
+        "optimizer.lr=abc",
+        "to Float",
+        "attention.sdpa=fast is unknown",
+    ):
+        assert text in message
+    assert "seed=1" not in message
+
+
+def test_options_of_ones_own_are_found(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\nsteps: 0\n")
+    with pytest.raises(SystemExit, match="steps=0 must be greater than zero"):
+        refuse(["experiment=own"], hydra=[f"hydra.searchpath=[file://{tmp_path}]"])
+
+
+def test_what_is_only_known_later_is_not_judged_here():
+    refuse(["optimizer.lr=-1"], launcher="slurm")
+    refuse(["sample_prompt=${hydra:job.num}"])

@@ -13,7 +13,7 @@ from scripts import show_batch
 from trainer import plan
 from trainer.errors import SettingsError, TrainingError
 from trainer.evaluate import described, validation_record
-from trainer.model_card import model_card
+from trainer.export import model_card
 from trainer.run_directory import read_metrics
 
 SHORT = ("steps=6", "checkpoint_every=3", "eval_every=6", "sample_tokens=0", "probe.every=4")
@@ -130,7 +130,7 @@ def test_validation_sets_change_nothing_else(train_here, mixed, tmp_path):
 def test_what_cannot_be_trained_is_named(compose_settings, mixed, tmp_path):
     def problems(*overrides):
         with pytest.raises(SettingsError) as error:
-            plan.make_plan(compose_settings("experiment=debug", *overrides), 1)
+            plan.check(compose_settings("experiment=debug", *overrides), 1)
         return str(error.value)
 
     assert "train_sequences=4 has no meaning with data=mixture" in problems(*mixed, "train_sequences=4")

@@ -37,7 +37,7 @@ def test_a_run_has_the_shape_that_was_asked_for(compose_settings):
     assert (settings.context, settings.hardware.micro_batch, settings.tps.tokens_per_step) == (256, 4, 3072)
     assert (settings.hardware.devices, settings.hardware.parallel) == (4, "fsdp")
     assert settings.model.max_context == 256  # the file has 128
-    assert "attention.sdpa=flash" in overrides
+    assert settings.attention.sdpa == "flash"
     assert not settings.model.qk_norm
     assert (settings.steps, settings.log_every) == (3, 1)
 

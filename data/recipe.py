@@ -1,0 +1,317 @@
+"""From settings to recipes: what each text of a run is made of, and which folder holds its tokens.
+
+A run has one text, or the sources of a mixture, and validation sets. `read` turns the settings of each into
+a Recipe, once; preparing and opening take the recipe.
+"""
+
+import difflib
+import filecmp
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data.files import identity, matching
+from data.mixture import whole_weights
+from data.settings import MIXTURE, DataSettings
+from data.shards import FILE, Manifest
+from data.sources import Source, Unit, effective_fraction, hub, jsonl, parquet, text
+from data.tokenizers import VOCABULARY_SIZES, tokenizer_identity, vocabulary_size
+
+SOURCES: dict[str, Source] = {
+    "openwebtext": hub.OPENWEBTEXT,
+    "parquet": parquet.PARQUET,
+    "jsonl": jsonl.JSONL,
+    "text": text.TEXT,
+    "stdlib": text.STDLIB,
+}
+FORMAT = 1  # raise it whenever the same text would give different shards
+
+# Settings of a run that a text with a name does not share.
+OWN: dict[str, Any] = {"path": None, "val_path": None, "name": None, "sources": {}, "validation": {}}
+# What such a text can set, and how a value is read.
+TEXT_KEYS = {
+    **dict.fromkeys(("path", "source", "column", "name", "repository", "config", "revision"), str),
+    "val_fraction": float,
+    "documents": int,
+}
+KEYS = {"data.sources": TEXT_KEYS | {"weight": str, "val_path": str}, "data.validation": TEXT_KEYS}
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """One text of a run: everything that determines its tokens, and their folder.
+
+    What is on disk is looked up when it is first asked for, and kept.
+    """
+
+    settings: DataSettings  # of this text alone
+    group: str = "data"  # or data.sources, data.validation
+    name: str | None = None  # in the group; None: a run's only training text
+
+    @property
+    def where(self) -> str:
+        """The setting that names this text, for messages."""
+        return f"{self.group}.{self.name}" if self.name else self.group
+
+    @property
+    def source(self) -> Source:
+        return SOURCES[self.settings.source]
+
+    @cached_property
+    def files(self) -> tuple[list[Path], list[Path]]:
+        """The files of training and of validation text. Raises ValueError if a path has none."""
+        paths = {"path": self.settings.path, "val_path": self.settings.val_path}
+        given = {key: path for key, path in paths.items() if path is not None}
+        if not self.source.suffixes:
+            for key, path in given.items():
+                kinds = ", ".join(self._kind(kind) for kind, source in SOURCES.items() if source.suffixes)
+                raise ValueError(
+                    f"{self.setting(key)}={path} is not read with source={self.settings.source}; use {kinds}"
+                )
+            return self.source.files(), []
+        if not given:
+            raise ValueError(
+                f"{self._kind()} needs {self.setting('path')}=FILE (or a folder, or a quoted glob such as "
+                "'DIR/*')"
+            )
+        return self._matching("path", self.settings.path), self._matching("val_path", self.settings.val_path)
+
+    @cached_property
+    def is_text_missing(self) -> bool:
+        """Whether the tokens are here, under data.name, and the text is not: on a cluster node, say."""
+        if self.settings.name is None or not (self.folder / FILE).is_file():
+            return False
+        try:
+            return not self.files
+        except ValueError:
+            return True
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """The text in pieces of work. Reads metadata. Raises ValueError for files that cannot be read."""
+        files, val_files = self.files
+        units = self.source.units(files, self.settings, "train" if val_files else None)
+        if files and not any(unit.text_bytes for unit in units):
+            raise ValueError(f"{self.setting('path')}={self.settings.path} has no text; choose other files")
+        return units + (self.source.units(val_files, self.settings, "val") if val_files else [])
+
+    @cached_property
+    def val_fraction(self) -> float:
+        """Validation part of the text; 0 if validation text has files of its own."""
+        if self.files[1]:
+            return 0.0
+        return effective_fraction(self.settings.val_fraction, self.text_bytes)
+
+    @property
+    def text_bytes(self) -> int:
+        """Approximate size of the text."""
+        return sum(unit.text_bytes for unit in self.units)
+
+    @property
+    def input_bytes(self) -> int:
+        """Size of the files, which may be compressed; of a download, of its text."""
+        return sum(file.stat().st_size for files in self.files for file in files) or self.text_bytes
+
+    @cached_property
+    def description(self) -> dict:
+        """JSON; recipes with equal descriptions give the same bytes."""
+        files, val_files = self.files
+        found = {"files": identity(files), "val_files": identity(val_files)} if files or val_files else {}
+        return {
+            "format": FORMAT,
+            "source": self.settings.source,
+            "identity": found | {key: getattr(self.settings, key) for key in self.source.settings},
+            "tokenizer": tokenizer_identity(self.settings.tokenizer),
+            "held_out": self.val_fraction,
+            "units": len(self.units),
+        }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self.description, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the tokens."""
+        path = self.settings.path or self.settings.val_path
+        stem = (_plain(Path(path).stem) if path else "") or self.settings.source
+        name = self.settings.name or f"{stem}-{_label(self.settings.tokenizer)}-{self.fingerprint[:10]}"
+        return Path(self.settings.root) / name
+
+    def manifest(self) -> Manifest | None:
+        """The table of contents of the tokens, None if they are not prepared. Shards are not looked at.
+
+        Raises ValueError if the tokens that are there without their text are of another tokenizer.
+        """
+        manifest = Manifest.read(self.folder)
+        if self.is_text_missing:
+            made_with = manifest.recipe["tokenizer"]
+            if made_with != tokenizer_identity(self.settings.tokenizer):
+                raise ValueError(
+                    f"{self.folder} was prepared with data.tokenizer={made_with}, not "
+                    f"{self.settings.tokenizer}; use that, or another data.name"
+                )
+            return manifest
+        return manifest if manifest is not None and manifest.fingerprint == self.fingerprint else None
+
+    def setting(self, key: str) -> str:
+        """The full name of a setting of this text, for messages."""
+        if self.group == "data.validation" and key == "val_path":
+            key = "path"
+        return f"{self.where}.{key}"
+
+    def _kind(self, kind: str | None = None) -> str:
+        """How this text's kind, or another, is chosen on the command line."""
+        return f"{'data' if self.name is None else f'{self.where}.source'}={kind or self.settings.source}"
+
+    def _matching(self, key: str, pattern: str | None) -> list[Path]:
+        if pattern is None:
+            return []
+        try:
+            files = matching(pattern, self.source.suffixes)
+        except ValueError as error:
+            raise ValueError(f"{self.setting(key)}={pattern}: {error}") from None
+        kinds = _kinds(files[0].name)
+        if kinds and self.settings.source not in kinds:
+            raise ValueError(
+                f"{self.setting(key)}={pattern}: {files[0].name} is not {self.settings.source}; use "
+                f"{self._kind(kinds[0])}"
+            )
+        return files
+
+
+def read(settings: DataSettings) -> list[Recipe]:
+    """The recipes of all texts of a run: training texts, then validation sets. All their files are there.
+
+    Raises ValueError, naming the setting and the fix, for settings that cannot work, as far as this can be
+    known quickly, without the network, and without reading the text.
+    """
+    recipes = [*training_texts(settings), *_named(settings, "data.validation", settings.validation)]
+    for name in settings.sources.keys() & settings.validation.keys():
+        raise ValueError(f"data.sources.{name} and data.validation.{name} have the same name; rename one")
+    if found := list(_problems(settings, recipes)):
+        raise ValueError("\n".join(found))
+    _check_apart([recipe for recipe in recipes if not recipe.is_text_missing])
+    return recipes
+
+
+def training_texts(settings: DataSettings) -> list[Recipe]:
+    """The text of a run, or the sources of its mixture, sorted by name. Looks for no files."""
+    if settings.source != MIXTURE:
+        if settings.sources:
+            raise ValueError(f"data.sources are not read with data={settings.source}; use data=mixture")
+        return [Recipe(replace(settings, validation={}))]
+    if not settings.sources or settings.path or settings.val_path:
+        raise ValueError(
+            "data=mixture needs data.sources.NAME.path=FILE and data.sources.NAME.weight=N of each source, "
+            "and no data.path"
+        )
+    recipes = _named(settings, "data.sources", dict(sorted(settings.sources.items())))
+    whole_weights(settings.sources)
+    return recipes
+
+
+def _named(settings: DataSettings, group: str, entries: dict[str, Any]) -> list[Recipe]:
+    """The texts of a group of settings. What an entry leaves out is as in the settings of the run."""
+    recipes = []
+    for name, entry in entries.items():
+        own = _read_entry(f"{group}.{name}", entry, KEYS[group])
+        own.pop("weight", None)
+        if group == "data.validation":
+            own["val_path"] = own.pop("path", None)
+        if own["source"] != "openwebtext":
+            own.setdefault("documents", None)  # the run's is OpenWebText's
+        recipes.append(Recipe(replace(settings, **{**OWN, **own}), group, name))
+    return recipes
+
+
+def _read_entry(where: str, entry: Any, keys: dict[str, type]) -> dict[str, Any]:
+    """What an entry sets: a path alone, or values by key, null for none. Its source is found if not named."""
+    found: dict[str, Any] = {}
+    for key, value in (entry if isinstance(entry, dict) else {"path": entry}).items():
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, n=1)
+            hint = f"did you mean {where}.{near[0]}?" if near else f"choose from {', '.join(keys)}"
+            raise ValueError(f"{where}.{key}: there is no such setting; {hint}")
+        if value is None and key != "documents":
+            continue
+        try:
+            found[key] = None if value is None else keys[key](value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}.{key}={value} must be a number") from None
+    if "source" not in found:
+        if "path" not in found:
+            raise ValueError(
+                f"{where} needs {where}.path=FILE (or a folder, or a quoted glob such as 'DIR/*')"
+            )
+        found["source"] = _kind_of(where, found["path"])
+    return found
+
+
+def _kind_of(where: str, path: str) -> str:
+    """The kind of text, by the names of the files. Raises ValueError if they do not say."""
+    kinds = _kinds(path)
+    if not kinds and Path(path).is_dir():
+        kinds = sorted({kind for file in Path(path).rglob("*") for kind in _kinds(file.name)})
+    if len(kinds) != 1:
+        names = [kind for kind, source in SOURCES.items() if source.suffixes]
+        raise ValueError(
+            f"{where}.path={path} does not say whether it is {' or '.join(names)}; add {where}.source=text"
+        )
+    return kinds[0]
+
+
+def _kinds(name: str) -> list[str]:
+    return [kind for kind, source in SOURCES.items() if name.endswith(source.suffixes)]
+
+
+def _problems(settings: DataSettings, recipes: list[Recipe]) -> Iterator[str]:
+    """Values that cannot work, each with its fix."""
+    try:
+        vocabulary_size(settings.tokenizer)
+    except ValueError as error:
+        yield str(error)
+    for recipe in recipes:
+        text, where = recipe.settings, recipe.where
+        if text.source not in SOURCES:
+            yield f"{where}.source={text.source} is unknown; choose one of {', '.join(SOURCES)}"
+        if not 0 < text.val_fraction < 1:
+            yield f"{where}.val_fraction={text.val_fraction} must lie between 0 and 1; 0.0005 is usual"
+        if text.name is not None and (Path(text.name).name != text.name or text.name == ".."):
+            yield f"{where}.name={text.name} must be a folder in data.root, not a path"
+
+
+def _check_apart(recipes: list[Recipe]) -> None:
+    """Raise ValueError if a file is in two training texts, or in training and validation text.
+
+    Under whatever name, and a copy of it, too: files of one size are compared.
+    """
+    by_size: dict[int, list[tuple[Path, str]]] = defaultdict(list)
+    train = [(file, recipe.setting("path"), True) for recipe in recipes for file in recipe.files[0]]
+    val = [(file, recipe.setting("val_path"), False) for recipe in recipes for file in recipe.files[1]]
+    for file, setting, is_train in [*train, *val]:
+        same_size = by_size[file.stat().st_size]
+        for other, owner in same_size:
+            if owner != setting and (file.samefile(other) or filecmp.cmp(file, other, shallow=False)):
+                name = str(file) if file == other else f"{file}, the same text as {other},"
+                raise ValueError(f"{name} matches both {owner} and {setting}; keep it out of one of them")
+        if is_train:
+            same_size.append((file, setting))
+
+
+def _label(tokenizer: str) -> str:
+    """A tokenizer's name, or that of its file, for a folder's name."""
+    if tokenizer in VOCABULARY_SIZES:
+        return tokenizer
+    path = Path(tokenizer).resolve()
+    return _plain(path.parent.name if path.name == "tokenizer.json" else path.stem) or "tokenizer"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40]

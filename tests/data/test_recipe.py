@@ -1,0 +1,262 @@
+"""From settings to texts: each made of what its settings say, and settings that cannot work named."""
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+
+from data import mixture, recipe
+from data.corpus import open_corpus
+from data.prepare import PrepareSettings, run
+from data.settings import DataSettings
+from data.tokenizers import Bytes, vocabulary_size
+from tests.data.test_corpus import composed
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The working folder, with a text, JSON Lines, parquet and a folder of texts."""
+    (tmp_path / "book.txt").write_text("it was a dark and stormy night\n" * 300)
+    lines = [json.dumps({"text": f"article {i} " + "on nothing " * (i % 9)}) + "\n" for i in range(200)]
+    (tmp_path / "wiki.jsonl").write_text("".join(lines))
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "body.parquet")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.txt").write_text("def f(x):\n    return x\n" * 100)
+    (tmp_path / "code" / "b.py").write_text("import this\n" * 200)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def book(**changed):
+    return DataSettings(**{"source": "text", "path": "book.txt", "tokenizer": "bytes"} | changed)
+
+
+def mixed(**changed):
+    sources = {
+        "wiki": {"path": "wiki.jsonl", "weight": 0.75},
+        "book": {"path": "book.txt", "weight": 0.25},
+    }
+    return DataSettings(**{"source": "mixture", "tokenizer": "bytes", "sources": sources} | changed)
+
+
+def text_of(tokens):
+    return Bytes().decode(tokens.window(0, len(tokens)))
+
+
+@pytest.mark.usefixtures("files")
+def test_validation_sets_are_prepared_by_themselves():
+    sets = {"wiki": "wiki.jsonl", "code": "code", "py": {"path": "code/*.py", "source": "text"}}
+    plain, corpus = open_corpus(book()), open_corpus(book(validation=sets))
+    assert [(one.name, one.weight) for one in corpus.validation] == [
+        (None, 1.0), ("wiki", 0.0), ("code", 0.0), ("py", 0.0)
+    ]  # fmt: skip
+    assert corpus.manifest == plain.manifest
+    held_out, wiki, code, py = (text_of(one.tokens) for one in corpus.validation)
+    assert held_out == text_of(plain.val)
+    lines = Path("wiki.jsonl").read_text().splitlines()
+    assert wiki == "".join(json.loads(line)["text"] + "<|endoftext|>" for line in lines)
+    assert code == Path("code/a.txt").read_text() + "<|endoftext|>"
+    assert py == Path("code/b.py").read_text() + "<|endoftext|>"
+    assert {path.name.split("-")[0] for path in Path("tokens").iterdir()} == {"book", "wiki", "code", "text"}
+
+
+@pytest.mark.usefixtures("files")
+def test_a_mixture_is_its_sources():
+    corpus = open_corpus(mixed(validation={"code": "code"}))
+    assert (corpus.train.names, corpus.train.weights) == (("book", "wiki"), (1, 3))
+    assert [(one.name, one.weight) for one in corpus.validation] == [
+        ("book", 0.25), ("wiki", 0.75), ("code", 0.0)
+    ]  # fmt: skip
+    alone = [open_corpus(book()), open_corpus(book(source="jsonl", path="wiki.jsonl"))]
+    for train, held_out, one in zip(corpus.train.texts, corpus.validation, alone, strict=False):
+        assert text_of(train) == text_of(one.train)
+        assert text_of(held_out.tokens) == text_of(one.val)
+    assert text_of(corpus.val) == text_of(alone[1].val)  # of the larger weight
+    assert corpus.manifest.tokens("train") == sum(len(one.train) for one in alone)
+    assert len(list(Path("tokens").iterdir())) == 3  # shared with the runs that read one of them
+
+
+def test_the_fingerprint_of_a_mixture_has_its_texts_and_weights(files):
+    def fingerprint(**changed):
+        settings = mixed()
+        for name, values in changed.items():
+            settings.sources[name] = settings.sources[name] | values
+        return open_corpus(settings).manifest.fingerprint
+
+    first = fingerprint()
+    assert fingerprint(wiki={"weight": 3}, book={"weight": 1}) == first  # the same proportions
+    assert fingerprint(wiki={"weight": 0.5}) != first
+    assert fingerprint(wiki={"val_fraction": 0.3}) != first
+    (files / "book.txt").write_text("another book\n" * 300)
+    assert fingerprint() != first
+
+
+def test_weights_are_taken_as_written():
+    def whole(*weights):
+        return [*mixture.whole_weights({f"s{i}": {"weight": w} for i, w in enumerate(weights)}).values()]
+
+    assert whole(0.7, 0.2, 0.1) == [7, 2, 1]
+    assert whole(0.1, 0.1, 0.1) == [1, 1, 1]
+    assert whole(1, "2.5") == [2, 5]
+    assert whole(10**6, 3 * 10**6) == [1, 3]
+    with pytest.raises(ValueError, match=r"proportions of 3333333333:6666666667"):
+        whole(0.3333333333, 0.6666666667)
+    for no_weight in (0, -1, None, True, "x", float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"data.sources.s1.weight=NUMBER"):
+            whole(1, no_weight)
+
+
+def test_sources_of_openwebtext_are_those_of_its_group():
+    sources = ["data.sources.web.source=openwebtext", "data.sources.web.weight=3", "data.tokenizer=bytes"]
+    sources += ["data.sources.wiki.path=wiki.jsonl", "data.sources.wiki.weight=1"]
+    settings = composed("data=mixture", *sources)
+    web, wiki = (one.settings for one in recipe.training_texts(settings))
+    assert web == composed("data=openwebtext", "data.tokenizer=bytes")
+    alone = composed("data=jsonl", "data.path=wiki.jsonl", "data.tokenizer=bytes")
+    assert wiki == dataclasses.replace(alone, revision=settings.revision)
+
+
+@pytest.mark.usefixtures("files")
+def test_the_command_line_takes_names_one_by_one_or_together():
+    together = composed(
+        "data=embedded", "data.validation={wiki: wiki.jsonl, code: {path: 'code/*', source: text}}"
+    )
+    one_by_one = composed(
+        "data=embedded", "data.validation.wiki=wiki.jsonl", "data.validation.code.path='code/*'",
+        "data.validation.code.source=text", "data.validation.code.name=null",
+    )  # fmt: skip
+    sets, same = ([one.settings for one in recipe.read(text)[1:]] for text in (together, one_by_one))
+    assert sets == same
+    assert [(one.source, one.path, one.val_path) for one in sets] == [
+        ("jsonl", None, "wiki.jsonl"), ("text", None, "code/*")
+    ]  # fmt: skip
+
+
+FAULTS = [
+    (book(source="pile"), "choose one of openwebtext, parquet, jsonl, text, stdlib"),
+    (book(tokenizer="gpt4"), "choose one of gpt2, bytes"),
+    (book(val_fraction=0.0), "between 0 and 1"),
+    (book(val_fraction=1.0), "between 0 and 1"),
+    (book(name="a/b"), "data.name"),
+    (book(name=".."), "data.name"),
+    (book(path=None), "data=text needs data.path=FILE"),
+    (book(path="nowhere.txt"), "data.path=nowhere.txt"),
+    (book(path="nowhere/*.txt"), "data.path=nowhere"),
+    (book(source="jsonl", path="code"), "data.path=code.* no .jsonl or"),
+    (book(val_path="nowhere.txt"), "data.val_path=nowhere.txt"),
+    (book(path="wiki.jsonl"), "use data=jsonl"),
+    (book(source="jsonl"), "use data=text"),
+    (book(source="stdlib"), "data.path=book.txt.* data=text"),
+    (book(val_path="book.txt"), "both data.path and data.val_path"),
+    (book(sources={"wiki": {"path": "wiki.jsonl", "weight": 1}}), "use data=mixture"),
+    (book(validation={"wiki": 5}), "data.validation.wiki.path=5"),
+    (book(validation={"wiki": {"column": "text"}}), "data.validation.wiki.path=FILE"),
+    (book(validation={"wiki": {"path": "wiki.jsonl", "weight": 1}}), "data.validation.wiki.weight"),
+    (book(validation={"wiki": "gone.jsonl"}), "data.validation.wiki.path=gone.jsonl"),
+    (book(validation={"py": "code/b.py"}), "add data.validation.py.source=text"),
+    (book(validation={"wiki": {"path": "x.txt", "source": "stdlib"}}), "data.validation.wiki.path=x.txt"),
+    (book(validation={"same": "book.txt"}), "both data.path and data.validation.same.path"),
+    (mixed(sources={}), "data.sources.NAME.path=FILE"),
+    (mixed(path="book.txt"), "no data.path"),
+    (mixed(sources={"a": {"path": "wiki.jsonl"}}), "data.sources.a.weight=NUMBER"),
+    (mixed(sources={"a": "wiki.jsonl"}), "data.sources.a.weight=NUMBER"),
+    (mixed(sources={"a": {"weight": 1}}), "data.sources.a.path=FILE"),
+    (mixed(sources={"a": {"source": "text", "weight": 1}}), "data.sources.a.path=FILE"),
+    (mixed(sources={"a": {"source": "mixture", "weight": 1}}), "data.sources.a.source=mixture"),
+    (mixed(sources={"a": {"path": "x", "weigth": 1}}), "did you mean data.sources.a.weight"),
+    (mixed(validation={"wiki": "code"}), "the same name"),
+    (mixed(sources={"a": {"path": "book.txt", "weight": 1, "val_fraction": 2}}), "sources.a.val_fraction"),
+    (mixed(sources={"a": {"path": "book.txt", "weight": 1, "val_fraction": "x"}}), "sources.a.val_fraction"),
+    (
+        mixed(sources={"a": {"path": "book.txt", "weight": 1}, "b": {"path": "*.txt", "weight": 1}}),
+        "both data.sources.a.path and data.sources.b.path",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), FAULTS, ids=[named for _, named in FAULTS])
+@pytest.mark.usefixtures("files")
+def test_settings_that_cannot_work_are_named(settings, named):
+    with pytest.raises(ValueError, match=named):
+        recipe.read(settings)
+
+
+def test_training_text_is_not_validation_text_under_another_name(files):
+    settings = mixed(validation={"code": "code"})
+    recipe.read(settings)
+    (files / "val.txt").symlink_to("book.txt")
+    (files / "copy.txt").write_bytes((files / "book.txt").read_bytes())
+    os.link("book.txt", "hard.txt")
+    for name in ("val.txt", "copy.txt", "hard.txt"):
+        settings.validation["more"] = name
+        with pytest.raises(ValueError, match=rf"{name}, .* data.sources.book.path and data.validation.more"):
+            recipe.read(settings)
+        with pytest.raises(ValueError, match=f"{name}, the same text as book.txt, .* data.path and data.val"):
+            recipe.read(book(val_path=name))
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_config_fits_the_settings(file):
+    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataSettings), OmegaConf.load(file)))
+    if settings.source in ("openwebtext", "stdlib"):
+        (text,) = recipe.read(settings)
+        assert text.settings.source == settings.source
+    else:
+        with pytest.raises(ValueError, match=r"path=FILE"):
+            recipe.read(settings)
+
+
+def test_reading_is_quick_and_offline(monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("used the network"))
+    start = time.perf_counter()
+    (text,) = recipe.read(DataSettings(revision="abc"))
+    assert text.folder.name.startswith("openwebtext-gpt2-")
+    assert time.perf_counter() - start < 0.1
+
+
+def test_vocabulary_sizes_are_the_tokenizers():
+    assert vocabulary_size("bytes") == Bytes().vocab_size
+    assert vocabulary_size("gpt2") == 50257
+
+
+@pytest.mark.usefixtures("files")
+def test_texts_that_were_prepared_before_are_found_again():
+    """The names of folders that earlier versions made have the fingerprint."""
+    Path("a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    Path("v.txt").write_text("held out")
+    folders = {
+        "a-bytes-ba6709ea84": book(source="jsonl", path="a.jsonl"),
+        "book-gpt2-83a02541ed": book(val_path="v.txt", tokenizer="gpt2"),
+        "v-gpt2-7cd529856b": book(path=None, val_path="v.txt", tokenizer="gpt2"),
+        "openwebtext-gpt2-09c1963170": composed("data=openwebtext"),
+    }
+    assert [recipe.Recipe(settings).folder.name for settings in folders.values()] == list(folders)
+
+
+@pytest.mark.usefixtures("files")
+def test_the_command_prepares_all_texts(capsys):
+    settings = mixed(validation={"code": "code"})
+    run(PrepareSettings(settings, verify=True))
+    printed = capsys.readouterr().out.splitlines()
+    assert [(line.split("-")[0], line.split(",")[0].split()[-1]) for line in printed] == [
+        ("tokens/book", "verified"), ("tokens/wiki", "verified"), ("tokens/code", "verified")
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("files")
+def test_a_validation_set_of_a_name_opens_where_its_text_is_not():
+    validation = {"wiki": {"path": "wiki.jsonl", "name": "mine"}}
+    there = open_corpus(book(validation=validation))
+    Path("wiki.jsonl").unlink()
+    here = open_corpus(book(validation=validation))
+    tokens = [corpus.validation[1].tokens for corpus in (there, here)]
+    np.testing.assert_array_equal(*(one.window(0, len(one)) for one in tokens))

@@ -1,0 +1,186 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.backends.sagebwd import PRESETS
+from sagebwd import SageConfig
+from trainer.checks import Sizes, check
+from trainer.distributed import is_sharded
+from trainer.errors import SettingsError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+PAPER_ON_GPU = [
+    # tps, devices, steps, tokens, sequences, micro-steps of 16 sequences
+    ("260k", 1, 300_000, 262_144, 64, 4),
+    ("260k", 4, 300_000, 262_144, 64, 1),
+    ("2.1m", 1, 37_500, 2_097_152, 512, 32),
+    ("2.1m", 8, 37_500, 2_097_152, 512, 4),
+]
+
+
+@pytest.fixture(autouse=True)
+def eight_gpus(monkeypatch):
+    """The default settings want a GPU; whether there is one is tested apart."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+
+@pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
+@pytest.mark.parametrize(("tps", "devices", "steps", "tokens", "sequences", "micro_steps"), PAPER_ON_GPU)
+def test_the_papers_runs(compose_settings, attention, tps, devices, steps, tokens, sequences, micro_steps):
+    settings = compose_settings(f"attention={attention}", f"tps={tps}")
+    assert check(settings, devices) == Sizes(steps, tokens, sequences, micro_steps)
+    assert steps * tokens == 78_643_200_000
+    assert settings.context == 4096
+    assert settings.optimizer.lr == 3e-5
+    assert settings.tps.warmup_steps == {"260k": 7_500, "2.1m": 1_000}[tps]
+    assert settings.model.norm_eps == 1e-6
+    assert settings.hardware.dtype == "bfloat16"
+    if attention == "sagebwd":
+        config = settings.attention.config
+        assert (config.smooth_k, config.smooth_q) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["paper", "consistent", "accurate", "strictly_causal"])
+def test_presets_are_attentions_of_their_own(compose_settings, name):
+    preset = getattr(SageConfig, name)()
+    assert compose_settings(f"attention=sagebwd_{name}").attention.config == preset
+    toggled = compose_settings(f"attention=sagebwd_{name}", f"attention.smooth_k={not preset.smooth_k}")
+    assert toggled.attention.config == replace(preset, smooth_k=not preset.smooth_k)
+
+
+def test_every_preset_of_the_library_has_its_file():
+    files = {file.stem.removeprefix("sagebwd_") for file in (CONFIGS / "attention").glob("sagebwd_*.yaml")}
+    assert files == PRESETS.keys() - {"default"}
+
+
+def test_the_default_attention_is_the_librarys_default(compose_settings):
+    assert compose_settings("attention=sagebwd").attention.config == SageConfig()
+
+
+@pytest.mark.parametrize("attention", ["fpa", "sagebwd", "sagebwd_accurate"])
+def test_a_sweep_may_turn_a_switch_off_for_all_attentions(compose_settings, attention):
+    check(compose_settings(f"attention={attention}", "attention.smooth_k=false"), 1)
+
+
+def test_debug_keeps_the_ratio_of_the_papers_tokens_per_step(compose_settings):
+    small, large = (
+        check(compose_settings("experiment=debug", f"tps={tps}"), 1).tokens_per_step
+        for tps in ("260k", "2.1m")
+    )
+    assert large == 8 * small < 10_000
+
+
+BAD = [
+    # overrides, what the message must name
+    (["hardware.micro_batch=12"], ["micro_batch=12", "245760", "294912", "micro_batch=8 or 16"]),
+    (["tps.tokens_per_step=100000"], ["100000", "65536", "131072"]),
+    (["tps.divide_by=7"], ["not a multiple", "262143"]),
+    (["context=8192", "hardware.micro_batch=8"], ["context=8192", "model.max_context=4096"]),
+    (["model.n_heads=16", "model.n_kv_heads=5"], ["n_kv_heads", "5"]),
+    (["model.d_head=63"], ["d_head", "63"]),
+    (["model.vocab_size=50000"], ["model.vocab_size=50000", "50257", "50304"]),
+    (["attention=sagebwd", "attention.granularity=tile"], ["granularity", "tile", "block", "row"]),
+    (["attention.backend=nonsense"], ["nonsense", "fpa", "sagebwd"]),
+    (["attention.sdpa=fastest"], ["fastest", "cudnn", "flash"]),
+    (["data=text"], ["data.path"]),
+    (["data=parquet", "data.path=/nowhere/*.parquet"], ["/nowhere/*.parquet"]),
+    (["data.tokenizer=gpt5"], ["gpt5", "gpt2", "bytes"]),
+    (["optimizer.lr=0"], ["optimizer.lr=0"]),
+    (["optimizer.lr=nan"], ["optimizer.lr=nan"]),
+    (["optimizer.beta2=1.0"], ["optimizer.beta2=1.0"]),
+    (["optimizer.min_lr_ratio=2"], ["min_lr_ratio=2"]),
+    (["optimizer.weight_decay=-1"], ["weight_decay=-1"]),
+    (["optimizer.name=sgd"], ["optimizer.name=sgd", "adamw", "muon"]),
+    (["optimizer.name=muon"], ["use optimizer=muon"]),
+    (["optimizer=muon", "optimizer.muon_lr=0"], ["optimizer.muon_lr=0"]),
+    (["optimizer=muon", "optimizer.muon_momentum=1"], ["optimizer.muon_momentum=1"]),
+    (["optimizer=muon", "optimizer.muon_lr_scale=rms"], ["muon_lr_scale=rms", "match_rms_adamw", "original"]),
+    (["optimizer=muon", "optimizer.muon_lr_scale=original"], ["use optimizer.muon_lr=0.02"]),
+    (["optimizer.schedule=step"], ["optimizer.schedule=step", "cosine, linear, wsd"]),
+    (["optimizer.schedule=wsd", "optimizer.decay_ratio=0"], ["decay_ratio=0"]),
+    (["optimizer.schedule=wsd", "optimizer.decay_type=cosine"], ["decay_type=cosine", "linear, 1-sqrt"]),
+    (["optimizer.schedule=wsd", "steps=8000"], ["tps.warmup_steps=7500", "1600 steps", "warmup_steps=6400"]),
+    (["steps=100"], ["tps.warmup_steps=7500", "100 steps", "tps.warmup_steps=10"]),
+    (["total_tokens=1000"], ["total_tokens=1000", "262144"]),
+    (["milestone_every=1500"], ["milestone_every=1500", "checkpoint_every=1000", "milestone_every=2000"]),
+    (["hardware.device=tpu"], ["hardware.device=tpu", "cuda"]),
+    (
+        ["hardware=cpu", "hardware.cuda_graphs=true"],
+        ["hardware.device=cpu", "1 device(s)", "cuda_graphs=false"],
+    ),
+    (["hardware.timeout_s=inf"], ["hardware.timeout_s=inf"]),
+    (["seed=-1"], ["seed=-1"]),
+    (["seed=9223372036854775808"], ["seed=9223372036854775808"]),
+    (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
+    (["probe.layers=[3,20]"], ["probe.layers", "20", "0 to 19"]),
+    (["probe.layers=[-1]"], ["probe.layers", "-1", "0 to 19"]),
+    (["probe.layers=[]"], ["probe.layers"]),
+    (["spike.window=4"], ["spike.window=4", "8"]),
+    (["spike.threshold=nan"], ["spike.threshold=nan"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "named"), BAD, ids=lambda value: " ".join(value))
+def test_bad_settings_name_the_fix(compose_settings, overrides, named):
+    def checked():
+        settings = compose_settings(*overrides)
+        check(settings, settings.hardware.devices)
+
+    with pytest.raises(SettingsError) as caught:
+        checked()
+    assert [text for text in named if text not in str(caught.value)] == [], str(caught.value)
+
+
+def test_ranks_count_in_the_tokens_per_step(compose_settings):
+    settings = compose_settings()
+    with pytest.raises(SettingsError, match=r"× 3 device\(s\) = 196608 .*196608 or 393216"):
+        check(settings, 3)
+
+
+def test_every_problem_is_told_at_once(compose_settings):
+    """Those of single values first: what follows from a wrong one says nothing."""
+    values = ["optimizer.lr=-1", "eval_every=0", "model.d_head=63", "hardware.dtype=int8"]
+    values += ["data.tokenizer=gpt5", "data.val_fraction=2", "probe.alarm=0", "train_sequences=0"]
+    with pytest.raises(SettingsError) as caught:
+        check(compose_settings(*values, "milestone_every=7"), 1)
+    assert [text for text in values if text not in str(caught.value)] == []
+    together = ["milestone_every=7", "context=5000", "hardware.devices=9"]
+    with pytest.raises(SettingsError) as caught:
+        check(compose_settings(*together), 1)
+    assert [text for text in together if text not in str(caught.value)] == []
+
+
+def test_no_gpu_points_to_what_runs_without(compose_settings, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SettingsError, match="experiment=quickstart"):
+        check(compose_settings(), 1)
+
+
+def test_a_small_gpu_trains_the_papers_model(compose_settings):
+    settings = compose_settings("hardware=gpu_24gb")
+    assert check(settings, 1).micro_steps == 32
+    assert (settings.context, settings.hardware.dtype) == (4096, "bfloat16")
+
+
+def test_suggested_fixes_work(compose_settings):
+    for fix in ("hardware.micro_batch=8", "hardware.micro_batch=16", "tps.tokens_per_step=245760"):
+        check(compose_settings("hardware.micro_batch=12", fix), 1)
+
+
+@pytest.mark.parametrize(
+    ("preset", "asked", "ranks", "sharded"),
+    [
+        ("llama_325m", "auto", 8, False),
+        ("llama_1b", "auto", 2, True),
+        ("llama_1b", "auto", 1, False),
+        ("llama_1b", "ddp", 2, False),
+        ("llama_325m", "fsdp", 2, True),
+        ("llama_325m", "fsdp", 1, False),
+    ],
+)
+def test_large_models_are_sharded(compose_settings, preset, asked, ranks, sharded):
+    settings = compose_settings(f"model={preset}", f"hardware.parallel={asked}")
+    assert is_sharded(settings.model, settings.hardware, ranks) is sharded

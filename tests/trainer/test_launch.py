@@ -1,0 +1,122 @@
+"""The processes of a run on one machine: which sockets they open, and that they end with their launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.cli import ROOT, assert_same_run, wait_for_step
+from tests.processes import LOOPBACK, descendants, is_running, listening_addresses, wait_until
+from trainer import launch
+from trainer.errors import Interrupted, TrainingError
+from trainer.loop import Trainer, train
+from trainer.run_directory import RunDirectory
+from trainer.settings import Settings
+
+SHORT = ("steps=8", "checkpoint_every=2", "sample_tokens=0", "hardware.micro_batch=2")
+HELD_AT = 5
+
+needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
+
+
+def train_and_hold(settings: Settings) -> None:
+    """Train, but for ever wait before a step in the middle."""
+    original = Trainer._train_step
+
+    def train_step(trainer):
+        while trainer.step == HELD_AT:
+            time.sleep(0.1)
+        return original(trainer)
+
+    Trainer._train_step = train_step
+    train(settings)
+
+
+@needs_proc
+@pytest.mark.parametrize("processes", [1, 2])  # 1: as each run of a sweep
+def test_sockets_are_on_the_loopback_device_and_killing_the_launcher_ends_all(datasets, tmp_path, processes):
+    whole, killed = (
+        warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / name}") for name in ("whole", "killed")
+    )
+    start = warm.SERVER.Process(
+        target=launch.start, args=(train_and_hold, killed), kwargs={"processes": processes}
+    )
+    start.start()
+    wait_for_step(start.is_alive, tmp_path / "killed", HELD_AT)
+    running = descendants(start.pid)
+    assert len(running) > processes
+    addresses = listening_addresses(running)
+    start.kill()
+    start.join()
+    assert wait_until(lambda: not any(map(is_running, running)), seconds=5)
+    with RunDirectory(tmp_path / "killed").locked():
+        pass
+    if processes == 1:
+        assert addresses == []
+        return
+    assert addresses  # gloo has some: the test sees what it looks for
+    assert set(addresses) <= LOOPBACK
+    for settings in (killed, whole):
+        warm.two_ranks(settings, [], [])
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+PARENT = """
+import os, subprocess, sys
+child = [sys.executable, "-c", "import os, time; from trainer.interrupt import watch_parent; "
+         "watch_parent(os.getppid()); print('watching', flush=True); time.sleep(60)"]
+print(subprocess.Popen(child).pid, flush=True)
+os.wait()
+"""
+
+
+@needs_proc
+def test_a_rank_of_torchrun_ends_with_it():
+    """torchrun does not ask the kernel to end its ranks; they look for their parent."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        lines = [parent.stdout.readline(), parent.stdout.readline()]
+        rank = int(next(line for line in lines if line.strip().isdigit()))
+        parent.kill()
+    assert wait_until(lambda: not is_running(rank), seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (7, "ended with exit code 7"),
+        (-signal.SIGKILL, "was ended by SIGKILL: the kernel does that when memory runs out"),
+        (-signal.SIGSEGV, "was ended by SIGSEGV"),
+        (-40, "was ended by signal 40"),
+    ],
+)
+def test_a_process_that_ends_without_a_word_is_described(code, told):
+    assert launch.describe_death(17, code).startswith(f"(process 17) {told}")
+
+
+def end_with(code: int) -> None:
+    """Be asked to stop before the first step, as Ctrl-C does, and end with this exit code."""
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(0.5)
+    os._exit(code)
+
+
+def refuse() -> None:
+    raise TrainingError("the disk is full")
+
+
+@pytest.mark.parametrize(("code", "raised"), [(1, Interrupted), (7, TrainingError)])
+def test_a_process_that_ended_because_it_was_asked_to_did_not_fail(code, raised):
+    with pytest.raises(raised):
+        launch.start(end_with, code, processes=1)
+
+
+def test_an_error_for_the_user_arrives_without_a_traceback():
+    with pytest.raises(TrainingError, match=r"^the disk is full$"):
+        launch.start(refuse, processes=1)

@@ -1,0 +1,156 @@
+"""What a run writes while it trains; TensorBoard with a stand-in for its writer: the package is optional."""
+
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trainer.errors import TrainingError
+from trainer.record import Record, Stopwatch
+from trainer.settings import LoggerSettings
+from trainer.trackers import start_tensorboard
+
+
+def make_record(folder, wandb_run, tensorboard=None):
+    arguments = {"steps": 3, "first_step": 0, "name": "name", "tensorboard": tensorboard}
+    return Record(folder / "metrics.jsonl", wandb_run, **arguments)
+
+
+def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
+    class Run:
+        def __init__(self):
+            self.logged, self.finished = [], False
+
+        def log(self, values, step):
+            self.logged.append((step, values))
+
+        def finish(self):
+            self.finished = True
+
+    run = Run()
+    record = make_record(tmp_path, run)
+    record.write({"step": 1, "loss": 2.5, "mfu": None})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5, "mfu": None}
+    record.write({"step": 2, "loss": 2.0, "grad_norm": float("nan")})
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[
+        1
+    ] == '{"step": 2, "loss": 2.0, "grad_norm": null}'
+    record.progress(2.5, 1234.0, 0.25)
+    record.advance()
+    record.close()
+    assert run.logged == [(1, {"loss": 2.5}), (2, {"loss": 2.0})]
+    assert run.finished
+    shown = capsys.readouterr().err
+    assert "1/3" in shown
+    assert "loss=2.500, tok/s=1,234, MFU=25.0%" in shown
+
+
+def test_alerts_reach_wandb_and_its_failures_do_not_reach_training(tmp_path, caplog):
+    class Run:
+        def __init__(self):
+            self.alerts = []
+
+        def alert(self, title, text):
+            self.alerts.append((title, text))
+            raise OSError("no route to host")
+
+        def finish(self):
+            pass
+
+    run = Run()
+    for wandb_run in (run, None):
+        record = make_record(tmp_path, wandb_run)
+        record.alert("title", "text")
+        record.close()
+    assert run.alerts == [("title", "text")]
+    assert caplog.text.count("no route to host") == 1
+
+
+class SummaryWriter:
+    """The part of torch.utils.tensorboard.SummaryWriter that is used."""
+
+    def __init__(self, log_dir=None, comment="", purge_step=None):
+        self.log_dir, self.purge_step, self.written = log_dir, purge_step, []
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.written.append((tag, scalar_value, global_step))
+
+    def add_text(self, tag, text_string, global_step=None):
+        self.written.append((tag, text_string, global_step))
+
+    def close(self):
+        self.written.append("closed")
+
+
+@pytest.fixture
+def _installed(monkeypatch):
+    stand_in = SimpleNamespace(SummaryWriter=SummaryWriter)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
+
+
+def start(tmp_path, first_step=0):
+    return start_tensorboard(LoggerSettings("off", tensorboard=True), folder=tmp_path, first_step=first_step)
+
+
+@pytest.mark.usefixtures("_installed")
+def test_records_reach_tensorboard_without_what_is_not_a_number(tmp_path):
+    assert start_tensorboard(LoggerSettings("off"), folder=tmp_path, first_step=0) is None
+    logger = start(tmp_path)
+    record = make_record(tmp_path, None, logger)
+    record.write({"step": 2, "tokens": 20, "loss": 2.5, "mfu": None, "grad_norm": float("nan")})
+    record.write({"step": 3, "sample": "text"})
+    record.close()
+    writer = logger._writer
+    assert writer.log_dir == str(tmp_path / "tensorboard")
+    assert writer.written == [("tokens", 20, 2), ("loss", 2.5, 2), ("sample", "text", 3), "closed"]
+
+
+@pytest.mark.usefixtures("_installed")
+def test_steps_that_run_again_are_hidden(tmp_path):
+    assert start(tmp_path)._writer.purge_step == 1
+    assert start(tmp_path, first_step=4)._writer.purge_step == 5
+
+
+def test_one_logger_that_fails_does_not_stop_the_other(tmp_path, caplog):
+    class Broken:
+        def log(self, values, step):
+            raise OSError("no room")
+
+    class Whole:
+        def __init__(self):
+            self.calls = []
+
+        def log(self, values, step):
+            self.calls.append(step)
+
+        def finish(self):
+            self.calls.append("finished")
+
+    whole = Whole()
+    record = make_record(tmp_path, whole, Broken())
+    for step in (1, 2):
+        record.write({"step": step})
+    record.close()
+    assert whole.calls == [1, 2, "finished"]
+    assert caplog.text.count("TensorBoard failed (OSError: no room)") == 1
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(TrainingError, match="pip install"):
+        start(tmp_path)
+
+
+def test_stopwatch_leaves_pauses_out():
+    watch = Stopwatch(torch.device("cpu"))
+    watch.start()
+    time.sleep(0.02)
+    watch.pause()
+    time.sleep(0.2)
+    watch.start()
+    time.sleep(0.02)
+    assert 0.04 <= watch.take() < 0.15
+    assert watch.take() < 0.02  # starts from zero, and still runs

@@ -1,0 +1,194 @@
+"""What W&B is told about a run, with wandb.init recorded in place of a service."""
+
+import importlib.util
+import json
+import logging
+
+import pytest
+import wandb
+
+from model.config import parameter_count
+from tests import warm
+from trainer.checks import check
+from trainer.run_directory import RunDirectory
+from trainer.settings import LoggerSettings
+from trainer.trackers import WandbRun, derived, start_wandb
+
+VARIABLES = ("MODE", "PROJECT", "ENTITY", "RUN_GROUP", "TAGS", "NAME", "DIR", "RUN_ID", "RESUME", "DISABLED")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+
+
+class Run:
+    """Stands in for wandb's run."""
+
+    offline = False
+
+    def __init__(self, id="abc", url=None):
+        self.id, self.url, self.logged, self.axes, self.summary = id, url, [], [], {}
+
+    def define_metric(self, name, step_metric=None):
+        self.axes.append((name, step_metric))
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+
+def start(mode, folder, run_id=None, **settings):
+    settings = LoggerSettings(wandb=mode, **settings)
+    return start_wandb(settings, folder=folder, config={"seed": 1}, run_id=run_id)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Records wandb.init's arguments instead of starting a service."""
+    made = []
+
+    def init(**arguments):
+        made.append(arguments)
+        if arguments["mode"] == "online" and arguments["project"] == "unreachable":
+            raise wandb.errors.CommError("no route to host")
+        return Run(arguments["id"], f"https://wandb.test/{arguments['id']}")
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "login", lambda **_: False)
+    monkeypatch.setattr(wandb, "teardown", lambda exit_code: None)
+    return made
+
+
+def test_off_and_not_installed(tmp_path, monkeypatch, caplog):
+    assert start("off", tmp_path) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert start("auto", tmp_path) is None
+    assert not caplog.records
+    assert start("online", tmp_path) is None
+    assert "wandb is not installed" in caplog.text
+
+
+@pytest.mark.parametrize(("key_configured", "mode"), [(True, "online"), (False, "offline")])
+def test_auto_is_online_only_with_a_key(tmp_path, monkeypatch, calls, key_configured, mode):
+    monkeypatch.setattr(wandb, "login", lambda **_: key_configured)
+    assert start("auto", tmp_path, run_id="abc").id == "abc"
+    assert [(call["mode"], call["id"], call["resume"]) for call in calls] == [(mode, "abc", "allow")]
+
+
+def test_unreachable_service_means_offline_and_is_not_waited_for(tmp_path, calls, caplog):
+    assert start("online", tmp_path, project="unreachable") is not None
+    assert [call["mode"] for call in calls] == ["online", "offline"]
+    assert "no route to host" in caplog.text
+    assert calls[0]["settings"].init_timeout == 20
+    assert calls[0]["settings"].finish_timeout == 120  # its own default waits until there is a network
+
+
+def test_a_service_that_cannot_be_reached_leaves_the_run_its_id(tmp_path, monkeypatch, caplog):
+    """W&B's service on this machine keeps the id of the first attempt in use, unless it is torn down."""
+    attempts = []
+
+    def init(**arguments):
+        attempts.append(arguments["mode"])
+        if arguments["mode"] == "online":
+            raise TimeoutError("no answer")
+        assert torn_down == [1]
+        return Run(arguments["id"])
+
+    torn_down = []
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda exit_code: torn_down.append(exit_code))
+    assert start("online", tmp_path, run_id="abc").id == "abc"
+    assert attempts == ["online", "offline"]
+    assert "W&B (online): no answer" in caplog.text
+
+
+def test_mode_of_the_environment_holds_for_auto_only(tmp_path, monkeypatch, calls):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    start("auto", tmp_path)
+    start("offline", tmp_path)
+    assert [call["mode"] for call in calls] == ["online", "offline"]
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert start("auto", tmp_path) is None
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    assert start("auto", tmp_path) is None
+
+
+def test_variables_hold_where_no_setting_is_given(tmp_path, monkeypatch, calls):
+    start("offline", tmp_path)
+    plain = calls.pop()
+    assert (plain["project"], plain["entity"], plain["group"]) == ("sagebwd", None, None)
+    assert (plain["name"], plain["dir"], plain["tags"]) == (tmp_path.name, tmp_path, None)
+    for name in ("PROJECT", "ENTITY", "RUN_GROUP", "NAME", "DIR", "RUN_ID"):
+        monkeypatch.setenv(f"WANDB_{name}", f"their {name}")
+    monkeypatch.setenv("WANDB_TAGS", "x, y")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
+    monkeypatch.setenv("WANDB_RESUME", "must")
+    start("offline", tmp_path, tags=["fpa", "x"], group="mine")
+    (call,) = calls
+    assert (call["project"], call["entity"], call["group"]) == ("their PROJECT", "their ENTITY", "mine")
+    assert (call["name"], call["dir"], call["id"]) == ("their NAME", "their DIR", "their RUN_ID")
+    assert (call["tags"], call["resume"]) == (["fpa", "x", "y"], "must")
+    assert "init_timeout" not in call["settings"].model_fields_set  # so that theirs holds
+
+
+def test_a_run_has_one_id_before_its_first_checkpoint_too(tmp_path, calls, caplog):
+    caplog.set_level(logging.INFO)
+    first = start("offline", tmp_path).id
+    assert len(first) == 8
+    assert start("offline", tmp_path).id == first
+    assert start("offline", tmp_path, run_id="of-the-checkpoint").id == "of-the-checkpoint"
+    other = tmp_path / "other"
+    other.mkdir()
+    assert start("offline", other).id != first
+    assert f"W&B: https://wandb.test/{first}" in caplog.text
+    RunDirectory(tmp_path)._clear()  # rerun_finished=true
+    assert start("offline", tmp_path).id != first
+
+
+def test_tokens_are_the_axis_and_samples_a_table_that_a_resumed_run_continues(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    before = [
+        {"step": 1, "tokens": 10, "loss": 2.0},
+        {"step": 1, "tokens": 10, "val_loss": 2.0, "sample": "a"},
+    ]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in before))
+    run = Run()
+    logger = WandbRun(run, metrics)
+    assert run.axes == [("tokens", None), ("*", "tokens")]
+    logger.log({"tokens": 20, "loss": 1.0}, step=2)
+    logger.log({"tokens": 20, "val_loss": 1.5, "sample": "b"}, step=2)
+    logger.summary.update({"eval/step": 4})  # scripts.evaluate does
+    assert run.summary == {"eval/step": 4}
+    (_, plain), (step, evaluation) = run.logged
+    assert (step, plain, evaluation["val_loss"]) == (2, {"tokens": 20, "loss": 1.0}, 1.5)
+    assert evaluation["sample"].columns == ["step", "tokens", "text"]
+    assert evaluation["sample"].data == [[1, 10, "a"], [2, 20, "b"]]
+
+
+def test_derived_numbers(datasets):
+    settings = warm.debug_settings(datasets, "tps.divide_by=1024", "steps=3")
+    plan = check(settings, 1)
+    assert derived(settings, plan, 1) == {
+        "parameters": parameter_count(settings.model),
+        "steps": 3,
+        "tokens_per_step": 256,
+        "total_tokens": 768,
+        "devices": 1,
+    }
+
+
+def test_offline_run_leaves_files_and_says_how_to_upload_them(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    run = start("offline", tmp_path)
+    run.log({"loss": 1.0, "tokens": 2, "sample": "text"}, step=1)
+    run.finish()
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert f"wandb sync {file.parent}" in caplog.text
+    assert run.id in file.name
+
+
+def test_stand_in_has_what_wandb_runs_have():
+    assert all(hasattr(wandb.Run, name) for name in ("id", "url", "offline", "dir", "define_metric", "log"))
+    assert {"init_timeout", "finish_timeout"} <= wandb.Settings.model_fields.keys()

@@ -1,0 +1,254 @@
+"""Checks settings against each other and works out what follows from them.
+
+Runs in milliseconds, before any data is read, any model is built or anything is compiled. What takes a file
+to know is checked where it is read.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+
+import data.recipe
+import data.settings
+import data.tokenizers
+import model.config
+from trainer.errors import SettingsError
+from trainer.optimizer import DECAY_TYPES, MUON_SCALES, OPTIMIZERS, SCHEDULES, decay_steps
+from trainer.settings import Settings
+
+Problems = Iterator[str]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the settings amount to."""
+
+    steps: int  # optimizer steps of the run
+    tokens_per_step: int
+    sequences_per_step: int
+    micro_steps: int  # forward-backward passes per device and step (gradient accumulation)
+
+
+def check(settings: Settings, ranks: int) -> Sizes:
+    """The sizes of a run on `ranks` devices. Raises SettingsError with every problem, each with its fix."""
+    # What follows from values makes sense only once each of them does.
+    problems = [*check_values(settings)] or [one for follow in CHECKS for one in follow(settings, ranks)]
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise SettingsError(f"these settings cannot be trained:\n{listed}")
+    return sizes_of(settings, ranks)
+
+
+def sizes_of(settings: Settings, ranks: int) -> Sizes:
+    """The sizes of a run on `ranks` devices, of settings that were checked."""
+    tokens = settings.tokens_per_step
+    return Sizes(
+        steps=settings.total_steps,
+        tokens_per_step=tokens,
+        sequences_per_step=tokens // settings.context,
+        micro_steps=tokens // (settings.context * settings.hardware.micro_batch * ranks),
+    )
+
+
+# ---------------------------------------------------------------------- values by themselves
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "hardware.dtype": ("bfloat16", "float32"),
+    "hardware.device": ("cuda", "cpu"),
+    "hardware.parallel": ("auto", "ddp", "fsdp"),
+    "hardware.recompute": ("none", "blocks"),
+    "logger.wandb": ("auto", "online", "offline", "off"),
+    "optimizer.name": tuple(OPTIMIZERS),
+    "optimizer.schedule": SCHEDULES,
+    "optimizer.decay_type": DECAY_TYPES,
+    "optimizer.muon_lr_scale": MUON_SCALES,
+}
+
+POSITIVE = """context train_sequences total_tokens steps log_every eval_every eval_sequences checkpoint_every
+    keep_checkpoints milestone_every tps.tokens_per_step tps.divide_by hardware.micro_batch hardware.devices
+    hardware.timeout_s hardware.peak_tflops optimizer.lr optimizer.muon_lr optimizer.eps optimizer.grad_clip
+    probe.sequences probe.alarm spike.threshold profile.start"""
+NOT_NEGATIVE = "tps.warmup_steps sample_tokens probe.every profile.steps optimizer.weight_decay"
+
+#: Names of settings, what holds for their values unless they are null, and that in words.
+RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (POSITIVE, lambda value: 0 < value < math.inf, "greater than zero and finite"),
+    (NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "zero or more"),
+    ("seed", lambda value: 0 <= value < 2**63, "at least 0 and less than 2**63"),
+    ("spike.window", lambda value: value >= 8, "8 or more, to find the typical loss"),
+    (
+        "optimizer.beta1 optimizer.beta2 optimizer.muon_momentum",
+        lambda value: 0 <= value < 1,
+        "at least 0 and below 1",
+    ),
+    ("optimizer.min_lr_ratio", lambda value: 0 <= value <= 1, "between 0 and 1, a fraction of optimizer.lr"),
+    ("optimizer.decay_ratio", lambda value: 0 < value <= 1, "above 0 and at most 1, a share of the steps"),
+)
+
+
+def check_values(settings: Settings) -> Problems:
+    for name, choices in CHOICES.items():
+        value = attrgetter(name)(settings)
+        if value is not None and value not in choices:
+            yield f"{name}={value} is unknown; choose one of {', '.join(choices)}"
+    for names, holds, words in RANGES:
+        for name in names.split():
+            value = attrgetter(name)(settings)
+            if value is not None and not holds(value):
+                yield f"{name}={value} must be {words}"
+    yield from model.config.problems(settings.model)
+    try:
+        data.recipe.read(settings.data)
+    except ValueError as error:
+        yield str(error)
+
+
+# ---------------------------------------------------------------------- values together
+
+
+def check_text(settings: Settings, ranks: int) -> Problems:
+    if settings.data.val_path and not settings.data.path:
+        yield "data.path is missing: data.val_path alone is no text to train on; set data.path=FILE, too"
+    if settings.data.source == data.settings.MIXTURE and settings.train_sequences is not None:
+        yield (
+            f"train_sequences={settings.train_sequences} has no meaning with data=mixture; use "
+            "train_sequences=null"
+        )
+    needed = data.tokenizers.vocabulary_size(settings.data.tokenizer)
+    if settings.model.vocab_size < needed:
+        yield (
+            f"model.vocab_size={settings.model.vocab_size} is smaller than the {needed} tokens of "
+            f"data.tokenizer={settings.data.tokenizer}; use "
+            + (
+                f"the tokenizer that those weights were trained with: data.tokenizer={settings.init_from}"
+                if settings.init_from
+                else f"model.vocab_size={-(-needed // 64) * 64} (padded to a multiple of 64 for speed)"
+            )
+        )
+
+
+def check_hardware(settings: Settings, ranks: int) -> Problems:
+    hardware = settings.hardware
+    if hardware.device == "cuda" and not settings.plan:  # an estimate may be made on another machine
+        available = torch.cuda.device_count()
+        if available == 0:
+            yield (
+                "hardware.device=cuda, but PyTorch sees no CUDA GPU here. Use hardware=cpu for small models "
+                "(python train.py experiment=quickstart is one), or install a CUDA build of PyTorch"
+            )
+        elif hardware.devices > available:
+            yield (
+                f"hardware.devices={hardware.devices}, but this machine has {available} GPU(s); "
+                f"use hardware.devices={available}"
+            )
+    if hardware.cuda_graphs and not (hardware.device == "cuda" and hardware.compile and ranks == 1):
+        yield (
+            "hardware.cuda_graphs=true needs one GPU and hardware.compile=true. Here are "
+            f"hardware.device={hardware.device}, hardware.compile={str(hardware.compile).lower()} "
+            f"and {ranks} device(s); use hardware.cuda_graphs=false"
+        )
+
+
+def check_context(settings: Settings, ranks: int) -> Problems:
+    if settings.context > settings.model.max_context:
+        yield (
+            f"context={settings.context} is longer than the model's rotary position table, "
+            f"model.max_context={settings.model.max_context}; raise the latter or use "
+            f"context={settings.model.max_context}"
+        )
+
+
+def check_milestones(settings: Settings, ranks: int) -> Problems:
+    every, checkpoint_every = settings.milestone_every, settings.checkpoint_every
+    if every is not None and every % checkpoint_every:
+        multiple = -(-every // checkpoint_every) * checkpoint_every
+        yield (
+            f"milestone_every={every} must be a multiple of checkpoint_every={checkpoint_every}, or most "
+            f"milestones are never saved; use milestone_every={multiple}"
+        )
+
+
+def check_probe(settings: Settings, ranks: int) -> Problems:
+    layers, last = settings.probe.layers, settings.model.n_layers - 1
+    if layers is not None and not (layers and all(0 <= layer <= last for layer in layers)):
+        yield f"probe.layers={layers} must name some of the model's layers, 0 to {last}"
+
+
+def check_muon(settings: Settings, ranks: int) -> Problems:
+    optimizer = settings.optimizer
+    if optimizer.name != "muon":
+        return
+    if not hasattr(torch.optim, "Muon"):
+        yield (
+            f"optimizer=muon uses torch.optim.Muon, which PyTorch {torch.__version__} does not have; install "
+            "PyTorch 2.11 or newer, or use optimizer=adamw"
+        )
+    if optimizer.muon_momentum is None or optimizer.muon_lr_scale is None:
+        yield "optimizer.name=muon leaves Muon's own settings open; use optimizer=muon, which has them"
+    if optimizer.muon_lr_scale == "original" and optimizer.muon_lr is None:
+        yield (
+            "optimizer.muon_lr_scale=original needs a learning rate of its own, because optimizer.lr is for "
+            "AdamW; use optimizer.muon_lr=0.02, or optimizer.muon_lr_scale=match_rms_adamw"
+        )
+
+
+def check_length(settings: Settings, ranks: int) -> Problems:
+    steps, warmup = settings.total_steps, settings.tps.warmup_steps
+    if steps < 1:
+        yield (
+            f"total_tokens={settings.total_tokens} is less than one step of {settings.tokens_per_step} "
+            "tokens; raise it, or set steps"
+        )
+    elif warmup >= steps:
+        yield (
+            f"tps.warmup_steps={warmup} takes the whole run of {steps} steps; "
+            f"use tps.warmup_steps={steps // 10}, or train longer"
+        )
+    elif warmup + (decay := decay_steps(settings.optimizer, steps=steps, warmup_steps=warmup)) > steps:
+        yield (
+            f"tps.warmup_steps={warmup} and the decay of {decay} steps (optimizer.decay_ratio) are more than "
+            f"the run's {steps} steps; use tps.warmup_steps={steps - decay}, or a smaller "
+            "optimizer.decay_ratio"
+        )
+
+
+def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
+    tps, hardware = settings.tps, settings.hardware
+    if tps.tokens_per_step % tps.divide_by:
+        yield (
+            f"tps.tokens_per_step={tps.tokens_per_step} is not a multiple of tps.divide_by={tps.divide_by}; "
+            f"use tps.tokens_per_step={tps.tokens_per_step // tps.divide_by * tps.divide_by or tps.divide_by}"
+        )
+        return
+    wanted = settings.tokens_per_step
+    unit = hardware.micro_batch * settings.context * ranks
+    if wanted % unit == 0:
+        return
+    nearest = sorted({max(wanted // unit, 1) * unit, (wanted // unit + 1) * unit})
+    fixes = ["tps.tokens_per_step=" + " or ".join(str(tokens * tps.divide_by) for tokens in nearest)]
+    per_rank, remainder = divmod(wanted, settings.context * ranks)
+    if remainder == 0 and per_rank > 0:
+        divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+        fitting = sorted(sorted(divisors, key=lambda n: abs(n - hardware.micro_batch))[:2])
+        fixes.append("hardware.micro_batch=" + " or ".join(map(str, fitting)))
+    yield (
+        f"{wanted} tokens per step cannot be made of hardware.micro_batch={hardware.micro_batch} sequences × "
+        f"context={settings.context} tokens × {ranks} device(s) = {unit} tokens. "
+        f"Nearest that can: {'; or '.join(fixes)}"
+    )
+
+
+#: In the order in which their problems are listed.
+CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
+    check_text,
+    check_muon,
+    check_milestones,
+    check_hardware,
+    check_context,
+    check_length,
+    check_probe,
+    check_tokens_per_step,
+)
