@@ -32,7 +32,8 @@ def test_every_attention_has_settings_that_go_together(name, compose_settings):
 def test_a_run_has_the_shape_that_was_asked_for(compose_settings):
     options = ["--contexts", "256", "--tokens-per-micro-batch", "1024", "--accumulation", "3"]
     row = Row("fpa-flash", 256, 4, "fsdp")
-    settings = compose_settings(*overrides_of("fpa", *options, "--set", "model.qk_norm=false", row=row))
+    overrides = overrides_of("fpa", *options, "--set", "model.qk_norm=false", row=row)
+    settings = compose_settings(*overrides)
     assert (settings.context, settings.hardware.micro_batch, settings.tps.tokens_per_step) == (256, 4, 3072)
     assert (settings.hardware.devices, settings.hardware.parallel) == (4, "fsdp")
     assert settings.model.max_context == 256  # the file has 128
