@@ -27,11 +27,10 @@ def command_of(overrides: list[str]) -> str:
 
 def check_or_exit(arguments: list[str], configs: Path) -> None:
     """End the program with a message if an argument `name=value` has an unknown setting, group or option."""
-    command_line.check_words_or_exit(arguments, known_settings())
-    parsed = command_line.parse(arguments)
-    command_line.check_numbers_or_exit(parsed, Settings)
     groups = {folder.name: options_in(folder) for folder in configs.iterdir() if folder.is_dir()}
-    command_line.check_or_exit(parsed, known_settings(), groups, program="python train.py")
+    parsed = command_line.check_or_exit(
+        arguments, Settings, groups, program="python train.py", further=known_settings()
+    )
     for override in parsed:
         if override.key_or_group == "hydra/launcher" and not command_line.has_search_path(parsed):
             _check_launcher(override, configs / "hydra" / "launcher")
