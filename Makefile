@@ -23,7 +23,7 @@ test: $(VENV)/dev.done lint
 
 docs: $(VENV)/docs.done docs-source
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
-	@echo "open site/docs/index.html, or for the search: $(BIN)/python -m http.server --directory site"
+	@echo "open site/index.html, or for the search: $(BIN)/python -m http.server --directory site"
 
 # The pages as they lie in the repository, and what they link to, so that one set of links serves everywhere.
 docs-source:

@@ -1,11 +1,12 @@
-"""Write the tables of kernels in docs/attention.md, from the rules in sagebwd.dispatch. Needs no GPU.
+"""Write the table of kernels in docs/attention.md, from the rules in sagebwd.dispatch. Needs no GPU.
 
-python docs/kernel_table.py           write them
-python docs/kernel_table.py --check   exit with 1 if they are out of date
+python docs/kernel_table.py           write it
+python docs/kernel_table.py --check   exit with 1 if it is out of date
 """
 
 import argparse
 import sys
+from itertools import groupby
 from pathlib import Path
 
 from sagebwd import dispatch
@@ -23,47 +24,27 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
-    renewed = f"{before}{BEGIN}{presets_table()}\n{reasons_table()}{END}{after}"
+    renewed = f"{before}{BEGIN}{table()}{END}{after}"
     if arguments.check and renewed != page:
-        sys.exit(f"the tables of kernels in {PAGE} are out of date; run python docs/kernel_table.py")
+        sys.exit(f"the table of kernels in {PAGE} is out of date; run python docs/kernel_table.py")
     if not arguments.check:
         PAGE.write_text(renewed, encoding="utf-8")
 
 
-def presets_table() -> str:
-    """A row for each preset and range of head sizes, a column for compute capabilities that run the same."""
+def table() -> str:
+    """A row for presets and head sizes that run the same, a column for compute capabilities that do."""
     rows = dispatch.table()
-    columns: dict[tuple[str, ...], list[str]] = {}
+    devices: dict[tuple[str, ...], list[str]] = {}
     for device in rows[0].kernels:
-        columns.setdefault(tuple(row.kernels[device] for row in rows), []).append(device)
-    cells = [
-        [f"`{row.preset}`", "{} to {}".format(*row.head_dims), *(kernels[i] for kernels in columns)]
-        for i, row in enumerate(rows)
-    ]
-    return markdown(["preset", "head sizes (multiples of 8)", *map(", ".join, columns.values())], cells)
-
-
-def reasons_table() -> str:
-    """The default at head size 64: which kernels run on each architecture, and why no faster ones do."""
-    cells = [
-        [device, _products(device), found.kernels, _listed(found.reasons)]
-        for device, found in dispatch.architectures().items()
-    ]
-    return markdown(["compute capability", "for example", "kernels", "why none that is faster"], cells)
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *rows))
-
-
-def _products(device: str) -> str:
-    gpu = dispatch.ARCHITECTURES.get(device)
-    return "–" if gpu is None else gpu.name
-
-
-def _listed(reasons: dict[str, str]) -> str:
-    return "<br>".join(f"`{name}`: {reason}" for name, reason in reasons.items()) or "–"
+        devices.setdefault(tuple(row.kernels[device] for row in rows), []).append(device)
+    columns = [group[0] for group in devices.values()]
+    presets: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for preset, group in groupby(rows, lambda row: row.preset):
+        cells = tuple(("{} to {}".format(*row.head_dims), *map(row.kernels.get, columns)) for row in group)
+        presets.setdefault(cells, []).append(f"`{preset}`")
+    body = [(", ".join(names), *row) for cells, names in presets.items() for row in cells]
+    header = ("preset", "head sizes", *map(", ".join, devices.values()))
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *body))
 
 
 if __name__ == "__main__":

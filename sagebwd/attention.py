@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd import dispatch, masks
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
 from sagebwd.validation import (
     cast_to_autocast_dtype,
@@ -104,14 +105,13 @@ def sage_attention(
     if 0 in (*q.shape, *k.shape):
         return _nothing(q, k, v, return_lse)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    settings = encode(config)
-    chosen = dispatch.choose(q, scale, settings, kernels)
-    others = (*window, scale, settings, chosen)
+    chosen = dispatch.choose(q, scale, encode(config), kernels)
+    params = AttentionParams(window, scale, config, chosen, cu_seqlens, cu_seqlens_kv)
     if mask is None:
-        return ops.attend(q, k, v, cu_seqlens, cu_seqlens_kv, *others, return_lse=return_lse)
+        return ops.attend(q, k, v, params, return_lse=return_lse)
     tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=asked != FULL)
-    documents = (tokens.cu_seqlens, tokens.cu_seqlens_kv)
-    result = ops.attend(*tokens.pack(q, k, v), *documents, *others, return_lse=return_lse)
+    params = params._replace(cu_seqlens=tokens.cu_seqlens, cu_seqlens_kv=tokens.cu_seqlens_kv)
+    result = ops.attend(*tokens.pack(q, k, v), params, return_lse=return_lse)
     return tuple(map(tokens.unpack, result)) if return_lse else tokens.unpack(result)
 
 

@@ -6,8 +6,6 @@ import ast
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
-import torch
-
 #: The seven matrix products of a forward and backward pass, in the order in which they run.
 #: ``s_fwd`` and ``s_bwd`` are S = QKᵀ, which the backward recomputes; ``o`` is O = PV, ``dv`` dV = PᵀdO,
 #: ``dp`` dP = dOVᵀ, ``dq`` dQ = dS·K and ``dk`` dK = dSᵀQ.
@@ -63,7 +61,7 @@ class SageConfig:
     - the scale of a block of Q, K, V or dO that earlier tokens share with them (``operand_scales="block"``);
     - the scale of a whole tile of P and dS in the backward (``granularity="block"``).
 
-    ``scripts/paper/causal_leak.py`` measures these effects.
+    ``results/causal_leak.json`` has their sizes.
 
     ``add_mean_k_term``, ``exact_delta`` and ``s_levels=2`` exist in the reference only: on a GPU they raise.
     :func:`sagebwd.explain` tells which kernels run a setting.
@@ -139,8 +137,8 @@ class SageConfig:
 
         The default's bias comes from O, whose rounding does not average out over tokens or batches. V is
         smoothed, so that O rounds only what is left of V without its mean, and P uses all of 0 … 255. In two
-        trained 35M models the bias falls from 4 to 5% of the gradient to less than 1%
-        (``scripts/paper/gradient_bias.py``). Same tensor-core time as the default.
+        trained 35M models the bias falls from 4 to 5% of the gradient to less than 1%. Same tensor-core time
+        as the default.
         """
         return cls(smooth_v=True, unsigned_p=True)
 
@@ -168,8 +166,7 @@ class SageConfig:
 
         As with :meth:`strictly_causal`, finite later tokens change no output or gradient of a query, and dQ
         is worse where the channels of K have a strong mean. Costs 15 units of tensor-core time, compared with
-        11 for the default and 18 for 16-bit attention
-        (``scripts/paper/gradient_variants.py``).
+        11 for the default and 18 for 16-bit attention.
         """
         return cls(
             smooth_k=False,
@@ -189,9 +186,8 @@ class SageConfig:
         attention as well; compensating O removes it. O and dV, outside INT8, are more accurate, too. Does
         not reduce the error of S, which dominates when logits are large.
 
-        13 units of tensor-core time, compared with 11 for the default and 18 for 16-bit attention
-        (``scripts/paper/gradient_variants.py``). P needs neither scales nor rounding to INT8, which on Hopper
-        saves more time than the 16-bit products cost.
+        13 units of tensor-core time, compared with 11 for the default and 18 for 16-bit attention. P needs
+        neither scales nor rounding to INT8, which on Hopper saves more time than the 16-bit products cost.
         """
         return cls(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), compensate_o=True)
 
@@ -253,6 +249,9 @@ class SageConfig:
                 "add_mean_k_term=True needs the mean of K, which smooth_k=False does not compute; "
                 "set smooth_k=True or add_mean_k_term=False"
             )
+        # Written once: it would take a third of a short call.
+        values = [f"'{field.name}': {getattr(self, field.name)!r}" for field in fields(self)]
+        object.__setattr__(self, "_text", "{" + ", ".join(values) + "}")
 
     def _check_switches(self) -> None:
         for name in SWITCHES:
@@ -306,20 +305,10 @@ PRESETS: dict[str, SageConfig] = {
     "strictly_causal": SageConfig.strictly_causal(),
 }
 
-FIELDS = tuple(field.name for field in fields(SageConfig))
-
 
 def encode(config: SageConfig) -> str:
     """``config`` as text, because operators take no objects. :func:`decode` reads it."""
-    # To write the text takes a third of a short call; but torch.compile traces no cache.
-    return _encode(config) if torch.compiler.is_compiling() else _encode_once(config)
-
-
-def _encode(config: SageConfig) -> str:
-    return "{" + ", ".join([f"'{name}': {getattr(config, name)!r}" for name in FIELDS]) + "}"
-
-
-_encode_once = lru_cache(_encode)
+    return config._text
 
 
 @lru_cache

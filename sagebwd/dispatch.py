@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,90 +155,85 @@ def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> 
         raise ValueError(f"kernels is {kernels!r}; use one of {names}, or None for the fastest")
     # index, because under a tracer the size may be a symbol; the kernels are compiled for one size anyway.
     head_dim = operator.index(q.shape[-1])
-    chosen, error, message = _choose(q.device, q.dtype, head_dim, config, kernels)
-    if error == "ValueError":
-        raise ValueError(message)
-    if error:
-        raise NotImplementedError(message)
+    arguments = (q.device, q.dtype, head_dim, config, kernels)
+    if torch.compiler.is_compiling():
+        chosen, message = _choose_while_tracing(*arguments)
+        if message:
+            raise NotImplementedError(message)
+    else:
+        chosen = _choose_once(*arguments)
     if scale < 0 and chosen != "reference":
         raise ValueError(f"scale is {scale}; pass one that is not negative and change the sign of q")
     return chosen
 
 
-def _choose(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    config: str,
-    kernels: str | None,
-) -> tuple[str, str, str]:
-    return _choose_once(device, dtype, head_dim, config, kernels)
+def _choose_while_tracing(*arguments: Any) -> tuple[str, str]:
+    """The kernel set and "", or "" and why there is none: a tracer does not pass on what this raises."""
+    try:
+        return _choose_once(*arguments), ""
+    except (ValueError, NotImplementedError) as error:
+        return "", str(error)
 
 
 # As torch.compiler.assume_constant_result does, which imports torch._dynamo: 3 s that most users do not need.
 # A tracer then runs the function, which asks the driver, instead of tracing it.
-_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_choose_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache
 def _choose_once(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    config: str,
-    kernels: str | None,
-) -> tuple[str, str, str]:
-    """(kernel set, "", ""), or ("", name of the error, its message). A result is remembered, an error too."""
+    device: torch.device, dtype: torch.dtype, head_dim: int, config: str, kernels: str | None
+) -> str:
+    """As :func:`choose`, whatever the scale; the result is remembered."""
     if kernels == "reference" or (kernels is None and device.type in REFERENCE_DEVICES):
-        return "reference", "", ""
+        return "reference"
     if device.type not in ("cpu", "cuda"):
-        message = f"sagebwd has no kernels for {device.type.upper()} tensors; {USE_REFERENCE}"
-        return "", "NotImplementedError", message
+        raise NotImplementedError(
+            f"sagebwd has no kernels for {device.type.upper()} tensors; {USE_REFERENCE}"
+        )
     call = _call(device, dtype, head_dim, decode(config))
     return _fastest(call) if kernels is None else _as_asked(kernels, call)
 
 
-def _fastest(call: Call) -> tuple[str, str, str]:
-    """The result of :func:`_choose_once` if no kernel set is asked for. Warns as :func:`choose` does."""
+def _fastest(call: Call) -> str:
+    """The fastest kernel set that can run. Warns as :func:`choose` does."""
     chosen, reasons = passed_over(call)
     if chosen == "none":
         able = [name for name in reasons if name != "reference" and not obstacles(name, call)]
         fixes = [rule.fix for name in able for rule in not_chosen(name, call)]
-        return _refused(obstacles("triton", call)[0], fixes)
+        raise _refusal(obstacles("triton", call)[0], fixes)
     for name, against in reasons.items():
         if all(rule.warns for rule in against) and not not_chosen(name, call):
             reason = describe(against)
             _warn_once(f"sage_attention runs the Triton kernels, slower than those for this GPU: {reason}")
-    return chosen, "", ""
+    return chosen
 
 
-def _as_asked(kernels: str, call: Call) -> tuple[str, str, str]:
-    """The result of :func:`_choose_once` for a kernel set that is asked for."""
+def _as_asked(kernels: str, call: Call) -> str:
+    """The kernel set that is asked for, if it can run."""
     if kernels == "triton" and call.device == "cpu":
         call = call._replace(is_interpreted=_is_interpreted())
     broken = obstacles(kernels, _on_its_gpu(kernels, call))
-    if not broken:
-        return kernels, "", ""
-    if kernels == "triton":
-        return _refused(broken[0])
-    message = f'kernels="{kernels}" cannot run: {describe(broken)}; or pass kernels=None'
-    return "", broken[0].error.__name__, message
+    if broken and kernels == "triton":
+        raise _refusal(broken[0])
+    if broken:
+        raise broken[0].error(f'kernels="{kernels}" cannot run: {describe(broken)}; or pass kernels=None')
+    return kernels
 
 
-def _refused(rule: Rule, fixes: Sequence[str] = ()) -> tuple[str, str, str]:
-    """The result of :func:`_choose_once` where this rule keeps even the Triton kernels from running.
+def _refusal(rule: Rule, fixes: Sequence[str] = ()) -> Exception:
+    """The error where this rule keeps even the Triton kernels from running.
 
     Args:
         fixes: what the caller can do, besides making the rule hold and asking for the reference.
     """
-    ways_out = [fix for fix in (rule.fix, *fixes) if fix]
-    message = f"{rule.reason}; {', or '.join([*ways_out, USE_REFERENCE])}"
-    return "", rule.error.__name__, message
+    workarounds = [fix for fix in (rule.fix, *fixes, USE_REFERENCE) if fix]
+    return rule.error(f"{rule.reason}; {', or '.join(workarounds)}")
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=7)
+    warnings.warn(message, stacklevel=6)
 
 
 # --- Which machine this is ---------------------------------------------------------------------------------

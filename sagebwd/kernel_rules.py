@@ -87,9 +87,6 @@ class Rule(NamedTuple):
     error: type[Exception] = NotImplementedError
     warns: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.reason}; {self.fix}" if self.fix else self.reason
-
 
 # --- What each kernel set needs ----------------------------------------------------------------------------
 

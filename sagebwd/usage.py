@@ -10,7 +10,14 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from sagebwd import dispatch
+from sagebwd.attention import sage_attention
+from sagebwd.config import SageConfig, encode
+from sagebwd.validation import DTYPES, cast_to_autocast_dtype
 
 #: What an integration may do with a call that SageBwd does not compute.
 FALLBACKS = ("error", "sdpa")
@@ -21,6 +28,17 @@ class _Call(NamedTuple):
     layer: int | None
     kernels: str
     reason: str
+
+
+class Obstacle(NamedTuple):
+    """Why SageBwd does not compute a call.
+
+    reason: what it does not compute, as a noun.
+    fix: what the user can do, other than taking full precision; "" for what the integration always offers.
+    """
+
+    reason: str
+    fix: str = ""
 
 
 _counts: Counter[_Call] = Counter()
@@ -95,6 +113,30 @@ def record(name: str, kernels: str, layer: int | None = None) -> None:
         layer: index of the layer, if it has one.
     """
     _count(name, layer, kernels, "")
+
+
+def counted_attention(
+    name: str, query: Tensor, key: Tensor, value: Tensor, *, config: SageConfig, **settings: Any
+) -> Any:
+    """:func:`sagebwd.sage_attention`, counted under ``name`` with the kernels that ran."""
+    result = sage_attention(query, key, value, config=config, **settings)
+    out = result[0] if isinstance(result, tuple) else result  # of the dtype that autocast asks for
+    record(name, dispatch.choose(out, 1.0, encode(config)))
+    return result
+
+
+def choose_kernels(q: Tensor, k: Tensor, v: Tensor, scale: float, config: SageConfig) -> tuple[str, str]:
+    """The kernel set that will run, and "", or "" and why none can.
+
+    The reason does not offer ``kernels="reference"``: other libraries have no such argument.
+    """
+    if q.dtype not in DTYPES:
+        return "", f"q is {str(q.dtype).removeprefix('torch.')} (cast it to bfloat16 or float16)"
+    q, *_ = cast_to_autocast_dtype(q, k, v)
+    try:
+        return dispatch.choose(q, scale, encode(config)), ""
+    except (ValueError, NotImplementedError) as error:
+        return "", dispatch.explain(q, config=config).reasons.get("triton", str(error))
 
 
 def fall_back(name: str, reason: str, fallback: str, layer: int | None = None, *, fix: str = "") -> None:

@@ -33,7 +33,7 @@ import numpy as np
 
 from scripts.command_line import command_parser
 from scripts.output import align, number
-from scripts.paper.loss_statistics import differences
+from scripts.paper.statistics import Cell, Estimate, fit
 from trainer.plot import SET, named_sets, plot_losses, series
 from trainer.run_directory import RunDirectory, read_metrics
 
@@ -273,25 +273,25 @@ def difference_table(runs: dict[str, Records], baseline: str, diverged: dict[str
     }
     for loss_of in columns.values():
         cells = [
-            (without_seed(label), seed_of(label), loss)
+            Cell(without_seed(label), seed_of(label), loss)
             for label, summary in summaries.items()
             if without_seed(label) not in broken
             and (loss := loss_of(summary)) is not None
             and np.isfinite(loss)
         ]
-        found = {pair["of"]: pair for pair in differences(cells)["differences"] if pair["minus"] == baseline}
+        fitted = fit(cells)
         for group, row in rows.items():
-            row.append(_difference(found.get(group)))
+            row.append(_in_words(fitted.difference(group, baseline)))
     head = [f"minus {baseline or 'all seeds'}", *columns]
     return "\n".join(align(head, [[group or "all seeds", *row] for group, row in rows.items()]))
 
 
-def _difference(pair: dict[str, Any] | None) -> str:
+def _in_words(difference: Estimate | None) -> str:
     """Mean ± half width of the 95% interval; empty without a seed that both groups have."""
-    if pair is None:
+    if difference is None:
         return ""
-    width = "" if pair["half_width"] is None else f" ± {pair['half_width']:.4f}"
-    mean = round(pair["mean"], 4) + 0.0  # which turns −0, of which the sign depends on the processor, into 0
+    width = "" if difference.half_width is None else f" ± {difference.half_width:.4f}"
+    mean = round(difference.mean, 4) + 0.0  # which turns −0, whose sign depends on the processor, into 0
     return f"{mean:+.4f}{width}"
 
 

@@ -1,4 +1,7 @@
-"""What commands write: OUT.json (everything), OUT.md (tables) and OUT.png, each whole or not at all."""
+"""What commands write: OUT.json (everything), OUT.md (tables) and OUT.png, each whole or not at all.
+
+A JSON file may be compressed: readers name NAME.json and find NAME.json.gz as well.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import os
 import sys
 import zlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,21 +53,7 @@ def say_written(arguments: Namespace, *endings: str) -> None:
     print(f"written: {', '.join(map(str, files))}")
 
 
-# --- Files and tables ---------------------------------------------------------------------------------------
-
-
-def with_ending(out: Path, ending: str) -> Path:
-    """OUT with an ending appended, whatever dots its name has."""
-    return out.with_name(out.name + ending)
-
-
-def finite(value: Any) -> Any:
-    """The same value with None for NaN and infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+# --- Tables -------------------------------------------------------------------------------------------------
 
 
 def number(value: float | None, form: str) -> str:
@@ -82,28 +71,93 @@ def align(header: list[str], rows: list[list[str]]) -> list[str]:
     ]
 
 
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose columns of numbers, but for the first, are aligned to the right."""
+    rows = [list(row) for row in rows]
+    columns = list(zip(*rows, strict=True))[1:]
+    rule = ["---", *("---:" if all(map(is_number, column)) else "---" for column in columns)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def is_number(cell: str) -> bool:
+    return cell[:1] in ("", *"0123456789.+-±<>∞")
+
+
+# --- Files --------------------------------------------------------------------------------------------------
+
+
+class DamagedResult(ValueError):
+    """A file of results cannot be used; the message names it and says how to fix that."""
+
+
+def with_ending(out: Path, ending: str) -> Path:
+    """OUT with an ending appended, whatever dots its name has."""
+    return out.with_name(out.name + ending)
+
+
+def finite(value: Any) -> Any:
+    """The same value with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def stored(path: Path) -> Path:
+    """Where `path` lies: plain, or compressed as `path`.gz. Raises DamagedResult if both are there."""
+    packed = with_ending(path, ".gz")
+    if path.exists() and packed.exists():
+        raise DamagedResult(f"both {path} and {packed.name} are there; delete the older one")
+    return packed if packed.exists() else path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in NAME.json or NAME.json.gz. Raises FileNotFoundError or DamagedResult."""
+    found = stored(path)
+    content = found.read_bytes()
+    try:
+        result = json.loads(gzip.decompress(content) if found.suffix == ".gz" else content)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
+        raise DamagedResult(f"{found} is damaged ({error}); restore it, or measure again") from error
+    if not isinstance(result, dict):
+        raise DamagedResult(f"{found} holds a {type(result).__name__}, not an object; restore it")
+    return result
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The result of a benchmark. Exits with a message if the file is something else."""
+    try:
+        result = read_json(path.with_name(path.name.removesuffix(".gz")))
+    except (DamagedResult, OSError) as error:
+        sys.exit(str(error))
+    if "rows" not in result:
+        sys.exit(f"{path} is not the result of a benchmark: it has no rows")
+    return result
+
+
 def write_tables(out: Path, result: dict, rows: list[Any], markdown: str) -> None:
     """Write OUT.json, the result with its rows (dataclasses), and OUT.md."""
     write_markdown(out, markdown)
     write_json(with_ending(out, ".json"), finite(result | {"rows": [asdict(row) for row in rows]}))
 
 
+def write_compressed(out: Path, result: dict[str, Any]) -> Path:
+    """OUT.json.gz in place of an older OUT.json. It holds no date, so equal content gives equal bytes."""
+    plain = with_ending(out, ".json")
+    packed = with_ending(plain, ".gz")
+    text = json.dumps(finite(result), indent=1) + "\n"
+    content = gzip.compress(text.encode("utf-8"), compresslevel=9, mtime=0)
+    packed.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(packed, lambda temporary: temporary.write_bytes(content))
+    plain.unlink(missing_ok=True)
+    return packed
+
+
 def write_markdown(out: Path, markdown: str) -> None:
     """Write OUT.md, in a folder that is made if need be."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(with_ending(out, ".md"), markdown)
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """A result that `write_tables` wrote, or its gzip. Exits with a message if the file is something else."""
-    try:
-        content = path.read_bytes()
-        result = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-    except (ValueError, OSError, EOFError, zlib.error) as error:
-        sys.exit(f"{path} is damaged ({error}); restore it, or measure again")
-    if not isinstance(result, dict) or "rows" not in result:
-        sys.exit(f"{path} is not the result of a benchmark: it has no rows")
-    return result
 
 
 def save_figure(figure: Any, path: Path) -> None:
@@ -113,6 +167,7 @@ def save_figure(figure: Any, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=130, format="png")
     picture = Image.open(buffer).convert("RGB").quantize(96, dither=Image.Dither.NONE)
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda temporary: picture.save(temporary, format="png", optimize=True))
 
 

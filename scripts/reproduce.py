@@ -5,8 +5,9 @@
     python -m scripts.reproduce figure1a --gpus 0,1 --per-gpu 2 -- data=parquet 'data.path=corpus/*.parquet'
     python -m scripts.reproduce --all --scale full
 
-An item trains the runs it needs, measures, and writes ITEM.json (or ITEM.json.gz), a picture, and the report,
-README.md, to runs/reproduce/results. The committed numbers in results/ change only with --write-results.
+An item (configs/paper/ITEM.yaml) trains the runs it needs, measures, and writes ITEM.json (or ITEM.json.gz)
+and a picture to runs/reproduce/results. The committed numbers in results/ change only with --write-results;
+the report there is then filled in again: python -m scripts.paper.report.
 
 Runs are `train.py` command lines, each with a directory below --runs-dir, where items that share a run find
 it: an interrupted run is continued, a finished one is not run again. Stop it at any time (Ctrl-C, SIGTERM):
@@ -19,39 +20,38 @@ Everything after -- goes to every train.py: the text, most of all, or hardware s
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
+
+from tqdm import tqdm
 
 from data.command_line import override
-from scripts.jobs import run_here, run_jobs
-from scripts.paper import report
-from scripts.paper.experiment_runs import SCALES, Run
-from scripts.paper.experiments import ITEMS, RESULTS, RUNS, TRACES, Item, duration_in_words, find, total_cost
-from scripts.paper.report.template import UnknownField
-from scripts.paper.result_files import DamagedResult
-from scripts.paper.run_summary import would_diverge
-from scripts.runs import drop_weights_of, is_settled
+from scripts.command_line import command_parser, positive_int
+from scripts.paper.experiments import SCALES, Item, Run, duration_in_words, find, items, total_cost
+from scripts.runs import is_settled
 from trainer.arguments import check_or_exit
 from trainer.errors import Interrupted
 from trainer.identity import may_change
+from trainer.interrupt import StopSignal
 from trainer.run_directory import RunDirectory, read_lines
-from trainer.run_queue import Job
+from trainer.run_queue import FAILED, FINISHED, POLL_S, Job, Outcome, run_all
 
+#: The committed results.
+RESULTS = Path("results")
 #: Overrides that choose the text; runs that bring their own do without them.
 TEXT = (
-    "data=",
-    "data.path=",
-    "data.val_path=",
-    "data.column=",
-    "data.tokenizer=",
-    "data.val_fraction=",
-    "data.name=",
+    *("data=", "data.path=", "data.val_path=", "data.column=", "data.tokenizer="),
+    *("data.val_fraction=", "data.name="),
 )
-
-ELSEWHERE = f"; --write-results replaces the committed ones in {RESULTS}/"
+#: What each run has of its own.
+OWN = ("run_dir=", "runs_dir=", "init_from=", "seed=", "rerun_finished=")
 
 EXAMPLES = """
 examples:
@@ -75,108 +75,73 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.list:
         print(listing())
         return
+    also = "" if arguments.write_results else f"; --write-results replaces those in {RESULTS}/"
+    print(f"results go to {arguments.results}/{also}", flush=True)
     failed = []
-    print(f"results go to {arguments.results}/{'' if arguments.write_results else ELSEWHERE}", flush=True)
     for item in arguments.items:
-        if arguments.all and marker(arguments, item).exists():
-            print(f"{item.name}: done before; python -m scripts.reproduce {item.name} runs it again")
-            continue
         print(f"{item.name}: {item.title}", flush=True)
         try:
-            done = reproduce(item, arguments)
+            if not reproduce(item, arguments):
+                failed.append(item.name)
         except Interrupted as stop:
             print(stop, file=sys.stderr)
             sys.exit(128 + stop.signal)
-        if arguments.dry_run:
-            continue
-        if done:
-            mark_done(arguments, item)
-        else:
-            failed.append(item.name)
-        renew_report(arguments.results)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; when that is fixed, the same command tries what is missing")
 
 
+# --- Command line -------------------------------------------------------------------------------------------
+
+
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    argv = sys.argv[1:] if argv is None else argv
-    argv, overrides = split_at_dashes(argv)
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.reproduce",
-        usage="%(prog)s [ITEM …] [options] [-- OVERRIDES OF train.py …]",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("items", nargs="*", metavar="ITEM", help="what to reproduce; --list shows the names")
-    parser.add_argument("--list", action="store_true", help="show all items with their cost, and end")
-    parser.add_argument("--all", action="store_true", help="every item that is not done yet, in order")
-    parser.add_argument(
+    argv = sys.argv[1:] if argv is None else list(argv)
+    place = argv.index("--") if "--" in argv else len(argv)
+    parser = command_parser("python -m scripts.reproduce", __doc__, EXAMPLES)
+    parser.usage = "%(prog)s [ITEM …] [options] [-- OVERRIDES OF train.py …]"
+    add = parser.add_argument
+    add("items", nargs="*", metavar="ITEM", help="what to reproduce; --list shows the names")
+    add("--list", action="store_true", help="show all items with their cost, and end")
+    add("--all", action="store_true", help="every item whose result is not there yet, in order")
+    add(
         "--scale",
         choices=SCALES,
         default="scaled",
         help="full: the paper's; scaled: hours of one H200; debug: seconds on a CPU, the numbers mean "
         "nothing (default %(default)s)",
     )
-    parser.add_argument(
-        "--gpus", default="", metavar="N[,N …]", help="GPUs to distribute runs over (default: what CUDA has)"
-    )
-    parser.add_argument(
-        "--per-gpu", type=int, default=1, metavar="N", help="runs at a time on each (default 1)"
-    )
-    parser.add_argument(
-        "--runs-dir", type=Path, default=Path("runs/reproduce"), help="holds the runs (default %(default)s)"
-    )
-    parser.add_argument(
+    add("--gpus", default="", metavar="N[,N …]", help="GPUs to distribute runs over (default: what CUDA has)")
+    add("--per-gpu", type=positive_int, default=1, metavar="N", help="runs at a time on each (default 1)")
+    add("--runs-dir", type=Path, default=Path("runs/reproduce"), help="holds the runs (default %(default)s)")
+    add(
         "--results",
         type=Path,
-        help="folder for JSON, pictures and the report (default: RUNS_DIR/results, or RUNS_DIR/debug-results "
-        "with --scale debug)",
+        help="folder for JSON and pictures (default: RUNS_DIR/results, or RUNS_DIR/debug-results with "
+        "--scale debug)",
     )
-    parser.add_argument(
-        "--write-results",
-        action="store_true",
-        help=f"replace the committed numbers, pictures and report in {RESULTS}/",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and end")
-    arguments = parser.parse_args(argv)
-    arguments.overrides = overrides
+    add("--write-results", action="store_true", help=f"replace the committed numbers in {RESULTS}/")
+    add("--dry-run", action="store_true", help="print the commands and end")
+    arguments = parser.parse_args(argv[:place])
+    arguments.overrides = argv[place + 1 :]
     arguments.gpus = [gpu for gpu in arguments.gpus.split(",") if gpu]
     check(arguments, parser)
-    arguments.results = results_folder(arguments)
     return arguments
 
 
-def results_folder(arguments: argparse.Namespace) -> Path:
-    """Where JSON, pictures and the report go: into results/ only on request."""
-    if arguments.write_results:
-        return RESULTS
-    name = "debug-results" if arguments.scale == "debug" else "results"
-    return arguments.results or arguments.runs_dir / name
-
-
-def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments before and after the first --."""
-    place = list(argv).index("--") if "--" in argv else len(argv)
-    return list(argv[:place]), list(argv[place + 1 :])
-
-
 def check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse what cannot be run, before anything is."""
-    if arguments.per_gpu < 1:
-        parser.error(f"--per-gpu {arguments.per_gpu}: at least one run at a time")
+    """Refuse what cannot be run, before anything is; find the items and the folder of results."""
     for text in arguments.overrides:
         if "=" not in text:
             parser.error(f"{text!r} after -- is not an override of train.py; write name=value")
-        if text.startswith(("run_dir=", "runs_dir=", "init_from=", "seed=", "rerun_finished=")):
+        if text.startswith(OWN):
             parser.error(f"{text} after --: each run has its own; to train one again, delete its folder")
     check_or_exit(arguments.overrides, Path(__file__).parents[1] / "configs")
     if arguments.write_results and arguments.scale == "debug":
         parser.error("--write-results: the debug scale measures nothing; use --scale scaled or full")
-    if arguments.write_results and arguments.results:
-        parser.error(f"--write-results writes to {RESULTS}/; leave out --results {arguments.results}")
-    if arguments.results and arguments.results.resolve() == RESULTS.resolve():
-        parser.error(f"--results {arguments.results}: use --write-results to replace the committed numbers")
+    name = "debug-results" if arguments.scale == "debug" else "results"
+    elsewhere = arguments.results or arguments.runs_dir / name
+    if not arguments.write_results and elsewhere.resolve() == RESULTS.resolve():
+        parser.error(f"--results {elsewhere}: use --write-results to replace the committed numbers")
+    arguments.results = RESULTS if arguments.write_results else elsewhere
     if arguments.list:
         return
     if not Path("train.py").exists():
@@ -184,108 +149,105 @@ def check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     if bool(arguments.items) == arguments.all:
         parser.error("name what to reproduce, or --all; --list shows the names")
     try:
-        arguments.items = [find(name) for name in arguments.items] or list(ITEMS)
+        arguments.items = [find(name) for name in arguments.items] or missing(arguments.results)
     except KeyError as error:
-        parser.error(f"there is no item {error}; choose among {', '.join(item.name for item in ITEMS)}")
+        parser.error(f"there is no item {error}; choose among {', '.join(items())}")
+
+
+def missing(results: Path) -> list[Item]:
+    """The items without a result in the folder."""
+    return [item for item in items().values() if not list(results.glob(f"{item.result}*"))]
 
 
 def listing() -> str:
     """All items as a table: cost of one H200 at both scales."""
-    rows = []
-    for item in ITEMS:
-        runs = [len(item.runs(scale)) for scale in ("scaled", "full")]
+    rows = [("item", "scaled", "full", "runs", "what")]
+    for item in items().values():
         costs = [duration_in_words(item.cost(scale)) for scale in ("scaled", "full")]
-        rows.append([item.name, *costs, " / ".join(map(str, runs)) if any(runs) else "", item.title])
+        runs = " / ".join(str(len(item.runs[scale])) for scale in ("scaled", "full") if item.runs[scale])
+        rows.append((item.name, *costs, runs, item.title))
     width = max(len(row[0]) for row in rows)
-    lines = [f"{'item':{width}}  {'scaled':>8}  {'full':>8}  {'runs':>7}  what"]
-    lines += [
+    lines = [
         f"{name:{width}}  {scaled:>8}  {full:>8}  {runs:>7}  {title}"
         for name, scaled, full, runs, title in rows
     ]
-    also = [f"{' and '.join(item.also)}: {item.name}" for item in ITEMS if item.also]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"All: {' / '.join(duration_in_words(total_cost(scale)) for scale in SCALES[1::-1])}. Estimated "
-            "time of one H200; runs that items share are counted in each and once in all. table1 and "
-            "causal_leak run on a CPU.",
-            f"Further names: {'; '.join(also)}.",
-        ]
-    )
+    also = [f"{' and '.join(item.also)}: {item.name}" for item in items().values() if item.also]
+    total = " / ".join(duration_in_words(total_cost(scale)) for scale in ("scaled", "full"))
+    lines += [
+        "",
+        f"All: {total}. Estimated time of one H200; runs that items share are counted in each and once in "
+        "all. table1 runs on a CPU.",
+        f"Further names: {'; '.join(also)}.",
+    ]
+    return "\n".join(lines)
+
+
+# --- An item ------------------------------------------------------------------------------------------------
 
 
 def reproduce(item: Item, arguments: argparse.Namespace) -> bool:
     """Train the item's runs and measure; whether all went well. Raises Interrupted."""
-    absent = [command[0] for command in item.commands[arguments.scale] if not find_spec(command[0])]
-    if absent:  # said before hours are spent on training
-        print(f"{item.name}: {', '.join(absent)} is not part of this checkout yet", file=sys.stderr)
+    runs = item.runs[arguments.scale]
+    if arguments.dry_run:
+        print("".join(f"{shlex.join(train_command(run, arguments))}\n" for run in runs), end="")
+        paths = [arguments.runs_dir / run.name for run in item.compared(arguments.scale)]
+        commands = [measure_command(text, paths, arguments) for text in item.commands[arguments.scale]]
+        print("\n".join(map(shlex.join, commands)))
+        return True
+    if problems := [problem for run in runs if (problem := unlike_finished(run, arguments))]:
+        print("\n".join(problems), file=sys.stderr)
         return False
     well = True
-    for stage in item.stages.get(arguments.scale, ()):
-        if problems := unlike_finished_runs(stage, arguments):
-            print("\n".join(problems), file=sys.stderr)
-            return False
-        well = train(stage, arguments, keep_weights=item.keeps_weights) and well
-    paths = [arguments.runs_dir / run.name for run in compared(item, arguments.scale)]
-    if not arguments.dry_run:
-        paths = [path for path in paths if can_be_read(RunDirectory(path), item)]
-        if item.stages and not paths:
-            print(f"{item.name}: none of its runs is there, so there is nothing to measure", file=sys.stderr)
-            return False
-        arguments.results.mkdir(parents=True, exist_ok=True)
+    for stage in stages(runs):
+        well = train(stage, arguments) and well
+    directories = [RunDirectory(arguments.runs_dir / run.name) for run in item.compared(arguments.scale)]
+    paths = [directory.path for directory in directories if can_be_read(directory, item)]
+    if runs and not paths:
+        print(f"{item.name}: none of its runs is there, so there is nothing to measure", file=sys.stderr)
+        return False
+    arguments.results.mkdir(parents=True, exist_ok=True)
     # Commands build on each other: none is tried after one that failed.
-    return all(measure(command, paths, arguments) for command in item.commands[arguments.scale]) and well
+    return all(measure(text, paths, arguments) for text in item.commands[arguments.scale]) and well
 
 
 def can_be_read(directory: RunDirectory, item: Item) -> bool:
     """Whether the item's commands can use the run as it is; says so if not, once it has been started."""
     if not directory.metrics.exists():
         return False
-    if item.of_weights and not directory.is_finished:
+    if item.needs_weights and not directory.is_finished:
         print(f"{item.name}: {directory.path} is left out, it has no finished weights", file=sys.stderr)
         return False
     return True
 
 
-def compared(item: Item, scale: str) -> list[Run]:
-    """The runs that the item's command reads: all but those that others only start from."""
-    runs = item.runs(scale)
-    started_from = {run.starts_from for run in runs}
-    return [run for run in runs if run.name not in started_from]
-
-
 # --- Training -----------------------------------------------------------------------------------------------
 
 
-def train(runs: Sequence[Run], arguments: argparse.Namespace, *, keep_weights: bool = True) -> bool:
+def stages(runs: Sequence[Run]) -> list[list[Run]]:
+    """First the runs that need no others, then those that start from them."""
+    return [
+        [run for run in runs if run.starts_from is None],
+        [run for run in runs if run.starts_from is not None],
+    ]
+
+
+def train(runs: Sequence[Run], arguments: argparse.Namespace) -> bool:
     """Train what is not finished; whether all runs came to an end of their own. Raises Interrupted."""
-    if not arguments.dry_run:
-        runs = [run for run in runs if is_worth_training(run, arguments)]
-    commands = {run: train_command(run, arguments) for run in runs}
-    if arguments.dry_run:
-        print("\n".join(shlex.join(command) for command in commands.values()))
-        return True
-    jobs = [job(run, commands[run], arguments) for run in runs if not is_settled(directory(run, arguments))]
-    tidy = (lambda job: None) if keep_weights else drop_weights_of
-    return not run_jobs(jobs, arguments.gpus, arguments.per_gpu, on_success=tidy)
+    jobs = [
+        job(run, arguments) for run in runs if not is_settled(RunDirectory(arguments.runs_dir / run.name))
+    ]
+    places = [*arguments.gpus] * arguments.per_gpu
+    failed = []
 
+    def note_end(job: Job, outcome: Outcome) -> None:
+        if outcome.kind != FINISHED:
+            failed.append(job.name)
+        if outcome.kind == FAILED:
+            tqdm.write(indent(outcome.reason, "    "), file=sys.stderr)
 
-def unlike_finished_runs(runs: Sequence[Run], arguments: argparse.Namespace) -> list[str]:
-    """Which runs are finished with other settings: they are neither trained nor measured."""
-    if arguments.dry_run:
-        return []
-    found = (unlike_finished(run, train_command(run, arguments), arguments) for run in runs)
-    return [problem for problem in found if problem]
-
-
-def is_worth_training(run: Run, arguments: argparse.Namespace) -> bool:
-    """False if all the runs that would say how this one ends have diverged; says so."""
-    before = [RunDirectory(arguments.runs_dir / name) for name in run.unless_diverged]
-    if not before or not all(map(would_diverge, before)):
-        return True
-    print(f"{run.name}: not trained, it diverged at half the learning rate in every seed", flush=True)
-    return False
+    if stopped_by := run_all(jobs, gpus=places, limit=len(places) or arguments.per_gpu, on_end=note_end):
+        raise interrupted(stopped_by)
+    return not failed
 
 
 def train_command(run: Run, arguments: argparse.Namespace) -> list[str]:
@@ -297,24 +259,25 @@ def train_command(run: Run, arguments: argparse.Namespace) -> list[str]:
     return [sys.executable, "train.py", *own, *given]
 
 
-def job(run: Run, command: list[str], arguments: argparse.Namespace) -> Job:
+def job(run: Run, arguments: argparse.Namespace) -> Job:
     """Its training as a job; a run that diverged has come to an end, too."""
-    own = directory(run, arguments)
-    log = own.path.with_name(f"{own.path.name}.log")
-    return Job(run.name, command, log, ended_well=lambda code: code == 0 or own.diverged_at() is not None)
+    own = RunDirectory(arguments.runs_dir / run.name)
+    return Job(
+        run.name,
+        train_command(run, arguments),
+        own.path.with_name(f"{own.path.name}.log"),
+        gpus=run.gpus if arguments.gpus else 0,
+        ended_well=lambda code: code == 0 or own.diverged_at() is not None,
+    )
 
 
-def directory(run: Run, arguments: argparse.Namespace) -> RunDirectory:
-    return RunDirectory(arguments.runs_dir / run.name)
-
-
-def unlike_finished(run: Run, command: list[str], arguments: argparse.Namespace) -> str | None:
+def unlike_finished(run: Run, arguments: argparse.Namespace) -> str | None:
     """What is wrong if the finished run of this name was trained with other settings than these."""
-    own = directory(run, arguments)
+    own = RunDirectory(arguments.runs_dir / run.name)
     if not is_settled(own):
         return None
-    before = set(overrides_of(read_lines(own.path / "environment.jsonl")[-1]["command"]))
-    changed = sorted(before ^ set(overrides_of(command)))
+    before = read_lines(own.path / "environment.jsonl")[-1]["command"]
+    changed = sorted(identifying(before) ^ identifying(train_command(run, arguments)))
     if not changed:
         return None
     return (
@@ -323,50 +286,48 @@ def unlike_finished(run: Run, command: list[str], arguments: argparse.Namespace)
     )
 
 
-def overrides_of(command: Sequence[str]) -> list[str]:
+def identifying(command: Sequence[str]) -> set[str]:
     """The settings of a train.py command line that make the run what it is."""
-    return [text for text in command if "=" in text and not may_change(text.split("=")[0])]
+    return {text for text in command if "=" in text and not may_change(text.split("=")[0])}
 
 
 # --- Measuring ----------------------------------------------------------------------------------------------
 
 
-def measure(command: Sequence[str], runs: Sequence[Path], arguments: argparse.Namespace) -> bool:
-    """Run one of scripts/ on the runs; whether it succeeded."""
-    lists = {RUNS: [str(run) for run in runs], TRACES: [str(RunDirectory(run).traces) for run in runs]}
-    module, *rest = command
-    words = [w for text in rest for w in lists.get(text, [text.replace("{results}", str(arguments.results))])]
-    line = [sys.executable, "-m", module, *words]
-    if arguments.dry_run:
-        print(shlex.join(line))
-        return True
-    code = run_here(line, arguments.gpus[0] if arguments.gpus else None)
+def measure_command(text: str, runs: Sequence[Path], arguments: argparse.Namespace) -> list[str]:
+    words = [sys.executable, "-m"]
+    for word in text.split():
+        filled = word.replace("{results}", str(arguments.results)).replace("{scale}", arguments.scale)
+        words += map(str, runs) if word == "{runs}" else [filled]
+    return words
+
+
+def measure(text: str, runs: Sequence[Path], arguments: argparse.Namespace) -> bool:
+    """Run one of scripts/ on the runs; whether it succeeded. Raises Interrupted."""
+    command = measure_command(text, runs, arguments)
+    code = run_here(command, arguments.gpus[0] if arguments.gpus else None)
     if code:
-        print(f"{shlex.join(line)} failed with exit code {code}", file=sys.stderr)
+        print(f"{shlex.join(command)} failed with exit code {code}", file=sys.stderr)
     return code == 0
 
 
-# --- What is done -------------------------------------------------------------------------------------------
+def run_here(command: Sequence[str], gpu: str | None) -> int:
+    """Run one command with its output on the terminal; its exit code. gpu: None for what CUDA finds."""
+    visible = {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+    with StopSignal() as stop:
+        process = subprocess.Popen(command, env={**os.environ, **visible}, start_new_session=True)
+        while process.poll() is None and not stop.signal:
+            time.sleep(POLL_S)
+        if stop.signal:
+            process.send_signal(signal.SIGINT)  # what the commands of scripts/ clean up upon
+            process.wait()
+            raise interrupted(stop.signal)
+    return process.returncode
 
 
-def marker(arguments: argparse.Namespace, item: Item) -> Path:
-    """The file that says that --all need not run this item again."""
-    where = "-committed" if arguments.write_results else ""
-    return arguments.runs_dir / "done" / f"{arguments.scale}-{item.name}{where}"
-
-
-def mark_done(arguments: argparse.Namespace, item: Item) -> None:
-    path = marker(arguments, item)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
-
-
-def renew_report(folder: Path) -> None:
-    """Write the report, unless a file it needs is damaged: that must not end a long command."""
-    try:
-        print(f"report: {report.write(folder)}")
-    except (DamagedResult, UnknownField, FileNotFoundError) as error:
-        print(f"the report could not be renewed: {error}", file=sys.stderr)
+def interrupted(number: int) -> Interrupted:
+    name = signal.Signals(number).name
+    return Interrupted(f"stopped by {name}; the same command continues", number)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 
 import yaml
@@ -13,7 +12,6 @@ from data.corpus import Corpus, open_corpus
 from trainer import seal
 from trainer.checkpoint import steps_in
 from trainer.run_directory import RunDirectory
-from trainer.run_queue import Job
 from trainer.settings import Settings
 
 
@@ -71,11 +69,3 @@ def fingerprint(directory: RunDirectory) -> str | None:
 def is_settled(directory: RunDirectory) -> bool:
     """Whether a run has come to an end of its own: finished or diverged."""
     return directory.is_finished or directory.diverged_at() is not None
-
-
-def drop_weights_of(job: Job) -> None:
-    """Remove what no comparison of losses reads, once the job's run has ended: before, it continues there."""
-    directory = RunDirectory(job.output.with_suffix(""))
-    if is_settled(directory):
-        for folder in (directory.checkpoints, directory.weights):
-            shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Trainable INT8 attention: the sagebwd library."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor
 import sagebwd
 from model.backends import Attention, Backend, SavedBytes
 from sagebwd import SageConfig, dispatch
-from sagebwd.config import FIELDS, PRESETS, encode
+from sagebwd.config import PRESETS
+from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.ops import needed_by_backward
+from sagebwd.window import CAUSAL
 
 KERNELS = ("auto", *dispatch.KERNEL_SETS)
 
@@ -29,7 +31,7 @@ class Settings(Attention):
 
     @classmethod
     def names(cls) -> set[str]:
-        return {"preset", "kernels", *FIELDS}
+        return {"preset", "kernels", *(one.name for one in fields(SageConfig))}
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Settings":
@@ -75,9 +77,9 @@ class Settings(Attention):
     def saved_bytes(self, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
         """What the operator keeps. Without a GPU here, "cuda" is a Hopper GPU."""
         kernels = _kernels(q, self.config, device) if self.kernels == "auto" else self.kernels
-        scale, config = q.shape[-1] ** -0.5, encode(self.config)
-        saved = torch.ops.sagebwd.forward(q, k, k, None, None, -1, 0, scale, config, kernels, True)
-        needed = needed_by_backward(q, k, k, saved, config, kernels, has_documents=False)
+        params = AttentionParams(CAUSAL, q.shape[-1] ** -0.5, self.config, kernels)
+        saved = ForwardResult(*torch.ops.sagebwd.forward(q, k, k, *params.flatten(), True))
+        needed = needed_by_backward(q, k, k, saved, params)
         results, inputs = (sum(x.nbytes for x in own if x is not None) for own in (saved, needed))
         return SavedBytes(total=inputs + results, results=results)
 

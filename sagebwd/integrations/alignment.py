@@ -15,8 +15,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sagebwd.config import SageConfig
-from sagebwd.integrations.counted import counted_attention
 from sagebwd.reference.documents import slices
+from sagebwd.usage import counted_attention
+
+#: What arguments stand for that FlashAttention's functions have and SageBwd does not compute.
+REFUSED = {
+    "dropout_p": "dropout of attention weights; set it to 0",
+    "softcap": "soft-capping of the logits",
+    "alibi_slopes": "a bias by distance (ALiBi)",
+    "block_table": "a paged cache of keys and values",
+    "s_aux": "attention sinks",
+    "return_debug_mask": "the weights of the attention",
+    "seqused_k": "a cache that is not full",
+    "num_splits": "keys split over thread blocks",
+}
+
+
+def check_refused(instead: str, **arguments: object) -> None:
+    """Raise NotImplementedError for an argument that asks for anything; None, False and 0 do not."""
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) or value:
+            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            raise NotImplementedError(
+                f"{name} is {shown}: sagebwd does not compute {REFUSED[name]}; {instead}"
+            )
 
 
 class Alignment(NamedTuple):
@@ -140,7 +162,7 @@ def align_documents(
     return Alignment(window, boundaries, boundaries_kv, slots=slots, slot_count=slot_count)
 
 
-def attend(
+def aligned_attention(
     name: str,
     q: Tensor,
     k: Tensor,

@@ -5,20 +5,21 @@
 >>> transformer.set_attention_backend("sagebwd")
 
 diffusers lets the attention processors of a model choose a backend. Some do not ask: they call PyTorch, or
-compute attention themselves, whatever backend is set. :func:`check` finds them in the code of a model, and
-``set_attention_backend`` runs it for the names that are registered here.
+compute attention themselves, whatever backend is set. :func:`check` finds them in the source text of a model,
+and ``set_attention_backend`` runs it for the names that are registered here.
+
+diffusers 0.42 has no function that adds a backend: its backends are the members of an enumeration. So this
+module makes a member that the enumeration finds by the hook ``_missing_``, puts its function into diffusers'
+private registry, and itself sets the names that are registered here.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import re
-import sys
+import threading
 import warnings
-from collections.abc import Callable
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,9 @@ from torch import Tensor, nn
 from sagebwd import usage
 from sagebwd.attention import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.integrations.choice import choose_kernels
-from sagebwd.integrations.packing import match_widths
+from sagebwd.integrations.varlen import match_widths
 from sagebwd.masks import find_key_mask
+from sagebwd.usage import Obstacle, choose_kernels
 from sagebwd.validation import check_config, check_name
 
 try:
@@ -48,16 +49,18 @@ except (ImportError, AttributeError) as error:
 #: The function to which processors hand their attention, so that a backend can compute it.
 DISPATCH = "dispatch_attention_fn"
 
-#: A function that names one of these computes attention, as does one with a softmax and a matrix product.
-ATTENTION = {
+#: A layer that calls one of these computes attention, as does one with a softmax and a matrix product.
+ATTENTION = (
     "scaled_dot_product_attention",
     "multi_head_attention_forward",
     "memory_efficient_attention",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flex_attention",
-}
-PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
+)
+SOFTMAX_AND_PRODUCT = re.compile(r"softmax.*(matmul|bmm|einsum| @ )", re.DOTALL)
+#: A processor that hands its attention on, but to this backend.
+FIXED_BACKEND = re.compile(r"backend=(?:AttentionBackendName\.|[\"'])(\w+)")
 
 USE_NATIVE = "call model.set_attention_backend('native')"
 WHAT_HELPS = (
@@ -67,17 +70,6 @@ WHAT_HELPS = (
 
 #: ``fallback`` of each name that is registered here.
 _fallbacks: dict[str, str] = {}
-
-
-class Obstacle(NamedTuple):
-    """Why SageBwd does not compute a call.
-
-    reason: what it does not compute, as a noun.
-    fix: what the user can do, other than to register a fallback.
-    """
-
-    reason: str
-    fix: str = USE_NATIVE
 
 
 class Bypass(NamedTuple):
@@ -119,26 +111,30 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
     usage.check_fallback(fallback)
     if not re.fullmatch(r"[a-z]\w*", name) or name != name.lower():
         raise ValueError(f"name is {name!r}; take one of lower-case letters, digits and '_'")
-    if name in [*AttentionBackendName] and name not in _fallbacks:
+    if name in [*AttentionBackendName, *BACKENDS.list_backends()] and name not in _fallbacks:
         raise ValueError(f"name {name!r} is a backend of diffusers; choose another")
     _fallbacks[name] = fallback
-    BACKENDS.register(_backend_name(name))(functools.partial(_attention, config, fallback))
+    BACKENDS.register(AttentionBackendName(name))(functools.partial(_attention, config, fallback))
     for model_class in (ModelMixin, AttentionModuleMixin):
         _watch(model_class)
 
 
-def _backend_name(name: str) -> AttentionBackendName:
-    """The member ``name`` of diffusers' enumeration of backends, which it asks for everywhere.
+_find_others = AttentionBackendName._missing_
 
-    diffusers has no function to add one, and an enumeration cannot be subclassed.
-    """
-    if name not in AttentionBackendName._value2member_map_:
-        member = str.__new__(AttentionBackendName, name)
-        member._name_, member._value_ = name.upper(), name
-        AttentionBackendName._member_map_[member._name_] = member
-        AttentionBackendName._value2member_map_[name] = member
-        AttentionBackendName._member_names_.append(member._name_)
-    return AttentionBackendName(name)
+
+def _find_backend(cls: type, name: object) -> AttentionBackendName | None:
+    """The member of a name that is registered here, for which diffusers' enumeration asks."""
+    return _member(name) if name in _fallbacks else _find_others(name)
+
+
+AttentionBackendName._missing_ = classmethod(_find_backend)
+
+
+@functools.cache
+def _member(name: str) -> AttentionBackendName:
+    member = str.__new__(AttentionBackendName, name)
+    member._name_, member._value_ = name.upper(), name
+    return member
 
 
 def _attention(
@@ -194,7 +190,7 @@ def _attention(
         _fall_back(obstacle, fallback, asked)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention_dispatch._native_attention(*arguments, _parallel_config=_parallel_config)
-    usage.record(_caller(), kernels)
+    usage.record(_running.name, kernels)
     settings |= {"is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse, "config": config}
     result = sage_attention(q, k, v, mask, **settings)
     out, *lse = result if return_lse else (result,)
@@ -244,26 +240,14 @@ def _find_obstacle(
 
 def _fall_back(obstacle: Obstacle, fallback: str, asked: dict[str, Any]) -> None:
     """Refuse the call, or let diffusers' own backend compute it, which has nothing of ``asked``."""
+    fix = obstacle.fix or USE_NATIVE
     features = " and ".join(feature for feature in asked if asked[feature])
     if features and fallback == "sdpa":
         raise NotImplementedError(
-            f"{_caller()}: sagebwd does not compute {obstacle.reason}, and in full precision diffusers' own "
-            f"backend does not compute {features}; {obstacle.fix}, or leave {features} out"
+            f"{_running.name}: sagebwd does not compute {obstacle.reason}, and in full precision diffusers' "
+            f"own backend does not compute {features}; {fix}, or leave {features} out"
         )
-    usage.fall_back(_caller(), obstacle.reason, fallback, fix=obstacle.fix)
-
-
-def _caller() -> str:
-    """The class of the attention processor that called, for :func:`sagebwd.report`; a backend is not told."""
-    if torch.compiler.is_compiling():  # a tracer has no stack to look at
-        return "diffusers"
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != DISPATCH:
-        frame = frame.f_back
-    if frame is None or frame.f_back is None:
-        return "diffusers"
-    code = frame.f_back.f_code
-    return getattr(code, "co_qualname", code.co_name).removesuffix(".__call__")
+    usage.fall_back(_running.name, obstacle.reason, fallback, fix=fix)
 
 
 # --- Layers that would pass it by --------------------------------------------------------------------------
@@ -302,83 +286,35 @@ def find_bypasses(model: nn.Module) -> list[Bypass]:
     """The layers of a model whose attention diffusers hands to no backend, by class."""
     found: dict[tuple[str, str], list[str]] = {}
     for layer, module in model.named_modules():
-        processor = getattr(module, "processor", None)
-        named = [(type(module), _reads(type(module).forward, type(module)), False)]
-        if processor is not None:
-            named.append((type(processor), _reads(_call_of(type(processor)), type(processor)), True))
-        for owner, words, is_processor in named:
-            if reason := _why_bypassed(words, is_processor):
+        owners = {type(module): False}
+        if getattr(module, "processor", None) is not None:
+            owners[type(module.processor)] = True
+        for owner, is_processor in owners.items():
+            if reason := _why_bypassed(owner, is_processor):
                 found.setdefault((owner.__name__, reason), []).append(layer)
     return [Bypass(name, tuple(layers), reason) for (name, reason), layers in found.items()]
 
 
-def _why_bypassed(words: frozenset[str], is_processor: bool) -> str:
-    """The reason of a :class:`Bypass`, "" for none, from the words in the code of a layer or processor."""
-    if DISPATCH in words:
-        fixed = sorted(words & {x for member in AttentionBackendName for x in (member.name, member.value)})
-        return f"sets its own backend, {fixed[0].lower()}" if fixed else ""
-    called = sorted(words & ATTENTION)
-    if called:
-        return f"calls {called[0]} itself"
-    if is_processor or ("softmax" in words and words & PRODUCTS):
-        return "computes attention itself"
-    return ""
-
-
-def _call_of(processor: type) -> Callable[..., Any]:
-    """The function that runs when a processor is called."""
-    is_module = issubclass(processor, nn.Module) and processor.__call__ is nn.Module.__call__
-    return processor.forward if is_module else processor.__call__
-
-
 @functools.cache
-def _reads(function: Callable[..., Any], owner: type) -> frozenset[str]:
-    """The names and strings in the code of a function and of those it calls: methods of ``owner``, and
-    functions of the modules they are in, but none of torch or of the dispatcher itself."""
-    words: set[str] = set()
-    to_read, seen = [function], set()
-    while to_read:
-        function = inspect.unwrap(to_read.pop())
-        if not isinstance(function, FunctionType) or function in seen:
-            continue
-        seen.add(function)
-        used = _words(function.__code__)
-        words |= used.names | used.attributes | used.strings
-        called = [function.__globals__.get(name) for name in used.names]
-        called += [getattr(owner, name, None) for name in used.attributes]
-        to_read += [x for x in called if not _is_outside(x)]
-    return frozenset(words)
+def _why_bypassed(owner: type, is_processor: bool) -> str:
+    """The reason of a :class:`Bypass`, "" for none, from the source text of a layer or processor."""
+    text = _source(owner, is_processor)
+    if DISPATCH in text:
+        fixed = FIXED_BACKEND.search(text)
+        return f"sets its own backend, {fixed[1].lower()}" if fixed else ""
+    for function in ATTENTION:
+        if function in text:
+            return f"calls {function} itself"
+    return "computes attention itself" if is_processor or SOFTMAX_AND_PRODUCT.search(text) else ""
 
 
-def _is_outside(function: Any) -> bool:
-    return getattr(function, "__name__", "") == DISPATCH or str(
-        getattr(function, "__module__", "")
-    ).startswith("torch.")
-
-
-class _Words(NamedTuple):
-    """names: of globals. attributes: of anything, with "matmul" for the operator @. strings: constants."""
-
-    names: set[str]
-    attributes: set[str]
-    strings: set[str]
-
-
-def _words(code: CodeType) -> _Words:
-    """What a code object and those within it name."""
-    words = _Words(set(), set(), {x for x in code.co_consts if isinstance(x, str)})
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM"):
-            words.names.add(step.argval)
-        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            words.attributes.add(step.argval)
-        elif step.argrepr in ("@", "@=") or step.opname.endswith("MATRIX_MULTIPLY"):
-            words.attributes.add("matmul")
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            for mine, its in zip(words, _words(inner), strict=True):
-                mine |= its
-    return words
+def _source(owner: type, is_processor: bool) -> str:
+    """Of the method that runs in a layer; of a processor and all that it inherits from. "" where unknown."""
+    classes = [x for x in owner.__mro__ if x not in (nn.Module, object)]
+    try:
+        return "".join(map(inspect.getsource, classes if is_processor else [owner.forward]))
+    except (OSError, TypeError):
+        return ""
 
 
 def _shorten(layers: tuple[str, ...]) -> str:
@@ -386,8 +322,30 @@ def _shorten(layers: tuple[str, ...]) -> str:
     return f"{layers[0] or 'the model itself'}{more}"
 
 
+# --- What set_attention_backend does -----------------------------------------------------------------------
+
+
+class _Running(threading.local):
+    """The attention layer that runs, for :func:`sagebwd.report`: a backend is not told."""
+
+    name = "diffusers"
+
+
+_running = _Running()
+
+
+def _enter(module: nn.Module, _: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _running.name = type(module.processor).__name__
+
+
+def _leave(*_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _running.name = _Running.name
+
+
 def _watch(model_class: type) -> None:
-    """Let ``set_attention_backend`` look at the model first: for a name of ours, it must bypass nothing."""
+    """Let ``set_attention_backend`` set the names that are registered here as it sets its own."""
     set_backend = model_class.set_attention_backend
     watchers = getattr(set_backend, "sagebwd_watchers", ())  # one of each copy of this package
     if _watch in watchers:
@@ -395,28 +353,34 @@ def _watch(model_class: type) -> None:
 
     @functools.wraps(set_backend)
     def watching(model: nn.Module, backend: str) -> None:
-        name = str(backend).lower()
+        name = backend.lower()
         if name in _fallbacks:
             check(model, _fallbacks[name])
-        set_backend(model, backend)
-        if name in _fallbacks:
-            _warn_of_followers(model, name)
+            _set_backend(model, name)
+        else:
+            set_backend(model, backend)
 
     watching.sagebwd_watchers = (*watchers, _watch)
     model_class.set_attention_backend = watching
 
 
-def _warn_of_followers(model: nn.Module, name: str) -> None:
-    """Some processors ask for no backend of their own, and get that which was set last, for any model."""
-    followers = {
-        type(processor).__name__
-        for processor in (getattr(module, "processor", None) for module in model.modules())
-        if processor is not None and getattr(processor, "_attention_backend", None) != name
-        if not _why_bypassed(_reads(_call_of(type(processor)), type(processor)), True)
-    }
+def _set_backend(model: nn.Module, name: str) -> None:
+    """Set it for each processor that has a backend of its own, and for the process, which the others ask."""
+    followers = set()
+    for module in model.modules():
+        processor = getattr(module, "processor", None)
+        if hasattr(processor, "_attention_backend"):
+            processor._attention_backend = AttentionBackendName(name)
+        elif processor is not None and not _why_bypassed(type(processor), True):
+            followers.add(type(processor).__name__)
+        if processor is not None and _enter not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_enter)
+            module.register_forward_hook(_leave, always_call=True)
+    if isinstance(model, ModelMixin):
+        BACKENDS.set_active_backend(AttentionBackendName(name))
     if followers:
         warnings.warn(
             f"{', '.join(sorted(followers))} of {type(model).__name__} take the backend that any model was "
             f"given last; set {name!r} for this model last",
-            stacklevel=3,
+            stacklevel=4,
         )

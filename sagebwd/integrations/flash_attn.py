@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.integrations.alignment import align, align_documents, attend, window_of
+from sagebwd.integrations.alignment import align, align_documents, aligned_attention, check_refused, window_of
 
 __all__ = [
     "flash_attn_func",
@@ -29,14 +29,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
 ]
 
-#: What the refused arguments stand for.
-REFUSED = {
-    "dropout_p": "dropout of attention weights",
-    "softcap": "soft-capping of the logits",
-    "alibi_slopes": "a bias by distance (ALiBi)",
-    "block_table": "a paged cache of keys and values",
-    "s_aux": "attention sinks",
-}
+USE_FLASH_ATTN = "leave it out, or use flash_attn"
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -81,12 +74,14 @@ def flash_attn_func(
         NotImplementedError: an argument asks for what SageBwd does not compute.
         ValueError: the arguments do not fit together.
     """
-    _check_refused(dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux)
+    check_refused(
+        USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux
+    )
     _check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     alignment = align(q.shape[2], k.shape[2], window_of(causal, window_size))
     with_lse = return_attn_probs or return_lse
-    out, lse = attend("flash_attn_func", q, k, v, alignment, softmax_scale, config, with_lse)
+    out, lse = aligned_attention("flash_attn_func", q, k, v, alignment, softmax_scale, config, with_lse)
     return _result(out.transpose(1, 2), lse, return_attn_probs, return_lse)
 
 
@@ -134,120 +129,44 @@ def flash_attn_varlen_func(
     Raises:
         NotImplementedError, ValueError: as :func:`flash_attn_func`.
     """
-    _check_refused(
-        dropout_p=dropout_p,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        block_table=block_table,
-        s_aux=s_aux,
-    )
+    check_refused(
+        USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes,
+        block_table=block_table, s_aux=s_aux,
+    )  # fmt: skip
     _check_layout("(tokens, heads, head size)", q=q, k=k, v=v)
     window = window_of(causal, window_size)
     alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     with_lse = return_attn_probs or return_lse
-    out, lse = attend("flash_attn_varlen_func", q, k, v, alignment, softmax_scale, config, with_lse)
+    out, lse = aligned_attention(
+        "flash_attn_varlen_func", q, k, v, alignment, softmax_scale, config, with_lse
+    )
     lse = None if lse is None else lse[0]
     return _result(out[0].transpose(0, 1), lse, return_attn_probs, return_lse)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **settings: Any,
-) -> Result:
-    """:func:`flash_attn_func` of qkv (B, N, 3, H, D)."""
-    parts = _unpack("(batch, tokens, 3, heads, head size)", 2, qkv=qkv)
-    return flash_attn_func(
-        *parts, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs, **settings,
-    )  # fmt: skip
+def flash_attn_qkvpacked_func(qkv: Tensor, *others: Any, **settings: Any) -> Result:
+    """:func:`flash_attn_func` of qkv (B, N, 3, H, D), and its others."""
+    return flash_attn_func(*_unpack("(batch, tokens, 3, heads, head size)", 2, qkv=qkv), *others, **settings)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **settings: Any,
-) -> Result:
-    """:func:`flash_attn_func` of q (B, N_q, H, D) and kv (B, N_kv, 2, H_kv, D)."""
-    parts = _unpack("(batch, tokens, 2, heads, head size)", 2, kv=kv)
-    return flash_attn_func(
-        q, *parts, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        deterministic, return_attn_probs, **settings,
-    )  # fmt: skip
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *others: Any, **settings: Any) -> Result:
+    """:func:`flash_attn_func` of q (B, N_q, H, D) and kv (B, N_kv, 2, H_kv, D), and its others."""
+    return flash_attn_func(q, *_unpack("(batch, tokens, 2, heads, head size)", 2, kv=kv), *others, **settings)
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **settings: Any,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *others: Any, **settings: Any
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of qkv (T, 3, H, D)."""
+    """:func:`flash_attn_varlen_func` of qkv (T, 3, H, D), and its others."""
     parts = _unpack("(tokens, 3, heads, head size)", 1, qkv=qkv)
-    return flash_attn_varlen_func(
-        *parts, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal,
-        window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **settings,
-    )  # fmt: skip
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(*parts, *lengths, *others, **settings)
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **settings: Any,
-) -> Result:
-    """:func:`flash_attn_varlen_func` of q (T_q, H, D) and kv (T_kv, 2, H_kv, D)."""
-    parts = _unpack("(tokens, 2, heads, head size)", 1, kv=kv)
-    return flash_attn_varlen_func(
-        q, *parts, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-        causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **settings,
-    )  # fmt: skip
-
-
-def _check_refused(**arguments: Any) -> None:
-    """Refuse what SageBwd does not compute; 0 and None ask for nothing."""
-    for name, value in arguments.items():
-        if value is not None and (isinstance(value, Tensor) or value != 0):
-            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
-            raise NotImplementedError(
-                f"{name} is {shown}: sagebwd does not compute {REFUSED[name]}; leave it out, "
-                "or use flash_attn"
-            )
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *others: Any, **settings: Any) -> Result:
+    """:func:`flash_attn_varlen_func` of q (T_q, H, D) and kv (T_kv, 2, H_kv, D), and its others."""
+    return flash_attn_varlen_func(q, *_unpack("(tokens, 2, heads, head size)", 1, kv=kv), *others, **settings)
 
 
 def _check_layout(layout: str, **tensors: Tensor) -> None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.integrations.counted import counted_attention
+from sagebwd.usage import counted_attention
 from sagebwd.validation import check_config
 
 __all__ = [
@@ -195,28 +195,8 @@ def sageattn_qk_int8_pv_fp16_cuda(
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **options)
 
 
-def sageattn_qk_int8_pv_fp8_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32+fp16",
-    smooth_k: bool | None = None,
-    smooth_v: bool | None = None,
-    return_lse: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    config: SageConfig | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`sageattn_qk_int8_pv_fp16_cuda`."""
-    options = {"attn_mask": attn_mask, "config": config}
-    return sageattn_qk_int8_pv_fp16_cuda(
-        q, k, v, tensor_layout, is_causal, qk_quant_gran, sm_scale, pv_accum_dtype, smooth_k, smooth_v,
-        return_lse, **options,
-    )  # fmt: skip
+#: Its accumulator by default is another, which changes nothing.
+sageattn_qk_int8_pv_fp8_cuda = sageattn_qk_int8_pv_fp16_cuda
 
 
 def sageattn_qk_int8_pv_fp8_cuda_sm90(

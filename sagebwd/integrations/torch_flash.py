@@ -31,10 +31,19 @@ from torch.nn import functional as F
 from sagebwd import _ops, dispatch, masks, usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.dispatch import LARGEST_HEAD_DIM
-from sagebwd.integrations.alignment import Alignment, align, align_documents, attend, window_of
-from sagebwd.integrations.counted import counted_attention
+from sagebwd.integrations.alignment import (
+    Alignment,
+    align,
+    align_documents,
+    aligned_attention,
+    check_refused,
+    window_of,
+)
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
+from sagebwd.usage import counted_attention
 from sagebwd.validation import check_config, check_name, is_autocast
+from sagebwd.window import Window
 
 #: Functions of torch.nn.attention that this needs; torch 2.13 has them all.
 REGISTRY = (
@@ -123,11 +132,11 @@ def _sdpa_forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """``_scaled_dot_product_flash_attention``: tensors are (B, H, N, D)."""
-    _check_refused(dropout_p=dropout_p, return_debug_mask=return_debug_mask)
-    n_q, n_kv = query.shape[2], key.shape[2]
-    alignment = align(n_q, n_kv, window_of(is_causal, (-1, -1)))
-    out, lse = _forward(config, query, key, value, alignment, scale)
-    return out, lse, None, None, n_q, n_kv, *_no_dropout(query)
+    tensors = (x.transpose(1, 2) for x in (query, key, value))
+    lengths = (query.shape[2], key.shape[2])
+    asked = (dropout_p, is_causal, return_debug_mask)
+    out, lse, *state = _flash_forward(config, *tensors, None, None, *lengths, *asked, scale=scale)
+    return out.transpose(1, 2), lse, None, None, *lengths, *state
 
 
 def _sdpa_backward(
@@ -137,24 +146,15 @@ def _sdpa_backward(
     key: Tensor,
     value: Tensor,
     out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
+    *others: Any,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``_scaled_dot_product_flash_attention_backward``."""
-    _check_refused(dropout_p=dropout_p)
-    alignment = align(query.shape[2], key.shape[2], window_of(is_causal, (-1, -1)))
-    return _backward(config, grad_out, query, key, value, out, logsumexp, alignment, scale)
+) -> tuple[Tensor, ...]:
+    """``_scaled_dot_product_flash_attention_backward``; ``others`` are those of :func:`_flash_backward`."""
+    tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    return tuple(x.transpose(1, 2) for x in _flash_backward(config, *tensors, *others, scale=scale))
 
 
+@torch.no_grad()  # torch's autograd wraps the operator
 def _flash_forward(
     config: SageConfig,
     query: Tensor,
@@ -177,17 +177,14 @@ def _flash_forward(
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
     """``_flash_attention_forward``: (B, N, H, D), or (T, H, D) with boundaries of packed sequences."""
-    _check_refused(
-        dropout_p=dropout_p,
-        return_debug_mask=return_debug_mask,
-        seqused_k=seqused_k,
-        alibi_slopes=alibi_slopes,
-        block_table=block_table,
-        num_splits=num_splits if num_splits != 1 else None,
-    )
+    check_refused(
+        RESTORE, dropout_p=dropout_p, return_debug_mask=return_debug_mask, seqused_k=seqused_k,
+        alibi_slopes=alibi_slopes, block_table=block_table, num_splits=num_splits if num_splits != 1 else 0,
+    )  # fmt: skip
     window = window_of(is_causal, (window_size_left, window_size_right))
     alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
-    out, lse = _forward(config, *_heads_first(query, key, value), alignment, scale)
+    tensors = _heads_first(query, key, value)
+    out, lse = aligned_attention("torch FlashAttention", *tensors, alignment, scale, config, with_lse=True)
     lse = lse if cum_seq_q is None else lse[0]
     return *_tokens_first(query, out), lse, *_no_dropout(query)
 
@@ -201,6 +198,7 @@ def _flash_forward_inplace(
     return lse
 
 
+@torch.no_grad()
 def _flash_backward(
     config: SageConfig,
     grad_out: Tensor,
@@ -223,12 +221,22 @@ def _flash_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
     """``_flash_attention_backward``."""
-    _check_refused(dropout_p=dropout_p)
+    check_refused(RESTORE, dropout_p=dropout_p)
     window = window_of(is_causal, (window_size_left, window_size_right))
     alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
-    grad_out, *tensors, out = _heads_first(grad_out, query, key, value, out)
-    return _tokens_first(query, *_backward(config, grad_out, *tensors, out, lse, alignment, scale))
+    grad_out, q, k, v, out = _heads_first(grad_out, query, key, value, out)
+    grad_out, q, out = (alignment.queries(x) for x in (grad_out, q, out))
+    k, v = alignment.keys(k), alignment.keys(v)
+    lse = alignment.queries(lse, fill=float("inf"))  # weights of zero for a query that is put among others
+    kernels = dispatch.choose(q, scale, encode(config))
+    boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
+    params = AttentionParams(Window(*alignment.window), scale, config, kernels, *boundaries)
+    saved = ops.saved_for_backward(q, k, out, lse, params)
+    dq, dk, dv = _ops.ops.backward.default(grad_out, q, k, v, *k.shape[1:3], *saved, *params.flatten())
+    dq, dk, dv = alignment.put_back_queries(dq), alignment.put_back_keys(dk), alignment.put_back_keys(dv)
+    return _tokens_first(query, dq, dk, dv)
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -239,26 +247,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "_flash_attention_backward": _flash_backward,
 }
 
-#: What the arguments that are refused stand for.
-REFUSED = {
-    "dropout_p": "dropout of attention weights; set it to 0 in the model",
-    "return_debug_mask": "the weights of the attention",
-    "seqused_k": "a cache that is not full",
-    "alibi_slopes": "a bias by distance (ALiBi)",
-    "block_table": "a paged cache",
-    "num_splits": "keys split over thread blocks",
-}
-
-
-def _check_refused(**arguments: Any) -> None:
-    """Refuse what SageBwd does not compute; None, False and 0 ask for nothing."""
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) or value:
-            shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else value
-            raise NotImplementedError(
-                f"torch's FlashAttention is SageBwd now, and {name} is {shown}: sagebwd does not compute "
-                f"{REFUSED[name]}, or call torch.nn.attention.restore_flash_attention_impl()"
-            )
+RESTORE = "call torch.nn.attention.restore_flash_attention_impl(): torch's FlashAttention is SageBwd now"
 
 
 def _align(
@@ -287,43 +276,6 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The state of the random numbers, an unused tensor and the debug mask: nothing reads them."""
     state = torch.empty(2, dtype=torch.uint64, device=query.device)
     return state, torch.empty((), dtype=torch.uint64, device=query.device), query.new_empty(0)
-
-
-# --- SageBwd as torch's operators need it ------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _forward(
-    config: SageConfig, q: Tensor, k: Tensor, v: Tensor, alignment: Alignment, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """out (B, H, N_q, D) and lse (B, H, N_q) to base e; torch's autograd wraps the operator."""
-    return attend("torch FlashAttention", q, k, v, alignment, scale, config, with_lse=True)
-
-
-@torch.no_grad()
-def _backward(
-    config: SageConfig,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    alignment: Alignment,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from what torch saves. A query that was put among others has weights of zero: lse is ∞."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    grad_out, q, out = (alignment.queries(x) for x in (grad_out, q, out))
-    k, v, lse = alignment.keys(k), alignment.keys(v), alignment.queries(lse, fill=float("inf"))
-    settings = encode(config)
-    kernels = dispatch.choose(q, scale, settings)
-    boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
-    saved = ops.saved_for_backward(q, k, out, lse, *boundaries, scale, settings, kernels)
-    dq, dk, dv = _ops.ops.backward.default(
-        grad_out, q, k, v, *k.shape[1:3], *saved, *boundaries, *alignment.window, scale, settings, kernels
-    )
-    return alignment.put_back_queries(dq), alignment.put_back_keys(dk), alignment.put_back_keys(dv)
 
 
 # --- From Python -------------------------------------------------------------------------------------------
@@ -418,11 +370,7 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
         if reason:
             usage.fall_back(name, reason, "sdpa")
             return original(query, key, value, attn_mask, dropout_p, **settings)
-        if dropout_p:
-            raise NotImplementedError(
-                f"scaled_dot_product_attention is SageBwd here, and dropout_p is {dropout_p}: sagebwd does "
-                f"not compute {REFUSED['dropout_p']}, or leave torch_flash.patch_sdpa()"
-            )
+        check_refused("leave torch_flash.patch_sdpa()", dropout_p=dropout_p)
         return counted_attention(name, query, key, value, attn_mask=attn_mask, config=config, **settings)
 
     scaled_dot_product_attention.__doc__ = original.__doc__

@@ -15,22 +15,22 @@ import functools
 import re
 import sys
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sagebwd import usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.integrations.choice import choose_kernels
-from sagebwd.integrations.packing import (
+from sagebwd.integrations.varlen import (
     Layout,
-    attend,
     dense_mask,
     find_layout,
     match_widths,
     remember_recent,
+    varlen_attention,
 )
+from sagebwd.usage import Obstacle, choose_kernels
 from sagebwd.validation import check_config, check_name
 from sagebwd.window import CAUSAL, FULL, Window
 
@@ -84,17 +84,6 @@ KNOWN = {
 
 #: transformers gives names that contain these a special meaning.
 RESERVED = ("eager", "sdpa", "flash", "flex", "paged")
-
-
-class Obstacle(NamedTuple):
-    """Why SageBwd does not compute a layer.
-
-    reason: what it does not compute, as a noun.
-    fix: what the user can do, other than taking full precision.
-    """
-
-    reason: str
-    fix: str = USE_ANOTHER
 
 
 def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallback: str = "error") -> None:
@@ -196,10 +185,10 @@ def _attention(
         kernels, reason = _choose_kernels(query, key, value, arguments.get("scaling"), config)
         obstacle = Obstacle(f"this input: {reason}") if reason else None
     if obstacle is not None:
-        usage.fall_back(name, obstacle.reason, fallback, layer, fix=obstacle.fix)
+        usage.fall_back(name, obstacle.reason, fallback, layer, fix=obstacle.fix or USE_ANOTHER)
         return _full_precision(module, query, key, value, attention_mask, layout, arguments)
     usage.record(name, kernels, layer)
-    return attend(query, key, value, layout, scale=arguments.get("scaling"), config=config), None
+    return varlen_attention(query, key, value, layout, scale=arguments.get("scaling"), config=config), None
 
 
 # --- Which query sees which key ----------------------------------------------------------------------------
@@ -350,7 +339,7 @@ def _changing_arguments_once(module_type: type[nn.Module]) -> tuple[str, ...]:
 def _choose_kernels(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, config: SageConfig
 ) -> tuple[str, str]:
-    """As :func:`choose_kernels`, of the tensors as :func:`attend` widens them."""
+    """As :func:`choose_kernels`, of the tensors as :func:`varlen_attention` widens them."""
     query, key, value = match_widths(query, key, value)
     return choose_kernels(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, config)
 

@@ -1,4 +1,4 @@
-"""The masks of Hugging Face transformers, as :mod:`sagebwd.integrations.packing` takes them.
+"""The masks of Hugging Face transformers, as :mod:`sagebwd.integrations.varlen` takes them.
 
 transformers describes a mask by a function of (batch, head, query, key) and by each key's padding. Here that
 becomes the document of each key and a window (:class:`TokenMask`), with no entry for each pair of tokens.
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, masking_utils
 
 from sagebwd import usage
-from sagebwd.integrations.packing import Layout, dense_mask, remember_recent
+from sagebwd.integrations.varlen import Layout, dense_mask, remember_recent
 from sagebwd.masks import HIDES_FROM
 from sagebwd.window import CAUSAL, FULL, Window
 

@@ -9,6 +9,7 @@ from torch import Size, Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from sagebwd._ops import ops
+from sagebwd.interface import AttentionParams, ForwardResult
 
 Shape = tuple[int, ...]
 
@@ -19,17 +20,9 @@ def register() -> None:
     register_flop_formula(ops.backward, get_raw=True)(backward_flops)
 
 
-def forward_flops(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    *_: Any,
-    **__: Any,
-) -> int:
+def forward_flops(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, out_val: Any) -> int:
     """FLOPs of ``sagebwd::forward``. Reads ``cu_seqlens``, which waits for the GPU."""
-    shapes = _document_shapes(q.shape, k.shape, cu_seqlens, cu_seqlens_kv)
+    shapes = _document_shapes(q.shape, k.shape, AttentionParams.unflatten(*arguments))
     return sum(sdpa_flop_count(of_q, of_k, of_k) for of_q, of_k in shapes)
 
 
@@ -40,33 +33,22 @@ def backward_flops(
     v: Tensor | None,
     kv_heads: int,
     kv_tokens: int,
-    out: Tensor,
-    lse: Tensor,
-    k_mean: Tensor,
-    out_residual: Tensor,
-    packed_q: Tensor,
-    packed_kv: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    *_: Any,
-    **__: Any,
+    *arguments: Any,
+    out_val: Any,
 ) -> int:
     """FLOPs of ``sagebwd::backward``. Reads ``cu_seqlens``, which waits for the GPU."""
+    out, *params = arguments[0], *arguments[len(ForwardResult._fields) :]
     k_shape = (out.shape[0], kv_heads, kv_tokens, out.shape[3])
-    shapes = _document_shapes(out.shape, k_shape, cu_seqlens, cu_seqlens_kv)
+    shapes = _document_shapes(out.shape, k_shape, AttentionParams.unflatten(*params))
     return sum(sdpa_backward_flop_count(of_q, of_q, of_k, of_k) for of_q, of_k in shapes)
 
 
-def _document_shapes(
-    q: Size, k: Size | Shape, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None
-) -> Iterator[tuple[Shape, Shape]]:
+def _document_shapes(q: Size, k: Size | Shape, params: AttentionParams) -> Iterator[tuple[Shape, Shape]]:
     """Shapes of q and k of each document."""
-    if cu_seqlens is None:
+    if params.cu_seqlens is None:
         yield tuple(q), tuple(k)
         return
-    if cu_seqlens_kv is None:
-        cu_seqlens_kv = cu_seqlens
-    lengths = (_lengths(cu_seqlens, q[2]), _lengths(cu_seqlens_kv, k[2]))
+    lengths = (_lengths(params.cu_seqlens, q[2]), _lengths(params.kv_boundaries, k[2]))
     for n_q, n_kv in zip(*lengths, strict=True):
         yield (q[0], q[1], n_q, q[3]), (k[0], k[1], n_kv, k[3])
 

@@ -1,4 +1,4 @@
-"""What all kernel sets share: results of the forward, the blocks of an axis of tokens, packed documents."""
+"""What kernel sets share: blocks of tokens, packed documents, results that the kernels fill."""
 
 from __future__ import annotations
 
@@ -8,33 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
-class ForwardResult(NamedTuple):
-    """What a kernel set's forward returns: out, and what its backward needs.
-
-    out: as q (B, H, N_q, D).
-    lse: (B · H, N_q) fp32, the logsumexp of the logits with the smoothed K, to base 2; of the reference to
-        base e. −inf for a query that sees no key.
-    k_mean: (B · H_kv · documents, D_PAD) fp32, over the tokens of each document; no columns if K is not
-        smoothed. Of the reference D columns.
-    out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
-    packed_q, packed_kv: Q and K, packed for the backward, which then needs q only for a dK in 16 bit, and not
-        k; (tiles, bytes) uint8. Empty unless CUDA kernels were asked to pack. See ``packs_v`` in ops.py.
-
-    The operators return lse as (B, H, N_q) and k_mean as (B, H_kv, documents · D_PAD).
-    """
-
-    out: Tensor
-    lse: Tensor
-    k_mean: Tensor
-    out_residual: Tensor
-    packed_q: Tensor
-    packed_kv: Tensor
-
-
-def nothing_packed(like: Tensor) -> tuple[Tensor, Tensor]:
-    """An empty ``packed_q`` and ``packed_kv``: operators may not return one tensor twice."""
-    return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.uint8)
+from sagebwd.interface import AttentionParams
 
 
 def stand_in(like: Tensor, heads: int, tokens: int) -> Tensor:
@@ -94,7 +68,7 @@ class Axis(NamedTuple):
     def of(cls, n: int, block: int, cu_seqlens: Tensor | None) -> Axis:
         """Cut ``n`` tokens into blocks, none across a boundary of ``cu_seqlens``. Does not synchronise."""
         if cu_seqlens is None:
-            return cls(n, block, block_count(n, block, 1), 1, None)
+            return whole_axis(n, block)
         start = document_starts(cu_seqlens, n)
         return cls._of_documents(n, block, torch.cat([start, start[-1:]]))
 
@@ -119,7 +93,26 @@ class Axis(NamedTuple):
 @functools.lru_cache
 def whole_axis(n: int, block: int) -> Axis:
     """:class:`Axis` of ``n`` tokens without packed documents; remembered, because every call asks for two."""
-    return Axis.of(n, block, None)
+    return Axis(n, block, block_count(n, block, 1), 1, None)
+
+
+class Axes(NamedTuple):
+    """The tokens of q, and those of k and v, in the blocks that the settings ask for."""
+
+    q: Axis
+    kv: Axis
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, params: AttentionParams) -> Axes:
+        """Does not synchronise."""
+        block_q, _ = params.config.tile(q.shape[3])
+        return cls(Axis.of(q.shape[2], block_q, params.cu_seqlens), kv_axis(k, params))
+
+
+def kv_axis(k: Tensor, params: AttentionParams) -> Axis:
+    """The tokens of k and v in the blocks that the settings ask for."""
+    _, block_kv = params.config.tile(k.shape[3])
+    return Axis.of(k.shape[2], block_kv, params.kv_boundaries)
 
 
 def padded_head_dim(d: int) -> int:

@@ -7,44 +7,40 @@ import math
 import torch
 from torch import Tensor
 
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.layout import document_starts
 
 
-def natural_lse(
-    q: Tensor, lse: Tensor, k_mean: Tensor, cu_seqlens: Tensor | None, *, scale: float, kernels: str
-) -> Tensor:
+def natural_lse(q: Tensor, lse: Tensor, k_mean: Tensor, params: AttentionParams) -> Tensor:
     """log Σ exp(scale · q·k) over the keys that a query sees, (B, H, N_q) fp32; −inf if it sees none.
 
     Smoothing subtracted the mean of K, μ, from the keys, and so scale · q·μ from the logits of a query.
 
     Args:
         q: (B, H, N_q, D), outside autograd.
-        lse, k_mean, cu_seqlens, kernels: results and arguments of ``sagebwd::forward``.
+        lse, k_mean: of :class:`~sagebwd.interface.ForwardResult`.
     """
-    if kernels != "reference":
+    if params.kernels != "reference":
         lse = lse * math.log(2)
     # −inf stays, whatever the shift: also NaN, which the mean of keys that no query sees may be.
-    return torch.where(lse == -torch.inf, lse, lse + _shift(q, k_mean, cu_seqlens, scale))
+    return torch.where(lse == -torch.inf, lse, lse + _shift(q, k_mean, params))
 
 
-def smoothed_lse(
-    q: Tensor, lse: Tensor, k_mean: Tensor, cu_seqlens: Tensor | None, *, scale: float, kernels: str
-) -> Tensor:
+def smoothed_lse(q: Tensor, lse: Tensor, k_mean: Tensor, params: AttentionParams) -> Tensor:
     """The inverse of :func:`natural_lse`: the lse that ``sagebwd::backward`` takes."""
-    lse = torch.where(lse == -torch.inf, lse, lse - _shift(q, k_mean, cu_seqlens, scale)).contiguous()
-    return lse if kernels == "reference" else lse / math.log(2)
+    lse = torch.where(lse == -torch.inf, lse, lse - _shift(q, k_mean, params)).contiguous()
+    return lse if params.kernels == "reference" else lse / math.log(2)
 
 
-def _shift(q: Tensor, k_mean: Tensor, cu_seqlens: Tensor | None, scale: float) -> Tensor | float:
+def _shift(q: Tensor, k_mean: Tensor, params: AttentionParams) -> Tensor | float:
     """scale · q·μ (B, H, N_q) fp32, with the mean of K in each query's document; 0 without smoothing."""
     if not k_mean.shape[-1]:
         return 0.0
-    documents = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    mean = k_mean.unflatten(-1, (documents, -1))[..., : q.shape[-1]]  # (B, H_kv, documents, D)
-    if cu_seqlens is not None:
-        mean = mean[:, :, _document_of_tokens(cu_seqlens, q.shape[-2])]
+    mean = k_mean.unflatten(-1, (params.documents, -1))[..., : q.shape[-1]]  # (B, H_kv, documents, D)
+    if params.cu_seqlens is not None:
+        mean = mean[:, :, _document_of_tokens(params.cu_seqlens, q.shape[-2])]
     groups = q.float().unflatten(1, (k_mean.shape[1], -1))
-    return scale * (groups * mean.unsqueeze(2)).sum(-1).flatten(1, 2)
+    return params.scale * (groups * mean.unsqueeze(2)).sum(-1).flatten(1, 2)
 
 
 def _document_of_tokens(cu_seqlens: Tensor, n: int) -> Tensor:

@@ -7,14 +7,13 @@ float64 is :func:`sagebwd.reference.exact.exact_attention`.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.interface import AttentionParams, ForwardResult, no_mean, nothing_packed
 from sagebwd.reference import documents
-from sagebwd.reference.algorithm import SoftmaxGradientTiles
+from sagebwd.reference.algorithm import Output, SoftmaxGradientTiles
 from sagebwd.reference.documents import Document
 from sagebwd.reference.exact import exact_attention
 from sagebwd.reference.result import AttentionResult
@@ -27,7 +26,7 @@ from sagebwd.validation import (
 )
 from sagebwd.window import Window
 
-__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward", "k_mean"]
+__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward", "token_mean"]
 
 
 @torch.no_grad()
@@ -68,69 +67,48 @@ def attention(
     check_not_empty(q, k)
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     check_window(window_size)
-    boundaries = (cu_seqlens, cu_seqlens_kv)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    settings = {"window": Window.of(is_causal, window_size), "scale": scale, "config": config}
-    out, lse, out_residual = forward(q, k, v, *boundaries, **settings)
-    if grad_out is None:
-        return AttentionResult(out, lse)
-    check_grad_out(grad_out, q)
-    saved = (grad_out, q, k, v, out, lse, out_residual)
+    window = Window.of(is_causal, window_size)
+    params = AttentionParams(window, scale, config, "reference", cu_seqlens, cu_seqlens_kv)
+    packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
-        intermediates = _p_dp_ds_delta(*saved, documents.locate(q, k, *boundaries), **settings)
-    return AttentionResult(out, lse, *intermediates, *backward(*saved, *boundaries, **settings))
+        saved = documents.forward(q, k, v, packed, params)
+        if grad_out is None:
+            return AttentionResult(saved.out, saved.lse)
+        check_grad_out(grad_out, q)
+        inputs = (grad_out, q, k, v, saved)
+        intermediates = _p_dp_ds_delta(*inputs, packed, params)
+        gradients = documents.backward(*inputs, packed, params)
+    return AttentionResult(saved.out, saved.lse, *intermediates, *gradients)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    *,
-    window: Window,
-    scale: float,
-    config: SageConfig,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, lse (B, H, N_q) fp32 and the residual of out, or None: see :mod:`sagebwd.reference.algorithm`.
+def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+    """As :mod:`sagebwd.interface` has it; packs nothing.
 
     Reads ``cu_seqlens``, which waits for the device. Raises ValueError for boundaries out of order or range.
     """
-    packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
+    packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
-        return documents.forward(q, k, v, packed, window=window, scale=scale, config=config)
+        out, lse, residual = documents.forward(q, k, v, packed, params)
+    residual = q.new_empty(0) if residual is None else residual
+    return ForwardResult(out, lse, token_mean(k, params), residual, *nothing_packed(q))
 
 
-def k_mean(
-    k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None, *, config: SageConfig
-) -> Tensor:
-    """What :func:`forward` subtracted from K: (B, H_kv, documents · D) fp32, no columns without smoothing."""
-    if not config.smooths_k:
-        return k.new_empty((*k.shape[:2], 0), dtype=torch.float32)
-    boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
-    return documents.token_means(k, boundaries).flatten(-2)
+def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+    """The ``k_mean`` of :func:`forward`."""
+    if not params.config.smooths_k:
+        return no_mean(k)
+    return documents.token_means(k, params.kv_boundaries).flatten(-2)
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    out_residual: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_kv: Tensor | None,
-    *,
-    window: Window,
-    scale: float,
-    config: SageConfig,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k, v, from the results of :func:`forward`."""
-    saved = (grad_out, q, k, v, out, lse, out_residual)
-    packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
+    output = Output(saved.out, saved.lse, saved.out_residual if params.config.compensate_o else None)
+    packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
-        return documents.backward(*saved, packed, window=window, scale=scale, config=config)
+        return documents.backward(grad_out, q, k, v, output, packed, params)
 
 
 def _p_dp_ds_delta(
@@ -138,25 +116,17 @@ def _p_dp_ds_delta(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    out_residual: Tensor | None,
+    saved: Output,
     packed: list[Document],
-    **settings: Any,
+    params: AttentionParams,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """P, dP and dS (B, H, N_q, N_kv), and δ (B, H, N_q), of all documents put together."""
+    lse = saved.lse
     p, dp, ds = lse.new_zeros((3, *lse.shape, k.shape[-2]))
     delta = torch.zeros_like(lse)
     for document in packed:
         rows, columns = document
-        tiles = SoftmaxGradientTiles(
-            documents.cut(grad_out, rows),
-            *document.take(q, k, v),
-            documents.cut(out, rows),
-            lse[..., rows],
-            None if out_residual is None else documents.cut(out_residual, rows),
-            **settings,
-        )
+        tiles = SoftmaxGradientTiles(*document.take_for_backward(grad_out, q, k, v, saved), params)
         delta[..., rows] = tiles.delta
         _fill(tiles, *(x[..., rows, columns] for x in (p, dp, ds)))
     return p, dp, ds, delta

@@ -11,10 +11,13 @@ lse and delta (B, H, N_q).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from sagebwd.config import SageConfig
+from sagebwd.interface import AttentionParams
 from sagebwd.reference.quantization import (
     OPERAND_AXES,
     PER_BLOCK,
@@ -26,20 +29,28 @@ from sagebwd.reference.quantization import (
     round_to,
 )
 from sagebwd.reference.scores import ScoreTiles, subtract_token_mean
-from sagebwd.window import Window
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, window: Window, scale: float, config: SageConfig
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Algorithm 1: return out in the dtype of q, lse in fp32, and the residual of out.
+class Output(NamedTuple):
+    """What Algorithm 1 returns.
 
-    lse is the logsumexp of S with the smoothed K; that of the plain logits is lse + scale · q·μ_K. The
-    residual is the error of rounding out to its dtype, which ``compensate_o`` saves for the backward; None
-    otherwise. A query that sees no key gets out 0 and lse −inf.
+    out: in the dtype of q; 0 for a query that sees no key.
+    lse: fp32, the logsumexp of S with the smoothed K; that of the plain logits is lse + scale · q·μ_K. −inf
+        for a query that sees no key.
+    residual: the error of rounding out to its dtype, which ``compensate_o`` saves for the backward; otherwise
+        None.
     """
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor | None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Output:
+    """Algorithm 1."""
+    config = params.config
     k, v = _one_head_per_query_head(q, k, v)
-    scores = ScoreTiles(q, k, "s_fwd", window=window, scale=scale, config=config)
+    scores = ScoreTiles(q, k, "s_fwd", params)
     products = Products(q.dtype, config)
     v_smooth, v_mean = subtract_token_mean(v.float()) if config.smooth_v else (v, 0.0)
     v_blocks = products.token_blocks(v_smooth, "o", scores.block_kv)
@@ -69,28 +80,15 @@ def forward(
         lse[..., scores.rows(i)] = (m + l.log()).squeeze(-1)
     out = infinite_to_nan(out)
     rounded = out.to(q.dtype)
-    return rounded, lse, (out - rounded).to(q.dtype) if config.compensate_o else None
+    return Output(rounded, lse, (out - rounded).to(q.dtype) if config.compensate_o else None)
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    out_residual: Tensor | None,
-    *,
-    window: Window,
-    scale: float,
-    config: SageConfig,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Output, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: return dq, dk, dv in the dtype of the inputs.
-
-    ``out``, ``lse`` and ``out_residual`` come from :func:`forward`.
-    """
-    settings = {"window": window, "scale": scale, "config": config}
-    tiles = SoftmaxGradientTiles(grad_out, q, k, v, out, lse, out_residual, **settings)
+    """Algorithm 2: return dq, dk, dv in the dtype of the inputs. ``saved`` comes from :func:`forward`."""
+    config, scale = params.config, params.scale
+    tiles = SoftmaxGradientTiles(grad_out, q, k, v, saved, params)
     scores = tiles.scores
     products = Products(q.dtype, config)
     do_blocks = products.token_blocks(grad_out, "dv", scores.block_q)
@@ -126,26 +124,17 @@ class SoftmaxGradientTiles:
     """
 
     def __init__(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        out_residual: Tensor | None,
-        *,
-        window: Window,
-        scale: float,
-        config: SageConfig,
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Output, params: AttentionParams
     ) -> None:
+        out, lse, residual = saved
+        config = params.config
         k, v = _one_head_per_query_head(q, k, v)
-        self.scores = ScoreTiles(q, k, "s_bwd", window=window, scale=scale, config=config)
+        self.scores = ScoreTiles(q, k, "s_bwd", params)
         self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # P of a query without keys is zero
         products = Products(q.dtype, config)
         self._do_blocks = products.token_blocks(grad_out, "dp", self.scores.block_q)
         self._v_blocks = products.token_blocks(v, "dp", self.scores.block_kv)
-        whole_out = out.float() if out_residual is None else out.float() + out_residual.float()
+        whole_out = out.float() if residual is None else out.float() + residual.float()
         delta = self._exact_delta() if config.exact_delta else (grad_out.float() * whole_out).sum(-1)
         self.delta = infinite_to_nan(delta)
 

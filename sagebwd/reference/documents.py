@@ -9,12 +9,14 @@ gradients 0.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sagebwd.interface import AttentionParams
 from sagebwd.reference import algorithm
+from sagebwd.reference.algorithm import Output
 
 
 class Document(NamedTuple):
@@ -26,6 +28,15 @@ class Document(NamedTuple):
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens of this document in q, k and v (B, heads, N, D)."""
         return cut(q, self.queries), cut(k, self.keys), cut(v, self.keys)
+
+    def take_for_backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Output
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Output]:
+        """The same of all that the backward takes."""
+        rows = self.queries
+        residual = None if saved.residual is None else cut(saved.residual, rows)
+        own = Output(cut(saved.out, rows), saved.lse[..., rows], residual)
+        return cut(grad_out, rows), *self.take(q, k, v), own
 
 
 def cut(x: Tensor, tokens: slice) -> Tensor:
@@ -60,22 +71,18 @@ def token_means(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return torch.stack([cut(k, part).float().sum(-2) / max(part.stop - part.start, 1) for part in parts], -2)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: list[Document], **settings: Any
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, laid out as q, lse (B, H, N_q) and the residual of out.
-
-    ``settings`` are those of :func:`sagebwd.reference.algorithm.forward`.
-    """
+def forward(q: Tensor, k: Tensor, v: Tensor, documents: list[Document], params: AttentionParams) -> Output:
+    """Algorithm 1; out is laid out as q."""
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
-    out_residual = torch.zeros_like(q) if settings["config"].compensate_o else None
+    residual = torch.zeros_like(q) if params.config.compensate_o else None
     for document in documents:
         rows = document.queries
-        out[..., rows, :], lse[..., rows], residual = algorithm.forward(*document.take(q, k, v), **settings)
-        if out_residual is not None:
-            out_residual[..., rows, :] = residual
-    return out, lse, out_residual
+        found = algorithm.forward(*document.take(q, k, v), params)
+        out[..., rows, :], lse[..., rows] = found.out, found.lse
+        if residual is not None:
+            residual[..., rows, :] = found.residual
+    return Output(out, lse, residual)
 
 
 def backward(
@@ -83,24 +90,16 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    out_residual: Tensor | None,
+    saved: Output,
     documents: list[Document],
-    **settings: Any,
+    params: AttentionParams,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, laid out as q, k, v; ``settings`` as of :func:`sagebwd.reference.algorithm.backward`."""
+    """Algorithm 2: dq, dk, dv, laid out as q, k, v."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for document in documents:
         rows, columns = document
-        dq[..., rows, :], dk[..., columns, :], dv[..., columns, :] = algorithm.backward(
-            cut(grad_out, rows),
-            *document.take(q, k, v),
-            cut(out, rows),
-            lse[..., rows],
-            None if out_residual is None else cut(out_residual, rows),
-            **settings,
-        )
+        inputs = document.take_for_backward(grad_out, q, k, v, saved)
+        dq[..., rows, :], dk[..., columns, :], dv[..., columns, :] = algorithm.backward(*inputs, params)
     return dq, dk, dv
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sagebwd.config import SageConfig
+from sagebwd.interface import AttentionParams
 from sagebwd.reference.quantization import (
     OPERAND_AXES,
     Operand,
@@ -14,7 +14,6 @@ from sagebwd.reference.quantization import (
     quantize_two_levels,
     round_to,
 )
-from sagebwd.window import Window
 
 
 def subtract_token_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,9 +35,7 @@ class ScoreTiles:
         k_mean: the mean (B, H, 1, D) of K, zero without K-smoothing.
     """
 
-    def __init__(
-        self, q: Tensor, k: Tensor, matmul: str, *, window: Window, scale: float, config: SageConfig
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, matmul: str, params: AttentionParams) -> None:
         """Smooth and quantize Q and K.
 
         Args:
@@ -46,16 +43,16 @@ class ScoreTiles:
             matmul: ``"s_fwd"`` or ``"s_bwd"``.
         """
         self.n_q, self.n_kv = q.shape[-2], k.shape[-2]
-        self.window, self.scale, self.config = window, scale, config
-        self.block_q, self.block_kv = config.tile(q.shape[-1])
+        self.window, self.scale, self.config = params.window, params.scale, params.config
+        self.block_q, self.block_kv = self.config.tile(q.shape[-1])
 
         k_smooth, self.k_mean = k.float(), torch.zeros_like(k[..., :1, :], dtype=torch.float32)
-        if config.smooths_k:
+        if self.config.smooths_k:
             k_smooth, self.k_mean = subtract_token_mean(k_smooth)
         self.k_blocks = k_smooth.split(self.block_kv, -2)
 
         self.q_blocks, self.q_means = q.float().split(self.block_q, -2), ()
-        if config.smooth_q:
+        if self.config.smooth_q:
             self.q_blocks, self.q_means = zip(*map(subtract_token_mean, self.q_blocks), strict=True)
 
         self._q_levels = [self._levels(block, matmul, q.dtype) for block in self.q_blocks]

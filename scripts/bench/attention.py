@@ -5,7 +5,7 @@
 Measures forward, backward and both, over sequence lengths, head sizes and masks, for SageBwd and everything
 else that is installed: FlashAttention-2 and cuDNN (PyTorch's scaled_dot_product_attention), FlexAttention,
 and the packages flash_attn (2 and 3), flash-attn-4 and sageattention (forward only). An implementation
-that is missing, or refuses a shape, is listed with its reason.
+that is missing, or refuses a shape, is listed with its reason. scripts/bench/registry.py names them all.
 
 With --graphs and three settings of SageBwd this takes about 15 minutes of one H200.
 
@@ -24,30 +24,51 @@ for the backward, 3.5 for both.
 
 Before timing, results are compared with float64 attention (first and last head of the last sequence). An
 implementation whose error is too large is reported as such, without a speed.
+
+With --base, SageBwd of another checkout and of this one take turns, each in a process of its own. The table
+has both times, and says whether results have the same bits (first and last head).
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
+import subprocess
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.dispatch import KERNEL_SETS
-from scripts.bench.attention_peers import CONFIGS, PEERS, Shape, find_implementations
-from scripts.bench.attention_tables import Row, draw, not_measured, overview, rows_of, to_markdown
-from scripts.bench.attention_timing import measure_shape
-from scripts.bench.measuring import describe_run
+from scripts.bench.measuring import describe_run, origin_of, read_line
+from scripts.bench.registry import CONFIGS, DENSE, LAYOUTS, PEERS, Shape, find_implementations
+from scripts.bench.tables import (
+    GRAPH,
+    MODES,
+    Row,
+    draw,
+    look_of,
+    not_measured,
+    overview,
+    rows_of,
+    to_markdown,
+)
+from scripts.bench.timing import measure_shape
 from scripts.command_line import command_parser, positive_int
 from scripts.output import (
     add_output_options,
+    align,
+    finite,
+    number,
     read_result,
     resolve_out,
     say_written,
@@ -57,8 +78,9 @@ from scripts.output import (
 )
 
 PROGRAM = "python -m scripts.bench.attention"
+ROOT = Path(__file__).parents[2]
 LENGTHS = tuple(1024 << power for power in range(6))
-PICTURES = {"both": ".png", "forward": "_forward.png"}
+PACKAGES = ("flash-attn", "flash-attn-4", "sageattention")
 
 EXAMPLES = """
 examples:
@@ -70,20 +92,22 @@ examples:
       python -m scripts.bench.attention --configs default consistent paper --without flex
   the kernels for GPUs since Ampere, which are not chosen yet, compared with FlashAttention-2
       python -m scripts.bench.attention --kernels ampere --configs default consistent --without flex cudnn
-  dQ in 16 bit instead of INT8: on a Hopper GPU one backward kernel instead of two
-      python -m scripts.bench.attention --configs default 16-bit-dq --kernels hopper
   a sliding window: each query sees its own key and the 1024 before it; compared with no window
       python -m scripts.bench.attention --masks causal 1024,0 --lengths 4096 16384
+  sequences of different lengths, with padding and one after another
+      python -m scripts.bench.attention --layouts dense padded packed --lengths 4096 --tokens 32768
+  is a change to the kernels faster, and are the bits the same?
+      git worktree add ../before HEAD~1
+      python -m scripts.bench.attention --base ../before --lengths 4096 --configs default int8-scores
   try the command without a GPU: times are those of the plain PyTorch reference
       python -m scripts.bench.attention --device cpu --lengths 64 128 --tokens 256 --width 128 --repetitions 3
   draw committed results again, without a GPU
       python -m scripts.bench.attention --draw results/bench_attention.json.gz
 
 files, with --out PREFIX:
-  PREFIX.json          rows with times, errors and memory; settings, hardware, versions
-  PREFIX.md            tables, one for each mode, mask and head size
-  PREFIX.png           forward + backward, TFLOP/s over N, as in Figures 2 and 3
-  PREFIX_forward.png   forward alone
+  PREFIX.json   rows with times, errors and memory; settings, hardware, versions
+  PREFIX.md     tables, one for each mode, mask and head size
+  PREFIX.png    forward + backward, TFLOP/s over N, as in Figures 2 and 3 (not with --base)
 The first two are written after every shape, so an interrupted run keeps what it measured.
 """
 
@@ -98,30 +122,56 @@ def main(argv: list[str] | None = None) -> None:
         result = read_result(arguments.draw)
         rows = rows_of(result)
         write_markdown(arguments.out, to_markdown(result, rows))
-        draw_pictures(rows, result, arguments)
+    elif arguments.base:
+        compare_checkouts(argv, arguments)
         return
+    else:
+        result = describe_results(argv, arguments)
+        rows = []
+        for done, total, new in measure_shapes(arguments, result["absent"]):
+            rows += new
+            result |= {"shapes": f"{done} of {total}"}
+            write_tables(arguments.out, result, rows, to_markdown(result, rows))
+        print("\n".join(["", *overview(rows), *not_measured(result["absent"], rows)]))
+    draw(rows, with_ending(arguments.out, ".png"), result)
+    say_written(arguments, ".json", ".md", ".png")
+
+
+def measure_shapes(arguments: Namespace, absent: dict[str, str]) -> Iterator[tuple[int, int, list[Row]]]:
+    """After each shape: how many are done, of how many, and its rows. ``absent`` gets who cannot run here."""
     device = torch.device(arguments.device)
     if device.index is not None:
         torch.cuda.set_device(device)  # packages without a device argument launch on the current one
-    implementations, absent = find_implementations(arguments)
-    result = describe_results(argv, arguments) | {"absent": absent}
+    implementations, missing = find_implementations(arguments)
+    absent |= missing
     shapes = shapes_of(arguments)
-    rows: list[Row] = []
     progress = tqdm(shapes, desc="shapes", disable=None)
     for done, shape in enumerate(progress, start=1):
         progress.set_postfix_str(str(shape))
-        rows += measure_shape(shape, implementations, arguments)
-        result |= {"shapes": f"{done} of {len(shapes)}"}
-        write_tables(arguments.out, result, rows, to_markdown(result, rows))
-    print("\n".join(["", *overview(rows), *not_measured(absent, rows)]))
-    draw_pictures(rows, result, arguments)
+        yield done, len(shapes), measure_shape(shape, implementations, arguments)
 
 
-def draw_pictures(rows: list[Row], result: dict[str, Any], arguments: Namespace) -> None:
-    """Draw the modes that have a picture, and say where all files are."""
-    for mode, ending in PICTURES.items():
-        draw(rows, mode, with_ending(arguments.out, ending), result)
-    say_written(arguments, ".json", ".md", *PICTURES.values())
+def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:
+    """The meaning of the values, and how to repeat the measurement."""
+    return {
+        "figure": "SageBwd (arXiv 2603.02170), Figures 2 and 3",
+        "values": "ms, TFLOP/s; errors: [cosine similarity, relative L2] against float64 attention; speedup: "
+        "median of the baseline / this median; extra_memory: bytes / bytes of Q, K and V",
+        **describe_run(PROGRAM, argv, arguments, PACKAGES),
+        "configs": {
+            title: {f"D {head_dim}": with_tile(config, head_dim) for head_dim in arguments.head_dims}
+            for title, config, _ in (CONFIGS[name] for name in arguments.configs)
+        },
+        "absent": {},
+    }
+
+
+def with_tile(config: SageConfig, head_dim: int) -> dict[str, Any]:
+    """Every setting, with the tile that this head size gets."""
+    return asdict(config) | dict(zip(("block_q", "block_kv"), config.tile(head_dim), strict=True))
+
+
+# --- Arguments ----------------------------------------------------------------------------------------------
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
@@ -130,9 +180,16 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     add_shape_options(parser.add_argument_group("shapes").add_argument)
     add_implementation_options(parser.add_argument_group("implementations").add_argument)
     add_timing_options(parser.add_argument_group("timing").add_argument)
+    add = parser.add_argument_group("two checkouts").add_argument
+    add("--base", type=Path, metavar="FOLDER", help="compare with SageBwd of this checkout; without peers")
+    add("--rounds", type=positive_int, default=2, help="processes for each (default %(default)s)")
     add_output_options(parser.add_argument_group("output").add_argument, "attention")
     arguments = parser.parse_args(argv)
     resolve_out(arguments, "attention", parser)
+    if arguments.base and not (arguments.base / "sagebwd").is_dir():
+        parser.error(
+            f"--base {arguments.base} holds no sagebwd/; make one: git worktree add ../before HEAD~1"
+        )
     if arguments.draw is None:
         check(arguments, parser)
     return arguments
@@ -148,6 +205,8 @@ def add_shape_options(add: Callable[..., Any], lengths: Sequence[int] = LENGTHS)
         "causal, full, or a sliding window LEFT,RIGHT, where 1024, has no right limit (default causal full)"
     )
     add("--masks", nargs="+", type=mask_of, default=["causal", "full"], metavar="MASK", help=masks)
+    layouts = "of different lengths, between N / 2 and N: padded, or packed one after another (default dense)"
+    add("--layouts", nargs="+", choices=LAYOUTS, default=[DENSE], metavar="NAME", help=f"sequences {layouts}")
     add("--tokens", type=positive_int, default=16384, help="B·N; B is 1 if N is larger (default %(default)s)")
     add("--width", type=positive_int, default=2048, help="H·D (default %(default)s)")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default %(default)s")
@@ -165,9 +224,11 @@ def add_implementation_options(add: Callable[..., Any]) -> None:
 
 def add_timing_options(add: Callable[..., Any]) -> None:
     count = {"type": positive_int, "metavar": "TIMES"}
+    modes = [mode for mode in MODES if mode != GRAPH]
+    add("--modes", nargs="+", choices=modes, default=modes, metavar="MODE", help=f"default {' '.join(modes)}")
+    add("--graphs", action="store_true", help="also time forward + backward as a CUDA graph")
     add("--repetitions", **count, default=30, help="timed calls of each implementation (default %(default)s)")
     add("--warm-up", **count, default=5, help="untimed repetitions first (default %(default)s)")
-    add("--graphs", action="store_true", help="also time forward + backward as a CUDA graph")
     add("--device", default="cuda", help="cuda (the default), cuda:1, …, or cpu for tiny shapes")
 
 
@@ -186,11 +247,13 @@ def check(arguments: Namespace, parser: argparse.ArgumentParser) -> None:
     for head_dim in arguments.head_dims:
         if arguments.width % head_dim:
             parser.error(f"--width {arguments.width} is not a multiple of head size {head_dim}")
+    chosen = [*arguments.modes, *([GRAPH] if arguments.graphs else [])]
+    arguments.modes = [mode for mode in MODES if mode in chosen]
 
 
 def shapes_of(arguments: Namespace) -> list[Shape]:
-    """Every combination of mask, head size and length."""
-    combinations = itertools.product(arguments.masks, arguments.head_dims, arguments.lengths)
+    """Every combination of layout, mask, head size and length."""
+    axes = (arguments.layouts, arguments.masks, arguments.head_dims, arguments.lengths)
     return [
         Shape(
             max(arguments.tokens // n, 1),
@@ -199,8 +262,9 @@ def shapes_of(arguments: Namespace) -> list[Shape]:
             head_dim,
             mask == "causal",
             *window_of(mask),
+            layout,
         )
-        for mask, head_dim, n in dict.fromkeys(combinations)
+        for layout, mask, head_dim, n in dict.fromkeys(itertools.product(*axes))
     ]
 
 
@@ -219,23 +283,75 @@ def window_of(mask: str) -> tuple[int, int]:
     return left, right
 
 
-def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:
-    """The meaning of the values, and how to repeat the measurement."""
+# --- Two checkouts ------------------------------------------------------------------------------------------
+
+#: Arguments: the checkout whose sagebwd is imported, then those of the benchmark as JSON. All else is ours.
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import sagebwd
+del sys.path[0]
+from scripts.bench import attention
+attention.print_rows(sys.argv[2])
+"""
+
+
+def compare_checkouts(argv: list[str] | None, arguments: Namespace) -> None:
+    """Measure SageBwd of both checkouts in turn, print the table and write it."""
+    arguments.base, arguments.without = str(arguments.base.resolve()), [*PEERS]
+    trees = (arguments.base, str(ROOT)) * arguments.rounds
+    found = [measure_tree(tree, arguments) for tree in tqdm(trees, desc="checkouts", disable=None)]
+    pairs = [pair_up(rows[::2], rows[1::2]) for rows in zip(*found, strict=True)]
+    result = describe_run(PROGRAM, argv, arguments, ())
+    result["base_commit"] = read_line("git", "-C", arguments.base, "rev-parse", "HEAD")
+    header = ["", "base, ms", "here, ms", "base / here", "bits"]
+    lines = align(header, [cells_of(pair) for pair in pairs])
+    text = ["# Two checkouts compared", "", f"{origin_of(result)} Base: {result['base_commit']}.", "", *lines]
+    print("\n".join(["", *lines]))
+    write_markdown(arguments.out, "\n".join([*text, ""]))
+    write_json(with_ending(arguments.out, ".json"), finite(result | {"rows": pairs}))
+    say_written(arguments, ".json", ".md")
+
+
+def measure_tree(tree: str, arguments: Namespace) -> list[Row]:
+    """The rows that the SageBwd of a checkout gives in a process of its own."""
+    command = [sys.executable, "-c", CHILD, tree, json.dumps(vars(arguments), default=str)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"measuring {tree} failed; its message is above")
+    return rows_of({"rows": json.loads(done.stdout.splitlines()[-1])})
+
+
+def print_rows(arguments: str) -> None:
+    """What the process of :func:`measure_tree` does."""
+    rows = [row for _, _, new in measure_shapes(Namespace(**json.loads(arguments)), {}) for row in new]
+    print(json.dumps(finite([asdict(row) for row in rows])))
+
+
+def pair_up(base: Sequence[Row], here: Sequence[Row]) -> dict[str, Any]:
+    """The rows of all rounds at one place as one: the smallest median of each, and whether bits agree."""
+    times = [[row.median_ms for row in rows if row.median_ms] for rows in (base, here)]
+    base_ms, here_ms = (min(own, default=None) for own in times)
+    digests = [{row.digest for row in rows} for rows in (base, here)]
+    repeats = all(len(own) == 1 for own in digests)
+    row = here[0]
     return {
-        "figure": "SageBwd (arXiv 2603.02170), Figures 2 and 3",
-        "values": "ms, TFLOP/s; errors: [cosine similarity, relative L2] against float64 attention; speedup: "
-        "median of the baseline / this median; extra_memory: bytes / bytes of Q, K and V",
-        **describe_run(PROGRAM, argv, arguments, ("flash-attn", "sageattention")),
-        "configs": {
-            title: {f"D {head_dim}": with_tile(config, head_dim) for head_dim in arguments.head_dims}
-            for title, config, _ in (CONFIGS[name] for name in arguments.configs)
-        },
+        "implementation": row.implementation,
+        "shape": asdict(row.shape),
+        "mode": row.mode,
+        "reason": next((each.reason for each in (*base, *here) if each.reason), None),
+        "base_ms": base_ms,
+        "here_ms": here_ms,
+        "bits": ("same" if digests[0] == digests[1] else "differ") if repeats else "do not repeat",
     }
 
 
-def with_tile(config: SageConfig, head_dim: int) -> dict[str, Any]:
-    """Every setting, with the tile that this head size gets."""
-    return asdict(config) | dict(zip(("block_q", "block_kv"), config.tile(head_dim), strict=True))
+def cells_of(pair: dict[str, Any]) -> list[str]:
+    """A line of the table of :func:`compare_checkouts`."""
+    name = f"{look_of(pair['implementation']).title}, {Shape(**pair['shape'])}, {pair['mode']}"
+    base, here = pair["base_ms"], pair["here_ms"]
+    times = [number(base, ".3f"), number(here, ".3f"), number(base / here if base and here else None, ".3f")]
+    return [name, *times, pair["reason"] or pair["bits"]]
 
 
 if __name__ == "__main__":

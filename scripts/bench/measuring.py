@@ -1,4 +1,4 @@
-"""What benchmarks share: time, in milliseconds, and the record of a measurement."""
+"""The record of a measurement: how to repeat it, on what hardware, and the state of the GPU meanwhile."""
 
 from __future__ import annotations
 
@@ -6,40 +6,17 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.run_directory import find_commit
-
-# --- Time --------------------------------------------------------------------------------------------------
-
-
-def mark(device: torch.device) -> torch.cuda.Event | float:
-    """A point in time: on a GPU when the work queued so far is done, on a CPU now."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def milliseconds(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    """Time between two marks; on a GPU, synchronize first."""
-    return 1e3 * (end - begin) if isinstance(begin, float) else begin.elapsed_time(end)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# --- The record of a measurement ----------------------------------------------------------------------------
 
 #: Options that say where results go, not what is measured.
 NOT_SETTINGS = ("out", "draw")
@@ -105,3 +82,88 @@ def read_line(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return next(iter(done.stdout.splitlines()), None)
+
+
+# --- The GPU, as nvidia-smi tells it ------------------------------------------------------------------------
+
+#: Fields of ``describe_limits``, and what nvidia-smi calls them.
+LIMITS = {
+    "power_limit_watts": "power.limit",
+    "default_power_limit_watts": "power.default_limit",
+    "max_sm_clock_mhz": "clocks.max.sm",
+    "max_memory_clock_mhz": "clocks.max.memory",
+}
+#: Fields of ``Monitor.summary``, the same.
+STATE = {
+    "sm_clock_mhz": "clocks.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_watts": "power.draw",
+    "temperature_celsius": "temperature.gpu",
+}
+
+
+def describe_limits(device: torch.device) -> dict[str, float | None]:
+    """The limits that the driver has set; None for what it does not tell, or without an NVIDIA GPU."""
+    query = _query(device, LIMITS)
+    line = read_line(*query) if query else None
+    return dict(zip(LIMITS, parse(line, len(LIMITS)), strict=True))
+
+
+class Monitor:
+    """Looks at a GPU every two seconds while the block runs: nvidia-smi does, in a process of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._query = _query(device, STATE)
+        self._process: subprocess.Popen | None = None
+        self._seen = ""
+
+    def __enter__(self) -> Monitor:
+        if self._query:
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+            try:
+                self._process = subprocess.Popen([*self._query, "--loop=2"], **pipes)
+            except OSError:
+                self._process = None  # there is no nvidia-smi: the summary says so by None
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._process:
+            self._process.terminate()
+            self._seen = self._process.communicate()[0]
+
+    def summary(self) -> dict[str, dict[str, float] | None]:
+        """After the block: 10th percentile, median and 90th of each field; None if nothing was seen."""
+        return summarise([parse(line, len(STATE)) for line in self._seen.splitlines()])
+
+
+def summarise(samples: list[list[float | None]]) -> dict[str, dict[str, float] | None]:
+    """:meth:`Monitor.summary` of these samples, each with a value for every field of STATE."""
+    found: dict[str, dict[str, float] | None] = {}
+    for i, name in enumerate(STATE):
+        seen = [sample[i] for sample in samples if sample[i] is not None]
+        quantiles = np.percentile(seen, (10, 50, 90)).tolist() if seen else None
+        found[name] = dict(zip(("p10", "median", "p90"), quantiles, strict=True)) if quantiles else None
+    return found
+
+
+def parse(line: str | None, fields: int) -> list[float | None]:
+    """Numbers of a line of nvidia-smi; None for each that is none, such as "[N/A]"."""
+    cells = [cell.strip() for cell in (line or "").split(",")]
+    cells += [""] * (fields - len(cells))
+    return [_number(cell) for cell in cells[:fields]]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _query(device: torch.device, fields: dict[str, str]) -> list[str] | None:
+    """The command that asks for these fields; None without an NVIDIA GPU. CUDA may number GPUs otherwise."""
+    if device.type != "cuda" or torch.version.hip:
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    what = (f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(fields.values())}")
+    return ["nvidia-smi", *what, "--format=csv,noheader,nounits"]

@@ -20,9 +20,7 @@ from __future__ import annotations
 import re
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +28,12 @@ import torch
 
 from data.files import write_json
 from sagebwd import dispatch
-from sagebwd.reference import exact_attention
 from scripts.bench import attention
-from scripts.bench.attention_peers import CONFIGS, PEERS, Implementation, Shape, find_implementations
-from scripts.bench.attention_tables import FAILED, Row, draw, not_measured, overview
-from scripts.bench.attention_timing import draw_inputs, measure_shape, sample, try_out
-from scripts.bench.attention_verdicts import verdicts
-from scripts.bench.gpu_state import Monitor, describe_limits
-from scripts.bench.measuring import describe_run, installed
-from scripts.bench.submission_schema import SCHEMA, check
-from scripts.bench.submissions import SUBMITTED
+from scripts.bench.measuring import Monitor, describe_limits, describe_run, installed
+from scripts.bench.registry import CONFIGS, PEERS, Implementation, Shape, find_implementations
+from scripts.bench.submissions import SCHEMA, SUBMITTED, check
+from scripts.bench.tables import FAILED, Row, draw, not_measured, overview, verdicts
+from scripts.bench.timing import draw_inputs, exact_result, measure_shape, try_out
 from scripts.command_line import command_parser, positive_int
 from scripts.output import SCRATCH, finite, with_ending, write_markdown
 from trainer.redaction import redact
@@ -54,16 +48,12 @@ EXAMPLES = f"""examples:
   try the command without a GPU: times are those of the plain PyTorch reference
       {PROGRAM} --device cpu --lengths 64 --tokens 128 --width 128 --repetitions 3
 """
-#: Tokens of the inputs that are compared with float64 before anything is timed: no multiple of any tile.
-CHECKED_TOKENS = 333
 #: The most common first.
 LENGTHS = [4096, 16384, 1024]
-TIMED = ("both", "forward", "backward")
+#: Tokens of the inputs that are compared with float64 before anything is timed: no multiple of any tile.
+CHECKED_TOKENS = 333
 #: Two or more folders at the beginning of a path.
 FOLDERS = re.compile(r"(?<![\w/\\])(?:[A-Za-z]:)?(?:[/\\][^/\\\s'\":]+)+[/\\]")
-
-
-# --- The command --------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -89,6 +79,29 @@ def main(argv: list[str] | None = None) -> None:
     tell(rows, result, out)
 
 
+def leave_out_wrong(
+    implementations: list[Implementation], arguments: Namespace
+) -> tuple[list[Implementation], dict[str, str]]:
+    """Those that are right at every head size and mask, and {name: what is wrong} of the others.
+
+    One that refuses these inputs stays: its rows will say why.
+    """
+    shapes = {
+        Shape(1, 2, CHECKED_TOKENS, shape.head_dim, shape.causal, shape.left, shape.right)
+        for shape in attention.shapes_of(arguments)
+    }
+    wrong: dict[str, str] = {}
+    for shape in sorted(shapes, key=str):
+        dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
+        inputs = draw_inputs(shape, dtype, device, arguments.seed)
+        exact = exact_result(shape, inputs)
+        for implementation in implementations:
+            trial = try_out(implementation, shape, inputs, exact)
+            if trial.status == FAILED:
+                wrong.setdefault(implementation.name, f"{FAILED}: {trial.reason} at {shape}")
+    return [x for x in implementations if x.name not in wrong], wrong
+
+
 def measure(
     right: list[Implementation],
     wrong: dict[str, str],
@@ -108,7 +121,7 @@ def measure(
             break
         print(f"measuring {shape} …")
         rows += measure_shape(shape, right, arguments)
-        rows += [Row(name, shape, mode, FAILED, wrong[name]) for name, mode in product(wrong, TIMED)]
+        rows += [Row(name, shape, mode, FAILED, wrong[name]) for name in wrong for mode in arguments.modes]
         longest = max(longest, time.monotonic() - before)
         result |= {"shapes": f"{done} of {len(shapes)}"}
         write(out, result, rows)
@@ -119,7 +132,7 @@ def tell(rows: list[Row], result: dict[str, Any], out: Path) -> None:
     """Print the tables and what follows from them, draw the picture, say how to send the file."""
     lines = [*overview(rows), *not_measured(result["absent"], rows), *verdicts(rows)]
     print("\n".join(["", *lines]))
-    draw(rows, "both", with_ending(out, ".png"), result)
+    draw(rows, with_ending(out, ".png"), result)
     file = with_ending(out, ".json")
     print(f"\nwritten: {file}, {with_ending(out, '.md')}, {with_ending(out, '.png')}")
     problems = check(to_share(result, rows))
@@ -132,8 +145,7 @@ def tell(rows: list[Row], result: dict[str, Any], out: Path) -> None:
 def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
     """OUT.json and OUT.md."""
     lines = [f"# SageBwd on {result['hardware']['name']}", "", *overview(rows), *verdicts(rows), ""]
-    lines += not_measured(result["absent"], rows)
-    write_markdown(out, "\n".join(lines))
+    write_markdown(out, "\n".join([*lines, *not_measured(result["absent"], rows)]))
     write_json(with_ending(out, ".json"), to_share(result, rows))
 
 
@@ -151,7 +163,7 @@ def without_folders(value: Any) -> Any:
     return FOLDERS.sub("…/", value) if isinstance(value, str) else value
 
 
-# --- Arguments ----------------------------------------------------------------------------------------------
+# --- Arguments, and the record of the run -------------------------------------------------------------------
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
@@ -189,16 +201,15 @@ def kernels_to_try(device: torch.device, parser: ArgumentParser) -> list[str]:
 
 def describe(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:
     """Everything about the run but its rows."""
-    packages = ("flash-attn", "flash-attn-4", "sageattention")
-    result = describe_run(PROGRAM, argv, arguments, packages)
-    result["command"] = without_paths(result["command"], arguments.out)
+    result = describe_run(PROGRAM, argv, arguments, attention.PACKAGES)
+    result["command"] = without_out(result["command"])
     result["hardware"] |= describe_limits(torch.device(arguments.device))
     return {"schema": SCHEMA, "version": installed("sagebwd"), **result, "kernels": kernels_used(arguments)}
 
 
-def without_paths(command: str, out: Path | None) -> str:
+def without_out(command: str) -> str:
     """The command without --out, which may name a user."""
-    return command if out is None else re.sub(r" --out(=| )('[^']*'|\S+)", "", command)
+    return re.sub(r" --out(=| )('[^']*'|\S+)", "", command)
 
 
 def kernels_used(arguments: Namespace) -> dict[str, dict[str, Any]]:
@@ -215,34 +226,6 @@ def kernels_used(arguments: Namespace) -> dict[str, dict[str, Any]]:
 def file_name(gpu: str) -> str:
     """A name for a file of this GPU, of letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-
-
-# --- Accuracy -----------------------------------------------------------------------------------------------
-
-
-def leave_out_wrong(
-    implementations: Iterable[Implementation], arguments: Namespace
-) -> tuple[list[Implementation], dict[str, str]]:
-    """Those that are right at every head size and mask, and {name: what is wrong} of the others.
-
-    One that refuses these inputs stays: its rows will say why.
-    """
-    shapes = {
-        Shape(1, 2, CHECKED_TOKENS, shape.head_dim, shape.causal, shape.left, shape.right)
-        for shape in attention.shapes_of(arguments)
-    }
-    wrong: dict[str, str] = {}
-    found = [*implementations]
-    for shape in sorted(shapes, key=str):
-        dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
-        inputs = draw_inputs(shape, dtype, device, arguments.seed)
-        window = (shape.left, shape.right)
-        exact = exact_attention(*map(sample, inputs), is_causal=shape.causal, window_size=window)
-        for implementation in found:
-            trial = try_out(implementation, shape, inputs, exact)
-            if trial.status == FAILED:
-                wrong.setdefault(implementation.name, f"{FAILED}: {trial.reason} at {shape}")
-    return [implementation for implementation in found if implementation.name not in wrong], wrong
 
 
 if __name__ == "__main__":

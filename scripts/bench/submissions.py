@@ -2,21 +2,18 @@
 
 python -m scripts.bench.submissions                    write docs/gpus.md from results/submitted/*.json
 python -m scripts.bench.submissions --check FILE.json  say what is wrong with a file of scripts.bench.share
-python -m scripts.bench.submissions --convert BENCH.json --out results/submitted/NAME.json
-                                                       from a file of scripts.bench.attention
 """
 
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from data.files import write_json, write_text
-from scripts.bench.attention_tables import Row, rows_of, title
-from scripts.bench.attention_verdicts import verdicts
-from scripts.bench.submission_schema import SCHEMA, check
+from data.files import write_text
+from scripts.bench.tables import DEFAULT, MODES, PASSED, Row, look_of, rows_of, verdicts
 from scripts.command_line import command_parser
 from scripts.output import align, number, read_result
 
@@ -25,31 +22,138 @@ SUBMITTED = Path("results/submitted")
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/gpus.md"
 BEGIN, END = "<!-- submitted results: begin -->\n", "<!-- submitted results: end -->\n"
-#: What is kept of a longer benchmark: lengths and modes, those of scripts.bench.share.
-LENGTHS, KEPT = (1024, 4096, 16384), ("both", "forward", "backward")
-
-# --- Converting ---------------------------------------------------------------------------------------------
+SCHEMA = 1
 
 
-def convert(result: dict[str, Any], source: str) -> dict[str, Any]:
-    """A file of scripts.bench.attention as one to submit: null for what it did not record, fewer lengths."""
-    unknown = {"power_limit_watts": None, "max_sm_clock_mhz": None}
-    rows = [row for row in result["rows"] if row["shape"]["tokens"] in LENGTHS and row["mode"] in KEPT]
-    kept = {name: result[name] for name in ("command", "date", "commit", "versions", "settings", "absent")}
-    note = f"from {source}; its command recorded neither power limit nor clocks"
-    return {
-        "schema": SCHEMA,
-        "version": None,
-        **kept,
-        "hardware": unknown | result["hardware"],
-        "kernels": None,
-        "state": None,
-        "note": note,
-        "rows": rows,
-    }
+def main(argv: list[str] | None = None) -> None:
+    """Write the page, or check a file. Exits with a message if a file is wrong."""
+    parser = command_parser(PROGRAM, __doc__)
+    parser.add_argument("--check", type=Path, metavar="FILE.json", help="check a file, and write nothing")
+    file = parser.parse_args(argv).check
+    if file is None:
+        write_text(PAGE, renewed(PAGE.read_text(encoding="utf-8"), submitted()))
+        print(f"written: {PAGE}")
+    elif not file.is_file():
+        parser.error(f"{file}: no such file")
+    else:
+        fail_if_wrong({file.name: read_result(file)})
+        print(f"{file} can be submitted: add it to {SUBMITTED}/")
+
+
+def submitted(folder: Path = ROOT / SUBMITTED) -> dict[str, dict[str, Any]]:
+    """{file name: result} of all files, by GPU and date. Exits with a message if one is wrong."""
+    results = {file.name: read_result(file) for file in sorted(folder.glob("*.json"))}
+    fail_if_wrong(results)
+    order = sorted(results, key=lambda name: (results[name]["hardware"]["name"], results[name]["date"], name))
+    return {name: results[name] for name in order}
+
+
+def fail_if_wrong(results: dict[str, Any]) -> None:
+    problems = [f"{name}: {problem}" for name, result in results.items() for problem in check(result)]
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+# --- What a file must hold ----------------------------------------------------------------------------------
+
+TEXT, NUMBER, NULL = "a line of text without | < >", "a positive number", "null"
+#: By path. What begins with a question mark need not be there.
+OF_FILE = {
+    "schema": (NUMBER,),
+    **dict.fromkeys(("command", "date", "hardware.name", "hardware.compute_capability"), (TEXT,)),
+    **dict.fromkeys(("versions.torch", "versions.cuda", "settings.dtype"), (TEXT,)),
+    **dict.fromkeys(("commit", "version", "hardware.driver", "versions.triton", "?note"), (TEXT, NULL)),
+    **dict.fromkeys(("hardware.memory_gib", "settings.repetitions"), (NUMBER,)),
+    **dict.fromkeys(("hardware.power_limit_watts", "hardware.max_sm_clock_mhz"), (NUMBER, NULL)),
+    "?state.sm_clock_mhz.median": (NUMBER,),
+}
+OF_ROW = {
+    **dict.fromkeys(("shape.batch", "shape.heads", "shape.tokens", "shape.head_dim"), (NUMBER,)),
+    **dict.fromkeys(("implementation", "mode", "status"), (TEXT,)),
+    "median_ms": (NUMBER, NULL),
+}
+
+
+def check(result: Any) -> list[str]:
+    """What is wrong with a file, in words: the field, its value and what it must be. Empty if nothing is."""
+    problems = [*_broken(result, OF_FILE, "")]
+    if problems:
+        return problems
+    if result["schema"] != SCHEMA:
+        problems.append(f"schema is {result['schema']}; it must be {SCHEMA}")
+    if not _has_time_zone(result["date"]):
+        problems.append(f"date is {result['date']!r}; it must be as 2026-11-23T08:00:00+00:00")
+    rows = result.get("rows")
+    if not isinstance(rows, list) or not any(_is_default(row) for row in rows):
+        return [*problems, f"rows must be a list, and have the implementation {DEFAULT!r}"]
+    for i, row in enumerate(rows):
+        problems += [*_broken(row, OF_ROW, f"rows[{i}].")] or _inconsistent(row, f"rows[{i}].")
+    return problems
+
+
+def _broken(value: Any, wanted: dict[str, tuple[str, ...]], prefix: str) -> Iterator[str]:
+    for path, kinds in wanted.items():
+        name, found = path.removeprefix("?"), value
+        for part in name.split("."):
+            found = found.get(part, KeyError) if isinstance(found, dict) else KeyError
+        if found is KeyError and not path.startswith("?"):
+            yield f"{prefix}{name} is missing; it must be {' or '.join(kinds)}"
+        elif found is not KeyError and _kind_of(found) not in kinds:
+            yield f"{prefix}{name} is {_short(found)}; it must be {' or '.join(kinds)}"
+
+
+def _kind_of(value: Any) -> str | None:
+    """TEXT, which fits into a cell of a table, NUMBER, NULL, or nothing of these."""
+    if value is None:
+        return NULL
+    if isinstance(value, str):
+        return TEXT if value.strip() and not {*value} & {*"|<>\n"} else None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return NUMBER if is_number and value > 0 else None
+
+
+def _has_time_zone(date: str) -> bool:
+    try:
+        return datetime.fromisoformat(date).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def _is_default(row: Any) -> bool:
+    return isinstance(row, dict) and row.get("implementation") == DEFAULT
+
+
+def _inconsistent(row: dict[str, Any], prefix: str) -> list[str]:
+    """Whether the fields are those of a row, its speed is its work over its time, and only if it is right."""
+    try:
+        [own] = rows_of({"rows": [row]})
+        flops = own.shape.flops * MODES[own.mode].flops
+    except (TypeError, KeyError) as error:
+        return [f"{prefix[:-1]} has other fields than scripts.bench.share writes ({error})"]
+    if (own.status == PASSED) != (own.median_ms is not None):
+        found = f"median_ms is {own.median_ms} where status is {own.status!r}"
+        return [f"{prefix}{found}; a time must be there if, and only if, that is {PASSED!r}"]
+    if own.median_ms is None:
+        return []
+    speed = flops / (own.median_ms * 1e-3) / 1e12
+    if _kind_of(own.tflops) != NUMBER or abs(own.tflops / speed - 1) > 0.01:
+        follows = f"it must be {speed:.4g}, which follows from median_ms"
+        return [f"{prefix}tflops is {_short(own.tflops)}; {follows}"]
+    return []
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "…"
 
 
 # --- The page -----------------------------------------------------------------------------------------------
+
+
+def renewed(page: str, results: dict[str, dict[str, Any]]) -> str:
+    """The page with what is generated between its marks."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + page_of(results) + END + rest.split(END)[1]
 
 
 def page_of(results: dict[str, dict[str, Any]]) -> str:
@@ -64,8 +168,7 @@ def page_of(results: dict[str, dict[str, Any]]) -> str:
         "date",
         "file",
     ]
-    table = [_machine(name, result) for name, result in results.items()]
-    parts = ["\n".join(align(header, table))]
+    parts = ["\n".join(align(header, [_machine(name, result) for name, result in results.items()]))]
     for name, result in results.items():
         rows = rows_of(result)
         lines = [f"## {result['hardware']['name']}, {result['date'][:10]}", "", *_speeds(rows), ""]
@@ -113,60 +216,8 @@ def _speeds(rows: list[Row]) -> list[str]:
         [f"{mask}, D {head_dim}", f"{tokens:,}", *(number(own.get(name), ".0f") for name in names)]
         for (mask, head_dim, tokens), own in cells.items()
     ]
-    return align(["forward + backward, TFLOP/s", "N", *map(title, names)], table)
-
-
-# --- The command --------------------------------------------------------------------------------------------
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Write the page, or check or convert a file. Exits with a message if a file is wrong."""
-    arguments = parse_arguments(argv)
-    if arguments.check:
-        fail_if_wrong({arguments.check.name: read_result(arguments.check)})
-        print(f"{arguments.check} can be submitted: add it to {SUBMITTED}/")
-    elif arguments.convert:
-        converted = convert(read_result(arguments.convert), f"results/{arguments.convert.name}")
-        fail_if_wrong({arguments.convert.name: converted})
-        write_json(arguments.out, converted)
-        print(f"written: {arguments.out}")
-    else:
-        write_text(PAGE, renewed(PAGE.read_text(encoding="utf-8"), submitted()))
-        print(f"written: {PAGE}")
-
-
-def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = command_parser(PROGRAM, __doc__)
-    parser.add_argument("--check", type=Path, metavar="FILE.json", help="check a file, and write nothing")
-    parser.add_argument("--convert", type=Path, metavar="BENCH.json", help="write it as --out")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="of --convert")
-    arguments = parser.parse_args(argv)
-    for file in (arguments.check, arguments.convert):
-        if file is not None and not file.is_file():
-            parser.error(f"{file}: no such file")
-    if (arguments.convert is None) != (arguments.out is None):
-        parser.error("--convert and --out go together")
-    return arguments
-
-
-def submitted(folder: Path = ROOT / SUBMITTED) -> dict[str, dict[str, Any]]:
-    """{file name: result} of all files, by GPU and date. Exits with a message if one is wrong."""
-    results = {file.name: read_result(file) for file in sorted(folder.glob("*.json"))}
-    fail_if_wrong(results)
-    order = sorted(results, key=lambda name: (results[name]["hardware"]["name"], results[name]["date"], name))
-    return {name: results[name] for name in order}
-
-
-def fail_if_wrong(results: dict[str, Any]) -> None:
-    problems = [f"{name}: {problem}" for name, result in results.items() for problem in check(result)]
-    if problems:
-        sys.exit("\n".join(problems))
-
-
-def renewed(page: str, results: dict[str, dict[str, Any]]) -> str:
-    """The page with what is generated between its marks."""
-    before, rest = page.split(BEGIN)
-    return before + BEGIN + page_of(results) + END + rest.split(END)[1]
+    titles = [look_of(name).title for name in names]
+    return align(["forward + backward, TFLOP/s", "N", *titles], table)
 
 
 if __name__ == "__main__":

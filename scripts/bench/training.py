@@ -1,85 +1,68 @@
-"""Speed of a training step on one GPU: this repository's trainer, and alternatives.
+"""Speed of training: `python train.py` with each attention, on one GPU or several.
 
     python -m scripts.bench.training --help
 
-Everything takes the same step (trainer.loop.Trainer: autocast, torch.compile, gradient clipping, the check
-for finite gradients, fused AdamW). Only the model or the attention differs:
+Each row is a short run of train.py as a user starts it, with its data loader, log and checks, in a process of
+its own. Its speed is read from metrics.jsonl. A failure becomes a row with its reason. The text is
+data=embedded, which needs no download, unless --set brings another.
 
-  fpa-cudnn, fpa-flash   our Llama with PyTorch's attention, restricted to cuDNN or FlashAttention-2
-  fpa-fa4                the same with FlashAttention-4, if the package flash-attn-4 is installed
-  fpa                    the same with the kernel that the trainer chooses on this GPU
-  sagebwd                our Llama with SageBwd
-  sagebwd-consistent     the same with attention=sagebwd_consistent
-  sagebwd-int8-scores    the same with attention=sagebwd_int8_scores
-  sagebwd-16-bit-dq      the same with dQ in 16 bit, too: one backward kernel on Hopper
-  sagebwd-16-bit-p       sagebwd-consistent without the residual of O (attention.compensate_o=false)
-  …-deterministic        with hardware.deterministic=true
-  …-graphs               with hardware.cuda_graphs=true
-  hf                     transformers' LlamaForCausalLM of the same shape, attn_implementation="sdpa".
-                         With torch before 2.14, compiling it makes a mask that rules out fast kernels
-  hf-causal              the same without that mask
-  nanogpt                a GPT-2-style model with the same FLOPs: LayerNorm, GELU, learned positions,
-                         PyTorch's own choice of attention
+Attentions (--attention):
+  fpa-cudnn, fpa-flash, fpa-fa4   full precision by cuDNN, FlashAttention-2 or the package flash-attn-4
+  fpa                             the fastest of them on this GPU, as the trainer chooses
+  sagebwd, sagebwd-NAME           attention=sagebwd and attention=sagebwd_NAME
+  sagebwd-16-bit-dq               consistent with dQ in 16 bit, too: one backward kernel on Hopper
+  sagebwd-16-bit-p                consistent without the residual of O
+  …-deterministic, …-graphs       with hardware.deterministic=true or hardware.cuda_graphs=true
 
-Only our Llama has QK-norm, if the model's settings turn it on. Each is measured in a process of its own; a
-failure becomes a row with its reason. The data are random token ids made on the GPU.
-
-The four tables of `scripts.reproduce training_speed` take about 25 minutes of one H200.
+Several GPUs (--devices) train the same steps on the same data, so losses must agree to rounding:
+  ddp    a copy of the model on each GPU; gradients are averaged once a step
+  fsdp   weights, gradients and optimizer state sharded (FSDP2)
 
 Columns:
-  step         from the end of one optimizer step to the end of the next; median after --warm-up steps
-  MFU          FLOPs of our Llama, for every row, divided by the GPU's dense bf16 peak
-  peak memory  of the timed steps; with CUDA graphs, all that PyTorch has reserved
-  attention, matrix products, other kernels
-               shares of the time in kernels, by kernel name (KERNEL_CLASSES in training_step.py), from
-               further steps under torch.profiler; on a CPU, PyTorch's operators
-  GPU busy     time in kernels divided by the time of the step
+  tokens/s       median of the log's records after --warm-up steps
+  step           tokens per step / (tokens/s)
+  MFU            FLOPs of the model divided by the GPUs' dense bf16 peak
+  peak memory    of the first GPU; with CUDA graphs, all that PyTorch has reserved
+  speedup        over the first row with the same context and GPUs
+  efficiency     tokens/s divided by (GPUs × tokens/s of one GPU with this attention)
+  loss diff.     largest difference of the logged losses to one GPU with this attention, nats
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import subprocess
+import math
+import statistics
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
+from argparse import Namespace
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from data.files import read_json, write_json
-from scripts.bench.measuring import describe_run
-from scripts.bench.training_peers import BASELINES
-from scripts.bench.training_step import CONFIGS, ROOT, Job
-from scripts.bench.training_tables import SPEEDUP_OVER, Row, draw, tables, to_markdown
-from scripts.command_line import command_parser, positive_int
-from scripts.output import (
-    add_output_options,
-    read_result,
-    resolve_out,
-    say_written,
-    with_ending,
-    write_markdown,
-    write_tables,
-)
+from data.command_line import override
+from scripts.bench.measuring import describe_run, origin_of
+from scripts.command_line import choose_device, command_parser, positive_int
+from scripts.output import SCRATCH, align, number, with_ending, write_tables
+from trainer.run_directory import RunDirectory, read_metrics
+from trainer.run_queue import FINISHED, Job, Outcome, run_all
 
 PROGRAM = "python -m scripts.bench.training"
-CHILD = "import sys; from scripts.bench.training_step import run_job; run_job(sys.argv[1])"
+ROOT = Path(__file__).parents[2]
 
-#: Our Llama, by the name that --attention takes: overrides of the trainer's settings.
+#: By the name that --attention takes: settings of train.py.
 ATTENTIONS = {
+    "fpa": ["attention=fpa"],
     "fpa-cudnn": ["attention=fpa", "attention.sdpa=cudnn"],
     "fpa-flash": ["attention=fpa", "attention.sdpa=flash"],
     "fpa-fa4": ["attention=fpa", "attention.sdpa=fa4"],
-    "fpa": ["attention=fpa"],
     "sagebwd": ["attention=sagebwd"],
-    "sagebwd-16-bit-p": ["attention=sagebwd_consistent", "attention.compensate_o=false"],
+    "sagebwd-paper": ["attention=sagebwd_paper"],
     "sagebwd-consistent": ["attention=sagebwd_consistent"],
     "sagebwd-int8-scores": ["attention=sagebwd_int8_scores"],
+    "sagebwd-16-bit-p": ["attention=sagebwd_consistent", "attention.compensate_o=false"],
     "sagebwd-16-bit-dq": ["attention=sagebwd_consistent", "attention.int8_matmuls=[s_fwd,s_bwd,dk]"],
     "fpa-deterministic": ["attention=fpa", "hardware.deterministic=true"],
     "sagebwd-deterministic": ["attention=sagebwd", "hardware.deterministic=true"],
@@ -88,121 +71,108 @@ ATTENTIONS = {
 }
 EXAMPLES = """
 examples:
-  SageBwd and cuDNN at the paper's context, and what the data loader and the log cost
-      python -m scripts.bench.training --attention fpa-cudnn sagebwd --baselines --contexts 4096 --loader
-  four micro-batches per step as with tps=260k, and no QK-norm as in the other models
-      python -m scripts.bench.training --accumulation 4 --set model.qk_norm=false
+  SageBwd and cuDNN at the paper's context, four micro-batches per step as with tps=260k
+      python -m scripts.bench.training --attention fpa-cudnn sagebwd --contexts 4096 --accumulation 4
   what hardware.deterministic=true costs
-      python -m scripts.bench.training --attention fpa fpa-deterministic --baselines
+      python -m scripts.bench.training --attention fpa fpa-deterministic
+  one, two and four GPUs
+      python -m scripts.bench.training --attention sagebwd --contexts 4096 --accumulation 4 --devices 1 2 4
   try the command without a GPU
       python -m scripts.bench.training --device cpu --model llama_debug --contexts 64 \\
-          --tokens-per-micro-batch 256 --attention fpa sagebwd --baselines --steps 3 --warm-up 1
-  draw committed results again, without a GPU
-      python -m scripts.bench.training --draw results/bench_training.json
+          --tokens-per-micro-batch 256 --attention fpa sagebwd --steps 3 --warm-up 1
 
 files, with --out PREFIX, written after every row; Ctrl-C ends the command and keeps them:
-  PREFIX.json   rows with their longest kernels, failures; settings, hardware, versions
+  PREFIX.json   rows, failures; settings, hardware, versions
   PREFIX.md     a table for each context
-  PREFIX.png    tokens/s, and the parts of a step
 """
+
+
+@dataclass
+class Row:
+    """One run. None or empty: not measured."""
+
+    attention: str
+    context: int
+    devices: int
+    parallel: str  # "none" on one device
+    reason: str | None = None  # why it failed
+    tokens_per_second: float | None = None
+    step_ms: float | None = None
+    mfu: float | None = None
+    peak_memory_gib: float | None = None
+    losses: dict[int, float] = field(default_factory=dict)  # by step, nats
+    speedup: float | None = None
+    efficiency: float | None = None
+    loss_difference: float | None = None
+
+    @property
+    def name(self) -> str:
+        gpus = "" if self.devices == 1 else f", {self.devices} × {self.parallel}"
+        return f"{self.attention}, context {self.context}{gpus}"
 
 
 # --- The command --------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure every contestant, write the files and print the tables; or draw those of --draw again."""
+    """Train with every setting, write the files and print the tables."""
     arguments = parse_arguments(argv)
-    if arguments.draw:
-        result = read_result(arguments.draw)
-        rows = [Row(**row) for row in result["rows"]]
-        write_markdown(arguments.out, to_markdown(result, rows))
-        show(rows, result, arguments)
-        return
-    contestants = dict.fromkeys([*arguments.attention, *arguments.baselines])
-    pairs = itertools.product(dict.fromkeys(arguments.contexts), contestants)
-    jobs, rows = [job_of(contestant, context, arguments) for context, contestant in pairs], []
-    result = describe_run(PROGRAM, argv, arguments, ("transformers",))
-    interrupted = False
-    try:
-        for job in (progress := tqdm(jobs, desc="contestants", disable=None)):
-            progress.set_postfix_str(f"{job.contestant}, context {job.context}")
-            rows = add_ratios([*rows, run_process(job, arguments.limit)])
-            result |= {"measured": f"{len(rows)} of {len(jobs)}"}
-            write_tables(arguments.out, result, rows, to_markdown(result, rows))
-    except KeyboardInterrupt:
-        interrupted = True
-    if rows:
-        show(rows, result, arguments)
-    if interrupted:
-        sys.exit(130)  # the shell's convention
+    rows = rows_to_measure(arguments)
+    result = describe_run(PROGRAM, argv, arguments, ("flash-attn-4",))
+    del result["settings"]["runs_dir"]
+    ended: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=arguments.runs_dir, prefix="bench_training-") as scratch:
+        folders = {row.name: Path(scratch) / str(i) for i, row in enumerate(rows)}
+        by_name = {row.name: row for row in rows}
 
+        def note_end(job: Job, outcome: Outcome) -> None:
+            row = by_name[job.name]
+            if outcome.kind == FINISHED:
+                read(row, folders[row.name], arguments)
+            else:
+                row.reason = " ".join((outcome.reason or outcome.kind).split())[-400:]
+            ended.append(row)
+            compare(ended)
+            write_tables(arguments.out, result, ended, to_markdown(result, ended))
 
-def show(rows: list[Row], result: dict[str, Any], arguments: Namespace) -> None:
-    """Print the tables, draw the picture, and say where all files are."""
-    print("\n".join(["", *tables(rows)]))
-    draw(rows, with_ending(arguments.out, ".png"), result)
-    say_written(arguments, ".json", ".md", ".png")
+        jobs = [job_of(row, folders[row.name], arguments) for row in rows]
+        stopped_by = run_all(jobs, gpus=[], limit=1, on_end=note_end)
+    print("\n".join(["", *tables(ended)]))
+    print(f"written: {with_ending(arguments.out, '.json')}, {with_ending(arguments.out, '.md')}")
+    if stopped_by:
+        sys.exit(128 + stopped_by)  # the shell's convention
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
     """The arguments. Ends with a message, and exit code 2, if they cannot work here."""
     parser = command_parser(PROGRAM, __doc__, EXAMPLES)
-    several = {"nargs": "*", "metavar": "NAME"}
-    add = parser.add_argument_group("contestants").add_argument
-    ours = [*SPEEDUP_OVER, "sagebwd"]
-    chosen = f"our Llama with: {', '.join(ATTENTIONS)} (default: {', '.join(ours)})"
-    add("--attention", **several, choices=ATTENTIONS, default=ours, help=chosen)
-    add(
-        "--baselines",
-        **several,
-        choices=BASELINES,
-        default=[*BASELINES],
-        help=f"other models: {', '.join(BASELINES)} (default: all)",
-    )
-    add(
-        "--set", **several | {"metavar": "KEY=VALUE"}, default=[], help="settings of train.py for all of them"
-    )
-    count = {"type": positive_int, "metavar": "N"}
-    add = parser.add_argument_group("shape").add_argument
-    models = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+    add, count = parser.add_argument, {"type": positive_int, "metavar": "N"}
+    default = ["fpa-cudnn", "fpa-flash", "fpa-fa4", "sagebwd"]
+    several = {"nargs": "+", "metavar": "NAME"}
+    text = f"{', '.join(ATTENTIONS)} (default: {', '.join(default)})"
+    add("--attention", **several, choices=ATTENTIONS, default=default, help=text)
+    add("--set", nargs="+", metavar="KEY=VALUE", default=[], help="settings of train.py for all runs")
+    models = sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
     add("--model", choices=models, default="llama_325m", help="a file of configs/model (default %(default)s)")
-    add(
-        "--contexts",
-        **count | {"nargs": "+"},
-        default=[4096, 16384],
-        help="tokens of a sequence (default 4096 16384)",
-    )
-    add("--tokens-per-micro-batch", **count, default=65536, help="default %(default)s")
-    add("--accumulation", **count, default=1, help="micro-batches per step (default %(default)s)")
-    add = parser.add_argument_group("measurement").add_argument
+    add("--contexts", **count, nargs="+", default=[4096, 16384], help="default 4096 16384")
+    add("--tokens-per-micro-batch", **count, default=65536, help="of each GPU (default %(default)s)")
+    add("--accumulation", **count, default=1, help="micro-batches per step of one GPU (default %(default)s)")
+    add("--devices", **count, nargs="+", default=[1], help="numbers of GPUs (default 1)")
+    add("--parallel", nargs="+", choices=("ddp", "fsdp"), default=["ddp", "fsdp"], help="default both")
     add("--steps", **count, default=20, help="timed optimizer steps (default %(default)s)")
     add("--warm-up", **count, default=5, help="untimed steps first (default %(default)s)")
-    add("--profile-steps", **count, default=3, help="steps under the profiler (default %(default)s)")
-    add("--loader", action="store_true", help="also time the trainer's data loader and log")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
-    add("--no-compile", action="store_true", help="without torch.compile (always so on a CPU)")
+    scratch = Path(tempfile.gettempdir())
+    add("--runs-dir", type=Path, default=scratch, help="for the runs while they last (default %(default)s)")
+    out = SCRATCH / "training"
     add(
-        "--limit",
-        type=positive_int,
-        default=1200,
-        metavar="SECONDS",
-        help="for each row (default %(default)s)",
+        "--out", type=Path, metavar="PREFIX", default=out, help="write PREFIX.json, .md (default %(default)s)"
     )
-    add_output_options(parser.add_argument_group("output").add_argument, "training")
     arguments = parser.parse_args(argv)
-    resolve_out(arguments, "training", parser)
-    if arguments.draw is None:
-        check(arguments, parser)
-    return arguments
-
-
-def check(arguments: Namespace, parser: ArgumentParser) -> None:
-    """Refuse arguments that do not fit together, or need a GPU that is not there."""
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU; run this where there is one, or use --device cpu, as in --help")
-    if not arguments.attention and not arguments.baselines:
-        parser.error("nothing to measure; name something with --attention or --baselines")
+    arguments.device = choose_device(arguments.device, parser)
+    there = torch.cuda.device_count() if arguments.device == "cuda" else max(arguments.devices)
+    if max(arguments.devices) > there:
+        parser.error(f"--devices {max(arguments.devices)}: this machine has {there} GPUs")
     tokens = arguments.tokens_per_micro_batch
     for context in arguments.contexts:
         if tokens % context:
@@ -210,60 +180,120 @@ def check(arguments: Namespace, parser: ArgumentParser) -> None:
             parser.error(
                 f"--tokens-per-micro-batch {tokens} is not a multiple of context {context}; use {nearest}"
             )
+    return arguments
 
 
-def job_of(contestant: str, context: int, arguments: Namespace) -> Job:
-    """The job of a contestant at a context."""
-    micro_batch = arguments.tokens_per_micro_batch // context
-    on_gpu = arguments.device == "cuda"
-    counts = (arguments.warm_up, arguments.steps, arguments.profile_steps)
-    overrides = [
-        *ATTENTIONS.get(contestant, []),
-        f"model={arguments.model}",
-        "data=embedded",  # never opened; its vocabulary fits every model
-        "logger=files",
-        f"hardware={'gpu' if on_gpu else 'cpu'}",
-        f"hardware.compile={on_gpu and not arguments.no_compile}",
-        f"hardware.micro_batch={micro_batch}",
-        f"tps.tokens_per_step={arguments.tokens_per_micro_batch * arguments.accumulation}",
-        "tps.warmup_steps=0",
-        f"steps={1 + 2 * sum(counts)}",  # more than are run
-        f"context={context}",
-        *arguments.set,
+# --- The runs -----------------------------------------------------------------------------------------------
+
+
+def rows_to_measure(arguments: Namespace) -> list[Row]:
+    """A row for each combination; one device has no way to be parallel."""
+    ways = dict.fromkeys(
+        (devices, parallel if devices > 1 else "none")
+        for devices, parallel in product(arguments.devices, arguments.parallel)
+    )
+    axes = (dict.fromkeys(arguments.contexts), ways, dict.fromkeys(arguments.attention))
+    return [Row(name, context, *way) for context, way, name in product(*axes)]
+
+
+def job_of(row: Row, folder: Path, arguments: Namespace) -> Job:
+    """The train.py command of a row."""
+    steps = arguments.warm_up + arguments.steps
+    settings = {
+        "context": row.context,
+        "model.max_context": max(arguments.contexts),
+        "hardware.micro_batch": arguments.tokens_per_micro_batch // row.context,
+        "hardware.devices": row.devices,
+        "hardware.parallel": row.parallel if row.devices > 1 else "auto",
+        "tps.tokens_per_step": tokens_per_step(arguments),
+        "tps.warmup_steps": 0,
+        "steps": steps,
+        "log_every": log_every(arguments),
+        "eval_every": steps,
+        "eval_sequences": max(arguments.devices),  # one per rank, for the evaluation at the end
+        "sample_tokens": 0,
+        "checkpoint_every": steps,
+        "probe.every": 0,
+        "run_dir": folder,
+    }
+    has_text = any(text.startswith(("data=", "experiment=")) for text in arguments.set)
+    groups = [f"model={arguments.model}", f"hardware={'gpu' if arguments.device == 'cuda' else 'cpu'}"]
+    chosen = [*groups, *([] if has_text else ["data=embedded"]), *ATTENTIONS[row.attention]]
+    overrides = [override(key, value) for key, value in settings.items()]
+    command = [sys.executable, str(ROOT / "train.py"), "logger=files", *chosen, *overrides, *arguments.set]
+    return Job(row.name, command, folder.with_suffix(".log"))
+
+
+def tokens_per_step(arguments: Namespace) -> int:
+    return arguments.tokens_per_micro_batch * arguments.accumulation
+
+
+def log_every(arguments: Namespace) -> int:
+    """As seldom as possible, because the log waits for the GPU, with a record at the end of the warm-up."""
+    return math.gcd(arguments.warm_up, arguments.steps)
+
+
+def read(row: Row, folder: Path, arguments: Namespace) -> None:
+    """Fill in the row from the metrics of its run."""
+    records = [record for record in read_metrics(RunDirectory(folder).metrics) if "loss" in record]
+    timed = [record for record in records if record["step"] > arguments.warm_up]
+    row.losses = {record["step"]: record["loss"] for record in records}
+    row.tokens_per_second = statistics.median(record["tokens_per_second"] for record in timed)
+    row.step_ms = 1e3 * tokens_per_step(arguments) / row.tokens_per_second
+    row.peak_memory_gib = timed[-1]["peak_memory_gib"]
+    if all(record["mfu"] for record in timed):
+        row.mfu = statistics.median(record["mfu"] for record in timed)
+
+
+def compare(rows: list[Row]) -> None:
+    """Fill in what is relative to another row."""
+    timed = [row for row in rows if row.tokens_per_second]
+    for row in timed:
+        place = (row.context, row.devices, row.parallel)
+        first = next(x for x in timed if (x.context, x.devices, x.parallel) == place)
+        row.speedup = row.tokens_per_second / first.tokens_per_second
+        alone = [x for x in timed if (x.attention, x.context, x.devices) == (row.attention, row.context, 1)]
+        if alone and row.devices > 1:
+            row.efficiency = row.tokens_per_second / (row.devices * alone[0].tokens_per_second)
+            shared = row.losses.keys() & alone[0].losses.keys()
+            row.loss_difference = max(abs(row.losses[step] - alone[0].losses[step]) for step in shared)
+
+
+# --- Tables -------------------------------------------------------------------------------------------------
+
+
+def to_markdown(result: dict[str, Any], rows: list[Row]) -> str:
+    settings = result["settings"]
+    what = (
+        f"{settings['model']}, {settings['tokens_per_micro_batch']:,} tokens per micro-batch, "
+        f"{settings['accumulation']} per step on one GPU. `{PROGRAM} --help` explains rows and columns."
+    )
+    return "\n".join(["# Speed of training", "", origin_of(result), "", what, "", *tables(rows)])
+
+
+def tables(rows: list[Row]) -> list[str]:
+    """A table for each context, then the reasons of failures."""
+    lines = []
+    for context in dict.fromkeys(row.context for row in rows):
+        header = [f"context {context}", "GPUs", "tokens/s", "step, ms", "MFU", "peak memory, GiB", "speedup"]
+        header += ["efficiency", "loss diff."]
+        lines += [*align(header, [cells_of(row) for row in rows if row.context == context]), ""]
+    failed = [f"- {row.name}: {row.reason}" for row in rows if row.reason]
+    return [*lines, "Failed:", "", *failed, ""] if failed else lines
+
+
+def cells_of(row: Row) -> list[str]:
+    return [
+        row.attention,
+        "1" if row.devices == 1 else f"{row.devices}, {row.parallel}",
+        "failed" if row.reason else number(row.tokens_per_second, ",.0f"),
+        number(row.step_ms, ".1f"),
+        number(row.mfu, ".1%"),
+        number(row.peak_memory_gib, ".1f"),
+        number(row.speedup, ".3f"),
+        number(row.efficiency, ".1%"),
+        number(row.loss_difference, ".4f"),
     ]
-    loader = arguments.loader and contestant in ATTENTIONS
-    return Job(contestant, context, micro_batch, overrides, *counts, loader)
-
-
-# --- A process for each contestant --------------------------------------------------------------------------
-
-
-def run_process(job: Job, limit: int) -> Row:
-    """The row of a job, measured in a process of its own that may take `limit` seconds."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        write_json(folder / "job.json", asdict(job))
-        command = [sys.executable, "-c", CHILD, str(folder / "job.json")]
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-        with (folder / "log.txt").open("w") as log:
-            options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": subprocess.STDOUT}
-            try:
-                ended = subprocess.run(command, timeout=limit, **options)
-                reason = f"its process ended with code {ended.returncode}"
-            except subprocess.TimeoutExpired:
-                reason = f"it took longer than --limit {limit} seconds"
-        measured = read_json(folder / "answer.json") or {"reason": reason}
-        if "reason" in measured:
-            measured["log"] = (folder / "log.txt").read_text(errors="replace").splitlines()[-15:]
-    return Row(job.contestant, job.context, job.micro_batch, **measured)
-
-
-def add_ratios(rows: list[Row]) -> list[Row]:
-    """The same rows, with their speedup over the rows SPEEDUP_OVER of their context."""
-    for row in rows:
-        others = [r for r in rows if r.context == row.context and r.contestant in SPEEDUP_OVER and r.step_ms]
-        row.speedup = {r.contestant: r.step_ms / row.step_ms for r in others} if row.step_ms else {}
-    return rows
 
 
 if __name__ == "__main__":

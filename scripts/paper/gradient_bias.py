@@ -29,7 +29,6 @@ compiled; all else is as in training.
 from __future__ import annotations
 
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,7 +49,6 @@ from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
 from scripts.bench.measuring import describe_run
 from scripts.command_line import choose_device, command_parser, positive_int
-from scripts.compare import find_runs, labels_of
 from scripts.paper.gradient_bias_estimates import (
     Grams,
     estimate_gradient,
@@ -72,12 +70,8 @@ from scripts.paper.gradient_bias_gradients import (
     second_moments,
     tensor_grams,
 )
-from scripts.paper.gradient_bias_tables import CONTROL, Row, write
-from scripts.paper.layers import dtype_of, load_model
-from scripts.paper.layers_runs import TrainedRun, UnusableWeights, at_step, milestones_of, open_run
-from scripts.paper.result_files import OUT, read_json, write_numbers
-from trainer.checkpoint import checkpoint_of
-from trainer.run_directory import RunDirectory
+from scripts.paper.gradient_bias_tables import CONTROL, Row, write, write_numbers
+from scripts.paper.trained_runs import TrainedRun, UnusableWeights, load_model, milestones_of, open_runs
 
 PROGRAM = "python -m scripts.paper.gradient_bias"
 
@@ -125,8 +119,6 @@ examples:
   325M parameters: gradients of 32 batches take 41 GB, and as much in host memory where the GPU has less than
   110 GB, so fewer sequences in a pass
       python -m scripts.paper.gradient_bias runs/NAME --micro-batch 4
-  what two processes measured, as one result
-      python -m scripts.paper.gradient_bias --join first.json.gz second.json.gz --out runs/paper/gradient_bias
 
 written after every checkpoint, the numbers after every setting, with --out runs/paper/gradient_bias:
   runs/paper/gradient_bias.json.gz  every number, by setting, group of weights, layer; hardware, versions
@@ -189,30 +181,6 @@ def attentions(chosen: Sequence[str], device: torch.device) -> dict[str, Attenti
     }
 
 
-def try_attention(
-    attend: AttentionFn,
-    *,
-    heads: int,
-    kv_heads: int,
-    d_head: int,
-    context: int,
-    sequences: int = 32,
-    device: str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-) -> None:
-    """One forward and backward, laid out as in the model: compiles the kernels.
-
-    Raises what the attention raises where it cannot run.
-    """
-    q, k, v = (
-        torch.randn(sequences, context, each, d_head, device=device, dtype=dtype, requires_grad=True)
-        for each in (heads, kv_heads, kv_heads)
-    )
-    out = attend(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=heads != kv_heads)
-    out = out.transpose(1, 2).flatten(2)
-    out.backward(torch.randn_like(out))
-
-
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
@@ -232,41 +200,13 @@ def measure_all(runs: list[list[TrainedRun]], result: dict[str, Any], arguments:
             )
             result["runs"][end.name] |= {"batches_unseen": unseen}
             batches = [(x.to(device), y.to(device)) for x, y in batches]
-            found = working_attentions(end, result, arguments)
+            found = attentions(arguments.settings, device)
             for run in reversed(checkpoints):  # the end first, should there be no time for all
                 progress.set_description(f"{run.name}, step {run.origin.step}")
                 for own in measure_checkpoint(run, batches, found, result, arguments, progress.update):
                     rows += own
                     write_numbers(Path(arguments.out), result, rows)
                 write(Path(arguments.out), result, rows)
-
-
-def working_attentions(
-    run: TrainedRun, result: dict[str, Any], arguments: Namespace
-) -> dict[str, AttentionFn]:
-    """Those that run on this device; what the others say goes to the result and to the terminal."""
-    shape, working = run.settings.model, {}
-    for name, attend in attentions(arguments.settings, torch.device(arguments.device)).items():
-        began = time.perf_counter()
-        try:
-            try_attention(
-                attend,
-                heads=shape.n_heads,
-                kv_heads=shape.kv_heads,
-                d_head=shape.d_head,
-                context=run.settings.context,
-                sequences=sequences_of_pass(run, arguments),
-                device=arguments.device,
-                dtype=dtype_of(run),
-            )
-        except Exception as error:  # a kernel that does not compile must not stop the others
-            reason = f"{type(error).__name__}: {error}"
-            result["left_out"].setdefault(run.name, {})[name] = reason
-            tqdm.write(f"{run.name}: {name} is left out. {reason}")
-            continue
-        working[name] = attend
-        tqdm.write(f"{run.name}: {name} ready after {time.perf_counter() - began:.1f} s")
-    return working
 
 
 def measure_checkpoint(
@@ -278,7 +218,7 @@ def measure_checkpoint(
     advance: Callable[[], object],
 ) -> Iterator[list[Row]]:
     """Rows of each setting, by view, group and layer. Adds losses and the gradient itself to the result."""
-    device, dtype = torch.device(arguments.device), dtype_of(run)
+    device, dtype = torch.device(arguments.device), run.dtype
     kernel = TRUTH_KERNEL[device.type]
     micro_batch = sequences_of_pass(run, arguments)
     llama = load_model(run, full_precision(kernel))
@@ -360,12 +300,9 @@ def describe_gradient(
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
-        if arguments.join:
-            result = join([read_json(plain(path)) for path in arguments.join])
-            write(Path(arguments.out), result, [Row(**row) for row in result.pop("rows")])
-        else:
-            runs = open_checkpoints(arguments)
-            measure_all(runs, describe(argv, arguments, runs), arguments)
+        ends = open_runs(arguments.runs)
+        runs = [[*(milestones_of(end) if arguments.milestones else []), end] for end in ends]
+        measure_all(runs, describe(argv, arguments, runs), arguments)
     except (ValueError, FileNotFoundError, UnusableWeights) as error:
         sys.exit(str(error))
     print(f"written to {arguments.out}.json.gz, .md and .png")
@@ -373,12 +310,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
     parser = command_parser(PROGRAM, __doc__, EXAMPLES)
-    parser.add_argument("runs", nargs="*", help="directories of finished runs, or folders that hold some")
-    earlier = parser.add_mutually_exclusive_group()
-    earlier.add_argument("--milestones", action="store_true", help="all checkpoints of milestone_every, too")
-    earlier.add_argument(
-        "--steps", type=positive_int, nargs="+", default=[], help="the checkpoints of these steps, too"
-    )
+    parser.add_argument("runs", nargs="+", help="directories of finished runs, or folders that hold some")
+    parser.add_argument("--milestones", action="store_true", help="all checkpoints of milestone_every, too")
     parser.add_argument("--batches", type=positive_int, default=32, help="at least 3 (default 32)")
     parser.add_argument("--tokens-per-batch", type=positive_int, default=65_536, help="default %(default)s")
     parser.add_argument(
@@ -395,38 +328,14 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         help=f"some of {', '.join((CONTROL, *SETTINGS))} (default: all)",
     )
     parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if available)")
-    parser.add_argument("--join", nargs="+", metavar="JSON", help="put earlier results together")
     parser.add_argument(
-        "--out", default=str(OUT / "gradient_bias"), help="beginning of the files (default %(default)s)"
+        "--out", default="runs/paper/gradient_bias", help="beginning of the files (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
-    if bool(arguments.join) == bool(arguments.runs):
-        parser.error("give directories of runs, or --join with results; not both")
     if arguments.batches < 3:
         parser.error(f"--batches {arguments.batches}: intervals leave batches out; use --batches 3 or more")
     arguments.device = choose_device(arguments.device, parser)
     return arguments
-
-
-def open_checkpoints(arguments: Namespace) -> list[list[TrainedRun]]:
-    """The checkpoints of each run, the end last. Raises ValueError or FileNotFoundError."""
-    paths = find_runs([Path(path) for path in arguments.runs])
-    if not paths:
-        raise ValueError(f"no metrics.jsonl under {', '.join(arguments.runs)}; give directories of runs")
-    names = labels_of(paths)
-    ends = [open_run(name, RunDirectory(path), None) for name, path in zip(names, paths, strict=True)]
-    return [
-        [*(milestones_of(end) if arguments.milestones else at_steps(end, arguments.steps)), end]
-        for end in ends
-    ]
-
-
-def at_steps(end: TrainedRun, steps: Sequence[int]) -> list[TrainedRun]:
-    """The run at these steps before its end. Raises ValueError, naming those there are, for one without."""
-    for step in steps:
-        checkpoint_of(end.directory.checkpoints, step)
-    earlier = sorted(step for step in set(steps) if step < end.origin.step)
-    return [replace(end, checkpoint=step, origin=at_step(end.origin, step)) for step in earlier]
 
 
 def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[TrainedRun]]) -> dict[str, Any]:
@@ -442,7 +351,6 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[Train
         "configs": {name: asdict(SETTINGS[name]) for name in arguments.settings if name != CONTROL},
         "control": TITLES[CONTROL_KERNEL[torch.device(arguments.device).type]],
         "runs": {end.name: describe_trained(end) for *_, end in runs},
-        "left_out": {},
         "checkpoints": [],
         "gradients": [],
     }
@@ -462,29 +370,6 @@ def describe_trained(run: TrainedRun) -> dict[str, Any]:
         "model": asdict(settings.model),
         "attention_settings": settings.attention.recorded(),
     }
-
-
-def plain(path: str) -> Path:
-    """The name of a result without .gz: it is read from either form."""
-    return Path(path.removesuffix(".gz"))
-
-
-def join(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Results of several processes as one; raises ValueError if they do not go together."""
-    first, *others = results
-    if len({result["tokens_per_batch"] for result in results}) > 1:
-        raise ValueError("the results have batches of different sizes; measure them with the same")
-    names = [name for result in results for name in result["runs"]]
-    if len(set(names)) < len(names):
-        raise ValueError(f"a run is in several results: {', '.join(names)}; join results of different runs")
-    joined = dict(first)
-    for key in ("configs", "runs", "left_out"):
-        joined[key] = {name: value for result in results for name, value in result[key].items()}
-    for key in ("checkpoints", "gradients", "rows"):
-        joined[key] = [item for result in results for item in result[key]]
-    described = ("command", "date", "commit", "hardware", "versions", "settings")
-    joined["joined_with"] = [{key: result[key] for key in described} for result in others]
-    return joined
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scripts.output import finite
-from scripts.paper.loss_statistics import quantile
+from scripts.paper.statistics import quantile
 
 DIGITS = 4  # significant ones, in the JSON
 

@@ -15,7 +15,7 @@ from data.loader import BatchLoader, stack_sequences
 from model.backends import AttentionFn
 from model.llama import Llama
 from scripts.paper.gradient_bias_estimates import Grams
-from scripts.paper.layers_runs import TrainedRun, UnusableWeights
+from scripts.paper.trained_runs import TrainedRun, UnusableWeights
 from trainer.checkpoint import NO_PROCESS_GROUP, checkpoint_of, load_alone, steps_in
 from trainer.optimizer import adamw
 

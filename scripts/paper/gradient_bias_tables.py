@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.measuring import origin_of
-from scripts.output import align, number, save_figure, with_ending
-from scripts.paper.result_files import write_result
-from trainer.style import ATTENTION, CYCLE, Style, pyplot
+from scripts.output import align, number, save_figure, with_ending, write_compressed, write_markdown
+from scripts.paper import pictures
+from trainer.style import CYCLE, Style
 
 CONTROL = "control"  # full precision with another kernel
 
@@ -32,16 +32,10 @@ GROUP_TITLES = {
 }
 
 #: The settings with a line of their own in the picture and in the table of checkpoints.
-STYLES = {
-    CONTROL: ATTENTION["fpa"],
-    "paper": ATTENTION["sagebwd_paper"],
-    "default": ATTENTION["sagebwd"],
-    "consistent": ATTENTION["sagebwd_consistent"],
-    "accurate": ATTENTION["sagebwd_accurate"],
-    "strictly_causal": ATTENTION["sagebwd_strictly_causal"],
-    "smooth_v_unsigned_p": ATTENTION["sagebwd_low_bias"],
-    "all_int8": CYCLE[7],
-}
+LINES = (
+    *(CONTROL, "paper", "default", "consistent", "accurate", "strictly_causal", "smooth_v_unsigned_p"),
+    "all_int8",
+)
 
 Interval = list[float | None]  # estimate, lower and upper end; None: not a number, or infinite
 
@@ -71,8 +65,14 @@ class Row:
 
 def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
     """OUT.json.gz, OUT.md and OUT.png."""
-    write_result(out, result, rows, to_markdown(result, rows))
-    draw(rows, with_ending(out, ".png"))
+    write_numbers(out, result, rows)
+    write_markdown(out, to_markdown(result, rows))
+    save_figure(draw(rows), with_ending(out, ".png"))
+
+
+def write_numbers(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
+    """OUT.json.gz alone."""
+    write_compressed(out, result | {"rows": [asdict(row) for row in rows]})
 
 
 # --- Tables -------------------------------------------------------------------------------------------------
@@ -80,8 +80,7 @@ def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
 
 def to_markdown(result: dict[str, Any], rows: list[Row]) -> str:
     lines = ["# Bias and noise of INT8 attention in the gradients of training", ""]
-    for measured in (result, *result.get("joined_with", ())):
-        lines += [origin_of(measured), ""]
+    lines += [origin_of(result), ""]
     control = f"; `{CONTROL}` is {result['control']}" if CONTROL in settings_of(rows) else ""
     lines += [
         f"Gradients on {result['settings']['batches']} batches of {result['tokens_per_batch']:,} tokens. "
@@ -107,7 +106,6 @@ def to_markdown(result: dict[str, Any], rows: list[Row]) -> str:
             ]
         if len(steps) > 1:
             lines += [f"### {run}, along training, raw gradients", "", *progress_table(rows, run), ""]
-    lines += left_out(result)
     return "\n".join(lines)
 
 
@@ -188,7 +186,7 @@ def progress_table(rows: list[Row], run: str) -> list[str]:
     ]
     header = [f"{title}, {count(tokens[step])}" for title, *_ in columns for step in steps]
     lines = []
-    for setting in (name for name in settings_of(chosen) if name in STYLES):
+    for setting in (name for name in settings_of(chosen) if name in LINES):
         measured = [row for row in chosen if row.setting == setting]
         cells = [
             shown(pick(own, setting, group)) if own else "not measured"
@@ -198,14 +196,6 @@ def progress_table(rows: list[Row], run: str) -> list[str]:
         ]
         lines.append([f"`{setting}`", *cells])
     return ["After training on so many tokens:", "", *align(["setting", *header], lines)]
-
-
-def left_out(result: dict[str, Any]) -> list[str]:
-    return [
-        f"Left out of {run}: `{setting}`: {reason}"
-        for run, settings in result["left_out"].items()
-        for setting, reason in settings.items()
-    ]
 
 
 def settings_of(rows: list[Row]) -> list[str]:
@@ -252,23 +242,20 @@ def count(value: float | None) -> str:
 # --- Picture ------------------------------------------------------------------------------------------------
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[Row]) -> Any:
     """A line of panels for each run: bias by setting, critical tokens by layer, bias along training."""
     steps = checkpoints(rows)
-    with pyplot() as plt:
-        size = (16, 1.2 + 4.2 * len(steps))
-        figure, grid = plt.subplots(len(steps), 3, figsize=size, squeeze=False)
-        for (run, found), (by_setting, by_layer, progress) in zip(steps.items(), grid, strict=True):
-            raw = [row for row in rows if row.run == run and row.view == "raw"]
-            last = [row for row in raw if row.step == found[-1]]
-            draw_settings(by_setting, last)
-            draw_layers(by_layer, last)
-            draw_progress(progress, raw)
-            by_setting.set_title(f"{run}, step {found[-1]}")
-        figure.legend(*legend(grid[:, 2]), loc="outside lower center", ncols=8, frameon=False)
-        figure.suptitle("What INT8 attention does to raw gradients; bars: 95% intervals")
-        save_figure(figure, path)
-        plt.close(figure)
+    figure, grid = pictures.grid(len(steps), 3, width=5.3, height=4.5)
+    for (run, found), (by_setting, by_layer, progress) in zip(steps.items(), grid, strict=True):
+        raw = [row for row in rows if row.run == run and row.view == "raw"]
+        last = [row for row in raw if row.step == found[-1]]
+        draw_settings(by_setting, last)
+        draw_layers(by_layer, last)
+        draw_progress(progress, raw)
+        by_setting.set_title(f"{run}, step {found[-1]}")
+    pictures.legend_below(figure, *legend(grid[:, 2]), columns=8)
+    figure.suptitle("What INT8 attention does to raw gradients; bars: 95% intervals")
+    return figure
 
 
 def legend(panels: Sequence[Any]) -> tuple[list[Any], list[str]]:
@@ -352,7 +339,8 @@ def draw_progress(axes: Any, rows: list[Row]) -> None:
 
 def drawn(rows: list[Row]) -> list[tuple[str, Style]]:
     """The settings with a line, and how it looks."""
-    return [(setting, STYLES[setting]) for setting in settings_of(rows) if setting in STYLES]
+    looks = pictures.styles(LINES)
+    return [(setting, looks[setting]) for setting in settings_of(rows) if setting in LINES]
 
 
 def draw_line(axes: Any, points: Sequence[tuple[float, float]], look: Style, label: str) -> None:

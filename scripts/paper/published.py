@@ -1,7 +1,4 @@
-"""The numbers that the papers print, to compare with what is measured here.
-
-SageBwd is arXiv 2603.02170, SageAttention3 ("S3") arXiv 2505.11594.
-"""
+"""The numbers that the SageBwd paper (arXiv 2603.02170) prints, to compare with what is measured here."""
 
 #: Table 1 of SageBwd: {σ: (cosine similarity, relative L2) of O, dQ, dK, dV}.
 TABLE_1 = {
@@ -21,12 +18,6 @@ FIGURE_1 = {
 
 #: What the larger number of tokens per step costs SageBwd in the paper: the difference that must be resolved.
 FIGURE_1_GAP = round(FIGURE_1[2097152]["sagebwd", True] - FIGURE_1[2097152]["fpa", True], 3)
-
-#: The same at the small number of tokens per step, where the paper sees a match.
-FIGURE_1B_GAP = round(FIGURE_1[262144]["sagebwd", True] - FIGURE_1[262144]["fpa", True], 3)
-
-#: What more tokens per step add to the gap.
-FIGURE_1_INTERACTION = round(FIGURE_1_GAP - FIGURE_1B_GAP, 3)
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -63,9 +54,6 @@ def speed_ups(head_dim: int, mask: str) -> dict[int, float]:
     return {tokens: ours / theirs for tokens, ours, theirs in pairs}
 
 
-#: Speed-ups of all cases of Figures 2 and 3.
-SPEED_UPS = [value for panel in FIGURES_2_3 for value in speed_ups(*panel).values()]
-
 #: "Up to": over the faster of the two FlashAttention-2, 64 channels, causal, 8K tokens.
 BEST_SPEED_UP = 1.67
 
@@ -83,12 +71,3 @@ TABLE_2 = {
 
 #: §4.2: RMS in the QK-norm run at 2.1M tokens per step, 4096 tokens.
 RMS = {"p": 5e-3, "dp": 5e-5, "ds": 1e-7}
-
-#: S3, Table 1c: (cosine similarity, relative L1) of dQ by the precision of dP = dO·Vᵀ.
-S3_DP = {"int8": (0.9747, 0.171), "fp16": (0.9977, 0.039)}
-
-#: S3: relative L1 of dQ over the layers of CogVideoX-2B, by the format of the gradients.
-S3_FORMATS = {"int8": 0.029, "fp8": 0.070}
-
-#: S3: speed of a training step of Llama-1B over FlashAttention-2 at 16K tokens: 6.0 s against 5.2 s.
-S3_STEP_SPEED_UP = 6.0 / 5.2

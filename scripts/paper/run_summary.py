@@ -1,7 +1,8 @@
-"""What a comparison stores of a training run: losses, a thinned curve, settings, how it ended."""
+"""What a comparison stores of a training run: every loss, settings, text, how it ended."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,23 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from model.config import LlamaConfig, parameter_count
-from scripts.paper.result_files import read_json
-from scripts.paper.run_metrics import final_loss, last_tenth, validation_loss
+from scripts.output import read_json
 from scripts.paper.variants import variant_of
-from trainer.plot import series
+from scripts.runs import fingerprint
+from trainer.plot import SET, named_sets, series
 from trainer.run_directory import RunDirectory, read_lines, read_metrics
 
-POINTS = 100  # of a thinned curve
 DIVERGED_BY = 0.3  # nats above the lowest tenth
+DIGITS = 5  # of a stored loss, after the point
+
+Window = Sequence[int] | None  # first and last step whose mean loss counts; None: the last tenth of the run
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path, window: Window = None, text: str | None = None) -> list[dict[str, Any]]:
     """The run of a directory, or those of an earlier comparison. Raises ValueError if it is neither."""
-    path = path.with_suffix("") if path.name.endswith(".json.gz") else path
+    path = path.with_name(path.name.removesuffix(".gz"))
     if path.suffix != ".json":
-        return [read_run(path)]
+        return [read_run(path, window, text)]
     try:
         return stored_runs(read_json(path))
     except (OSError, KeyError, TypeError, ValueError) as error:
@@ -34,23 +37,17 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def stored_runs(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of an earlier comparison, as they are named now: older files spell out what is a preset.
+    """The runs of an earlier comparison, as they are named now: older files spell out what is a preset."""
+    return [
+        run | ({"variant": variant_of(run["config"])} if run["config"] else {}) for run in comparison["runs"]
+    ]
 
-    Raises ValueError if the final loss of a run is not the mean of the losses stored with it, KeyError if
-    these are no runs.
+
+def read_run(path: Path, window: Window = None, text: str | None = None) -> dict[str, Any]:
+    """What a run directory says. Raises ValueError if it holds no run.
+
+    text: names the text of runs that have neither a note nor a checkpoint that says its fingerprint.
     """
-    for run in comparison["runs"]:
-        losses = run.get("last_losses")
-        if losses and run["final_loss"] is not None and run["final_loss"] != float(np.mean(losses)):
-            raise ValueError(
-                f"{run['name']} has the final loss {run['final_loss']}, but its last losses have the mean "
-                f"{float(np.mean(losses))}"
-            )
-    return [run | {"variant": variant_of(run["config"])} for run in comparison["runs"]]
-
-
-def read_run(path: Path) -> dict[str, Any]:
-    """What a run directory says, curves thinned. Raises ValueError if it holds no run."""
     directory = RunDirectory(path)
     environment = path / "environment.jsonl"
     for file in (directory.config, directory.metrics, environment):
@@ -60,49 +57,70 @@ def read_run(path: Path) -> dict[str, Any]:
             )
     config = without_places(OmegaConf.to_container(OmegaConf.load(directory.config)))
     records = read_metrics(directory.metrics)
-    starts = read_lines(environment)
-    diverged = divergence(directory, records)
+    start = read_lines(environment)[-1]
+    tokens, losses = series(records, "loss")
+    losses = losses.round(DIGITS)
+    steps = [record["step"] for record in records if record.get("loss") is not None]
+    reached = steps[-1] if steps else 0
+    group = group_of(config, start.get("text") or fingerprint(directory) or text)
     return {
         "name": path.name,
-        "group": group_of(config),
+        "group": group | ({"window": list(window)} if window else {}),
         "variant": variant_of(config),
         "attention": config["attention"]["backend"],
         "qk_norm": config["model"]["qk_norm"],
         "seed": config["seed"],
-        "finished": directory.is_finished,
-        "diverged": diverged,
-        "steps": records[-1]["step"] if records else 0,
-        "final_loss": None if not records or directory.diverged_at() else final_loss(records),
-        "last_losses": [float(loss) for loss in last_tenth(records)],
-        "held_out_loss": validation_loss(records),
-        "curve": thin(*series(records, "loss")),
-        "last_probe": last_probe(records),
-        "device": starts[-1]["device"],
-        "torch": starts[-1]["torch"],
-        "commit": starts[-1]["commit"],
+        "finished": reached >= window[1] if window else directory.is_finished,
+        "diverged": divergence(directory, losses),
+        "steps": reached,
+        "final_loss": None if directory.diverged_at() else mean_loss(steps, losses, window),
+        "validation": validation_of(records, window),
+        "curve": {"tokens": tokens.astype(int).tolist(), "loss": losses.tolist()},
+        "device": start["device"],
+        "torch": start["torch"],
+        "commit": start["commit"],
         "config": config,
     }
 
 
-def divergence(directory: RunDirectory, records: list[dict]) -> str | None:
+def mean_loss(steps: list[int], losses: np.ndarray, window: Window) -> float | None:
+    """Mean training loss of the window, or of the last tenth of the logged steps; None without any."""
+    if window:
+        losses = losses[[window[0] <= step <= window[1] for step in steps]]
+    else:
+        losses = losses[-max(len(losses) // 10, 1) :]
+    return float(losses.mean()) if len(losses) else None
+
+
+def validation_of(records: list[dict], window: Window) -> dict[str, dict[str, float]]:
+    """By validation set ("" is the run's own), the last loss within the window and its step."""
+    within = [record for record in records if not window or record["step"] <= window[1]]
+    found = {}
+    for name, key in {"": "val_loss", **{name: SET + name for name in named_sets([records])}}.items():
+        measured = [record for record in within if record.get(key) is not None]
+        if measured:
+            found[name] = {"step": measured[-1]["step"], "loss": measured[-1][key]}
+    return found
+
+
+def validation_losses(run: dict[str, Any]) -> dict[str, float]:
+    """{set: loss}; of a run that an older version stored as well."""
+    if "validation" not in run:
+        return {} if run.get("held_out_loss") is None else {"": run["held_out_loss"]}
+    return {name: found["loss"] for name, found in run["validation"].items()}
+
+
+def divergence(directory: RunDirectory, losses: np.ndarray) -> str | None:
     """By which rule the run diverged, or None."""
     step = directory.diverged_at()
     if step:
         return f"loss or gradient not finite at step {step}"
-    losses = series(records, "loss")[1]
     if not directory.is_finished or len(losses) < 20:  # a run under way may come down again
         return None
     *earlier, last = (part.mean() for part in np.array_split(losses, 10))
     if last - min(earlier) > DIVERGED_BY:
         return f"ends {last - min(earlier):.2f} above its lowest tenth"
     return None
-
-
-def would_diverge(directory: RunDirectory) -> bool:
-    """Whether the run diverged, or was left out because others had: then it has no log."""
-    if directory.metrics.exists():
-        return divergence(directory, read_metrics(directory.metrics)) is not None
-    return not directory.path.with_name(f"{directory.path.name}.log").exists()
 
 
 def without_places(config: dict[str, Any]) -> dict[str, Any]:
@@ -116,8 +134,11 @@ def without_places(config: dict[str, Any]) -> dict[str, Any]:
     return settings | {"data": data}
 
 
-def group_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What runs that may be compared share; what few runs set is left out where it has its default."""
+def group_of(config: dict[str, Any], text: str | None) -> dict[str, Any]:
+    """What runs that may be compared share; what few runs set is left out where it has its default.
+
+    text: the fingerprint of the tokens. Older runs have the name of the files only.
+    """
     tokens_per_step = config["tps"]["tokens_per_step"] // config["tps"]["divide_by"]
     steps = config["steps"] or config["total_tokens"] // tokens_per_step
     gain, sequences = config["model"].get("qk_norm_gain", 1.0), config.get("train_sequences")
@@ -129,30 +150,7 @@ def group_of(config: dict[str, Any]) -> dict[str, Any]:
         "steps": steps,
         "lr": config["optimizer"]["lr"],
         "warmup_steps": config["tps"]["warmup_steps"],
-        "text": config["data"]["path"] or config["data"]["source"],
+        "text": text or config["data"]["path"] or config["data"]["source"],
         "init_from": config.get("init_from"),
         **{name: value for name, (value, usual) in unusual.items() if value != usual},
     }
-
-
-def thin(tokens: np.ndarray, values: np.ndarray) -> dict[str, list[float]]:
-    """At most POINTS points, each the mean of a stretch of the curve."""
-    if not len(values):
-        return {"tokens": [], "loss": []}
-    parts = min(POINTS, len(values))
-    return {
-        "tokens": [int(part[-1]) for part in np.array_split(tokens, parts)],
-        "loss": [round(float(part.mean()), 4) for part in np.array_split(values, parts)],
-    }
-
-
-def last_probe(records: list[dict]) -> dict[str, float]:
-    """The last measurement of SageBwd's error in this run's layers: relative L2, RMS, largest logit."""
-    measured = [record for record in records if "probe/seconds" in record]
-    if not measured:
-        return {}
-    last = measured[-1]
-    layers = {
-        key.removeprefix("probe/"): value for key, value in last.items() if key.startswith("probe/layer")
-    }
-    return {"step": last["step"], **layers}

@@ -10,30 +10,46 @@ Q and K are drawn with standard deviation σ, V and dO with 1. Three variants, e
 
 On a CPU that is the plain PyTorch reference, with `--device cuda` the kernels.
 
-Writes a JSON file, and next to it a picture of the relative L2.
+Writes a JSON file, and next to it a picture of the relative L2. The paper gives neither the sequence length
+nor the head size, the tile or the mask of its table: with --all-shapes, eight shapes are tried, and no
+picture is drawn.
 
-The paper gives neither the sequence length nor the head size, the tile or the mask of its table. With the
-defaults here, "row" comes within 7% of every relative L2 but one: dV at σ = 1 is .0204, not .0159. Scaling P
-per query instead of per key gives .0164, but dV sums over queries, so such scales rule out an INT8 product.
+With the defaults here, "row" comes within 7% of every relative L2 but one: dV at σ = 1 is .0204, not .0159.
+Scaling P per query instead of per key gives .0164, but dV sums over queries, so such scales rule out an INT8
+product.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
+from argparse import BooleanOptionalAction, Namespace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from data.files import write_json
+from sagebwd import SageConfig, sage_attention
+from sagebwd.metrics import cosine_similarity, relative_l2
+from sagebwd.reference import exact_attention
 from scripts.bench.measuring import describe_run
 from scripts.command_line import choose_device, command_parser, positive_int
-from scripts.paper import drawing
-from scripts.paper.attention_errors import TENSORS, TITLES, VARIANTS, add_input_options, measure, settings_of
+from scripts.output import save_figure
+from scripts.paper import pictures
 from scripts.paper.published import TABLE_1
-from scripts.paper.result_files import OUT
 from trainer.style import Style
 
 PROGRAM = "python -m scripts.paper.table1"
 
+TITLES = {"out": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}
+TENSORS = tuple(TITLES)
+VARIANTS = {
+    "block": SageConfig.paper(),
+    "row": replace(SageConfig.paper(), granularity="row"),
+    "default": SageConfig(),
+}
 LABELS = {
     "block": "block: the printed pseudo-code, paper()",
     "row": "row: P and dS scaled per output row",
@@ -42,39 +58,48 @@ LABELS = {
 }
 #: Published numbers: points without a line.
 PAPER_STYLE = Style("#000000", "", "_", "")
+#: Of --all-shapes: (head sizes, lengths), each causal and not.
+HEAD_DIMS, LENGTHS = (64, 128), (1024, 4096)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table and write it as JSON."""
     arguments = parse_arguments(argv)
-    rows = []
-    print(f"{'σ':>3} {'variant':8}" + "".join(f"{name:>16}" for name in TITLES.values()))
-    for sigma in TABLE_1:
-        rows.append({"sigma": sigma, "variant": "paper", **dict(zip(TENSORS, TABLE_1[sigma], strict=True))})
-        print_row(rows[-1])
-        for variant, errors in measure(sigma, arguments).items():
-            rows.append({"sigma": sigma, "variant": variant, **errors})
-            print_row(rows[-1])
+    described = describe_run(PROGRAM, argv, arguments, ())
+    rows = [row for shape in shapes(arguments) for row in measure_shape(shape)]
+    result = {
+        "table": "SageBwd (arXiv 2603.02170), Table 1",
+        "values": "[cosine similarity, relative L2] against float64 attention",
+        **described,
+        "variants": {name: settings_of(config, arguments.head_dim) for name, config in VARIANTS.items()},
+        "shapes" if arguments.all_shapes else "rows": rows,
+    }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    picture = arguments.out.with_suffix(".png")
-    write_json(arguments.out, report(argv, arguments, rows))
-    drawing.save(draw(rows), picture)
-    print(f"cosine similarity / relative L2, written to {arguments.out} and {picture}")
+    write_json(arguments.out, result)
+    if not arguments.all_shapes:
+        save_figure(draw(rows), arguments.out.with_suffix(".png"))
+    print(f"cosine similarity / relative L2, written to {arguments.out}")
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> Namespace:
     parser = command_parser(PROGRAM, __doc__)
-    add_input_options(parser, tokens=1024, heads=8)
-    parser.add_argument("--batch", type=positive_int, default=1, help="sequences (default 1)")
-    parser.add_argument(
-        "--causal", action=argparse.BooleanOptionalAction, default=True, help="mask later tokens (default)"
+    add = parser.add_argument
+    add("--tokens", type=positive_int, default=1024, help="sequence length N (default %(default)s)")
+    add("--head-dim", type=positive_int, default=64, help="head size D (default %(default)s)")
+    add("--heads", type=positive_int, default=8, help="heads (default %(default)s)")
+    add("--batch", type=positive_int, default=1, help="sequences (default 1)")
+    add("--causal", action=BooleanOptionalAction, default=True, help="mask later tokens (default)")
+    add("--all-shapes", action="store_true", help="head sizes 64 and 128, 1,024 and 4,096 tokens, both masks")
+    add(
+        "--dtype",
+        choices=("float16", "bfloat16", "float32"),
+        default="float16",
+        help="dtype of the inputs, and of dP, which is not INT8 (default %(default)s; float32: CPU only)",
     )
-    parser.add_argument("--device", default="cpu", help="where to compute: cpu or cuda (default cpu)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=OUT / "table1.json",
-        help="JSON file to write, with a picture next to it (default %(default)s)",
+    add("--seed", type=int, default=0, help="seed of the random inputs (default %(default)s)")
+    add("--device", default="cpu", help="where to compute: cpu or cuda (default cpu)")
+    add(
+        "--out", type=Path, default=Path("runs/paper/table1.json"), help="file to write (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
     arguments.device = choose_device(arguments.device, parser)
@@ -83,40 +108,102 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def print_row(row: dict) -> None:
-    cells = "".join(f"   {row[name][0]:.4f}/{row[name][1]:.4f}" for name in TENSORS)
-    print(f"{row['sigma']:>3} {row['variant']:8}{cells}", flush=True)
+# --- Measuring ----------------------------------------------------------------------------------------------
 
 
-def report(argv: list[str] | None, arguments: argparse.Namespace, rows: list[dict]) -> dict:
-    """Everything that was measured, and what is needed to measure it again."""
-    return {
-        "table": "SageBwd (arXiv 2603.02170), Table 1",
-        "values": "[cosine similarity, relative L2] against float64 attention",
-        **describe_run(PROGRAM, argv, arguments, ()),
-        "variants": {name: settings_of(config, arguments.head_dim) for name, config in VARIANTS.items()},
-        "rows": rows,
-    }
+def shapes(arguments: Namespace) -> list[Namespace]:
+    """The arguments for each shape to measure; a length or head size that was given is one of them."""
+    if not arguments.all_shapes:
+        return [arguments]
+    head_dims = HEAD_DIMS if arguments.head_dim in HEAD_DIMS else (arguments.head_dim,)
+    lengths = LENGTHS if arguments.tokens in LENGTHS else (arguments.tokens,)
+    return [
+        Namespace(**vars(arguments) | {"head_dim": head_dim, "causal": causal, "tokens": tokens})
+        for head_dim, causal, tokens in itertools.product(head_dims, (True, False), lengths)
+    ]
+
+
+def measure_shape(arguments: Namespace) -> list[dict[str, Any]]:
+    """A row for each σ and variant, and one of the paper's numbers for each σ. Prints them."""
+    mask = "causal" if arguments.causal else "full"
+    print(f"N {arguments.tokens}, D {arguments.head_dim}, {mask}")
+    print(f"{'σ':>3} {'variant':8}" + "".join(f"{name:>16}" for name in TITLES.values()))
+    shape = {name: getattr(arguments, name) for name in ("head_dim", "causal", "tokens")}
+    rows = []
+    for sigma, printed in TABLE_1.items():
+        found = {"paper": dict(zip(TENSORS, printed, strict=True)), **measure(sigma, arguments)}
+        for variant, errors in found.items():
+            if variant != "paper" or not arguments.all_shapes:
+                place = shape if arguments.all_shapes else {}
+                rows.append({**place, "sigma": sigma, "variant": variant, **errors})
+            cells = "".join(f"   {errors[name][0]:.4f}/{errors[name][1]:.4f}" for name in TENSORS)
+            print(f"{sigma:>3} {variant:8}{cells}", flush=True)
+    return rows
+
+
+def measure(
+    sigma: float, arguments: Namespace, variants: dict[str, SageConfig] = VARIANTS
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """(cosine similarity, relative L2) of every tensor under every variant, on the same inputs."""
+    shape = (arguments.batch, arguments.heads, arguments.tokens, arguments.head_dim)
+    q, k, v, grad_out = draw_inputs(
+        sigma, shape, getattr(torch, arguments.dtype), seed=arguments.seed, device=arguments.device
+    )
+    exact = exact_attention(q, k, v, grad_out, is_causal=arguments.causal)
+    errors = {}
+    for variant, config in variants.items():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = sage_attention(*leaves, is_causal=arguments.causal, config=config)
+        found = (out, *torch.autograd.grad(out, leaves, grad_out))
+        errors[variant] = {
+            name: compare(x, getattr(exact, name)) for name, x in zip(TENSORS, found, strict=True)
+        }
+    return errors
+
+
+def draw_inputs(
+    sigma: float, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int, device: str
+) -> list[Tensor]:
+    """Gaussian q, k, v and dO of one shape: standard deviation `sigma` for q and k, 1 for v and dO.
+
+    Drawn on the CPU, so that every device gets the same numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    draws = (std * torch.randn(shape, generator=generator) for std in (sigma, sigma, 1.0, 1.0))
+    return [x.to(device, dtype) for x in draws]
+
+
+def compare(actual: Tensor, exact: Tensor) -> tuple[float, float]:
+    return cosine_similarity(actual, exact), relative_l2(actual, exact)
+
+
+def settings_of(config: SageConfig, head_dim: int) -> dict:
+    """Every setting, with the tile that this head size gets."""
+    block_q, block_kv = config.tile(head_dim)
+    return asdict(replace(config, block_q=block_q, block_kv=block_kv))
+
+
+# --- Picture ------------------------------------------------------------------------------------------------
 
 
 def draw(rows: list[dict]) -> Any:
     """Relative L2 over σ, a panel for each tensor and a line for each variant."""
-    figure, panels = drawing.grid(1, len(TITLES), width=2.7, height=3.2, sharey=True)
-    looks = drawing.styles(tuple(VARIANTS)) | {"paper": PAPER_STYLE}
+    figure, panels = pictures.grid(1, len(TITLES), width=2.7, height=3.2, sharey=True)
+    looks = pictures.styles(tuple(VARIANTS)) | {"paper": PAPER_STYLE}
     for axes, (tensor, title) in zip(panels[0], TITLES.items(), strict=True):
-        for variant in VARIANTS | {"paper": None}:
+        for variant, label in LABELS.items():
             points = [(row["sigma"], row[tensor][1]) for row in rows if row["variant"] == variant]
             look = looks[variant]
             axes.plot(
                 *zip(*points, strict=True), color=look.color, linestyle=look.dashes, marker=look.marker,
-                label=LABELS[variant], markersize=5, linewidth=1.2,
+                label=label, markersize=5, linewidth=1.2,
             )  # fmt: skip
-        drawing.log_axis(axes.yaxis)
+        pictures.log_axis(axes.yaxis)
         axes.set_title(title)
         axes.set_xlabel("σ of Q and K")
         axes.grid(alpha=0.3, which="both")
     panels[0][0].set_ylabel("relative L2 error")
-    drawing.legend_below(figure, *panels[0][0].get_legend_handles_labels())
+    pictures.legend_below(figure, *panels[0][0].get_legend_handles_labels())
     figure.suptitle("Table 1: error against float64 attention, Gaussian inputs", fontsize=11)
     return figure
 

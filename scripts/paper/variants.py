@@ -15,17 +15,14 @@ from sagebwd.config import PRESETS
 FULL_PRECISION, SAGE = "full precision", "SageBwd"
 #: Ending of the names of runs without QK-norm.
 NO_QK_NORM = ", no QK-norm"
+#: Full precision with another kernel than cuDNN's, which is the default on a Hopper.
+SECOND_KERNELS = {"flash": "FlashAttention-2", "math": "plain PyTorch", "fa4": "FlashAttention-4"}
 
 #: Presets that have a name of their own, as tables write it; the default is "SageBwd" alone.
 NAMED_PRESETS = {name.replace("_", " "): config for name, config in PRESETS.items() if name != "default"}
 SWITCHES = {field.name for field in fields(SageConfig)}
-#: Settings that say how, not what, an attention computes.
-OF_NO_VARIANT = {"backend", "implementation", "sdpa", "preset"}
-#: As older files name presets: as they are named now.
-OLD_NAMES = {
-    "SageBwd, granularity=block, block_q=128, block_kv=64": "SageBwd, paper",
-    "SageBwd, smooth_v=true, unsigned_p=true": "SageBwd, low bias",
-}
+#: Settings that say how, not what, an attention computes; `implementation` is `kernels` in older runs.
+OF_NO_VARIANT = {"backend", "kernels", "implementation", "sdpa", "preset"}
 
 
 def variant_of(config: dict[str, Any]) -> str:
@@ -36,11 +33,27 @@ def variant_of(config: dict[str, Any]) -> str:
     else:
         name = {"fpa": FULL_PRECISION}.get(attention["backend"], attention["backend"])
         own = {key: value for key, value in attention.items() if key not in OF_NO_VARIANT | SWITCHES}
-        changes = [setting_in_words(key, value) for key, value in own.items() if value is not None]
+        second = SECOND_KERNELS.get(attention.get("sdpa"))
+        changes = [second] if second else []
+        changes += [setting_in_words(key, value) for key, value in own.items() if value is not None]
     norm = [] if config["model"]["qk_norm"] else ["no QK-norm"]
-    if changes and changes[0] in NAMED_PRESETS:  # a preset comes first
+    if changes and changes[0] in (*NAMED_PRESETS, *SECOND_KERNELS.values()):  # a preset comes first
         return ", ".join([name, changes[0], *norm, *changes[1:]])
     return ", ".join([name, *norm, *changes])
+
+
+def base_of(variant: str) -> str:
+    """What a variant is compared with: full precision, or of a change of smoothing the setting without it."""
+    ending = NO_QK_NORM if variant.endswith(NO_QK_NORM) else ""
+    name = variant.removesuffix(NO_QK_NORM)
+    if name.endswith(" smoothing"):
+        return name.rpartition(", ")[0] + ending
+    return FULL_PRECISION + ending
+
+
+def is_null(variant: str) -> bool:
+    """Whether it is full precision with a second kernel."""
+    return variant.startswith(FULL_PRECISION) and any(name in variant for name in SECOND_KERNELS.values())
 
 
 def sage_config(attention: dict[str, Any]) -> SageConfig:
@@ -71,8 +84,3 @@ def settings_in_words(config: SageConfig, preset: str = "default") -> list[str]:
 
 def setting_in_words(name: str, value: Any) -> str:
     return f"{name}={json.dumps(value).strip(chr(34))}"
-
-
-def title_of(variant: str) -> str:
-    """The name that is shown for a variant of a JSON file, which may be an older one."""
-    return OLD_NAMES.get(variant, variant)

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from data import prepare
 from tests.docs import pages
-from tests.docs.pages import PAGES, ROOT
+from tests.docs.pages import CURRENT, ROOT
 from trainer import arguments, settings
 
 CONFIGS = ROOT / "configs"
@@ -18,7 +18,7 @@ COMMANDS = sorted({tuple(words) for words in pages.commands()})
 #: Programs of others.
 FOREIGN = (("wandb", "login"), ("wandb", "sync"), (".", ".venv/bin/activate"))
 #: What a reader puts in.
-PLACEHOLDERS = {"attention=NAME": "attention=sagebwd"}
+PLACEHOLDERS = {"attention=NAME": "attention=sagebwd", "data=csv": "data=text"}
 
 
 class Parsed(Exception):
@@ -121,7 +121,7 @@ GROUPS = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()}
 SETTINGS = sorted(
     {
         text
-        for page in PAGES
+        for page in CURRENT
         for text in SETTING.findall(pages.prose(page))
         if text.split("=")[0].split(".")[0] in GROUPS - {"hydra"} and not text.endswith(("=N", "=NAME"))
     }

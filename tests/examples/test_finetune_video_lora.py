@@ -33,19 +33,14 @@ def test_both_runs_learn_and_agree(example, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--steps", "2"], "--steps 2 leaves no step to time after --warm-up 2"),
-        (["--warm-up", "-1"], "--warm-up -1: give 0 or more"),
-        (["--repeats", "0"], "--repeats 0: give a positive number"),
-        (["--frames", "0"], "--frames 0: give a positive number"),
-        (["--rank", "0"], "--rank 0: give a positive number"),
-    ],
+    "options",
+    [["--steps", "2"], ["--warm-up", "-1"], ["--repeats", "0"], ["--frames", "0"], ["--rank", "0"]],
+    ids=" ".join,
 )
-def test_mistakes_are_named_before_it_trains(example, options, message, capsys):
+def test_mistakes_are_named_before_it_trains(example, options, capsys):
     with pytest.raises(SystemExit):
         example.main(options)
-    assert message in capsys.readouterr().err
+    assert f"error: {options[0]} {options[1]}" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sagebwd import SageConfig, sage_attention
+from sagebwd.interface import AttentionParams
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention, backward, forward
 from sagebwd.window import Window
@@ -211,9 +212,9 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence(draw):
             return result
 
     q, k, v, grad_out = inputs
-    settings = {"window": Window.of(True), "scale": 0.25, "config": config}
+    params = AttentionParams(Window.of(True), 0.25, config)
     with LargestTensor() as watch:  # which does not look inside of an operator
-        backward(grad_out, q, k, v, *forward(q, k, v, None, None, **settings), None, None, **settings)
+        backward(grad_out, q, k, v, forward(q, k, v, params), params)
     assert watch.largest == 2 * 512 * 16
 
 

@@ -133,10 +133,7 @@ __device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WOR
         if constexpr (COMPENSATES) {
             const u32 one = pack_16bit(1.0f, 1.0f), ones[2] = {one, one};
 #pragma unroll
-            for (int i = 0; i < BLOCK_KV / 16; ++i) {
-                mma_16bit(state.l_rounded, p + 4 * i, ones);
-                after_16bit<D / 8>(state.o, 0, i, p + 4 * i);
-            }
+            for (int i = 0; i < BLOCK_KV / 16; ++i) mma_16bit(state.l_rounded, p + 4 * i, ones);
         }
     } else {
         contract_tokens<BLOCK_KV, D, P_IS_UNSIGNED>(state.o, p, values, factor);

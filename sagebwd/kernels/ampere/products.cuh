@@ -4,7 +4,6 @@
 // left operand, or 8 rows by 64 bytes of a right one: 32 bytes are one step, of 32 INT8 or 16 16-bit values.
 #pragma once
 
-#include "after_product.cuh"
 #include "layout.cuh"
 #include "ptx_sm80.cuh"
 
@@ -47,15 +46,12 @@ __device__ __forceinline__ void contract_channels(int (&sum)[COLUMNS / 2], const
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
         int x[4] = {0, 0, 0, 0};
-        before_group<COLUMNS / 8>(x, sum, j);
 #pragma unroll
         for (int step = 0; step < D / STEP; step += 2) {
             u32 b[4];
             load_right<D>(b, address, 8 * j, step * STEP);
             mma_int8(x, a + 4 * step, b);
-            after_int8<COLUMNS / 8>(sum, j, j * (D / STEP) + step, b);
             mma_int8(x, a + 4 * step + 4, b + 2);
-            after_int8<COLUMNS / 8>(sum, j, j * (D / STEP) + step + 1, b);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[4 * j + i] = x[i];
@@ -79,9 +75,7 @@ __device__ __forceinline__ void contract_channels(int (&sum)[COLUMNS / 2], u32 l
             int(&x)[4] = *reinterpret_cast<int(*)[4]>(sum + 4 * j);
             load_right<D>(b, right_from, 8 * j, byte);
             mma_int8(x, a, b);
-            after_int8<COLUMNS / 8>(sum, j, 2 * j, b);
             mma_int8(x, a + 4, b + 2);
-            after_int8<COLUMNS / 8>(sum, j, 2 * j + 1, b);
         }
     }
 }
@@ -99,9 +93,7 @@ __device__ __forceinline__ void contract_channels_16bit(float (&sum)[COLUMNS / 2
             u32 b[4];
             load_right<128>(b, address + step / 4 * (COLUMNS * 128), 8 * j, step % 4 * STEP);
             mma_16bit(sum + 4 * j, a + 4 * step, b);
-            after_16bit<COLUMNS / 8>(sum, j, 2 * j, b);
             mma_16bit(sum + 4 * j, a + 4 * step + 4, b + 2);
-            after_16bit<COLUMNS / 8>(sum, j, 2 * j + 1, b);
         }
 }
 
@@ -117,9 +109,7 @@ __device__ __forceinline__ void contract_tokens(float* sum, const u32 (&a)[TOKEN
             u32 b[4];
             load_right<TOKENS>(b, address, 8 * j, step * STEP);
             mma_int8<LEFT_UNSIGNED>(product, a + 4 * step, b);
-            after_int8<CHANNELS / 8>(sum, j, j * (TOKENS / STEP) + step, b);
             mma_int8<LEFT_UNSIGNED>(product, a + 4 * step + 4, b + 2);
-            after_int8<CHANNELS / 8>(sum, j, j * (TOKENS / STEP) + step + 1, b);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[4 * j + i] = fmaf(__int2float_rn(product[i]), factor[i / 2], sum[4 * j + i]);
@@ -137,8 +127,6 @@ __device__ __forceinline__ void contract_tokens_16bit(float (&sum)[D / 2], const
             u32 b[4];
             load_right_trans(b, address + j / 8 * (TOKENS * 128), token, j % 8 * 16);
             mma_16bit(sum + 4 * j, a + token / 4, b);
-            after_16bit<D / 8>(sum, j, 2 * j, b);
             mma_16bit(sum + 4 * j, a + token / 4 + 4, b + 2);
-            after_16bit<D / 8>(sum, j, 2 * j + 1, b);
         }
 }

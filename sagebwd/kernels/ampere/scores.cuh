@@ -40,9 +40,7 @@ __device__ __forceinline__ void contract_values(float (&dp)[N], u32 values, u32 
             u32 b[4];
             load_right<128>(b, grad_chunk, 8 * j, byte % 128);
             mma_16bit(dp + 4 * j, v, b);
-            after_16bit<N / 4>(dp, j, 2 * j, b);
             mma_16bit(dp + 4 * j, v + 4, b + 2);
-            after_16bit<N / 4>(dp, j, 2 * j + 1, b);
         }
     }
 }

@@ -16,6 +16,11 @@ from sagebwd.window import Window
 NO_LIMIT = 2**30
 
 
+def pointers(*names: str) -> list[tuple[str, type]]:
+    """Fields of a structure that are pointers."""
+    return [(name, ctypes.c_void_p) for name in names]
+
+
 class CTokenTensor(ctypes.Structure):
     """``TokenTensor`` of layout.cuh: a tensor (B, H, N, D), its strides in elements."""
 
@@ -36,11 +41,7 @@ class CTokenTensor(ctypes.Structure):
 class CSegments(ctypes.Structure):
     """``Segments`` of layout.cuh: where packed documents lie; null pointers without packing."""
 
-    _fields_ = [
-        ("document", ctypes.c_void_p),
-        ("start", ctypes.c_void_p),
-        ("first_block", ctypes.c_void_p),
-    ]
+    _fields_ = pointers("document", "start", "first_block")
 
     @classmethod
     def of(cls, segments: Segments | None) -> CSegments:

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.cuda.arguments import Signature
 from sagebwd.kernels.cuda.compile import Defines, Sources, checked, load_or_compile
+from sagebwd.window import CAUSAL
 
 
 class Driver(NamedTuple):
@@ -156,6 +158,38 @@ def load_kernel(sources: Sources, source: str, name: str, shared_bytes: int, **d
             if found is None:
                 found = _kernels[key] = _load(sources, source, name, shared_bytes, device, defines)
     return found
+
+
+def load_attention_kernel(
+    sources: Sources,
+    name: str,
+    q: Tensor,
+    params: AttentionParams,
+    *,
+    head_dim: int,
+    threads: int,
+    shared_bytes: int,
+    **defines: int,
+) -> Kernel:
+    """The kernel of the source ``name`` for attention with q, by :func:`load_kernel`.
+
+    Args:
+        head_dim: as padded.
+        threads, shared_bytes: of a CTA; the source does not compile if it has others.
+    """
+    return load_kernel(
+        sources,
+        name,
+        f"{name}_kernel",
+        shared_bytes,
+        HEAD_DIM=head_dim,
+        IS_CAUSAL=int(params.window == CAUSAL),
+        IS_WINDOWED=params.window.is_sliding,
+        IS_BF16=q.dtype == torch.bfloat16,
+        LAUNCH_THREADS=threads,
+        LAUNCH_BYTES=shared_bytes,
+        **defines,
+    )
 
 
 def _load(

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sagebwd.config import TILE
+from sagebwd.config import TILE, SageConfig
+from sagebwd.interface import AttentionParams, no_mean
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
-from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.kernels.layout import Axis, kv_axis, padded_head_dim
 
 #: Bytes of the four fp32 at the end of a packed block.
 TAIL = 16
@@ -37,37 +40,71 @@ def packed_head_dim(d: int) -> int:
     return max(64, padded_head_dim(d))
 
 
-def packed_kv_shape(
-    k: Tensor,
-    blocks: int,
-    token_scales: bool = False,
-    block_kv: int = TILE[1],
-    s_16bit: bool = False,
-    k_16bit: bool = False,
-    packs_16bit: bool = True,
-) -> tuple[int, int]:
-    """Shape of the result of :meth:`Packer.pack_kv`, which is uint8.
+class PackedLayout(NamedTuple):
+    """What packed blocks hold.
 
-    Args:
-        k: (B, H_kv, N_kv, D).
-        blocks: blocks of each head.
-        token_scales, s_16bit, packs_16bit: as of :class:`Packer`.
-        block_kv: keys of a packed block.
-        k_16bit: as of :meth:`Packer.pack_kv`.
+    token_scales: INT8 values have a scale for each token, not for each block. Tails then hold those of all
+        tokens of the first tensor, then of the second.
+    tile: tokens of a packed block of queries, and of one of keys and values.
+    s_16bit: Q and K by rows stay in 16 bits, without a scale, and infinities become NaN.
+    packs_16bit: whether V, dO and, for dK in 16 bits, Q are packed; otherwise kernels read the tensors.
     """
-    tail = 0 if s_16bit else scale_bytes(1, block_kv, token_scales)
-    values = block_kv * packed_head_dim(k.shape[3])
-    tiles = 1 + s_16bit + 2 * packs_16bit + 2 * k_16bit
-    return k.shape[0] * k.shape[1] * blocks, tiles * values + tail
+
+    token_scales: bool = False
+    tile: tuple[int, int] = TILE
+    s_16bit: bool = False
+    packs_16bit: bool = True
+
+    @classmethod
+    def of(cls, config: SageConfig, head_dim: int, *, packs_16bit: bool) -> PackedLayout:
+        """For these settings and this head size."""
+        token_scales, s_16bit = config.operand_scales == "token", not config.is_int8("s_fwd")
+        return cls(token_scales, config.tile(head_dim), s_16bit, packs_16bit)
+
+    def q_shape(self, q: Tensor, blocks: int) -> tuple[int, int]:
+        """Shape of the result of :meth:`Packer.pack_q`; as :meth:`kv_shape`."""
+        rows = self.tile[0] * packed_head_dim(q.shape[3])
+        size = 2 * rows if self.s_16bit else rows + scale_bytes(1, self.tile[0], self.token_scales)
+        return q.shape[0] * q.shape[1] * blocks, size
+
+    def kv_shape(self, k: Tensor, blocks: int, k_16bit: bool = False) -> tuple[int, int]:
+        """Shape of the result of :meth:`Packer.pack_kv`.
+
+        Args:
+            k: (B, H_kv, N_kv, D).
+            blocks: blocks of each head.
+            k_16bit: as of :meth:`Packer.pack_kv`.
+        """
+        tail = 0 if self.s_16bit else scale_bytes(1, self.tile[1], self.token_scales)
+        values = self.tile[1] * packed_head_dim(k.shape[3])
+        tiles = 1 + self.s_16bit + 2 * self.packs_16bit + 2 * k_16bit
+        return k.shape[0] * k.shape[1] * blocks, tiles * values + tail
 
 
-def packed_q_shape(
-    q: Tensor, blocks: int, token_scales: bool = False, block_q: int = TILE[0], s_16bit: bool = False
-) -> tuple[int, int]:
-    """Shape of the result of :meth:`Packer.pack_q`, which is uint8; as :func:`packed_kv_shape`."""
-    rows = block_q * packed_head_dim(q.shape[3])
-    size = 2 * rows if s_16bit else rows + scale_bytes(1, block_q, token_scales)
-    return q.shape[0] * q.shape[1] * blocks, size
+def saved_mean(mean: Tensor | None, k: Tensor) -> Tensor:
+    """A mean of K by :meth:`Packer.token_mean`, if there is one, as ``k_mean`` of ``ForwardResult``."""
+    if mean is None:
+        return no_mean(k)
+    d_pad = padded_head_dim(k.shape[3])
+    mean = mean if mean.shape[1] == d_pad else mean[:, :d_pad].contiguous()
+    return mean.view(*k.shape[:2], -1)
+
+
+def mean_alone(packer: Packer, k: Tensor, params: AttentionParams) -> Tensor:
+    """The ``k_mean`` of ``ForwardResult`` without the rest."""
+    return saved_mean(packer.token_mean(k, kv_axis(k, params)) if params.config.smooths_k else None, k)
+
+
+def packed_mean(k_mean: Tensor, k: Tensor) -> Tensor:
+    """The inverse of :func:`saved_mean`."""
+    mean = k_mean.view(-1, padded_head_dim(k.shape[3]))
+    missing = packed_head_dim(k.shape[3]) - mean.shape[1]
+    return pad(mean, (0, missing)) if missing else mean
+
+
+def has_token_scales(source: str, config: SageConfig) -> bool:
+    """Whether a kernel reads scales of tokens; with 16-bit S, no operand of the forward is in INT8."""
+    return config.operand_scales == "token" and (source != "forward" or config.is_int8("s_fwd"))
 
 
 def scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
@@ -81,10 +118,8 @@ class Packer:
     def __init__(
         self,
         sources: Sources,
-        token_scales: bool = False,
-        tile: tuple[int, int] = TILE,
-        s_16bit: bool = False,
-        packs_16bit: bool = True,
+        layout: PackedLayout,
+        *,
         step_q: int | None = None,
         rows_in_chunks: bool = False,
     ) -> None:
@@ -92,22 +127,20 @@ class Packer:
 
         Args:
             sources: those of the kernel set that reads what is packed.
-            token_scales: INT8 values have a scale for each token, not for each block. Tails then hold those
-                of all tokens of the first tensor, then of the second.
-            tile: tokens of a packed block of queries, and of one of keys and values.
-            s_16bit: Q and K by rows stay in 16 bits, without a scale, and infinities become NaN.
-            packs_16bit: whether V, dO and, for dK in 16 bits, Q are packed; otherwise kernels read the
-                tensors.
             step_q: tokens of a tile of Q or dO by columns; a packed block may have several. None: one.
             rows_in_chunks: whether tiles by rows of 256 channels are cut into chunks of 128, (2, tokens,
                 128), as wgmma takes them.
         """
         self._sources = sources
-        self._token_scales = token_scales
-        self._s_16bit = s_16bit
-        self._packs_16bit = packs_16bit
-        self._block_q, self._block_kv = tile
-        self._macros = {} if tile == TILE else {"TILE_Q": tile[0], "TILE_KV": tile[1]}
+        self._layout = layout
+        self._block_q, self._block_kv = layout.tile
+        self._macros: dict[str, int] = {
+            "TOKEN_SCALES": layout.token_scales,
+            "S_16BIT": layout.s_16bit,
+            "UNPACKED_16BIT": not layout.packs_16bit,
+        }
+        if layout.tile != TILE:
+            self._macros |= {"TILE_Q": layout.tile[0], "TILE_KV": layout.tile[1]}
         if step_q is not None:
             self._macros["Q_STEP"] = step_q
         if rows_in_chunks:
@@ -131,8 +164,7 @@ class Packer:
         Args:
             counters: int32, contiguous; the same kernel sets them to zero for those that follow.
         """
-        shape = packed_q_shape(q, axis.blocks, self._token_scales, self._block_q, self._s_16bit)
-        packed = q.new_empty(shape, dtype=torch.uint8)
+        packed = q.new_empty(self._layout.q_shape(q, axis.blocks), dtype=torch.uint8)
         arguments = (_CSource.of(q), packed, _CAxis.of(q, axis), counters, _count(counters))
         self._launch("pack_q", q, self._block_q, len(packed), *arguments)
         return packed
@@ -158,9 +190,9 @@ class Packer:
             k_16bit: as of :meth:`pack_kv`.
         """
         rows = self._block_kv * packed_head_dim(k.shape[3])
-        packed_v = _allocate(k, axis, rows + self._scale_bytes(2, self._block_kv))
+        packed_v = _allocate(k, axis, rows + scale_bytes(2, self._block_kv, self._layout.token_scales))
         if pack_for_backward:
-            packed_k = k.new_empty(self._packed_kv_shape(k, axis, k_16bit), dtype=torch.uint8)
+            packed_k = k.new_empty(self._layout.kv_shape(k, axis.blocks, k_16bit), dtype=torch.uint8)
             keys = (None, packed_v, packed_k)
         else:
             packed_k = _allocate(k, axis, rows)
@@ -182,9 +214,9 @@ class Packer:
             k_16bit: whether K minus ``k_mean`` in 16 bits, for a dQ that is not INT8, follows behind all
                 packed blocks. They are as long as without it.
         """
-        packed_kv = k.new_empty(self._packed_kv_shape(k, axis, k_16bit), dtype=torch.uint8)
+        packed_kv = k.new_empty(self._layout.kv_shape(k, axis.blocks, k_16bit), dtype=torch.uint8)
         arguments = (_CSource.of(k), _CSource.of(v), k_mean, packed_kv, _CAxis.of(k, axis))
-        parts = 1 + self._packs_16bit
+        parts = 1 + self._layout.packs_16bit
         self._launch("pack_kv", k, self._block_kv, parts * len(packed_kv), *arguments, K_16BIT=k_16bit)
         return packed_kv
 
@@ -196,7 +228,7 @@ class Packer:
         Args:
             k: only its shape and dtype are used.
         """
-        tail = self._scale_bytes(1, self._block_kv) if self._s_16bit else 0
+        tail = scale_bytes(1, self._block_kv, self._layout.token_scales) if self._layout.s_16bit else 0
         columns = _allocate(k, axis, self._block_kv * packed_head_dim(k.shape[3]) + tail)
         self._launch(
             "pack_k_columns", k, self._block_kv, len(packed_kv), packed_kv, columns, _CAxis.of(k, axis)
@@ -234,12 +266,12 @@ class Packer:
             counters: as of :meth:`pack_q`.
         """
         d_pad = packed_head_dim(q.shape[3])
-        grad_bytes = self._block_q * (2 * self._packs_16bit * d_pad + 8)
-        grad_bytes += self._scale_bytes(2, self._block_q)
+        grad_bytes = self._block_q * (2 * self._layout.packs_16bit * d_pad + 8)
+        grad_bytes += scale_bytes(2, self._block_q, self._layout.token_scales)
         packed_grad = _allocate(q, axis, grad_bytes)
         columns_of = 1 + (not p_16bit)
         if dk_16bit:
-            columns_of = 2 * self._packs_16bit
+            columns_of = 2 * self._layout.packs_16bit
         columns = _allocate(q, axis, self._block_q * columns_of * d_pad)
         tensors = (grad_out, out, out if out_residual is None else out_residual)
         sources = (_CSource.of(q), packed_q, *(_CSource.of(x) for x in tensors))
@@ -250,21 +282,11 @@ class Packer:
 
     def k_rows_bytes(self, k: Tensor) -> int:
         """Bytes of K by rows of a packed block."""
-        return (1 + self._s_16bit) * self._block_kv * packed_head_dim(k.shape[3])
+        return (1 + self._layout.s_16bit) * self._block_kv * packed_head_dim(k.shape[3])
 
     def packed_kv_bytes(self, k: Tensor) -> int:
         """Bytes from block to block in the result of :meth:`pack_kv`, also if K in 16 bits follows them."""
-        return self._shape_of_packed_kv(k, 0, k_16bit=False)[1]
-
-    def _packed_kv_shape(self, k: Tensor, axis: Axis, k_16bit: bool) -> tuple[int, int]:
-        return self._shape_of_packed_kv(k, axis.blocks, k_16bit)
-
-    def _shape_of_packed_kv(self, k: Tensor, blocks: int, k_16bit: bool) -> tuple[int, int]:
-        settings = (self._token_scales, self._block_kv, self._s_16bit, k_16bit, self._packs_16bit)
-        return packed_kv_shape(k, blocks, *settings)
-
-    def _scale_bytes(self, tensors: int, tokens: int) -> int:
-        return scale_bytes(tensors, tokens, self._token_scales)
+        return self._layout.kv_shape(k, 0)[1]
 
     def _launch(
         self,
@@ -284,9 +306,6 @@ class Packer:
             0,
             HEAD_DIM=head_dim,
             IS_BF16=like.dtype == torch.bfloat16,
-            TOKEN_SCALES=self._token_scales,
-            S_16BIT=self._s_16bit,
-            UNPACKED_16BIT=not self._packs_16bit,
             **self._macros,
             **defines,
         )

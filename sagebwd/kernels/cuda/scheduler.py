@@ -7,7 +7,7 @@ import ctypes
 from torch import Tensor
 
 from sagebwd.kernels.cuda.arguments import CSegments
-from sagebwd.kernels.layout import Axis
+from sagebwd.kernels.layout import Axes
 
 
 class CAxes(ctypes.Structure):
@@ -24,21 +24,24 @@ class CAxes(ctypes.Structure):
 
     @classmethod
     def of(
-        cls, x: Tensor, q_axis: Axis, kv_axis: Axis, *, work_axis: Axis, group: int, tile_counter: int | None
+        cls, q: Tensor, k: Tensor, axes: Axes, *, of_keys: bool = False, tokens: int, tile_counter: int | None
     ) -> CAxes:
-        """The work tiles: blocks of ``work_axis`` in each head of ``x``, which is q or k.
+        """The work tiles: blocks of so many ``tokens`` in each head of q, or of k.
+
+        Keep the result until the launch: a structure that it is copied into does not hold its memory.
 
         Args:
-            group: query heads that share a key head.
             tile_counter: address of an int32 that is zero.
         """
-        axes = cls(
-            CSegments.of(work_axis.segments), CSegments.of(q_axis.segments), CSegments.of(kv_axis.segments),
-            tile_counter, q_axis.n, kv_axis.n, x.shape[3], x.shape[1], group,
-            x.shape[0] * x.shape[1], work_axis.blocks, q_axis.blocks, kv_axis.blocks,
+        x, axis = (k, axes.kv) if of_keys else (q, axes.q)
+        work = axis.with_block(tokens)
+        result = cls(
+            CSegments.of(work.segments), CSegments.of(axes.q.segments), CSegments.of(axes.kv.segments),
+            tile_counter, axes.q.n, axes.kv.n, x.shape[3], x.shape[1], q.shape[1] // k.shape[1],
+            x.shape[0] * x.shape[1], work.blocks, axes.q.blocks, axes.kv.blocks,
         )  # fmt: skip
-        axes.work_axis = work_axis  # keeps the memory alive that the structure points to
-        return axes
+        result.work_axis = work  # keeps the memory alive that the structure points to
+        return result
 
     @property
     def work_tiles(self) -> int:

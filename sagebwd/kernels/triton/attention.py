@@ -1,4 +1,4 @@
-"""The Triton kernel set as :mod:`sagebwd.kernels.ops` calls it."""
+"""The Triton kernel set as :mod:`sagebwd.interface` has it. It packs nothing."""
 
 from __future__ import annotations
 
@@ -6,70 +6,36 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from sagebwd.config import SageConfig
-from sagebwd.kernels.layout import Axis, ForwardResult, nothing_packed
+from sagebwd.interface import AttentionParams, ForwardResult
+from sagebwd.kernels.layout import kv_axis
 from sagebwd.kernels.triton import backward as _backward
 from sagebwd.kernels.triton import forward as _forward
-from sagebwd.kernels.triton import quantize as _quantize
-from sagebwd.window import Window
+from sagebwd.kernels.triton.quantize import k_mean_of
 
 __all__ = ["backward", "forward", "token_mean", "too_large"]
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_axis: Axis,
-    kv_axis: Axis,
-    *,
-    window: Window,
-    scale: float,
-    config: SageConfig,
-    pack_for_backward: bool,
-) -> ForwardResult:
-    """Algorithm 1. The backward reads Q, K and V themselves, so ``pack_for_backward`` has no effect.
+def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+    """See :mod:`sagebwd.interface`."""
+    return k_mean_of(k, kv_axis(k, params), params.config)
 
-    Raises:
-        ValueError: the tiles of ``config`` are too large for this GPU.
-    """
-    options = {"window": window, "scale": scale, "config": config}
+
+def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+    """Algorithm 1. Raises ValueError if the tiles of ``params`` are too large for this GPU."""
     try:
-        results = _forward.forward(q, k, v, q_axis, kv_axis, **options)
+        return _forward.forward(q, k, v, params)
     except OutOfResources as error:
-        raise too_large(q, config, error) from error
-    return ForwardResult(*results, *nothing_packed(q))
+        raise too_large(q, params.config, error) from error
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    k_mean: Tensor,
-    out_residual: Tensor,
-    packed_q: Tensor,
-    packed_kv: Tensor,
-    q_axis: Axis,
-    kv_axis: Axis,
-    *,
-    window: Window,
-    scale: float,
-    config: SageConfig,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: dq, dk, dv, as q, k, v, from a :class:`ForwardResult`. Raises as :func:`forward`."""
-    saved = (out, lse, k_mean, out_residual)
-    options = {"window": window, "scale": scale, "config": config}
+    """Algorithm 2. Raises as :func:`forward`."""
     try:
-        return _backward.backward(grad_out, q, k, v, *saved, q_axis, kv_axis, **options)
+        return _backward.backward(grad_out, q, k, v, saved, params)
     except OutOfResources as error:
-        raise too_large(q, config, error) from error
-
-
-def token_mean(k: Tensor, kv_axis: Axis, config: SageConfig) -> Tensor:
-    """The ``k_mean`` of :func:`forward` with a ``config`` that smooths K, alone, to its bits."""
-    return _quantize.token_mean(k, kv_axis)
+        raise too_large(q, params.config, error) from error
 
 
 def too_large(q: Tensor, config: SageConfig, error: OutOfResources) -> ValueError:

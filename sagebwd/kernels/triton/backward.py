@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.config import SageConfig
-from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.interface import AttentionParams, ForwardResult
+from sagebwd.kernels.layout import Axes, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.assembler import with_right_addresses
 from sagebwd.kernels.triton.launch import launch_options, window_arguments
 from sagebwd.kernels.triton.operands import NO_PACKED_OPERAND, SIZES, TokenTensor
 from sagebwd.kernels.triton.quantize import quantize, quantize_grad, quantize_q_and_k
-from sagebwd.window import Window
 
 
 @with_right_addresses
@@ -234,26 +233,14 @@ def _dq_kernel(
 
 
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    k_mean: Tensor,
-    out_residual: Tensor,
-    q_axis: Axis,
-    kv_axis: Axis,
-    *,
-    window: Window,
-    scale: float,
-    config: SageConfig,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv, as q, k, v, from what :func:`sagebwd.kernels.triton.forward.forward` returned."""
+    """As :func:`sagebwd.kernels.triton.attention.backward`."""
+    config, (q_axis, kv_axis) = params.config, Axes.of(q, k, params)
     token_scales = config.operand_scales == "token"
     int8 = {name: config.is_int8(name) for name in ("s_bwd", "dv", "dp", "dq", "dk")}
     q_operand, k_operand = quantize_q_and_k(
-        q, k, k_mean, q_axis, kv_axis, config,
+        q, k, saved.k_mean, q_axis, kv_axis, config,
         {"rows": int8["s_bwd"], "columns": int8["dk"], "rounded": not (int8["s_bwd"] and int8["dk"])},
         {"rows": int8["s_bwd"], "columns": int8["dq"], "rounded": not (int8["s_bwd"] and int8["dq"])},
     )  # fmt: skip
@@ -261,7 +248,7 @@ def backward(
         quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_PACKED_OPERAND
     )
     grad_operand, delta = quantize_grad(
-        grad_out, out, q_axis, out_residual=out_residual if config.compensate_o else None,
+        grad_out, saved.out, q_axis, out_residual=saved.out_residual if config.compensate_o else None,
         rows=int8["dp"], columns=int8["dv"], sums=config.is_unsigned("dv"), token_scales=token_scales,
     )  # fmt: skip
     # Tokens that belong to no document are not visited.
@@ -269,13 +256,13 @@ def backward(
     dq, dk, dv = empty(q), empty(k), empty(v)
     tensors = (
         q_operand, k_operand, v_operand, grad_operand,
-        TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(grad_out), lse, delta,
+        TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(grad_out), saved.lse, delta,
     )  # fmt: skip
     group = q.shape[1] // k.shape[1]
     sizes = (q_axis.n, kv_axis.n, q.shape[3])
-    blocks = (q_axis.blocks, kv_axis.blocks, kv_axis.documents, scale)
+    blocks = (q_axis.blocks, kv_axis.blocks, kv_axis.documents, params.scale)
     shared = {
-        **window_arguments(window),
+        **window_arguments(params.window),
         "S_INT8": int8["s_bwd"],
         "DP_INT8": int8["dp"],
         "SMOOTH_Q": config.smooth_q,

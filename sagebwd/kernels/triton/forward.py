@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.config import SageConfig
-from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.interface import AttentionParams, ForwardResult, nothing_packed
+from sagebwd.kernels.layout import Axes, Axis, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.assembler import with_right_addresses
 from sagebwd.kernels.triton.launch import launch_options, window_arguments
 from sagebwd.kernels.triton.operands import NO_PACKED_OPERAND, SIZES, PackedOperand, TokenTensor
-from sagebwd.kernels.triton.quantize import quantize, quantize_q_and_k, token_mean
-from sagebwd.window import Window
+from sagebwd.kernels.triton.quantize import k_mean_of, quantize, quantize_q_and_k, token_mean
 
 
 @with_right_addresses
@@ -135,30 +135,18 @@ def _forward_kernel(
         device.store_tokens(out_residual, residual_pointer, first, n_q, d, residual, OWN, D_PAD)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_axis: Axis,
-    kv_axis: Axis,
-    *,
-    window: Window,
-    scale: float,
-    config: SageConfig,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return out, lse, k_mean and out_residual of a :class:`~sagebwd.kernels.layout.ForwardResult`."""
+def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+    """As :func:`sagebwd.kernels.triton.attention.forward`."""
+    config, (q_axis, kv_axis) = params.config, Axes.of(q, k, params)
     token_scales = config.operand_scales == "token"
-    if config.smooths_k:
-        k_mean = token_mean(k, kv_axis)
-    else:
-        k_mean = k.new_empty((k.shape[0] * k.shape[1] * kv_axis.documents, 0), dtype=torch.float32)
+    k_mean = k_mean_of(k, kv_axis, config)
     s_int8, o_int8 = config.is_int8("s_fwd"), config.is_int8("o")
     forms = {"rows": s_int8, "rounded": not s_int8}
     q_operand, k_operand = quantize_q_and_k(q, k, k_mean, q_axis, kv_axis, config, forms, forms)
     v_operand = _quantize_v(v, kv_axis, config) if o_int8 else NO_PACKED_OPERAND
     out = torch.empty_like(q)
     out_residual = torch.empty_like(q) if config.compensate_o else q.new_empty(0)
-    lse = q.new_empty((q.shape[0] * q.shape[1], q.shape[2]), dtype=torch.float32)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     if q_axis.segments is not None:  # tokens that belong to no document are not visited
         out.zero_()
         out_residual.zero_()
@@ -168,12 +156,12 @@ def forward(
         q_operand, k_operand, v_operand, TokenTensor.of(k), TokenTensor.of(v), TokenTensor.of(out),
         TokenTensor.of(out_residual if config.compensate_o else out), lse, q_axis.segments, kv_axis.segments,
         q_axis.n, kv_axis.n, q.shape[3], q.shape[1], q.shape[1] // k.shape[1],
-        q_axis.blocks, kv_axis.blocks, q_axis.documents, scale, **window_arguments(window),
+        q_axis.blocks, kv_axis.blocks, q_axis.documents, params.scale, **window_arguments(params.window),
         S_INT8=s_int8, O_INT8=o_int8, SMOOTH_Q=config.smooth_q,
         TOKEN_SCALES=token_scales, COMPENSATE_O=config.compensate_o, BLOCK_Q=q_axis.block,
         BLOCK_KV=kv_axis.block, OWN=own, D_PAD=padded_head_dim(q.shape[3]), **options,
     )  # fmt: skip
-    return out, lse, k_mean, out_residual
+    return ForwardResult(out, lse, k_mean, out_residual, *nothing_packed(q))
 
 
 def _quantize_v(v: Tensor, axis: Axis, config: SageConfig) -> PackedOperand:

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sagebwd.config import SageConfig
+from sagebwd.interface import no_mean
 from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.operands import SIZES, PackedOperand, TokenTensor
@@ -147,6 +148,11 @@ def token_mean(x: Tensor, axis: Axis) -> Tensor:
     return mean
 
 
+def k_mean_of(k: Tensor, axis: Axis, config: SageConfig) -> Tensor:
+    """The ``k_mean`` of :class:`~sagebwd.interface.ForwardResult`."""
+    return token_mean(k, axis).view(*k.shape[:2], -1) if config.smooths_k else no_mean(k)
+
+
 def quantize_q_and_k(
     q: Tensor,
     k: Tensor,
@@ -159,7 +165,7 @@ def quantize_q_and_k(
 ) -> tuple[PackedOperand, PackedOperand]:
     """Smooth Q and K as ``config`` says and quantize them into the forms that are asked for.
 
-    ``k_mean`` is that of :func:`token_mean`; it counts only if ``config`` smooths K.
+    ``k_mean`` is that of :func:`k_mean_of`.
     """
     token_scales = config.operand_scales == "token"
     q_subtract, k_subtract = "own" if config.smooth_q else "", "given" if config.smooths_k else ""

@@ -16,11 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 from sagebwd import SageConfig, report, sage_attention
 from sagebwd._ops import ops
-from sagebwd.config import encode
 from sagebwd.integrations import torch_flash
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.lse import natural_lse
 from sagebwd.kernels.ops import saved_for_backward
 from sagebwd.metrics import relative_l2
+from sagebwd.window import CAUSAL
 from tests.sagebwd.integrations.hand_written import assert_trains_as
 from tests.sagebwd.integrations.test_flash_attn import WINDOWS, assert_same, draw, is_seen, truth_of
 
@@ -191,12 +192,12 @@ def test_what_the_backward_needs_comes_from_the_logsumexp_alone(kernels, is_pack
     q, k, v = (x.detach().to(dtype) for x in draw((1, 2, 21, 32), (1, 1, 21, 32), (1, 1, 21, 32)))
     k = k + 3
     boundaries = (torch.tensor([0, 9, 9, 21]) if is_packed else None, None)
-    settings = encode(SageConfig(block_q=32, block_kv=32))
-    arguments = (*boundaries, -1, 0, 0.2, settings, kernels)
+    params = AttentionParams(CAUSAL, 0.2, SageConfig(block_q=32, block_kv=32), kernels, *boundaries)
+    arguments = params.flatten()
     saved = ops.forward.default(q, k, v, *arguments)
     out, lse, k_mean, *_ = saved
-    plain = natural_lse(q, lse, k_mean, boundaries[0], scale=0.2, kernels=kernels)
-    again = saved_for_backward(q, k, out, plain, *boundaries, 0.2, settings, kernels)
+    plain = natural_lse(q, lse, k_mean, params)
+    again = saved_for_backward(q, k, out, plain, params)
     assert torch.equal(again.k_mean, k_mean)
     torch.testing.assert_close(again.lse, lse, atol=1e-5, rtol=1e-6)
     sizes = (1, 21)

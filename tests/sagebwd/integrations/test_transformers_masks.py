@@ -9,9 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, masking_utils
 
 from sagebwd import SageConfig, sage_attention
-from sagebwd.integrations.packing import REMEMBERED, remember_recent
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_masks import TokenMask
+from sagebwd.integrations.varlen import REMEMBERED, remember_recent
 from sagebwd.window import CAUSAL, FULL, Window
 from tests.sagebwd.integrations.tiny_models import EXACT, INT8_OUTPUT, call, error, prepare_mask
 

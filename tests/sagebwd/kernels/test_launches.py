@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagebwd import sage_attention
 from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper.tensor_map import CTensorMap
 from sagebwd.kernels.layout import Axis, whole_axis
 from sagebwd.window import CAUSAL
 
-OPTIONS = {"window": CAUSAL, "scale": 0.1, "config": DEFAULT_CONFIG}
+PARAMS = AttentionParams(CAUSAL, 0.1, DEFAULT_CONFIG, pack_for_backward=True)
 #: Operators that take or describe memory, and launch nothing.
 LAUNCH_NOTHING = ("empty", "view", "transpose", "detach", "expand")
 
@@ -40,13 +41,12 @@ class Operators(TorchDispatchMode):
 def count(forward, backward, launched, sample):
     """The kernels and launching operators of a forward, and those of a backward."""
     *qkv, grad_out = sample
-    axes = [Axis.of(qkv[0].shape[2], n, None) for n in (64, 128)]
     with Operators() as ran:
-        saved = forward(*qkv, *axes, **OPTIONS)
+        saved = forward(*qkv, PARAMS)
     first = ([*launched], ran.launching)
     launched.clear()
     with Operators() as ran:
-        backward(grad_out, *qkv, *saved, *axes, **OPTIONS)
+        backward(grad_out, *qkv, saved, PARAMS)
     return first, ([*launched], ran.launching)
 
 
@@ -65,10 +65,7 @@ def test_hopper(sample, monkeypatch):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
     monkeypatch.setattr(hopper, "tensor_map", lambda x: CTensorMap())
 
-    def forward(*inputs, **options):
-        return hopper.forward(*inputs, pack_for_backward=True, **options)
-
-    assert count(forward, hopper.backward, launched, sample) == (
+    assert count(hopper.forward, hopper.backward, launched, sample) == (
         (["token_sum", "token_mean", "pack_q", "pack_kv_int8", "forward"], []),
         (["pack_grad", "dk_dv", "pack_k_columns", "dq"], []),
     )

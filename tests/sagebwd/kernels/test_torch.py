@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import encode
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.inputs import NAMES, every_other, token_major
@@ -136,7 +137,7 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, packs))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, packs)
-    packs_v = ops.packs_v(kernel_set.name, has_documents=packed)
+    packs_v = ops.packs_v(AttentionParams.unflatten(*settings))
     inputs = (None, None, None if packs_v else v) if packs else (q, k, v)
     arguments = (grad_out, *inputs, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)

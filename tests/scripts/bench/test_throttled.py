@@ -3,47 +3,59 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
+import shutil
+import subprocess
+from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+import triton
 
-from sagebwd import SageConfig
 from sagebwd.kernels.ampere import attention as ampere
-from sagebwd.kernels.cuda.compile import why_no_compiler
-from scripts.bench import predict, throttled
-from scripts.bench.attention_peers import Shape
-from scripts.bench.sass import parse
-from scripts.bench.sass_loops import Program
+from sagebwd.kernels.ampere.shapes import backward_source, cta_shape
+from sagebwd.kernels.cuda.compile import Sources, compile_source, why_no_compiler
+from scripts.bench import throttled
+from scripts.bench.registry import Shape
 
 NEEDS_COMPILER = pytest.mark.skipif(why_no_compiler() is not None, reason=str(why_no_compiler()))
+TILE = (64, 128)  # of the default settings
+
+
+def products_of(which, head_dim, folder):
+    """The tensor-core instructions of a kernel, each with its registers, in their order."""
+    source = which if which == "forward" else backward_source(TILE, head_dim)
+    cta = cta_shape(source, head_dim, TILE)
+    defines = {
+        "HEAD_DIM": head_dim, "IS_CAUSAL": 0, "IS_BF16": True, "UNPACKED_16BIT": True, "TILE_Q": TILE[0],
+        "TILE_KV": TILE[1], "LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes,
+    }  # fmt: skip
+    file = folder / "kernel.cubin"
+    file.write_bytes(compile_source(ampere.sources_for("sm_90"), source, defines)[0])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([str(tool), "-c", str(file)], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"\b([IH]MMA)\.[\w.]+ (\w+), [\w.]+, [\w.]+, (\w+)", text)
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("times", throttled.TIMES)
-@pytest.mark.parametrize(("which", "head_dim"), [("forward", 64), ("backward", 64), ("backward", 128)])
-def test_every_product_is_done_so_often(which, head_dim, times):
+@pytest.mark.parametrize(
+    ("which", "head_dim", "times"), [("forward", 64, 2), ("backward", 64, 2), ("backward", 128, 3)]
+)
+def test_every_product_is_done_so_often(which, head_dim, times, tmp_path):
     """Further products are INT8 ones, also those for 16-bit products. The compiler deletes none.
 
     Hardly any continues the sum of the one before.
     """
+    needed = Counter(kind for kind, _, _ in products_of(which, head_dim, tmp_path))
     with throttled.throttled(times):
-        text = predict.machine_code.__wrapped__(which, "default", head_dim, "full", "sm_90")
-    source = predict.source_of(which, head_dim, SageConfig())
-    program = Program(text, f"{source}_kernel", predict.warps_of(source))
-    tile = [program.per_iteration(kind) for kind in range(len(program.warps))]
-    found = predict.products_found(predict.of_all_warps(tile, program.warps))
-    needed = predict.products_needed(which, head_dim, SageConfig())
-    of_16bit = needed.get("HMMA", 0)
-    assert found.get("HMMA", 0) == of_16bit
-    assert found["IMMA"] == times * needed["IMMA"] + (2 * times - 1) * of_16bit
-
-    code = parse(text, f"{source}_kernel")[0]
-    products = [instruction.operands for instruction in code if instruction.base in ("IMMA", "HMMA")]
-    waiting = sum(before[0] == after[3] for before, after in pairwise(products))
+        found = products_of(which, head_dim, tmp_path)
+    kinds = Counter(kind for kind, _, _ in found)
+    assert kinds["HMMA"] == needed["HMMA"]
+    assert kinds["IMMA"] == times * needed["IMMA"] + (2 * times - 1) * needed["HMMA"] > 0
     # Some true products do. If further products went to the sums of true ones, half of all would.
-    assert waiting <= 0.05 * len(products)
+    waiting = sum(before[1] == after[2] for before, after in pairwise(found))
+    assert waiting <= 0.05 * len(found)
 
 
 def test_nothing_of_it_is_left_behind():
@@ -55,17 +67,26 @@ def test_nothing_of_it_is_left_behind():
     assert not folder.exists()
 
 
-def test_every_product_can_be_throttled():
-    """The sources call the replaced header after each product."""
-    folder = ampere.sources_for("sm_90").folders[0]
-    sources = [*folder.glob("*.cu"), *folder.glob("*.cuh")]
-    lines = [line.strip() for file in sources for line in file.read_text(encoding="utf-8").splitlines()]
+def test_every_product_of_the_sources_can_be_throttled(tmp_path):
+    """A loop that is new to the sources fails here, and one that changed fails before."""
+    copy = throttled.throttled_sources(ampere.sources_for("sm_90"), 2, tmp_path).folders[0]
     found = 0
-    for line, after in pairwise(lines):
-        if product := re.match(r"mma_(int8|16bit)\b.*;$", line):
-            assert after.startswith(f"after_{product[1]}<"), line
-            found += 1
+    for file in (*copy.glob("*.cu"), *copy.glob("*.cuh")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if product := re.match(r"\W*(?:for .*\) )?\W*mma_(int8|16bit)\b[^;]*\);(.*)", line):
+                assert product[2].strip().startswith(f"after_{product[1]}<"), line
+                found += 1
     assert found == 13
+
+
+def test_a_line_that_is_gone_is_named(tmp_path):
+    sources = ampere.sources_for("sm_90")
+    changed = tmp_path / "changed"
+    shutil.copytree(sources.folders[0], changed)
+    file = changed / "scores.cuh"
+    file.write_text(file.read_text().replace("mma_16bit(dp + 4 * j, v, b)", "mma_16bit(dp + 4 * j, v, c)"))
+    with pytest.raises(ValueError, match=r"scores\.cuh has the line .* 0 times"):
+        throttled.throttled_sources(Sources("sm_90", (changed, sources.folders[1])), 2, tmp_path / "copies")
 
 
 def test_the_prediction_is_linear_in_the_time_of_products():
@@ -79,24 +100,16 @@ def test_the_prediction_is_linear_in_the_time_of_products():
     }
     times = {k: own / (sms * clock * 1e6) for k, own in cycles.items()}
     found = throttled.predicted_tflops(shape, times, clock, sms)
-    target = throttled.TARGET
-    kernels = (6 * one / target.int8 + one / target.bits16) / (target.sms * target.clock_ghz * 1e9)
-    packing = 18 * one / shape.tokens / (0.85 * target.bandwidth * 1e9)
+    kernels = (6 * one / 1024 + one / 256) / (128 * 2.52e9)
+    packing = 18 * one / shape.tokens / (0.85 * 1008e9)
     assert found == pytest.approx(3.5 * shape.flops / (kernels + packing) / 1e12, rel=2e-3)
-
-
-def test_without_an_h100_or_h200_it_says_what_it_needs(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        throttled.main([])
-    assert "this needs an H100 or H200" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
 def test_on_an_h100_or_h200_results_keep_their_bits():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("it is for an H100 or H200")
-    row = throttled.measure(Shape(1, 4, 1024, 64, True), Namespace(repetitions=3), clock_ghz=1.9)
+    row = throttled.measure(Shape(1, 4, 1024, 64, True), 3, clock_ghz=1.9)
     assert row.same_bits
     assert 0 < row.forward_ms[2] < row.forward_ms[3]
     assert 0 < row.backward_ms[2] < row.backward_ms[3]

@@ -1,6 +1,5 @@
 """Bias and noise of gradients: the estimators against closed forms, and from a run to its numbers."""
 
-import json
 import math
 import re
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import model.huggingface
 from data.loader import BatchLoader
 from model.llama import Llama
 from sagebwd import SageConfig, sage_attention
+from scripts.output import read_json
 from scripts.paper import gradient_bias, gradient_bias_gradients
 from scripts.paper.gradient_bias import SETTINGS, parts
 from scripts.paper.gradient_bias_estimates import (
@@ -29,8 +29,7 @@ from scripts.paper.gradient_bias_estimates import (
     signed_root,
 )
 from scripts.paper.gradient_bias_gradients import draw_batches, gram
-from scripts.paper.gradient_bias_tables import CONTROL, GROUP_TITLES, STYLES, Row, share
-from scripts.paper.result_files import read_json
+from scripts.paper.gradient_bias_tables import CONTROL, GROUP_TITLES, LINES, Row, share
 
 WEIGHTS, BATCHES, REPEATS = 300, 8, 400
 GRADIENT, BIAS = 0.5, 0.1  # every element of G and of b
@@ -173,7 +172,7 @@ def test_settings_are_those_asked_for():
     assert set().union(*int8.values()) == set(SageConfig().int8_matmuls)
     assert set(SETTINGS["all_int8"].int8_matmuls) == {*SageConfig().int8_matmuls, "dp"}
     assert not SETTINGS["paper_no_smooth_k"].smooth_k
-    assert set(STYLES) <= {CONTROL, *SETTINGS}
+    assert set(LINES) <= {CONTROL, *SETTINGS}
 
 
 class Tokens:
@@ -221,7 +220,6 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys, monkeypatch):
     assert [place["step"] for place in result["checkpoints"]] == [3, 2]
     assert {place["adam"] for place in result["checkpoints"]} == {"v of the checkpoint"}
     assert result["runs"]["run"]["batches_unseen"]
-    assert result["left_out"] == {}
 
     expected = expected_at_the_end(trainer, tmp_path / "run")
     rows = [Row(**row) for row in result["rows"]]
@@ -249,9 +247,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys, monkeypatch):
     assert "Trained with fpa with QK-norm on 444 tokens, 148 a step" in text
     assert (tmp_path / "out" / "bias.png").stat().st_size > 10_000
     check_without_checkpoint(tmp_path, rows)
-    check_a_setting_that_fails(tmp_path, monkeypatch)
     check_an_interruption(tmp_path, monkeypatch, rows)
-    check_joining(tmp_path)
     check_refusals(tmp_path, capsys)
 
 
@@ -311,7 +307,7 @@ def naive(d, g):
 
 
 def check_an_interruption(folder, monkeypatch, rows):
-    """What was measured before it is in the file, of which --join makes the rest."""
+    """What was measured before it is in the file."""
     measured, real = [], gradient_bias.gradients
 
     def interrupted(*arguments):
@@ -330,9 +326,6 @@ def check_an_interruption(folder, monkeypatch, rows):
     kept = [Row(**row) for row in read_json(folder / "out" / "part.json")["rows"]]
     wanted = ((3, "paper"), (3, "all_int8"), (2, "paper"))
     assert kept == [row for row in rows if (row.step, row.setting) in wanted]
-    part, whole = folder / "out" / "part.json", folder / "out" / "whole"
-    gradient_bias.main(["--join", str(part), "--out", str(whole)])
-    assert "not measured" in whole.with_suffix(".md").read_text()
 
 
 def check_without_checkpoint(folder, rows):
@@ -358,60 +351,17 @@ def check_without_checkpoint(folder, rows):
     assert adam[0]["bias"] != before["adam", "mlp", adam[0]["layer"]].bias
 
 
-def check_a_setting_that_fails(folder, monkeypatch):
-    """It is left out, the others are measured, and the tables say so; here at another step, too."""
-    working = gradient_bias.try_attention
-
-    def try_attention(attend, **options):
-        if getattr(attend, "keywords", None) == {"config": SETTINGS["default"]}:
-            raise RuntimeError("no such kernel")
-        working(attend, **options)
-
-    monkeypatch.setattr(gradient_bias, "try_attention", try_attention)
-    gradient_bias.main(
-        [str(folder / "run"), "--steps", "2", "--settings", "default", "only_o", "--batches", "3",
-         "--tokens-per-batch", "37", "--device", "cpu", "--out", str(folder / "out" / "partly")]
-    )  # fmt: skip
-    result = read_json(folder / "out" / "partly.json")
-    assert {(row["step"], row["setting"]) for row in result["rows"]} == {(2, "only_o"), (3, "only_o")}
-    left_out = "Left out of run: `default`: RuntimeError: no such kernel"
-    assert left_out in (folder / "out" / "partly.md").read_text()
-
-
-def check_joining(folder):
-    """Two results become one; not those with the same run."""
-    first = read_json(folder / "out" / "bias.json")
-    text = (
-        json.dumps(first)
-        .replace('"run": "run"', '"run": "twin"')
-        .replace('"runs": {"run"', '"runs": {"twin"')
-    )
-    (folder / "twin.json").write_text(text)
-    files = [str(folder / "out" / "bias.json"), str(folder / "twin.json")]
-    gradient_bias.main(["--join", *files, "--out", str(folder / "joined")])
-    joined = read_json(folder / "joined.json")
-    assert set(joined["runs"]) == {"run", "twin"}
-    assert len(joined["rows"]) == 2 * len(first["rows"])
-    assert joined["joined_with"][0]["command"] == first["command"]
-    assert "## twin" in (folder / "joined.md").read_text()
-    with pytest.raises(SystemExit, match="a run is in several results: run, run"):
-        gradient_bias.main(["--join", files[0], files[0], "--out", str(folder / "joined")])
-
-
 def check_refusals(folder, capsys):
     run = str(folder / "run")
     for arguments, message in (
         ([run, "--tokens-per-batch", "100"], "not a multiple of the 37 tokens .*use --tokens-per-batch 111"),
         ([run, "--tokens-per-batch", "37", "--batches", "9999999"], r"use --batches \d+ or fewer"),
-        ([run, "--steps", "1"], "no checkpoint of step 1; there: 2, 3"),
         ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
     ):
         with pytest.raises(SystemExit, match=message):
             gradient_bias.main([*arguments, "--device", "cpu", "--out", str(folder / "refused")])
     assert not list(folder.glob("refused*"))
     for arguments, message in (
-        ([], "give directories of runs, or --join"),
-        ([run, "--join", "x.json"], "not both"),
         ([run, "--batches", "2"], "use --batches 3 or more"),
         ([run, "--settings", "unheard_of"], "invalid choice: 'unheard_of'"),
     ):

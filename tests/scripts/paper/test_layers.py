@@ -1,6 +1,4 @@
-"""From a run that was trained here to its layers' errors, RMS, Table 2 and traces."""
-
-import re
+"""From a run that was trained here to its layers' errors, RMS and Table 2."""
 
 import pytest
 import torch
@@ -10,40 +8,35 @@ import model.huggingface
 import sagebwd.reference
 from sagebwd.metrics import cosine_similarity, relative_l2, rms
 from sagebwd.reference import exact_attention
-from scripts.paper import layers, layers_runs
-from scripts.paper.layers import VARIANTS, choose_heads
+from scripts.output import read_json
+from scripts.paper import layers, trained_runs
+from scripts.paper.layers import VARIANTS
 from scripts.paper.layers_tables import Row, most_error_prone
-from scripts.paper.report import layers as layers_section
-from scripts.paper.report.rules import OPEN
-from scripts.paper.result_files import Results, read_json
-from scripts.paper.traces import find_traces, load_trace
-from tests.inputs import draw, largest_logit
-from trainer.probe import Captured
+from tests.inputs import largest_logit
 from trainer.run_directory import RunDirectory
 
 
-def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
+def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys, monkeypatch):
     shape = ("model.n_heads=4", "model.n_kv_heads=2", "context=37", "hardware.micro_batch=2")
     trainer = train_here(
         tmp_path / "run", "steps=3", *shape, "tps.tokens_per_step=148", "tps.divide_by=1",
         "hardware.dtype=bfloat16", "eval_every=99", "sample_tokens=0", "probe.every=0",
         "checkpoint_every=2", "milestone_every=2", "keep_checkpoints=1",
     )  # fmt: skip
-    out, traces = tmp_path / "out" / "layers", tmp_path / "traces"
-    layers.main(
-        [str(tmp_path / "run"), "--out", str(out), "--sequences", "2", "--traces", str(traces),
-         "--trace-layers", "0", "1", "--device", "cpu"]
-    )  # fmt: skip
+    captured = remember_captured(monkeypatch)
+    out = tmp_path / "out" / "layers"
+    layers.main([str(tmp_path / "run"), "--out", str(out), "--sequences", "2", "--device", "cpu"])
     printed = capsys.readouterr().out
     result = read_json(tmp_path / "out" / "layers.json")
 
-    origin, traced = load_trace(traces / "run" / "step_00000003.safetensors")
-    assert (origin.run, origin.step, origin.tokens, origin.tokens_per_step) == ("run", 3, 444, 148)
-    assert (origin.attention, origin.qk_norm, origin.heads) == ("fpa", True, None)
-    check_validation_text(trainer, tmp_path / "run", traced[0].v)
+    origin = result["runs"]["run"]
+    assert (origin["step"], origin["tokens"], origin["tokens_per_step"]) == (3, 444, 148)
+    assert (origin["attention"], origin["qk_norm"]) == ("fpa", True)
+    assert origin["text"] == trainer.corpus.manifest.fingerprint
+    check_validation_text(trainer, tmp_path / "run", captured[0].v)
     assert [(row["run"], row["layer"]) for row in result["rows"]] == [("run", 0), ("run", 1)]
     for row in result["rows"]:
-        check_row(row, traced[row["layer"]], sequences_per_step=4)
+        check_row(row, captured[row["layer"]], sequences_per_step=4)
 
     worst = max(result["rows"], key=lambda row: row["errors"]["paper"]["dq_l2"])
     table = result["table2"]["run"]
@@ -63,41 +56,20 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     pictures = sorted(file.name for file in (tmp_path / "out").glob("*.png"))
     assert pictures == ["layers.png", "layers_smoothing.png"]
     assert result["runs"]["run"]["sequences_per_step"] == 4
-    check_section(layers_section.layers(Results(tmp_path / "out")), result)
     check_weights_of_a_step(tmp_path / "run")
-    check_traces_of_milestones(tmp_path / "run", traced, capsys)
     check_refusals(tmp_path)
 
 
-def check_section(section, result):
-    """The report's: means over both layers and the worst, Table 2, RMS; it decides nothing."""
-    text = "\n".join(section.tables.values())
-    errors = [row["errors"]["paper"]["dk_l2"] for row in result["rows"]]
-    mean, worst = (f"{value:.4f}".lstrip("0") for value in (sum(errors) / 2, max(errors)))
-    line = next(line for line in text.splitlines() if line.startswith("|  |  | L2 |"))
-    assert line.split("|")[6].strip() == f"{mean} ({worst})"
-    table = result["table2"]["run"]
-    pair = " / ".join(f"{value:.4f}".lstrip("0") for value in table["paper"]["ds"])
-    assert f"| dS | .9789 / .2045 | {pair} |" in text
-    logit = max(row["statistics"]["largest_logit"] for row in result["rows"])
-    assert f"| {logit:.1f} |" in text
-    assert {verdict.answer for verdict in section.verdicts} == {OPEN}
+def remember_captured(monkeypatch):
+    """{layer: what its attention took}, filled as the run is measured."""
+    found, real = {}, layers.capture_run
 
+    def remembering(*arguments):
+        found.update(real(*arguments))
+        return found
 
-def check_traces_of_milestones(path, at_the_end, capsys):
-    """At the saved checkpoint and at the end, in the run's folder, two heads of each layer; nothing else."""
-    layers.main([str(path), "--traces", "--milestones", "--only-traces", "--trace-heads", "0", "3",
-                 "--sequences", "2", "--device", "cpu"])  # fmt: skip
-    assert capsys.readouterr().out == ""
-    found = [load_trace(file) for file in find_traces([path / "traces"])]
-    assert [(origin.name, origin.tokens) for origin, _ in found] == [
-        ("run, step 2", 296),
-        ("run, step 3", 444),
-    ]
-    (_, before), (_, last) = found
-    assert torch.equal(last[1].q, at_the_end[1].q[:, [0, 3]])
-    assert torch.equal(last[1].k, at_the_end[1].k)  # heads 0 and 3 are served by key heads 0 and 1
-    assert not torch.equal(before[1].q, last[1].q)
+    monkeypatch.setattr(layers, "capture_run", remembering)
+    return found
 
 
 def check_validation_text(trainer, run, v):
@@ -112,14 +84,15 @@ def check_validation_text(trainer, run, v):
 
 def check_weights_of_a_step(path):
     """The last checkpoint has the finished weights."""
-    last, end = (layers_runs.open_run("run", RunDirectory(path), step) for step in (3, None))
+    last, end = (trained_runs.open_run("run", RunDirectory(path), step) for step in (3, None))
     assert last.origin == end.origin
-    left, right = (layers.load_model(run, scaled_dot_product_attention) for run in (last, end))
+    left, right = (trained_runs.load_model(run, scaled_dot_product_attention) for run in (last, end))
     assert all(torch.equal(x, y) for x, y in zip(left.parameters(), right.parameters(), strict=True))
 
 
-def check_row(row, layer, sequences_per_step):
-    """What was measured of a layer, from its trace, which is exact in bfloat16."""
+def check_row(row, captured, sequences_per_step):
+    """What was measured of a layer, from what its attention took."""
+    layer = captured.q, captured.k, captured.v, captured.grad_out
     wanted = exact_attention(*layer, is_causal=True, matrices=True)
     for variant, config in VARIANTS.items():
         sage = sagebwd.reference.attention(*layer, is_causal=True, enable_gqa=True, config=config)
@@ -132,7 +105,7 @@ def check_row(row, layer, sequences_per_step):
     expected = {
         "p_rms": rms(wanted.p), "dp_rms": dp_rms, "ds_rms": ds_rms,
         "dp_rms_in_step": dp_rms / sequences_per_step, "ds_rms_in_step": ds_rms / sequences_per_step,
-        "largest_logit": largest_logit(layer.q, layer.k),
+        "largest_logit": largest_logit(captured.q, captured.k),
     }  # fmt: skip
     for name, value in expected.items():
         assert row["statistics"][name] == pytest.approx(value, rel=1e-4), name
@@ -148,8 +121,6 @@ def check_refusals(folder):
             [run, "--sequences", "9999999"],
             r"run has \d+ sequences of 37 tokens; use --sequences \d+ or fewer",
         ),
-        ([run, "--traces", "t", "--trace-layers", "2"], "--trace-layers 2: run has 0 to 1"),
-        ([run, "--traces", "t", "--trace-heads", "0", "-1"], "--trace-heads -1: run has 0 to 3"),
         ([run, "--step", "1"], "no checkpoint of step 1; there: 2, 3"),
         ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
     ):
@@ -161,7 +132,7 @@ def check_refusals(folder):
             ["--step", "2"],
             r"^run: .*step_00000002 is damaged \(.metad",
         ),
-        ("weights/model.safetensors", ["--traces"], r"^run: .*model\.safetensors is damaged"),
+        ("weights/model.safetensors", [], r"^run: .*model\.safetensors is damaged"),
         ("checkpoints/step_00000003/seal.json", [], "step_00000003 is damaged .*; delete that folder"),
     ):
         file = folder / "run" / damaged
@@ -182,33 +153,6 @@ def check_refusals(folder):
     assert not list(folder.glob("refused*"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--trace-heads", "0"], "--trace-heads is about what --traces writes; give that as well"),
-        (["--only-traces"], "--only-traces is about what --traces writes; give that as well"),
-        (
-            ["--traces", "--milestones", "--step", "3"],
-            "--milestones follows a run to its end; leave --step out",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(options, message, capsys):
-    with pytest.raises(SystemExit):
-        layers.main(["runs/NAME", *options])
-    assert message in capsys.readouterr().err
-
-
-def test_heads_that_are_chosen_attend_as_before():
-    q, k, v, grad_out = (x.bfloat16() for x in draw(heads=6, kv_heads=2))
-    heads = [4, 0, 3]
-    layer = choose_heads(Captured(q, k, v, q, {}, grad_out), heads)
-    all_heads = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    some = scaled_dot_product_attention(layer.q, layer.k, layer.v, is_causal=True)
-    torch.testing.assert_close(some, all_heads[:, heads])
-    assert torch.equal(layer.grad_out, grad_out[:, heads])
-
-
 def test_a_layer_that_is_not_a_number_is_the_worst():
     rows = [
         Row("run", layer, {"paper": {"dq_l2": error}}, {})
@@ -216,9 +160,3 @@ def test_a_layer_that_is_not_a_number_is_the_worst():
     ]
     assert most_error_prone(rows, "paper").layer == 2
     assert most_error_prone(rows[:2], "paper").layer == 1
-
-
-def test_help_says_how(capsys):
-    with pytest.raises(SystemExit):
-        layers.main(["--help"])
-    assert re.search(r"--traces --trace-layers 0 11", capsys.readouterr().out)

@@ -15,11 +15,12 @@ import torch
 
 from sagebwd import SageConfig, reference
 from sagebwd.config import DEFAULT_CONFIG, PRESETS
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.ampere import shapes
 from sagebwd.kernels.ampere.shapes import SHARED_LIMIT
 from sagebwd.kernels.cuda import launch
-from sagebwd.kernels.layout import Axis, stand_in
+from sagebwd.kernels.layout import stand_in
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels import operators
@@ -51,14 +52,12 @@ def attend_on_cpu(folder, monkeypatch, poisoned_memory):
     def attend_on_cpu(
         q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None, packs=False
     ):
-        blocks = config.tile(q.shape[3])
-        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in zip((q, k), blocks, strict=True)]
         window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
-        options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
-        saved = ampere.forward(q, k, v, *axes, pack_for_backward=packs, **options)
+        params = AttentionParams(window, q.shape[3] ** -0.5, config, "ampere", boundaries)
+        saved = ampere.forward(q, k, v, params._replace(pack_for_backward=packs))
         if packs:  # nothing but their shapes and dtypes may be read
             q, k = (stand_in(x, *x.shape[1:3]) for x in (q, k))
-        return saved[0], *ampere.backward(grad_out, q, k, v, *saved, *axes, **options)
+        return saved[0], *ampere.backward(grad_out, q, k, v, saved, params)
 
     return attend_on_cpu
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from sagebwd.kernels.cuda.compile import SHARED, Sources
-from sagebwd.kernels.cuda.packing import Packer
+from sagebwd.kernels.cuda.packing import PackedLayout, Packer
 from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.reference.quantization import quantize
 from tests.sagebwd.kernels.inputs import VIEWS
@@ -40,7 +40,7 @@ def device():
 @pytest.fixture
 def packer(architecture):
     """The kernels, compiled for the current GPU."""
-    return Packer(Sources(architecture, (SHARED,)))
+    return Packer(Sources(architecture, (SHARED,)), PackedLayout())
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sagebwd import SageConfig, kernel_rules
+from sagebwd import SageConfig
 from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.compile import SHARED, compile_source
-from sagebwd.kernels.cuda.packing import packed_kv_shape
+from sagebwd.kernels.cuda.packing import PackedLayout
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import shapes, tensor_map
 from sagebwd.kernels.hopper.tensor_map import mappable
@@ -155,10 +156,10 @@ def test_only_the_means_that_are_asked_for_are_taken(
     """And each reaches the tensor that it is of; the forward gets V's, which the backward never sees."""
     q, k, v, grad_out = sample(9, heads=4, kv_heads=2, head_dim=64)
     config = SageConfig(smooth_k=smooth_k, smooth_v=smooth_v)
-    axes = [Axis.of(9, n, None if boundaries is None else torch.tensor(boundaries)) for n in (64, 128)]
-    options = {"window": Window.of(True), "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries)
+    params = AttentionParams(Window.of(True), 0.1, config, "hopper", cu_seqlens)
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=pack_once))
+    hopper.backward(grad_out, q, k, v, saved, params)
     names = [name for name, _, _ in launched]
     forward = [*["token_sum", "token_mean"] * (smooth_k + smooth_v), "pack_q", "pack_kv_int8", "forward"]
     backward = ["pack_grad", "dk_dv", "pack_k_columns", "dq"]
@@ -191,10 +192,9 @@ def test_only_the_means_that_are_asked_for_are_taken(
 @pytest.mark.parametrize("unsigned_p", [False, True])
 def test_unsigned_p_reaches_the_kernels_that_round_p(launched, sample, unsigned_p):
     q, k, v, grad_out = sample(9, head_dim=64)
-    axes = [Axis.of(9, block, None) for block in (64, 128)]
-    options = {"window": Window.of(True), "scale": 0.1, "config": SageConfig(unsigned_p=unsigned_p)}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    params = AttentionParams(Window.of(True), 0.1, SageConfig(unsigned_p=unsigned_p), "hopper")
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=True))
+    hopper.backward(grad_out, q, k, v, saved, params)
     macros = {name: defines["UNSIGNED_P"] for name, defines, _ in launched if "UNSIGNED_P" in defines}
     assert macros == {"forward": unsigned_p, "dk_dv": unsigned_p}  # a macro that is False is not defined
 
@@ -206,11 +206,11 @@ def test_scales_of_tokens_reach_all_kernels(launched, sample, operand_scales, pa
     q, k, v, grad_out = sample(140, head_dim=64)
     axes = [Axis.of(140, block, None) for block in (64, 128)]
     config, is_token = SageConfig(operand_scales=operand_scales), operand_scales == "token"
-    options = {"window": Window.of(True), "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    params = AttentionParams(Window.of(True), 0.1, config, "hopper")
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=pack_once))
+    hopper.backward(grad_out, q, k, v, saved, params)
     assert all(defines["TOKEN_SCALES"] is is_token for _, defines, _ in launched)
-    shape = packed_kv_shape(k, axes[1].blocks, is_token, packs_16bit=False)
+    shape = PackedLayout(is_token, packs_16bit=False).kv_shape(k, axes[1].blocks)
     assert saved.packed_kv.shape == (shape if pack_once else (0,))
 
 
@@ -218,14 +218,9 @@ def test_scales_of_tokens_reach_all_kernels(launched, sample, operand_scales, pa
 def test_dq_finds_the_scales_of_tiles_before_dk_and_dv_use_them(launched, sample, pack_once):
     """One of P and one of dS for each tile of 128 x 64."""
     q, k, v, grad_out = sample(140, heads=4, kv_heads=2, head_dim=64)
-    axes = [Axis.of(140, block, None) for block in kernel_rules.HOPPER_TILE_WITH_SCALES]
-    options = {
-        "window": Window.of(True),
-        "scale": 0.1,
-        "config": replace(SageConfig.paper(), unsigned_p=True),
-    }
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    params = AttentionParams(Window.of(True), 0.1, replace(SageConfig.paper(), unsigned_p=True), "hopper")
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=pack_once))
+    hopper.backward(grad_out, q, k, v, saved, params)
     names = [name for name, _, _ in launched]
     assert names[-4:] == ["pack_grad", "pack_k_columns", "dq_tile_scales", "dk_dv"]
     for name, defines, _ in launched:
@@ -236,7 +231,7 @@ def test_dq_finds_the_scales_of_tiles_before_dk_and_dv_use_them(launched, sample
     assert dq.tile_scales == dk_dv.tile_scales is not None
     assert dq.packed_k_columns == address(first["pack_k_columns"][1][1])
     assert dq.axes.tile_counter != dk_dv.axes.tile_counter
-    shape = packed_kv_shape(k, 3, block_kv=64, packs_16bit=False)
+    shape = PackedLayout(tile=(128, 64), packs_16bit=False).kv_shape(k, 3)
     assert saved.packed_kv.shape == (shape if pack_once else (0,))
 
 
@@ -244,17 +239,16 @@ def test_dq_finds_the_scales_of_tiles_before_dk_and_dv_use_them(launched, sample
 def test_16_bit_s_reaches_all_kernels(launched, sample, pack_once):
     """Tokens have scales in the backward alone: the forward multiplies nothing in INT8."""
     q, k, v, grad_out = sample(140, head_dim=64)
-    axes = [Axis.of(140, 64, None)] * 2
-    options = {"window": Window.of(True), "scale": 0.1, "config": SageConfig.accurate()}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    params = AttentionParams(Window.of(True), 0.1, SageConfig.accurate(), "hopper")
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=pack_once))
+    hopper.backward(grad_out, q, k, v, saved, params)
     names = [name for name, _, _ in launched]
     again = [] if pack_once else ["pack_kv", "pack_q"]
     assert names == ["pack_q", "pack_kv", "forward", *again, "pack_grad", "dk_dv", "pack_k_columns", "dq"]
     for name, defines, _ in launched:
         assert (defines["TILE_Q"], defines["TILE_KV"], defines["S_16BIT"]) == (64, 64, True), name
         assert defines["TOKEN_SCALES"] is (name != "forward"), name
-    shape = packed_kv_shape(k, 3, True, 64, s_16bit=True, packs_16bit=False)
+    shape = PackedLayout(True, (64, 64), s_16bit=True, packs_16bit=False).kv_shape(k, 3)
     assert saved.packed_kv.shape == (shape if pack_once else (0,))
 
 
@@ -265,9 +259,9 @@ def test_16_bit_products_get_the_tensors_as_they_are(launched, sample, products,
     q, k, v, grad_out = sample(9, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
     config = without_int8(*products, unsigned_p=len(products) < 2)
-    options = {"window": Window.of(True), "scale": 0.1, "config": config}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=pack_once, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    params = AttentionParams(Window.of(True), 0.1, config, "hopper")
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=pack_once))
+    hopper.backward(grad_out, q, k, v, saved, params)
     o_16bit, dv_16bit = "o" in products, "dv" in products
     forward = ["token_sum", "token_mean", "pack_q", "pack_kv" if o_16bit else "pack_kv_int8", "forward"]
     backward = ["pack_grad", "dk_dv", "pack_k_columns", "dq"]
@@ -280,17 +274,16 @@ def test_16_bit_products_get_the_tensors_as_they_are(launched, sample, products,
         assert first[name][0]["UNSIGNED_P"] is (config.unsigned_p and not is_16bit), name
     columns = first["pack_grad"][1][7]
     assert columns.shape[1] == 64 * 64 * (1 if dv_16bit else 2)
-    shape = packed_kv_shape(k, axes[1].blocks, packs_16bit=False)
+    shape = PackedLayout(packs_16bit=False).kv_shape(k, axes[1].blocks)
     assert saved.packed_kv.shape == (shape if pack_once else (0,))
 
 
 @pytest.mark.parametrize("on", [False, True])
 def test_the_residual_of_out_goes_from_the_forward_to_delta(launched, sample, on):
     q, k, v, grad_out = sample(9, head_dim=64)
-    axes = [Axis.of(9, block, None) for block in (64, 128)]
-    options = {"window": Window.of(True), "scale": 0.1, "config": without_int8("o", compensate_o=on)}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    params = AttentionParams(Window.of(True), 0.1, without_int8("o", compensate_o=on), "hopper")
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=True))
+    hopper.backward(grad_out, q, k, v, saved, params)
     out, out_residual = saved.out, saved.out_residual
     assert out_residual.shape == (out.shape if on else (0,))
     first = {name: (defines, arguments) for name, defines, arguments in reversed(launched)}
@@ -302,10 +295,9 @@ def test_the_residual_of_out_goes_from_the_forward_to_delta(launched, sample, on
 
 def test_kernels_of_the_backward_share_packed_q_and_have_tile_counters_of_their_own(launched, sample):
     q, k, v, grad_out = sample(9, head_dim=64)
-    axes = [Axis.of(9, block, None) for block in (64, 128)]
-    options = {"window": Window.of(True), "scale": 0.1, "config": DEFAULT_CONFIG}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    params = AttentionParams(Window.of(True), 0.1, DEFAULT_CONFIG, "hopper")
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=True))
+    hopper.backward(grad_out, q, k, v, saved, params)
     assert [name for name, _, _ in launched][-4:] == ["pack_grad", "dk_dv", "pack_k_columns", "dq"]
     first = {name: arguments for name, _, arguments in reversed(launched)}
     dk_dv, dq = first["dk_dv"][0], first["dq"][0]
@@ -322,10 +314,9 @@ def test_up_to_which_length_the_one_backward_begins_with_the_last_keys(
     launched, sample, head_dim, last_keys_first_up_to
 ):
     q, k, v, grad_out = sample(9, head_dim=head_dim)
-    axes = [Axis.of(9, block, None) for block in (64, 128)]
-    options = {"window": Window.of(True), "scale": 0.1, "config": without_int8("dq")}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    params = AttentionParams(Window.of(True), 0.1, without_int8("dq"), "hopper")
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=True))
+    hopper.backward(grad_out, q, k, v, saved, params)
     assert {name: x for name, _, x in launched}["backward"][0].last_keys_first_up_to == last_keys_first_up_to
 
 
@@ -334,10 +325,10 @@ def test_what_the_one_backward_launches(launched, sample, products):
     """One kernel, with neither K by columns nor a second read of anything, and one that rounds dQ."""
     q, k, v, grad_out = sample(9, heads=4, kv_heads=2, head_dim=64)
     axes = [Axis.of(9, block, None) for block in (64, 128)]
-    options = {"window": Window.of(True), "scale": 0.1, "config": without_int8(*products)}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
+    params = AttentionParams(Window.of(True), 0.1, without_int8(*products), "hopper")
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=True))
     before = len(launched)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    hopper.backward(grad_out, q, k, v, saved, params)
     names = [name for name, _, _ in launched[before:]]
     assert names == ["pack_grad", "backward", "finish_dq"]
     (_, _, packed), (_, defines, (arguments, *_)), (_, _, (finish,)) = launched[before:]
@@ -360,10 +351,9 @@ def test_what_is_in_16_bits_is_packed_for_documents_alone(launched, sample, prod
     """Else each kernel gets tensor maps of what it reads: V, dO, and Q for dK in 16 bits."""
     q, k, v, grad_out = sample(9, head_dim=64)
     boundaries = None if documents is None else torch.tensor(documents)
-    axes = [Axis.of(9, block, boundaries) for block in (64, 128)]
-    options = {"window": Window.of(True), "scale": 0.1, "config": without_int8(*products)}
-    saved = hopper.forward(q, k, v, *axes, pack_for_backward=True, **options)
-    hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+    params = AttentionParams(Window.of(True), 0.1, without_int8(*products), "hopper", boundaries)
+    saved = hopper.forward(q, k, v, params._replace(pack_for_backward=True))
+    hopper.backward(grad_out, q, k, v, saved, params)
     expected = {"forward": (v if "o" in products else None, None, None)}
     of_backward = (v, grad_out, q if "dk" in products else None)
     expected |= dict.fromkeys(["backward"] if "dq" in products else ["dk_dv", "dq"], of_backward)

@@ -13,8 +13,8 @@ import torch
 
 from sagebwd import SageConfig, dispatch, reference, sage_attention
 from sagebwd.config import DEFAULT_CONFIG, encode
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.layout import Axis
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels import operators
@@ -32,12 +32,10 @@ def attend_on_cpu(emulated):
     """Out, dq, dk and dv of the Hopper kernels, on CPU tensors."""
 
     def attend_on_cpu(q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None):
-        blocks = config.tile(q.shape[3])
-        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in zip((q, k), blocks, strict=True)]
         window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
-        options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
-        saved = hopper.forward(q, k, v, *axes, pack_for_backward=False, **options)
-        return saved[0], *hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+        params = AttentionParams(window, q.shape[3] ** -0.5, config, "hopper", boundaries)
+        saved = hopper.forward(q, k, v, params)
+        return saved[0], *hopper.backward(grad_out, q, k, v, saved, params)
 
     return attend_on_cpu
 

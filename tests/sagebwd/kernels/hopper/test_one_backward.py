@@ -10,10 +10,11 @@ from itertools import accumulate
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from sagebwd import reference
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.layout import Axis, nothing_packed
 from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 from tests.sagebwd.kernels.inputs import GRADIENTS, INPUTS, assert_nan_where, poison_one
@@ -25,17 +26,13 @@ def backward(emulated):
     """dq, dk and dv on CPU tensors. Out and its logsumexp are the reference's."""
 
     def backward(q, k, v, grad_out, *, config, is_causal=False, window_size=(-1, -1), boundaries=None):
-        axes = [Axis.of(x.shape[2], block, boundaries) for x, block in ((q, 64), (k, 128))]
         window = Window.of(is_causal, window_size).narrowed(q.shape[2], k.shape[2])
-        options = {"window": window, "scale": q.shape[3] ** -0.5, "config": config}
-        out, lse, residual = reference.forward(q, k, v, boundaries, None, **options)
-        k_mean = torch.zeros(k.shape[0] * k.shape[1] * axes[1].documents, 128 if q.shape[3] > 64 else 64)
-        if config.smooth_k:
-            of_documents = reference.k_mean(k, boundaries, None, config=config)
-            k_mean[:, : q.shape[3]] = of_documents.view(-1, q.shape[3])
-        lse = (lse / math.log(2)).flatten(0, 1).contiguous()
-        saved = (out, lse, k_mean, residual, *nothing_packed(q))
-        return hopper.backward(grad_out, q, k, v, *saved, *axes, **options)
+        params = AttentionParams(window, q.shape[3] ** -0.5, config, "hopper", boundaries)
+        saved = reference.forward(q, k, v, params)
+        d_pad = 128 if q.shape[3] > 64 else 64
+        k_mean = pad(saved.k_mean.view(-1, q.shape[3]), (0, d_pad - q.shape[3])).view(*k.shape[:2], -1)
+        saved = saved._replace(lse=saved.lse / math.log(2), k_mean=k_mean)
+        return hopper.backward(grad_out, q, k, v, saved, params)
 
     return backward
 

@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from sagebwd import SageConfig
-from sagebwd.kernels.layout import Axis
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.triton import launch as tiles
 from sagebwd.kernels.triton.backward import backward
 from sagebwd.kernels.triton.forward import forward
@@ -176,10 +176,8 @@ def run(head_dim: int, variant: Variant) -> None:
     if variant.packed:
         q, k = q[:1], k[:1]
     cu_seqlens = torch.tensor([0, 100, TOKENS], dtype=torch.int32) if variant.packed else None
-    axes = [Axis.of(TOKENS, block, cu_seqlens) for block in variant.config.tile(head_dim)]
-    settings = {"window": variant.window, "scale": head_dim**-0.5, "config": variant.config}
-    saved = forward(q, k, k, *axes, **settings)
-    backward(q, q, k, k, *saved, *axes, **settings)
+    params = AttentionParams(variant.window, head_dim**-0.5, variant.config, "triton", cu_seqlens)
+    backward(q, q, k, k, forward(q, k, k, params), params)
 
 
 def describe(compiled: Any) -> dict[str, Any]:

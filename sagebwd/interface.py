@@ -1,0 +1,105 @@
+"""What every kernel set and the reference take and return.
+
+A kernel set is a module with
+
+    forward(q, k, v, params) -> ForwardResult
+    backward(grad_out, q, k, v, saved, params) -> (dq, dk, dv), laid out as q, k, v
+    token_mean(k, params): the ``k_mean`` of the forward alone, to its bits
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.config import SageConfig, decode, encode
+from sagebwd.window import Window
+
+
+class AttentionParams(NamedTuple):
+    """What is computed of q, k and v, and by which kernels.
+
+    window: which keys a query sees within its document.
+    scale: factor of the logits.
+    config: what is quantized, and how.
+    kernels: a kernel set, from :func:`sagebwd.dispatch.choose`.
+    cu_seqlens: (documents + 1,) boundaries of packed documents in q; None without packing.
+    cu_seqlens_kv: the same in k and v; None if they are those in q.
+    pack_for_backward: whether the forward returns Q, K and V packed, where ``kernels`` can.
+    """
+
+    window: Window
+    scale: float
+    config: SageConfig
+    kernels: str = "reference"
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    pack_for_backward: bool = False
+
+    @property
+    def kv_boundaries(self) -> Tensor | None:
+        """The boundaries of documents in k and v; None without packing."""
+        return self.cu_seqlens if self.cu_seqlens_kv is None else self.cu_seqlens_kv
+
+    @property
+    def documents(self) -> int:
+        """Their number, 1 without packing."""
+        return 1 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def flatten(self) -> tuple[Any, ...]:
+        """As ``sagebwd::backward`` takes them, because operators take no objects.
+
+        ``sagebwd::forward`` takes ``pack_for_backward`` after these.
+        """
+        boundaries = (self.cu_seqlens, self.cu_seqlens_kv)
+        return (*boundaries, *self.window, self.scale, encode(self.config), self.kernels)
+
+    @classmethod
+    def unflatten(
+        cls,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+        window_left: int,
+        window_right: int,
+        scale: float,
+        config: str,
+        kernels: str,
+        pack_for_backward: bool = False,
+    ) -> AttentionParams:
+        """Of an operator's arguments."""
+        window = Window(window_left, window_right)
+        boundaries = (cu_seqlens, cu_seqlens_kv)
+        return cls(window, scale, decode(config), kernels, *boundaries, pack_for_backward)
+
+
+class ForwardResult(NamedTuple):
+    """What the forward returns: out, and what the backward needs of it.
+
+    out: as q (B, H, N_q, D).
+    lse: (B, H, N_q) fp32, the logsumexp of the logits with the smoothed K, to base 2; of the reference to
+        base e. −inf for a query that sees no key.
+    k_mean: (B, H_kv, documents · D_PAD) fp32, the mean of K over the tokens of each document; no columns if K
+        is not smoothed. D_PAD is D padded to a power of two from 32 on; of the reference D.
+    out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
+    packed_q, packed_kv: Q and K, packed for the backward, which then needs q only for a dK in 16 bit, and not
+        k; (tiles, bytes) uint8. Empty unless CUDA kernels were asked to pack. See ``packs_v`` in ops.py.
+    """
+
+    out: Tensor
+    lse: Tensor
+    k_mean: Tensor
+    out_residual: Tensor
+    packed_q: Tensor
+    packed_kv: Tensor
+
+
+def nothing_packed(like: Tensor) -> tuple[Tensor, Tensor]:
+    """An empty ``packed_q`` and ``packed_kv``: operators may not return one tensor twice."""
+    return like.new_empty(0, dtype=torch.uint8), like.new_empty(0, dtype=torch.uint8)
+
+
+def no_mean(k: Tensor) -> Tensor:
+    """The ``k_mean`` where K is not smoothed."""
+    return k.new_empty((*k.shape[:2], 0), dtype=torch.float32)

@@ -1,0 +1,95 @@
+"""What the backward of every CUDA kernel set does before its own kernels run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.interface import AttentionParams, ForwardResult
+from sagebwd.kernels.cuda.packing import Packer, packed_mean
+from sagebwd.kernels.cuda.result import Result
+from sagebwd.kernels.layout import Axes
+
+
+class Gradients(NamedTuple):
+    """dq, dk and dv, for kernels to fill."""
+
+    dq: Result
+    dk: Result
+    dv: Result
+
+    @classmethod
+    def like(cls, q: Tensor, k: Tensor, v: Tensor, axes: Axes, *, zeroes_dq: bool = False) -> Gradients:
+        """Laid out as q, k, v. ``zeroes_dq``: as ``is_zeroed`` of :class:`Result`."""
+        return cls(Result(q, axes.q, is_zeroed=zeroes_dq), Result(k, axes.kv), Result(v, axes.kv))
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors; call it after the kernels that fill them were launched."""
+        return self.dq.finish(), self.dk.finish(), self.dv.finish()
+
+
+class Backward(NamedTuple):
+    """What the backward kernels take. Of q and k only shapes, dtype and device are used.
+
+    packed_q, packed_kv, packed_grad: of :class:`Packer`.
+    counters: int32, zero.
+    """
+
+    q: Tensor
+    k: Tensor
+    params: AttentionParams
+    axes: Axes
+    packer: Packer
+    packed_q: Tensor
+    packed_kv: Tensor
+    packed_grad: Tensor
+    gradients: Gradients
+    counters: Tensor
+
+    @property
+    def macros(self) -> dict[str, bool]:
+        """Of the kernels that multiply P with dO."""
+        config = self.params.config
+        return {"p_16bit": not config.is_int8("dv"), "UNSIGNED_P": config.is_unsigned("dv")}
+
+
+def prepare(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: ForwardResult,
+    params: AttentionParams,
+    *,
+    axes: Axes,
+    packer: Packer,
+    gradients: Gradients,
+    counters: int,
+) -> tuple[Backward, Tensor]:
+    """Pack what the forward did not, and dO.
+
+    Args:
+        q, k, v: stand-ins (see :func:`sagebwd.kernels.layout.stand_in`) where ``saved`` has them packed: q
+            unless dK is in 16 bit, k and, if V is packed, v.
+        counters: how many int32 to set to zero.
+
+    Returns:
+        And columns of Q and dO; who drops them frees their memory.
+    """
+    config = params.config
+    packed_q, packed_kv = saved.packed_q, saved.packed_kv
+    if not packed_kv.numel():
+        k_mean = packed_mean(saved.k_mean, k) if config.smooths_k else None
+        packed_kv = packer.pack_kv(k, v, axes.kv, k_mean, k_16bit=not config.is_int8("dq"))
+    if not packed_q.numel():
+        packed_q = packer.pack_q(q, axes.q)
+    counted = q.new_empty(counters, dtype=torch.int32)
+    packed_grad, columns = packer.pack_grad(
+        q, packed_q, grad_out, saved.out, saved.lse, axes.q,
+        out_residual=saved.out_residual if config.compensate_o else None,
+        p_16bit=not config.is_int8("dv"), dk_16bit=not config.is_int8("dk"), counters=counted,
+    )  # fmt: skip
+    packed = (packed_q, packed_kv, packed_grad)
+    return Backward(q, k, params, axes, packer, *packed, gradients, counted), columns

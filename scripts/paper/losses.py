@@ -1,0 +1,311 @@
+"""All differences of losses in one table and one figure, each beside its null.
+
+    python -m scripts.paper.losses results --out results/losses
+
+Reads the comparisons that scripts.paper.curves stored (configs/paper/losses.yaml names them) and writes
+OUT.json and OUT.png, a forest plot. Runs with one model, text and schedule are compared, whichever file they
+lie in, and share one estimate of the noise. An algorithm is compared with full precision, a change of
+smoothing with the setting without it.
+
+The null is full precision with a second kernel, or repeated, at the same seed. In the fit it is one more run
+of full precision: what the two differ by is noise. A difference is minus the mean of both.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.files import write_json
+from scripts.bench.measuring import describe_run
+from scripts.command_line import command_parser
+from scripts.output import finite, read_json, save_figure, stored, with_ending
+from scripts.paper import published as paper
+from scripts.paper.experiments import read_yaml
+from scripts.paper.pictures import draw_forest
+from scripts.paper.run_summary import stored_runs, validation_losses
+from scripts.paper.statistics import (
+    DEGREES_OF_95,
+    Cell,
+    Estimate,
+    by_seed,
+    difference_of,
+    fit,
+    of_one_code,
+    permutation_p,
+    quantile,
+)
+from scripts.paper.variants import FULL_PRECISION, base_of, is_null
+
+PROGRAM = "python -m scripts.paper.losses"
+#: A difference smaller than half of the paper's gap counts as none.
+BAND = round(paper.FIGURE_1_GAP / 2, 3)
+#: A smaller model stands for the paper's.
+PAPER_PARAMETERS = 300_000_000
+NAMES_OF_TOKENS = {262_144: "260k", 2_097_152: "2.1m"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of losses over seeds, in nats per token. mean ± half_width: None without any noise.
+
+    degrees: of freedom of that interval. by_seed: the difference at each seed. p: how often labels exchanged
+    within seeds give as large a difference.
+    """
+
+    mean: float
+    half_width: float | None
+    degrees: int
+    by_seed: dict[str, float]
+    p: float | None
+
+    @property
+    def estimate(self) -> Estimate:
+        return Estimate(self.mean, self.half_width, self.degrees)
+
+    def __str__(self) -> str:
+        """ "+0.0013 ± 0.0084 (2 seeds)", with the degrees of freedom where these are few."""
+        count = len(self.by_seed)
+        few = f", {self.degrees} d.f." if 0 < self.degrees < DEGREES_OF_95 else ""
+        width = "" if self.half_width is None else f" ± {self.half_width:.4f}"
+        mean = round(self.mean, 4) + 0.0  # which turns −0 into 0
+        return f"{mean:+.4f}{width} ({count} seed{'s' if count > 1 else ''}{few})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant minus another in one setup. kind: difference, null, or interaction (of two setups).
+
+    proxy: a smaller model than the paper's stands for it. losses: by what was compared, "training" and
+    "validation", or "validation NAME".
+    """
+
+    setup: str
+    group: dict[str, Any]
+    variant: str
+    minus: str
+    kind: str
+    proxy: bool
+    has_null: bool  # full precision ran twice, at every seed of this difference
+    losses: dict[str, Difference] = field(default_factory=dict)
+
+
+def read_rows(result: dict[str, Any]) -> list[Row]:
+    """The rows of OUT.json."""
+    return [
+        Row(**row | {"losses": {name: Difference(**found) for name, found in row["losses"].items()}})
+        for row in result["rows"]
+    ]
+
+
+# --- Comparing ----------------------------------------------------------------------------------------------
+
+
+def compare(runs: Iterable[dict]) -> list[Row]:
+    """The differences in every group of runs; each run once, in whichever files it is."""
+    groups: dict[str, dict[tuple, dict]] = {}
+    for run in runs:
+        same_run = run["variant"], run["seed"], run["commit"], run["final_loss"]
+        groups.setdefault(json.dumps(run["group"]), {})[same_run] = run
+    names = names_of([next(iter(own.values()))["group"] for own in groups.values()])
+    rows = [
+        row
+        for name, own in zip(names, groups.values(), strict=True)
+        for row in compare_group(name, list(own.values()))
+    ]
+    return rows + interactions(rows)
+
+
+def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for each group; of several with one name, all but the first add their text."""
+    names: list[str] = []
+    for group in groups:
+        name = setup_of(group)
+        names.append(f"{name}, text {group['text'][:10]}" if name in names else name)
+    return names
+
+
+def compare_group(setup: str, runs: list[dict]) -> list[Row]:
+    kept = of_one_code(runs)
+    broken = {run["variant"] for run in kept if run["diverged"]}  # it has no mean to compare
+    kept = [run for run in kept if run["variant"] not in broken]
+    metrics = losses_of(kept)
+    group = runs[0]["group"]
+    proxy = group["parameters"] < PAPER_PARAMETERS
+    rows = []
+    for variant in dict.fromkeys(run["variant"] for run in kept):
+        base = base_of(variant)
+        found = {name: difference(cells, variant, base) for name, cells in metrics.items()}
+        found = {name: own for name, own in found.items() if own}
+        if not found:
+            continue
+        kind = "null" if is_null(variant) or variant == base else "difference"
+        minus = f"{base}, the first run" if variant == base else base
+        null = kind == "null" or has_null(metrics["training"], variant)
+        rows.append(Row(setup, group, variant, minus, kind, proxy, null, found))
+    return rows
+
+
+def losses_of(runs: Sequence[dict]) -> dict[str, list[Cell]]:
+    """The losses to compare: training, and each validation set that runs have."""
+    found: dict[str, list[Cell]] = {"training": []}
+    for run in runs:
+        if run["final_loss"] is not None:
+            found["training"].append(Cell(run["variant"], run["seed"], run["final_loss"]))
+        for name, loss in validation_losses(run).items():
+            cells = found.setdefault(f"validation {name}".strip(), [])
+            cells.append(Cell(run["variant"], run["seed"], loss))
+    return found
+
+
+def difference(cells: Sequence[Cell], variant: str, base: str) -> Difference | None:
+    """None if the two have no seed in common. Of full precision, how far its two runs at a seed lie apart."""
+    pooled = [cell._replace(variant=counted_as(cell.variant)) for cell in cells]
+    fitted = fit(pooled)
+    if is_null(variant) or variant == base:
+        gaps = repetitions(cells, base) if variant == base else by_seed(cells, variant, base)
+        if not gaps:
+            return None
+        width = None
+        if fitted.noise is not None:
+            width = quantile(fitted.degrees) * fitted.noise * (2 / len(gaps)) ** 0.5
+        return Difference(float(np.mean([*gaps.values()])), width, fitted.degrees, named(gaps), None)
+    estimate = fitted.difference(variant, base)
+    if estimate is None:
+        return None
+    return Difference(*estimate, named(by_seed(pooled, variant, base)), permutation_p(pooled, variant, base))
+
+
+def counted_as(variant: str) -> str:
+    """Full precision with a second kernel is one more run of full precision."""
+    return base_of(variant) if is_null(variant) else variant
+
+
+def repetitions(cells: Sequence[Cell], variant: str) -> dict[int | str, float]:
+    """By seed, the second run of a variant minus the first."""
+    runs: dict[int | str, list[float]] = {}
+    for cell in cells:
+        if cell.variant == variant and variant.startswith(FULL_PRECISION):
+            runs.setdefault(cell.seed, []).append(cell.loss)
+    return {seed: losses[1] - losses[0] for seed, losses in runs.items() if len(losses) > 1}
+
+
+def named(gaps: dict[int | str, float]) -> dict[str, float]:
+    return {str(seed): round(gap, 5) for seed, gap in gaps.items()}
+
+
+def has_null(cells: Sequence[Cell], variant: str) -> bool:
+    """Whether full precision ran twice at every seed of the variant."""
+    seeds = {cell.seed for cell in cells if cell.variant == variant}
+    baseline = [cell.seed for cell in cells if counted_as(cell.variant) == base_of(variant)]
+    return all(baseline.count(seed) > 1 for seed in seeds)
+
+
+def interactions(rows: Sequence[Row]) -> list[Row]:
+    """What more tokens per step add to a difference: of setups with the same model, text, rate and tokens."""
+    found = []
+    whole = [row for row in rows if row.kind == "difference" and row.minus.startswith(FULL_PRECISION)]
+    for large in whole:
+        for small in whole:
+            if large.variant != small.variant or shared(large.group) != shared(small.group):
+                continue
+            if large.group["tokens_per_step"] <= small.group["tokens_per_step"]:
+                continue
+            gaps = {
+                name: Difference(*difference_of(gap.estimate, small.losses[name].estimate), gap.by_seed, None)
+                for name, gap in large.losses.items()
+                if name in small.losses and None not in (gap.half_width, small.losses[name].half_width)
+            }
+            setup = f"{large.setup} − {small.setup}"
+            null = large.has_null and small.has_null
+            found.append(
+                Row(setup, large.group, large.variant, large.minus, "interaction", large.proxy, null, gaps)
+            )
+    return found
+
+
+def shared(group: dict[str, Any]) -> dict[str, Any]:
+    schedule = ("tokens_per_step", "steps", "warmup_steps")
+    same = {key: value for key, value in group.items() if key not in schedule}
+    return same | {"tokens": group["tokens_per_step"] * group["steps"]}
+
+
+def setup_of(group: dict[str, Any]) -> str:
+    """A short name: "35m-131k", "325m-260k, steps 130–152", "325m-8k, fine-tuned"."""
+    tokens = group["tokens_per_step"]
+    name = f"{group['parameters'] / 1e6:.0f}m-{NAMES_OF_TOKENS.get(tokens, f'{tokens // 1000}k')}"
+    name = name.replace("324m", "325m")  # as the paper calls it
+    if group.get("init_from"):
+        return f"{name}, fine-tuned"
+    if group["lr"] != 1e-3:
+        name += f", lr {group['lr']:g}"
+    if "qk_norm_gain" in group:
+        name += f", gain {group['qk_norm_gain']:g}"
+    if "window" in group:
+        name += ", steps {}–{}".format(*group["window"])
+    return f"{name}, {group['label']}" if "label" in group else name
+
+
+def lines_of(rows: Sequence[Row]) -> list[str]:
+    """For the terminal."""
+    lines = []
+    for setup in dict.fromkeys(row.setup for row in rows):
+        lines += ["", setup]
+        for row in rows:
+            if row.setup == setup:
+                gaps = ", ".join(f"{name} {gap}" for name, gap in row.losses.items())
+                lines.append(f"  {row.variant} minus {row.minus}: {gaps}")
+    return [*lines, ""]
+
+
+# --- Command ------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
+    chosen = read_yaml("losses")
+    names = [name for name in chosen["sources"] if stored(arguments.folder / f"{name}.json").exists()]
+    runs = [
+        run
+        for name in names
+        for run in stored_runs(read_json(arguments.folder / f"{name}.json"))
+        if (run["finished"] or run["diverged"]) and run["group"]["lr"] not in chosen["without_lr"]
+    ]
+    if not runs:
+        raise SystemExit(f"{arguments.folder} holds none of {', '.join(chosen['sources'])} (.json, .json.gz)")
+    rows = compare(runs)
+    described = describe_run(PROGRAM, argv, Namespace(device="cpu"), ())
+    result = {
+        "values": "differences of losses in nats per token",
+        "command": described["command"],
+        "commit": described["commit"],
+        "sources": names,
+        "band": BAND,
+        "rows": [as_dict(row) for row in rows],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(with_ending(arguments.out, ".json"), finite(result))
+    save_figure(draw_forest(rows, BAND, paper.FIGURE_1_GAP), with_ending(arguments.out, ".png"))
+    print("\n".join(lines_of(rows)))
+    print(f"written to {arguments.out}.json and .png")
+
+
+def as_dict(row: Row) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(row)), parse_float=lambda text: round(float(text), 6))
+
+
+def parse_arguments(argv: list[str] | None) -> Namespace:
+    parser = command_parser(PROGRAM, __doc__)
+    parser.add_argument("folder", type=Path, help="folder of results")
+    parser.add_argument("--out", type=Path, default=Path("runs/paper/losses"), help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""How the pictures of scripts/paper look, and those of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scripts.paper.statistics import DEGREES_OF_95
+from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM, base_of
+from trainer.style import ATTENTION, BASELINE, CYCLE, LIMIT, Style
+
+if TYPE_CHECKING:
+    from scripts.paper.losses import Row
+
+POINTS = 100  # of a drawn curve
+#: Names in tables and files: those of configs/attention/.
+CONFIG_NAMES = {
+    "full precision": "fpa",
+    "control": "fpa",
+    "default": "sagebwd",
+    "SageBwd": "sagebwd",
+    "block": "sagebwd_paper",
+    "smooth_v_unsigned_p": "sagebwd_low_bias",
+}
+#: The forest plot ends there.
+FOREST_LIMIT = 0.2
+
+
+def styles(names: Sequence[str]) -> dict[str, Style]:
+    """A style for each name: a preset's own, or the next of CYCLE that no other has."""
+    found = {name: ATTENTION.get(config_name(name)) for name in names}
+    free = iter([look for look in CYCLE if look not in found.values()] * len(names))
+    return {name: look or next(free) for name, look in found.items()}
+
+
+def config_name(name: str) -> str:
+    """ "SageBwd, low bias" and "low_bias" are one preset, "SageBwd" and "default" the default."""
+    short = name.removeprefix("SageBwd, ").replace(" ", "_")
+    return CONFIG_NAMES.get(name, f"sagebwd_{short}")
+
+
+def grid(rows: int, columns: int, *, width: float, height: float, **options: Any) -> tuple[Any, Any]:
+    """A figure and its rows × columns of axes; width and height: inches of each."""
+    import matplotlib  # slow to import; only needed for pictures
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def log_axis(axis: Any) -> None:
+    """A logarithmic axis (axes.xaxis or axes.yaxis) with plain numbers: 0.01, 0.02, 0.05."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def tokens_axis(axes: Any) -> None:
+    """Tokens seen, as 10M."""
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_xlabel("tokens")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int = 4) -> None:
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+
+
+# --- Curves -------------------------------------------------------------------------------------------------
+
+
+def draw_curves(runs: Sequence[dict], title: str) -> Any:
+    """A column for each group of runs: loss over tokens, and below it minus full precision at the same seed.
+
+    A line is the mean over seeds, a band the range.
+    """
+    groups: dict[str, list[dict]] = {}
+    for run in runs:
+        groups.setdefault(group_name(run["group"]), []).append(run)
+    figure, panels = grid(2, len(groups), width=6, height=2.9, sharex="col", height_ratios=(3, 2))
+    looks = variant_styles([run["variant"] for run in runs])
+    shown: dict[str, Any] = {}
+    for (losses, gaps), (name, own) in zip(panels.T, groups.items(), strict=True):
+        for variant in dict.fromkeys(run["variant"] for run in own):
+            curves = [thin(run["curve"]) for run in own if run["variant"] == variant]
+            shown[variant] = draw_band(losses, curves, looks[variant])
+            draw_band(gaps, gaps_of(own, variant), looks[variant])
+        losses.set_title(name, fontsize=9)
+        losses.set_ylabel("training loss, nats")
+        gaps.set_ylabel("minus baseline,\nsame seed", fontsize=9)
+        gaps.axhline(0, color="0.5", linewidth=0.8)
+        tokens_axis(gaps)
+        zoom(losses, own)
+        for axes in (losses, gaps):
+            axes.grid(alpha=0.3)
+    legend_below(figure, list(shown.values()), list(shown))
+    figure.suptitle(f"{title}. Line: mean over seeds, band: range", fontsize=11)
+    return figure
+
+
+def variant_styles(names: Sequence[str]) -> dict[str, Style]:
+    """The style of each variant's attention; without QK-norm the same colour, dashed."""
+    looks = styles(list(dict.fromkeys(name.replace(NO_QK_NORM, "") for name in names)))
+    dashed = {name: looks[name.replace(NO_QK_NORM, "")] for name in names}
+    return {
+        name: look._replace(dashes=(0, (4, 2))) if NO_QK_NORM in name else look
+        for name, look in dashed.items()
+    }
+
+
+Curve = tuple[np.ndarray, np.ndarray]  # tokens and values
+
+
+def thin(curve: Mapping[str, Sequence[float]]) -> Curve:
+    """At most POINTS points, each the mean of a stretch of the curve."""
+    tokens, losses = np.array(curve["tokens"]), np.array(curve["loss"], dtype=float)
+    parts = min(POINTS, len(losses)) or 1
+    means = [part.mean() for part in np.array_split(losses, parts) if len(part)]
+    return np.array([part[-1] for part in np.array_split(tokens, parts) if len(part)]), np.array(means)
+
+
+def gaps_of(runs: Sequence[dict], variant: str) -> list[Curve]:
+    """Each run's loss minus that of the mean of its baseline's runs at the same seed and tokens."""
+    base, gaps = base_of(variant), []
+    for run in (run for run in runs if run["variant"] == variant and variant != base):
+        tokens, losses = thin(run["curve"])
+        others = [other for other in runs if (other["variant"], other["seed"]) == (base, run["seed"])]
+        curves = [thin(other["curve"]) for other in others]
+        same = [values for places, values in curves if np.array_equal(places, tokens)]
+        if same:
+            gaps.append((tokens, losses - np.mean(same, axis=0)))
+    return gaps
+
+
+def draw_band(axes: Any, curves: Sequence[Curve], look: Style) -> Any:
+    """The mean of the curves, and their range as a band; those of other lengths (diverged) as thin lines."""
+    longest = max((tokens for tokens, _ in curves), key=len, default=np.array([]))
+    whole = [values for tokens, values in curves if np.array_equal(tokens, longest)]
+    for tokens, values in curves:
+        if not np.array_equal(tokens, longest):
+            axes.plot(tokens, values, color=look.color, linestyle=look.dashes, linewidth=0.7)
+    if len(whole) > 1:
+        axes.fill_between(longest, np.min(whole, 0), np.max(whole, 0), color=look.color, alpha=0.18, lw=0)
+    line = (longest, np.mean(whole, 0)) if whole else ([], [])
+    return axes.plot(*line, color=look.color, linestyle=look.dashes, linewidth=1.4)[0]
+
+
+def zoom(axes: Any, runs: Sequence[dict]) -> None:
+    """Leave out the fall of the first steps, where all curves are one."""
+    losses = [own for run in runs if len(own := thin(run["curve"])[1]) > 20]
+    if losses:
+        low, high = min(own.min() for own in losses), max(own[len(own) // 12 :].max() for own in losses)
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+
+
+def group_name(group: Mapping[str, Any]) -> str:
+    """ "34.7M parameters, 131,072 tokens per step, 382 steps, lr 0.001", in two lines."""
+    size = f"{group['parameters'] / 1e6:.3g}M parameters"
+    start = ", from trained weights" if group["init_from"] else ""
+    schedule = f"{group['tokens_per_step']:,} tokens per step"
+    return f"{size}, {schedule},\n{group['steps']:,} steps, lr {group['lr']:g}{start}"
+
+
+# --- Forest plot --------------------------------------------------------------------------------------------
+
+
+def draw_forest(rows: Sequence[Row], band: float, gap: float) -> Any:
+    """Every difference of losses with its interval: training filled, validation hollow, nulls grey."""
+    rows = [row for row in rows if row.kind != "interaction"]
+    setups = {row.setup: [other for other in rows if other.setup == row.setup] for row in rows}
+    figure, [[axes]] = grid(1, 1, width=9, height=1.2 + 0.27 * (len(rows) + len(setups)))
+    axes.axvspan(-band, band, color="0.9", zorder=0, label=f"counts as none: within ±{band}")
+    axes.axvline(0, color="0.4", linewidth=0.8)
+    axes.axvline(gap, color=LIMIT, linestyle=":", label=f"the paper's gap at 2.1M tokens per step: +{gap}")
+    labels: list[tuple[str, str]] = []
+    for own in setups.values():
+        labels.append((setup_title(own[0]), "bold"))
+        for row in own:
+            draw_row(axes, len(labels), row)
+            labels.append((label_of(row), "normal"))
+    axes.set_yticks(range(len(labels)), [text for text, _ in labels], fontsize=8)
+    for tick, (_, weight) in zip(axes.get_yticklabels(), labels, strict=True):
+        tick.set_fontweight(weight)
+    axes.set(xlim=(-FOREST_LIMIT, FOREST_LIMIT), ylim=(len(labels) - 0.3, -0.7))
+    bars = "bars: 95% intervals (dashed: fewer than 4 d.f.); ticks: seeds"
+    axes.set_xlabel(f"difference of losses, nats per token\n{bars}", fontsize=9)
+    axes.grid(axis="x", alpha=0.3)
+    look = {"linestyle": "", "marker": "o", "color": ATTENTION["sagebwd"].color}
+    axes.plot([], [], label="training loss", **look)
+    axes.plot([], [], label="validation loss", **look | {"markerfacecolor": "white"})
+    axes.plot([], [], label="null: full precision twice", **look | {"marker": "s", "color": BASELINE})
+    legend_below(figure, *axes.get_legend_handles_labels(), columns=3)
+    return figure
+
+
+def setup_title(row: Row) -> str:
+    """ "35M, 131,072 tokens per step (proxy)"."""
+    size, _, rest = row.setup.partition("-")
+    details = rest.partition(", ")[2]
+    tokens = f"{row.group['tokens_per_step']:,} tokens per step"
+    return ", ".join([size.upper(), tokens, *filter(None, [details])]) + " (proxy)" * row.proxy
+
+
+def label_of(row: Row) -> str:
+    again = ", repeated" if row.minus.endswith("the first run") else ""
+    base = "" if row.minus.startswith(FULL_PRECISION) else f" − {row.minus}"
+    return f"{row.variant}{again}{base}"
+
+
+def draw_row(axes: Any, place: int, row: Row) -> None:
+    color, marker = (BASELINE, "s") if row.kind == "null" else (ATTENTION["sagebwd"].color, "o")
+    places = np.linspace(place - 0.16, place + 0.16, len(row.losses))
+    for y, (name, found) in zip(places, row.losses.items(), strict=True):
+        face = color if name == "training" else "white"
+        if found.half_width is not None:
+            ends = [found.mean - found.half_width, found.mean + found.half_width]
+            dashes = "-" if found.degrees >= DEGREES_OF_95 else (0, (2, 2))
+            axes.plot(ends, [y, y], color=color, linewidth=1.2, linestyle=dashes)
+        seeds = list(found.by_seed.values())
+        axes.plot(seeds, [y] * len(seeds), "|", color=color, markersize=5, alpha=0.6)
+        axes.plot([found.mean], [y], marker, color=color, markerfacecolor=face, markersize=5)

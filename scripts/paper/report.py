@@ -1,0 +1,344 @@
+"""Fill the report, results/README.md, from its template and the JSON files of results/.
+
+    python -m scripts.paper.report                # write results/README.md
+    python -m scripts.paper.report --names        # what a template may name, with today's values
+
+The template, results/report.template.md, is written by hand. `{{name}}` in it is a number or table of
+`facts`. Verdicts are typed by hand, too: results/claims.yaml. `judge` is the one rule for differences of
+losses, `by_share` that for everything that was tried several times; a test compares the typed words with
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import yaml
+
+from data.files import write_text
+from scripts.command_line import command_parser
+from scripts.output import number, read_json, table
+from scripts.paper import published as paper
+from scripts.paper.gradient_bias_tables import count, decimal
+from scripts.paper.losses import BAND, Row, read_rows
+from scripts.paper.run_summary import stored_runs
+from scripts.paper.statistics import DEGREES_OF_95, Estimate
+from scripts.paper.table1 import TENSORS, TITLES
+from scripts.paper.variants import FULL_PRECISION
+from trainer.plot import PROBED
+
+RESULTS = Path("results")
+AGREES, CONTRADICTS, DIFFERS, OPEN = "agrees", "contradicts", "differs at this scale", "open"
+VERDICTS = (AGREES, CONTRADICTS, DIFFERS, OPEN)
+#: A claim that was tried several times holds if it does in this share of them; it is wrong if it fails so.
+MOST = 0.75
+#: Errors this close to the paper's count as the same.
+SAME = 0.1
+FIELD = re.compile(r"\{\{(.+?)\}\}")
+
+# --- Verdicts -----------------------------------------------------------------------------------------------
+
+
+def judge(found: Estimate, printed: float, has_null: bool) -> str:
+    """The verdict on a difference of losses. printed: the paper's; within the band where it sees none.
+
+    A match is confirmed by an interval within the band around the paper's number. A gap is seen only beside
+    its null (full precision twice at every seed) and with DEGREES_OF_95 or more; then the interval excludes 0
+    and reaches the paper's gap, or lies beyond the band. A gap of the paper's is not there if the interval
+    lies below it and does not exclude 0. These runs are far shorter than the paper's, so nothing else than
+    "differs at this scale" follows.
+    """
+    gap = paper.FIGURE_1_GAP
+    counts = has_null and found.degrees >= DEGREES_OF_95
+    if abs(printed) < BAND:
+        if printed - BAND < found.low and found.high < printed + BAND:
+            return AGREES
+        seen = sees_gap(found.low, found.high, gap) or sees_gap(-found.high, -found.low, gap)
+        return DIFFERS if counts and seen else OPEN
+    if sees_gap(found.low, found.high, printed):
+        return AGREES if counts else OPEN
+    return DIFFERS if found.low <= 0 and found.high < printed else OPEN
+
+
+def sees_gap(low: float, high: float, gap: float) -> bool:
+    return (low > 0 and high >= gap) or low >= BAND
+
+
+class Share(NamedTuple):
+    """A claim holds in so many of the cases in which it was tried."""
+
+    holds: int
+    cases: int
+
+    def __str__(self) -> str:
+        return f"{self.holds} of {self.cases}"
+
+
+def by_share(found: Share, any_case: bool = False) -> str:
+    """any_case: one case is enough, where the paper does not say in which its claim holds."""
+    if any_case:
+        return AGREES if found.holds else CONTRADICTS
+    if found.holds >= MOST * found.cases:
+        return AGREES
+    return CONTRADICTS if found.cases - found.holds >= MOST * found.cases else OPEN
+
+
+def read_claims(results: Path) -> list[dict[str, Any]]:
+    return yaml.safe_load((results / "claims.yaml").read_text(encoding="utf-8"))
+
+
+def claims_table(claims: Iterable[dict[str, Any]], known: dict[str, Any]) -> str:
+    rows = []
+    for claim in claims:
+        verdict = claim["verdict"] + (" (proxy)" if claim.get("proxy") else "")
+        verdict += f", {claim['but']}" if "but" in claim else ""
+        rows.append([claim["claim"], claim["case"], f"**{verdict}**", fill(claim["numbers"], known)])
+    return table(["what the paper says", "tried here", "verdict", "numbers"], rows)
+
+
+# --- Numbers and tables by name -----------------------------------------------------------------------------
+
+
+def facts(results: Path) -> dict[str, Any]:
+    """Everything that a template or a claim may name."""
+    known: dict[str, Any] = {"band": f"{BAND:.3f}", "gap": f"+{paper.FIGURE_1_GAP:.3f}"}
+    for add in (loss_facts, rate_facts, table1_facts, bias_facts, layer_facts, speed_facts, step_facts):
+        known |= add(results)
+    claims = read_claims(results)
+    count_of = {verdict: sum(claim["verdict"] == verdict for claim in claims) for verdict in VERDICTS}
+    known["verdicts"] = ", ".join(f"{count_of[verdict]} “{verdict}”" for verdict in VERDICTS)
+    known["claims"] = claims_table(claims, known)
+    return known
+
+
+def loss_facts(results: Path) -> dict[str, Any]:
+    """ "35m-16k | SageBwd | training" and so on, and the table of all differences."""
+    rows = read_rows(read_json(results / "losses.json"))
+    return {
+        f"{name} | {loss}": gap for name, row in by_name(rows).items() for loss, gap in row.losses.items()
+    } | {"losses": losses_table(row for row in rows if row.kind != "interaction")}
+
+
+def by_name(rows: Iterable[Row]) -> dict[str, Row]:
+    return {f"{row.setup} | {row.variant}": row for row in rows}
+
+
+def losses_table(rows: Iterable[Row]) -> str:
+    cells = []
+    for row in rows:
+        base = "itself" if row.kind == "null" else row.minus.replace("full precision", "full")
+        found = [str(row.losses.get(name, "")) for name in ("training", "validation")]
+        p = row.losses["training"].p
+        null = {"null": "is one"}.get(row.kind, "yes" if row.has_null else "no")
+        setup = f"{row.setup} (proxy)" if row.proxy else row.setup
+        cells.append([setup, row.variant, base, *found, "" if p is None else f"{p:.2f}", null])
+    return table(["setup", "attention", "minus", "training loss", "validation loss", "p", "null"], cells)
+
+
+def rate_facts(results: Path) -> dict[str, Any]:
+    """By attention, its losses minus full precision's at the same learning rate and seed, with QK-norm."""
+    runs = stored_runs(read_json(results / "learning_rate.json"))
+    losses = {(run["variant"], run["seed"], run["group"]["lr"]): run["final_loss"] for run in runs}
+    known = {}
+    for variant in ("SageBwd", "SageBwd, paper", "SageBwd, consistent"):
+        pairs = [
+            (loss, losses.get((FULL_PRECISION, *at))) for (own, *at), loss in losses.items() if own == variant
+        ]
+        gaps = [loss - other for loss, other in pairs if other is not None]
+        above = sum(gap > 0 for gap in gaps)
+        known[f"rates.{variant}"] = f"{fmean(gaps):+.3f} on average, {above} of {len(gaps)} above"
+    return known
+
+
+def table1_facts(results: Path) -> dict[str, Any]:
+    """Shares of Table 1's entries within SAME, at the shape of table1.json and at those of accuracy.json."""
+    rows = read_json(results / "table1.json")["rows"]
+    known: dict[str, Any] = {}
+    shapes: dict[tuple, list[dict]] = {}
+    for row in read_json(results / "accuracy.json")["shapes"]:
+        shapes.setdefault((row["tokens"], row["head_dim"], row["causal"]), []).append(row)
+    for variant in ("row", "block"):
+        known[f"table1.{variant}"] = same_errors(rows, variant)
+        give_it = [is_the_table(same_errors(own, variant)) for own in shapes.values()]
+        known[f"table1.shapes.{variant}"] = Share(sum(give_it), len(give_it))
+    lines = [
+        [f"{row['sigma']:g}", row["variant"], *(f"{row[name][1]:.4f}" for name in TENSORS)]
+        for row in rows
+        if row["sigma"] in (1, 5)
+    ]
+    known["table1"] = table(["σ", "", *TITLES.values()], lines)
+    return known
+
+
+def same_errors(rows: Iterable[dict], variant: str) -> Share:
+    """How many of the relative L2 errors are within SAME of the paper's."""
+    same = [
+        abs(row[name][1] - printed) <= SAME * printed
+        for row in rows
+        if row["variant"] == variant
+        for name, (_, printed) in zip(TENSORS, paper.TABLE_1[row["sigma"]], strict=True)
+    ]
+    return Share(sum(same), len(same))
+
+
+def is_the_table(found: Share) -> bool:
+    """All entries but one: dV at σ = 1 is out with every choice of scales that INT8 products allow."""
+    return found.holds >= found.cases - 1
+
+
+#: {title: (file, run)}: the models whose gradients were measured.
+BIAS_MODELS = {
+    "35M": ("gradient_bias", "qk-norm"),
+    "35M, no QK-norm": ("gradient_bias", "no-qk-norm"),
+    "325M": ("gradient_bias_325m", "qk-norm"),
+    "325M, no QK-norm": ("gradient_bias_325m_no_qk_norm", "fpa-no_qk_norm-seed2"),
+}
+BIAS_SETTINGS = {
+    "control": "full precision, cuDNN",
+    "paper": "`paper()`",
+    "default": "default",
+    "smooth_v_unsigned_p": "`low_bias()`",
+    "consistent": "`consistent()`",
+    "only_o": "only O in INT8",
+    "only_dq_dk": "only dQ and dK in INT8",
+}
+
+
+def bias_facts(results: Path) -> dict[str, Any]:
+    """ "325M | paper | k | T*" and so on, at the end of runs; "… | adam | T*": as Adam scales them."""
+    known: dict[str, Any] = {}
+    for title, (file, run) in BIAS_MODELS.items():
+        rows = read_json(results / f"{file}.json")["rows"]
+        last = max(row["step"] for row in rows if row["run"] == run)
+        for row in rows:
+            if (row["run"], row["step"], row["layer"]) == (run, last, None):
+                view = "" if row["view"] == "raw" else " | adam"
+                name = f"{title} | {row['setting']} | {row['group']}{view}"
+                known[f"{name} | bias"] = decimal(row["bias"][0])
+                known[f"{name} | along"] = number(row["along"][0], ".4f").lstrip("-")
+                known[f"{name} | noise"] = number(row["noise"][0], ".1%")
+                known[f"{name} | T*"] = count(row["critical_tokens"][0])
+    for group, title in (("all", "all weights"), ("qk", "q, k")):
+        lines = [
+            [words, *(known.get(f"{model} | {setting} | {group} | bias", "") for model in BIAS_MODELS)]
+            + [known.get(f"{model} | {setting} | {group} | T*", "") for model in BIAS_MODELS]
+            for setting, words in BIAS_SETTINGS.items()
+        ]
+        heads = [f"{what}, {model}" for what in ("bias", "T*") for model in BIAS_MODELS]
+        known[f"bias.{group}"] = table([title, *heads], lines)
+    return known
+
+
+def layer_facts(results: Path) -> dict[str, Any]:
+    """Errors in trained models, of the runs with the paper's smoothing."""
+    data = read_json(results / "layers.json")
+    by_run: dict[str, list[dict]] = {}
+    for row in data["rows"]:
+        by_run.setdefault(row["run"], []).append(row)
+
+    def mean(run: str, variant: str, key: str) -> float:
+        return fmean(row["errors"][variant][key] for row in by_run[run])
+
+    lines = []
+    for run in (run for run in by_run if "smooth" not in run):
+        cells = [
+            f"{mean(run, variant, f'{x}_l2'):.4f}" for variant in ("paper", "default") for x in ("dq", "dk")
+        ]
+        logit = max(row["statistics"]["largest_logit"] for row in by_run[run])
+        norm = "on" if data["runs"][run]["qk_norm"] else "off"
+        lines.append([run, norm, *cells, f"{logit:.0f}"])
+    heads = [f"{words}, {PROBED[x]}" for words in ("`paper()`", "default") for x in ("dq", "dk")]
+    return {"layers": table(["run", "QK-norm", *heads, "largest logit"], lines)}
+
+
+def speed_facts(results: Path) -> dict[str, Any]:
+    """Forward and backward on the H200 of bench_attention.json, times the speed of a peer."""
+    rows = read_json(results / "bench_attention.json")["rows"]
+    own = [row for row in rows if row["implementation"] == "sagebwd" and row["mode"] == "both"]
+    known: dict[str, Any] = {}
+    lines = []
+    for peer in ("FlashAttention-2", "cuDNN"):
+        found: dict[tuple[int, bool], dict[int, float]] = {}
+        for row in own:
+            if peer in (row["speedup"] or {}):
+                shape = row["shape"]
+                panel = found.setdefault((shape["head_dim"], shape["causal"]), {})
+                panel[shape["tokens"]] = row["speedup"][peer]
+        for (head_dim, causal), speeds in found.items():
+            if causal:
+                cells = [f"{speeds[n]:.2f}" if n in speeds else "" for n in paper.LENGTHS]
+                lines.append([f"{peer}, D {head_dim}", *cells])
+        if peer == "FlashAttention-2":
+            every = [speed for panel in found.values() for speed in panel.values()]
+            known["speed.best"] = f"{max(every):.2f}"
+            known["speed.as_fast"] = Share(sum(speed >= paper.BEST_SPEED_UP for speed in every), len(every))
+            known["speed.faster"] = Share(sum(speed > 1 for speed in every), len(every))
+    for head_dim in (64, 128):
+        printed = paper.speed_ups(head_dim, "causal")
+        lines.append(
+            [
+                f"FlashAttention-2, D {head_dim}, the paper on an RTX 4090",
+                *(f"{x:.2f}" for x in printed.values()),
+            ]
+        )
+    known["speed"] = table(["causal, over", *(f"N {n}" for n in paper.LENGTHS)], lines)
+    return known
+
+
+def step_facts(results: Path) -> dict[str, Any]:
+    """Tokens per second of a training step, by context."""
+    rows = [row for row in read_json(results / "bench_training.json")["rows"] if row["tokens_per_second"]]
+    contexts = sorted({row["context"] for row in rows})
+    names = [row.get("contestant") or row["attention"] for row in rows]  # older files have the former
+    speeds = {(name, row["context"]): row["tokens_per_second"] for name, row in zip(names, rows, strict=True)}
+    lines = [
+        [name, *(f"{speeds[name, n]:,.0f}" if (name, n) in speeds else "" for n in contexts)]
+        for name in dict.fromkeys(name for name, _ in speeds)
+    ]
+    return {"steps": table(["tokens/s", *(f"context {n:,}" for n in contexts)], lines)}
+
+
+# --- Filling ------------------------------------------------------------------------------------------------
+
+
+def fill(template: str, known: dict[str, Any]) -> str:
+    """Raises KeyError, naming the field, for one that is not known."""
+    return FIELD.sub(lambda found: str(known[found[1].strip()]), template)
+
+
+def write(results: Path) -> Path:
+    """Write the report of a folder of results."""
+    template = (results / "report.template.md").read_text(encoding="utf-8")
+    head = "<!-- Filled from report.template.md by `python -m scripts.paper.report`; edit that. -->\n\n"
+    path = results / "README.md"
+    write_text(path, head + fill(template, facts(results)))
+    return path
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = command_parser("python -m scripts.paper.report", __doc__)
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=RESULTS, help="folder of results (default results)"
+    )
+    parser.add_argument("--names", action="store_true", help="print what a template may name, and end")
+    arguments: Namespace = parser.parse_args(argv)
+    if arguments.names:
+        short = {
+            name: str(value) for name, value in facts(arguments.folder).items() if "\n" not in str(value)
+        }
+        print(json.dumps(short, indent=1, ensure_ascii=False))
+        return
+    try:
+        print(f"report: {write(arguments.folder)}")
+    except KeyError as error:
+        raise SystemExit(f"the template names {error}, which is none of --names") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""From run directories to stored runs, and from these to differences and the forest plot."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from data.files import write_text
+from scripts.output import read_json
+from scripts.paper import curves, losses
+from scripts.paper.losses import compare, read_rows
+from scripts.paper.run_summary import divergence, read, read_run, without_places
+from scripts.paper.variants import base_of, is_null, variant_of
+from tests.cli import ROOT
+from trainer.identity import recorded
+from trainer.run_directory import RunDirectory
+
+SAGE = ("attention.backend=sagebwd", "attention.smooth_k=true", "attention.smooth_q=false")
+FLASH = ("attention.sdpa=flash",)
+LARGE_TPS = "tps.tokens_per_step=2097152"
+
+
+def records(values):
+    return [{"step": i, "tokens": 256 * i, "loss": float(loss)} for i, loss in enumerate(values, start=1)]
+
+
+@pytest.fixture
+def make_run(tmp_path, compose_settings):
+    """make_run("name", losses, "seed=2", …, done=True): a full-precision run as train.py leaves it."""
+    debug = OmegaConf.create(recorded(compose_settings("experiment=debug")))
+
+    def made(name, values, *overrides, done=True, validation=()):
+        directory = RunDirectory(tmp_path / name)
+        directory.path.mkdir()
+        settings = OmegaConf.merge(debug, OmegaConf.from_dotlist(list(overrides)))
+        write_text(directory.config, OmegaConf.to_yaml(settings))
+        lines = [*records(values), *validation]
+        write_text(directory.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        directory.note_environment(torch.device("cpu"), 1)
+        if done:
+            directory.finish()
+        return directory.path
+
+    return made
+
+
+# --- A run --------------------------------------------------------------------------------------------------
+
+
+def test_a_final_loss_is_the_mean_of_losses_that_are_stored(make_run):
+    values = np.random.default_rng(0).normal(4, 1, 1234)
+    run = read_run(make_run("a", values))
+    assert run["final_loss"] == np.mean(run["curve"]["loss"][-123:])
+    assert run["final_loss"] == pytest.approx(values[-123:].mean(), abs=1e-5)
+
+
+def test_of_a_window_the_mean_counts_and_the_run_need_not_be_finished(make_run):
+    values = np.linspace(5, 3, 40)
+    validation = [
+        {"step": step, "tokens": 1, "val_loss": step / 10, "val_loss/web": step / 5} for step in (10, 20, 30)
+    ]
+    path = make_run("a", values, done=False, validation=validation)
+    run = read_run(path, window=(11, 20))
+    assert (run["finished"], run["group"]["window"]) == (True, [11, 20])
+    assert run["final_loss"] == pytest.approx(values[10:20].mean(), abs=1e-5)
+    assert run["validation"] == {"": {"step": 20, "loss": 2.0}, "web": {"step": 20, "loss": 4.0}}
+    assert not read_run(path, window=(11, 41))["finished"]
+    assert not read_run(path)["finished"]
+
+
+def test_the_text_is_named_by_its_fingerprint_or_as_told(train_here, tmp_path, make_run):
+    trainer = train_here(tmp_path / "run", "steps=3", "checkpoint_every=3", "probe.every=0")
+    RunDirectory(tmp_path / "run").note_environment(torch.device("cpu"), 1)
+    assert read_run(tmp_path / "run")["group"]["text"] == trainer.corpus.manifest.fingerprint
+    copied = make_run("copied", [5.0, 4.0])
+    assert read_run(copied, text="abc")["group"]["text"] == "abc"
+    assert read_run(copied)["group"]["text"] == "stdlib"
+
+
+def test_runs_that_diverge(tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert divergence(directory, np.array([*np.linspace(5, 3, 40), *[3.6] * 10])) is None  # under way
+    directory.finish()
+    assert divergence(directory, np.linspace(5, 3, 50)) is None
+    assert "0.4" in divergence(directory, np.array([*np.linspace(5, 3, 40), *[3.5] * 10]))
+    directory.note_divergence(17)
+    assert divergence(directory, np.array([])) == "loss or gradient not finite at step 17"
+
+
+def test_of_places_on_a_machine_only_names_are_kept():
+    data = {"source": "parquet", "root": "/disk/tokens", "path": "/disk/corpus/*.parquet", "val_path": None}
+    config = {
+        "seed": 1,
+        "run_dir": "/disk/a",
+        "runs_dir": "/disk",
+        "init_from": "/disk/base/weights",
+        "data": data,
+    }
+    assert without_places(config) == {
+        "seed": 1,
+        "init_from": "base",
+        "data": {"source": "parquet", "path": "*.parquet", "val_path": None},
+    }
+
+
+def test_variants_are_named_by_what_differs():
+    def name(qk_norm=True, **attention):
+        return variant_of({"model": {"qk_norm": qk_norm}, "attention": {"backend": "sagebwd"} | attention})
+
+    assert name() == name(preset="default", smooth_k=None, kernels="triton") == "SageBwd"
+    assert name(preset="paper") == name(granularity="block", block_q=128, block_kv=64) == "SageBwd, paper"
+    assert name(preset="strictly_causal", qk_norm=False) == "SageBwd, strictly causal, no QK-norm"
+    assert name(preset="paper", block_q=64) == "SageBwd, paper, block_q=64"
+    assert name(smooth_k=False, qk_norm=False) == "SageBwd, no QK-norm, no smoothing"
+    assert name(smooth_q=True, unsigned_p=True) == "SageBwd, Q+K smoothing, unsigned_p=true"
+    assert name(backend="fpa", sdpa="cudnn") == name(backend="fpa", sdpa=None) == "full precision"
+    assert name(backend="fpa", sdpa="flash", qk_norm=False) == "full precision, FlashAttention-2, no QK-norm"
+    assert name(backend="windowed", window=8, qk_norm=False) == "windowed, no QK-norm, window=8"
+    assert base_of("SageBwd, paper, no smoothing") == "SageBwd, paper"
+    assert base_of("SageBwd, low bias, no QK-norm") == "full precision, no QK-norm"
+    assert is_null("full precision, FlashAttention-2")
+    assert not is_null("full precision")
+
+
+# --- A comparison -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_pairs(make_run):
+    """Full precision twice and SageBwd 0.1 above their mean, two seeds that lie a nat apart."""
+
+    def made():
+        values = np.linspace(5, 3, 40)
+        kinds = (("f", 0, ()), ("n", 0.02, FLASH), ("s", 0.11, SAGE))
+        return [
+            make_run(f"{name}{seed}", values + gap + seed, *overrides, f"seed={seed}")
+            for name, gap, overrides in kinds
+            for seed in (1, 2)
+        ]
+
+    return made
+
+
+def test_a_difference_stands_beside_its_null(make_pairs, tmp_path, capsys):
+    curves.main([*map(str, make_pairs()), "--out", str(tmp_path / "figure"), "--item", "figure1b"])
+    null, sage = compare(read_json(tmp_path / "figure.json")["runs"])
+    assert (null.kind, null.minus) == ("null", "full precision")
+    assert null.losses["training"].by_seed == {"1": pytest.approx(0.02), "2": pytest.approx(0.02)}
+    gap = sage.losses["training"]
+    assert (sage.kind, sage.has_null, sage.proxy) == ("difference", True, True)
+    assert gap.mean == pytest.approx(0.1, abs=1e-5)  # minus the mean of both kernels
+    assert gap.degrees == 6 - 3  # two variants, two seeds
+    noise = (4 * 0.01**2 / 3) ** 0.5
+    assert gap.half_width == pytest.approx(3.182 * noise * (1 / 2 + 1 / 4) ** 0.5, rel=1e-3)
+    assert gap.p == pytest.approx(1 / 9)
+    assert "+0.1000" in capsys.readouterr().out
+    assert (tmp_path / "figure.png").exists()
+
+
+def test_only_runs_on_one_text_at_one_schedule_are_compared(make_run):
+    values = np.linspace(5, 3, 40)
+    runs = [read_run(make_run("f", values), text="a"), read_run(make_run("s", values + 1, *SAGE), text="b")]
+    assert compare(runs) == []
+    runs[1]["group"] = runs[0]["group"]
+    [row] = compare(runs)
+    assert row.losses["training"].mean == pytest.approx(1)
+    assert row.losses["training"].half_width is None
+    large = [read_run(make_run("f2", values, LARGE_TPS)), read_run(make_run("s2", values, LARGE_TPS, *SAGE))]
+    assert len({row.setup for row in compare([*runs, *large])}) == 2
+
+
+def test_setups_have_names_of_their_own(make_run):
+    """Also those that differ in the text alone."""
+    values = np.linspace(5, 3, 40)
+    runs = [
+        read_run(make_run(f"{text}{len(overrides)}", values, *overrides), text=text)
+        for text in ("a", "b")
+        for overrides in ((), SAGE)
+    ]
+    assert len({row.setup for row in compare(runs)}) == 2
+
+
+def test_a_run_in_two_files_counts_once_and_a_repetition_is_a_null(make_run):
+    values = np.linspace(5, 3, 40)
+    one, other, sage = (
+        read_run(make_run(n, values + gap, *o))
+        for n, gap, o in (("a", 0, ()), ("b", 0.01, ()), ("s", 0, SAGE))
+    )
+    null, difference = compare([one, sage, one, other, sage])
+    assert null.losses["training"].by_seed == {"1": pytest.approx(0.01)}
+    assert null.minus == "full precision, the first run"
+    assert difference.has_null
+    assert difference.losses["training"].degrees == 1
+
+
+def test_a_diverged_seed_takes_its_variant_out(make_run):
+    values = np.linspace(5, 3, 40)
+    paths = [
+        make_run("a", values),
+        make_run("b", values, *SAGE, done=False),
+        make_run("c", values, *SAGE, "seed=2"),
+    ]
+    RunDirectory(paths[1]).note_divergence(41)
+    assert compare([read_run(path) for path in paths]) == []
+
+
+def test_more_tokens_per_step_are_compared_with_fewer():
+    rows = {(row.setup, row.variant): row for row in stored_rows()}
+    large, small = (rows[setup, "SageBwd"].losses["training"] for setup in ("35m-131k", "35m-16k"))
+    both = rows["35m-131k − 35m-16k", "SageBwd"]
+    assert both.kind == "interaction"
+    assert both.losses["training"].mean == pytest.approx(large.mean - small.mean, abs=1e-6)
+    assert both.losses["training"].half_width > max(large.half_width, small.half_width)
+
+
+def test_runs_that_are_gone_are_merged_from_their_json(make_pairs, tmp_path):
+    paths = list(map(str, make_pairs()))
+    curves.main([*paths, "--out", str(tmp_path / "whole")])
+    curves.main([*paths[:3], "--out", str(tmp_path / "part")])
+    curves.main([str(tmp_path / "part.json.gz"), *paths[3:], "--out", str(tmp_path / "part")])
+    whole, part = (read_json(tmp_path / f"{name}.json") for name in ("whole", "part"))
+    assert part["runs"] == whole["runs"]
+
+
+def test_what_is_no_run_is_named(tmp_path, make_run):
+    out = ["--out", str(tmp_path / "x")]
+    with pytest.raises(SystemExit, match=r"holds no config\.yaml"):
+        curves.main([str(tmp_path), *out])
+    with pytest.raises(SystemExit, match="none of the 1 runs is finished"):
+        curves.main([str(make_run("u", [5.0, 4.0], done=False)), *out])
+    write_text(tmp_path / "other.json", "{}")
+    with pytest.raises(SystemExit, match=r"other\.json is not a comparison"):
+        curves.main([str(tmp_path / "other.json"), *out])
+    assert not list(tmp_path.glob("x.*"))
+
+
+# --- The committed results ----------------------------------------------------------------------------------
+
+
+def stored_rows():
+    return read_rows(read_json(ROOT / "results" / "losses.json"))
+
+
+def test_the_committed_table_is_that_of_the_committed_runs(tmp_path):
+    losses.main([str(ROOT / "results"), "--out", str(tmp_path / "losses")])
+    assert read_json(tmp_path / "losses.json")["rows"] == read_json(ROOT / "results" / "losses.json")["rows"]
+    assert (tmp_path / "losses.png").exists()
+
+
+def test_names_in_older_files_are_renewed():
+    """presets.json.gz spells out the settings of paper(); merged with new runs, both are one variant."""
+    variants = {run["variant"] for run in read(ROOT / "results" / "presets.json.gz")}
+    assert variants >= {"full precision", "SageBwd", "SageBwd, paper"}
+    assert not any("granularity" in variant for variant in variants)

@@ -1,0 +1,147 @@
+"""Differences of losses: least squares over seeds, intervals, and permutation within seeds."""
+
+import math
+from statistics import stdev
+
+import numpy as np
+import pytest
+
+from scripts.paper.statistics import (
+    Cell,
+    Estimate,
+    by_seed,
+    difference_of,
+    fit,
+    of_one_code,
+    permutation_p,
+    quantile,
+)
+
+
+def cells(losses):
+    """Of {variant: {seed: loss, or losses}}."""
+    return [
+        Cell(variant, seed, loss)
+        for variant, own in losses.items()
+        for seed, found in own.items()
+        for loss in np.atleast_1d(found).tolist()
+    ]
+
+
+def test_of_two_variants_it_is_the_paired_t_interval():
+    a, b = np.random.default_rng(0).normal(size=(2, 5))
+    found = fit(cells({"a": dict(enumerate(a)), "b": dict(enumerate(b))})).difference("b", "a")
+    gaps = b - a
+    assert found.mean == pytest.approx(gaps.mean())
+    assert found.half_width == pytest.approx(quantile(4) * stdev(gaps) / math.sqrt(5))
+    assert found.degrees == 4
+
+
+def test_the_offset_of_a_seed_is_not_noise_and_a_missing_run_costs_a_degree():
+    losses = {"a": {1: 2.0, 2: 3.0, 3: 7.0}, "b": {1: 2.1, 2: 3.1, 3: 7.1}, "c": {1: 2.5, 2: 3.5}}
+    found = fit(cells(losses))
+    assert found.degrees == 3
+    assert found.noise == pytest.approx(0, abs=1e-9)
+    assert found.difference("c", "a").mean == pytest.approx(0.5)
+    assert found.difference("c", "nowhere") is None
+
+
+def test_a_repetition_shows_the_noise():
+    found = fit(cells({"a": {1: [2.0, 2.2]}, "b": {1: 2.5}}))
+    assert (found.degrees, found.noise) == (1, pytest.approx(stdev([2.0, 2.2])))
+    assert fit(cells({"a": {1: 2.0}, "b": {1: 2.5}})).difference("b", "a") == (pytest.approx(0.5), None, 0)
+
+
+def test_without_a_common_seed_there_is_no_difference():
+    assert fit(cells({"a": {1: 2.0}, "b": {2: 2.5}})).difference("a", "b") is None
+    assert fit([]).degrees == 0
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """Also of differences of differences: two setups, the noise at one a tenth of that at the other."""
+    generator = np.random.default_rng(0)
+    hits, draws = np.zeros(2), 1000
+    for _ in range(draws):
+        gaps = []
+        for noise, truth, seeds in ((1.0, 3.0, 3), (0.1, 1.0, 2)):
+            losses = noise * generator.normal(size=(2, seeds)) + generator.normal(size=seeds)
+            own = {"b": losses[1] + truth, "a": losses[0]}
+            gaps.append(
+                fit(cells({name: dict(enumerate(row)) for name, row in own.items()})).difference("b", "a")
+            )
+        found = difference_of(*gaps)
+        hits += [gaps[0].low < 3.0 < gaps[0].high, found.low < 2.0 < found.high]
+    assert hits / draws == pytest.approx(0.95, abs=0.03)
+
+
+def test_the_difference_of_two_gaps_of_equal_noise_has_twice_the_degrees_of_freedom():
+    s, n = 0.01, 4
+    gap = Estimate(0.05, quantile(n) * s, n)
+    found = difference_of(gap, gap._replace(mean=-0.01))
+    assert found == (pytest.approx(0.06), pytest.approx(quantile(2 * n) * s * math.sqrt(2)), 2 * n)
+
+
+def test_quantiles_are_those_of_student():
+    """Published: 2.086 for 20, 2.042 for 30, 1.984 for 100."""
+    assert [quantile(n) for n in (1, 4, 20, 30, 100)] == pytest.approx(
+        [12.706, 2.776, 2.086, 2.042, 1.984], rel=0.005
+    )
+
+
+# --- Permutation --------------------------------------------------------------------------------------------
+
+
+def test_two_seeds_of_one_sign_say_nothing():
+    assert permutation_p(cells({"a": {1: 1, 2: 1}, "b": {1: 2, 2: 2}}), "b", "a") == 0.5
+    assert permutation_p(cells({"a": {1: 1, 2: 1}, "b": {1: 2, 2: 0}}), "b", "a") == 1.0
+
+
+def test_with_full_precision_twice_a_seed_has_three_ways():
+    """Four seeds, the variant always on top: 1 of 81, two-sided because nothing lies as far below."""
+    base = {seed: [0.0, 0.01] for seed in range(4)}
+    assert permutation_p(cells({"a": base, "b": dict.fromkeys(range(4), 1.0)}), "b", "a") == 1 / 81
+
+
+def test_chance_alone_gives_every_p_as_often_as_it_says():
+    generator = np.random.default_rng(1)
+    found = []
+    for _ in range(400):
+        a, b = generator.normal(size=(2, 6))
+        found.append(permutation_p(cells({"a": dict(enumerate(a)), "b": dict(enumerate(b))}), "b", "a"))
+    assert np.mean(np.array(found) <= 0.25) == pytest.approx(0.25, abs=0.06)
+
+
+def test_by_seed_takes_the_mean_of_repetitions():
+    assert by_seed(cells({"a": {1: [1.0, 2.0], 2: 5.0}, "b": {1: 2.0, 3: 1.0}}), "b", "a") == {1: 0.5}
+
+
+# --- Which runs count ---------------------------------------------------------------------------------------
+
+
+def made_of(commit, *losses, variant="a", **config):
+    """Runs of one variant and commit: a seed for each loss."""
+    settings = {"hardware": {"compile": True, "dtype": "bfloat16"}} | config
+    return [
+        {"variant": variant, "seed": seed, "final_loss": loss, "commit": commit, "config": settings}
+        for seed, loss in enumerate(losses, start=1)
+    ]
+
+
+def test_a_seed_that_other_code_repeated_does_not_count():
+    runs = made_of("old", 2.0, 2.1) + made_of("old", 2.5, 2.6, variant="b")
+    again = made_of("new", 9.0)
+    other = made_of("new", 2.7, variant="c")
+    assert of_one_code([*again, *runs, *other]) == [*runs, *other]
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        ({"hardware": {"compile": False, "dtype": "bfloat16"}}, True),  # how it executes
+        ({"hardware": {"compile": True, "dtype": "float32"}}, False),  # what it computes
+        ({"optimizer": {"beta2": 0.99}}, False),
+    ],
+)
+def test_a_repetition_has_the_same_settings(config, counts):
+    runs = made_of("x", 2.0) + made_of("x", 2.1, **config)
+    assert (of_one_code(runs) == runs) == counts
