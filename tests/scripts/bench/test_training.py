@@ -8,6 +8,7 @@ import torch
 
 from scripts.bench import training as bench
 from scripts.bench.training import Row
+from trainer import checks
 from trainer.run_directory import RunDirectory
 from trainer.run_queue import FINISHED, Outcome
 
@@ -26,14 +27,14 @@ def overrides_of(name, *options, row=None):
 @pytest.mark.parametrize("name", bench.ATTENTIONS)
 def test_every_attention_has_settings_that_go_together(name, compose_settings):
     settings = compose_settings(*overrides_of(name))
+    assert [*checks.check_values(settings)] == []
     assert (settings.hardware.device, settings.context, settings.hardware.micro_batch) == ("cpu", 32, 2)
 
 
 def test_a_run_has_the_shape_that_was_asked_for(compose_settings):
     options = ["--contexts", "256", "--tokens-per-micro-batch", "1024", "--accumulation", "3"]
     row = Row("fpa-flash", 256, 4, "fsdp")
-    overrides = overrides_of("fpa", *options, "--set", "model.qk_norm=false", row=row)
-    settings = compose_settings(*overrides)
+    settings = compose_settings(*overrides_of("fpa", *options, "--set", "model.qk_norm=false", row=row))
     assert (settings.context, settings.hardware.micro_batch, settings.tps.tokens_per_step) == (256, 4, 3072)
     assert (settings.hardware.devices, settings.hardware.parallel) == (4, "fsdp")
     assert settings.model.max_context == 256  # the file has 128
