@@ -190,10 +190,8 @@ def draw_forest(rows: Sequence[Row], band: float, gap: float) -> Any:
     for tick, (_, weight) in zip(axes.get_yticklabels(), labels, strict=True):
         tick.set_fontweight(weight)
     axes.set(xlim=(-FOREST_LIMIT, FOREST_LIMIT), ylim=(len(labels) - 0.3, -0.7))
-    label = (
-        "difference of losses, nats per token. Bars: 95% intervals (dashed: fewer than 4 d.f.); ticks: seeds"
-    )
-    axes.set_xlabel(label, fontsize=9)
+    bars = "bars: 95% intervals (dashed: fewer than 4 d.f.); ticks: seeds"
+    axes.set_xlabel(f"difference of losses, nats per token\n{bars}", fontsize=9)
     axes.grid(axis="x", alpha=0.3)
     look = {"linestyle": "", "marker": "o", "color": ATTENTION["sagebwd"].color}
     axes.plot([], [], label="training loss", **look)
