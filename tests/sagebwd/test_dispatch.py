@@ -440,3 +440,11 @@ def test_fake_cuda_tensors_need_no_gpu():
         out = sage_attention(q, q, q, is_causal=True)
         assert out.device.type == "cuda"
         assert out.shape == q.shape
+
+
+def test_explain_looks_at_the_dtype_of_autocast(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dispatch, "explain_call", calls.append)
+    with torch.autocast("cpu", torch.bfloat16):
+        sagebwd.explain(torch.zeros(1, 1, 8, 64))
+    assert calls[0].dtype == torch.bfloat16
