@@ -1,9 +1,10 @@
 """From text to batches of token ids.
 
-sources/      where text comes from: OpenWebText, parquet, JSON Lines, plain text, Python's own library
+settings      what can be set
+recipe        settings → what each text of a run is made of, and the folder of its tokens
+sources/      a module for each kind of text: parquet, JSON Lines, plain text, the Hugging Face Hub
 tokenizers    text → token ids
-prepare       all of a source's text → shards of ids on disk (`python -m data.prepare`)
-texts         the texts that have a name: sources of a mixture, and validation sets
+prepare       a text → shards of ids on disk (`python -m data.prepare`), by workers
 corpus        opens what is prepared; prepares small texts on first use
 tokens        the shards as one array of ids
 mixture       which source each sequence comes from

@@ -3,7 +3,7 @@
 import difflib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -41,16 +41,44 @@ def _quoted(text: str) -> str:
     return QuotedString(text, Quote.single).with_quotes()
 
 
-def parse(arguments: list[str]) -> list[Override]:
-    """The arguments `name=value`; none if one is no override: Hydra explains its grammar."""
-    words = [word for word in arguments if "=" in word and not word.startswith("-")]
+def check_or_exit(
+    arguments: Sequence[str],
+    schema: type,
+    groups: dict[str, list[str]],
+    *,
+    program: str,
+    further: Set[str] = frozenset(),
+) -> list[Override]:
+    """The overrides among the arguments; ends the program with a message for what cannot be meant.
+
+    schema: the dataclass of the settings. groups: the options of each group. further: settings that the
+    schema lacks. Hydra refuses unknown names, too. But its advice is to append an unknown setting with `+`,
+    which the typed settings refuse next, and an unknown option prints its search path.
+    """
+    hints = setting_hints(schema)
+    known = hints.keys() | further | groups.keys()
+    _check_words(arguments, hints.keys() | further)
     try:
-        return OverridesParser.create().parse_overrides(words)
+        words = [word for word in arguments if "=" in word and not word.startswith("-")]
+        overrides = OverridesParser.create().parse_overrides(words)
     except HydraException:
-        return []
+        return []  # Hydra explains its grammar
+    for override in overrides:
+        key = override.key_or_group
+        if key.split(".")[0].split("/")[0] == "hydra":
+            continue
+        if key not in known and not key.startswith(NAMED):
+            near = difflib.get_close_matches(key, known, n=3) or _same_ending(key, known)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all settings"
+            sys.exit(f"{override.input_line}: there is no setting {key!r}; {hint}")
+        if hints.get(key) in (int, int | None):
+            _check_whole(override)
+        if key in groups and not has_search_path(overrides):
+            check_option_or_exit(override, groups[key])
+    return overrides
 
 
-def check_words_or_exit(arguments: Sequence[str], settings: set[str]) -> None:
+def _check_words(arguments: Sequence[str], settings: Set[str]) -> None:
     """End the program with a message if an argument is neither an option nor `name=value`."""
     for before, word in zip(["", *arguments], arguments, strict=False):
         is_value = before.startswith("-") and before not in WITHOUT_VALUE  # of an option: --cfg job
@@ -62,14 +90,12 @@ def check_words_or_exit(arguments: Sequence[str], settings: set[str]) -> None:
         sys.exit(f"{word}: there is no such option; {hint}")
 
 
-def check_numbers_or_exit(overrides: Sequence[Override], cls: type) -> None:
+def _check_whole(override: Override) -> None:
     """End the program with a message if a whole number is written with a point or an exponent."""
-    whole = {name for name, hint in setting_hints(cls).items() if hint in (int, int | None)}
-    for override in overrides:
-        for value in _values(override):
-            if override.key_or_group in whole and isinstance(value, float):
-                number = f": {int(value)}" if value.is_integer() else ""
-                sys.exit(f"{override.input_line}: {override.key_or_group} is a whole number{number}")
+    for value in _values(override):
+        if isinstance(value, float):
+            number = f": {int(value)}" if value.is_integer() else ""
+            sys.exit(f"{override.input_line}: {override.key_or_group} is a whole number{number}")
 
 
 def has_search_path(overrides: Sequence[Override]) -> bool:
@@ -77,38 +103,17 @@ def has_search_path(overrides: Sequence[Override]) -> bool:
     return any(override.key_or_group == "hydra.searchpath" for override in overrides)
 
 
-def check_or_exit(
-    overrides: Sequence[Override], settings: set[str], groups: dict[str, list[str]], *, program: str
-) -> None:
-    """End the program with a message if an override has an unknown setting, group or option.
-
-    Hydra refuses these too. But its advice is to append an unknown setting with `+`, which the typed settings
-    refuse next, and an unknown option prints its search path.
-    """
-    known = settings | groups.keys()
-    elsewhere = has_search_path(overrides)
-    for override in overrides:
-        key = override.key_or_group
-        if key.split(".")[0].split("/")[0] == "hydra":
-            continue
-        if key not in known and not key.startswith(NAMED):
-            near = difflib.get_close_matches(key, known, n=3) or _same_ending(key, known)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all settings"
-            sys.exit(f"{override.input_line}: there is no setting {key!r}; {hint}")
-        if key in groups and not elsewhere:
-            check_option_or_exit(override, groups[key])
-
-
 def check_option_or_exit(override: Override, options: list[str]) -> None:
     """End the program with a message if the override of a group names an option that is not among these."""
-    group = override.key_or_group
+    group, listed = override.key_or_group, ", ".join(options)
     if None in _values(override) and not override.is_delete():
-        sys.exit(
-            f"{override.input_line}: leave it out for the default, or choose one of {', '.join(options)}"
-        )
+        sys.exit(f"{override.input_line}: leave it out for the default, or choose one of {listed}")
     for option in chosen_options(override):
         if option not in options:
-            sys.exit(f"{override.input_line}: {_unknown_option(group, option, options)}")
+            lowered = {name.lower(): name for name in options}  # of two that differ in case, either
+            near = difflib.get_close_matches(option.lower(), lowered, n=1)
+            hint = f"did you mean {group}={lowered[near[0]]}? Choose" if near else "choose"
+            sys.exit(f"{override.input_line}: {group} has no option {option!r}; {hint} one of {listed}")
 
 
 def setting_hints(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -145,14 +150,7 @@ def _values(override: Override) -> list[Any]:
     return value.list if isinstance(value, ChoiceSweep) else [value]
 
 
-def _same_ending(key: str, known: set[str]) -> list[str]:
+def _same_ending(key: str, known: Set[str]) -> list[str]:
     """Settings of another group with this last name: `lr` is `optimizer.lr`."""
     last = key.split(".")[-1]
     return sorted(name for name in known if name.split(".")[-1] == last)
-
-
-def _unknown_option(group: str, option: str, options: list[str]) -> str:
-    lowered = {name.lower(): name for name in options}  # of options that differ in case, any one will do
-    near = difflib.get_close_matches(option.lower(), lowered, n=1)
-    hint = f"did you mean {group}={lowered[near[0]]}? Choose" if near else "choose"
-    return f"{group} has no option {option!r}; {hint} one of {', '.join(options)}"

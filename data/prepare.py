@@ -118,7 +118,8 @@ def _check_totals(manifest: Manifest, made: Recipe) -> None:
             "is missing or it has changed. Delete the folder and prepare it again, or set "
             f"{made.where}.documents=null to accept any number"
         )
-    for split in SPLITS if made.settings.path else ("val",):
+    is_validation_set = made.settings.val_path is not None and made.settings.path is None
+    for split in ("val",) if is_validation_set else SPLITS:
         if manifest.tokens(split) == 0:
             raise ValueError(
                 f"{made.folder}: no text is left for the {split} split: the source holds only {found} "
@@ -182,9 +183,7 @@ def run(settings: PrepareSettings) -> None:
 
 def _check_source(made: Recipe, manifest: Manifest) -> None:
     """Raise ValueError for a source file that is no longer the one that was read."""
-    if not manifest.source_files or made.is_text_missing:
-        return
-    files = [*made.files[0], *made.files[1]]
+    files = [*made.files[0], *made.files[1]] if manifest.source_files else []
     for file, found, recorded in zip(files, checksums(files), manifest.source_files, strict=True):
         if found != recorded:
             raise ValueError(
@@ -212,16 +211,8 @@ def main() -> None:
 
     register()
     configs = Path(__file__).resolve().parent.parent / "configs"
-    names = command_line.setting_names(PrepareSettings)
-    command_line.check_words_or_exit(sys.argv[1:], names)
-    parsed = command_line.parse(sys.argv[1:])
-    command_line.check_numbers_or_exit(parsed, PrepareSettings)
-    command_line.check_or_exit(
-        parsed,
-        names,
-        {"data": command_line.options_in(configs / "data")},
-        program="python -m data.prepare",
-    )
+    groups = {"data": command_line.options_in(configs / "data")}
+    command_line.check_or_exit(sys.argv[1:], PrepareSettings, groups, program="python -m data.prepare")
 
     @hydra.main(version_base="1.3", config_path=str(configs), config_name="prepare")
     def command(config) -> None:

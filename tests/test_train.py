@@ -149,6 +149,7 @@ REFUSED = [
     (["optimiser.lr=1"], "optimizer.lr"),
     (["optimizer.lr=fast"], "optimizer.lr"),
     (["tps=1m"], "2.1m"),
+    (["-m", "attention=fpa,sagebwd"], "two runs of this sweep would train in"),
     (["hardware.micro_batch=3"], "hardware.micro_batch=2 or 4"),
     (["data=text", "data.path=no_such_book.txt"], "no_such_book.txt"),
 ]

@@ -10,7 +10,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import ListConfig, OmegaConf
 
 from data import command_line
-from data.command_line import check_option_or_exit, chosen_options, options_in, setting_names
+from data.command_line import check_option_or_exit, chosen_options, options_in
 from model import backends
 from trainer.settings import Settings
 
@@ -27,11 +27,10 @@ def command_of(overrides: list[str]) -> str:
 
 def check_or_exit(arguments: list[str], configs: Path) -> None:
     """End the program with a message if an argument `name=value` has an unknown setting, group or option."""
-    command_line.check_words_or_exit(arguments, known_settings())
-    parsed = command_line.parse(arguments)
-    command_line.check_numbers_or_exit(parsed, Settings)
     groups = {folder.name: options_in(folder) for folder in configs.iterdir() if folder.is_dir()}
-    command_line.check_or_exit(parsed, known_settings(), groups, program="python train.py")
+    parsed = command_line.check_or_exit(
+        arguments, Settings, groups, program="python train.py", further=attention_settings()
+    )
     for override in parsed:
         if override.key_or_group == "hydra/launcher" and not command_line.has_search_path(parsed):
             _check_launcher(override, configs / "hydra" / "launcher")
@@ -46,9 +45,7 @@ def _check_launcher(override: Override, folder: Path) -> None:
     check_option_or_exit(override, sorted(installed | set(options_in(folder))))
 
 
-def known_settings() -> set[str]:
-    """Dotted names of all settings, those of every attention included."""
-    names = setting_names(Settings) | {"attention.backend"}
-    for backend in backends.available():
-        names |= {f"attention.{name}" for name in backends.settings_of(backend).names()}
-    return names
+def attention_settings() -> set[str]:
+    """Dotted names of the settings of all attentions."""
+    kinds = map(backends.settings_of, backends.available())
+    return {"attention.backend", *(f"attention.{name}" for kind in kinds for name in kind.names())}

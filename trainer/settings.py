@@ -176,7 +176,9 @@ class Settings:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run."""
-        return self.total_tokens // self.tokens_per_step if self.steps is None else self.steps
+        if self.steps is not None:
+            return self.steps
+        return self.total_tokens * self.tps.divide_by // self.tps.tokens_per_step
 
 
 def register() -> None:

@@ -115,6 +115,9 @@ def refuse_what_cannot_be_trained(config: DictConfig, runs: list[list[str]]) -> 
 
     If they run on this machine: another may have other devices.
     """
+    places = [text for run in runs for text in run if text.startswith("run_dir=") and "$" not in text]
+    if len(places) > len(set(places)):
+        sys.exit(f"two runs of this sweep would train in {places[0]}; leave it out, and each has its own")
     if config.hydra.runtime.choices.get("hydra/launcher") not in ("basic", "local_gpus"):
         return
     search_path = [text for text in config.hydra.overrides.hydra if text.startswith("hydra.searchpath=")]

@@ -47,12 +47,8 @@ def test_every_epoch_visits_every_sequence_once(count):
         assert not (epochs[0] == epochs[1]).all()
 
 
-def test_sequences_are_all_that_have_a_token_to_predict():
-    assert loader(7 * 5).sequences == 4
-    assert loader(7 * 5 + 1).sequences == 5
-
-
 def test_depends_on_seed_and_step_only():
+    assert loader().epoch_of(71) == pytest.approx(71 * 12 / 142)
     asked_before = loader()
     for step in (9, 0, 3):
         asked_before.sequence_indices(step)
@@ -99,11 +95,6 @@ def test_an_error_while_a_batch_is_made_ahead_reaches_who_asks_for_it(monkeypatc
         list(batches)
 
 
-def test_epoch_of():
-    assert loader().epoch_of(0) == 0
-    assert loader().epoch_of(71) == pytest.approx(71 * 12 / 142)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     ranks=st.integers(1, 6),
@@ -127,12 +118,8 @@ def test_ranks_share_a_step_without_overlap(ranks, micro_batch, micro_steps, ste
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_evaluation_covers_the_first_sequences_in_order(ranks):
-    per_rank = [
-        list(
-            evaluation_batches(tokens_of(200), context=9, sequences=11, micro_batch=4, rank=rank, ranks=ranks)
-        )
-        for rank in range(ranks)
-    ]
+    options = {"context": 9, "sequences": 11, "micro_batch": 4, "ranks": ranks}
+    per_rank = [list(evaluation_batches(tokens_of(200), rank=rank, **options)) for rank in range(ranks)]
     assert sorted(len(inputs) for batches in per_rank for inputs, _ in batches) == [3, 4, 4]
     in_order = [per_rank[j % ranks][j // ranks] for j in range(3)]
     inputs = torch.cat([inputs for inputs, _ in in_order])
@@ -146,12 +133,13 @@ def test_evaluation_says_when_there_is_less_than_asked_for(caplog):
     assert "holds 10 sequences of 10 tokens: validating on these instead of 500" in caplog.text
 
 
-def test_a_context_longer_than_the_data_names_the_largest_that_fits():
+def test_sequences_are_all_that_have_a_token_to_predict():
+    assert loader(7 * 5).sequences == 4
+    assert loader(7 * 5 + 1).sequences == 5
     with pytest.raises(ValueError, match=r"7 tokens, too few .* context=7 .* use context=6 or less"):
         loader(7)
     with pytest.raises(ValueError, match="use context=6 or less"):
         list(evaluation_batches(tokens_of(7), context=7, sequences=1, micro_batch=1))
-    assert loader(8).sequences == 1
 
 
 def test_a_step_of_all_sequences_is_the_same_at_every_step_in_another_order():

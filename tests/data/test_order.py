@@ -55,13 +55,6 @@ def test_each_element_reaches_each_place_equally_often():
     assert chi_squared < 60  # 25 degrees of freedom: exceeded once in ten thousand uniform tables
 
 
-def test_neighbours_are_torn_apart():
-    n = 100_000
-    image = Permutation(n, seed=11)(np.arange(n)).astype(float)
-    assert abs(np.corrcoef(image[:-1], image[1:])[0, 1]) < 0.02  # six standard deviations
-    assert abs(np.corrcoef(np.arange(n), image)[0, 1]) < 0.02
-
-
 def test_mix64_equals_splitmix64():
     # The first outputs of the published generator from state 0, which adds the constant that mix64 adds.
     states = (np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)

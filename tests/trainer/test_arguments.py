@@ -6,7 +6,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from data.command_line import setting_names
-from trainer.arguments import check_or_exit, known_settings, unresolved
+from trainer.arguments import attention_settings, check_or_exit, unresolved
 from trainer.run_directory import default_name
 from trainer.settings import Settings
 
@@ -22,7 +22,7 @@ def test_names_are_those_of_the_composed_settings(compose_settings):
 
     names = set(flat(asdict(compose_settings())))
     assert setting_names(Settings) == {name for name in names if not name.startswith("attention.")}
-    assert {"attention.preset", "attention.smooth_k", "attention.sdpa"} <= known_settings()
+    assert {"attention.preset", "attention.smooth_k", "attention.sdpa"} <= attention_settings()
 
 
 @pytest.mark.parametrize(

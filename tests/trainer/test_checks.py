@@ -78,6 +78,7 @@ BAD = [
     (["hardware.micro_batch=12"], ["micro_batch=12", "245760", "294912", "micro_batch=8 or 16"]),
     (["tps.tokens_per_step=100000"], ["100000", "65536", "131072"]),
     (["tps.divide_by=7"], ["not a multiple", "262143"]),
+    (["tps.divide_by=1000000"], ["not a multiple", "1000000"]),
     (["context=8192", "hardware.micro_batch=8"], ["context=8192", "model.max_context=4096"]),
     (["model.n_heads=16", "model.n_kv_heads=5"], ["n_kv_heads", "5"]),
     (["model.d_head=63"], ["d_head", "63"]),

@@ -162,6 +162,13 @@ def test_runs_that_cannot_be_trained_are_listed_before_the_first_begins():
     assert "seed=1" not in message
 
 
+def test_runs_that_would_train_in_one_directory_are_refused():
+    with pytest.raises(SystemExit, match="two runs of this sweep would train in run_dir=X"):
+        refuse(["seed=1", "run_dir=X"], ["seed=2", "run_dir=X"])
+    refuse(["seed=1", "run_dir=X"], ["seed=2", "run_dir=Y"])
+    refuse(["seed=1", "run_dir=runs/${seed}"], ["seed=2", "run_dir=runs/${seed}"])
+
+
 def test_options_of_ones_own_are_found(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "own.yaml").write_text("# @package _global_\nsteps: 0\n")

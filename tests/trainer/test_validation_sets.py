@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from data.corpus import ValidationSet
 from scripts import show_batch
-from trainer import plan
+from trainer.checks import check
 from trainer.errors import SettingsError, TrainingError
 from trainer.evaluate import described, validation_record
 from trainer.export import model_card
@@ -130,7 +130,7 @@ def test_validation_sets_change_nothing_else(train_here, mixed, tmp_path):
 def test_what_cannot_be_trained_is_named(compose_settings, mixed, tmp_path):
     def problems(*overrides):
         with pytest.raises(SettingsError) as error:
-            plan.check(compose_settings("experiment=debug", *overrides), 1)
+            check(compose_settings("experiment=debug", *overrides), 1)
         return str(error.value)
 
     assert "train_sequences=4 has no meaning with data=mixture" in problems(*mixed, "train_sequences=4")
