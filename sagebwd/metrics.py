@@ -23,13 +23,10 @@ def cosine_similarity(actual: Tensor, reference: Tensor) -> float:
 def relative_l2(actual: Tensor, reference: Tensor) -> float:
     """‖a − r‖ / ‖r‖. Where the reference is all zeros: 0 if ``actual`` is too, else inf."""
     a, r = _as_vectors(actual, reference)
-    return _relative(_norm(a - r), _norm(r))
-
-
-def relative_l1(actual: Tensor, reference: Tensor) -> float:
-    """Σ|a − r| / Σ|r|. Where the reference is all zeros: 0 if ``actual`` is too, else inf."""
-    a, r = _as_vectors(actual, reference)
-    return _relative(vector_norm(a - r, 1).item(), vector_norm(r, 1).item())
+    error, norm = _norm(a - r), _norm(r)
+    if norm == 0:
+        return error if error == 0 or math.isnan(error) else math.inf
+    return error / norm
 
 
 def rms(x: Tensor) -> float:
@@ -43,12 +40,6 @@ def _as_vectors(actual: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
             f"actual is {tuple(actual.shape)}, reference {tuple(reference.shape)}; compare equal shapes"
         )
     return actual.detach().double().flatten(), reference.detach().double().flatten()
-
-
-def _relative(error: float, norm: float) -> float:
-    if norm == 0:
-        return error if error == 0 or math.isnan(error) else math.inf
-    return error / norm
 
 
 def _norm(x: Tensor) -> float:

@@ -23,7 +23,7 @@ from sagebwd.validation import DTYPES, cast_to_autocast_dtype
 FALLBACKS = ("error", "sdpa")
 
 
-class _Call(NamedTuple):
+class _Counted(NamedTuple):
     name: str
     layer: int | None
     kernels: str
@@ -41,7 +41,7 @@ class Obstacle(NamedTuple):
     fix: str = ""
 
 
-_counts: Counter[_Call] = Counter()
+_counts: Counter[_Counted] = Counter()
 _warned: set[tuple[str, str]] = set()
 
 
@@ -125,18 +125,22 @@ def counted_attention(
     return result
 
 
-def choose_kernels(q: Tensor, k: Tensor, v: Tensor, scale: float, config: SageConfig) -> tuple[str, str]:
-    """The kernel set that will run, and "", or "" and why none can.
+def choose_kernels(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, config: SageConfig
+) -> tuple[str, Obstacle | None]:
+    """The kernel set that will run, or "" and why none can.
 
     The reason does not offer ``kernels="reference"``: other libraries have no such argument.
     """
     if q.dtype not in DTYPES:
-        return "", f"q is {str(q.dtype).removeprefix('torch.')} (cast it to bfloat16 or float16)"
+        kind = str(q.dtype).removeprefix("torch.")
+        return "", Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
     q, *_ = cast_to_autocast_dtype(q, k, v)
     try:
-        return dispatch.choose(q, scale, encode(config)), ""
+        return dispatch.choose(q, scale, encode(config)), None
     except (ValueError, NotImplementedError) as error:
-        return "", dispatch.explain(q, config=config).reasons.get("triton", str(error))
+        reason = dispatch.explain(q, config=config).reasons.get("triton", str(error))
+        return "", Obstacle(f"this input: {reason}")
 
 
 def fall_back(name: str, reason: str, fallback: str, layer: int | None = None, *, fix: str = "") -> None:
@@ -175,7 +179,7 @@ def check_fallback(fallback: str) -> None:
 
 
 def _count(name: str, layer: int | None, kernels: str, reason: str) -> None:
-    _counts[_Call(name, layer, kernels, reason)] += 1
+    _counts[_Counted(name, layer, kernels, reason)] += 1
     if reason and (name, reason) not in _warned:
         _warned.add((name, reason))
         warnings.warn(f"{name} runs in full precision, not in INT8: {reason}", stacklevel=3)
@@ -186,7 +190,7 @@ def _count(name: str, layer: int | None, kernels: str, reason: str) -> None:
 _count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _sort_key(call: _Call) -> tuple[str, str, str, int]:
+def _sort_key(call: _Counted) -> tuple[str, str, str, int]:
     return call.name, call.kernels, call.reason, -1 if call.layer is None else call.layer
 
 

@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import zlib
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,36 +21,6 @@ from data.files import write_json, write_text
 
 #: Where benchmarks write if no --out is given. Git ignores it; results/ is for ``scripts.reproduce``.
 SCRATCH = Path("runs/bench")
-
-# --- Options ------------------------------------------------------------------------------------------------
-
-
-def add_output_options(add: Callable[..., Any], name: str) -> None:
-    """--out and --draw. After parsing, `resolve_out` gives ``out`` its default."""
-    default = SCRATCH / name
-    add("--out", type=Path, metavar="PREFIX", help=f"write PREFIX.json, .md and .png (default {default})")
-    text = "measure nothing: write the tables and pictures of this JSON again, next to it or at --out"
-    add("--draw", type=Path, metavar="FILE.json", help=text)
-
-
-def resolve_out(arguments: Namespace, name: str, parser: ArgumentParser) -> None:
-    """Set ``arguments.out`` if it was not given. A --draw file that cannot be read ends the command."""
-    if arguments.draw is None:
-        arguments.out = arguments.out or SCRATCH / name
-        return
-    name = arguments.draw.name.removesuffix(".gz")
-    if not name.endswith(".json") or not arguments.draw.is_file():
-        parser.error(f"--draw {arguments.draw}: no such JSON file; give the one that a benchmark wrote")
-    arguments.out = arguments.out or arguments.draw.with_name(name.removesuffix(".json"))
-
-
-def say_written(arguments: Namespace, *endings: str) -> None:
-    """Tell which files were written; --draw writes no JSON."""
-    files = [
-        with_ending(arguments.out, ending) for ending in endings if not (arguments.draw and ending == ".json")
-    ]
-    print(f"written: {', '.join(map(str, files))}")
-
 
 # --- Tables -------------------------------------------------------------------------------------------------
 

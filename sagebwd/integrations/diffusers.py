@@ -182,11 +182,8 @@ def _attention(
         "a window": tuple(window_size) != (-1, -1),
         "the logsumexp": return_lse,
     }
-    kernels, reason = choose_kernels(q, k, v, settings["scale"], config)
-    obstacle = _find_obstacle(q, k, mask, dropout_p, _parallel_config, asked)
-    if reason and not obstacle:
-        obstacle = Obstacle(f"this input: {reason}")
-    if obstacle:
+    kernels, of_input = choose_kernels(q, k, v, settings["scale"], config)
+    if obstacle := _find_obstacle(q, k, mask, dropout_p, _parallel_config, asked) or of_input:
         _fall_back(obstacle, fallback, asked)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention_dispatch._native_attention(*arguments, _parallel_config=_parallel_config)

@@ -182,8 +182,10 @@ def _attention(
     obstacle = obstacle or _find_obstacle(module, key.shape[2], layout, arguments)
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if obstacle is None:
-        kernels, reason = _choose_kernels(query, key, value, arguments.get("scaling"), config)
-        obstacle = Obstacle(f"this input: {reason}") if reason else None
+        tensors = match_widths(query, key, value)
+        scaling = arguments.get("scaling")
+        scaling = tensors[0].shape[-1] ** -0.5 if scaling is None else scaling
+        kernels, obstacle = choose_kernels(*tensors, scaling, config)
     if obstacle is not None:
         usage.fall_back(name, obstacle.reason, fallback, layer, fix=obstacle.fix or USE_ANOTHER)
         return _full_precision(module, query, key, value, attention_mask, layout, arguments)
@@ -334,14 +336,6 @@ _changing_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.cache
 def _changing_arguments_once(module_type: type[nn.Module]) -> tuple[str, ...]:
     return tuple(sorted((FEATURES.keys() | _eager_arguments(module_type)) - KNOWN))
-
-
-def _choose_kernels(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, config: SageConfig
-) -> tuple[str, str]:
-    """As :func:`choose_kernels`, of the tensors as :func:`varlen_attention` widens them."""
-    query, key, value = match_widths(query, key, value)
-    return choose_kernels(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, config)
 
 
 # --- Full precision ----------------------------------------------------------------------------------------

@@ -50,7 +50,15 @@ from data.files import write_json
 from sagebwd import SageConfig
 from sagebwd.dispatch import KERNEL_SETS
 from scripts.bench.measuring import describe_run, origin_of, read_line
-from scripts.bench.registry import CONFIGS, DENSE, LAYOUTS, PEERS, Shape, find_implementations
+from scripts.bench.registry import (
+    CONFIGS,
+    DENSE,
+    LAYOUTS,
+    PEERS,
+    Implementation,
+    Shape,
+    find_implementations,
+)
 from scripts.bench.tables import (
     GRAPH,
     MODES,
@@ -64,18 +72,7 @@ from scripts.bench.tables import (
 )
 from scripts.bench.timing import measure_shape
 from scripts.command_line import command_parser, positive_int
-from scripts.output import (
-    add_output_options,
-    align,
-    finite,
-    number,
-    read_result,
-    resolve_out,
-    say_written,
-    with_ending,
-    write_markdown,
-    write_tables,
-)
+from scripts.output import SCRATCH, align, finite, number, with_ending, write_markdown, write_tables
 
 PROGRAM = "python -m scripts.bench.attention"
 ROOT = Path(__file__).parents[2]
@@ -101,8 +98,6 @@ examples:
       python -m scripts.bench.attention --base ../before --lengths 4096 --configs default int8-scores
   try the command without a GPU: times are those of the plain PyTorch reference
       python -m scripts.bench.attention --device cpu --lengths 64 128 --tokens 256 --width 128 --repetitions 3
-  draw committed results again, without a GPU
-      python -m scripts.bench.attention --draw results/bench_attention.json.gz
 
 files, with --out PREFIX:
   PREFIX.json   rows with times, errors and memory; settings, hardware, versions
@@ -116,39 +111,31 @@ The first two are written after every shape, so an interrupted run keeps what it
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure every shape, print an overview and write the files; or draw those of --draw again."""
+    """Measure every shape, print an overview and write the files; with --base a comparison."""
     arguments = parse_arguments(argv)
-    if arguments.draw:
-        result = read_result(arguments.draw)
-        rows = rows_of(result)
-        write_markdown(arguments.out, to_markdown(result, rows))
-    elif arguments.base:
+    if arguments.base:
         compare_checkouts(argv, arguments)
         return
-    else:
-        result = describe_results(argv, arguments)
-        rows = []
-        for done, total, new in measure_shapes(arguments, result["absent"]):
-            rows += new
-            result |= {"shapes": f"{done} of {total}"}
-            write_tables(arguments.out, result, rows, to_markdown(result, rows))
-        print("\n".join(["", *overview(rows), *not_measured(result["absent"], rows)]))
+    implementations, absent = find_implementations(arguments)
+    result = describe_results(argv, arguments) | {"absent": absent}
+    rows, total = [], len(shapes_of(arguments))
+    for done, new in enumerate(measure_shapes(implementations, arguments), start=1):
+        rows += new
+        result |= {"shapes": f"{done} of {total}"}
+        write_tables(arguments.out, result, rows, to_markdown(result, rows))
+    print("\n".join(["", *overview(rows), *not_measured(absent, rows)]))
     draw(rows, with_ending(arguments.out, ".png"), result)
-    say_written(arguments, ".json", ".md", ".png")
+    print(f"written: {arguments.out}.json, {arguments.out}.md, {arguments.out}.png")
 
 
-def measure_shapes(arguments: Namespace, absent: dict[str, str]) -> Iterator[tuple[int, int, list[Row]]]:
-    """After each shape: how many are done, of how many, and its rows. ``absent`` gets who cannot run here."""
+def measure_shapes(implementations: list[Implementation], arguments: Namespace) -> Iterator[list[Row]]:
+    """The rows of each shape, as soon as they are there."""
     device = torch.device(arguments.device)
     if device.index is not None:
         torch.cuda.set_device(device)  # packages without a device argument launch on the current one
-    implementations, missing = find_implementations(arguments)
-    absent |= missing
-    shapes = shapes_of(arguments)
-    progress = tqdm(shapes, desc="shapes", disable=None)
-    for done, shape in enumerate(progress, start=1):
+    for shape in (progress := tqdm(shapes_of(arguments), desc="shapes", disable=None)):
         progress.set_postfix_str(str(shape))
-        yield done, len(shapes), measure_shape(shape, implementations, arguments)
+        yield measure_shape(shape, implementations, arguments)
 
 
 def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:
@@ -162,7 +149,6 @@ def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, 
             title: {f"D {head_dim}": with_tile(config, head_dim) for head_dim in arguments.head_dims}
             for title, config, _ in (CONFIGS[name] for name in arguments.configs)
         },
-        "absent": {},
     }
 
 
@@ -183,15 +169,15 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     add = parser.add_argument_group("two checkouts").add_argument
     add("--base", type=Path, metavar="FOLDER", help="compare with SageBwd of this checkout; without peers")
     add("--rounds", type=positive_int, default=2, help="processes for each (default %(default)s)")
-    add_output_options(parser.add_argument_group("output").add_argument, "attention")
+    out = SCRATCH / "attention"
+    text = f"write PREFIX.json, .md and .png (default {out})"
+    parser.add_argument("--out", type=Path, metavar="PREFIX", default=out, help=text)
     arguments = parser.parse_args(argv)
-    resolve_out(arguments, "attention", parser)
     if arguments.base and not (arguments.base / "sagebwd").is_dir():
         parser.error(
             f"--base {arguments.base} holds no sagebwd/; make one: git worktree add ../before HEAD~1"
         )
-    if arguments.draw is None:
-        check(arguments, parser)
+    check(arguments, parser)
     return arguments
 
 
@@ -233,7 +219,7 @@ def add_timing_options(add: Callable[..., Any]) -> None:
 
 
 def check(arguments: Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse arguments that do not fit together, or need a GPU that is not there."""
+    """Refuse arguments that do not fit together, or need a GPU that is not there. Puts the modes in order."""
     on_gpu = arguments.device.startswith("cuda")
     if not on_gpu and arguments.device != "cpu":
         parser.error(f"--device {arguments.device}: use cuda, cuda:<number> or cpu")
@@ -285,11 +271,13 @@ def window_of(mask: str) -> tuple[int, int]:
 
 # --- Two checkouts ------------------------------------------------------------------------------------------
 
-#: Arguments: the checkout whose sagebwd is imported, then those of the benchmark as JSON. All else is ours.
+#: Arguments: the checkout whose sagebwd is imported, and those of the benchmark as JSON. All other modules
+#: are of this checkout.
 CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import sagebwd
+assert sagebwd.__file__.startswith(sys.argv[1]), sagebwd.__file__
 del sys.path[0]
 from scripts.bench import attention
 attention.print_rows(sys.argv[2])
@@ -310,7 +298,7 @@ def compare_checkouts(argv: list[str] | None, arguments: Namespace) -> None:
     print("\n".join(["", *lines]))
     write_markdown(arguments.out, "\n".join([*text, ""]))
     write_json(with_ending(arguments.out, ".json"), finite(result | {"rows": pairs}))
-    say_written(arguments, ".json", ".md")
+    print(f"written: {arguments.out}.json, {arguments.out}.md")
 
 
 def measure_tree(tree: str, arguments: Namespace) -> list[Row]:
@@ -322,10 +310,12 @@ def measure_tree(tree: str, arguments: Namespace) -> list[Row]:
     return rows_of({"rows": json.loads(done.stdout.splitlines()[-1])})
 
 
-def print_rows(arguments: str) -> None:
-    """What the process of :func:`measure_tree` does."""
-    rows = [row for _, _, new in measure_shapes(Namespace(**json.loads(arguments)), {}) for row in new]
-    print(json.dumps(finite([asdict(row) for row in rows])))
+def print_rows(text: str) -> None:
+    """What the process of :func:`measure_tree` does, with the arguments as JSON."""
+    arguments = Namespace(**json.loads(text))
+    implementations, _ = find_implementations(arguments)
+    rows = [asdict(row) for new in measure_shapes(implementations, arguments) for row in new]
+    print(json.dumps(finite(rows)))
 
 
 def pair_up(base: Sequence[Row], here: Sequence[Row]) -> dict[str, Any]:

@@ -18,9 +18,6 @@ import torch
 
 from trainer.run_directory import find_commit
 
-#: Options that say where results go, not what is measured.
-NOT_SETTINGS = ("out", "draw")
-
 
 def describe_run(
     program: str, argv: list[str] | None, arguments: Namespace, packages: Sequence[str]
@@ -39,7 +36,7 @@ def describe_run(
             **{package.replace("-", "_"): installed(package) for package in packages},
             "python": sys.version.split()[0],
         },
-        "settings": {name: value for name, value in vars(arguments).items() if name not in NOT_SETTINGS},
+        "settings": {name: value for name, value in vars(arguments).items() if name != "out"},
     }
 
 

@@ -82,7 +82,7 @@ BACKWARD_KERNELS = (
 
 
 class Call(NamedTuple):
-    """A loop's two products of a step: ``start``, b); and ``start`` + 4, b + 2);.
+    """The two products of a step of a loop: ``start`` is followed by ", b);" and " + 4, b + 2);".
 
     groups, sums: groups of four registers that further products can go to. product: how many products came
     before in the loop.

@@ -98,20 +98,6 @@ def test_small_datasets_are_checked_in_full_and_large_ones_by_size(settings, mon
     open_corpus(settings)
 
 
-def test_a_truncated_shard_is_refused_until_it_is_made_anew(settings):
-    (text,) = read(settings)
-    prepare.prepare(text)
-    shard = next(text.folder.glob("val_*.bin"))
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-2])
-    with pytest.raises(ValueError, match=rf"(?s){shard.name} has .* bytes.*python -m data.prepare"):
-        open_corpus(settings)
-    shard.unlink()
-    prepare.prepare(text)
-    assert shard.read_bytes() == whole
-    open_corpus(settings)
-
-
 def test_the_embedded_text_needs_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("used the network"))
     opened = open_corpus(composed("data=embedded", f"data.root={tmp_path}"))

@@ -270,6 +270,12 @@ def test_verify_reads_source_files_that_are_too_large_to_read_each_time(settings
     run(PrepareSettings(settings, verify=False))
     with pytest.raises(ValueError, match=r"texts.jsonl is not what .* was made from"):
         run(PrepareSettings(settings, verify=True))
+    for end in (10, -10):
+        content[end] ^= 1
+        text.write_bytes(content)
+        os.utime(text, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert Recipe(settings).fingerprint != manifest.fingerprint
+        content[end] ^= 1
 
 
 def command(*overrides, cwd):

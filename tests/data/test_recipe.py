@@ -5,11 +5,9 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from omegaconf import OmegaConf
 
 from data import mixture, recipe
 from data.corpus import open_corpus
@@ -17,8 +15,6 @@ from data.prepare import PrepareSettings, run
 from data.settings import DataSettings
 from data.tokenizers import Bytes
 from tests.data.test_corpus import composed
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"
 
 
 @pytest.fixture
@@ -206,17 +202,6 @@ def test_training_text_is_not_validation_text_under_another_name(files):
             recipe.read(book(val_path=name))
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_config_fits_the_settings(file):
-    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataSettings), OmegaConf.load(file)))
-    if settings.source in ("openwebtext", "stdlib"):
-        (text,) = recipe.read(settings)
-        assert text.settings.source == settings.source
-    else:
-        with pytest.raises(ValueError, match=r"path=FILE"):
-            recipe.read(settings)
-
-
 @pytest.mark.usefixtures("files")
 def test_texts_that_were_prepared_before_are_found_again():
     """The names of folders that earlier versions made have the fingerprint."""
@@ -236,13 +221,3 @@ def test_the_command_prepares_all_texts(capsys):
     run(PrepareSettings(mixed(validation={"code": "code"}), verify=True))
     printed = [line.split("-")[0] for line in capsys.readouterr().out.splitlines() if "verified" in line]
     assert printed == ["tokens/book", "tokens/wiki", "tokens/code"]
-
-
-@pytest.mark.usefixtures("files")
-def test_a_validation_set_of_a_name_opens_where_its_text_is_not():
-    validation = {"wiki": {"path": "wiki.jsonl", "name": "mine"}}
-    there = open_corpus(book(validation=validation))
-    Path("wiki.jsonl").unlink()
-    here = open_corpus(book(validation=validation))
-    tokens = [corpus.validation[1].tokens for corpus in (there, here)]
-    np.testing.assert_array_equal(*(one.window(0, len(one)) for one in tokens))

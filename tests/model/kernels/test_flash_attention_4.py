@@ -82,7 +82,7 @@ def gpu(monkeypatch):
 
 
 def build(sdpa=None, dtype=torch.bfloat16, d_head=64, device=CUDA):
-    return fpa.build(fpa.Settings(sdpa), device=device, dtype=dtype, d_head=d_head, is_gqa=False)
+    return fpa.Settings(sdpa).build(device=device, dtype=dtype, d_head=d_head, is_gqa=False)
 
 
 def inputs(kv_heads=2, tokens=13, **options):

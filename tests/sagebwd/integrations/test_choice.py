@@ -10,14 +10,14 @@ from sagebwd.usage import choose_kernels
 
 def test_a_reason_offers_no_argument_that_the_caller_does_not_have(monkeypatch):
     q = torch.zeros(1, 1, 8, 64)
-    assert choose_kernels(q, q, q, 0.1, DEFAULT_CONFIG) == ("reference", "")
+    assert choose_kernels(q, q, q, 0.1, DEFAULT_CONFIG) == ("reference", None)
     old = dispatch.GPU("a Turing GPU", (7, 5))
     call = dispatch.Call("cuda", old, torch.float16, 64, DEFAULT_CONFIG)
     with pytest.raises(NotImplementedError, match='kernels="reference"'):
         dispatch._fastest(call)
     monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch._fastest(call))
     monkeypatch.setattr(dispatch, "explain", lambda q, config: dispatch.explain_call(call))
-    kernels, reason = choose_kernels(q, q, q, 0.1, DEFAULT_CONFIG)
+    kernels, obstacle = choose_kernels(q, q, q, 0.1, DEFAULT_CONFIG)
     assert kernels == ""
-    assert reason.startswith("a Turing GPU has no kernels: they need an NVIDIA GPU")
-    assert "kernels=" not in reason
+    assert obstacle.reason.startswith("this input: a Turing GPU has no kernels: they need an NVIDIA GPU")
+    assert "kernels=" not in obstacle.reason

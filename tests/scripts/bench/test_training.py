@@ -8,6 +8,7 @@ import torch
 
 from scripts.bench import training as bench
 from scripts.bench.training import Row
+from trainer import checks
 from trainer.run_directory import RunDirectory
 from trainer.run_queue import FINISHED, Outcome
 
@@ -26,6 +27,7 @@ def overrides_of(name, *options, row=None):
 @pytest.mark.parametrize("name", bench.ATTENTIONS)
 def test_every_attention_has_settings_that_go_together(name, compose_settings):
     settings = compose_settings(*overrides_of(name))
+    assert [*checks.check_values(settings)] == []
     assert (settings.hardware.device, settings.context, settings.hardware.micro_batch) == ("cpu", 32, 2)
 
 
