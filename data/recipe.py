@@ -87,10 +87,13 @@ class Recipe:
         """Whether the tokens are here, under data.name, and the text is not: on a cluster node, say."""
         if self.settings.name is None or not (self.folder / FILE).is_file():
             return False
+        if self.settings.path is None or not self.source.suffixes:
+            return False
         try:
-            return not self.files
+            matching(self.settings.path, self.source.suffixes)
         except ValueError:
             return True
+        return False
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -181,7 +184,7 @@ class Recipe:
         if kinds and self.settings.source not in kinds:
             raise ValueError(
                 f"{self.setting(key)}={pattern}: {files[0].name} is not {self.settings.source}; use "
-                f"{self._kind(kinds[0])}"
+                f"{self._kind(kinds[0])}, or rename it if it is"
             )
         return files
 

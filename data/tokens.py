@@ -35,7 +35,7 @@ class ShardFile:
         start, stop, _ = tokens.indices(self._tokens)
         size = self.ids.itemsize
         try:
-            content = os.pread(self._descriptor, (stop - start) * size, start * size)
+            content = self._read(start * size, (stop - start) * size)
         except OSError as error:
             raise OSError(f"{self.file} cannot be read: {error.strerror}; {RESTORE}") from error
         if len(content) < (stop - start) * size:
@@ -45,6 +45,14 @@ class ShardFile:
                 f"{RESTORE}"
             )
         return np.frombuffer(content, self.ids)
+
+    def _read(self, offset: int, size: int) -> bytes:
+        """Up to `size` bytes; Linux gives no more than 2 GiB at a time."""
+        parts, left = [], size
+        while left and (part := os.pread(self._descriptor, left, offset + size - left)):
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
 
 
 class TokenShards:

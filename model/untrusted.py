@@ -133,6 +133,8 @@ def read_shards(folder: Path, index: str) -> dict[str, Tensor]:
     for weight, name in weight_map.items():
         _check_file_name(path, weight, name)
     shards = {name: read_tensors(folder / name) for name in sorted(set(weight_map.values()))}
+    if sum(map(len, shards.values())) != len(weight_map):
+        raise ValueError(f"{path}: the files hold other weights than weight_map says; {AGAIN}")
     return {weight: tensor for tensors in shards.values() for weight, tensor in tensors.items()}
 
 

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.corpus import Corpus, open_corpus
 from trainer import seal
 from trainer.checkpoint import steps_in
+from trainer.errors import SettingsError
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
@@ -62,7 +63,7 @@ def read_settings(directory: RunDirectory) -> Settings:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(directory.config))
         return OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OmegaConfBaseException, SettingsError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{directory.config} is not of this version of the code: {str(error).splitlines()[0]}; use the "
             "commit that environment.jsonl in the same folder names"

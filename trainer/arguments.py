@@ -28,6 +28,7 @@ def command_of(overrides: list[str]) -> str:
 def check_or_exit(arguments: list[str], configs: Path) -> None:
     """End the program with a message if an argument `name=value` has an unknown setting, group or option."""
     groups = {folder.name: options_in(folder) for folder in configs.iterdir() if folder.is_dir()}
+    del groups["paper"]  # the experiments of scripts.reproduce
     parsed = command_line.check_or_exit(
         arguments, Settings, groups, program="python train.py", further=attention_settings()
     )

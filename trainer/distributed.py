@@ -19,7 +19,7 @@ from trainer.settings import HardwareSettings
 T = TypeVar("T")
 
 # Until the first step is done ranks may wait long for each other: one prepares the data, and compile times
-# differ. The process that started the ranks notices if one dies meanwhile.
+# differ. The process that started the ranks of a machine notices if one of them dies meanwhile.
 STARTUP_TIMEOUT_S = 4 * 3600.0
 
 # A rank that lost the others reports it after this delay, so that the starting process sees the rank that
@@ -156,5 +156,6 @@ def joined(device: str) -> Iterator[Ranks]:
 
 def _leave(ranks: Ranks) -> None:
     if ranks.count > 1:
+        ranks.answer_within(STARTUP_TIMEOUT_S)  # the main one may still send its curves to W&B
         ranks.barrier()  # one that leaves early would be taken for lost
         dist.destroy_process_group()

@@ -126,7 +126,8 @@ def _rows(
     tokens = step * settings.tokens_per_step
     starts = directory.path / "environment.jsonl"
     started = read_lines(starts)[-1] if starts.exists() else {}
-    rate = f"{optimizer.lr:g}" if optimizer.muon_lr is None else f"{optimizer.lr:g} and {optimizer.muon_lr:g}"
+    has_muon_lr = optimizer.name == "muon" and optimizer.muon_lr is not None
+    rate = f"{optimizer.lr:g} and {optimizer.muon_lr:g}" if has_muon_lr else f"{optimizer.lr:g}"
     return [
         (
             "attention in training",

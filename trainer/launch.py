@@ -11,9 +11,10 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
@@ -31,12 +32,16 @@ def start(work: Callable[..., None], *arguments: object, processes: int) -> None
     processes were asked to stop.
     """
     # The folder is private to this user: mkdtemp gives it the mode 0700.
-    with ForwardedStop() as stop, TemporaryDirectory(prefix="sagebwd-", ignore_cleanup_errors=True) as name:
+    with (
+        ForwardedStop() as stop,
+        tempfile.TemporaryDirectory(prefix="sagebwd-", ignore_cleanup_errors=True) as name,
+    ):
         folder = Path(name)
         try:
-            started = torch.multiprocessing.spawn(
-                _run, (processes, folder, work, arguments), nprocs=processes, join=False
-            )
+            with _temporary_files_in(name):
+                started = torch.multiprocessing.spawn(
+                    _run, (processes, folder, work, arguments), nprocs=processes, join=False
+                )
             while not started.join():
                 pass
         except ProcessRaisedException as error:
@@ -57,13 +62,24 @@ def start(work: Callable[..., None], *arguments: object, processes: int) -> None
         raise stopped
 
 
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """torch unpickles what a rank that fails leaves in a temporary file: nobody else may write it."""
+    before = tempfile.tempdir
+    tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
 def _run(
     rank: int, processes: int, folder: Path, work: Callable[..., None], arguments: tuple[object, ...]
 ) -> None:
     """The process of a rank. Being asked to stop is no failure: the other ranks may still be saving."""
-    end_with_parent()
-    os.environ.update(_environment(rank, processes, folder))
     try:
+        end_with_parent()
+        os.environ.update(_environment(rank, processes, folder))
         work(*arguments)
     except Interrupted as stop:
         _tell(folder, rank, stop)

@@ -484,7 +484,7 @@ class Trainer:
     def _find_init_from(self) -> str | None:
         """The folder of weights to start from, if one is set and there is no checkpoint yet."""
         folder = self.settings.init_from
-        if not folder or checkpoints_in(self.directory.checkpoints):
+        if folder is None or checkpoints_in(self.directory.checkpoints):
             return None
         try:
             stored = model.huggingface.read_config(folder)

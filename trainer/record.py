@@ -1,8 +1,10 @@
 """What a run writes about itself while it trains: metrics.jsonl, progress bar, log; W&B and TensorBoard."""
 
+import errno
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -54,6 +56,8 @@ class Record:
     def write(self, values: dict[str, Any]) -> None:
         values = redact({key: None if _is_not_finite(value) else value for key, value in values.items()})
         try:
+            if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
             self._file.write(json.dumps(values) + "\n")
         except OSError as error:  # does not say which file
             raise TrainingError(

@@ -37,7 +37,7 @@ class TpsSettings:
 class OptimizerSettings:
     """AdamW, or Muon with AdamW, under a schedule with linear warm-up.
 
-    Settings that are null here belong to one schedule or one optimizer, and are refused with another.
+    Settings that are null here belong to one schedule or one optimizer; others do not read them.
     """
 
     name: str = "adamw"  # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for all else

@@ -10,6 +10,7 @@ import copy
 import io
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -115,9 +116,9 @@ def refuse_what_cannot_be_trained(config: DictConfig, runs: list[list[str]]) -> 
 
     If they run on this machine: another may have other devices.
     """
-    places = [text for run in runs for text in run if text.startswith("run_dir=") and "$" not in text]
-    if len(places) > len(set(places)):
-        sys.exit(f"two runs of this sweep would train in {places[0]}; leave it out, and each has its own")
+    shared = [place for place, count in Counter(map(_place, runs)).items() if count > 1 and "$" not in place]
+    if shared:
+        sys.exit(f"two runs of this sweep would train in {shared[0]}; let them differ, or leave one out")
     if config.hydra.runtime.choices.get("hydra/launcher") not in ("basic", "local_gpus"):
         return
     search_path = [text for text in config.hydra.overrides.hydra if text.startswith("hydra.searchpath=")]
@@ -125,6 +126,14 @@ def refuse_what_cannot_be_trained(config: DictConfig, runs: list[list[str]]) -> 
     found = [f"{command_of(run)}\n{why}" for run in runs if (why := _problem(name, [*run, *search_path]))]
     if found:
         sys.exit("\n".join(["no run of this sweep was started:", *found]))
+
+
+def _place(run: list[str]) -> str:
+    """The overrides that give the run its directory, and the name that it gets without run_dir."""
+    given = {text.partition("=")[0]: text for text in run}
+    if given.get("run_dir", "run_dir=null") != "run_dir=null":
+        return given["run_dir"]
+    return "/".join([*filter(None, [given.get("runs_dir")]), default_name(run)])
 
 
 def _problem(config_name: str, overrides: list[str]) -> str | None:

@@ -59,7 +59,7 @@ def units(files: list[Path], settings: DataSettings, split: str | None = None) -
     """The units of the dataset. Raises ValueError unless a revision pins its text."""
     if not settings.revision:
         raise ValueError(
-            f"{settings.repository} needs revision=COMMIT, so that the text cannot change between runs"
+            f"{settings.repository} needs data.revision=COMMIT, so that the text cannot change between runs"
         )
     return [
         HubUnit(

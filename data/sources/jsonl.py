@@ -70,7 +70,7 @@ class JsonlUnit(Unit):
             )
         if self.key not in document:
             keys = ", ".join(map(repr, document)) or "none"
-            raise _wrong(file, offset, f"has no key {self.key!r}; it has {keys}. Name one: column=…")
+            raise _wrong(file, offset, f"has no key {self.key!r}; it has {keys}. Name one: data.column=…")
         text = document[self.key]
         if not isinstance(text, str):
             kind = "null" if text is None else type(text).__name__

@@ -101,7 +101,7 @@ def _check_column(file: Path, schema: pa.Schema, column: str) -> None:
     if count != 1:
         found = f"{count} columns" if count else "no column"
         names = ", ".join(map(repr, schema.names))
-        raise ValueError(f"{file} has {found} {column!r}; it has {names}. Name one: column=…")
+        raise ValueError(f"{file} has {found} {column!r}; it has {names}. Name one: data.column=…")
     kind = schema.field(column).type
     if isinstance(kind, pa.DictionaryType):
         kind = kind.value_type

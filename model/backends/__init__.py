@@ -130,6 +130,8 @@ def read(group: Mapping[str, Any]) -> Attention:
     Settings of other backends are left out: a sweep over several attentions sets them for all. Raises
     ValueError if no backend has a setting, or a value is wrong.
     """
+    if not isinstance(group, Mapping):
+        raise ValueError(f"attention={group} must be a group of settings; choose attention=fpa or sagebwd")
     kind = settings_of(group.get("backend", ""))
     given = {OLD_NAMES.get(name, name): value for name, value in group.items() if name != "backend"}
     known = set().union(*(settings_of(backend).names() for backend in available()))

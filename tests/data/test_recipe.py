@@ -48,6 +48,19 @@ def text_of(tokens):
 
 
 @pytest.mark.usefixtures("files")
+def test_prepared_tokens_stand_in_for_a_missing_text_alone():
+    """Under data.name, on a cluster node: a mistake in another setting must not open them."""
+    corpus = open_corpus(book(name="mine"))
+    os.rename("book.txt", "moved.txt")
+    assert open_corpus(book(name="mine")).manifest == corpus.manifest
+    os.rename("moved.txt", "book.txt")
+    mistakes = [book(val_path="typo.txt"), book(path=None), book(path="wiki.jsonl"), book(source="stdlib")]
+    for settings in mistakes:
+        with pytest.raises(ValueError, match=r"typo\.txt|needs data\.path|is not text|is not read"):
+            open_corpus(dataclasses.replace(settings, name="mine"))
+
+
+@pytest.mark.usefixtures("files")
 def test_validation_sets_are_prepared_by_themselves():
     sets = {"wiki": "wiki.jsonl", "code": "code", "py": {"path": "code/*.py", "source": "text"}}
     plain, corpus = open_corpus(book()), open_corpus(book(validation=sets, name="mine"))

@@ -84,6 +84,11 @@ def test_a_folder_without_a_model_is_named(train_here, tmp_path, content, named)
     assert named in told
 
 
+def test_an_empty_name_is_no_start_from_scratch(train_here, tmp_path):
+    """init_from=$WEIGHTS, with a variable that is not set."""
+    assert "init_from=: " in refusal(train_here, tmp_path, "init_from=")
+
+
 def test_damaged_weights_are_told_without_a_traceback(base, train_here, tmp_path):
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text((base / "config.json").read_text())

@@ -48,6 +48,17 @@ def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
     assert "loss=2.500, tok/s=1,234, MFU=25.0%" in shown
 
 
+def test_metrics_that_are_replaced_meanwhile_end_the_run(tmp_path):
+    """An editor saves to another file: what follows would be written to one that nobody sees."""
+    record = make_record(tmp_path, None)
+    record.write({"step": 1, "loss": 5.0})
+    (tmp_path / "new").write_text("")
+    (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+    with pytest.raises(TrainingError):
+        record.write({"step": 2, "loss": 4.0})
+    record.close()
+
+
 def test_alerts_reach_wandb_and_its_failures_do_not_reach_training(tmp_path, caplog):
     class Run:
         def __init__(self):

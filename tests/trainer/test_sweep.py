@@ -165,7 +165,11 @@ def test_runs_that_cannot_be_trained_are_listed_before_the_first_begins():
 def test_runs_that_would_train_in_one_directory_are_refused():
     with pytest.raises(SystemExit, match="two runs of this sweep would train in run_dir=X"):
         refuse(["seed=1", "run_dir=X"], ["seed=2", "run_dir=X"])
+    with pytest.raises(SystemExit, match="two runs of this sweep would train in experiment-debug"):
+        refuse(["seed=1"], ["seed=1", "logger=files"])
     refuse(["seed=1", "run_dir=X"], ["seed=2", "run_dir=Y"])
+    refuse(["seed=1", "run_dir=null"], ["seed=2", "run_dir=null"])
+    refuse(["seed=1", "runs_dir=X"], ["seed=1", "runs_dir=Y"])
     refuse(["seed=1", "run_dir=runs/${seed}"], ["seed=2", "run_dir=runs/${seed}"])
 
 
