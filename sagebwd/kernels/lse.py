@@ -14,9 +14,10 @@ from sagebwd.kernels.layout import document_starts
 def natural_lse(q: Tensor, lse: Tensor, k_mean: Tensor, params: AttentionParams) -> Tensor:
     """log Σ exp(scale · q·k) over the keys that a query sees, (B, H, N_q) fp32; −inf if it sees none.
 
-    Smoothing subtracted the mean of K, μ, from the keys, and so scale · q·μ from the logits of a query. Autograd
-    gives dQ the term of μ, which the backward leaves out because it multiplies dS with the smoothed K. dK needs
-    none: whatever is subtracted from all keys, lse is the same.
+    Smoothing subtracted the mean of K, μ, from the keys, and so scale · q·μ from the logits of a query.
+
+    Autograd gives dQ the term of μ, which the backward leaves out because it multiplies dS with the smoothed
+    K. dK needs none: whatever is subtracted from all keys, lse is the same.
 
     Args:
         q: (B, H, N_q, D).
