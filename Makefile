@@ -17,6 +17,7 @@ help:
 quickstart: $(VENV)/train.done
 	$(BIN)/python train.py -m experiment=quickstart attention=fpa,sagebwd runs_dir=runs/quickstart
 	$(BIN)/python -m scripts.compare runs/quickstart --out runs/quickstart/comparison.png
+	@echo "How to read it: one seed and 800,000 tokens show that both train, not which ends lower. On a CPU SageBwd is a plain PyTorch emulation, so its speed says nothing."
 
 test: $(VENV)/dev.done lint
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal

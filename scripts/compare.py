@@ -21,7 +21,6 @@ the 95% interval of that noise. One seed per group, not repeated, gives no inter
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from argparse import Namespace
@@ -34,14 +33,13 @@ import numpy as np
 from scripts.command_line import command_parser
 from scripts.output import align, number
 from scripts.paper.statistics import Cell, Estimate, fit
+from scripts.runs import find_runs, labels_of
 from trainer.plot import SET, named_sets, plot_losses, series
 from trainer.run_directory import RunDirectory, read_metrics
 
 #: Nothing is written below this folder unless --out says so.
 RESULTS = Path(__file__).parents[1] / "results"
 SEED = re.compile(r"(^|[+-])seed[-=]?(\d+)(?=\+|$)")
-#: Folders of a run that hold no runs, and may hold many files.
-INSIDE_A_RUN = {"checkpoints", "weights", "export", "traces", "wandb", "tensorboard"}
 PICTURES = (".png", ".pdf", ".svg")
 
 Records = list[dict[str, Any]]  # of a metrics.jsonl
@@ -102,23 +100,6 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     return arguments
 
 
-def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run directories among `paths` and below them, each once."""
-    found: list[Path] = []
-    seen: set[Path] = set()
-    for top in paths:
-        for name, folders, files in os.walk(top, followlinks=True):  # runs may lie on another disk
-            folder = Path(name)
-            if folder.resolve() in seen:
-                folders.clear()
-                continue
-            seen.add(folder.resolve())
-            if RunDirectory(folder).metrics.name in files:
-                found.append(folder)
-            folders[:] = sorted(inner for inner in folders if inner not in INSIDE_A_RUN)
-    return found
-
-
 def group_called(name: str, labels: Sequence[str], paths: Sequence[Path]) -> str:
     """The group that `name` means: its own name, or a run's path, label or directory's name. Or ends."""
     groups = [without_seed(label) for label in labels]
@@ -156,21 +137,6 @@ def default_out(paths: Sequence[Path]) -> Path:
     if len(folders) > 1 or folder.resolve().is_relative_to(RESULTS):
         folder = Path("runs")
     return folder / "comparison.png"
-
-
-def labels_of(paths: Sequence[Path]) -> list[str]:
-    """A name for each run: its path below the folder that all share, without the overrides that all share."""
-    paths = [path.resolve() for path in paths]
-    shared = os.path.commonpath([path.parent for path in paths])
-    return distinct([path.relative_to(shared).as_posix() for path in paths])
-
-
-def distinct(names: list[str]) -> list[str]:
-    """The names without the overrides that all runs share; as they are, where that leaves two the same."""
-    parts = [name.split("+") for name in names]
-    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
-    short = ["+".join(part for part in name if part not in shared) or "+".join(name) for name in parts]
-    return short if len(set(short)) == len(short) else names
 
 
 def without_seed(label: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import yaml
 from omegaconf import OmegaConf
@@ -13,6 +16,41 @@ from trainer import seal
 from trainer.checkpoint import steps_in
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
+
+#: Folders of a run that hold no runs, and may hold many files.
+INSIDE_A_RUN = {"checkpoints", "weights", "export", "traces", "wandb", "tensorboard"}
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run directories among `paths` and below them, each once."""
+    found: list[Path] = []
+    seen: set[Path] = set()
+    for top in paths:
+        for name, folders, files in os.walk(top, followlinks=True):  # runs may lie on another disk
+            folder = Path(name)
+            if folder.resolve() in seen:
+                folders.clear()
+                continue
+            seen.add(folder.resolve())
+            if RunDirectory(folder).metrics.name in files:
+                found.append(folder)
+            folders[:] = sorted(inner for inner in folders if inner not in INSIDE_A_RUN)
+    return found
+
+
+def labels_of(paths: Sequence[Path]) -> list[str]:
+    """A name for each run: its path below the folder that all share, without the overrides that all share."""
+    paths = [path.resolve() for path in paths]
+    shared = os.path.commonpath([path.parent for path in paths])
+    return distinct([path.relative_to(shared).as_posix() for path in paths])
+
+
+def distinct(names: list[str]) -> list[str]:
+    """The names without the overrides that all runs share; as they are, where that leaves two the same."""
+    parts = [name.split("+") for name in names]
+    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    short = ["+".join(part for part in name if part not in shared) or "+".join(name) for name in parts]
+    return short if len(set(short)) == len(short) else names
 
 
 def read_settings(directory: RunDirectory) -> Settings:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from scripts.paper.statistics import DEGREES_OF_95
+from scripts.paper.statistics import DEGREES_OF_95, Row
 from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM, base_of
 from trainer.style import ATTENTION, BASELINE, CYCLE, LIMIT, Style
-
-if TYPE_CHECKING:
-    from scripts.paper.losses import Row
 
 POINTS = 100  # of a drawn curve
 #: Names in tables and files: those of configs/attention/.

@@ -26,9 +26,9 @@ from scripts.command_line import command_parser
 from scripts.output import number, read_json, table
 from scripts.paper import published as paper
 from scripts.paper.gradient_bias_tables import count, decimal
-from scripts.paper.losses import BAND, Row, read_rows
+from scripts.paper.losses import BAND
 from scripts.paper.run_summary import stored_runs
-from scripts.paper.statistics import DEGREES_OF_95, Estimate
+from scripts.paper.statistics import DEGREES_OF_95, Estimate, Row, read_rows
 from scripts.paper.table1 import TENSORS, TITLES
 from scripts.paper.variants import FULL_PRECISION
 from trainer.plot import PROBED

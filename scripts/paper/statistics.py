@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,3 +189,59 @@ def computed(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         elif not may_change(name):
             found[name] = value
     return found
+
+
+# --- What is stored of a comparison ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of losses over seeds, in nats per token. mean ± half_width: None without any noise.
+
+    degrees: of freedom of that interval. by_seed: the difference at each seed. p: how often labels exchanged
+    within seeds give as large a difference.
+    """
+
+    mean: float
+    half_width: float | None
+    degrees: int
+    by_seed: dict[str, float]
+    p: float | None
+
+    @property
+    def estimate(self) -> Estimate:
+        return Estimate(self.mean, self.half_width, self.degrees)
+
+    def __str__(self) -> str:
+        """ "+0.0013 ± 0.0084 (2 seeds)", with the degrees of freedom where these are few."""
+        count = len(self.by_seed)
+        few = f", {self.degrees} d.f." if 0 < self.degrees < DEGREES_OF_95 else ""
+        width = "" if self.half_width is None else f" ± {self.half_width:.4f}"
+        mean = round(self.mean, 4) + 0.0  # which turns −0 into 0
+        return f"{mean:+.4f}{width} ({count} seed{'s' if count > 1 else ''}{few})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant minus another in one setup. kind: difference, null, or interaction (of two setups).
+
+    proxy: a smaller model than the paper's stands for it. losses: by what was compared, "training" and
+    "validation", or "validation NAME".
+    """
+
+    setup: str
+    group: dict[str, Any]
+    variant: str
+    minus: str
+    kind: str
+    proxy: bool
+    has_null: bool  # full precision ran twice, at every seed of this difference
+    losses: dict[str, Difference] = field(default_factory=dict)
+
+
+def read_rows(result: dict[str, Any]) -> list[Row]:
+    """The rows of OUT.json."""
+    return [
+        Row(**row | {"losses": {name: Difference(**found) for name, found in row["losses"].items()}})
+        for row in result["rows"]
+    ]

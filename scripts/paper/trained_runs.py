@@ -12,8 +12,7 @@ import model.huggingface
 from data.corpus import Corpus
 from model.backends import AttentionFn
 from model.llama import Llama
-from scripts.compare import find_runs, labels_of
-from scripts.runs import milestones, open_data, read_settings
+from scripts.runs import find_runs, labels_of, milestones, open_data, read_settings
 from trainer.checkpoint import checkpoint_of, load_weights
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings

@@ -239,6 +239,7 @@ X = torch.ones(2, 4, 8, 16)
         ((X, X.double(), X), {}, "k is float64; cast it to float16, bfloat16 or float32"),
         ((X.int(), X, X), {}, "q is int32; cast it"),
         ((X, X.half(), X), {}, "q, k, v are float32, float16, float32; cast them to one dtype"),
+        ((X, X, X.half()), {}, "q, k, v are float32, float32, float16; cast them to one dtype"),
         ((X, X.to("meta"), X), {}, "q, k, v are on cpu, meta, cpu; move them to one device"),
         ((X, None, X), {}, "k is a NoneType; pass a torch.Tensor"),
         ((X[0], X[0], X[0]), {}, r"must be \(batch, heads, tokens, head size\)"),

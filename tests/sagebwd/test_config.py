@@ -102,3 +102,9 @@ def test_refuses_with_the_fix(settings, message):
 )
 def test_k_is_smoothed_where_it_is_quantized(settings, smooths):
     assert SageConfig(**settings).smooths_k == smooths
+
+
+def test_only_an_int8_product_of_p_has_an_unsigned_p():
+    config = SageConfig(unsigned_p=True, int8_matmuls=("s_fwd", "s_bwd", "dv", "dk"))
+    assert [matmul for matmul in MATMULS if config.is_unsigned(matmul)] == ["dv"]
+    assert not any(map(SageConfig().is_unsigned, MATMULS))

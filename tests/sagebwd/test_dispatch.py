@@ -129,77 +129,77 @@ def test_the_ampere_kernels_run_on_hopper_on_request_only():
     assert explain_call(call(RTX_4090, SageConfig(block_q=32, block_kv=32))).kernels == "triton"
 
 
-def test_the_hopper_kernels_have_scales_of_tokens_where_all_products_are_in_int8(choose):
-    strict, others = SageConfig.strictly_causal(), SageConfig(operand_scales="token", smooth_v=True)
-    for config, head_dim in product((strict, others), (40, 64, 128)):
-        assert choose(config=config, head_dim=head_dim) == "hopper"  # without a warning
-    for products in (("o",), ("dv",), ("dq",), ("o", "dv", "dq", "dk")):
-        with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
-            choose(config=without_int8(*products, operand_scales="token"), kernels="hopper")
+PAPER, STRICT, ACCURATE = SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()
+#: What has Hopper kernels, so that no warning comes, and the head sizes.
+HAS_HOPPER = (
+    *((config, (40, 64, 128)) for config in (STRICT, SageConfig(operand_scales="token", smooth_v=True))),
+    *(
+        (config, (40, 64, 128))
+        for config in (PAPER, replace(PAPER, smooth_v=True, unsigned_p=True), ACCURATE)
+    ),
+    *((config, (136, 256)) for config in PRESETS_OF_LARGE_HEADS),
+)
+#: (kernels, GPU, settings, head size): a part of what is in the way.
+IN_THE_WAY = (
+    *(
+        ("hopper", H200, without_int8(*products, operand_scales="token"), 64, "operand_scales is 'token'")
+        for products in (("o",), ("dv",), ("dq",), ("o", "dv", "dq", "dk"))
+    ),
+    ("hopper", H200, replace(PAPER, block_q=None, block_kv=None), 64, "granularity is 'block'"),
+    ("hopper", H200, replace(PAPER, block_q=64), 64, "set block_q=128 and block_kv=64"),
+    ("hopper", H200, replace(PAPER, operand_scales="token"), 64, "operand_scales is 'token'"),
+    ("hopper", H200, replace(PAPER, int8_matmuls=without_int8("dv").int8_matmuls), 64, "dv not in INT8"),
+    ("hopper", H200, replace(PAPER, int8_matmuls=without_int8("dq").int8_matmuls), 64, "dq not in INT8"),
+    ("hopper", H200, replace(ACCURATE, block_q=None, block_kv=None), 64, "s_fwd and s_bwd are not"),
+    ("hopper", H200, replace(ACCURATE, block_q=128), 64, "set block_q=64 and block_kv=64"),
+    ("hopper", H200, replace(ACCURATE, operand_scales="block"), 64, "s_fwd and s_bwd are not in INT8"),
+    ("hopper", H200, replace(ACCURATE, smooth_k=True), 64, "s_fwd and s_bwd are not in INT8"),
+    ("hopper", H200, replace(ACCURATE, int8_matmuls=("o", "dv", "dq", "dk")), 64, "s_fwd and s_bwd are not"),
+    ("hopper", H200, replace(ACCURATE, int8_matmuls=("dq", "dk")), 64, "dv not in INT8"),
+    ("hopper", H200, replace(ACCURATE, int8_matmuls=("s_fwd", "dv", "dq", "dk")), 64, "s_bwd not in INT8"),
+    *(
+        ("hopper", H200, without_int8(*products), 64, "dk is not in INT8, and dv or dq is")
+        for products in (("dk",), ("dk", "dq"), ("dk", "dv"))
+    ),
+    ("hopper", H200, PAPER, 256, "granularity is 'block' (set granularity='row')"),
+    ("hopper", H200, ACCURATE, 136, "s_fwd, s_bwd not in INT8"),
+    ("hopper", H200, SageConfig.int8_scores(), 256, "dq, dk not in INT8"),
+    ("hopper", H200, SageConfig(block_kv=128), 256, "block_q is None and block_kv 128 (set both to None)"),
+    ("hopper", H200, SageConfig(smooth_q=True), 64, "smooth_q is True (set smooth_q=False)"),
+    ("hopper", H200, DEFAULT_CONFIG, 32, "the head size is 32"),
+    ("hopper", H200._replace(no_cuda_kernels="no NVRTC"), DEFAULT_CONFIG, 64, "no NVRTC"),
+    ("hopper", A100, DEFAULT_CONFIG, 64, "has compute capability 8.0, not 9.0"),
+    ("ampere", A100, SageConfig.int8_scores(), 64, "dq, dk not in INT8"),
+    ("ampere", A100, without_int8("dv", operand_scales="token"), 64, "operand_scales is 'token'"),
+    ("ampere", A100, SageConfig(smooth_q=True), 64, "smooth_q is True"),
+    ("ampere", A100, without_int8("dv", block_kv=64), 64, "dv is not in INT8, and tiles have 64 keys"),
+    ("ampere", A100, PAPER, 256, "block_q is 128 and block_kv 64"),
+    ("ampere", A100, without_int8("s_fwd", "s_bwd", block_kv=64), 64, "s_fwd and s_bwd are not in INT8"),
+    ("ampere", A100, without_int8("s_fwd"), 64, "s_fwd not in INT8"),
+    ("ampere", A100, SageConfig(granularity="block"), 64, "granularity is 'block'"),
+)
 
 
-def test_the_hopper_kernels_have_scales_of_tiles_of_the_paper(choose):
-    """In tiles of 128 x 64, with scales of blocks and all of the paper's products in INT8."""
-    paper = SageConfig.paper()
-    for config, head_dim in product((paper, replace(paper, smooth_v=True, unsigned_p=True)), (40, 64, 128)):
-        assert choose(config=config, head_dim=head_dim) == "hopper"  # without a warning
-    for change, reason in (
-        ({"block_q": None, "block_kv": None}, "granularity is 'block' (set granularity='row'"),
-        ({"block_q": 64}, "block_q is 64 and block_kv 64 (set block_q=128 and block_kv=64)"),
-        ({"operand_scales": "token"}, "operand_scales is 'token' (set operand_scales='block')"),
-        ({"int8_matmuls": without_int8("dv").int8_matmuls}, "dv not in INT8 (add them to int8_matmuls)"),
-        ({"int8_matmuls": without_int8("dq").int8_matmuls}, "dq not in INT8 (add them to int8_matmuls)"),
-    ):
-        assert reason in explain_call(call(config=replace(paper, **change))).reasons["hopper"], change
+@pytest.mark.parametrize(("config", "head_dims"), HAS_HOPPER)
+def test_hopper_kernels_run_without_a_warning(choose, config, head_dims):
+    assert {choose(config=config, head_dim=head_dim) for head_dim in head_dims} == {"hopper"}
 
 
-def test_the_hopper_kernels_have_16_bit_s_where_accurate_has_it(choose):
-    accurate = SageConfig.accurate()
-    for head_dim in (40, 64, 128):
-        assert choose(config=accurate, head_dim=head_dim) == "hopper"  # without a warning
-    for change, reason in (
-        ({"block_q": None, "block_kv": None}, "s_fwd and s_bwd are not in INT8"),
-        ({"block_q": 128}, "block_q is 128 and block_kv 64 (set block_q=64 and block_kv=64)"),
-        ({"operand_scales": "block"}, "operand_scales is 'block', and s_fwd and s_bwd are not in INT8"),
-        ({"smooth_k": True}, "s_fwd and s_bwd are not in INT8"),
-        ({"int8_matmuls": ("o", "dv", "dq", "dk")}, "s_fwd and s_bwd are not in INT8"),
-        ({"int8_matmuls": ("dq", "dk")}, "dv not in INT8"),
-        ({"int8_matmuls": ("s_fwd", "dv", "dq", "dk")}, "s_bwd not in INT8"),
-    ):
-        with pytest.raises(NotImplementedError, match=re.escape(reason)):
-            choose(config=replace(accurate, **change), kernels="hopper")
+@pytest.mark.parametrize(("kernels", "gpu", "config", "head_dim", "words"), IN_THE_WAY)
+def test_what_is_in_the_way_is_named(choose, kernels, gpu, config, head_dim, words):
+    """Where the kernels were asked for, and where it is explained why they were not chosen."""
+    with pytest.raises(NotImplementedError, match=re.escape(words)):
+        choose(gpu, config, kernels=kernels, head_dim=head_dim)
+    reasons = explain_call(call(gpu, config, head_dim)).reasons
+    assert words in reasons[kernels]
 
 
-@pytest.mark.parametrize("head_dim", [136, 256])
-def test_the_hopper_kernels_have_head_sizes_above_128(choose, head_dim):
-    """In tiles of 64 x 64."""
-    for config in PRESETS_OF_LARGE_HEADS:
-        assert choose(config=config, head_dim=head_dim) == "hopper"
-    for config, reason in (
-        (
-            SageConfig.paper(),
-            "(set both to None); granularity is 'block' (set granularity='row')",
-        ),
-        (SageConfig.accurate(), "s_fwd, s_bwd not in INT8"),
-        (SageConfig.int8_scores(), "dq, dk not in INT8"),
-        (SageConfig(block_kv=128), "block_q is None and block_kv 128 (set both to None)"),
-    ):
-        with pytest.raises(NotImplementedError, match=re.escape(reason)):
-            choose(config=config, head_dim=head_dim, kernels="hopper")
-
-
-def test_reasons_name_everything_that_is_in_the_way_and_the_fix():
+def test_all_of_it_is_named():
     reasons = explain_call(call(config=SageConfig(block_q=128, block_kv=64, smooth_q=True))).reasons
     assert reasons["hopper"] == (
         "block_q is 128 and block_kv 64 (set both to None); smooth_q is True (set smooth_q=False)"
     )
-    assert explain_call(call(A100)).reasons == {
-        "hopper": "NVIDIA A100 has compute capability 8.0, not 9.0 (Hopper)"
-    }
-    reasons = explain_call(call(head_dim=32)).reasons
-    assert reasons["hopper"] == "the head size is 32, and the Hopper kernels have sizes from 40 on"
     assert explain_call(call()).reasons == {}
-    assert "NVRTC" in explain_call(call(H200._replace(no_cuda_kernels="no NVRTC"))).reasons["hopper"]
 
 
 def test_a_window_runs_the_same_kernels():
@@ -348,42 +348,16 @@ def test_without_a_gpu_a_program_gets_kernels_that_run_on_any(choose):
     assert all("not known which GPU will run this" in reason for reason in reasons.values())
 
 
-def test_a_kernel_set_that_is_asked_for_runs_or_says_why_not(choose):
-    assert choose(kernels="triton") == "triton"
-    assert choose(kernels="reference") == "reference"
-    assert choose(kernels="hopper") == "hopper"
-    for gpu in (A100, H200):
-        for name, config in PRESETS.items():
-            if name != "int8_scores":
-                assert choose(gpu, config, kernels="ampere") == "ampere"
-        with pytest.raises(NotImplementedError, match="dq, dk not in INT8"):
-            choose(gpu, SageConfig.int8_scores(), kernels="ampere")
-    for others in (("dk",), ("dk", "dq"), ("dk", "dv")):
-        with pytest.raises(NotImplementedError, match="dk is not in INT8, and dv or dq is"):
-            choose(config=without_int8(*others), kernels="hopper")
-    with pytest.raises(NotImplementedError, match="operand_scales is 'token'"):
-        choose(A100, without_int8("dv", operand_scales="token"), kernels="ampere")
-    with pytest.raises(NotImplementedError, match='kernels="ampere" cannot run: smooth_q is True'):
-        choose(A100, config=SageConfig(smooth_q=True), kernels="ampere")
-    with pytest.raises(NotImplementedError, match="dv is not in INT8, and tiles have 64 keys"):
-        choose(A100, without_int8("dv", block_kv=64), kernels="ampere")
+def test_a_kernel_set_that_is_asked_for_runs(choose):
+    for kernels in dispatch.KERNEL_SETS:
+        assert choose(kernels=kernels) == kernels
+    for gpu, name in product((A100, H200), {*PRESETS} - {"int8_scores"}):
+        assert choose(gpu, PRESETS[name], kernels="ampere") == "ampere"
     for head_dim in (8, 256):
         assert choose(A100, head_dim=head_dim, kernels="ampere") == "ampere"
-    with pytest.raises(NotImplementedError, match="block_q is 128 and block_kv 64"):
-        choose(A100, config=SageConfig.paper(), head_dim=256, kernels="ampere")
-    with pytest.raises(NotImplementedError, match="s_fwd and s_bwd are not in INT8"):
-        choose(A100, without_int8("s_fwd", "s_bwd", block_kv=64), kernels="ampere")
-    with pytest.raises(NotImplementedError, match="s_fwd not in INT8"):
-        choose(A100, without_int8("s_fwd"), kernels="ampere")
-    with pytest.raises(NotImplementedError, match="granularity is 'block'"):
-        choose(A100, config=SageConfig(granularity="block"), kernels="ampere")
-    message = 'kernels="hopper" cannot run: NVIDIA A100 has compute capability 8.0, not 9.0'
-    with pytest.raises(NotImplementedError, match=message):
-        choose(A100, kernels="hopper")
-    with pytest.raises(ValueError, match="kernels is 'cuda'; use one of 'hopper', 'ampere', 'triton', 'ref"):
-        choose(kernels="cuda")
-    with pytest.raises(ValueError, match=r"kernels is \['triton'\]; use one of"):
-        choose(kernels=["triton"])
+    for wrong in ("cuda", ["triton"]):
+        with pytest.raises(ValueError, match="use one of 'hopper', 'ampere', 'triton', 'ref"):
+            choose(kernels=wrong)
 
 
 def test_what_no_kernels_run_names_the_fix(choose):
@@ -466,3 +440,11 @@ def test_fake_cuda_tensors_need_no_gpu():
         out = sage_attention(q, q, q, is_causal=True)
         assert out.device.type == "cuda"
         assert out.shape == q.shape
+
+
+def test_explain_looks_at_the_dtype_of_autocast(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dispatch, "explain_call", calls.append)
+    with torch.autocast("cpu", torch.bfloat16):
+        sagebwd.explain(torch.zeros(1, 1, 8, 64))
+    assert calls[0].dtype == torch.bfloat16

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from scripts import compare
+from scripts.runs import distinct, find_runs, labels_of
 from trainer.run_directory import RunDirectory
 
 
@@ -104,14 +105,14 @@ def test_the_seed_is_found_in_a_label(label, group):
 def test_runs_are_found_in_folders_and_shown_once(tmp_path, capsys):
     a, b = run(tmp_path / "runs" / "a", 3.0), run(tmp_path / "runs" / "b", 3.0)
     (tmp_path / "runs" / "no_run").mkdir()
-    assert compare.find_runs([tmp_path / "runs"]) == [a, b]
+    assert find_runs([tmp_path / "runs"]) == [a, b]
     compare.main([str(b), str(tmp_path / "runs")])
     assert [*cells(capsys.readouterr().out.split("\n\n")[0])] == ["run", "b", "a"]
 
 
 def test_labels_are_what_differs_and_never_the_same_twice():
     def of(*paths):
-        return compare.labels_of([Path(path) for path in paths])
+        return labels_of([Path(path) for path in paths])
 
     assert of("runs/attention-fpa+tps-260k", "runs/attention-sagebwd+tps-260k") == [
         "attention-fpa",
@@ -125,16 +126,16 @@ def test_labels_are_what_differs_and_never_the_same_twice():
 
 def test_runs_of_one_name_are_never_taken_for_one(tmp_path):
     """Without the shared `s`, the first two would both be called `a`."""
-    assert compare.distinct(["s+a", "a+s", "s+c"]) == ["s+a", "a+s", "s+c"]
+    assert distinct(["s+a", "a+s", "s+c"]) == ["s+a", "a+s", "s+c"]
     deep = [
         run(tmp_path / sweep / name, 3.0) for sweep in ("one", "two") for name in ("fpa+seed-1", "x+seed-1")
     ]
     (deep[0] / "checkpoints").mkdir()
     (deep[0] / "checkpoints" / "metrics.jsonl").write_text("")
     (tmp_path / "one" / "again").symlink_to(tmp_path)
-    found = compare.find_runs([tmp_path, tmp_path / "one"])
+    found = find_runs([tmp_path, tmp_path / "one"])
     assert found == deep
-    assert len(set(compare.labels_of(found))) == 4
+    assert len(set(labels_of(found))) == 4
 
 
 def test_differences_to_the_baseline_have_intervals_where_seeds_tell_the_noise(tmp_path, capsys):

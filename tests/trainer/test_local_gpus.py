@@ -122,7 +122,7 @@ def test_asked_to_stop_it_counts_truly(sweep, tmp_path):
     waits = tmp_path / "experiment-debug+seed-4" / "output.txt"
 
     def stop():
-        wait_until(lambda: waits.exists() and "ready" in waits.read_text(), 20)
+        wait_until(lambda: waits.exists() and "ready" in waits.read_text(), 120)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=stop, daemon=True).start()

@@ -81,8 +81,8 @@ def test_every_window_from_the_bottom_right(lengths):
 @pytest.mark.parametrize(("causal", "window"), [(False, (-1, -1)), (True, (-1, -1)), (True, (2, -1))])
 def test_packed_sequences(causal, window, is_same):
     """With two tensors: more queries than keys, fewer, none, and tokens before and after all sequences."""
-    cuts = [0, 3, 7, 12] if is_same else [1, 4, 6, 11, 11]
-    cuts_kv = cuts if is_same else [2, 4, 9, 12, 13]
+    cuts = [0, 3, 7, 12] if is_same else [1, 4, 8, 11, 11]
+    cuts_kv = cuts if is_same else [2, 6, 8, 12, 13]
     boundaries = torch.tensor(cuts, dtype=torch.int32)
     boundaries_kv = boundaries if is_same else torch.tensor(cuts_kv, dtype=torch.int32)
     n_kv = 12 if is_same else 14
@@ -140,81 +140,57 @@ def test_packed_sequences_compile_without_a_graph_break():
     assert_same(compiled(*leaves, *boundaries), attend(*leaves, *boundaries), leaves, "")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("dropout_p", 0.1, "dropout_p is 0.1: .*dropout of attention weights"),
-        ("softcap", 30.0, "softcap is 30.0: .*soft-capping"),
-        ("alibi_slopes", torch.ones(2), r"alibi_slopes is a tensor \(2,\): .*ALiBi"),
-        ("s_aux", torch.zeros(2), r"s_aux is a tensor \(2,\): .*attention sinks"),
-    ],
-)
-def test_refused_by_name(name, value, message):
-    q, k, v = draw(*[(2, 5, 2, 8)] * 3)
-    boundaries = torch.tensor([0, 5])
-    with pytest.raises(NotImplementedError, match=message):
-        flash_attn.flash_attn_func(q, k, v, **{name: value})
-    with pytest.raises(NotImplementedError, match=message):
-        flash_attn.flash_attn_varlen_func(q[0], k[0], v[0], boundaries, boundaries, 5, 5, **{name: value})
+Q = torch.ones(2, 5, 2, 8)
+CUTS, OTHER_CUTS = torch.tensor([0, 5]), torch.tensor([0, 2, 5])
 
 
-def test_paged_caches_and_windows_of_two_boundary_tensors_are_refused():
-    q, k, v = draw(*[(5, 2, 8)] * 3)
-    boundaries = torch.tensor([0, 5])
-    arguments = (q, k, v, boundaries, boundaries.clone(), 5, 5)
-    with pytest.raises(NotImplementedError, match=r"block_table is a tensor .*paged cache"):
-        flash_attn.flash_attn_varlen_func(*arguments, block_table=boundaries)
-    with pytest.raises(NotImplementedError, match=r"window is \(1, 1\) .*pass one tensor for both"):
-        flash_attn.flash_attn_varlen_func(*arguments, window_size=(1, 1))
-    with pytest.raises(ValueError, match="boundaries of the queries are 2 and those of the keys 3"):
-        flash_attn.flash_attn_varlen_func(q, k, v, boundaries, torch.tensor([0, 2, 5]), 5, 5, causal=True)
+def dense(*inputs, **settings):
+    return flash_attn.flash_attn_func(*(inputs or (Q, Q, Q)), **settings)
 
 
-def test_another_layout_is_refused_by_name():
-    q, k, v = draw(*[(2, 5, 2, 8)] * 3)
-    cuts = torch.tensor([0, 5])
-    refused = {
-        r"q is \(5, 2, 8\); pass \(batch, tokens, heads, head size\)": lambda: flash_attn.flash_attn_func(
-            q[0], k, v
-        ),
-        r"k is \(2, 5, 2, 8\); pass \(tokens, heads, head size\)": lambda: flash_attn.flash_attn_varlen_func(
-            q[0], k, v[0], cuts, cuts, 5, 5
-        ),
-        r"qkv is \(2, 5, 2, 3, 8\); pass \(batch, tokens, 3, heads, head size\)": lambda: (
-            flash_attn.flash_attn_qkvpacked_func(torch.stack([q, k, v], 3))
-        ),
-        r"kv is \(5, 2, 8\); pass \(tokens, 2, heads, head size\)": lambda: (
-            flash_attn.flash_attn_varlen_kvpacked_func(q[0], k[0], cuts, cuts, 5, 5)
-        ),
-    }
-    for message, call in refused.items():
-        with pytest.raises(ValueError, match=message):
-            call()
+def varlen(cuts=CUTS, cuts_kv=CUTS, inputs=(Q[0], Q[0], Q[0]), **settings):
+    return flash_attn.flash_attn_varlen_func(*inputs, cuts, cuts_kv, 5, 5, **settings)
 
 
-@pytest.mark.parametrize("window", [5, None, (5.7, 0), (1, 2, 3)])
-def test_a_window_that_is_no_pair_of_integers_is_refused(window):
-    q, k, v = draw(*[(2, 5, 2, 8)] * 3)
-    with pytest.raises(ValueError, match="pass \\(left, right\\), two integers"):
-        flash_attn.flash_attn_func(q, k, v, window_size=window)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("cuts", "cuts_kv", "message"),
-    [
-        ([0, 4, 3, 5], [0, 1, 2, 5], "goes back from 4 to 3 in document 1"),
-        ([0, 2, 6], [0, 2, 5], "ends at 6, past the 5 tokens"),
-        ([-1, 2, 5], [0, 2, 5], "starts at -1"),
-        ([0, 2, 5], [0, 2, 7], "ends at 7, past the 5 tokens"),
-    ],
-)
-def test_boundaries_that_cannot_be_are_refused_on_a_cpu(cuts, cuts_kv, message, causal):
-    q, k, v = draw(*[(5, 2, 8)] * 3)
-    with pytest.raises(ValueError, match=message):
-        flash_attn.flash_attn_varlen_func(
-            q, k, v, torch.tensor(cuts), torch.tensor(cuts_kv), 5, 5, causal=causal
+#: What is wrong -> a word of the message that names it.
+BAD_CALLS = {
+    "dropout": (lambda: dense(dropout_p=0.1), "dropout_p is 0.1"),
+    "softcap": (lambda: dense(softcap=30.0), "softcap is 30.0"),
+    "alibi": (lambda: varlen(alibi_slopes=torch.ones(2)), "alibi_slopes"),
+    "sinks": (lambda: dense(s_aux=torch.zeros(2)), "s_aux"),
+    "sinks, packed": (lambda: varlen(s_aux=torch.zeros(2)), "s_aux"),
+    "paged cache": (lambda: varlen(block_table=CUTS), "block_table"),
+    "window, two tensors": (lambda: varlen(cuts_kv=CUTS.clone(), window_size=(1, 1)), "one tensor for both"),
+    "numbers of documents": (lambda: varlen(cuts_kv=OTHER_CUTS, causal=True), "queries are 2 and .* keys 3"),
+    "dimensions": (lambda: dense(Q[0], Q, Q), "q is .5, 2, 8."),
+    "dimensions, packed": (lambda: varlen(inputs=(Q[0], Q, Q[0])), "k is .2, 5, 2, 8."),
+    "qkv": (lambda: flash_attn.flash_attn_qkvpacked_func(torch.stack([Q, Q, Q], 3)), "qkv is"),
+    "kv": (lambda: flash_attn.flash_attn_varlen_kvpacked_func(Q[0], Q[0], CUTS, CUTS, 5, 5), "kv is"),
+    **{
+        f"window {window}": (lambda window=window: dense(window_size=window), "window_size is")
+        for window in (5, None, (5.7, 0), (1, 2, 3))
+    },
+    # Boundaries that cannot be are found on a CPU, where reading them waits for nothing.
+    **{
+        f"boundaries {cuts}, {cuts_kv}, {causal}": (
+            lambda cuts=cuts, cuts_kv=cuts_kv, causal=causal: varlen(
+                torch.tensor(cuts), torch.tensor(cuts_kv), causal=causal
+            ),
+            "in document 1|past the 5 tokens|starts at -1",
         )
+        for causal in (False, True)
+        for cuts, cuts_kv in (
+            ([0, 4, 3, 5], [0, 1, 2, 5]), ([0, 2, 6], [0, 2, 5]),
+            ([-1, 2, 5], [0, 2, 5]), ([0, 2, 5], [0, 2, 7]),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), BAD_CALLS.values(), ids=BAD_CALLS.keys())
+def test_bad_calls_are_named(call, message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        call()
 
 
 @pytest.mark.parametrize("has_padding", [False, True], ids=["whole", "padded"])

@@ -1,8 +1,8 @@
 """SageAttention's functions: layouts, scale, GQA and packed sequences against float64; what is refused."""
 
-import dataclasses
 import importlib.util
 import inspect
+import itertools
 import sys
 import types
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from sagebwd import SageConfig, report
+from sagebwd import SageConfig, report, sage_attention
 from sagebwd.integrations import sageattention
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
@@ -113,22 +113,31 @@ def test_a_model_trains_as_with_full_precision(config, bound):
     assert_trains_as(attend, F.scaled_dot_product_attention, bound=bound)
 
 
-def test_smoothing_is_what_the_call_says_and_else_what_the_config_says(draw, monkeypatch):
-    seen = []
-    real = sageattention.counted_attention
+@pytest.mark.parametrize("function", DENSE)
+def test_smoothing_is_what_the_call_says_and_else_what_the_config_says(function, draw):
+    q, k, v, _ = draw(40, head_dim=8)
+    q, k, v = q + 1, k + 1, v + 1
+    of_config = {
+        (smooth_k, smooth_v): sage_attention(q, k, v, config=SageConfig(smooth_k=smooth_k, smooth_v=smooth_v))
+        for smooth_k in (False, True)
+        for smooth_v in (False, True)
+    }
+    for one, other in itertools.combinations(of_config.values(), 2):
+        assert not torch.equal(one, other)
+    plain = SageConfig(smooth_k=False)
+    assert torch.equal(function(q, k, v), of_config[True, False])
+    assert torch.equal(function(q, k, v, config=plain), of_config[False, False])
+    assert torch.equal(function(q, k, v, smooth_k=False), of_config[False, False])
+    assert torch.equal(function(q, k, v, smooth_k=True, config=plain), of_config[True, False])
+    if "smooth_v" in inspect.signature(function).parameters:
+        assert torch.equal(function(q, k, v, smooth_v=True), of_config[True, True])
 
-    def noting(*arguments, config, **settings):
-        seen.append(config)
-        return real(*arguments, config=config, **settings)
 
-    monkeypatch.setattr(sageattention, "counted_attention", noting)
+def test_scale_is_another_name_of_sm_scale(draw):
     q, k, v, _ = draw(5, head_dim=8)
-    plain = dataclasses.replace(SageConfig(), smooth_k=False)
-    sageattention.sageattn(q, k, v)
-    sageattention.sageattn(q, k, v, config=plain)
-    sageattention.sageattn(q, k, v, smooth_k=False)
-    sageattention.sageattn_qk_int8_pv_fp16_cuda(q, k, v, smooth_v=True)
-    assert seen == [SageConfig(), plain, plain, SageConfig(smooth_v=True)]
+    wanted = sageattention.sageattn(q, k, v, sm_scale=0.7)
+    assert torch.equal(sageattention.sageattn(q, k, v, scale=0.7), wanted)
+    assert not torch.equal(sageattention.sageattn(q, k, v), wanted)
 
 
 def test_programs_that_import_sageattention_get_gradients(not_installed, draw, caplog):

@@ -191,6 +191,16 @@ def test_float64_goes_to_full_precision():
         train_step(model, "sagebwd", **inputs)
 
 
+def test_in_full_precision_too_the_queries_are_the_last_tokens(draw):
+    q, k, v = (x.double() for x in draw(2, 6)[:3])
+    documents = torch.tensor([[1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
+    with pytest.warns(UserWarning, match="full precision"):
+        out, _ = call(q, k, v, TokenMask.make(documents, CAUSAL), name="sagebwd-or-full")
+    seen = (documents[:, None, -2:, None] == documents[:, None, None]) & (documents != 0)[:, None, None]
+    truth = scaled_dot_product_attention(q, k, v, seen & torch.ones(2, 6, dtype=torch.bool).tril(4))
+    assert error(out, truth.transpose(1, 2)) < EXACT
+
+
 def test_a_mask_for_each_pair_of_tokens_goes_to_full_precision():
     model, tokens = make("llama-gqa"), draw_tokens(2, 10)
     seen = (torch.rand(2, 1, 10, 10, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(10).bool()
@@ -257,34 +267,33 @@ def test_an_unknown_fallback_is_refused():
         register("sagebwd-x", fallback="eager")
 
 
-def refusals() -> dict[str, tuple[dict, dict, str]]:
-    """By name: changes of a Llama or Mistral config, inputs of its forward, and the message."""
-    starts = torch.tensor([0, 4, 10])
-    return {
-        "dropout": ({"attention_dropout": 0.1}, {}, "attention dropout .0.1.*set it to 0"),
-        "weights": ({}, {"output_attentions": True}, "set output_attentions=False"),
-        "4-D mask": ({}, {"attention_mask": torch.ones(2, 1, 10, 10)}, "pass the model a mask of padding"),
-        "hidden": ({}, {"attention_mask": torch.zeros(2, 10)}, "hides every token"),
-        "rows": ({}, {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}, "2 rows, .* in one row"),
-        "only q": ({}, {"cu_seq_lens_q": starts}, "pass both"),
-    }
+STARTS = torch.tensor([0, 4, 10])
+#: By name: changes of a Mistral config, inputs of its forward, and a word of the message.
+BAD_MODELS = {
+    "dropout": ({"attention_dropout": 0.1}, {}, "set it to 0"),
+    "weights": ({}, {"output_attentions": True}, "output_attentions=False"),
+    "4-D mask": ({}, {"attention_mask": torch.ones(2, 1, 10, 10)}, "a mask of padding"),
+    "hidden": ({}, {"attention_mask": torch.zeros(2, 10)}, "hides every token"),
+    "rows": ({}, {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS}, "in one row"),
+    "only q": ({}, {"cu_seq_lens_q": STARTS}, "pass both"),
+    **{
+        f"boundaries {starts}": (
+            {},
+            dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(starts))
+            | {"input_ids": draw_tokens(1, 10)},
+            "start at 0, never fall, and end at 10",
+        )
+        for starts in ([0, 4, 9], [1, 4, 10], [0, 6, 4, 10])
+    },
+}
 
 
-@pytest.mark.parametrize("name", refusals())
-def test_a_model_that_asks_for_what_is_missing_is_refused(name):
-    changes, inputs, message = refusals()[name]
+@pytest.mark.parametrize(("changes", "inputs", "message"), BAD_MODELS.values(), ids=BAD_MODELS.keys())
+def test_a_model_that_asks_for_what_is_missing_is_refused(changes, inputs, message):
     model = make("mistral", **changes).train()
     model.set_attn_implementation("sagebwd")
     with pytest.raises((NotImplementedError, ValueError), match=message):
-        model(input_ids=draw_tokens(2, 10), **inputs)
-
-
-@pytest.mark.parametrize("starts", [[0, 4, 9], [1, 4, 10], [0, 6, 4, 10]])
-def test_boundaries_that_do_not_cover_the_row_are_refused(starts):
-    model, starts = make("llama"), torch.tensor(starts)
-    model.set_attn_implementation("sagebwd")
-    with pytest.raises(ValueError, match="must start at 0, never fall, and end at 10"):
-        model(input_ids=draw_tokens(1, 10), cu_seq_lens_q=starts, cu_seq_lens_k=starts)
+        model(**{"input_ids": draw_tokens(2, 10), **inputs})
 
 
 def test_custom_mask_functions_are_refused():
@@ -296,19 +305,46 @@ def test_custom_mask_functions_are_refused():
             masking_utils.create_causal_mask(model.config, embeds, None, past_key_values=None, **custom)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {name: torch.ones(1)}
+#: By name: queries and keys, and what is passed with them.
+BAD_CALLS = {
+    **{
+        name: ((6, 6), {name: torch.ones(1)})
         for name in ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "cache")
-    ]
-    + [{"sliding_window": 5}, {"dropout": 0.5}, {"module": SimpleNamespace(sinks=torch.ones(2))}],
-    ids=lambda arguments: next(iter(arguments)),
-)
-def test_an_argument_that_would_change_the_result_is_refused(draw, arguments):
+    },
+    "window without a mask": ((6, 6), {"sliding_window": 5}),
+    "dropout": ((6, 6), {"dropout": 0.5}),
+    "sinks of the layer": ((6, 6), {"module": SimpleNamespace(sinks=torch.ones(2))}),
+    "scaling by layer": ((6, 6), {"module": SimpleNamespace(scale_attn_by_inverse_layer_idx=True)}),
+    "no scaling": ((6, 6), {"module": SimpleNamespace(scale_attn_weights=False)}),
+    "queries after unknown keys": ((2, 6), {}),
+    "boundaries with a cache": (
+        (2, 6),
+        {"is_causal": False, "cu_seq_lens_q": torch.tensor([0, 2]), "cu_seq_lens_k": torch.tensor([0, 6])},
+    ),
+    "other boundaries": (
+        (6, 6), {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 3, 6])}
+    ),
+    "mask of other keys": ((6, 6), {"attention_mask": TokenMask.make(torch.ones(2, 7), CAUSAL)}),
+    **{
+        f"mask {n}": ((6, 6), {"attention_mask": mask})
+        for n, mask in enumerate(
+            (torch.ones(2, 6), torch.ones(2, 6).bool(), torch.ones(2, 6, 6).int(), object())
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("lengths", "arguments"), BAD_CALLS.values(), ids=BAD_CALLS.keys())
+def test_what_would_change_the_result_is_refused(draw, lengths, arguments):
+    q, k, v, _ = draw(*lengths, batch=1 if "cu_seq_lens_q" in arguments else 2)
+    mask = [arguments.pop("attention_mask")] if "attention_mask" in (arguments := dict(arguments)) else []
+    with pytest.raises((NotImplementedError, ValueError)):
+        call(q, k, v, *mask, **arguments)
+
+
+def test_a_layer_that_passes_its_scaling_is_computed(draw):
     q, k, v, _ = draw(6)
-    with pytest.raises(NotImplementedError, match=r"use attn_implementation|set it to 0"):
-        call(q, k, v, **arguments)
+    call(q, k, v, module=SimpleNamespace(scale_attn_weights=False), scaling=0.1)
 
 
 def test_an_argument_passes_unless_the_models_own_attention_reads_it(draw, monkeypatch):
@@ -326,41 +362,3 @@ def test_an_argument_passes_unless_the_models_own_attention_reads_it(draw, monke
     monkeypatch.setattr(llama, "eager_attention_forward", eager)
     with pytest.raises(NotImplementedError, match="does not compute the argument temperature"):
         call(q, k, v, module=Layer(make("llama").config, 0), temperature=2.0)
-
-
-def test_boundaries_that_do_not_fit_are_refused(draw):
-    q, k, v, _ = draw(2, 6, batch=1)
-    starts, others = torch.tensor([0, 2]), torch.tensor([0, 6])
-    with pytest.raises(ValueError, match="1 rows, 2 queries and 6 keys"):
-        call(q, k, v, is_causal=False, cu_seq_lens_q=starts, cu_seq_lens_k=others)
-    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k differ"):
-        call(k, k, v, cu_seq_lens_q=others, cu_seq_lens_k=torch.tensor([0, 3, 6]))
-
-
-@pytest.mark.parametrize(
-    "scaling", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}]
-)
-def test_a_layer_that_leaves_its_scaling_to_the_attention_is_refused(draw, scaling):
-    q, k, v, _ = draw(6)
-    with pytest.raises(NotImplementedError, match="the layer does not pass; update transformers"):
-        call(q, k, v, module=SimpleNamespace(**scaling))
-    call(q, k, v, module=SimpleNamespace(**scaling), scaling=0.1)
-
-
-def test_several_queries_after_unknown_keys_are_refused(draw):
-    q, k, v, _ = draw(2, 6)
-    with pytest.raises(NotImplementedError, match="several queries after cached keys without a mask"):
-        call(q, k, v)
-
-
-def test_a_mask_that_does_not_fit_the_keys_is_refused(draw):
-    q, k, v, _ = draw(6)
-    with pytest.raises(ValueError, match=r"the mask is for \(batch, keys\) \(2, 7\), a layer has \(2, 6\)"):
-        call(q, k, v, TokenMask.make(torch.ones(2, 7), CAUSAL))
-
-
-def test_a_mask_from_elsewhere_is_refused(draw):
-    q, k, v, _ = draw(6)
-    for mask in (torch.ones(2, 6), torch.ones(2, 6).bool(), torch.ones(2, 6, 6).int(), object()):
-        with pytest.raises(NotImplementedError, match="pass the model a mask of padding"):
-            call(q, k, v, mask)

@@ -179,6 +179,7 @@ def windows_and_documents() -> dict[str, tuple[dict, list[list[int]], Window]]:
         "window as long as the text": ({"mask_function": window(6)}, one, CAUSAL),
         "window of the last": ({"mask_function": window(5)} | last, one, (4, 0)),
         "window to both sides": ({"mask_function": both(2)}, one, (2, 2)),
+        "two windows": ({"mask_function": masking_utils.and_masks(window(3), window(5))}, one, (2, 0)),
         "documents": ({"mask_function": causal}, several, CAUSAL),
         "documents to both sides": ({"mask_function": split}, several, FULL),
         "documents with a window": ({"mask_function": packed_window}, several, (1, 0)),

@@ -10,9 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import DEFAULT_CONFIG, encode
-from sagebwd.interface import AttentionParams
-from sagebwd.kernels.ops import saved_for_backward
-from sagebwd.window import CAUSAL, Window
+from sagebwd.window import Window
 from tests.sagebwd.kernels.inputs import NAMES
 
 Function = Callable[..., Tensor]
@@ -102,14 +100,3 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
         assert x.dtype == wanted.dtype, name
         assert x.isfinite().all(), name
         assert torch.equal(x, wanted), name
-
-
-def check_mean_of_k(
-    kernels: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, config: SageConfig
-) -> None:
-    """Operators that save the logsumexp alone compute the mean of K once more, to the bits of the forward."""
-    params = AttentionParams(CAUSAL, 0.125, config, kernels, cu_seqlens)
-    out, lse, k_mean, *_ = torch.ops.sagebwd.forward(q, k, v, *params.flatten())
-    again = saved_for_backward(q, k, out, lse, params)
-    assert k_mean.any()
-    assert torch.equal(again.k_mean, k_mean)

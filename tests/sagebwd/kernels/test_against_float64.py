@@ -45,7 +45,7 @@ def default_first(kernel_set):
     return named(configs_of(kernel_set) if kernel_set.is_gpu else {"default": DEFAULT_CONFIG})
 
 
-@pytest.mark.parametrize("sigma", [0.1, 1, 3, 5, 8, 10, 30])
+@over("sigma", lambda kernel_set: [0.1, 1, 3, 5, 8, 10, 30] if kernel_set.is_gpu else [0.1, 3, 30])
 @over("n, head_dim, heads", lambda kernel_set: kernel_set.float64_sizes)
 @over("config", default_first)
 def test_table1_and_beyond(check_errors, sample, config, sigma, n, head_dim, heads):
@@ -54,23 +54,6 @@ def test_table1_and_beyond(check_errors, sample, config, sigma, n, head_dim, hea
     found = check_errors(inputs, config=config, is_causal=True)
     if sigma <= 1:
         assert max(found) < (0.05 if config.granularity == "block" else 0.026)
-
-
-@on_gpu
-@pytest.mark.parametrize("sigma", [0.1, 1, 3, 5, 8, 10, 30])
-@over("n, head_dim, heads", lambda kernel_set: [size for size in kernel_set.float64_sizes if size[2] < 4])
-def test_table1_and_beyond_without_a_mask(check_errors, sample, sigma, n, head_dim, heads):
-    found = check_errors(sample(n, head_dim=head_dim, heads=heads, sigma=sigma), is_causal=False)
-    if sigma <= 1:
-        assert max(found) < 0.026
-
-
-@pytest.mark.parametrize("sigma", [0.1, 3, 10, 30])
-@causal_and_full
-@every_head_dim
-@over("config", lambda kernel_set: named({x: kernel_set.variants[x] for x in kernel_set.main_variants}))
-def test_other_settings_of_large_and_small_logits(check_errors, sample, sigma, is_causal, head_dim, config):
-    check_errors(sample(777, head_dim=head_dim, sigma=sigma), is_causal=is_causal, config=config)
 
 
 @over("n, head_dim, heads", lambda kernel_set: kernel_set.float64_sizes)
@@ -210,26 +193,6 @@ def test_equal_logits_average_the_values(kernels, sample, n, head_dim, config):
     assert not result["dk"].any()
 
 
-@on_gpu
-@pytest.mark.parametrize("n", [70, 129, 301])
-@every_head_dim
-def test_equal_logits_average_the_values_that_the_mask_shows(kernels, sample, n, head_dim):
-    _, _, v, grad_out = sample(n, head_dim=head_dim)
-    zeros = torch.zeros_like(v)
-    found = kernels(zeros, zeros, v, grad_out, is_causal=True)
-    p = torch.ones(n, n, dtype=torch.float64).tril()
-    p = p / p.sum(-1, keepdim=True)
-    # P varies along a column, so that dV adds half a step of it for each query.
-    error_of_p = 0.5 / 127 * p.amax(0)[:, None] * grad_out.double().abs().sum(-2)
-    for name, x, weights, error in (("out", v, p, 0), ("dv", grad_out, p.mT, error_of_p)):
-        mean = weights @ x.double()
-        rounding = 0.5 * x.double().abs().max() / 127 * weights.sum(-1, keepdim=True)
-        bound = 1.01 * rounding + 2**-10 * mean.abs() + error
-        assert ((found[name].double() - mean).abs() <= bound).all(), name
-    assert not found["dq"].any()
-    assert not found["dk"].any()
-
-
 @lengths_and_configs(129, 150, 301)
 @every_head_dim
 def test_all_tokens_equal(kernels, n, head_dim, config):
@@ -244,17 +207,6 @@ def test_all_tokens_equal(kernels, n, head_dim, config):
     # dP = 5 D, and so is δ, but for what fp16 rounds away from O: a relative 2⁻¹¹.
     for name, other in (("dq", k), ("dk", q)):
         assert (result[name].abs() <= 5 * 2**-11 * other.abs() * head_dim**0.5).all(), name
-
-
-@on_gpu
-@pytest.mark.parametrize("n", [70, 129, 301])
-@every_head_dim
-def test_all_tokens_equal_with_unsigned_p(kernels, n, head_dim):
-    """P is 255 throughout, V and dO 127: the largest sums that an INT32 product meets, and exact."""
-    q, k, v, grad_out = (constant(n, head_dim, value) for value in (2.0, -3.0, 5.0, 1.0))
-    found = kernels(q, k, v, grad_out, config=SageConfig(unsigned_p=True))
-    torch.testing.assert_close(found["out"], v, rtol=2.0**-10, atol=0)
-    torch.testing.assert_close(found["dv"], grad_out, rtol=2.0**-10, atol=0)
 
 
 @over("config", lambda kernel_set: named(configs_of(kernel_set)))
@@ -272,25 +224,3 @@ def test_one_token_returns_its_value(kernels, sample, head_dim, config):
     for name, other in (("dq", k), ("dk", q)):
         bound = 1.1 * error * other.float().abs().max() * head_dim**-0.5
         assert (result[name].float().abs() <= bound).all(), name
-
-
-@over(
-    "n_kv, is_causal, head_dim",
-    lambda kernel_set: [
-        (n_kv, is_causal, head_dim)
-        for n_kv in (1, 2, 63, 128, 129, 300, 1000)
-        for is_causal in (True, False)
-        for head_dim in (40, 64, 80, 128)
-    ],
-)
-@on_gpu
-def test_values_that_are_their_mean_come_back_bit_for_bit(kernels, sample, n_kv, is_causal, head_dim):
-    """Integers, the same for all tokens: sums and means are exact, and nothing is left to quantize.
-
-    They differ by batch, key head and channel, so that every wrong index shows.
-    """
-    q, k, v, grad_out = sample(200, n_kv, batch=2, heads=6, kv_heads=3, head_dim=head_dim)
-    values = torch.randint(-1000, 1000, (2, 3, 1, head_dim), generator=torch.Generator().manual_seed(1))
-    config = SageConfig(smooth_v=True)
-    found = kernels(q, k, values.half().expand_as(v), grad_out, is_causal=is_causal, config=config)
-    assert torch.equal(found["out"], values.half().repeat_interleave(2, 1).expand_as(q))

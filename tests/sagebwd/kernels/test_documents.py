@@ -14,8 +14,8 @@ from tests.sagebwd.kernels.inputs import NAMES, assert_bit_equal, boundary_argum
 from tests.sagebwd.kernels.sets import (
     BF16,
     FP16,
-    boundaries_of,
     causal_and_full,
+    emulated_too,
     every_head_dim,
     on_gpu,
     over,
@@ -85,16 +85,6 @@ def test_a_pack_is_each_of_its_documents_alone(
     assert_bit_equal(packed, alone(inputs, rows, columns or rows, **settings))
 
 
-@on_gpu
-@pytest.mark.parametrize("switches", [{}, {"smooth_k": False}, {"smooth_v": True}], ids=str)
-@causal_and_full
-@every_head_dim
-def test_a_pack_is_what_the_reference_says(check, sample, switches, is_causal, head_dim):
-    options = {"is_causal": is_causal, "config": SageConfig(**switches)}
-    cu_seqlens = torch.tensor(boundaries_of([65, 129, 0, 300, 64], 3))
-    check(sample(570, heads=2, head_dim=head_dim), cu_seqlens=cu_seqlens, **options)
-
-
 @every_head_dim
 def test_a_document_of_one_token_returns_its_value(kernels, sample, head_dim):
     q, k, v, grad_out = sample(6, head_dim=head_dim)
@@ -140,6 +130,7 @@ def test_the_means_of_a_pack_are_those_of_its_documents(kernels, sample, kernel_
 # --- Leaks -------------------------------------------------------------------------------------------------
 
 
+@emulated_too
 @over("poison", lambda kernel_set: [torch.nan, torch.inf] if kernel_set.is_gpu else [torch.nan])
 def test_nothing_comes_from_outside_a_document(kernels, sample, poison):
     inputs = sample(100, heads=2, kv_heads=1)
@@ -154,34 +145,6 @@ def test_nothing_comes_from_outside_a_document(kernels, sample, poison):
         assert not poisoned[name][..., 90:, :].any(), name
 
 
-@on_gpu
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-@pytest.mark.parametrize("poisoned", [[1], [0, 2, 4], [0, 1, 3, 4]], ids=str)
-@default_and_smooth_v
-@causal_and_full
-@every_head_dim
-def test_documents_do_not_leak(kernels, sample, poison, poisoned, smooth_v, is_causal, head_dim):
-    """All of some documents is poison, and all tokens of none: the others do not change by a bit."""
-    boundaries = boundaries_of([70, 1, 130, 65, 300], 10)
-    inputs = sample(600, heads=2, kv_heads=1, head_dim=head_dim)
-    options = {"cu_seqlens": torch.tensor(boundaries), "is_causal": is_causal}
-    options["config"] = SageConfig(smooth_v=smooth_v)
-    clean = kernels(*inputs, **options)
-    spans = [slice(*span) for span in pairwise(boundaries)]
-    for x in inputs:
-        for span in (slice(0, 10), slice(boundaries[-1], None), *(spans[n] for n in poisoned)):
-            x[..., span, :] = poison
-    found = kernels(*inputs, **options)
-    for name in NAMES:
-        for n, span in enumerate(spans):
-            if n in poisoned:
-                assert found[name][..., span, :].isnan().all(), (name, n)
-            else:
-                assert torch.equal(found[name][..., span, :], clean[name][..., span, :]), (name, n)
-        for span in (slice(0, 10), slice(boundaries[-1], None)):
-            assert not found[name][..., span, :].any(), name
-
-
 # --- Invalid boundaries ------------------------------------------------------------------------------------
 # Reading their values would wait for the GPU, so they are clamped to the sequence and to the boundary before.
 
@@ -192,6 +155,7 @@ def invalid_boundaries(kernel_set):
     return few + ([[2**40, 3], [-(2**40), 2**40], [n - 10, 10, 0]] if kernel_set.is_gpu else [])
 
 
+@emulated_too
 @over("boundaries", invalid_boundaries)
 @every_head_dim
 def test_boundaries_out_of_order_or_range_read_nothing_out_of_bounds(

@@ -52,22 +52,6 @@ def test_presets_err_as_without_a_window(draw, name, window_size):
     assert max(errors(inputs, PRESETS[name], window_size=window_size)) < bound
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {"smooth_q": True, "smooth_v": True, "unsigned_p": True},
-        {"operand_scales": "token", "exact_delta": True},
-        {"add_mean_k_term": True, "s_levels": 2},
-        {"granularity": "block", "int8_matmuls": ("s_fwd", "s_bwd", "dp")},
-    ],
-    ids=str,
-)
-def test_every_switch_goes_with_a_window(draw, switches):
-    inputs = draw(100, 45, heads=2, kv_heads=1, batch=1)
-    config = SageConfig(**SMALL_TILES, **switches)
-    assert max(errors(inputs, config, window_size=(20, 3))) < 0.03
-
-
 def test_tiles_that_are_skipped_have_no_part(draw):
     """One tile for all keys, of which most are masked, against small tiles, of which most are skipped."""
     inputs = draw(96, 80, batch=1)

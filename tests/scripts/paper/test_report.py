@@ -7,7 +7,6 @@ import pytest
 
 from scripts.output import read_json
 from scripts.paper import report
-from scripts.paper.losses import read_rows
 from scripts.paper.report import (
     AGREES,
     CONTRADICTS,
@@ -20,7 +19,7 @@ from scripts.paper.report import (
     fill,
     judge,
 )
-from scripts.paper.statistics import Estimate
+from scripts.paper.statistics import Estimate, read_rows
 from tests.cli import ROOT
 
 RESULTS = ROOT / "results"

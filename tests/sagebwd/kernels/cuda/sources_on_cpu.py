@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -15,9 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch import Tensor
 
 from sagebwd.kernels.cuda.arguments import Signature
 from sagebwd.kernels.cuda.compile import Sources
+from sagebwd.kernels.hopper.tensor_map import CTensorMap
 
 #: Headers that stand in for those of the same name in sagebwd/kernels/cuda.
 ON_CPU = Path(__file__).parent / "on_cpu"
@@ -27,6 +30,7 @@ LOADED: dict[Path, ctypes.CDLL] = {}
 DYNAMIC_SHARED = r"extern __shared__ __align__\(\d+\) u8 shared\[\];"  # of a size that the launch gives
 
 
+@functools.cache
 def has_compiler() -> bool:
     """Whether there is a g++ that knows C++20."""
     probe = "#include <bit>\nint bits = std::bit_cast<int>(1.0f);\n"
@@ -70,6 +74,19 @@ def load(folder: Path, source: str, name: str, shared_bytes: int, defines: dict[
             run(grid, threads, shared_bytes, ctypes.c_void_p(frame.address))
 
     return SimpleNamespace(launch=launch)
+
+
+def tensor_map(x: Tensor) -> CTensorMap:
+    """What ``TensorMap`` in hopper/on_cpu/ptx_sm90.cuh takes."""
+    values = (x.data_ptr(), *reversed(x.shape), *reversed(x.stride()[:3]))
+    return CTensorMap((ctypes.c_uint64 * 16)(*values))
+
+
+def run_in_order(*, reverse: bool = False, first: int = 0, count: int = 0) -> None:
+    """Threads run in the reverse order; ``count`` of them, from ``first`` on, only when no other can."""
+    for library in LOADED.values():
+        library.set_reverse_order(ctypes.c_bool(reverse))
+        library.starve(ctypes.c_uint(first), ctypes.c_uint(count))
 
 
 def _build(folder: Path, source: str, defines: dict[str, int]) -> ctypes.CDLL:

@@ -1,0 +1,38 @@
+"""A unit's shards do not depend on how its source hands its documents over."""
+
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+
+from data.shards import UnitRecord
+from data.workers import Task
+
+TEXTS = [f"document {number} " + "word " * (number % 9) for number in range(200)]
+
+
+def written(folder, batches, split=None):
+    """The record of a unit of these batches, [(texts, whether the last goes on), ...]; its shards' bytes."""
+    folder.mkdir()
+    read = [SimpleNamespace(texts=pa.array(texts, pa.large_string()), continues=on) for texts, on in batches]
+    counts = []
+    unit = SimpleNamespace(split=split, batches=lambda: read)
+    Task(folder, 0, unit, "bytes", 0.1, "f").run(lambda documents, *_: counts.append(documents))
+    record = UnitRecord.read(folder, 0)
+    shards = [shard for shard in record.shards.values() if shard]
+    assert sum(counts) == sum(shard.documents for shard in shards)
+    return record, {file.name: file.read_bytes() for file in folder.glob("*.bin")}
+
+
+@pytest.mark.parametrize("size", [1, 7, 199])
+def test_a_document_is_in_the_same_split_in_batches_of_any_size(tmp_path, size):
+    batches = [(TEXTS[start : start + size], False) for start in range(0, len(TEXTS), size)]
+    assert written(tmp_path / "few", batches) == written(tmp_path / "all", [(TEXTS, False)])
+
+
+def test_a_document_cut_over_batches_is_one(tmp_path):
+    batches = [(["one", "two"], True), ([" goes"], True), ([" on", "three"], False)]
+    whole = [(["one", "two goes on", "three"], False)]
+    found = written(tmp_path / "cut", batches, "train")
+    assert found == written(tmp_path / "whole", whole, "train")
+    assert found[0].shards["train"].documents == 3

@@ -1,0 +1,117 @@
+"""Every setting of the optimizers, at another value than its default, against the formula in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from model.config import LlamaConfig
+from model.llama import Llama
+from trainer.optimizer import build_optimizer, set_learning_rate
+from trainer.settings import OptimizerSettings
+
+#: None of these is a default.
+SETTINGS = OptimizerSettings(
+    lr=3e-2, min_lr_ratio=0.2, beta1=0.7, beta2=0.8, eps=0.05, weight_decay=0.3, grad_clip=0.2
+)
+MUON = replace(SETTINGS, name="muon", muon_lr=0.07, muon_lr_scale="original", muon_momentum=0.6)
+SMALL = LlamaConfig(vocab_size=37, d_model=16, n_layers=1, n_heads=2, d_head=8, d_ffn=24, max_context=8)
+STEPS = 3
+
+
+def steps(settings):
+    """The model after some steps; by name, its weights before in float64, and the gradients of each step."""
+    torch.manual_seed(0)
+    llama = Llama(SMALL, F.scaled_dot_product_attention)
+    before = {name: x.detach().double() for name, x in llama.named_parameters()}
+    gradients = {name: [torch.randn_like(x) for _ in range(STEPS)] for name, x in llama.named_parameters()}
+    optimizer = build_optimizer(llama, settings)
+    for step in range(STEPS):
+        set_learning_rate(optimizer, settings.lr)
+        for name, parameter in llama.named_parameters():
+            parameter.grad = gradients[name][step].clone()
+        optimizer.step()
+    return llama, before, gradients
+
+
+def by_adamw(x, gradients):
+    """Loshchilov and Hutter's algorithm 2."""
+    m = v = torch.zeros_like(x)
+    decay = SETTINGS.weight_decay if x.dim() == 2 else 0.0
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double()
+        m = SETTINGS.beta1 * m + (1 - SETTINGS.beta1) * g
+        v = SETTINGS.beta2 * v + (1 - SETTINGS.beta2) * g**2
+        direction = m / (1 - SETTINGS.beta1**t) / ((v / (1 - SETTINGS.beta2**t)).sqrt() + SETTINGS.eps)
+        x = x - SETTINGS.lr * (direction + decay * x)
+    return x
+
+
+def by_muon(x, gradients):
+    """Nesterov momentum, its singular values taken near one by five Newton–Schulz iterations."""
+    momentum = torch.zeros_like(x)
+    for gradient in gradients:
+        g = gradient.double()
+        momentum = MUON.muon_momentum * momentum + (1 - MUON.muon_momentum) * g
+        u, s, vt = torch.linalg.svd(g.lerp(momentum, MUON.muon_momentum), full_matrices=False)
+        s = s / s.norm()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        size = max(1, x.shape[0] / x.shape[1]) ** 0.5
+        x = (1 - MUON.muon_lr * MUON.weight_decay) * x - MUON.muon_lr * size * (u @ s.diag() @ vt)
+    return x
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, MUON], ids=["adamw", "muon"])
+def test_weights_follow_the_formula(settings):
+    llama, before, gradients = steps(settings)
+    for name, found in llama.named_parameters():
+        if settings.name == "muon" and name.endswith("_proj.weight"):
+            wanted = by_muon(before[name], gradients[name])
+            moved = (wanted - before[name]).norm()
+            assert (found.double() - wanted).norm() < 0.02 * moved, name  # torch iterates in bfloat16
+        else:
+            wanted = by_adamw(before[name], gradients[name])
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.fixture
+def norms_of(train_here, tmp_path):
+    """norms_of("steps=3", …): the norm of the gradient in each step of a run, as the optimizer sees it."""
+
+    def norms_of(*overrides):
+        norms = []
+
+        def note(optimizer, *_):
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            norms.append(torch.cat([x.flatten() for x in gradients]).norm().item())
+
+        hook = register_optimizer_step_pre_hook(note)
+        try:
+            train_here(
+                tmp_path / f"run{len(list(tmp_path.iterdir()))}",
+                "sample_tokens=0",
+                "probe.every=0",
+                *overrides,
+            )
+        finally:
+            hook.remove()
+        return norms
+
+    return norms_of
+
+
+def test_gradients_are_clipped_to_the_norm_that_is_set(norms_of):
+    found = norms_of("steps=3", "hardware.micro_batch=1", "optimizer.grad_clip=0.05")
+    assert found == pytest.approx([0.05] * 3, rel=1e-4)
+
+
+def test_the_gradient_of_a_step_is_the_mean_over_its_micro_batches(norms_of):
+    """AdamW hardly sees a factor of all gradients, so weights would not tell."""
+    found, wanted = (
+        norms_of("steps=3", f"hardware.micro_batch={n}", "optimizer.grad_clip=1e6") for n in (1, 2)
+    )
+    assert found == pytest.approx(wanted, rel=1e-3)
+    assert min(wanted) > 0.1
