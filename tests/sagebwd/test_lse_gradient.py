@@ -5,7 +5,6 @@ The truth is autograd's, in float64. CUDA kernels run as C++ where there is no G
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +25,6 @@ from sagebwd.integrations.flash_attn import flash_attn_func, flash_attn_varlen_f
 from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper.tensor_map import CTensorMap
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 from tests.sagebwd.kernels.sets import AMPERE, HOPPER
@@ -55,11 +53,6 @@ def folder_of(tmp_path_factory):
     return folder_of
 
 
-def tensor_map(x):
-    values = (x.data_ptr(), *reversed(x.shape), *reversed(x.stride()[:3]))
-    return CTensorMap((ctypes.c_uint64 * 16)(*values))
-
-
 @pytest.fixture(
     params=[
         *(pytest.param((name, "cpu"), id=name) for name in ON_CPU),
@@ -81,7 +74,7 @@ def kernels(request, monkeypatch, folder_of):
         folder, choose = folder_of(name), dispatch.choose
         monkeypatch.setattr(dispatch, "choose", lambda *call: name if call[3:] == (name,) else choose(*call))
         monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
-        monkeypatch.setattr(hopper, "tensor_map", tensor_map)
+        monkeypatch.setattr(hopper, "tensor_map", sources_on_cpu.tensor_map)
         monkeypatch.setattr(
             launch,
             "load_kernel",
