@@ -84,7 +84,7 @@ def sage_attention(
     Returns:
         (B, H, N_q, D), of the dtype of the inputs. With ``return_lse`` (out, lse): lse is (B, H, N_q) fp32,
         log Σ exp(scale · q·k) over the keys that a query sees, −inf if it sees none. It is that of the plain
-        logits, with or without smoothing, up to quantization. It has no gradient.
+        logits, with or without smoothing, up to quantization. It is differentiable as out is.
 
     Raises:
         ValueError: an argument is not supported, or the arguments do not fit together.

@@ -3,8 +3,13 @@
 A kernel set is a module with
 
     forward(q, k, v, params) -> ForwardResult
-    backward(grad_out, q, k, v, saved, params) -> (dq, dk, dv), laid out as q, k, v
+    backward(grad_out, q, k, v, saved, params, grad_lse=None) -> (dq, dk, dv), laid out as q, k, v
     token_mean(k, params): the ``k_mean`` of the forward alone, to its bits
+
+``grad_lse`` (B, H, N_q) fp32, contiguous, is the gradient of the logsumexp to base e. Since
+dS = P ∘ (dP − δ + grad_lse), it is subtracted from δ where that is computed; what follows knows only δ.
+Rows of dS then sum to grad_lse, not to zero, so that dQ lacks scale · grad_lse · μ where the mean μ of K was
+subtracted: :func:`sagebwd.kernels.lse.natural_lse` adds it.
 """
 
 from __future__ import annotations
@@ -16,6 +21,9 @@ from torch import Tensor
 
 from sagebwd.config import SageConfig, decode, encode
 from sagebwd.window import Window
+
+#: How many arguments :meth:`AttentionParams.flatten` gives.
+PARAMETERS = 7
 
 
 class AttentionParams(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Size, Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 from sagebwd._ops import ops
-from sagebwd.interface import AttentionParams, ForwardResult
+from sagebwd.interface import PARAMETERS, AttentionParams, ForwardResult
 
 Shape = tuple[int, ...]
 
@@ -37,9 +37,9 @@ def backward_flops(
     out_val: Any,
 ) -> int:
     """FLOPs of ``sagebwd::backward``. Reads ``cu_seqlens``, which waits for the GPU."""
-    out, *params = arguments[0], *arguments[len(ForwardResult._fields) :]
+    out, params = arguments[0], arguments[len(ForwardResult._fields) :]
     k_shape = (out.shape[0], kv_heads, kv_tokens, out.shape[3])
-    shapes = _document_shapes(out.shape, k_shape, AttentionParams.unflatten(*params))
+    shapes = _document_shapes(out.shape, k_shape, AttentionParams.unflatten(*params[:PARAMETERS]))
     return sum(sdpa_backward_flop_count(of_q, of_q, of_k, of_k) for of_q, of_k in shapes)
 
 

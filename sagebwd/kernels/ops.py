@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from sagebwd import reference
 from sagebwd._ops import add_op_namespace_prefix, ops
-from sagebwd.interface import AttentionParams, ForwardResult, nothing_packed
+from sagebwd.interface import PARAMETERS, AttentionParams, ForwardResult, nothing_packed
 from sagebwd.kernels.layout import block_count, empty_result, padded_head_dim, stand_in
 from sagebwd.kernels.lse import natural_lse, smoothed_lse
 from sagebwd.kernels.on_import import when_imported
@@ -43,7 +44,7 @@ FORWARD = (
 )
 BACKWARD = (
     f"(Tensor grad_out, Tensor? q, Tensor? k, Tensor? v, SymInt kv_heads, SymInt kv_tokens, {_RESULT}, "
-    f"{_PARAMS}) -> (Tensor, Tensor, Tensor)"
+    f"{_PARAMS}, Tensor? grad_lse=None) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -88,7 +89,10 @@ def _backward(
     ``packed_q`` can replace q, unless dK is in 16 bit; dq is then laid out as ``out``. ``packed_kv`` can
     replace k and, where :func:`packs_v`, v; dk and dv are then laid out token by token. Raises ValueError if
     one is missing.
+
+    The last of ``arguments`` may be ``grad_lse``, the gradient of ``lse``.
     """
+    arguments, grad_lse = arguments[:PARAMETERS], (*arguments, None)[PARAMETERS]
     params = AttentionParams.unflatten(*arguments)
     if q is None and not (packed_q.numel() and params.config.is_int8("dk")):
         raise ValueError(
@@ -105,7 +109,15 @@ def _backward(
     params = _narrowed(q, k, arguments)
     saved = ForwardResult(out, lse, k_mean, out_residual, packed_q, packed_kv)
     with torch.cuda.device_of(q):
-        return _kernel_set(params.kernels).backward(grad_out, q, k, v, saved, params)
+        grad_lse = _natural_gradient(grad_lse, params)
+        return _kernel_set(params.kernels).backward(grad_out, q, k, v, saved, params, grad_lse)
+
+
+def _natural_gradient(grad_lse: Tensor | None, params: AttentionParams) -> Tensor | None:
+    """The gradient of lse to base e, as kernel sets take it, from that of ``ForwardResult.lse``."""
+    if grad_lse is None or params.kernels == "reference":
+        return grad_lse
+    return (grad_lse / math.log(2)).contiguous()
 
 
 def _fake_backward(
@@ -212,19 +224,25 @@ def _save_for_backward(
 def _set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, *arguments = inputs
     _save_for_backward(ctx, q, k, v, AttentionParams.unflatten(*arguments), ForwardResult(*output))
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv."""
     q, k, v, *result, cu_seqlens, cu_seqlens_kv = ctx.saved_tensors
     params = ctx.params._replace(cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv)
-    return ops.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *result, *params.flatten())
+    grad_out = torch.zeros_like(result[0]) if grad_out is None else grad_out
+    return ops.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *result, *params.flatten(), grad_lse)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    gradients = (None,) * 3 if grad_out is None else _gradients(ctx, grad_out)
+def _differentiate(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    is_unused = grad_out is None and grad_lse is None
+    gradients = (None,) * 3 if is_unused else _gradients(ctx, grad_out, grad_lse)
     return (*gradients, *(None,) * 8)
 
 
@@ -289,7 +307,7 @@ class _Attention(torch.autograd.Function):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The attention output; differentiable. With ``return_lse`` also the logsumexp, which has no gradient."""
+    """The attention output. With ``return_lse`` also the logsumexp. Both are differentiable."""
     has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     is_compiling = torch.compiler.is_compiling()
     is_transformed = torch._C._are_functorch_transforms_active()
@@ -300,4 +318,4 @@ def attend(
     if not (return_lse or is_compiling or is_transformed) and torch.is_grad_enabled():
         return _Attention.apply(q, k, v, params)
     out, lse, k_mean, *_ = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
-    return (out, natural_lse(q.detach(), lse, k_mean, params)) if return_lse else out
+    return (out, natural_lse(q, lse, k_mean, params)) if return_lse else out

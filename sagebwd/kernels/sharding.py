@@ -19,7 +19,7 @@ Placements = tuple[list[Any], list[Any]]
 
 BATCH, HEADS = 0, 1
 #: Tensors (B, heads, …). Of ``out_residual`` this is true if there is one.
-SHARDED = ("grad_out", "q", "k", "v", "out", "lse", "k_mean", "out_residual")
+SHARDED = ("grad_out", "grad_lse", "q", "k", "v", "out", "lse", "k_mean", "out_residual")
 
 
 def register() -> None:

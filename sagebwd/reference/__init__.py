@@ -102,13 +102,19 @@ def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult, params: AttentionParams
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: ForwardResult,
+    params: AttentionParams,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k, v, from the results of :func:`forward`."""
     output = Output(saved.out, saved.lse, saved.out_residual if params.config.compensate_o else None)
     packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
-        return documents.backward(grad_out, q, k, v, output, packed, params)
+        return documents.backward(grad_out, q, k, v, output, packed, params, grad_lse)
 
 
 def _p_dp_ds_delta(

@@ -84,11 +84,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Output:
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Output, params: AttentionParams
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: Output,
+    params: AttentionParams,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2: return dq, dk, dv in the dtype of the inputs. ``saved`` comes from :func:`forward`."""
     config, scale = params.config, params.scale
-    tiles = SoftmaxGradientTiles(grad_out, q, k, v, saved, params)
+    tiles = SoftmaxGradientTiles(grad_out, q, k, v, saved, params, grad_lse)
     scores = tiles.scores
     products = Products(q.dtype, config)
     do_blocks = products.token_blocks(grad_out, "dv", scores.block_q)
@@ -120,11 +126,18 @@ class SoftmaxGradientTiles:
 
     Attributes:
         scores: the tiles of S of the backward.
-        delta: δ (B, H, N_q), fp32.
+        delta: δ (B, H, N_q), fp32, minus the gradient of lse if there is one.
     """
 
     def __init__(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Output, params: AttentionParams
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        saved: Output,
+        params: AttentionParams,
+        grad_lse: Tensor | None = None,
     ) -> None:
         out, lse, residual = saved
         config = params.config
@@ -136,7 +149,7 @@ class SoftmaxGradientTiles:
         self._v_blocks = products.token_blocks(v, "dp", self.scores.block_kv)
         whole_out = out.float() if residual is None else out.float() + residual.float()
         delta = self._exact_delta() if config.exact_delta else (grad_out.float() * whole_out).sum(-1)
-        self.delta = infinite_to_nan(delta)
+        self.delta = infinite_to_nan(delta if grad_lse is None else delta - grad_lse)
 
     def tile(self, i: int, j: int) -> tuple[Tensor, Tensor, Tensor]:
         """P, dP and dS (B, H, rows, columns) of tile (i, j), fp32."""

@@ -93,13 +93,16 @@ def backward(
     saved: Output,
     documents: list[Document],
     params: AttentionParams,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2: dq, dk, dv, laid out as q, k, v."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for document in documents:
         rows, columns = document
         inputs = document.take_for_backward(grad_out, q, k, v, saved)
-        dq[..., rows, :], dk[..., columns, :], dv[..., columns, :] = algorithm.backward(*inputs, params)
+        own = None if grad_lse is None else grad_lse[..., rows]
+        gradients = algorithm.backward(*inputs, params, own)
+        dq[..., rows, :], dk[..., columns, :], dv[..., columns, :] = gradients
     return dq, dk, dv
 
 

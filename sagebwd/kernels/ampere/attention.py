@@ -120,7 +120,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult, params: AttentionParams
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: ForwardResult,
+    params: AttentionParams,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`sagebwd.interface`. V is not packed, so v is no stand-in."""
     config, axes = params.config, Axes.of(q, k, params)
@@ -130,7 +136,7 @@ def backward(
     q_blocks = q.shape[0] * q.shape[1] * axes.q.blocks
     # How many blocks of keys were added to dQ of each packed block of queries; the counter of work tiles.
     call, columns = prepare(
-        grad_out, q, k, v, saved, params,
+        grad_out, q, k, v, saved, params, grad_lse,
         axes=axes, packer=_packer_for(q, config), gradients=gradients, counters=q_blocks + 1,
     )  # fmt: skip
     # Of K in INT8 each CTA makes its own columns.

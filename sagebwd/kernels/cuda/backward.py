@@ -62,6 +62,7 @@ def prepare(
     v: Tensor,
     saved: ForwardResult,
     params: AttentionParams,
+    grad_lse: Tensor | None,
     *,
     axes: Axes,
     packer: Packer,
@@ -88,7 +89,7 @@ def prepare(
     counted = q.new_empty(counters, dtype=torch.int32)
     packed_grad, columns = packer.pack_grad(
         q, packed_q, grad_out, saved.out, saved.lse, axes.q,
-        out_residual=saved.out_residual if config.compensate_o else None,
+        out_residual=saved.out_residual if config.compensate_o else None, grad_lse=grad_lse,
         p_16bit=not config.is_int8("dv"), dk_16bit=not config.is_int8("dk"), counters=counted,
     )  # fmt: skip
     packed = (packed_q, packed_kv, packed_grad)

@@ -476,10 +476,11 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
 // Backward: dO as it is, if 16 bits are packed, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of
 // their own, Q by columns, from its rows in `packed_q`, and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is, if 16
 // bits are packed, the only case in which `q` is read. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is
-// defined, O includes its rounding residual. Also clears `counters`.
+// defined, O includes its rounding residual. `grad_lse`, the gradient of the logsumexp, may be null; it is subtracted from delta.
+// Also clears `counters`.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     pack_grad_kernel(Source q, const u8* packed_q, Source grad, Source out, Source out_residual, const float* lse,
-                     u8* packed_grad, u8* packed_q_columns, Axis axis, int* counters, int count) {
+                     u8* packed_grad, u8* packed_q_columns, Axis axis, int* counters, int count, const float* grad_lse) {
     __shared__ int slots[16];
     __shared__ __align__(16) u8 transposed[D * (BLOCK_Q + 4)];
     Block block;
@@ -521,6 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     load(pieces, tile, grad, block, axis);
     if (PACKS_16BIT) pieces.store_16bit(target);
     float* stats = reinterpret_cast<float*>(target + PACKED_GRAD_16BIT_BYTES);
+    const i64 first_row = i64(block.head) * axis.tokens + block.start + block.first;
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
         float o[8], delta = 0.0f;
@@ -535,11 +537,14 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
         for (int e = 0; e < 8; ++e) delta += tile.x[i][e] * o[e];
 #pragma unroll
         for (int lane = 1; lane < D / 8; lane *= 2) delta += __shfl_xor_sync(0xffffffff, delta, lane);
-        if (tile.channel() == 0) stats[BLOCK_Q + tile.token(i)] = -infinite_to_nan(delta);
+        if (tile.channel() == 0) {
+            const int token = tile.token(i);
+            if (grad_lse != nullptr && token < block.tokens) delta -= grad_lse[first_row + token];
+            stats[BLOCK_Q + token] = -infinite_to_nan(delta);
+        }
     }
     if (threadIdx.x < BLOCK_Q) {
-        const i64 token = i64(block.head) * axis.tokens + block.start + block.first + threadIdx.x;
-        stats[threadIdx.x] = threadIdx.x < block.tokens ? -lse[token] : -INFINITE;
+        stats[threadIdx.x] = threadIdx.x < block.tokens ? -lse[first_row + threadIdx.x] : -INFINITE;
     }
     if (P_IS_16BIT) return;
     find_scales(scales, tile, slots);

@@ -245,6 +245,7 @@ class Packer:
         axis: Axis,
         *,
         out_residual: Tensor | None = None,
+        grad_lse: Tensor | None = None,
         p_16bit: bool = False,
         dk_16bit: bool = False,
         counters: Tensor | None = None,
@@ -260,6 +261,7 @@ class Packer:
             packed_q: of :meth:`pack_q`.
             lse: (B · H, N_q) or (B, H, N_q) fp32, contiguous.
             out_residual: the rounding error of ``out``, which is added to it for δ.
+            grad_lse: the gradient of lse to base e, as ``lse``, which is subtracted from δ.
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
             dk_16bit: whether dK takes 16-bit dS, and Q as it is: Q in 16 bits, if they are packed, in place
                 of its columns. Only with ``p_16bit``.
@@ -275,7 +277,8 @@ class Packer:
         columns = _allocate(q, axis, self._block_q * columns_of * d_pad)
         tensors = (grad_out, out, out if out_residual is None else out_residual)
         sources = (_CSource.of(q), packed_q, *(_CSource.of(x) for x in tensors))
-        arguments = (*sources, lse, packed_grad, columns, _CAxis.of(q, axis), counters, _count(counters))
+        counted = (counters, _count(counters))
+        arguments = (*sources, lse, packed_grad, columns, _CAxis.of(q, axis), *counted, grad_lse)
         defines = {"P_16BIT": p_16bit, "DK_16BIT": dk_16bit, "COMPENSATE_O": out_residual is not None}
         self._launch("pack_grad", q, self._block_q, 2 * len(packed_grad), *arguments, **defines)
         return packed_grad, columns

@@ -169,7 +169,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult, params: AttentionParams
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: ForwardResult,
+    params: AttentionParams,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :mod:`sagebwd.interface`."""
     config, axes = params.config, Axes.of(q, k, params)
@@ -185,7 +191,7 @@ def backward(
     # chunk of dQ.
     counters = 2 if config.is_int8("dq") else _turns(q, axes.q) + 1
     call, columns = prepare(
-        grad_out, q, k, v, saved, params,
+        grad_out, q, k, v, saved, params, grad_lse,
         axes=axes, packer=_packer_for(q, params), gradients=gradients, counters=counters,
     )  # fmt: skip
     if not config.is_int8("dq"):

@@ -29,11 +29,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult, params: AttentionParams
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: ForwardResult,
+    params: AttentionParams,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2. Raises as :func:`forward`."""
     try:
-        return _backward.backward(grad_out, q, k, v, saved, params)
+        return _backward.backward(grad_out, q, k, v, saved, params, grad_lse)
     except OutOfResources as error:
         raise too_large(q, params.config, error) from error
 

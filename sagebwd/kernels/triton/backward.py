@@ -233,7 +233,13 @@ def _dq_kernel(
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult, params: AttentionParams
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: ForwardResult,
+    params: AttentionParams,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sagebwd.kernels.triton.attention.backward`."""
     config, (q_axis, kv_axis) = params.config, Axes.of(q, k, params)
@@ -248,7 +254,8 @@ def backward(
         quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_PACKED_OPERAND
     )
     grad_operand, delta = quantize_grad(
-        grad_out, saved.out, q_axis, out_residual=saved.out_residual if config.compensate_o else None,
+        grad_out, saved.out, q_axis,
+        out_residual=saved.out_residual if config.compensate_o else None, grad_lse=grad_lse,
         rows=int8["dp"], columns=int8["dv"], sums=config.is_unsigned("dv"), token_scales=token_scales,
     )  # fmt: skip
     # Tokens that belong to no document are not visited.

@@ -74,10 +74,10 @@ def _quantize_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _quantize_grad_kernel(
-    grad_out, out, out_residual, operand, delta, segments, n, d, heads, blocks,
+    grad_out, out, out_residual, grad_lse, operand, delta, segments, n, d, heads, blocks,
     TOKEN_SCALES: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head of dO, and its δ (heads, N)."""
+    """One block of one head of dO, and its δ (heads, N), minus the gradient of lse if there is one."""
     cta = tl.program_id(0)
     head, block = cta // blocks, cta % blocks
     total = n
@@ -96,8 +96,11 @@ def _quantize_grad_kernel(
             out_residual, device.head_pointer(out_residual, head, heads, start), first, n, d, BLOCK, D_PAD
         ).to(tl.float32)
     tokens = first + tl.arange(0, BLOCK)
-    value = device.inf_to_nan(tl.sum(grad_tile * out_tile, 1))
-    tl.store(delta + head.to(tl.int64) * total + start + tokens, value, mask=tokens < n)
+    row = head.to(tl.int64) * total + start
+    value = tl.sum(grad_tile * out_tile, 1)
+    if grad_lse is not None:
+        value -= tl.load(grad_lse + row + tokens, mask=tokens < n, other=0.0)
+    tl.store(delta + row + tokens, device.inf_to_nan(value), mask=tokens < n)
     _store_operand(operand, grad_tile, cta, TOKEN_SCALES, BLOCK, D_PAD)
 
 
@@ -212,17 +215,18 @@ def quantize_grad(
     axis: Axis,
     *,
     out_residual: Tensor | None = None,
+    grad_lse: Tensor | None = None,
     rows: bool,
     columns: bool,
     sums: bool = False,
     token_scales: bool,
 ) -> tuple[PackedOperand, Tensor]:
-    """dO as products take it, and δ (B · H, N_q) fp32, from ``out`` and its residual."""
+    """dO as products take it, and δ (B · H, N_q) fp32, from ``out`` and its residual, minus ``grad_lse``."""
     residual = out if out_residual is None else out_residual  # one that nothing reads
     operand = _allocate(grad_out, axis, rows, columns, False, sums, token_scales)
     delta = grad_out.new_empty((grad_out.shape[0] * grad_out.shape[1], axis.n), dtype=torch.float32)
     _quantize_grad_kernel[(operand_tiles(grad_out, axis),)](
-        TokenTensor.of(grad_out), TokenTensor.of(out), TokenTensor.of(residual),
+        TokenTensor.of(grad_out), TokenTensor.of(out), TokenTensor.of(residual), grad_lse,
         operand, delta, axis.segments, axis.n, out.shape[3], out.shape[1], axis.blocks,
         TOKEN_SCALES=token_scales, HAS_RESIDUAL=out_residual is not None, BLOCK=axis.block,
         D_PAD=padded_head_dim(out.shape[3]),

@@ -74,7 +74,6 @@ def test_every_window_from_the_bottom_right(lengths):
         settings = {"causal": causal, "window_size": window, "softmax_scale": 0.3, "config": EXACT}
         found, lse = flash_attn.flash_attn_func(*leaves, return_lse=True, **settings)
         torch.testing.assert_close(lse, true_lse.float())
-        assert not lse.requires_grad
         assert_same(found, truth, leaves, (window, causal))
 
 

@@ -158,8 +158,8 @@ def attend_reference(attend, monkeypatch) -> Callable[..., dict[str, Tensor]]:
             return attend(*inputs, kernels="reference", **settings)
 
     def with_out(backward: Callable[..., Any], saved_out: Tensor) -> Callable[..., Any]:
-        return lambda grad_out, q, k, v, saved, params: backward(
-            grad_out, q, k, v, saved._replace(out=saved_out), params
+        return lambda grad_out, q, k, v, saved, params, grad_lse: backward(
+            grad_out, q, k, v, saved._replace(out=saved_out), params, grad_lse
         )
 
     return attend_reference

@@ -301,18 +301,6 @@ def test_vmap_over_more_than_one(sample, causal):
     assert_same(found, [torch.stack(pair) for pair in expected])
 
 
-def test_the_logsumexp_has_no_gradient(sample, kernel_set, causal):
-    """It is a constant in what follows; only the path through out is differentiated."""
-    q, k, v, _ = sample(40)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse, *_ = operators.forward(kernel_set.name, *leaves)
-    assert out.requires_grad
-    assert not lse.requires_grad
-    factor = lse.half()[..., None].expand_as(out)
-    found = torch.autograd.grad((out * factor).sum(), leaves)
-    assert_same([out.detach(), *found], gradients(causal, q, k, v, factor))
-
-
 @pytest.mark.parametrize("wanted", ["q", "grad_out"])
 @public_and_operator
 def test_a_second_derivative_is_refused(sample, function, wanted):

@@ -159,7 +159,6 @@ def test_compiled_equals_eager(sample_on_device, compiled, kernel_set, backend):
         for call in (function, attend):
             leaves = [x.detach().requires_grad_() for x in inputs[:3]]
             out, lse = call(*leaves, window_size)
-            assert not lse.requires_grad
             results.append(([out.detach(), *torch.autograd.grad(out, leaves, inputs[3])], lse))
         (found, lse), (wanted, wanted_lse) = results
         assert_same(found, wanted)

@@ -1,0 +1,342 @@
+"""The logsumexp is differentiable: parts of an attention that are put together by it have right gradients.
+
+The truth is autograd's, in float64. CUDA kernels run as C++ where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import pad
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from sagebwd import SageConfig, dispatch, sage_attention
+from sagebwd.config import PRESETS, encode
+from sagebwd.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+from sagebwd.kernels.ampere import attention as ampere
+from sagebwd.kernels.cuda import launch
+from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.metrics import relative_l2
+from tests.sagebwd.kernels.cuda import sources_on_cpu
+from tests.sagebwd.kernels.sets import AMPERE, HOPPER
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter, where rows have no keys
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+HAS_GPU = torch.cuda.is_available()
+ON_CPU = ("reference", "triton", "hopper", "ampere")
+RULES = {"hopper": HOPPER, "ampere": AMPERE}
+GRADIENTS = ("dq", "dk", "dv")
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """folder_of(name): all sources and stand-ins of a CUDA kernel set."""
+
+    @functools.cache
+    def folder_of(name):
+        sources = hopper.SOURCES if name == "hopper" else ampere.sources_for("sm_80")
+        stand_ins = Path(__file__).parent / "kernels" / name / "on_cpu"
+        return sources_on_cpu.gather(tmp_path_factory, sources, stand_ins)
+
+    return folder_of
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param((name, "cpu"), id=name) for name in ON_CPU),
+        *(pytest.param((name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in ON_CPU[1:]),
+    ]
+)
+def kernels(request, monkeypatch, folder_of):
+    """(kernel set, device)."""
+    name, device = request.param
+    if name == "reference":
+        return name, device
+    if (device == "cuda") != HAS_GPU:
+        pytest.skip("with a GPU at hand kernels are not emulated" if HAS_GPU else "there is no GPU")
+    if device == "cuda" and name == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the GPU is no Hopper")
+    if device == "cpu" and name != "triton":
+        if not sources_on_cpu.has_compiler():
+            pytest.skip("there is no g++ that knows C++20")
+        folder, choose = folder_of(name), dispatch.choose
+        monkeypatch.setattr(dispatch, "choose", lambda *call: name if call[3:] == (name,) else choose(*call))
+        monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
+        monkeypatch.setattr(hopper, "tensor_map", sources_on_cpu.tensor_map)
+        monkeypatch.setattr(
+            launch,
+            "load_kernel",
+            lambda sources, source, kernel, size, **defines: sources_on_cpu.load(
+                folder, source, kernel, size, defines
+            ),
+        )
+    return name, device
+
+
+def inputs(n_q, n_kv=None, *, heads=2, kv_heads=1, head_dim=64, batch=1, dtype=torch.bfloat16):
+    """q, k, v, grad_out and a gradient of lse. K has a mean, which is smoothed, and belongs to dQ."""
+    generator = torch.Generator().manual_seed(0)
+    q, out = ((batch, heads, n_q, head_dim),) * 2
+    k, v = ((batch, kv_heads, n_kv or n_q, head_dim),) * 2
+    q, k, v, grad_out, mean, grad_lse = (
+        torch.randn(shape, generator=generator) for shape in (q, k, v, out, (*k[:2], 1, head_dim), q[:3])
+    )
+    return [x.to(dtype) for x in (q, k + mean, v, grad_out)] + [grad_lse]
+
+
+def exact(q, k, v, seen=None):
+    """out and lse of plain attention; seen (…, N_q, N_kv): which keys a query sees."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = q @ k.mT * q.shape[-1] ** -0.5
+    seen = torch.ones_like(s, dtype=torch.bool) if seen is None else seen.expand_as(s)
+    has_keys = seen.any(-1, keepdim=True)
+    s = s.masked_fill(~seen & has_keys, -torch.inf)
+    lse = s.logsumexp(-1, keepdim=True)
+    return (s - lse).exp() * has_keys @ v, lse.masked_fill(~has_keys, -torch.inf).squeeze(-1)
+
+
+def gradients(function, leaves, grad_out, grad_lse, *, dtype=None, device="cpu"):
+    """Of ⟨out, grad_out⟩ + ⟨lse, grad_lse⟩ where lse is finite; None: without that term."""
+    leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in leaves]
+    out, lse = function(*leaves)
+    loss = 0.0 if grad_out is None else (out.double() * grad_out.double().to(device)).sum()
+    if grad_lse is not None:
+        loss = loss + (lse.double().masked_fill(lse.isinf(), 0.0) * grad_lse.double().to(device)).sum()
+    loss.backward()  # a reentrant checkpoint does not support torch.autograd.grad
+    return [x.grad.double().cpu() for x in leaves]
+
+
+def merged(attend, cut, is_causal, q, k, v):
+    """Attention of the keys before and after ``cut``, put together by their lse."""
+    out, lse = attend(q, k[:, :, :cut], v[:, :, :cut], is_causal=is_causal)
+    first = cut if is_causal else 0  # the first query that sees the second half
+    other, other_lse = attend(q[:, :, first:], k[:, :, cut:], v[:, :, cut:], is_causal=is_causal)
+    other, other_lse = pad(other, (0, 0, first, 0)), pad(other_lse, (first, 0), value=-torch.inf)
+    whole = torch.logaddexp(lse, other_lse)
+    parts = (out, lse), (other, other_lse)
+    return sum(x * (its - whole).exp().unsqueeze(-1).to(x.dtype) for x, its in parts), whole
+
+
+def attend(kernels, **settings):
+    """sage_attention by this kernel set, with lse."""
+    settings = {"return_lse": True, **settings}
+    return functools.partial(sage_attention, enable_gqa=True, kernels=kernels[0], **settings)
+
+
+@pytest.mark.parametrize(("preset", "is_causal"), [(name, n % 2 == 0) for n, name in enumerate(PRESETS)])
+def test_two_halves_of_the_keys_are_one_attention(kernels, preset, is_causal):
+    """As in ring attention or split KV. They err as much as one call does, whose error is that of INT8."""
+    if kernels[0] in RULES and not RULES[kernels[0]].runs(PRESETS[preset], 64):
+        pytest.skip("these kernels do not run this preset")
+    *leaves, grad_out, grad_lse = inputs(150)
+    seen = torch.ones(150, 150, dtype=torch.bool).tril() if is_causal else None
+    loss = {"grad_out": grad_out, "grad_lse": grad_lse}
+    wanted = gradients(lambda *x: exact(*x, seen), leaves, **loss, dtype=torch.float64)
+    own = attend(kernels, config=PRESETS[preset])
+    one = gradients(functools.partial(own, is_causal=is_causal), leaves, **loss, device=kernels[1])
+    two = gradients(functools.partial(merged, own, 70, is_causal), leaves, **loss, device=kernels[1])
+    for name, x, y, z in zip(GRADIENTS, one, two, wanted, strict=False):
+        assert relative_l2(x, z) < (0.06 if preset == "paper" else 0.025), name
+        assert relative_l2(y, z) < 1.15 * relative_l2(x, z), name
+
+
+@pytest.mark.parametrize("switch", ["add_mean_k_term", "exact_delta", "smooth_q"])
+def test_switches_of_the_reference(switch):
+    *leaves, grad_out, grad_lse = inputs(150)
+    wanted = gradients(exact, leaves, grad_out, grad_lse, dtype=torch.float64)
+    own = attend(("reference", "cpu"), config=SageConfig(**{switch: True}))
+    for name, x, y in zip(GRADIENTS, gradients(own, leaves, grad_out, grad_lse), wanted, strict=True):
+        assert relative_l2(x, y) < 0.025, name
+
+
+def window_of(n_q, n_kv, left, right):
+    distance = torch.arange(n_kv) - torch.arange(n_q)[:, None]
+    return (distance >= -left) & (distance <= right)
+
+
+def documents(n_q, n_kv, cuts, cuts_kv):
+    seen = torch.zeros(n_q, n_kv, dtype=torch.bool)
+    for row, column in zip(pairwise(cuts), pairwise(cuts_kv), strict=True):
+        seen[slice(*row), slice(*column)] = True
+    return seen
+
+
+CUTS, CUTS_KV = [3, 40, 90, 90, 140], [0, 50, 50, 60, 120]
+PADDING = torch.tensor([[True] * 150, [False] * 30 + [True] * 100 + [False] * 20])
+#: By name: settings, which keys a query sees, and sizes. In all but the first are queries without keys.
+MASKS = {
+    "causal": ({"is_causal": True}, window_of(150, 90, 150, 0), {"n_kv": 90}),
+    "window": ({"window_size": (20, 3)}, window_of(150, 90, 20, 3), {"n_kv": 90}),
+    "packed": (
+        {"cu_seqlens": torch.tensor(CUTS), "cu_seqlens_kv": torch.tensor(CUTS_KV)},
+        documents(150, 130, CUTS, CUTS_KV),
+        {"n_kv": 130},
+    ),
+    "padded": (
+        {"is_causal": True, "key_padding_mask": PADDING},
+        window_of(150, 150, 150, 0) & (PADDING[:, None, :] & PADDING[:, :, None])[:, None],
+        {"batch": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_sinks(kernels, mask):
+    """out · sigmoid(lse − sink), gpt-oss's attention sinks; what hidden tokens hold reaches nothing."""
+    settings, seen, sizes = MASKS[mask]
+    q, k, v, grad_out, _ = inputs(150, **sizes, heads=4, kv_heads=2, head_dim=40)
+    sink = torch.tensor([-1.0, 0.0, 1.0, 5.0])
+
+    def with_sinks(attention, q, k, v, **settings):
+        out, lse = attention(q, k, v, **settings)
+        lse = torch.logaddexp(lse, lse - 1)  # whose gradient is NaN where lse is −inf
+        return out * (lse - sink.to(lse.device)[:, None]).sigmoid().unsqueeze(-1).to(out.dtype), lse
+
+    function = functools.partial(with_sinks, exact, seen=seen)
+    wanted = gradients(function, (q, k, v), grad_out, None, dtype=torch.float64)
+    seen = seen.expand(q.shape[0], 1, -1, -1)
+    for x, axis in ((q, -1), (k, -2), (v, -2)):
+        x.masked_fill_(~seen.any(axis).unsqueeze(-1), torch.nan if mask in ("packed", "padded") else 1.0)
+    settings = {name: x.to(kernels[1]) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
+    function = functools.partial(with_sinks, attend(kernels), **settings)
+    found = gradients(function, (q, k, v), grad_out, None, device=kernels[1])
+    for name, x, y in zip(GRADIENTS, found, wanted, strict=True):
+        assert relative_l2(x, y) < 0.025, name
+
+
+def test_out_alone_has_the_gradients_that_it_has_without_lse(kernels):
+    """To the bits."""
+    *leaves, grad_out, _ = inputs(150)
+    function = attend(kernels, is_causal=True)
+    loss = (leaves, grad_out, None)
+    wanted = gradients(lambda *x: (function(*x, return_lse=False), None), *loss, device=kernels[1])
+    for x, y in zip(gradients(function, *loss, device=kernels[1]), wanted, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_gives_nan(kernels, poison):
+    *leaves, grad_out, grad_lse = inputs(70)
+    grad_lse[..., 69] = poison
+    dq, dk, dv = gradients(attend(kernels, is_causal=True), leaves, grad_out, grad_lse, device=kernels[1])
+    assert dq[..., 69, :].isnan().all()
+    assert dk.isnan().any()
+    assert not dk.isinf().any()
+    assert dv.isfinite().all()
+
+
+# --- Parts of torch ----------------------------------------------------------------------------------------
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WAYS = {
+    "compiled": lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"),
+    "compiled by inductor": lambda function: torch.compile(function, fullgraph=True),
+    "checkpoint": lambda function: functools.partial(checkpoint, function, use_reentrant=False),
+    "reentrant checkpoint": lambda function: functools.partial(checkpoint, function, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("config", ["default", "consistent"])
+@pytest.mark.parametrize("with_out", [True, False], ids=["out and lse", "lse alone"])
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_the_same_in_every_way(way, with_out, config, device):
+    if way == "compiled by inductor" and device == "cpu":
+        pytest.skip("it needs minutes of a C++ compiler")
+    *leaves, grad_out, grad_lse = inputs(70)
+    loss = (leaves, grad_out if with_out else None, grad_lse)
+    function = attend((None, device), is_causal=True, config=PRESETS[config])
+    wanted = gradients(function, *loss, device=device)
+    torch._dynamo.reset()
+    found = gradients(WAYS[way](function), *loss, device=device)
+    torch._dynamo.reset()
+    for x, y in zip(found, wanted, strict=True):
+        assert relative_l2(x, y) < 4e-3  # a step of bf16
+
+
+@pytest.mark.parametrize("wanted", ["q", "grad_lse"])
+def test_a_second_derivative_is_refused(wanted):
+    q, k, v, _, grad_lse = (x.requires_grad_() for x in inputs(40))
+    _, lse = attend(("reference", "cpu"))(q, k, v)
+    (dk,) = torch.autograd.grad(lse, k, grad_lse, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(dk.sum(), {"q": q, "grad_lse": grad_lse}[wanted])
+
+
+def test_the_operator_keeps_its_promises():
+    """With a gradient of lse: its schema, and the shapes of fake tensors."""
+    q, k, v, grad_out, grad_lse = inputs(40)
+    settings = (None, None, -1, 0, 0.125, encode(SageConfig()), "reference")
+    saved = torch.ops.sagebwd.forward(q, k, v, *settings)
+    arguments = (grad_out, q, k, v, *k.shape[1:3], *saved, *settings, grad_lse)
+    torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
+
+
+def test_flops_do_not_change():
+    *leaves, grad_out, grad_lse = inputs(40)
+    counts = []
+    for loss in ((grad_out, None), (grad_out, grad_lse)):
+        with FlopCounterMode(display=False) as counter:
+            gradients(attend(("reference", "cpu")), leaves, *loss)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_batch_and_heads_are_sharded():
+    """As rank 0 of 4, of which only this one exists."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        mesh, placements = init_device_mesh("cpu", (2, 2)), (Shard(0), Shard(1))
+        whole = inputs(40, batch=4, heads=8, kv_heads=4)
+        parts = [x.chunk(2)[0].chunk(2, 1)[0].contiguous() for x in whole]
+        sharded = (DTensor.from_local(x, mesh, placements, run_check=False) for x in parts)
+        results = []
+        for *leaves, grad_out, grad_lse in (parts, sharded):
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            outputs = attend(("reference", "cpu"))(*leaves)
+            results.append(torch.autograd.grad(outputs, leaves, (grad_out, grad_lse)))
+        for wanted, found in zip(*results, strict=True):
+            assert found.placements == placements
+            assert torch.equal(found.to_local(), wanted)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- Other names -------------------------------------------------------------------------------------------
+
+
+def test_names_of_flash_attn():
+    """Fewer queries than keys, aligned at the end; documents; every query sees a key."""
+    q, k, v, grad_out, grad_lse = inputs(40, 60, dtype=torch.float32)
+    seen = window_of(40, 60, 60, 20)
+    loss = ((q, k, v), grad_out, grad_lse)
+    wanted = gradients(functools.partial(exact, seen=seen), *loss, dtype=torch.float64)
+
+    def call(q, k, v):
+        out, lse = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, return_lse=True)
+        return out.transpose(1, 2), lse
+
+    def call_varlen(q, k, v):
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        boundaries, boundaries_kv = torch.tensor([0, 40]), torch.tensor([0, 60])
+        out, lse, _ = flash_attn_varlen_func(
+            q, k, v, boundaries, boundaries_kv, 40, 60, causal=True, return_attn_probs=True
+        )
+        return out.transpose(0, 1)[None], lse[None]
+
+    for function in (call, call_varlen):
+        found = gradients(function, *loss)
+        for name, x, y in zip(GRADIENTS, found, wanted, strict=True):
+            assert relative_l2(x, y) < 0.025, name
