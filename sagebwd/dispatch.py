@@ -157,9 +157,11 @@ def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> 
     head_dim = operator.index(q.shape[-1])
     arguments = (q.device, q.dtype, head_dim, config, kernels)
     if torch.compiler.is_compiling():
-        chosen, message = _choose_while_tracing(*arguments)
-        if message:
-            raise NotImplementedError(message)
+        chosen, wrong_value, not_implemented = _choose_while_tracing(*arguments)
+        if wrong_value:
+            raise ValueError(wrong_value)
+        if not_implemented:
+            raise NotImplementedError(not_implemented)
     else:
         chosen = _choose_once(*arguments)
     if scale < 0 and chosen != "reference":
@@ -167,12 +169,17 @@ def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> 
     return chosen
 
 
-def _choose_while_tracing(*arguments: Any) -> tuple[str, str]:
-    """The kernel set and "", or "" and why there is none: a tracer does not pass on what this raises."""
+def _choose_while_tracing(*arguments: Any) -> tuple[str, str, str]:
+    """The kernel set, or the message of a ValueError, or of a NotImplementedError; the others are empty.
+
+    A tracer does not pass on what this raises.
+    """
     try:
-        return _choose_once(*arguments), ""
-    except (ValueError, NotImplementedError) as error:
-        return "", str(error)
+        return _choose_once(*arguments), "", ""
+    except ValueError as error:
+        return "", str(error), ""
+    except NotImplementedError as error:
+        return "", "", str(error)
 
 
 # As torch.compiler.assume_constant_result does, which imports torch._dynamo: 3 s that most users do not need.

@@ -49,7 +49,8 @@ class AttentionParams(NamedTuple):
     @property
     def kv_boundaries(self) -> Tensor | None:
         """The boundaries of documents in k and v; None without packing."""
-        return self.cu_seqlens if self.cu_seqlens_kv is None else self.cu_seqlens_kv
+        own = self.cu_seqlens is not None and self.cu_seqlens_kv is not None
+        return self.cu_seqlens_kv if own else self.cu_seqlens
 
     @property
     def documents(self) -> int:

@@ -26,7 +26,7 @@ Before timing, results are compared with float64 attention (first and last head 
 implementation whose error is too large is reported as such, without a speed.
 
 With --base, SageBwd of another checkout and of this one take turns, each in a process of its own. The table
-has both times, and says whether results have the same bits (first and last head).
+has both times, and says whether results have the same bits.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Row:
     speedup: dict[str, float] = field(default_factory=dict)  # {baseline: its median / this median}
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # {tensor: (cosine, relative L2)}
     extra_memory: float | None = None  # of both modes; bytes / bytes of Q, K, V
-    digest: str | None = None  # of the bits of the results in the first and last head
+    digest: str | None = None  # of the bits of the results
 
 
 def rows_of(result: dict) -> list[Row]:
