@@ -128,11 +128,6 @@ def setting_hints(cls: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def setting_names(cls: type) -> set[str]:
-    """Dotted names of all settings in a dataclass and the dataclasses within it."""
-    return set(setting_hints(cls))
-
-
 def options_in(group: Path) -> list[str]:
     """The options of a group: its YAML files."""
     return sorted(file.stem for file in group.glob("*.yaml"))

@@ -19,7 +19,7 @@ from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
 #: Folders of a run that hold no runs, and may hold many files.
-INSIDE_A_RUN = {"checkpoints", "weights", "export", "traces", "wandb", "tensorboard"}
+INSIDE_A_RUN = {"checkpoints", "weights", "export", "wandb", "tensorboard"}
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:

@@ -74,7 +74,6 @@ class RunDirectory:
         self.probe_plot = path / "probe.png"
         self.weights = path / "weights"
         self.exports = path / "export"  # checkpoints in the Hugging Face layout: python -m scripts.export
-        self.traces = path / "traces"  # of its attention: python -m scripts.paper.layers --traces
         self.profile = path / "profile"  # of a few steps: trainer/profiling.py
         self.wandb_id = path / ".wandb_id"  # the run's id in W&B
         self._done = path / "DONE"
@@ -254,7 +253,7 @@ class RunDirectory:
                     _remove(folder)
         else:
             _remove(self.checkpoints)
-        for folder in (self.weights, self.exports, self.traces, self.profile):
+        for folder in (self.weights, self.exports, self.profile):
             _remove(folder)
         for path in (
             self.metrics,

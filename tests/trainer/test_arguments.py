@@ -5,7 +5,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from data.command_line import setting_names
+from data.command_line import setting_hints
 from trainer.arguments import attention_settings, check_or_exit, unresolved
 from trainer.run_directory import default_name
 from trainer.settings import Settings
@@ -21,7 +21,7 @@ def test_names_are_those_of_the_composed_settings(compose_settings):
                 yield from flat(value, f"{prefix}{key}.")
 
     names = set(flat(asdict(compose_settings())))
-    assert setting_names(Settings) == {name for name in names if not name.startswith("attention.")}
+    assert set(setting_hints(Settings)) == {name for name in names if not name.startswith("attention.")}
     assert {"attention.preset", "attention.smooth_k", "attention.sdpa"} <= attention_settings()
 
 

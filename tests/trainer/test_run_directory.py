@@ -319,7 +319,7 @@ def test_rerun_deletes_nothing_that_a_link_leads_to(tmp_path):
     (elsewhere / "models").mkdir(parents=True)
     (elsewhere / "notes.txt").touch()
     directory.path.mkdir()
-    links = (directory.weights, directory.exports, directory.traces, directory.profile)
+    links = (directory.weights, directory.exports, directory.profile)
     for link in (directory.checkpoints, *links):
         link.symlink_to(elsewhere)
     directory.finish()
@@ -343,12 +343,12 @@ def test_rerun_clears_only_a_finished_run(tmp_path):
     directory = opened(tmp_path, seed=1)
     for path in (directory.metrics, directory.spikes, directory.probe_plot):
         path.write_text('{"step": 1}\n')
-    directory.traces.mkdir()
+    directory.profile.mkdir()
     opened(tmp_path, seed=1, rerun_finished=True)
     assert directory.metrics.exists()
     directory.finish()
     opened(tmp_path, seed=2, rerun_finished=True)
-    gone = (directory.metrics, directory.spikes, directory.probe_plot, directory.traces)
+    gone = (directory.metrics, directory.spikes, directory.probe_plot, directory.profile)
     assert not any(path.exists() for path in gone)
     assert not directory.is_finished
 
