@@ -48,19 +48,20 @@ FIELD = re.compile(r"\{\{(.+?)\}\}")
 def judge(found: Estimate, printed: float, has_null: bool) -> str:
     """The verdict on a difference of losses. printed: the paper's; within the band where it sees none.
 
-    A match is confirmed by an interval within the band around the paper's number. A gap is seen only beside
-    its null (full precision twice at every seed) and with DEGREES_OF_95 or more; then the interval excludes 0
-    and reaches the paper's gap, or lies beyond the band. A gap of the paper's is not there if the interval
-    lies below it and does not exclude 0. These runs are far shorter than the paper's, so nothing else than
-    "differs at this scale" follows.
+    A match is confirmed by an interval within the band around the paper's number, or, beside its null (full
+    precision twice at every seed) and with DEGREES_OF_95 or more, by one whose upper end is ("no worse").
+    A gap, up or down, is seen only under the same conditions; then the interval excludes 0 and reaches the
+    paper's gap, or lies beyond the band. A gap of the paper's is not there if the interval lies below it and
+    does not exclude 0. These runs are far shorter than the paper's, so nothing else than "differs at this
+    scale" follows.
     """
     gap = paper.FIGURE_1_GAP
     counts = has_null and found.degrees >= DEGREES_OF_95
     if abs(printed) < BAND:
-        if printed - BAND < found.low and found.high < printed + BAND:
-            return AGREES
-        seen = sees_gap(found.low, found.high, gap) or sees_gap(-found.high, -found.low, gap)
-        return DIFFERS if counts and seen else OPEN
+        if counts and (sees_gap(found.low, found.high, gap) or sees_gap(-found.high, -found.low, gap)):
+            return DIFFERS
+        no_worse = found.high < printed + BAND
+        return AGREES if no_worse and (counts or found.low > printed - BAND) else OPEN
     if sees_gap(found.low, found.high, printed):
         return AGREES if counts else OPEN
     return DIFFERS if found.low <= 0 and found.high < printed else OPEN

@@ -41,6 +41,9 @@ def known():
     [
         (0.001, 0.008, 5, -0.002, False, AGREES),  # within the band
         (0.001, 0.030, 5, -0.002, True, OPEN),  # too wide
+        (-0.033, 0.057, 9, -0.002, True, AGREES),  # no worse, beside its null
+        (-0.033, 0.057, 9, -0.002, False, OPEN),
+        (-0.033, 0.057, 3, -0.002, True, OPEN),
         (0.053, 0.014, 3, -0.002, True, OPEN),  # too few degrees of freedom
         (0.053, 0.014, 9, -0.002, False, OPEN),  # no null
         (0.053, 0.014, 9, -0.002, True, DIFFERS),
