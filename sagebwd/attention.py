@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sagebwd import dispatch, masks
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
@@ -15,6 +15,7 @@ from sagebwd.validation import (
     check_arguments,
     check_documents,
     check_is_causal,
+    check_sinks,
     check_window,
 )
 from sagebwd.window import FULL, Window
@@ -35,6 +36,7 @@ def sage_attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     return_lse: bool = False,
+    sinks: Tensor | None = None,
     config: SageConfig = DEFAULT_CONFIG,
     kernels: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -49,9 +51,11 @@ def sage_attention(
     hides from it: see :class:`SageConfig`, and :meth:`SageConfig.strictly_causal` for a preset without that.
 
     Args:
-        query: (B, H, N_q, D), any strides. fp16 or bf16, in the reference also fp32. For kernels D is a
-            multiple of 8 up to 256.
-        key, value: (B, H_kv, N_kv, D) as query.
+        query: (…, H, N_q, D), any strides. fp16 or bf16, in the reference also fp32. As many leading
+            dimensions as there are, none too: B below stands for all of them, and H is 1 for (N_q, D).
+        key: (…, H_kv, N_kv, D) as query.
+        value: (…, H_kv, N_kv, D_v) as query. For kernels D and D_v are multiples of 8 up to 256. If they
+            differ, the narrower are padded with zeros: that copies them and costs as much as the wider.
         attn_mask: a mask that only hides keys: bool (True shows a key) or additive (0 shows a key, −9,000 or
             less hides it), broadcastable to (B, H, N_q, N_kv) and the same for all heads and queries: of size
             1 there, or expanded from it. An additive mask with other values raises an error on a CPU, and
@@ -77,12 +81,14 @@ def sage_attention(
             because reading it would wait for the device; wrong boundaries are moved to the nearest valid.
         cu_seqlens_kv: the same for key and value; by default ``cu_seqlens``.
         return_lse: return the logsumexp of each query's logits, too.
+        sinks: (H,) floating point, attention sinks: for each head the logit of one more key, which every
+            query sees and whose value is zero. lse includes it. Sinks have a gradient.
         config: what is quantized, and how.
         kernels: "hopper", "ampere", "triton" or "reference" runs that kernel set, or raises an error that
             says why it cannot. None: the fastest that can, on a CPU the reference.
 
     Returns:
-        (B, H, N_q, D), of the dtype of the inputs. With ``return_lse`` (out, lse): lse is (B, H, N_q) fp32,
+        (…, H, N_q, D_v), of the dtype of the inputs. With ``return_lse`` (out, lse): lse is (…, H, N_q) fp32,
         log Σ exp(scale · q·k) over the keys that a query sees, −inf if it sees none. It is that of the plain
         logits, with or without smoothing, up to quantization. It is differentiable as out is.
 
@@ -92,30 +98,67 @@ def sage_attention(
     """
     q, k, v = query, key, value
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
-    check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     check_is_causal(is_causal)
     check_window(window_size)
+    check_sinks(sinks, q)
     mask = masks.find_key_mask(q, k, attn_mask, key_padding_mask)
+    q, k, v = cast_to_autocast_dtype(*(_with_one_batch(x) for x in (q, k, v)))
+    check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     asked = Window.of(is_causal, window_size)
     window = asked.narrowed(q.shape[-2], k.shape[-2])
     if mask is not None:
         has_documents = cu_seqlens is not None
         mask = masks.check_combination(mask, q, k, asked, window, has_documents=has_documents)
-    q, k, v = cast_to_autocast_dtype(q, k, v)
+    q, k, v = _with_one_width(q, k, v)
+    with_lse = return_lse or sinks is not None
     if 0 in (*q.shape, *k.shape):
-        return _nothing(q, k, v, return_lse)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    chosen = dispatch.choose(q, scale, encode(config), kernels)
-    params = AttentionParams(window, scale, config, chosen, cu_seqlens, cu_seqlens_kv)
-    if mask is None:
-        return ops.attend(q, k, v, params, return_lse=return_lse)
-    tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=asked != FULL)
-    params = params._replace(cu_seqlens=tokens.cu_seqlens, cu_seqlens_kv=tokens.cu_seqlens_kv)
-    result = ops.attend(*tokens.pack(q, k, v), params, return_lse=return_lse)
-    return tuple(map(tokens.unpack, result)) if return_lse else tokens.unpack(result)
+        out, lse = _nothing(q, k, v)
+    else:
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        chosen = dispatch.choose(q, scale, encode(config), kernels)
+        params = AttentionParams(window, scale, config, chosen, cu_seqlens, cu_seqlens_kv)
+        if mask is None:
+            out, lse = ops.attend(q, k, v, params, with_lse=with_lse)
+        else:
+            tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=asked != FULL)
+            params = params._replace(cu_seqlens=tokens.cu_seqlens, cu_seqlens_kv=tokens.cu_seqlens_kv)
+            out, lse = ops.attend(*tokens.pack(q, k, v), params, with_lse=with_lse)
+            out, lse = tokens.unpack(out), tokens.unpack(lse) if with_lse else None
+    if value.shape[-1] != out.shape[-1]:
+        out = out[..., : value.shape[-1]]
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    if query.dim() != 4:
+        out = out.reshape(*query.shape[:-1], value.shape[-1])
+        lse = lse.reshape(query.shape[:-1]) if with_lse else None
+    return (out, lse) if return_lse else out
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Out (B, H, N_q, D_v) and lse (B, H, N_q) with one more key for all queries: ``sinks`` are its logits.
+
+    Its value is zero, so it only takes its share of the softmax. In the dtype of out: products in fp32 would
+    move three times the bytes, and the rounding is a tenth of INT8's.
+    """
+    sinks = sinks.float().unsqueeze(-1)
+    share = (lse - sinks).sigmoid().to(out.dtype)
+    return out * share.unsqueeze(-1), torch.logaddexp(lse, sinks)
+
+
+def _with_one_batch(x: Tensor) -> Tensor:
+    """(…, H, N, D) or (N, D) as (B, H, N, D)."""
+    if x.dim() == 4:
+        return x
+    return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+
+
+def _with_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """With zeros added to the channels of the narrower: no logit changes, nor the first channels of out."""
+    width = max(q.shape[-1], v.shape[-1])
+    return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of tensors without elements: what torch gives, empty or zeros, with such gradients."""
     out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    return (out, q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)) if return_lse else out
+    return out, q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)

@@ -116,21 +116,22 @@ def explain(
     not ampere: smooth_q is True (set smooth_q=False)
 
     Args:
-        q: the queries (B, H, N, D). Device, dtype and head size matter, under autocast its dtype.
+        q: the queries (…, H, N, D). Device, dtype and head size matter, under autocast its dtype.
         config: as of :func:`sagebwd.sage_attention`.
-        k, v, is_causal, window_size: the same. The choice does not depend on them.
+        k, v, is_causal, window_size: the same. The choice depends only on the head size of v.
 
     Raises:
         ValueError: as :func:`sagebwd.sage_attention` does.
     """
     k = q if k is None else k
-    check_arguments(q, k, k if v is None else v, scale=None, enable_gqa=True, config=config)
+    v = k if v is None else v
+    check_arguments(q, k, v, scale=None, enable_gqa=True, config=config)
     check_is_causal(is_causal)
     check_window(window_size)
     dtype = q.dtype
     if is_autocast(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-    return explain_call(_call(q.device, dtype, q.shape[-1], config))
+    return explain_call(_call(q.device, dtype, max(q.shape[-1], v.shape[-1]), config))
 
 
 def explain_call(call: Call) -> Explanation:
@@ -139,12 +140,17 @@ def explain_call(call: Call) -> Explanation:
     return Explanation(kernels, {name: describe(against) for name, against in reasons.items()})
 
 
-def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> str:
+def choose(
+    q: Tensor, scale: float, config: str, kernels: str | None = None, *, head_dim: int | None = None
+) -> str:
     """The kernel set that runs attention on ``q``: ``kernels``, or the fastest that can.
 
     A CPU or meta tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
     :func:`sagebwd.config.encode`: a call looks at the settings once. Warns, once for each reason, where
     settings keep a Hopper GPU from its own kernels.
+
+    Args:
+        head_dim: the larger of those of queries and values; by default that of ``q``.
 
     Raises:
         ValueError: dtype, head size, scale or tile; the message says what to change.
@@ -154,7 +160,7 @@ def choose(q: Tensor, scale: float, config: str, kernels: str | None = None) -> 
         names = ", ".join(map(repr, KERNEL_SETS))
         raise ValueError(f"kernels is {kernels!r}; use one of {names}, or None for the fastest")
     # index, because under a tracer the size may be a symbol; the kernels are compiled for one size anyway.
-    head_dim = operator.index(q.shape[-1])
+    head_dim = operator.index(q.shape[-1] if head_dim is None else head_dim)
     arguments = (q.device, q.dtype, head_dim, config, kernels)
     if torch.compiler.is_compiling():
         chosen, wrong_value, not_implemented = _choose_while_tracing(*arguments)

@@ -7,6 +7,7 @@ would wait for the GPU and break a compiled graph.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -41,15 +42,16 @@ def find_key_mask(
     """The keys that both masks show, or None without masks.
 
     Args:
-        q, k: (B, H, N_q, D) and (B, H_kv, N_kv, D).
-        attn_mask: bool or additive, broadcastable to (B, H, N_q, N_kv), the same for all heads and queries.
-        key_padding_mask: (B, N_kv) bool, True for keys that take part.
+        q, k: (…, H, N_q, D) and (…, H_kv, N_kv, D), or without heads.
+        attn_mask: bool or additive, broadcastable to (…, H, N_q, N_kv), the same for all heads and queries.
+        key_padding_mask: (…, N_kv) bool, True for keys that take part.
 
     Raises:
         ValueError: a mask has another dtype, device or shape, or differs between heads or queries.
     """
     if attn_mask is None and key_padding_mask is None:
         return None
+    batch, n_kv = q.shape[:-3], k.shape[-2]
     of_attn_mask = None if attn_mask is None else _of_attn_mask(attn_mask, q, k)
     if key_padding_mask is None:
         return of_attn_mask
@@ -58,11 +60,12 @@ def find_key_mask(
         raise ValueError(
             f"key_padding_mask is {_dtype(key_padding_mask)}; pass bool, True for the keys that take part"
         )
-    if key_padding_mask.shape != (k.shape[0], k.shape[2]):
+    if key_padding_mask.shape != (*batch, n_kv):
         raise ValueError(
             f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; "
-            f"pass (batch, keys), here {(k.shape[0], k.shape[2])}"
+            f"pass (batch, keys), here {(*batch, n_kv)}"
         )
+    key_padding_mask = key_padding_mask.reshape(prod(batch), n_kv)
     if of_attn_mask is None:
         return KeyMask(key_padding_mask)
     return KeyMask(key_padding_mask & of_attn_mask.visible, of_attn_mask.is_wrong)
@@ -205,7 +208,7 @@ def _of_attn_mask(mask: Tensor, q: Tensor, k: Tensor) -> KeyMask:
             f"attn_mask wants a gradient, and SageBwd has no bias; pass attn_mask.detach() if it only hides "
             f"keys. {WHAT_FITS}"
         )
-    mask = _without_heads_and_queries(mask, (*q.shape[:3], k.shape[2]))
+    mask = _without_heads_and_queries(mask, (*q.shape[:-1], k.shape[-2]))
     if mask.dtype == torch.bool:
         return KeyMask(mask)
     visible = ~(mask <= HIDES_FROM)
@@ -218,8 +221,8 @@ def _of_attn_mask(mask: Tensor, q: Tensor, k: Tensor) -> KeyMask:
 
 
 def _without_heads_and_queries(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The mask as (B, N_kv), if it is one for the tokens of ``shape`` (B, H, N_q, N_kv)."""
-    fits = 2 <= mask.dim() <= 4 and all(
+    """The mask as (B, N_kv), if it is one for the tokens of ``shape`` (…, H, N_q, N_kv)."""
+    fits = 2 <= mask.dim() <= len(shape) and all(
         size in (1, wanted) for size, wanted in zip(mask.shape[::-1], shape[::-1], strict=False)
     )
     if not fits:
@@ -228,14 +231,15 @@ def _without_heads_and_queries(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
             f"keys), here {shape}; a mask of (batch, keys) is key_padding_mask"
         )
     found = tuple(mask.shape)
-    mask = mask[(None,) * (4 - mask.dim())]
-    for axis in (1, 2):
+    mask = mask[(None,) * (max(len(shape), 3) - mask.dim())]
+    for axis in (-3, -2):
         if mask.shape[axis] > 1 and mask.stride(axis) != 0:
             raise ValueError(
                 f"attn_mask has shape {found} and may differ between heads or queries; pass "
                 f"(batch, 1, 1, keys), or expand it from there, if it only hides keys. {WHAT_FITS}"
             )
-    return mask[:, 0, 0].expand(shape[0], shape[3])
+    batch = shape[:-3]
+    return mask[..., 0, 0, :].expand(*batch, shape[-1]).reshape(prod(batch), shape[-1])
 
 
 def _check_tensor(name: str, mask: Any, q: Tensor) -> None:

@@ -121,7 +121,8 @@ def counted_attention(
     """:func:`sagebwd.sage_attention`, counted under ``name`` with the kernels that ran."""
     result = sage_attention(query, key, value, config=config, **settings)
     out = result[0] if isinstance(result, tuple) else result  # of the dtype that autocast asks for
-    record(name, dispatch.choose(out, 1.0, encode(config)))
+    head_dim = max(query.shape[-1], value.shape[-1])
+    record(name, dispatch.choose(out, 1.0, encode(config), head_dim=head_dim))
     return result
 
 
@@ -135,11 +136,11 @@ def choose_kernels(
     if q.dtype not in DTYPES:
         kind = str(q.dtype).removeprefix("torch.")
         return "", Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
-    q, *_ = cast_to_autocast_dtype(q, k, v)
+    q, k, v = cast_to_autocast_dtype(q, k, v)
     try:
-        return dispatch.choose(q, scale, encode(config)), None
+        return dispatch.choose(q, scale, encode(config), head_dim=max(q.shape[-1], v.shape[-1])), None
     except (ValueError, NotImplementedError) as error:
-        reason = dispatch.explain(q, config=config).reasons.get("triton", str(error))
+        reason = dispatch.explain(q, k, v, config=config).reasons.get("triton", str(error))
         return "", Obstacle(f"this input: {reason}")
 
 

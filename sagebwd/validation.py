@@ -52,12 +52,6 @@ def check_name(name: str) -> None:
         raise ValueError(f"name is a {type(name).__name__}; pass a string, and settings as config=…")
 
 
-def check_not_empty(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError if q or k has no elements."""
-    if 0 in (*q.shape, *k.shape):
-        raise ValueError(f"got q {tuple(q.shape)}, k {tuple(k.shape)}; no size may be zero")
-
-
 def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None) -> None:
     """Raise ValueError unless the boundaries can cut q and k into documents.
 
@@ -97,6 +91,19 @@ def check_window(window_size: Any) -> None:
         raise ValueError(f"window_size is {window_size!r}; pass two integers, (left, right); -1 is no limit")
     if min(window_size) < -1:
         raise ValueError(f"window_size is {tuple(window_size)}; pass numbers of keys, or -1 for no limit")
+
+
+def check_sinks(sinks: Any, q: Tensor) -> None:
+    """Raise ValueError unless ``sinks`` is None or a logit for each head of q (…, H, N, D)."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        kind = _show(sinks.dtype) if isinstance(sinks, Tensor) else f"a {type(sinks).__name__}"
+        raise ValueError(f"sinks is {kind}; pass a floating-point torch.Tensor, a logit for each head")
+    if sinks.shape != (_heads(q),):
+        raise ValueError(f"sinks has shape {_show(sinks.shape)}; pass (heads,), here {(_heads(q),)}")
+    if sinks.device != q.device:
+        raise ValueError(f"sinks is on {sinks.device} and q on {q.device}; move it there")
 
 
 def check_backward_mode(*tensors: Tensor) -> None:
@@ -161,19 +168,25 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    if not q.dim() == k.dim() == v.dim() == 4:
+    if not q.dim() == k.dim() == v.dim() >= 2:
         raise ValueError(f"got {_shapes(q, k, v)}; each must be (batch, heads, tokens, head size)")
-    if k.shape != v.shape:
-        raise ValueError(f"got {_shapes(q, k, v)}; k and v must have the same shape")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"got {_shapes(q, k, v)}; batch and head size must be the same for all")
-    heads, kv_heads = q.shape[1], k.shape[1]
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"got {_shapes(q, k, v)}; k and v must have the same shape but for the head size")
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"got {_shapes(q, k, v)}; the batch must be the same for all")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"got {_shapes(q, k, v)}; q and k must have the same head size")
+    heads, kv_heads = _heads(q), _heads(k)
     if kv_heads == 0 != heads or (kv_heads and heads % kv_heads):
         raise ValueError(f"q has {heads} heads, not a multiple of the {kv_heads} of k; change one of them")
     if heads != kv_heads and not enable_gqa:
         raise ValueError(
             f"q has {heads} heads and k {kv_heads}; pass enable_gqa=True to share k and v in groups"
         )
+
+
+def _heads(x: Tensor) -> int:
+    return x.shape[-3] if x.dim() > 2 else 1
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

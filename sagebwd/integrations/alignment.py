@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sagebwd.attention import with_sinks
 from sagebwd.config import SageConfig
 from sagebwd.reference.documents import slices
 from sagebwd.usage import counted_attention
+from sagebwd.validation import check_sinks
 
 #: What arguments stand for that FlashAttention's functions have and SageBwd does not compute.
 REFUSED = {
@@ -24,7 +26,6 @@ REFUSED = {
     "softcap": "soft-capping of the logits",
     "alibi_slopes": "a bias by distance (ALiBi)",
     "block_table": "a paged cache of keys and values",
-    "s_aux": "attention sinks",
     "return_debug_mask": "the weights of the attention",
     "seqused_k": "a cache that is not full",
     "num_splits": "keys split over thread blocks",
@@ -171,8 +172,11 @@ def aligned_attention(
     scale: float | None,
     config: SageConfig,
     with_lse: bool,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output (B, H, N_q, D), and lse (B, H, N_q) or None; counted under ``name``."""
+    """The output (B, H, N_q, D_v), and lse (B, H, N_q) or None; counted under ``name``."""
+    check_sinks(sinks, q)
+    with_lse = with_lse or sinks is not None
     result = counted_attention(
         name, alignment.queries(q), alignment.keys(k), alignment.keys(v), scale=scale, enable_gqa=True,
         window_size=alignment.window, cu_seqlens=alignment.cu_seqlens, cu_seqlens_kv=alignment.cu_seqlens_kv,
@@ -180,7 +184,8 @@ def aligned_attention(
     )  # fmt: skip
     out, lse = result if with_lse else (result, None)
     out = alignment.put_back_queries(out)
-    return out, None if lse is None else alignment.put_back_queries(lse, fill=float("-inf"))
+    lse = None if lse is None else alignment.put_back_queries(lse, fill=float("-inf"))
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 def _pad_front(x: Tensor, n: int, fill: float) -> Tensor:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from sagebwd import usage
 from sagebwd.attention import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.integrations.varlen import match_widths
 from sagebwd.masks import find_key_mask
 from sagebwd.usage import Obstacle, choose_kernels
 from sagebwd.validation import check_config, check_name
@@ -173,26 +172,25 @@ def _attention(
     Returns:
         The output (B, N_q, H, D_v); with ``return_lse`` also (B, H, N_q) fp32, as from FlashAttention.
     """
-    q, k, v = match_widths(*(x.transpose(1, 2) for x in (query, key, value)))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     mask = _read_mask(attn_mask, query, key)
-    settings = {"scale": query.shape[-1] ** -0.5 if scale is None else scale, "window_size": window_size}
     asked = {
         "soft-capping": softcap,
         "attention weights": return_attn_probs,
         "a window": tuple(window_size) != (-1, -1),
         "the logsumexp": return_lse,
     }
-    kernels, of_input = choose_kernels(q, k, v, settings["scale"], config)
+    kernels, of_input = choose_kernels(q, k, v, 1.0 if scale is None else scale, config)
     if obstacle := _find_obstacle(q, k, mask, dropout_p, _parallel_config, asked) or of_input:
         _fall_back(obstacle, fallback, asked)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention_dispatch._native_attention(*arguments, _parallel_config=_parallel_config)
     usage.record(_running.name, kernels)
-    settings |= {"is_causal": is_causal, "enable_gqa": enable_gqa, "return_lse": return_lse, "config": config}
-    result = sage_attention(q, k, v, mask, **settings)
-    out, *lse = result if return_lse else (result,)
-    out = out[..., : value.shape[-1]].transpose(1, 2)
-    return (out, *lse) if return_lse else out
+    result = sage_attention(
+        q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, window_size=window_size,
+        return_lse=return_lse, config=config,
+    )  # fmt: skip
+    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
 
 
 def _read_mask(mask: Any, query: Tensor, key: Tensor) -> Any:

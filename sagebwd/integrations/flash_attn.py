@@ -63,25 +63,26 @@ def flash_attn_func(
         deterministic: the backward always is.
         return_attn_probs: return (output, lse, None): flash_attn has weights there only with dropout.
         return_lse: return (output, lse).
-        dropout_p, softcap, alibi_slopes, s_aux: refused where they ask for anything.
+        dropout_p, softcap, alibi_slopes: refused where they ask for anything.
+        s_aux: attention sinks, as ``sinks`` of :func:`sagebwd.sage_attention`.
         config: what is quantized, and how.
 
     Returns:
         The output (B, N_q, H, D), or a tuple that begins with it. lse is (B, H, N_q) fp32, the logsumexp of
-        the logits to base e, −∞ for a query without keys (flash_attn gives +∞). It has no gradient.
+        the logits to base e, −∞ for a query without keys (flash_attn gives +∞).
 
     Raises:
         NotImplementedError: an argument asks for what SageBwd does not compute.
         ValueError: the arguments do not fit together.
     """
-    check_refused(
-        USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, s_aux=s_aux
-    )
+    check_refused(USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     alignment = align(q.shape[2], k.shape[2], window_of(causal, window_size))
     with_lse = return_attn_probs or return_lse
-    out, lse = aligned_attention("flash_attn_func", q, k, v, alignment, softmax_scale, config, with_lse)
+    out, lse = aligned_attention(
+        "flash_attn_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
+    )
     return _result(out.transpose(1, 2), lse, return_attn_probs, return_lse)
 
 
@@ -131,7 +132,7 @@ def flash_attn_varlen_func(
     """
     check_refused(
         USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes,
-        block_table=block_table, s_aux=s_aux,
+        block_table=block_table,
     )  # fmt: skip
     _check_layout("(tokens, heads, head size)", q=q, k=k, v=v)
     window = window_of(causal, window_size)
@@ -139,7 +140,7 @@ def flash_attn_varlen_func(
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     with_lse = return_attn_probs or return_lse
     out, lse = aligned_attention(
-        "flash_attn_varlen_func", q, k, v, alignment, softmax_scale, config, with_lse
+        "flash_attn_varlen_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
     )
     lse = None if lse is None else lse[0]
     return _result(out[0].transpose(0, 1), lse, return_attn_probs, return_lse)

@@ -110,7 +110,6 @@ def sageattn(
         is_causal: only where N_q = N_kv, as in SageAttention.
         sm_scale: factor of the logits; 1/√D by default.
         return_lse: return (output, lse), too: lse (B, H, N_q) fp32, the logsumexp of the logits to base e.
-            It has no gradient.
         smooth_k, smooth_v: as of :class:`~sagebwd.SageConfig`; by default as ``config`` says.
         attn_mask, dropout_p, scale, enable_gqa: what programs pass that put this function in the place of
             ``scaled_dot_product_attention``, and SageAttention drops. ``attn_mask`` and ``dropout_p`` are as

@@ -26,7 +26,6 @@ from sagebwd.integrations.varlen import (
     Layout,
     dense_mask,
     find_layout,
-    match_widths,
     remember_recent,
     varlen_attention,
 )
@@ -54,7 +53,6 @@ from sagebwd.integrations.transformers_masks import (
 #: Arguments with which a model asks for more than softmax(QKᵀ)V, and what they stand for.
 FEATURES = {
     "softcap": "soft-capping of the logits",
-    "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "position_bias": "a position bias",
     "head_mask": "a head mask",
@@ -82,6 +80,9 @@ KNOWN = {
     "output_attentions",
 }
 
+#: What models call their attention sinks (H,).
+SINKS = "s_aux"
+
 #: transformers gives names that contain these a special meaning.
 RESERVED = ("eager", "sdpa", "flash", "flex", "paged")
 
@@ -96,8 +97,8 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
     Args:
         name: for ``from_pretrained(…, attn_implementation=name)`` or ``model.set_attn_implementation(name)``.
         config: what is quantized, and how.
-        fallback: what becomes of a layer that SageBwd does not compute, such as one with soft-capping, sinks,
-            a position bias or dropout. "error" refuses it. "sdpa" computes it in full precision by
+        fallback: what becomes of a layer that SageBwd does not compute, such as one with soft-capping, a
+            position bias or dropout. "error" refuses it. "sdpa" computes it in full precision by
             transformers' own "sdpa", or "eager" where only that can, and warns once;
             :func:`sagebwd.report` lists such layers.
 
@@ -168,8 +169,8 @@ def _attention(
         key: (B, H_kv, N_kv, D), of which a static cache may fill only the first part.
         value: (B, H_kv, N_kv, D_v).
         attention_mask: what :func:`make_mask` returned.
-        arguments: what else the model passes, of which :data:`KNOWN` and :data:`FEATURES` change the result,
-            and any other name in the signature of the model's own eager attention.
+        arguments: what else the model passes, of which :data:`KNOWN`, :data:`SINKS` and :data:`FEATURES`
+            change the result, and any other name in the signature of the model's own eager attention.
 
     Returns:
         The output (B, N_q, H, D_v), and None for the attention weights, unless a layer in full precision
@@ -182,15 +183,14 @@ def _attention(
     obstacle = obstacle or _find_obstacle(module, key.shape[2], layout, arguments)
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
     if obstacle is None:
-        tensors = match_widths(query, key, value)
         scaling = arguments.get("scaling")
-        scaling = tensors[0].shape[-1] ** -0.5 if scaling is None else scaling
-        kernels, obstacle = choose_kernels(*tensors, scaling, config)
+        kernels, obstacle = choose_kernels(query, key, value, 1.0 if scaling is None else scaling, config)
     if obstacle is not None:
         usage.fall_back(name, obstacle.reason, fallback, layer, fix=obstacle.fix or USE_ANOTHER)
         return _full_precision(module, query, key, value, attention_mask, layout, arguments)
     usage.record(name, kernels, layer)
-    return varlen_attention(query, key, value, layout, scale=arguments.get("scaling"), config=config), None
+    settings = {"scale": arguments.get("scaling"), "sinks": arguments.get(SINKS), "config": config}
+    return varlen_attention(query, key, value, layout, **settings), None
 
 
 # --- Which query sees which key ----------------------------------------------------------------------------
@@ -290,9 +290,11 @@ def _find_obstacle(
             "the attention weights", 'set output_attentions=False, use attn_implementation="eager"'
         )
     for name in _asked_for(module, arguments):
+        if name == SINKS:
+            continue
         return Obstacle(f"{FEATURES[name]} ({name})" if name in FEATURES else f"the argument {name}")
-    if getattr(module, "sinks", None) is not None:
-        return Obstacle("attention sinks (sinks)")
+    if getattr(module, "sinks", None) is not None and arguments.get(SINKS) is None:
+        return Obstacle("attention sinks that the layer does not pass")
     # GPT-2 of older releases leaves its scalings to the attention function.
     scales_by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
     scales = scales_by_layer or not getattr(module, "scale_attn_weights", True)
@@ -335,7 +337,7 @@ _changing_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def _changing_arguments_once(module_type: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(sorted((FEATURES.keys() | _eager_arguments(module_type)) - KNOWN))
+    return tuple(sorted(({SINKS, *FEATURES} | _eager_arguments(module_type)) - KNOWN))
 
 
 # --- Full precision ----------------------------------------------------------------------------------------

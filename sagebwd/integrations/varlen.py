@@ -62,15 +62,12 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings
         k: (B, H_kv, N_kv, D).
         v: (B, H_kv, N_kv, D_v).
         layout: of this batch; with a window it must not have holes.
-        settings: ``scale`` and ``config`` of :func:`sagebwd.sage_attention`.
+        settings: ``scale``, ``sinks`` and ``config`` of :func:`sagebwd.sage_attention`.
 
     Returns:
         (B, N_q, H, D_v), contiguous.
     """
-    n_q, width = q.shape[2], v.shape[3]
-    if settings.get("scale") is None:
-        settings["scale"] = q.shape[3] ** -0.5
-    q, k, v = match_widths(q, k, v)
+    n_q = q.shape[2]
     settings |= {"is_causal": layout.is_causal, "window_size": layout.window, "enable_gqa": True}
     if layout.window != FULL and n_q < k.shape[2]:
         # Queries are counted from the first key, so pad with queries before the given ones. Nothing reads
@@ -83,16 +80,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings
         cuts = {"cu_seqlens": layout.cu_seqlens, "cu_seqlens_kv": layout.cu_seqlens_kv}
         packed = sage_attention(_lay_end_to_end(q, layout.q_tokens), k, v, **cuts, **settings)
         out = _put_back(packed, layout.q_tokens, q.shape[0], q.shape[2])
-    return out[:, -n_q:, :, :width].contiguous()
-
-
-def match_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad heads with zeros to the wider of q and v: the logits and the first columns of out stay as they are.
-
-    Values of another width than queries and keys come from multi-head latent attention (DeepSeek).
-    """
-    width = max(q.shape[3], v.shape[3])
-    return tuple(x if x.shape[3] == width else F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
+    return out[:, -n_q:].contiguous()
 
 
 def dense_mask(layout: Layout, batch: int, n_q: int, n_kv: int, device: torch.device) -> Tensor | None:

@@ -305,9 +305,9 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, return_lse: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The attention output. With ``return_lse`` also the logsumexp. Both are differentiable."""
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The attention output, and the logsumexp if it is asked for. Both are differentiable."""
     has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     is_compiling = torch.compiler.is_compiling()
     is_transformed = torch._C._are_functorch_transforms_active()
@@ -315,7 +315,7 @@ def attend(
         _refuse_torch_func()
     # A DTensor cannot shard what is packed.
     params = params._replace(pack_for_backward=has_gradient and type(k) is Tensor)
-    if not (return_lse or is_compiling or is_transformed) and torch.is_grad_enabled():
-        return _Attention.apply(q, k, v, params)
+    if not (with_lse or is_compiling or is_transformed) and torch.is_grad_enabled():
+        return _Attention.apply(q, k, v, params), None
     out, lse, k_mean, *_ = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
-    return (out, natural_lse(q, lse, k_mean, params)) if return_lse else out
+    return out, natural_lse(q, lse, k_mean, params) if with_lse else None

@@ -21,7 +21,6 @@ from sagebwd.validation import (
     check_arguments,
     check_documents,
     check_grad_out,
-    check_not_empty,
     check_window,
 )
 from sagebwd.window import Window
@@ -64,7 +63,9 @@ def attention(
         ValueError: the arguments do not fit together; the message says how to fix it.
     """
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config)
-    check_not_empty(q, k)
+    if q.dim() != 4 or q.shape[-1] != v.shape[-1] or 0 in (*q.shape, *k.shape):
+        sizes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"got {sizes}; pass (B, H, N, D) with one head size for all, and no size of zero")
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     check_window(window_size)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -47,6 +47,7 @@ def exact_attention(
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
+    sinks: Tensor | None = None,
     matrices: bool = False,
     dtype: torch.dtype = torch.float64,
     elements_at_once: int = ELEMENTS_AT_ONCE,
@@ -59,21 +60,23 @@ def exact_attention(
 
     Args:
         q: (B, H, N_q, D), any strides and dtype.
-        k, v: (B, H_kv, N_kv, D) with H_kv dividing H; consecutive query heads share keys and values.
-        grad_out: the gradient of the output, as q; without it the result has only out and lse, and p with
+        k: (B, H_kv, N_kv, D) with H_kv dividing H; consecutive query heads share keys and values.
+        v: (B, H_kv, N_kv, D_v).
+        grad_out: the gradient of the output; without it the result has only out and lse, and p with
             ``matrices``.
         is_causal: query i sees keys 0 … i, counted from the first of each.
         scale: factor of the logits; 1/√D by default.
         window_size: sliding window, as of :func:`sagebwd.sage_attention`.
         cu_seqlens, cu_seqlens_kv: packed documents, as of :func:`sagebwd.sage_attention`.
+        sinks: (H,) attention sinks, as of :func:`sagebwd.sage_attention`. Rows of P then sum to less than 1.
         matrices: return p, and with ``grad_out`` dp and ds, too: (B, H, N_q, N_kv) each.
         dtype: of all arithmetic and of the result. float32 where float64 is too slow, as on most GPUs.
         elements_at_once: elements of P that are computed at once, at least one row of it.
         on_rows: called with each group of rows, for statistics of matrices that do not fit.
 
     Returns:
-        All in ``dtype``. Tokens of no document, and queries that see no key, get out 0, lse −inf and
-        gradients 0.
+        All in ``dtype``. Tokens of no document, and queries that see no key, get out 0, lse −inf (or the
+        sink) and gradients 0.
 
     Raises:
         ValueError: the boundaries of the documents do not fit the tensors, or the window is not one.
@@ -82,7 +85,8 @@ def exact_attention(
     check_window(window_size)
     window = Window.of(is_causal, window_size)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    result = _zero_result(q, k, v, dtype, has_gradients=grad_out is not None, has_matrices=matrices)
+    has_gradients = grad_out is not None
+    result = _zero_result(q, k, v, sinks, dtype, has_gradients=has_gradients, has_matrices=matrices)
     group = q.shape[1] // k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         for document in locate(q, k, cu_seqlens, cu_seqlens_kv):
@@ -96,9 +100,9 @@ def exact_attention(
                 visible = None if window == FULL else window.visible(own, seen, q.device)
                 own_keys, own_values = keys[:, :, seen], values[:, :, seen]
                 found = ExactRows(rows, columns, visible, cut(q, rows).to(dtype) @ own_keys.mT * scale)
-                found = _attend(found, own_values, result)
-                if grad_out is not None:
-                    found = _differentiate(found, q, own_keys, own_values, grad_out, scale, result)
+                found = _attend(found, own_values, sinks, result)
+                if has_gradients:
+                    found = _differentiate(found, q, own_keys, own_values, grad_out, sinks, scale, result)
                 _keep_matrices(found, result)
                 if on_rows is not None:
                     on_rows(found._replace(s=_fill_hidden(found.s, visible, 0.0)))
@@ -106,36 +110,49 @@ def exact_attention(
 
 
 def _zero_result(
-    q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, *, has_gradients: bool, has_matrices: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    has_gradients: bool,
+    has_matrices: bool,
 ) -> AttentionResult:
-    """Of attention without documents: zeros, and an lse of −inf; None for what is not asked for."""
+    """Of attention without documents: zeros, and an lse of sinks or −inf; None for what is not asked for."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=q.device)
 
     rows, n_kv = q.shape[:-1], k.shape[-2]
-    out, lse = zeros(*q.shape), zeros(*rows).fill_(-torch.inf)
+    out, lse = zeros(*rows, v.shape[-1]), zeros(*rows)
+    lse += -torch.inf if sinks is None else sinks.unsqueeze(-1)
     p = zeros(*rows, n_kv) if has_matrices else None
     if not has_gradients:
         return AttentionResult(out, lse, p)
     dp, ds = (zeros(*rows, n_kv) if has_matrices else None for _ in range(2))
-    return AttentionResult(out, lse, p, dp, ds, zeros(*rows), *(zeros(*x.shape) for x in (q, k, v)))
+    gradients = (None if x is None else zeros(*x.shape) for x in (q, k, v, sinks))
+    return AttentionResult(out, lse, p, dp, ds, zeros(*rows), *gradients)
 
 
-def _attend(found: ExactRows, values: Tensor, result: AttentionResult) -> ExactRows:
+def _attend(found: ExactRows, values: Tensor, sinks: Tensor | None, result: AttentionResult) -> ExactRows:
     """P of the logits, with which out and lse of these rows are written to ``result``."""
     logits = _fill_hidden(found.s, found.visible, -torch.inf)
     p = _fill_hidden(logits.softmax(-1), found.visible, 0.0)  # NaN in a row without keys
-    result.lse[..., found.queries] = logits.logsumexp(-1)
+    lse = logits.logsumexp(-1)
+    if sinks is not None:
+        p = p * (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid().unsqueeze(-1)
+        lse = torch.logaddexp(lse, result.lse[..., found.queries])
+    result.lse[..., found.queries] = lse
     result.out[..., found.queries, :] = p @ values
     return found._replace(p=p)
 
 
 def _differentiate(
-    found: ExactRows, q: Tensor, keys: Tensor, values: Tensor, grad_out: Tensor, scale: float,
-    result: AttentionResult,
+    found: ExactRows, q: Tensor, keys: Tensor, values: Tensor, grad_out: Tensor, sinks: Tensor | None,
+    scale: float, result: AttentionResult,
 ) -> ExactRows:  # fmt: skip
-    """dP and dS of these rows; delta and dq are written to ``result``, dk and dv added to it."""
+    """dP and dS of these rows; delta and dq are written to ``result``, the other gradients added to it."""
     rows, columns, group = found.queries, found.keys, q.shape[1] // result.dk.shape[1]
     queries, grads = cut(q, rows).to(found.p.dtype), cut(grad_out, rows).to(found.p.dtype)
     dp = _fill_hidden(grads @ values.mT, found.visible, 0.0)
@@ -145,6 +162,9 @@ def _differentiate(
     result.dq[..., rows, :] = ds @ keys * scale
     result.dk[..., columns, :] += _sum_over_group(ds.mT @ queries * scale, group)
     result.dv[..., columns, :] += _sum_over_group(found.p.mT @ grads, group)
+    if sinks is not None:  # dS of the sink, whose dP is zero
+        share = (sinks.to(delta.dtype).unsqueeze(-1) - result.lse[..., rows]).exp()
+        result.dsinks[:] -= (share * delta).sum((0, 2))
     return found._replace(dp=dp, ds=ds)
 
 

@@ -12,14 +12,14 @@ class AttentionResult:
     """Out, gradients and intermediates of one attention; what was not computed is None.
 
     Attributes:
-        out: (B, H, N_q, D).
+        out: (B, H, N_q, D_v).
         lse: (B, H, N_q), the logsumexp of the logits. −inf for a query that sees no key. Of
             :func:`sagebwd.reference.attention`, with the smoothed K: that of the plain logits is
             lse + scale · q·μ_K.
         p, dp, ds: (B, H, N_q, N_kv), P, dP and dS; zero where the mask hides a key, and between
             documents.
         delta: (B, H, N_q), δ.
-        dq, dk, dv: shaped as q, k, v.
+        dq, dk, dv, dsinks: shaped as q, k, v and the sinks.
     """
 
     out: Tensor
@@ -31,3 +31,4 @@ class AttentionResult:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    dsinks: Tensor | None = None

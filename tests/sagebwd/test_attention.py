@@ -242,10 +242,12 @@ X = torch.ones(2, 4, 8, 16)
         ((X, X, X.half()), {}, "q, k, v are float32, float32, float16; cast them to one dtype"),
         ((X, X.to("meta"), X), {}, "q, k, v are on cpu, meta, cpu; move them to one device"),
         ((X, None, X), {}, "k is a NoneType; pass a torch.Tensor"),
-        ((X[0], X[0], X[0]), {}, r"must be \(batch, heads, tokens, head size\)"),
-        ((X, X, X[..., :8]), {}, "k and v must have the same shape"),
-        ((X[..., :8], X, X), {}, "batch and head size must be the same"),
-        ((X[:1], X, X), {}, "batch and head size must be the same"),
+        ((X, X[0], X[0]), {}, r"must be \(batch, heads, tokens, head size\)"),
+        ((X[0, 0, 0],) * 3, {}, r"must be \(batch, heads, tokens, head size\)"),
+        ((X, X, X[:, :, :5]), {}, "k and v must have the same shape but for the head size"),
+        ((X[..., :8], X, X), {}, "q and k must have the same head size"),
+        ((X[:1], X, X), {}, "the batch must be the same"),
+        ((X[:, None], X[None], X[None]), {}, "the batch must be the same"),
         ((X, X[:, :0], X[:, :0]), {"enable_gqa": True}, "q has 4 heads, not a multiple of the 0 of k"),
         ((X, X[:, :2], X[:, :2]), {}, "q has 4 heads and k 2; pass enable_gqa=True"),
         ((X, X[:, :3], X[:, :3]), {"enable_gqa": True}, "q has 4 heads, not a multiple of the 3 of k"),
@@ -342,9 +344,10 @@ def test_empty_tensors_give_what_torch_gives(empty):
     assert torch.equal(lse, torch.full(q.shape[:-1], -torch.inf))
 
 
-def test_the_diagnostic_call_refuses_empty_tensors():
-    with pytest.raises(ValueError, match="no size may be zero"):
-        attention(X[:, :, :0], X, X)
+@pytest.mark.parametrize("inputs", [(X[:, :, :0], X, X), (X[0],) * 3, (X, X, X[..., :8])])
+def test_the_diagnostic_call_takes_four_sizes_and_none_of_zero(inputs):
+    with pytest.raises(ValueError, match="with one head size for all, and no size of zero"):
+        attention(*inputs)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

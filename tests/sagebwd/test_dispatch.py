@@ -235,7 +235,7 @@ def test_explain_refuses_what_the_call_refuses(settings, message):
     for attend in (sagebwd.explain, functools.partial(sage_attention, q, q)):
         with pytest.raises(ValueError, match=message):
             attend(q, **settings)
-    for wrong in (q.double(), q[0]):
+    for wrong in (q.double(), q[0, 0, 0]):
         with pytest.raises(ValueError, match=r"cast it to float16|must be \(batch"):
             sagebwd.explain(wrong)
 

@@ -85,11 +85,13 @@ def kernels(request, monkeypatch, folder_of):
     return name, device
 
 
-def inputs(n_q, n_kv=None, *, heads=2, kv_heads=1, head_dim=64, batch=1, dtype=torch.bfloat16):
+def inputs(
+    n_q, n_kv=None, *, heads=2, kv_heads=1, head_dim=64, value_dim=None, batch=1, dtype=torch.bfloat16
+):
     """q, k, v, grad_out and a gradient of lse. K has a mean, which is smoothed, and belongs to dQ."""
     generator = torch.Generator().manual_seed(0)
-    q, out = ((batch, heads, n_q, head_dim),) * 2
-    k, v = ((batch, kv_heads, n_kv or n_q, head_dim),) * 2
+    q, out = ((batch, heads, n_q, size) for size in (head_dim, value_dim or head_dim))
+    k, v = ((batch, kv_heads, n_kv or n_q, size) for size in (head_dim, value_dim or head_dim))
     q, k, v, grad_out, mean, grad_lse = (
         torch.randn(shape, generator=generator) for shape in (q, k, v, out, (*k[:2], 1, head_dim), q[:3])
     )
@@ -177,10 +179,18 @@ CUTS, CUTS_KV = [3, 40, 90, 90, 140], [0, 50, 50, 60, 120]
 PADDING = torch.tensor([[True] * 150, [False] * 30 + [True] * 100 + [False] * 20])
 #: By name: settings, which keys a query sees, and sizes. In all but the first are queries without keys.
 MASKS = {
-    "causal": ({"is_causal": True}, window_of(150, 90, 150, 0), {"n_kv": 90}),
-    "window": ({"window_size": (20, 3)}, window_of(150, 90, 20, 3), {"n_kv": 90}),
+    "causal": (
+        {"is_causal": True, "config": PRESETS["accurate"]},
+        window_of(150, 90, 150, 0),
+        {"n_kv": 90, "value_dim": 56},
+    ),
+    "window": ({"window_size": (20, 3)}, window_of(150, 90, 20, 3), {"n_kv": 90, "value_dim": 24}),
     "packed": (
-        {"cu_seqlens": torch.tensor(CUTS), "cu_seqlens_kv": torch.tensor(CUTS_KV)},
+        {
+            "cu_seqlens": torch.tensor(CUTS),
+            "cu_seqlens_kv": torch.tensor(CUTS_KV),
+            "config": PRESETS["consistent"],
+        },
         documents(150, 130, CUTS, CUTS_KV),
         {"n_kv": 130},
     ),
@@ -194,26 +204,39 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_sinks(kernels, mask):
-    """out · sigmoid(lse − sink), gpt-oss's attention sinks; what hidden tokens hold reaches nothing."""
+    """A key more with the value zero, in the loss as in lse; what hidden tokens hold reaches nothing.
+
+    Queries without keys have it, too. Values are wider or narrower than queries.
+    """
     settings, seen, sizes = MASKS[mask]
-    q, k, v, grad_out, _ = inputs(150, **sizes, heads=4, kv_heads=2, head_dim=40)
-    sink = torch.tensor([-1.0, 0.0, 1.0, 5.0])
-
-    def with_sinks(attention, q, k, v, **settings):
-        out, lse = attention(q, k, v, **settings)
-        lse = torch.logaddexp(lse, lse - 1)  # whose gradient is NaN where lse is −inf
-        return out * (lse - sink.to(lse.device)[:, None]).sigmoid().unsqueeze(-1).to(out.dtype), lse
-
-    function = functools.partial(with_sinks, exact, seen=seen)
-    wanted = gradients(function, (q, k, v), grad_out, None, dtype=torch.float64)
-    seen = seen.expand(q.shape[0], 1, -1, -1)
-    for x, axis in ((q, -1), (k, -2), (v, -2)):
+    *leaves, grad_out, grad_lse = inputs(150, **sizes, heads=4, kv_heads=2, head_dim=40)
+    leaves.append(torch.tensor([-1.0, 0.0, 1.0, 5.0]))
+    loss = {"grad_out": grad_out, "grad_lse": grad_lse}
+    wanted = gradients(lambda *x: exact_with_sinks(seen, *x), leaves, **loss, dtype=torch.float64)
+    wanted_out, wanted_lse = exact_with_sinks(seen, *(x.double() for x in leaves))
+    seen = seen.expand(leaves[0].shape[0], 1, -1, -1)
+    for x, axis in zip(leaves, (-1, -2, -2), strict=False):
         x.masked_fill_(~seen.any(axis).unsqueeze(-1), torch.nan if mask in ("packed", "padded") else 1.0)
     settings = {name: x.to(kernels[1]) if isinstance(x, torch.Tensor) else x for name, x in settings.items()}
-    function = functools.partial(with_sinks, attend(kernels), **settings)
-    found = gradients(function, (q, k, v), grad_out, None, device=kernels[1])
-    for name, x, y in zip(GRADIENTS, found, wanted, strict=True):
+
+    def function(q, k, v, sinks):
+        return attend(kernels, sinks=sinks, **settings)(q, k, v)
+
+    leaves[3] = leaves[3].double()  # of any dtype
+    out, lse = function(*(x.to(kernels[1]) for x in leaves))
+    assert relative_l2(out.cpu(), wanted_out) < 0.02
+    assert relative_l2(lse.cpu(), wanted_lse) < 0.01
+    found = gradients(function, leaves, **loss, device=kernels[1])
+    for name, x, y in zip((*GRADIENTS, "dsinks"), found, wanted, strict=True):
         assert relative_l2(x, y) < 0.025, name
+
+
+def exact_with_sinks(seen, q, k, v, sinks):
+    """Out and lse of attention to one key more, as gpt-oss's own code has it."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    s = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:-1], 1)], -1)
+    return s.softmax(-1)[..., :-1] @ v, s.logsumexp(-1)
 
 
 def test_out_alone_has_the_gradients_that_it_has_without_lse(kernels):

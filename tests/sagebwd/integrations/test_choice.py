@@ -15,8 +15,8 @@ def test_a_reason_offers_no_argument_that_the_caller_does_not_have(monkeypatch):
     call = dispatch.Call("cuda", old, torch.float16, 64, DEFAULT_CONFIG)
     with pytest.raises(NotImplementedError, match='kernels="reference"'):
         dispatch._fastest(call)
-    monkeypatch.setattr(dispatch, "choose", lambda *_: dispatch._fastest(call))
-    monkeypatch.setattr(dispatch, "explain", lambda q, config: dispatch.explain_call(call))
+    monkeypatch.setattr(dispatch, "choose", lambda *_, **__: dispatch._fastest(call))
+    monkeypatch.setattr(dispatch, "explain", lambda *_, config: dispatch.explain_call(call))
     kernels, obstacle = choose_kernels(q, q, q, 0.1, DEFAULT_CONFIG)
     assert kernels == ""
     assert obstacle.reason.startswith("this input: a Turing GPU has no kernels: they need an NVIDIA GPU")

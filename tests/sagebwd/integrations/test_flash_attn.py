@@ -100,6 +100,32 @@ def test_packed_sequences(causal, window, is_same):
     assert_same(found, truth[0], leaves, cuts)
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_sinks(is_packed):
+    """Of queries without keys, too, where lse is the sink."""
+    leaves = draw((1, 8, 2, 8), (1, 6, 2, 8), (1, 6, 2, 8), (2,))
+    seen = is_seen(8, 6, (-1, 0))
+    parts = [(8, 6)]
+    if is_packed:
+        parts = [(3, 5), (5, 1)]
+        seen = torch.block_diag(*(is_seen(*lengths, (-1, 0)).int() for lengths in parts)).bool()
+    _, lse = truth_of(*leaves[:3], seen, None)
+    q, k, v, sinks = (x.double() for x in leaves)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k * 8**-0.5).masked_fill(~seen, -torch.inf)
+    lse = torch.logaddexp(lse, sinks[:, None])
+    truth = torch.einsum("bhqk,bkhd->bqhd", (logits - lse[..., None]).exp(), v)
+    settings = {"causal": True, "return_lse": True, "config": EXACT, "s_aux": leaves[3]}
+    if is_packed:
+        cuts, cuts_kv = (torch.tensor([0, *lengths]).cumsum(0) for lengths in zip(*parts, strict=True))
+        inputs = (x[0] for x in leaves[:3])
+        found, found_lse = flash_attn.flash_attn_varlen_func(*inputs, cuts, cuts_kv, 5, 5, **settings)
+        found, found_lse = found[None], found_lse[None]
+    else:
+        found, found_lse = flash_attn.flash_attn_func(*leaves[:3], **settings)
+    torch.testing.assert_close(found_lse, lse.float())
+    assert_same(found, truth, leaves, "sinks")
+
+
 def test_packed_arguments_are_their_parts():
     [qkv, q, kv] = draw((2, 6, 3, 2, 8), (2, 6, 4, 8), (2, 9, 2, 2, 8))
     settings = {"causal": True, "config": EXACT}
@@ -157,8 +183,7 @@ BAD_CALLS = {
     "dropout": (lambda: dense(dropout_p=0.1), "dropout_p is 0.1"),
     "softcap": (lambda: dense(softcap=30.0), "softcap is 30.0"),
     "alibi": (lambda: varlen(alibi_slopes=torch.ones(2)), "alibi_slopes"),
-    "sinks": (lambda: dense(s_aux=torch.zeros(2)), "s_aux"),
-    "sinks, packed": (lambda: varlen(s_aux=torch.zeros(2)), "s_aux"),
+    "sinks": (lambda: dense(s_aux=torch.zeros(3)), r"sinks has shape \(3,\)"),
     "paged cache": (lambda: varlen(block_table=CUTS), "block_table"),
     "window, two tensors": (lambda: varlen(cuts_kv=CUTS.clone(), window_size=(1, 1)), "one tensor for both"),
     "numbers of documents": (lambda: varlen(cuts_kv=OTHER_CUTS, causal=True), "queries are 2 and .* keys 3"),
@@ -215,6 +240,6 @@ def test_transformers_calls_it(monkeypatch, has_padding):
         return utils._flash_attention_forward(*leaves, mask, 9, is_causal=True, **settings)
 
     assert_same(attend(), truth, leaves, has_padding)
-    for asked in ({"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}):
+    for asked in ({"softcap": 30.0}, {"dropout": 0.1}):
         with pytest.raises(NotImplementedError, match="sagebwd does not compute"):
             attend(**asked)

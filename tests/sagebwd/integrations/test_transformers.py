@@ -9,10 +9,12 @@ from torch import Tensor
 
 from tests.sagebwd.integrations.tiny_models import (
     EXACT,
+    GQA,
     INT8_GRADIENT,
     INT8_LOSS,
     INT8_OUTPUT,
     MODELS,
+    SIZES,
     VOCABULARY,
     assert_same_gradients,
     draw_tokens,
@@ -43,6 +45,20 @@ def test_int8_costs_a_model_its_rounding_and_no_more(name, attention):
     assert found.loss == pytest.approx(truth.loss, rel=INT8_LOSS)
     assert EXACT < error(found.logits, truth.logits) < INT8_OUTPUT
     assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_sinks_train_as_with_eager(is_padded):
+    """gpt-oss, whose layers see everything or a window."""
+    sizes = SIZES | GQA | {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 7}
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes))
+    tokens = draw_tokens(2, 33)
+    given = padded("gpt-oss", "left") if is_padded else {"input_ids": tokens, "labels": tokens}
+    truth = train_step(model, "eager", **given)
+    assert any(name.endswith("sinks") for name in truth.gradients)
+    for attention, bound in (("sagebwd-exact", EXACT), ("sagebwd", INT8_GRADIENT)):
+        assert_same_gradients(train_step(model, attention, **given).gradients, truth.gradients, bound)
 
 
 def test_a_training_step_in_bf16_keeps_the_dtype_and_every_gradient():

@@ -30,12 +30,6 @@ from tests.sagebwd.integrations.tiny_models import (
 
 #: By name: a config of transformers, its sizes, what SageBwd does not compute, and who does.
 OTHERS = {
-    "sinks": (
-        transformers.GptOssConfig,
-        SIZES | GQA | {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 7},
-        r"attention sinks \(s_aux\)",
-        "eager",
-    ),
     "softcap": (
         transformers.Gemma2Config,
         SIZES | GQA | {"sliding_window": 7},
@@ -249,10 +243,10 @@ def test_what_nobody_computes_is_refused_in_spite_of_the_fallback(draw):
         call(q, k, v, name="sagebwd-or-full", softcap=30.0)
     layer = make("llama").model.layers[0].self_attn
     with (
-        pytest.warns(UserWarning, match="attention sinks"),
+        pytest.warns(UserWarning, match="attention dropout"),
         pytest.raises(NotImplementedError, match="nor transformers' own attention for s_aux"),
     ):
-        call(q, k, v, name="sagebwd-or-full", module=layer, s_aux=torch.ones(2))
+        call(q, k, v, name="sagebwd-or-full", module=layer, s_aux=torch.ones(2), dropout=0.1)
 
 
 def test_queries_shared_by_the_batch_go_to_full_precision(draw):
@@ -309,7 +303,7 @@ def test_custom_mask_functions_are_refused():
 BAD_CALLS = {
     **{
         name: ((6, 6), {name: torch.ones(1)})
-        for name in ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "cache")
+        for name in ("softcap", "sinks", "position_bias", "head_mask", "indices", "cache")
     },
     "window without a mask": ((6, 6), {"sliding_window": 5}),
     "dropout": ((6, 6), {"dropout": 0.5}),

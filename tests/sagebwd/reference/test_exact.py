@@ -134,3 +134,24 @@ def test_4096_tokens_need_little_memory(draw):
         on_rows=lambda x: largest.append(x.p.numel()),
     )
     assert max(largest) <= 2**20
+
+
+def test_sinks_and_wider_values(draw):
+    """A key more whose value is zero, which queries see that see no other."""
+    q, k, v, _ = draw(50, 30, heads=4, kv_heads=2, dtype=torch.float64)
+    v = torch.cat([v, v.cos()], -1).requires_grad_()
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 5.0], dtype=torch.float64, requires_grad=True)
+    q, k = q.requires_grad_(), k.requires_grad_()
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    s = q @ keys.mT * q.shape[-1] ** -0.5
+    distance = torch.arange(30) - torch.arange(50)[:, None]
+    s = s.masked_fill((distance < -5) | (distance > 0), -torch.inf)
+    s = torch.cat([s, sinks[:, None, None].expand(2, 4, 50, 1)], -1)
+    p = s.softmax(-1)[..., :-1]
+    out = p @ values
+    grad_out = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    gradients = torch.autograd.grad(out, (q, k, v, sinks), grad_out)
+    wanted = {"out": out, "lse": s.logsumexp(-1), "p": p}
+    wanted |= dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=True))
+    options = {"window_size": (5, 0), "sinks": sinks, "matrices": True, "elements_at_once": 500}
+    assert_close(exact_attention(q, k, v, grad_out, **options), wanted, wanted.keys())

@@ -1,0 +1,119 @@
+"""Attention sinks in parts of torch. Their values, in every kernel set: test_lse_gradient.py."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from sagebwd import SageConfig, sage_attention
+from sagebwd.metrics import relative_l2
+
+SINKS = torch.tensor([-1.0, 2.0])
+
+
+@pytest.fixture
+def leaves(draw):
+    """q, k, v of 40 tokens and two heads, and their sinks."""
+    return [x.requires_grad_() for x in (*draw(40, kv_heads=1)[:3], SINKS.clone())]
+
+
+def attend(q, k, v, sinks, **settings):
+    return sage_attention(q, k, v, sinks=sinks, is_causal=True, enable_gqa=True, **settings)
+
+
+def test_no_sink_is_a_sink_that_nothing_reaches(leaves):
+    q, k, v, _ = leaves
+    assert torch.equal(attend(q, k, v, torch.full((2,), -torch.inf)), attend(q, k, v, None))
+    out, lse = attend(q, k, v, torch.full((2,), 1e30), return_lse=True)
+    assert not out.any()
+    assert (lse == 1e30).all()
+
+
+def test_halves_of_the_keys_of_which_one_has_the_sink(draw):
+    """As in ring attention, whose first part takes it."""
+    q, k, v, _ = draw(40)
+    config = SageConfig(int8_matmuls=())
+    attend = functools.partial(sage_attention, config=config, return_lse=True)
+    whole, whole_lse = attend(q, k, v, sinks=SINKS)
+    parts = attend(q, k[:, :, :15], v[:, :, :15], sinks=SINKS), attend(q, k[:, :, 15:], v[:, :, 15:])
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = sum(out * (own - lse).exp()[..., None] for out, own in parts)
+    torch.testing.assert_close(lse, whole_lse)
+    torch.testing.assert_close(out, whole)
+
+
+def test_sinks_alone_have_a_gradient(leaves):
+    q, k, v, sinks = leaves
+    (wanted,) = torch.autograd.grad(attend(*leaves).sum(), sinks)
+    q, k, v = (x.detach() for x in (q, k, v))
+    for found in (
+        torch.autograd.grad(attend(q, k, v, sinks).sum(), sinks)[0],
+        torch.func.grad(lambda x: attend(q, k, v, x).sum())(sinks),
+    ):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_compiled_without_a_break(leaves):
+    wanted = torch.autograd.grad(attend(*leaves).sum(), leaves)
+    torch.compiler.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for x, y in zip(torch.autograd.grad(compiled(*leaves).sum(), leaves), wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_vmap(leaves):
+    """Over batches that have sinks of their own."""
+    q, k, v, sinks = (x.detach() for x in leaves)
+    sinks = torch.stack([sinks, sinks + 1])
+    found = torch.vmap(attend)(q[:, None], k[:, None], v[:, None], sinks)
+    for n in range(2):
+        torch.testing.assert_close(found[n], attend(q[n : n + 1], k[n : n + 1], v[n : n + 1], sinks[n]))
+
+
+@pytest.mark.parametrize("wanted", [0, 3])
+def test_a_second_derivative_is_refused(leaves, wanted):
+    (dk,) = torch.autograd.grad(attend(*leaves).sum(), leaves[1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(dk.sum(), leaves[wanted])
+
+
+def test_a_gradient_by_torch_func_is_refused(leaves):
+    with pytest.raises(NotImplementedError, match="no gradient under functorch transforms"):
+        torch.func.grad(lambda *x: attend(*x).sum())(*leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(leaves, dtype):
+    """Sinks of any dtype; the output has that of autocast."""
+    q, k, v, sinks = leaves
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(q, k, v, sinks.to(dtype))
+    assert out.dtype == torch.bfloat16
+    assert relative_l2(out, attend(*leaves)) < 0.02
+
+
+def test_without_keys(leaves):
+    q, k, v, sinks = leaves
+    out, lse = attend(q, k[:, :, :0], v[:, :, :0], sinks, return_lse=True)
+    assert not out.any()
+    assert torch.equal(lse, sinks[:, None].expand_as(lse))
+    dq, dsinks = torch.autograd.grad(out.sum() + lse.sum(), (q, sinks))
+    assert not dq.any()
+    assert torch.equal(dsinks, torch.tensor([80.0, 80.0]))
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"),
+    [
+        ([0.0, 0.0], "sinks is a list; pass a floating-point torch.Tensor"),
+        (torch.zeros(2, dtype=torch.int), "sinks is int32; pass a floating-point torch.Tensor"),
+        (torch.zeros(1), r"sinks has shape \(1,\); pass \(heads,\), here \(2,\)"),
+        (torch.zeros(2, 1), r"sinks has shape \(2, 1\); pass \(heads,\), here \(2,\)"),
+        (torch.zeros(2, device="meta"), "sinks is on meta and q on cpu; move it there"),
+    ],
+)
+def test_refuses_with_the_fix(leaves, sinks, message):
+    with pytest.raises(ValueError, match=message):
+        attend(*leaves[:3], sinks)
