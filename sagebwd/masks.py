@@ -103,7 +103,7 @@ def check_combination(
         return mask
     starts = mask.visible & ~pad(mask.visible[:, :-1], (1, 0))
     has_holes = starts.sum(1) > 1
-    if _can_read(has_holes) and has_holes.any():
+    if can_read(has_holes) and has_holes.any():
         raise ValueError(
             "with window_size, the mask must hide tokens only before and after all visible ones, and it has "
             f"holes; {WHAT_FITS}"
@@ -213,7 +213,7 @@ def _of_attn_mask(mask: Tensor, q: Tensor, k: Tensor) -> KeyMask:
         return KeyMask(mask)
     visible = ~(mask <= HIDES_FROM)
     is_wrong = (visible & (mask != 0)).any(1)
-    if _can_read(is_wrong) and is_wrong.any():
+    if can_read(is_wrong) and is_wrong.any():
         raise ValueError(
             f"attn_mask has values other than 0 and {HIDES_FROM:.0f} or less, which are a bias; {WHAT_FITS}"
         )
@@ -249,7 +249,7 @@ def _check_tensor(name: str, mask: Any, q: Tensor) -> None:
         raise ValueError(f"{name} is on {mask.device} and query on {q.device}; move it there")
 
 
-def _can_read(x: Tensor) -> bool:
+def can_read(x: Tensor) -> bool:
     """Whether the values of x can be read without a wait for a GPU or a break in a traced graph."""
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return type(x) is Tensor and x.device.type == "cpu" and not is_traced

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from sagebwd.attention import with_sinks
 from sagebwd.config import SageConfig
+from sagebwd.masks import can_read
 from sagebwd.reference.documents import slices
 from sagebwd.usage import counted_attention
 from sagebwd.validation import check_sinks
@@ -145,7 +146,7 @@ def align_documents(
         )
     given = (("cu_seqlens_q", cu_seqlens, n_q), ("cu_seqlens_k", cu_seqlens_kv, n_kv))
     for name, boundaries, tokens in given:
-        if type(boundaries) is Tensor and boundaries.is_cpu and not torch.compiler.is_compiling():
+        if can_read(boundaries):
             slices(name, boundaries, tokens)
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     queries, keys = ends - starts, cu_seqlens_kv.diff().long()

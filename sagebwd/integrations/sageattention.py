@@ -18,6 +18,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.integrations.alignment import align_documents, aligned_attention, window_of
+from sagebwd.masks import can_read
 from sagebwd.usage import counted_attention
 from sagebwd.validation import check_config
 
@@ -44,6 +46,11 @@ ACCUMULATORS = ("fp16", "fp16+fp32", "fp32", "fp32+fp16", "fp32+fp32")
 
 #: The names under which programs import SageAttention.
 NAMES = ("sageattention", "sageattention.core")
+
+NO_RULE = (
+    "for which SageAttention has no rule; use sagebwd.integrations.flash_attn.flash_attn_varlen_func (mask "
+    "from the bottom right)"
+)
 
 _installed_config = DEFAULT_CONFIG
 
@@ -244,7 +251,9 @@ def sageattn_varlen(
         k, v: (T_kv, H_kv, D), H a multiple of H_kv.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 or int64, the boundaries in q, and in k and v.
         max_seqlen_q, max_seqlen_k: length of the longest sequence; not used.
-        is_causal: only where each sequence has as many queries as keys, as in SageAttention.
+        is_causal: only where each sequence has as many queries as keys, as in SageAttention. Boundaries on a
+            GPU are not read: there the mask counts from the last query and key, as flash_attn's does, and
+            costs less if both are one tensor.
         sm_scale, smooth_k, config: as of :func:`sageattn`.
 
     Returns:
@@ -254,15 +263,18 @@ def sageattn_varlen(
         ValueError, NotImplementedError: an argument is not supported; the message names it.
     """
     if is_causal and q.shape[0] != k.shape[0]:
-        raise ValueError(
-            f"is_causal=True with {q.shape[0]} queries and {k.shape[0]} keys, for which SageAttention has no "
-            "rule; use sagebwd.integrations.flash_attn.flash_attn_varlen_func (mask from the bottom right)"
-        )
+        raise ValueError(f"is_causal=True with {q.shape[0]} queries and {k.shape[0]} keys, {NO_RULE}")
+    if is_causal and can_read(cu_seqlens_q) and can_read(cu_seqlens_k):
+        lengths, lengths_kv = (x.diff().tolist() for x in (cu_seqlens_q, cu_seqlens_k))
+        if lengths != lengths_kv:
+            raise ValueError(
+                f"is_causal=True with lengths {lengths} of queries and {lengths_kv} of keys, {NO_RULE}"
+            )
+    window = window_of(is_causal, (-1, -1))
+    alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = counted_attention(
-        "sageattn_varlen", q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=True,
-        cu_seqlens=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, config=_smoothing(config, smooth_k, None),
-    )  # fmt: skip
+    config = _smoothing(config, smooth_k, None)
+    out, _ = aligned_attention("sageattn_varlen", q, k, v, alignment, sm_scale, config, with_lse=False)
     return out[0].transpose(0, 1)
 
 

@@ -83,6 +83,33 @@ def test_packed_sequences(is_causal, draw):
     assert_same(found, truth)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_causal_mask_over_sequences_that_differ_in_length(draw, device):
+    """As many tokens in all. The mask counts from the bottom right where lengths are not read."""
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    inputs = [x[0].transpose(0, 1).to(device, dtype) for x in draw(30, batch=1, head_dim=8)]
+    boundaries, boundaries_kv = (torch.tensor(x, device=device) for x in ([0, 10, 30], [0, 20, 30]))
+
+    def attend(q, k, v):
+        lengths = (boundaries, boundaries_kv, 20, 20)
+        return sageattention.sageattn_varlen(q, k, v, *lengths, is_causal=True, config=EXACT)
+
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"lengths \[10, 20\] of queries and \[20, 10\] of keys"):
+            attend(*inputs[:3])
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    found = gradients(compiled, *inputs)
+    seen = [torch.ones(n, m, device=device).tril(m - n) for n, m in ((10, 20), (20, 10))]
+    seen = torch.block_diag(*seen).bool()
+
+    def exact(*leaves):
+        q, k, v = (x.transpose(0, 1) for x in leaves)
+        p = (q @ k.mT * 8**-0.5).masked_fill(~seen, -1e9).softmax(-1) * seen
+        return (p @ v).transpose(0, 1)
+
+    assert_same(found, gradients(exact, *(x.double() for x in inputs)), 1e-5 if device == "cpu" else 5e-3)
+
+
 @pytest.mark.parametrize("function", [DENSE[0], DENSE[2]])
 def test_masks_that_hide_keys(function, draw):
     """SageAttention drops ``attn_mask`` in silence. One that differs between queries is refused."""
