@@ -96,25 +96,27 @@ def sage_attention(
         ValueError: an argument is not supported, or the arguments do not fit together.
         NotImplementedError: a setting, device or GPU without kernels, a second derivative, torch.func.grad.
     """
-    q, k, v = query, key, value
-    check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
+    check_arguments(query, key, value, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
     check_is_causal(is_causal)
     check_window(window_size)
-    check_sinks(sinks, q)
-    mask = masks.find_key_mask(q, k, attn_mask, key_padding_mask)
-    q, k, v = cast_to_autocast_dtype(*(_with_one_batch(x) for x in (q, k, v)))
+    check_sinks(sinks, query)
+    mask = masks.find_key_mask(query, key, attn_mask, key_padding_mask)
+    q, k, v = cast_to_autocast_dtype(query, key, value)
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    is_plain = query.dim() == 4 and head_dim == value_dim
+    if not is_plain:
+        q, k, v = (_as_plain(x, max(head_dim, value_dim)) for x in (q, k, v))
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     asked = Window.of(is_causal, window_size)
     window = asked.narrowed(q.shape[-2], k.shape[-2])
     if mask is not None:
         has_documents = cu_seqlens is not None
         mask = masks.check_combination(mask, q, k, asked, window, has_documents=has_documents)
-    q, k, v = _with_one_width(q, k, v)
     with_lse = return_lse or sinks is not None
     if 0 in (*q.shape, *k.shape):
         out, lse = _nothing(q, k, v)
     else:
-        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        scale = head_dim**-0.5 if scale is None else float(scale)
         chosen = dispatch.choose(q, scale, encode(config), kernels)
         params = AttentionParams(window, scale, config, chosen, cu_seqlens, cu_seqlens_kv)
         if mask is None:
@@ -124,12 +126,11 @@ def sage_attention(
             params = params._replace(cu_seqlens=tokens.cu_seqlens, cu_seqlens_kv=tokens.cu_seqlens_kv)
             out, lse = ops.attend(*tokens.pack(q, k, v), params, with_lse=with_lse)
             out, lse = tokens.unpack(out), tokens.unpack(lse) if with_lse else None
-    if value.shape[-1] != out.shape[-1]:
-        out = out[..., : value.shape[-1]]
+    out = out if head_dim <= value_dim else out[..., :value_dim]
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
-    if query.dim() != 4:
-        out = out.reshape(*query.shape[:-1], value.shape[-1])
+    if not is_plain:
+        out = out.reshape(*query.shape[:-1], value_dim)
         lse = lse.reshape(query.shape[:-1]) if with_lse else None
     return (out, lse) if return_lse else out
 
@@ -145,17 +146,13 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     return out * share.unsqueeze(-1), torch.logaddexp(lse, sinks)
 
 
-def _with_one_batch(x: Tensor) -> Tensor:
-    """(…, H, N, D) or (N, D) as (B, H, N, D)."""
-    if x.dim() == 4:
-        return x
-    return x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+def _as_plain(x: Tensor, width: int) -> Tensor:
+    """(…, H, N, D) or (N, D) as (B, H, N, width).
 
-
-def _with_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """With zeros added to the channels of the narrower: no logit changes, nor the first channels of out."""
-    width = max(q.shape[-1], v.shape[-1])
-    return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    Channels of zeros, in q and k or in v, change no logit and not the others of out.
+    """
+    x = x.flatten(0, -4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+    return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

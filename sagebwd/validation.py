@@ -168,13 +168,14 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    if not q.dim() == k.dim() == v.dim() >= 2:
+    of_q, of_k, of_v = q.shape, k.shape, v.shape
+    if not len(of_q) == len(of_k) == len(of_v) >= 2:
         raise ValueError(f"got {_shapes(q, k, v)}; each must be (batch, heads, tokens, head size)")
-    if k.shape[:-1] != v.shape[:-1]:
+    if of_k[:-1] != of_v[:-1]:
         raise ValueError(f"got {_shapes(q, k, v)}; k and v must have the same shape but for the head size")
-    if q.shape[:-3] != k.shape[:-3]:
+    if of_q[:-3] != of_k[:-3]:
         raise ValueError(f"got {_shapes(q, k, v)}; the batch must be the same for all")
-    if q.shape[-1] != k.shape[-1]:
+    if of_q[-1] != of_k[-1]:
         raise ValueError(f"got {_shapes(q, k, v)}; q and k must have the same head size")
     heads, kv_heads = _heads(q), _heads(k)
     if kv_heads == 0 != heads or (kv_heads and heads % kv_heads):
