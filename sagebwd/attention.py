@@ -10,14 +10,7 @@ from sagebwd import dispatch, masks
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
-from sagebwd.validation import (
-    cast_to_autocast_dtype,
-    check_arguments,
-    check_documents,
-    check_is_causal,
-    check_sinks,
-    check_window,
-)
+from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents, check_sinks
 from sagebwd.window import FULL, Window
 
 
@@ -97,9 +90,8 @@ def sage_attention(
         NotImplementedError: a setting, device or GPU without kernels, a second derivative, torch.func.grad.
     """
     check_arguments(query, key, value, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
-    check_is_causal(is_causal)
-    check_window(window_size)
     check_sinks(sinks, query)
+    asked = Window.of(is_causal, window_size)
     mask = masks.find_key_mask(query, key, attn_mask, key_padding_mask)
     q, k, v = cast_to_autocast_dtype(query, key, value)
     head_dim, value_dim = query.shape[-1], value.shape[-1]
@@ -107,7 +99,6 @@ def sage_attention(
     if not is_plain:
         q, k, v = (_as_plain(x, max(head_dim, value_dim)) for x in (q, k, v))
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
-    asked = Window.of(is_causal, window_size)
     window = asked.narrowed(q.shape[-2], k.shape[-2])
     if mask is not None:
         has_documents = cu_seqlens is not None

@@ -39,7 +39,8 @@ from sagebwd.kernel_rules import (
     describe,
     obstacles,
 )
-from sagebwd.validation import check_arguments, check_is_causal, check_window, is_autocast
+from sagebwd.validation import check_arguments, is_autocast
+from sagebwd.window import Window
 
 #: Devices whose tensors run the reference if no kernel set is asked for.
 REFERENCE_DEVICES = ("cpu", "meta")
@@ -126,8 +127,7 @@ def explain(
     k = q if k is None else k
     v = k if v is None else v
     check_arguments(q, k, v, scale=None, enable_gqa=True, config=config)
-    check_is_causal(is_causal)
-    check_window(window_size)
+    Window.of(is_causal, window_size)
     dtype = q.dtype
     if is_autocast(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sagebwd.validation import check_tensor, show
 from sagebwd.window import FULL, Window
 
 #: Additive masks hide a key by −inf, by the least number of their dtype, or by −10,000 rounded to it.
@@ -55,10 +56,10 @@ def find_key_mask(
     of_attn_mask = None if attn_mask is None else _of_attn_mask(attn_mask, q, k)
     if key_padding_mask is None:
         return of_attn_mask
-    _check_tensor("key_padding_mask", key_padding_mask, q)
+    check_tensor("key_padding_mask", key_padding_mask, q)
     if key_padding_mask.dtype != torch.bool:
         raise ValueError(
-            f"key_padding_mask is {_dtype(key_padding_mask)}; pass bool, True for the keys that take part"
+            f"key_padding_mask is {show(key_padding_mask.dtype)}; pass bool, True for the keys that take part"
         )
     if key_padding_mask.shape != (*batch, n_kv):
         raise ValueError(
@@ -200,9 +201,9 @@ def _end_to_end(x: Tensor) -> Tensor:
 def _of_attn_mask(mask: Tensor, q: Tensor, k: Tensor) -> KeyMask:
     if isinstance(mask, bool):
         raise ValueError(f"attn_mask is {mask}; pass a torch.Tensor, or is_causal by name: is_causal={mask}")
-    _check_tensor("attn_mask", mask, q)
+    check_tensor("attn_mask", mask, q)
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"attn_mask is {_dtype(mask)}; pass a bool or an additive floating-point tensor")
+        raise ValueError(f"attn_mask is {show(mask.dtype)}; pass a bool or an additive floating-point tensor")
     if mask.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"attn_mask wants a gradient, and SageBwd has no bias; pass attn_mask.detach() if it only hides "
@@ -242,18 +243,7 @@ def _without_heads_and_queries(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     return mask[..., 0, 0, :].expand(*batch, shape[-1]).reshape(prod(batch), shape[-1])
 
 
-def _check_tensor(name: str, mask: Any, q: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"{name} is a {type(mask).__name__}; pass a torch.Tensor")
-    if mask.device != q.device:
-        raise ValueError(f"{name} is on {mask.device} and query on {q.device}; move it there")
-
-
 def can_read(x: Tensor) -> bool:
     """Whether the values of x can be read without a wait for a GPU or a break in a traced graph."""
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return type(x) is Tensor and x.device.type == "cpu" and not is_traced
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -78,32 +78,23 @@ def check_documents(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_
         )
 
 
-def check_is_causal(is_causal: Any) -> None:
-    """Raise ValueError unless ``is_causal`` is true or false."""
-    if is_causal not in (True, False):
-        raise ValueError(f"is_causal is {is_causal!r}; pass True or False")
-
-
-def check_window(window_size: Any) -> None:
-    """Raise ValueError unless ``window_size`` is (left, right), two integers of −1 or more."""
-    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-    if not is_pair or not all(isinstance(x, int) and not isinstance(x, bool) for x in window_size):
-        raise ValueError(f"window_size is {window_size!r}; pass two integers, (left, right); -1 is no limit")
-    if min(window_size) < -1:
-        raise ValueError(f"window_size is {tuple(window_size)}; pass numbers of keys, or -1 for no limit")
-
-
 def check_sinks(sinks: Any, q: Tensor) -> None:
     """Raise ValueError unless ``sinks`` is None or a logit for each head of q (…, H, N, D)."""
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        kind = _show(sinks.dtype) if isinstance(sinks, Tensor) else f"a {type(sinks).__name__}"
-        raise ValueError(f"sinks is {kind}; pass a floating-point torch.Tensor, a logit for each head")
+    check_tensor("sinks", sinks, q)
+    if not sinks.is_floating_point():
+        raise ValueError(f"sinks is {show(sinks.dtype)}; pass a floating-point tensor")
     if sinks.shape != (_heads(q),):
-        raise ValueError(f"sinks has shape {_show(sinks.shape)}; pass (heads,), here {(_heads(q),)}")
-    if sinks.device != q.device:
-        raise ValueError(f"sinks is on {sinks.device} and q on {q.device}; move it there")
+        raise ValueError(f"sinks has shape {show(sinks.shape)}; pass (heads,), here {(_heads(q),)}")
+
+
+def check_tensor(name: str, x: Any, q: Tensor) -> None:
+    """Raise ValueError unless ``x`` is a tensor on the device of q."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device} and q on {q.device}; move it there")
 
 
 def check_backward_mode(*tensors: Tensor) -> None:
@@ -122,7 +113,7 @@ def check_grad_out(grad_out: Tensor, q: Tensor) -> None:
     for name in ("shape", "dtype", "device"):
         found, wanted = getattr(grad_out, name), getattr(q, name)
         if found != wanted:
-            raise ValueError(f"grad_out has {name} {_show(found)}; the output has {_show(wanted)}, match it")
+            raise ValueError(f"grad_out has {name} {show(found)}; the output has {show(wanted)}, match it")
 
 
 def cast_to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -161,9 +152,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES:
-            raise ValueError(f"{name} is {_show(x.dtype)}; cast it to float16, bfloat16 or float32")
+            raise ValueError(f"{name} is {show(x.dtype)}; cast it to float16, bfloat16 or float32")
     if not autocast and len({q.dtype, k.dtype, v.dtype}) > 1:
-        found = ", ".join(_show(x.dtype) for x in (q, k, v))
+        found = ", ".join(show(x.dtype) for x in (q, k, v))
         raise ValueError(f"q, k, v are {found}; cast them to one dtype")
 
 
@@ -198,7 +189,7 @@ def _check_scale(scale: Any) -> None:
     """A tensor is taken for its value, which is a number outside autograd: it gets no gradient."""
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
-            raise ValueError(f"scale has shape {_show(scale.shape)}; pass one number for all logits")
+            raise ValueError(f"scale has shape {show(scale.shape)}; pass one number for all logits")
         if scale.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 "scale is a tensor that wants a gradient, and would get none; multiply q by it and pass "
@@ -211,19 +202,16 @@ def _check_scale(scale: Any) -> None:
 
 
 def _check_boundaries(name: str, boundaries: Any, q: Tensor) -> None:
-    if not isinstance(boundaries, Tensor):
-        raise ValueError(f"{name} is a {type(boundaries).__name__}; pass a torch.Tensor")
+    check_tensor(name, boundaries, q)
     if boundaries.dtype not in BOUNDARY_DTYPES:
-        raise ValueError(f"{name} is {_show(boundaries.dtype)}; cast it to int32 or int64")
+        raise ValueError(f"{name} is {show(boundaries.dtype)}; cast it to int32 or int64")
     if boundaries.dim() != 1 or len(boundaries) < 2:
         raise ValueError(
-            f"{name} has shape {_show(boundaries.shape)}; pass (documents + 1,), "
+            f"{name} has shape {show(boundaries.shape)}; pass (documents + 1,), "
             "the first token of each document and the end of the last"
         )
-    if boundaries.device != q.device:
-        raise ValueError(f"{name} is on {boundaries.device} and q on {q.device}; move it there")
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """A shape, dtype or device as a message prints it."""
     return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

@@ -20,7 +20,20 @@ class Window(NamedTuple):
 
     @classmethod
     def of(cls, is_causal: bool, window_size: Sequence[int] = (-1, -1)) -> Window:
-        """Both masks at once. ``window_size`` must have passed :func:`sagebwd.validation.check_window`."""
+        """Both masks at once.
+
+        Raises:
+            ValueError: ``is_causal`` is not true or false, or ``window_size`` not two integers of −1 or more.
+        """
+        if is_causal not in (True, False):
+            raise ValueError(f"is_causal is {is_causal!r}; pass True or False")
+        is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+        if not is_pair or not all(isinstance(x, int) and not isinstance(x, bool) for x in window_size):
+            raise ValueError(
+                f"window_size is {window_size!r}; pass two integers, (left, right); -1 is no limit"
+            )
+        if min(window_size) < -1:
+            raise ValueError(f"window_size is {tuple(window_size)}; pass numbers of keys, or -1 for no limit")
         left, right = window_size
         return cls(left, 0 if is_causal else right)
 

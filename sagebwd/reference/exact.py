@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sagebwd.reference.documents import cut, locate
 from sagebwd.reference.result import AttentionResult
-from sagebwd.validation import check_documents, check_window
+from sagebwd.validation import check_documents
 from sagebwd.window import FULL, Window
 
 #: Elements of P that are computed at once (128 MiB in float64); some six such matrices are alive together.
@@ -82,7 +82,6 @@ def exact_attention(
         ValueError: the boundaries of the documents do not fit the tensors, or the window is not one.
     """
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
-    check_window(window_size)
     window = Window.of(is_causal, window_size)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     has_gradients = grad_out is not None

@@ -234,7 +234,7 @@ KEYS = torch.ones(2, 8, dtype=torch.bool)
         ({"key_padding_mask": KEYS[:, :7]}, r"shape \(2, 7\); pass \(batch, keys\), here \(2, 8\)"),
         (
             {"key_padding_mask": KEYS.to("meta")},
-            "key_padding_mask is on meta and query on cpu; move it there",
+            "key_padding_mask is on meta and q on cpu; move it there",
         ),
     ],
 )

@@ -107,8 +107,8 @@ def test_without_keys(leaves):
 @pytest.mark.parametrize(
     ("sinks", "message"),
     [
-        ([0.0, 0.0], "sinks is a list; pass a floating-point torch.Tensor"),
-        (torch.zeros(2, dtype=torch.int), "sinks is int32; pass a floating-point torch.Tensor"),
+        ([0.0, 0.0], "sinks is a list; pass a torch.Tensor"),
+        (torch.zeros(2, dtype=torch.int), "sinks is int32; pass a floating-point tensor"),
         (torch.zeros(1), r"sinks has shape \(1,\); pass \(heads,\), here \(2,\)"),
         (torch.zeros(2, 1), r"sinks has shape \(2, 1\); pass \(heads,\), here \(2,\)"),
         (torch.zeros(2, device="meta"), "sinks is on meta and q on cpu; move it there"),
