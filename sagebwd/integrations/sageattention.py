@@ -6,7 +6,7 @@
 Names, argument order, layouts and defaults are SageAttention's. It swallows arguments that it does not know;
 here such an argument is a TypeError, and one that SageBwd does not compute is refused. What its arguments
 ``qk_quant_gran``, ``pv_accum_dtype`` and ``quantization_backend`` choose between are its own kernels. They
-are checked, and change nothing: ``config`` says what SageBwd quantizes.
+change nothing: ``config`` says what SageBwd quantizes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,6 @@ LOG = logging.getLogger(__name__)
 
 #: Where each layout has its heads; tokens are at the other of 1 and 2.
 HEAD_AXIS = {"HND": 1, "NHD": 2}
-
-#: Values that SageAttention knows.
-GRANULARITIES = ("per_warp", "per_thread")
-BACKENDS = ("triton", "cuda")
-ACCUMULATORS = ("fp16", "fp16+fp32", "fp32", "fp32+fp16", "fp32+fp32")
 
 #: The names under which programs import SageAttention.
 NAMES = ("sageattention", "sageattention.core")
@@ -172,8 +167,7 @@ def sageattn_qk_int8_pv_fp16_triton(
     attn_mask: Tensor | None = None,
     config: SageConfig | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`sageattn`; ``quantization_backend`` is checked, and changes nothing."""
-    _check_choice("quantization_backend", quantization_backend, BACKENDS)
+    """As :func:`sageattn`; ``quantization_backend`` changes nothing."""
     options = {"smooth_k": smooth_k, "attn_mask": attn_mask, "config": config}
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **options)
 
@@ -194,9 +188,7 @@ def sageattn_qk_int8_pv_fp16_cuda(
     attn_mask: Tensor | None = None,
     config: SageConfig | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`sageattn`; ``qk_quant_gran`` and ``pv_accum_dtype`` are checked, and change nothing."""
-    _check_choice("qk_quant_gran", qk_quant_gran, GRANULARITIES)
-    _check_choice("pv_accum_dtype", pv_accum_dtype, ACCUMULATORS)
+    """As :func:`sageattn`; ``qk_quant_gran`` and ``pv_accum_dtype`` change nothing."""
     options = {"smooth_k": smooth_k, "smooth_v": smooth_v, "attn_mask": attn_mask, "config": config}
     return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **options)
 
@@ -284,8 +276,3 @@ def _smoothing(config: SageConfig | None, smooth_k: bool | None, smooth_v: bool 
     given = {"smooth_k": smooth_k, "smooth_v": smooth_v}
     changed = {name: x for name, x in given.items() if x is not None and x != getattr(config, name)}
     return replace(config, **changed) if changed else config
-
-
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; SageAttention knows {', '.join(map(repr, known))}")
