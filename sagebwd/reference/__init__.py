@@ -15,8 +15,7 @@ from sagebwd.interface import AttentionParams, ForwardResult, no_mean, nothing_p
 from sagebwd.reference import documents
 from sagebwd.reference.algorithm import Output, SoftmaxGradientTiles
 from sagebwd.reference.documents import Document
-from sagebwd.reference.exact import exact_attention
-from sagebwd.reference.result import AttentionResult
+from sagebwd.reference.exact import AttentionResult, exact_attention
 from sagebwd.validation import check_arguments, check_documents, check_grad_out
 from sagebwd.window import Window
 

@@ -1,4 +1,4 @@
-"""Arguments of CUDA kernels: structures as C lays them out, and how values are packed for the driver."""
+"""Arguments of CUDA kernels: structures as C lays them out, results to fill, and values for the driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sagebwd.kernels.layout import Segments
+from sagebwd.kernels.layout import Axis, Segments, empty_result
 from sagebwd.window import Window
 
 #: For kernels, no limit of a window: more than all tokens, so that sums with it do not overflow.
@@ -58,6 +58,28 @@ class CWindow(ctypes.Structure):
     def of(cls, window: Window) -> CWindow:
         """``window`` with :data:`NO_LIMIT` for −1."""
         return cls(*(NO_LIMIT if limit < 0 else min(limit, NO_LIMIT) for limit in window))
+
+
+class Result:
+    """A tensor for kernels to fill, laid out as ``x``; (B, N, H, D) in memory if x is a stand-in.
+
+    Kernels write contiguous channels. Where x has another layout they fill a buffer, which is then copied.
+    Tokens that belong to no document are not visited, and so are zero from the start, or all with
+    ``is_zeroed``.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis, *, is_zeroed: bool = False) -> None:
+        self._result = empty_result(x)
+        self._buffer = self._result if self._result.stride(-1) == 1 else x.new_empty(x.shape)
+        if is_zeroed or axis.segments is not None:
+            self._buffer.zero_()
+        self.target = CTokenTensor.of(self._buffer)
+
+    def finish(self) -> Tensor:
+        """The tensor; call it after the kernels that fill it were launched."""
+        if self._buffer is not self._result:
+            self._result.copy_(self._buffer)
+        return self._result
 
 
 def _null(_: None) -> int:

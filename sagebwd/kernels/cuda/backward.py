@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.interface import AttentionParams, ForwardResult
+from sagebwd.kernels.cuda.arguments import Result
 from sagebwd.kernels.cuda.packing import Packer, packed_mean
-from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.layout import Axes
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from sagebwd.interface import AttentionParams, ForwardResult, nothing_packed
-from sagebwd.kernels.cuda.arguments import CTokenTensor, pointers
+from sagebwd.kernels.cuda.arguments import CTokenTensor, Result, pointers
 from sagebwd.kernels.cuda.packing import Packer, saved_mean
-from sagebwd.kernels.cuda.result import Result
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axes
 
