@@ -128,7 +128,7 @@ def exact_attention(
                 found = ExactRows(rows, columns, visible, cut(q, rows).to(dtype) @ own_keys.mT * scale)
                 found = _attend(found, own_values, sinks, result)
                 if has_gradients:
-                    found = _differentiate(found, q, own_keys, own_values, grad_out, sinks, scale, result)
+                    found = _differentiate(found, q, own_keys, own_values, grad_out, scale, result)
                 _keep_matrices(found, result)
                 if on_rows is not None:
                     on_rows(found._replace(s=_fill_hidden(found.s, visible, 0.0)))
@@ -175,8 +175,8 @@ def _attend(found: ExactRows, values: Tensor, sinks: Tensor | None, result: Atte
 
 
 def _differentiate(
-    found: ExactRows, q: Tensor, keys: Tensor, values: Tensor, grad_out: Tensor, sinks: Tensor | None,
-    scale: float, result: AttentionResult,
+    found: ExactRows, q: Tensor, keys: Tensor, values: Tensor, grad_out: Tensor, scale: float,
+    result: AttentionResult,
 ) -> ExactRows:  # fmt: skip
     """dP and dS of these rows; delta and dq are written to ``result``, the other gradients added to it."""
     rows, columns, group = found.queries, found.keys, q.shape[1] // result.dk.shape[1]
@@ -188,9 +188,8 @@ def _differentiate(
     result.dq[..., rows, :] = ds @ keys * scale
     result.dk[..., columns, :] += _sum_over_group(ds.mT @ queries * scale, group)
     result.dv[..., columns, :] += _sum_over_group(found.p.mT @ grads, group)
-    if sinks is not None:  # dS of the sink, whose dP is zero
-        share = (sinks.to(delta.dtype).unsqueeze(-1) - result.lse[..., rows]).exp()
-        result.dsinks[:] -= (share * delta).sum((0, 2))
+    if result.dsinks is not None:  # its P is what is left, its dP is zero
+        result.dsinks.sub_(((1 - found.p.sum(-1)) * delta).sum((0, 2)))
     return found._replace(dp=dp, ds=ds)
 
 
