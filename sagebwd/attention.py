@@ -132,7 +132,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     Its value is zero, so it only takes its share of the softmax. In the dtype of out: products in fp32 would
     move three times the bytes, and the rounding is a tenth of INT8's.
     """
-    sinks = sinks.float().unsqueeze(-1)
+    # Not −inf: minus the lse of a query without keys it would be NaN.
+    sinks = sinks.float().clamp(min=torch.finfo(torch.float32).min).unsqueeze(-1)
     share = (lse - sinks).sigmoid().to(out.dtype)
     return out * share.unsqueeze(-1), torch.logaddexp(lse, sinks)
 

@@ -164,11 +164,11 @@ def _zero_result(
 def _attend(found: ExactRows, values: Tensor, sinks: Tensor | None, result: AttentionResult) -> ExactRows:
     """P of the logits, with which out and lse of these rows are written to ``result``."""
     logits = _fill_hidden(found.s, found.visible, -torch.inf)
-    p = _fill_hidden(logits.softmax(-1), found.visible, 0.0)  # NaN in a row without keys
-    lse = logits.logsumexp(-1)
+    p, lse = logits.softmax(-1), logits.logsumexp(-1)
     if sinks is not None:
         p = p * (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid().unsqueeze(-1)
         lse = torch.logaddexp(lse, result.lse[..., found.queries])
+    p = _fill_hidden(p, found.visible, 0.0)  # NaN in a row without keys
     result.lse[..., found.queries] = lse
     result.out[..., found.queries, :] = p @ values
     return found._replace(p=p)

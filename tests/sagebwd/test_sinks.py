@@ -30,6 +30,10 @@ def attend(q, k, v, sinks, **settings):
 def test_no_sink_is_a_sink_that_nothing_reaches(leaves):
     q, k, v, _ = leaves
     assert torch.equal(attend(q, k, v, torch.full((2,), -torch.inf)), attend(q, k, v, None))
+    none = torch.full((2,), -torch.inf, requires_grad=True)
+    out = attend(q, k, v, none, window_size=(5, 0), key_padding_mask=torch.arange(40)[None].expand(2, -1) < 9)
+    assert not out[:, :, 9:].any()  # queries without keys
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v, none)))
     out, lse = attend(q, k, v, torch.full((2,), 1e30), return_lse=True)
     assert not out.any()
     assert (lse == 1e30).all()

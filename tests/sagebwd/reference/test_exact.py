@@ -155,3 +155,6 @@ def test_sinks_and_wider_values(draw):
     wanted |= dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=True))
     options = {"window_size": (5, 0), "sinks": sinks, "matrices": True, "elements_at_once": 500}
     assert_close(exact_attention(q, k, v, grad_out, **options), wanted, wanted.keys())
+    without = exact_attention(q, k, v, grad_out, **options | {"sinks": None})
+    none = exact_attention(q, k, v, grad_out, **options | {"sinks": torch.full((4,), -torch.inf)})
+    assert_close(none, vars(without), ("out", "lse", "p", "dq", "dk", "dv"))
