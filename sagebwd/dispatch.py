@@ -127,7 +127,7 @@ def explain(
     k = q if k is None else k
     v = k if v is None else v
     check_arguments(q, k, v, scale=None, enable_gqa=True, config=config)
-    Window.of(is_causal, window_size)
+    Window.of(is_causal, window_size)  # which raises
     dtype = q.dtype
     if is_autocast(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
