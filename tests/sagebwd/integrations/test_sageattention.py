@@ -216,8 +216,9 @@ def test_install_refuses_what_is_no_config():
 )
 def test_refused_by_name(settings, message, draw):
     q, k, v, _ = draw(3, 5, heads=2, kv_heads=1, head_dim=8)
-    with pytest.raises(ValueError, match=message):
-        sageattention.sageattn(q, k, v, **settings)
+    for tensors in ((q, k, v), (q[0], k[0], v[0])):
+        with pytest.raises(ValueError, match=message):
+            sageattention.sageattn(*tensors, **settings)
 
 
 def test_arguments_that_sageattention_does_not_know_are_refused(draw):
