@@ -36,7 +36,8 @@ class Corpus:
     val: TokenShards  # of a mixture, that of the source with the largest weight
     tokenizer: Tokenizer
     manifest: Manifest  # of a mixture, one that is made from those of its sources
-    validation: tuple[ValidationSet, ...] = ()  # all; the weights sum to one
+    validation: tuple[ValidationSet, ...]  # all; the weights sum to one
+    checksums: dict[str, str]  # of the tokens of each text, by its setting
 
 
 class Opened(NamedTuple):
@@ -63,13 +64,14 @@ def open_corpus(settings: DataSettings) -> Corpus:
         ValidationSet(one.name, text.val, weights.get(one.name, 0) / total)
         for one, text in zip(recipes, texts, strict=True)
     )
+    checksums = {one.where: text.manifest.checksum for one, text in zip(recipes, texts, strict=True)}
     sources = dict(zip(weights, texts, strict=False))  # training texts come first
     first = sources[max(weights, key=weights.__getitem__)]
     if settings.source != MIXTURE:
-        return Corpus(first.train, first.val, tokenizer, first.manifest, validation)
+        return Corpus(first.train, first.val, tokenizer, first.manifest, validation, checksums)
     train = Mixture(tuple(weights), tuple(weights.values()), tuple(text.train for text in sources.values()))
     manifest = _joined({name: text.manifest for name, text in sources.items()}, weights)
-    return Corpus(train, first.val, tokenizer, manifest, validation)
+    return Corpus(train, first.val, tokenizer, manifest, validation, checksums)
 
 
 def _joined(manifests: dict[str, Manifest], weights: dict[str, int]) -> Manifest:

@@ -1,5 +1,7 @@
 """A prepared text on disk: shards of token ids, a record for each unit, and a manifest of all."""
 
+import hashlib
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,12 @@ class Manifest:
     def ids(self) -> np.dtype:
         """The dtype of the shards."""
         return id_dtype(self.vocab_size)
+
+    @property
+    def checksum(self) -> str:
+        """Of all tokens, by those of the shards."""
+        sums = {split: [shard.sha256 for shard in shards] for split, shards in self.shards.items()}
+        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.shards[split])

@@ -8,16 +8,19 @@ import subprocess
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+import trainer.loop
 from tests import warm
-from tests.cli import ROOT, assert_same_run, metrics, wait_for_step
-from trainer import distributed, launch, settings
+from tests.cli import ROOT, assert_same_run, losses, metrics, wait_for_step
+from trainer import distributed, identity, launch, settings
 from trainer.errors import Interrupted, LostRanks, TrainingError
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer
@@ -239,6 +242,81 @@ def test_a_rank_that_is_asked_to_stop_stops_all_a_step_later(datasets, tmp_path)
     output = warm.two_ranks(settings, *faults, codes=codes)
     assert "stopped at step 6 of 12 and saved" in output
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000006"]
+
+
+def test_ranks_that_would_not_train_the_same_say_which_and_what(datasets, tmp_path):
+    """Whatever one of them was started with, before anything is trained; where the text is may differ."""
+    for name, word in (("one", "dark"), ("same", "dark"), ("other", "damp")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "book.txt").write_text(f"It was a {word} and stormy night.\n" * 400)
+
+    def run(name, *overrides, root="one"):
+        place = (f"run_dir={tmp_path / name}", f"data.path={tmp_path / root / 'book.txt'}")
+        text = ("data=text", "data.tokenizer=bytes")
+        few = ("hardware.micro_batch=2", "sample_tokens=0", "steps=2", "tps.warmup_steps=0")
+        return warm.debug_settings(datasets / root, *few, *text, *place, *overrides)
+
+    told = {
+        "optimizer.lr=1e-5": "optimizer.lr is 1e-05 on rank 1, 0.003 on rank 0",
+        "seed=7": "seed is 7 on rank 1, 1 on rank 0",
+        "attention=sagebwd": "attention.backend is sagebwd on rank 1, fpa on rank 0",
+        "steps=12": "steps is 12 on rank 1, 2 on rank 0",
+        "eval_every=1": "eval_every is 1 on rank 1, 4 on rank 0",
+        "run_dir=elsewhere": "run_dir is elsewhere on rank 1",
+    }
+    runs = [(run("run"), run("run", one)) for one in told]
+    runs += [(run("run"), run("run", root="other")), *[(run("run"), run("run", root="same"))] * 2]
+    main, other = warm.refusals(*runs)
+    assert main == other
+    for said, expected in zip(main, told.values(), strict=False):
+        assert said.startswith("SettingsError: the ranks of this run would not train the same thing")
+        assert expected in said
+        assert said.count("rank 1") == 1 or "attention" in said
+    assert "the text of data is" in main[-3]
+    assert main[-2:] == ["", ""]
+    assert len(losses(tmp_path / "run")) == 2
+    assert "is finished" in (tmp_path / "run.out").read_text()
+
+
+def test_ranks_with_other_code_or_packages_are_told_apart(datasets, monkeypatch):
+    settings = warm.debug_settings(datasets)
+    ours = identity.of_rank(settings)
+    monkeypatch.setattr(identity, "PACKAGES", ("numpy",))
+    assert ours.keys() - identity.of_rank(settings).keys() == {"torch", "triton"}
+    assert ours["torch"] == metadata.version("torch")
+
+
+def flip_a_bit(step: int, key: str) -> None:
+    """In one weight of this rank, after a step."""
+    original = Trainer._train_step
+
+    def train_step(trainer):
+        result = original(trainer)
+        if trainer.step == step - 1:
+            weight = dict(trainer.llama.named_parameters())[key].detach().flatten()
+            weight.view(torch.int32)[5] ^= 1
+        return result
+
+    Trainer._train_step = train_step
+
+
+def compare_every(steps: int) -> None:
+    trainer.loop.COMPARE_EVERY = steps
+
+
+@pytest.mark.parametrize("every", [100, 1])
+def test_weights_that_drift_apart_stop_the_run_before_they_are_saved(datasets, tmp_path, every):
+    """In the lowest bit of one weight: at the next checkpoint, or before that."""
+    common = ("hardware.micro_batch=2", "steps=8", "checkpoint_every=2", "sample_tokens=0")
+    settings = warm.debug_settings(datasets, *common, f"run_dir={tmp_path / 'run'}")
+    often = functools.partial(compare_every, every)
+    faults = [[often], [often, functools.partial(flip_a_bit, 5, "layers.1.input_layernorm.weight")]]
+    output = warm.two_ranks(settings, *faults, codes=(1, 1))
+    assert f"after step {6 if every == 100 else 5}, 1 weights of rank 1 are not those of rank 0" in output
+    assert "layers.1." in output
+    assert "Traceback" not in output
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "step_00000004"
+    assert not (tmp_path / "run" / "DIVERGED").exists()
 
 
 def test_lost_ranks_are_told_from_mistakes():

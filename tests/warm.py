@@ -93,6 +93,16 @@ def train_all(*runs: Settings, ranks: int) -> None:
     assert [process.exitcode for process in processes] == [0] * ranks, output.read_text()
 
 
+def refusals(*runs: tuple[Settings, Settings]) -> list[list[str]]:
+    """What two ranks that train these, each its own of a pair, refuse them with ("": nothing); by rank."""
+    port, queue = _free_port(), SERVER.SimpleQueue()
+    output = Path(f"{runs[0][0].run_dir}.out")
+    for rank, settings in enumerate(zip(*runs, strict=True)):
+        SERVER.Process(target=_try_all, args=(settings, output, _torchrun(rank, 2, port), queue)).start()
+    found = dict(queue.get() for _ in range(2))
+    return [found[0], found[1]]
+
+
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -133,6 +143,20 @@ def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, st
         distributed.joined = lambda device: nullcontext(ranks)
         for one in runs:
             train(one)
+
+
+def _try_all(runs: Sequence[Settings], output: Path, environment: dict[str, str], queue) -> None:
+    told = []
+    _begin(output, environment | {"TORCHELASTIC_RUN_ID": "test"})
+    with distributed.joined("cpu") as ranks:
+        distributed.joined = lambda device: nullcontext(ranks)
+        for one in runs:
+            try:
+                train(one)
+                told.append("")
+            except Exception as error:
+                told.append(f"{type(error).__name__}: {error}")
+        queue.put((ranks.rank, told))
 
 
 def _begin(output: Path, environment: dict[str, str]) -> None:

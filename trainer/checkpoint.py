@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,6 @@ from trainer.errors import TrainingError, explain
 from trainer.seal import checkpoints_in
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 NO_PROCESS_GROUP = "torch.distributed is disabled, unavailable or uninitialized"  # a warning of torch
 
@@ -139,7 +137,7 @@ class Checkpoints:
         with it. It raises TrainingError if that is not of this run. This raises TrainingError if there are
         checkpoints but none is intact, because starting over is the user's decision.
         """
-        path, sealed = from_main(self.ranks, lambda: self._newest_intact(check))
+        path, sealed = self.ranks.from_main(lambda: self._newest_intact(check))
         if path is None:
             return None
         self._load(path, sealed, model, optimizer)
@@ -250,21 +248,6 @@ class Checkpoints:
         return None, None
 
 
-def from_main(ranks: Ranks, work: Callable[[], T]) -> T:
-    """The result of `work()` on the main rank, or its TrainingError or OSError, on all ranks."""
-
-    def attempt() -> tuple[T | None, TrainingError | OSError | None]:
-        try:
-            return work(), None
-        except (TrainingError, OSError) as error:
-            return None, error
-
-    result, problem = ranks.from_main(attempt)
-    if problem is not None:
-        raise problem
-    return cast(T, result)
-
-
 def load_weights(folder: Path, step: int, model: nn.Module) -> None:
     """Read only the weights of one checkpoint of `folder` into a model on one device.
 
@@ -336,6 +319,10 @@ def _reason(error: BaseException) -> str:
     """The operating system's message, out of torch's wrapper."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    if isinstance(error, OSError):
-        return explain(error)
+    # torch.save says where in the file it failed, and in its context why, which is not sent to other ranks.
+    for one in (error, error.__context__):
+        if isinstance(one, OSError):
+            return explain(one)
+    if "unexpected pos" in str(error):
+        return "the disk is full, or refused the rest of a file"
     return str(error).splitlines()[0] if str(error) else type(error).__name__

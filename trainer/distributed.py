@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from model.config import LlamaConfig, parameter_count
-from trainer.errors import Interrupted, LostRanks
+from trainer.errors import Interrupted, LostRanks, SettingsError, TrainingError
 from trainer.settings import HardwareSettings
 
 T = TypeVar("T")
@@ -51,12 +51,47 @@ class Ranks:
             dist.barrier()
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """Call `make()` on the main rank; return its result on every rank."""
+        """Call `make()` on the main rank; return its result, or raise its error, on every rank."""
         if self.count == 1:
             return make()
-        box = [make() if self.is_main else None]
+        box: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                box[0] = make()
+            except (TrainingError, Interrupted, OSError, ValueError) as error:
+                box[1] = error
         dist.broadcast_object_list(box)
-        return cast(T, box[0])
+        result, problem = box
+        if problem is not None:
+            raise problem
+        return cast(T, result)
+
+    def compare(self, facts: dict[str, Any]) -> None:
+        """Raise SettingsError, on all ranks, if a rank has other `facts` than the main one; it names them."""
+        if self.count == 1:
+            return
+        of_rank: list[Any] = [None] * self.count
+        dist.all_gather_object(of_rank, facts)
+        expected = of_rank[0]
+        differing = [
+            f"{name} is {found.get(name)} on rank {rank}, {expected.get(name)} on rank 0"
+            for rank, found in enumerate(of_rank)
+            for name in sorted(found.keys() | expected.keys())
+            if found.get(name) != expected.get(name)
+        ]
+        if differing:
+            listed = [f"\n  - {one}" for one in differing[:8]]
+            more = f"\n  - and {len(differing) - 8} more" if len(differing) > 8 else ""
+            raise SettingsError(
+                f"the ranks of this run would not train the same thing:{''.join(listed)}{more}\nGive all "
+                "ranks the same settings, code, packages and text"
+            )
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of all ranks, (ranks, …)."""
+        gathered = [torch.empty_like(values) for _ in range(self.count)]
+        dist.all_gather(gathered, values)
+        return torch.stack(gathered)
 
     def largest(self, value: int) -> int:
         """The largest value of all ranks."""

@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from model.config import flops_per_token, parameter_count
 from model.generate import generate
 from model.llama import Llama
 from trainer import distributed, identity, interrupt, parallel
-from trainer.checkpoint import Checkpoints, from_main
+from trainer.checkpoint import Checkpoints
 from trainer.checks import sizes_of
 from trainer.distributed import Ranks, is_sharded
-from trainer.divergence import Guard
+from trainer.divergence import Guard, check_copies
 from trainer.errors import Interrupted, TrainingError, explain, user_facing
 from trainer.estimate import check_memory, report_memory
 from trainer.evaluate import bytes_per_token, described, validation_loss, validation_record
@@ -34,9 +34,10 @@ from trainer.export import draw, export, model_card
 from trainer.interrupt import StopRequest
 from trainer.machine import peak_memory_gib, peak_tflops
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
+from trainer.plan import check_disk
 from trainer.probe import Alarm, Probe, build_probe
 from trainer.profiling import start_profiler
-from trainer.record import Record, Stopwatch, log_to
+from trainer.record import Record, Stopwatch, holes, log_to, logged_steps
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.seal import checkpoints_in
 from trainer.settings import Settings
@@ -44,6 +45,8 @@ from trainer.spikes import SpikeDetector, log_spike
 from trainer.trackers import derived, start_tensorboard, start_wandb
 
 log = logging.getLogger(__name__)
+
+COMPARE_EVERY = 100  # steps after which ranks compare their copies of the weights
 
 
 def train(settings: Settings) -> None:
@@ -61,10 +64,17 @@ def train(settings: Settings) -> None:
         with_user_facing_errors(settings),
         ranks.reporting_lost_ranks(),
     ):
+        if ranks.count > 1:
+            ranks.compare(identity.of_rank(settings))
         estimate = check_memory(settings, ranks.count)
+        ranks.from_main(lambda: check_disk(settings))
         directory = RunDirectory(Path(settings.run_dir))
+        if distributed.under_torchrun() and ranks.from_main(lambda: directory.is_finished_with(settings)):
+            if ranks.is_main:
+                print(f"{directory.path} is finished; rerun_finished=true trains it again")
+            return
         with directory.locked() if ranks.is_main else nullcontext():
-            from_main(ranks, lambda: directory.open(settings))
+            ranks.from_main(lambda: directory.open(settings))
             if ranks.is_main:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
@@ -109,12 +119,15 @@ class Trainer:
         self.sizes = sizes_of(settings, ranks.count)
         starts_from = self._find_init_from()
         self.corpus = self._open_corpus()
+        self.prompt = self._encode_prompt()
         self.loader = self._make_loader()
         self.backend = self._build_backend()
+        ranks.compare({"the attention": self.backend.description})
         self.llama = self._build_model()
         if starts_from:
             with user_facing(ValueError, OSError):
                 model.huggingface.load_into(self.llama, starts_from)
+            check_copies(self.llama, ranks, step=0)
             log.info("starting from the weights in %s", starts_from)
         self.wrapped, self.compiled = parallel.place(
             self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
@@ -148,6 +161,9 @@ class Trainer:
         settings, sizes = self.settings, self.sizes
         try:
             self.stopwatch.start()
+            if self.step:
+                check_copies(self.llama, self.ranks, self.step)
+                self._measure(self.ranks.from_main(self._measured))
             steps_timed, first_step = 0, True
             while self.step < sizes.steps:
                 loss, grad_norm, rate = self._train_step()
@@ -167,16 +183,14 @@ class Trainer:
                 if self.profiler and self.profiler.advance():
                     with self._off_the_clock():
                         self.profiler.write(self.step)
-                if self.probe and self.step % settings.probe.every == 0:
+                if self.step % COMPARE_EVERY == 0:
                     with self._off_the_clock():
-                        self._probe(self.probe)
-                if self.step % settings.eval_every == 0 or last:
-                    with self._off_the_clock():
-                        self._evaluate()
+                        check_copies(self.llama, self.ranks, self.step)
                 if self.step % settings.checkpoint_every == 0 or last:
                     with self._off_the_clock():
                         self._save()
                 self._stop_if_asked()
+                self._measure()
             self.checkpoints.wait()
             self._finish()
             self.ranks.barrier()
@@ -239,6 +253,25 @@ class Trainer:
         self.stop_asked = stop > 0
         self.checkpoints.poll(writing=writing > 0, failed=failed > 0)
 
+    def _measure(self, done: Collection[str] = ()) -> None:
+        """What is due after this step, unless a record of it has the key in `done`: probe and validation.
+
+        After the checkpoint, so that whatever fails here loses no step. A run that resumes makes up for it.
+        """
+        settings = self.settings
+        if self.probe and self.step % settings.probe.every == 0 and "probe/seconds" not in done:
+            with self._off_the_clock():
+                self._probe(self.probe)
+        due = self.step % settings.eval_every == 0 or self.step == self.sizes.steps
+        if due and "val_loss" not in done:
+            with self._off_the_clock():
+                self._evaluate()
+
+    def _measured(self) -> list[str]:
+        """The keys of the records of this step."""
+        records = read_metrics(self.directory.metrics)
+        return [key for record in records if record["step"] == self.step for key in record]
+
     def _probe(self, probe: Probe) -> None:
         """Measure the attention with the current weights, on the first sequences of the step just done."""
         indices = self.loader.sequence_indices(self.step - 1)[: self.settings.probe.sequences]
@@ -293,9 +326,7 @@ class Trainer:
         )
 
     def _sample(self) -> str:
-        prompt = torch.tensor(
-            [self.corpus.tokenizer.encode(self.settings.sample_prompt)], device=self.ranks.device
-        )
+        prompt = torch.tensor([self.prompt], device=self.ranks.device)
         with self._autocast(), parallel.uncompiled():
             tokens = generate(
                 self.llama,
@@ -349,9 +380,11 @@ class Trainer:
     def _save(self) -> None:
         """Save a checkpoint. Raises TrainingError if the state is not finite: it would be of no use."""
         self.guard.check_state(self.step)
-        wandb_id = self.ranks.from_main(lambda: self.record.wandb_id if self.record else None)
-        extra = {
-            "wandb_id": wandb_id,
+        if self.record:
+            self.record.sync()
+        extra = {  # what the main rank says counts
+            "wandb_id": self.record.wandb_id if self.record else None,
+            "logged": self.record.logged if self.record else None,
             "data": self.corpus.manifest.fingerprint,
             "tokenizer": self.corpus.manifest.recipe["tokenizer"],
             "settings": identity.recorded(self.settings),
@@ -368,7 +401,13 @@ class Trainer:
                 self.directory.truncate_metrics(step)
             if step:
                 log.info("continuing %s from step %d", self.directory.path, step)
+                self._report_holes(step, restored.get("logged", 0))  # older checkpoints do not say
         return restored
+
+    def _report_holes(self, step: int, logged: int) -> None:
+        steps = logged_steps(self.directory.metrics)
+        if told := holes(steps, step=step, logged=logged, log_every=self.settings.log_every):
+            log.warning("%s: %s. The curve of this run stays so", self.directory.metrics, told)
 
     def _check_run(self, path: Path, sealed: dict[str, Any]) -> None:
         """Raise TrainingError if the checkpoint is of another run, or of a run on other text."""
@@ -412,25 +451,33 @@ class Trainer:
 
     def _open_corpus(self) -> Corpus:
         """Open the data; on first use the main rank prepares it while the others wait."""
+
+        def open_unless_stopped() -> None:
+            with self.stop.at_once("stopped before the first step; the same command continues"):
+                opened.append(open_corpus(self.settings.data))
+
+        opened: list[Corpus] = []
         with user_facing(ValueError, OSError):
-            opened = self._open_unless_stopped() if self.ranks.is_main else None
-            stopped = self.ranks.from_main(lambda: opened if isinstance(opened, Interrupted) else None)
-            if stopped:
-                raise stopped  # on all ranks
-            corpus = opened or open_corpus(self.settings.data)
-        prompt = self.settings.sample_prompt
-        if self.settings.sample_tokens and not corpus.tokenizer.encode(prompt):  # now, not at an evaluation
-            raise TrainingError(
-                f"sample_prompt={prompt!r} has no token; give it another beginning, or use sample_tokens=0"
-            )
+            self.ranks.from_main(open_unless_stopped)
+            if not opened:
+                open_unless_stopped()
+        (corpus,) = opened
+        self.ranks.compare({f"the text of {name}": checksum for name, checksum in corpus.checksums.items()})
         return corpus
 
-    def _open_unless_stopped(self) -> Corpus | Interrupted:
+    def _encode_prompt(self) -> list[int]:
+        """The tokens of sample_prompt, before the first step. Raises TrainingError if there are none."""
+        prompt, reason = self.settings.sample_prompt, "it has no token"
         try:
-            with self.stop.at_once("stopped before the first step; the same command continues"):
-                return open_corpus(self.settings.data)
-        except Interrupted as stop:
-            return stop
+            tokens = self.corpus.tokenizer.encode(prompt) if self.settings.sample_tokens else []
+        except Exception as error:  # tokenizers raises no other kind
+            tokens, reason = [], str(error)
+        if self.settings.sample_tokens and not tokens:
+            raise TrainingError(
+                f"sample_prompt={prompt!r} cannot be continued: {reason}. Give it another beginning, or use "
+                "sample_tokens=0"
+            )
+        return tokens
 
     def _make_loader(self) -> BatchLoader:
         settings, ranks = self.settings, self.ranks

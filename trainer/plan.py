@@ -12,6 +12,7 @@ from data.settings import DataSettings
 from model.config import attention_flops_per_token, flops_per_token, parameter_count
 from trainer.checks import Sizes, check
 from trainer.distributed import is_sharded
+from trainer.errors import TrainingError
 from trainer.estimate import Memory, checkpoint_copy, gib, memory, state_bytes
 from trainer.machine import matmul_flops, peak_of, peak_tflops
 from trainer.settings import Settings
@@ -161,8 +162,24 @@ def _disk(settings: Settings, sizes: Sizes) -> Rows:
     yield "disk", ""
     yield "  checkpoints", f"{gib(kept * state)}, {kept} of {gib(state)}"
     yield "  weights", gib(4 * parameter_count(settings.model))
-    free = shutil.disk_usage(_existing(Path(settings.run_dir or settings.runs_dir))).free
+    free = _free(settings)
     yield "  free for the run", f"{gib(free)}{': not enough' if free < kept * state else ''}"
+
+
+def check_disk(settings: Settings) -> None:
+    """Raise TrainingError if not even one checkpoint fits on the disk that a run saves them to."""
+    needed, free = state_bytes(settings), _free(settings)
+    if free < needed:
+        raise TrainingError(
+            f"the disk is too full: a checkpoint takes {gib(needed)}, and {settings.run_dir} has {gib(free)} "
+            "left. Make room, or set run_dir=… to another disk"
+        )
+
+
+def _free(settings: Settings) -> int:
+    """Bytes that are free where the run saves, which may be behind a link."""
+    path = Path(settings.run_dir or settings.runs_dir, "checkpoints")
+    return shutil.disk_usage(_existing(path)).free
 
 
 def _existing(path: Path) -> Path:

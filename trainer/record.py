@@ -7,8 +7,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from tqdm import tqdm
 
 from trainer import interrupt
-from trainer.errors import TrainingError, explain
+from trainer.errors import TrainingError, explain, first
 from trainer.redaction import RedactingFormatter, redact
+from trainer.run_directory import read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class Record:
         tensorboard: Any | None = None,
     ):
         self._path = metrics
+        self.logged = len(set(logged_steps(metrics)))  # how many steps metrics.jsonl has the loss of
         self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; line-buffered
         self._wandb = wandb_run
         loggers = {"W&B": wandb_run, "TensorBoard": tensorboard}
@@ -55,17 +58,29 @@ class Record:
 
     def write(self, values: dict[str, Any]) -> None:
         values = redact({key: None if _is_not_finite(value) else value for key, value in values.items()})
-        try:
+        with self._naming_the_file():
             if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
                 raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
             self._file.write(json.dumps(values) + "\n")
-        except OSError as error:  # does not say which file
+        self.logged += "loss" in values
+        shown = {k: v for k, v in values.items() if k != "step" and v is not None}
+        self._call_loggers(lambda logger: logger.log(shown, step=values["step"]))
+
+    def sync(self) -> None:
+        """Return when all records are on the disk: a checkpoint is not to be ahead of them."""
+        with self._naming_the_file():
+            os.fsync(self._file.fileno())
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """An OSError of writing does not say of which file."""
+        try:
+            yield
+        except OSError as error:
             raise TrainingError(
                 f"could not write to {self._path}: {explain(error)}. Make room or fix the folder; the same "
                 "command then continues from the last checkpoint"
             ) from error
-        shown = {k: v for k, v in values.items() if k != "step" and v is not None}
-        self._call_loggers(lambda logger: logger.log(shown, step=values["step"]))
 
     def alert(self, title: str, text: str) -> None:
         """Send a W&B alert (by mail or Slack, as configured there), if W&B is in use."""
@@ -110,6 +125,28 @@ class Record:
 
 def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)  # JSON has no NaN
+
+
+def logged_steps(metrics: Path) -> list[int]:
+    """The steps that metrics.jsonl has the loss of, in the order of its lines; none if there is no file."""
+    records = read_metrics(metrics) if metrics.exists() else []
+    return [record["step"] for record in records if "loss" in record]
+
+
+def holes(steps: Sequence[int], *, step: int, logged: int, log_every: int) -> str | None:
+    """What is wrong with these `logged_steps` of a run that continues from `step`; None if nothing.
+
+    logged: how many there were when that checkpoint was saved.
+    """
+    found = []
+    if wrong := [after for before, after in pairwise(steps) if after <= before]:
+        found.append(f"lines are doubled or out of order, at steps {first(wrong)}")
+    there = sorted({*steps})
+    if len(there) < logged:
+        gaps = [(a + 1, b - 1) for a, b in pairwise([0, *there, step + 1]) if b - a > log_every]
+        told = first([f"{a} to {b}" for a, b in gaps])
+        found.append(f"{logged - len(there)} of {logged} records are missing, in steps {told}")
+    return " and ".join(found) or None
 
 
 def log_to(file: Path | None) -> None:

@@ -8,7 +8,6 @@ import platform
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -208,7 +207,7 @@ class RunDirectory:
         line = {
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": redact(sys.argv),
-            "commit": find_commit(),
+            "commit": identity.find_commit(),
             "device": _device_name(device),
             "devices": devices,
             "python": platform.python_version(),
@@ -238,8 +237,6 @@ class RunDirectory:
 
         step: that of the checkpoint that was loaded. Raises ValueError if another line is damaged.
         """
-        if step and not self.metrics.exists():
-            log.warning("%s is gone: the curve of the first %d steps is lost", self.metrics, step)
         for path in (self.metrics, self.spikes):
             if path.exists():
                 kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
@@ -282,22 +279,6 @@ def _device_name(device: torch.device) -> str:
     return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
 
 
-def find_commit() -> str | None:
-    """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
-    # status would otherwise write the index, and leave its lock behind where it cannot
-    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
-    try:
-        commit = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout
-        changed = subprocess.run(
-            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
-        ).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit.strip() + ("+" if changed else "")
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl or spikes.jsonl; a last line that a crash cut short is left out.
 
@@ -336,6 +317,8 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
         complete = file.read().rfind(b"\n") + 1
         file.truncate(complete)
         file.write(json.dumps(record).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 import errno
 import logging
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -285,6 +286,40 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     assert checkpoints(tmp_path).load_newest(*make())["step"] == 1
+
+
+@pytest.mark.parametrize("room", [0, 100, 598, 700, 1000])
+def test_a_file_that_the_disk_refuses_the_rest_of_is_told_as_a_full_disk(tmp_path, monkeypatch, room):
+    """torch says of some "unexpected pos 704 vs 598", as another rank does, which sends the text alone."""
+    save = torch.save
+
+    class Refusing:
+        def __init__(self, file):
+            self.file, self.left = file, room
+
+        def write(self, content):
+            self.left -= self.file.write(content[: self.left])
+            if self.left == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return len(content)
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(torch, "save", lambda value, file: save(value, Refusing(file)))
+    net, optimizer = make()
+    train_step(net, optimizer)
+    with pytest.raises(TrainingError, match=r"the disk is full\. Make room") as caught:
+        checkpoints(tmp_path).save(1, net, optimizer, {})
+    (original,) = caught.value.__cause__.failures.values()
+    found = pickle.loads(pickle.dumps(dcp.CheckpointException("", {1: original})))
+
+    def fail(*_, **__):
+        raise found
+
+    monkeypatch.setattr(dcp, "save", fail)
+    with pytest.raises(TrainingError, match="the disk is full"):
+        checkpoints(tmp_path).save(1, net, optimizer, {})
 
 
 def test_file_that_cannot_grow_leaves_the_previous_checkpoint(tmp_path):

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import torch._inductor.config
 
@@ -197,3 +198,43 @@ def test_a_step_waits_for_the_device_once(train_here, tmp_path, monkeypatch):
     assert waits.pop("validation_loss") == 1
     assert waits.pop("_on_any_rank") == 3  # whether a checkpoint is finite; copying it waits anyway
     assert not waits
+
+
+def test_a_checkpoint_is_not_ahead_of_the_metrics_on_the_disk(train_here, tmp_path, monkeypatch):
+    synced, named = {}, {}
+    fsync, rename = os.fsync, os.rename
+
+    def note_sync(handle):
+        fsync(handle)
+        path = Path(os.readlink(f"/proc/self/fd/{handle if isinstance(handle, int) else handle.fileno()}"))
+        synced[path.name] = path.read_text() if path.suffix == ".jsonl" else None
+
+    def note_rename(old, new):
+        named[Path(new).name] = synced.get("metrics.jsonl", "")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    train_here(
+        tmp_path / "run", "steps=6", "checkpoint_every=2", "eval_every=3", "checkpoint_background=false"
+    )
+    steps = {name: [json.loads(line)["step"] for line in text.splitlines()] for name, text in named.items()}
+    assert [max(steps[f"step_{step:08d}"]) for step in (2, 4, 6)] == [2, 4, 6]
+
+
+def test_a_sample_prompt_that_cannot_be_encoded_is_named(train_here, tmp_path):
+    """A vocabulary of words without one for others: tokenizers fails on what is not in it."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"dark": 0, "night": 1, "</s>": 2}))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "book.txt").write_text("dark night\n" * 2000)
+    text = (
+        "data=text",
+        f"data.path={tmp_path / 'book.txt'}",
+        f"data.tokenizer={tmp_path / 'tokenizer.json'}",
+    )
+    own = (*text, f"data.root={tmp_path / 'data'}")
+    with pytest.raises(TrainingError, match=r"^sample_prompt='The ' cannot be continued: .*UNK"):
+        train_here(tmp_path / "run", *own)
+    assert train_here(tmp_path / "run", *own, "sample_prompt=dark", "steps=1", "tps.warmup_steps=0").step == 1

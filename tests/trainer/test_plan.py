@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from train import run
 from trainer import estimate
 from trainer import plan as plans
 from trainer.checks import check
-from trainer.plan import ASSUMED_MFU, MFU_ON_H200, SCALING, describe, run_seconds, speed
+from trainer.errors import TrainingError
+from trainer.plan import ASSUMED_MFU, MFU_ON_H200, SCALING, check_disk, describe, run_seconds, speed
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -91,3 +93,17 @@ def test_a_disk_that_is_too_small_is_named(compose_settings, monkeypatch, tmp_pa
     table = describe(settings, 1)
     assert "303 of 3.6 GiB" in table  # 300 milestones, two newest, one that is being written
     assert "10.0 GiB: not enough" in table
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused(compose_settings, tmp_path, monkeypatch):
+    """The disk of the checkpoints, which may lie behind a link."""
+    settings = compose_settings("experiment=debug", f"run_dir={tmp_path / 'run'}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "other")
+    free = {tmp_path / "other": estimate.state_bytes(settings)}
+    monkeypatch.setattr(plans.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    check_disk(settings)
+    free[tmp_path / "other"] -= 1
+    with pytest.raises(TrainingError, match=r"a checkpoint takes \d+ MiB, and .*run has \d+ MiB left"):
+        check_disk(settings)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.errors import TrainingError
-from trainer.record import Record, Stopwatch
+from trainer.record import Record, Stopwatch, holes, logged_steps
 from trainer.settings import LoggerSettings
 from trainer.trackers import start_tensorboard
 
@@ -57,6 +57,38 @@ def test_metrics_that_are_replaced_meanwhile_end_the_run(tmp_path):
     with pytest.raises(TrainingError):
         record.write({"step": 2, "loss": 4.0})
     record.close()
+
+
+TO_TWELVE = [*range(1, 13)]
+HOLES = {
+    "none": (TO_TWELVE, 12, 1, None),
+    "cut": (TO_TWELVE[:6], 12, 1, "6 of 12 records are missing, in steps 7 to 12"),
+    "all": ([], 12, 1, "12 of 12 records are missing, in steps 1 to 12"),
+    "the first": (TO_TWELVE[2:], 12, 1, "2 of 12 records are missing, in steps 1 to 2"),
+    "two": ([1, 3, 4, 5, 6, 9, 10, 11, 12], 12, 1, "3 of 12 records are missing, in steps 2 to 2, 7 to 8"),
+    "doubled": ([*TO_TWELVE[:7], *TO_TWELVE[6:]], 12, 1, "lines are doubled or out of order, at steps 7"),
+    "reversed": (TO_TWELVE[::-1], 12, 1, "lines are doubled or out of order, at steps 11, 10, 9, 8, 7, 6, …"),
+    "every fifth": ([1, 5, 10], 3, 5, None),
+    "cut, every fifth": ([1, 5], 3, 5, "1 of 3 records are missing, in steps 6 to 12"),
+    "the interval has changed": ([1, 2, 3, 5, 10], 5, 1, None),
+    "of before they were counted": ([1, 2], 0, 1, None),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_holes_before_a_checkpoint_are_found(hole):
+    steps, logged, log_every, told = HOLES[hole]
+    assert holes(steps, step=12, logged=logged, log_every=log_every) == told
+
+
+def test_a_record_counts_the_steps_with_a_loss_and_those_of_before(tmp_path):
+    for step in (3, 4):
+        record = make_record(tmp_path, None)
+        record.write({"step": step, "loss": 5.0})
+        record.write({"step": step, "val_loss": 5.0})
+        record.close()
+    assert record.logged == 2
+    assert logged_steps(tmp_path / "metrics.jsonl") == [3, 4]
 
 
 def test_alerts_reach_wandb_and_its_failures_do_not_reach_training(tmp_path, caplog):

@@ -285,14 +285,6 @@ def test_a_damaged_line_of_the_metrics_is_named_with_the_command_that_removes_it
     assert directory.metrics.read_text().splitlines() == good[:2]
 
 
-def test_metrics_that_are_gone_are_missed(tmp_path, caplog):
-    directory = RunDirectory(tmp_path)
-    directory.truncate_metrics(0)
-    assert not caplog.messages
-    directory.truncate_metrics(27)
-    assert caplog.messages == [f"{directory.metrics} is gone: the curve of the first 27 steps is lost"]
-
-
 def test_a_line_that_a_full_disk_cut_short_is_replaced_by_the_next(tmp_path):
     file = tmp_path / "environment.jsonl"
     append_line(file, {"start": 1})
