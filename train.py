@@ -15,6 +15,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import arguments, distributed, interrupt, launch, settings, sweep
 from trainer.checks import check
 from trainer.errors import Interrupted, SettingsError, TrainingError
@@ -76,6 +77,7 @@ def _in_sweep() -> bool:
 
 if __name__ == "__main__":
     interrupt.end_with_sweep()
+    use_private_caches()
     settings.register()
     sweep.register()
     arguments.check_or_exit(sys.argv[1:], CONFIGS)

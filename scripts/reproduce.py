@@ -42,6 +42,7 @@ from trainer.identity import may_change
 from trainer.interrupt import StopSignal
 from trainer.run_directory import RunDirectory, read_lines
 from trainer.run_queue import FAILED, FINISHED, POLL_S, Job, Outcome, run_all
+from trainer.trackers import forget_one_run
 
 #: The committed results.
 RESULTS = Path("results")
@@ -237,6 +238,7 @@ def train(runs: Sequence[Run], arguments: argparse.Namespace) -> bool:
         job(run, arguments) for run in runs if not is_settled(RunDirectory(arguments.runs_dir / run.name))
     ]
     places = [*arguments.gpus] * arguments.per_gpu
+    forget_one_run(len(runs))
     failed = []
 
     def note_end(job: Job, outcome: Outcome) -> None:

@@ -198,7 +198,10 @@ def test_missing_data_names_the_command_that_makes_it(command, tmp_path):
     assert "Traceback" not in output
 
 
-def test_help_teaches():
+def test_help_teaches(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
     output = run_fresh([sys.executable, "train.py", "--help"])
     for text in (
         "attention: fpa, sagebwd",
@@ -207,6 +210,8 @@ def test_help_teaches():
         "qk_norm",
     ):
         assert text in output
+    # Whatever it does, compiled kernels are nobody else's.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inductor", "triton"]
 
 
 def test_what_only_training_needs_is_not_imported_before():

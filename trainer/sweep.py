@@ -40,6 +40,7 @@ from trainer.plan import describe
 from trainer.run_directory import default_name, name_directory
 from trainer.run_queue import FINISHED, INTERRUPTED, Job, Outcome, run_all
 from trainer.settings import Settings
+from trainer.trackers import forget_one_run
 
 # ---------------------------------------------------------------------- before and after
 
@@ -63,6 +64,7 @@ class SweepSummary(Callback):
         self._planned = len(runs)
         group = default_name(unresolved(config.hydra.overrides.task))
         os.environ.setdefault("WANDB_RUN_GROUP", group)  # W&B's own; the runs inherit it
+        forget_one_run(self._planned)
         exit_on_signals()  # between the runs, which have handlers of their own
         atexit.register(self._report)  # Hydra calls on_multirun_end only when every run succeeded
 

@@ -12,6 +12,7 @@ from model.config import parameter_count
 from trainer.checks import Sizes
 from trainer.errors import TrainingError
 from trainer.identity import find_commit
+from trainer.interrupt import say
 from trainer.redaction import redact
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import LoggerSettings, Settings
@@ -152,6 +153,13 @@ def _say_where(run: Any) -> None:
         log.info("W&B is offline; to upload this run later: wandb sync %s", Path(run.dir).parent)
     else:
         log.info("W&B: %s", run.url)
+
+
+def forget_one_run(planned: int) -> None:
+    """Drop W&B's variables that name one run, where several are planned: all would write into that one."""
+    for variable in ("WANDB_RUN_ID", "WANDB_NAME"):
+        if planned > 1 and os.environ.pop(variable, None):
+            say(f"{variable} is ignored: it names one run, and {planned} are planned")
 
 
 def _is_true(variable: str) -> bool:

@@ -63,6 +63,16 @@ def test_the_runs_of_a_sweep_have_a_group_of_their_own_unless_one_is_given(begin
     assert group("seed=1,2", "steps=3") == "mine"
 
 
+def test_the_runs_of_a_sweep_do_not_share_a_run_of_wandb(begin, monkeypatch, capsys):
+    for variable in ("WANDB_RUN_ID", "WANDB_NAME"):
+        monkeypatch.setenv(variable, "mine")
+    begin("seed=1")
+    assert (os.environ["WANDB_RUN_ID"], os.environ["WANDB_NAME"]) == ("mine", "mine")
+    begin("seed=1,2")
+    assert not {"WANDB_RUN_ID", "WANDB_NAME"} & os.environ.keys()
+    assert "WANDB_RUN_ID is ignored: it names one run, and 2 are planned" in capsys.readouterr().err
+
+
 def test_the_command_of_a_failed_run_can_be_pasted(begin, capsys):
     summary = begin(*OVERRIDES)
     ((job, other),) = BasicSweeper.split_arguments(PARSER.parse_overrides(OVERRIDES), None)

@@ -6,10 +6,12 @@ no other user can write to the file and its folder. Nothing of CUDA is imported 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import os
 import shlex
+import shutil
 import stat
 import tempfile
 import warnings
@@ -103,7 +105,7 @@ def load_or_compile(sources: Sources, source: str, defines: Defines) -> bytes:
     Warns if the folder of the cache cannot be used, or if other users can write to it, and compiles then.
     """
     folder = cache_folder()
-    if folder is None or not _make_private(folder):
+    if folder is None or not make_private(folder):
         return compile_source(sources, source, defines)[0]
     path = folder / f"{source}-{_fingerprint(sources, source, defines)}.cubin"
     cubin = _read(path)
@@ -181,18 +183,41 @@ def _fingerprint(sources: Sources, source: str, defines: Defines) -> str:
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
 
 
-def _make_private(folder: Path) -> bool:
-    """Create the folder for this user alone. Whether it can be used; if not, warns."""
+def use_private_caches() -> None:
+    """Let PyTorch's compiler and Triton cache where no other user can write. Call it before their import.
+
+    They run what they find there, and PyTorch's default is a folder in /tmp, which anybody can make first. A
+    folder that the user chose is used if it passes the check that ours does. Where there is none that does,
+    one is made for this process and those that it starts.
+    """
+    ours = cache_folder()
+    for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        if chosen := os.environ.get(variable):
+            is_private = make_private(Path(chosen), variable)
+        elif is_private := ours is not None and make_private(ours) and make_private(ours / name):
+            os.environ[variable] = str(ours / name)
+        if not is_private:
+            os.environ[variable] = tempfile.mkdtemp(prefix=f"sagebwd-{name}-")
+            atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
+    # PyTorch keeps precompiled C++ headers in its default folder, whatever the variable says.
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+
+
+def make_private(folder: Path, variable: str = "SAGEBWD_CACHE_DIR") -> bool:
+    """Create the folder for this user alone. Whether it can be used; if not, warns.
+
+    variable: the environment variable that names another.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.stat()
     except OSError as error:
-        _warn_not_cached(folder, str(error), "set SAGEBWD_CACHE_DIR to a writable folder")
+        _warn_not_cached(folder, str(error), f"set {variable} to a writable folder")
         return False
     if problem := _why_not_trusted(status):
         fix = f"if nobody else uses it: chmod go-w {shlex.quote(str(folder))}"
-        _warn_not_cached(folder, problem, f"set SAGEBWD_CACHE_DIR to a folder of your own, or {fix}")
+        _warn_not_cached(folder, problem, f"set {variable} to a folder of your own, or {fix}")
         return False
     return True
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import stat
 import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+import scripts
 from sagebwd.kernels.cuda import compile as compiler
-from sagebwd.kernels.cuda.compile import Sources, load_or_compile
+from sagebwd.kernels.cuda.compile import Sources, load_or_compile, use_private_caches
 from tests.cli import ROOT
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
@@ -244,6 +247,58 @@ def test_cache_folder(monkeypatch, tmp_path):
     assert compiler.cache_folder() == tmp_path / "xdg" / "sagebwd"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert compiler.cache_folder() == tmp_path / ".cache" / "sagebwd"
+
+
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+@pytest.fixture
+def no_caches(monkeypatch, cache):
+    """None is chosen, and the test's own choices are undone."""
+    for variable in (*VARIABLES, "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"):
+        monkeypatch.setenv(variable, "")
+    return cache
+
+
+def test_other_compilers_cache_in_folders_of_ours(no_caches):
+    before = os.umask(0)
+    try:
+        use_private_caches()
+    finally:
+        os.umask(before)
+    folders = [Path(os.environ[variable]) for variable in VARIABLES]
+    assert folders == [no_caches / "inductor", no_caches / "triton"]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (no_caches, *folders)] == [0o700] * 3
+
+
+def test_a_cache_that_the_user_chose_is_kept_if_it_is_private(no_caches, monkeypatch, tmp_path):
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+    use_private_caches()
+    assert [os.environ[variable] for variable in VARIABLES] == [str(tmp_path / v) for v in VARIABLES]
+
+
+def test_commands_use_private_caches(no_caches):
+    importlib.reload(scripts)
+    assert os.environ["TRITON_CACHE_DIR"] == str(no_caches / "triton")
+
+
+@pytest.mark.parametrize("shared", ["chosen", "ours", "inside ours", "of another user"])
+def test_a_cache_that_others_can_write_to_is_not_used(no_caches, monkeypatch, tmp_path, shared):
+    folder = {"chosen": tmp_path / "torchinductor_me", "ours": no_caches}.get(shared, no_caches / "inductor")
+    folder.mkdir(parents=True, mode=0o700)
+    if shared == "of another user":
+        belong_to_another_user(monkeypatch, folder)
+    else:
+        folder.chmod(0o777)
+    if shared == "chosen":
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    with pytest.warns(UserWarning, match=rf"cannot be cached in {folder} "):
+        use_private_caches()
+    used = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert used != folder
+    assert folder not in used.parents
+    assert stat.S_IMODE(used.stat().st_mode) == 0o700
 
 
 # --- Without a compiler -------------------------------------------------------------------------------------
