@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from importlib import metadata
@@ -14,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import trainer.loop
-from tests import warm
-from tests.cli import ROOT, assert_same_run, losses, metrics, wait_for_step
+from tests import rank_work, warm
+from tests.cli import ROOT, assert_same_run, losses, metrics, start, wait_for_step
 from trainer import distributed, identity, launch, settings
 from trainer.errors import Interrupted, LostRanks, TrainingError
-from trainer.interrupt import StopRequest
 from trainer.loop import Trainer
 from trainer.settings import Settings
 
@@ -90,7 +91,8 @@ def assert_close(expected: Path, found: Path, records: int = 10, tolerance: floa
 
 
 def torchrun(command: list[str]) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command[1:]]
+    script = torch.distributed.run.__file__
+    return [sys.executable, script, "--standalone", "--nproc-per-node=2", *command[1:]]
 
 
 def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(command, datasets, tmp_path):
@@ -112,14 +114,14 @@ def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(com
 
 def kill_a_rank_at_step(command: list[str], run_dir: Path, step: int) -> str:
     """What the run printed, having ended by itself within 30 s of one of its ranks being killed."""
-    launcher = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    wait_for_step(lambda: launcher.poll() is None, run_dir, step)
-    os.kill(newest_child(launcher.pid), signal.SIGKILL)
-    output, _ = launcher.communicate(timeout=30)
-    assert launcher.returncode == 1, output
-    return output
+    with tempfile.NamedTemporaryFile("r") as output:
+        launcher = start(command, Path(output.name))
+        wait_for_step(launcher.is_alive, run_dir, step)
+        os.kill(newest_child(launcher.pid), signal.SIGKILL)
+        launcher.join(30)
+        told = output.read()
+    assert launcher.exitcode == 1, told
+    return told
 
 
 def newest_child(pid: int) -> int:
@@ -127,43 +129,16 @@ def newest_child(pid: int) -> int:
     return max(map(int, listed.stdout.split()))
 
 
-def fail_on_rank_1() -> None:
-    with distributed.joined("cpu") as ranks:
-        if ranks.rank == 1:
-            raise KeyError("no such thing")
-        with ranks.reporting_lost_ranks():
-            ranks.barrier()
-
-
 def test_an_exception_on_one_rank_is_shown():
     with pytest.raises(TrainingError, match="continues from the newest checkpoint") as caught:
-        launch.start(fail_on_rank_1, processes=2)
+        launch.start(rank_work.fail_on_rank_1, processes=2)
     assert "KeyError: 'no such thing'\n\nrank 1 failed" in str(caught.value)
     assert "in fail_on_rank_1" in str(caught.value)
 
 
-def hang_on_rank_1() -> None:
-    with distributed.joined("cpu") as ranks:
-        ranks.barrier()
-        ranks.answer_within(1)
-        if ranks.rank == 1:
-            time.sleep(600)
-        with ranks.reporting_lost_ranks():
-            ranks.barrier()
-
-
 def test_a_rank_that_hangs_ends_the_run():
     with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
-        launch.start(hang_on_rank_1, processes=2)
-
-
-def save_when_asked(started: Path) -> None:
-    with distributed.joined("cpu") as ranks, StopRequest() as stop:
-        (started / str(ranks.rank)).touch()
-        while not ranks.largest(stop.signal or 0):
-            time.sleep(0.01)
-        (started / f"{ranks.rank}_saved").touch()
-        raise Interrupted("saved", ranks.largest(stop.signal or 0))
+        launch.start(rank_work.hang_on_rank_1, processes=2)
 
 
 def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
@@ -183,7 +158,7 @@ def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
     asking.start()
     try:
         with pytest.raises(Interrupted, match="saved") as stopped:
-            launch.start(save_when_asked, tmp_path, processes=2)
+            launch.start(rank_work.save_when_asked, tmp_path, processes=2)
     finally:
         signal.signal(signal.SIGUSR2, previous)
         asking.join()

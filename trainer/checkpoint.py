@@ -172,9 +172,9 @@ class Checkpoints:
         final = _path(self.folder, sealed["step"])
         temporary = self.folder / f".writing_{final.name}"
         try:
-            self._on_main(lambda: self._make_folder(temporary))
+            self.ranks.from_main(lambda: self._make_folder(temporary), self._group)
             dcp.save(state, checkpoint_id=temporary, process_group=self._group)  # returns when all ranks have
-            self._on_main(lambda: self._publish(temporary, final, sealed))
+            self.ranks.from_main(lambda: self._publish(temporary, final, sealed), self._group)
         except (OSError, dcp.CheckpointException) as error:
             if self.ranks.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -201,21 +201,6 @@ class Checkpoints:
         if self.published:
             self.published(sealed["step"])
         self._drop_old(sealed["step"])
-
-    def _on_main(self, work: Callable[[], None]) -> None:
-        """Do `work` on the main rank while the others wait. Raises its OSError on all of them."""
-        problem: OSError | None = None
-        if self.ranks.is_main:
-            try:
-                work()
-            except OSError as error:
-                problem = error
-        if self._group is not None:
-            box = [problem]
-            dist.broadcast_object_list(box, group=self._group)
-            problem = box[0]
-        if problem is not None:
-            raise problem
 
     def _drop_old(self, newest: int) -> None:
         """Later ones than `newest` do not count: they are damaged, or the run would have begun there."""

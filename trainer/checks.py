@@ -181,11 +181,6 @@ def check_muon(settings: Settings, ranks: int) -> Problems:
     optimizer = settings.optimizer
     if optimizer.name != "muon":
         return
-    if not hasattr(torch.optim, "Muon"):
-        yield (
-            f"optimizer=muon uses torch.optim.Muon, which PyTorch {torch.__version__} does not have; install "
-            "PyTorch 2.11 or newer, or use optimizer=adamw"
-        )
     if optimizer.muon_momentum is None or optimizer.muon_lr_scale is None:
         yield "optimizer.name=muon leaves Muon's own settings open; use optimizer=muon, which has them"
     if optimizer.muon_lr_scale == "original" and optimizer.muon_lr is None:

@@ -50,7 +50,7 @@ class Ranks:
         if self.count > 1:
             dist.barrier()
 
-    def from_main(self, make: Callable[[], T]) -> T:
+    def from_main(self, make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         """Call `make()` on the main rank; return its result, or raise its error, on every rank."""
         if self.count == 1:
             return make()
@@ -60,7 +60,7 @@ class Ranks:
                 box[0] = make()
             except (TrainingError, Interrupted, OSError, ValueError) as error:
                 box[1] = error
-        dist.broadcast_object_list(box)
+        dist.broadcast_object_list(box, group=group)
         result, problem = box
         if problem is not None:
             raise problem

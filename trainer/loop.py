@@ -37,7 +37,7 @@ from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.plan import check_disk
 from trainer.probe import Alarm, Probe, build_probe
 from trainer.profiling import start_profiler
-from trainer.record import Record, Stopwatch, holes, log_to, logged_steps
+from trainer.record import Record, Stopwatch, log_to, warn_of_holes
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.seal import checkpoints_in
 from trainer.settings import Settings
@@ -148,7 +148,7 @@ class Trainer:
         self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
         self.probe = build_probe(settings, self.llama, self.backend, device=ranks.device, dtype=self._dtype())
         self.alarm = Alarm(settings.probe.alarm, self.probe)
-        self.stop_asked = False  # on any rank, as of the last step
+        self.stop_asked = False
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.record = self._start_record(restored.get("wandb_id")) if ranks.is_main else None
@@ -163,7 +163,8 @@ class Trainer:
             self.stopwatch.start()
             if self.step:
                 check_copies(self.llama, self.ranks, self.step)
-                self._measure(self.ranks.from_main(self._measured))
+                records = self.ranks.from_main(lambda: read_metrics(self.directory.metrics))
+                self._measure({key for one in records if one["step"] == self.step for key in one})
             steps_timed, first_step = 0, True
             while self.step < sizes.steps:
                 loss, grad_norm, rate = self._train_step()
@@ -183,12 +184,12 @@ class Trainer:
                 if self.profiler and self.profiler.advance():
                     with self._off_the_clock():
                         self.profiler.write(self.step)
-                if self.step % COMPARE_EVERY == 0:
-                    with self._off_the_clock():
-                        check_copies(self.llama, self.ranks, self.step)
                 if self.step % settings.checkpoint_every == 0 or last:
                     with self._off_the_clock():
                         self._save()
+                elif self.step % COMPARE_EVERY == 0:
+                    with self._off_the_clock():
+                        check_copies(self.llama, self.ranks, self.step)
                 self._stop_if_asked()
                 self._measure()
             self.checkpoints.wait()
@@ -223,8 +224,11 @@ class Trainer:
                 micro_loss.backward()
             loss += micro_loss.detach()
         grad_norm = parallel.clip_gradients(self.llama, settings.optimizer.grad_clip)
-        mean_loss, norm, *flags = self._exchange(loss, grad_norm, *self._flags())
-        self._act_on(*flags)
+        mean_loss, norm, stop, writing, failed = self._exchange(
+            loss, grad_norm, self.stop.signal is not None, *self.checkpoints.status()
+        )
+        self.stop_asked = stop > 0  # on any rank: all come to the same conclusion
+        self.checkpoints.poll(writing=writing > 0, failed=failed > 0)
         if not (math.isfinite(mean_loss) and math.isfinite(norm)):
             self.guard.check_step(
                 self.step + 1,
@@ -237,21 +241,12 @@ class Trainer:
         parallel.forget_gradients(self.optimizer, settings.hardware)
         return mean_loss, norm, rate
 
-    def _flags(self) -> tuple[bool, bool, bool]:
-        """What this rank has to tell the others: asked to stop; writing a checkpoint; failed to write one."""
-        return self.stop.signal is not None, *self.checkpoints.status()
-
     def _exchange(self, loss: Tensor, grad_norm: Tensor, *flags: bool) -> list[float]:
         """[mean loss over ranks, grad_norm (equal on all ranks), mean of each flag over ranks]."""
         # Filled on the device: copying the flags from the host would wait for the GPU once more.
         values = torch.stack([loss, *(torch.full_like(loss, float(flag)) for flag in flags)])
         mean_loss, *means = self.ranks.mean(values)
         return torch.stack([mean_loss, grad_norm, *means]).tolist()  # the step's only wait
-
-    def _act_on(self, stop: float, writing: float, failed: float) -> None:
-        """Note what any rank said; all ranks come to the same conclusion."""
-        self.stop_asked = stop > 0
-        self.checkpoints.poll(writing=writing > 0, failed=failed > 0)
 
     def _measure(self, done: Collection[str] = ()) -> None:
         """What is due after this step, unless a record of it has the key in `done`: probe and validation.
@@ -266,11 +261,6 @@ class Trainer:
         if due and "val_loss" not in done:
             with self._off_the_clock():
                 self._evaluate()
-
-    def _measured(self) -> list[str]:
-        """The keys of the records of this step."""
-        records = read_metrics(self.directory.metrics)
-        return [key for record in records if record["step"] == self.step for key in record]
 
     def _probe(self, probe: Probe) -> None:
         """Measure the attention with the current weights, on the first sequences of the step just done."""
@@ -401,13 +391,13 @@ class Trainer:
                 self.directory.truncate_metrics(step)
             if step:
                 log.info("continuing %s from step %d", self.directory.path, step)
-                self._report_holes(step, restored.get("logged", 0))  # older checkpoints do not say
+                warn_of_holes(
+                    self.directory.metrics,
+                    step=step,
+                    logged=restored.get("logged", 0),  # older checkpoints do not say
+                    log_every=self.settings.log_every,
+                )
         return restored
-
-    def _report_holes(self, step: int, logged: int) -> None:
-        steps = logged_steps(self.directory.metrics)
-        if told := holes(steps, step=step, logged=logged, log_every=self.settings.log_every):
-            log.warning("%s: %s. The curve of this run stays so", self.directory.metrics, told)
 
     def _check_run(self, path: Path, sealed: dict[str, Any]) -> None:
         """Raise TrainingError if the checkpoint is of another run, or of a run on other text."""

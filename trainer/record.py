@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -133,12 +133,9 @@ def logged_steps(metrics: Path) -> list[int]:
     return [record["step"] for record in records if "loss" in record]
 
 
-def holes(steps: Sequence[int], *, step: int, logged: int, log_every: int) -> str | None:
-    """What is wrong with these `logged_steps` of a run that continues from `step`; None if nothing.
-
-    logged: how many there were when that checkpoint was saved.
-    """
-    found = []
+def warn_of_holes(metrics: Path, *, step: int, logged: int, log_every: int) -> None:
+    """Warn if metrics.jsonl has other steps than the `logged` ones of before the checkpoint of `step`."""
+    steps, found = logged_steps(metrics), []
     if wrong := [after for before, after in pairwise(steps) if after <= before]:
         found.append(f"lines are doubled or out of order, at steps {first(wrong)}")
     there = sorted({*steps})
@@ -146,7 +143,8 @@ def holes(steps: Sequence[int], *, step: int, logged: int, log_every: int) -> st
         gaps = [(a + 1, b - 1) for a, b in pairwise([0, *there, step + 1]) if b - a > log_every]
         told = first([f"{a} to {b}" for a, b in gaps])
         found.append(f"{logged - len(there)} of {logged} records are missing, in steps {told}")
-    return " and ".join(found) or None
+    if found:
+        log.warning("%s: %s. The curve of this run stays so", metrics, " and ".join(found))
 
 
 def log_to(file: Path | None) -> None:

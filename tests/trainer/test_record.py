@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer.errors import TrainingError
-from trainer.record import Record, Stopwatch, holes, logged_steps
+from trainer.record import Record, Stopwatch, logged_steps, warn_of_holes
 from trainer.settings import LoggerSettings
 from trainer.trackers import start_tensorboard
 
@@ -76,9 +76,13 @@ HOLES = {
 
 
 @pytest.mark.parametrize("hole", HOLES)
-def test_holes_before_a_checkpoint_are_found(hole):
+def test_holes_before_a_checkpoint_are_told(hole, tmp_path, caplog):
     steps, logged, log_every, told = HOLES[hole]
-    assert holes(steps, step=12, logged=logged, log_every=log_every) == told
+    metrics = tmp_path / "metrics.jsonl"
+    if steps:
+        metrics.write_text("".join(f'{{"step": {step}, "loss": 5.0}}\n' for step in steps))
+    warn_of_holes(metrics, step=12, logged=logged, log_every=log_every)
+    assert caplog.messages == ([f"{metrics}: {told}. The curve of this run stays so"] if told else [])
 
 
 def test_a_record_counts_the_steps_with_a_loss_and_those_of_before(tmp_path):
