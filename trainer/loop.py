@@ -22,6 +22,7 @@ from model.backends import Backend
 from model.config import flops_per_token, parameter_count
 from model.generate import generate
 from model.llama import Llama
+from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, identity, interrupt, parallel
 from trainer.checkpoint import Checkpoints
 from trainer.checks import sizes_of
@@ -57,6 +58,7 @@ def train(settings: Settings) -> None:
     the state saved, on a signal of StopRequest.
     """
     make_deterministic(settings.hardware.deterministic)
+    use_private_caches()  # where a cluster's launcher calls this, train.py has not
     with (
         interrupt.surviving_closed(),
         distributed.joined(settings.hardware.device) as ranks,
@@ -67,7 +69,6 @@ def train(settings: Settings) -> None:
         if ranks.count > 1:
             ranks.compare(identity.of_rank(settings))
         estimate = check_memory(settings, ranks.count)
-        ranks.from_main(lambda: check_disk(settings))
         directory = RunDirectory(Path(settings.run_dir))
         if distributed.under_torchrun() and ranks.from_main(lambda: directory.is_finished_with(settings)):
             if ranks.is_main:
@@ -75,6 +76,7 @@ def train(settings: Settings) -> None:
             return
         with directory.locked() if ranks.is_main else nullcontext():
             ranks.from_main(lambda: directory.open(settings))
+            ranks.from_main(lambda: check_disk(settings))
             if ranks.is_main:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
