@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 import trainer.loop
 from tests import rank_work, warm
 from tests.cli import ROOT, assert_same_run, losses, metrics, start, wait_for_step
-from trainer import distributed, identity, launch, settings
+from trainer import distributed, identity, launch, machine, settings
 from trainer.errors import Interrupted, LostRanks, TrainingError
 from trainer.loop import Trainer
 from trainer.settings import Settings
@@ -256,7 +256,7 @@ def test_ranks_that_would_not_train_the_same_say_which_and_what(datasets, tmp_pa
 def test_ranks_with_other_code_or_packages_are_told_apart(datasets, monkeypatch):
     settings = warm.debug_settings(datasets)
     ours = identity.of_rank(settings)
-    monkeypatch.setattr(identity, "PACKAGES", ("numpy",))
+    monkeypatch.setattr(machine, "PACKAGES", ("numpy",))
     assert ours.keys() - identity.of_rank(settings).keys() == {"torch", "triton"}
     assert ours["torch"] == metadata.version("torch")
 

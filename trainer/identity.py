@@ -1,26 +1,19 @@
 """Which settings make a run what it is: those that may not differ when its directory is used again."""
 
-import platform
 import re
-import subprocess
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any, get_type_hints
-from zlib import crc32
 
 from omegaconf import OmegaConf
 
 from model import backends
+from trainer.machine import software
 from trainer.redaction import redact
 from trainer.settings import Settings
 
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
-
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "triton", "numpy")  # that a rank computes with
 
 #: Settings that say where a text is. Ranks may find it in different places, and compare the text itself.
 PLACES = re.compile(r"data\.(.+\.)?(root|path|val_path|processes)")
@@ -48,46 +41,7 @@ def recorded(settings: Settings) -> dict[str, Any]:
 def of_rank(settings: Settings) -> dict[str, Any]:
     """What all ranks of a run must have in common, besides its text: settings, code and versions."""
     kept = {name: value for name, value in _flat(recorded(settings)).items() if not PLACES.fullmatch(name)}
-    return {
-        **kept,
-        "the commit": find_commit(),
-        "the checksum of the code": _code_checksum(),
-        "Python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
-    }
-
-
-def _code_checksum() -> str:
-    """Of what is trained with, changes that are not committed included."""
-    checksum = 0
-    for folder in ("data", "model", "sagebwd", "trainer"):
-        for file in sorted((ROOT / folder).rglob("*")):
-            if file.suffix in (".py", ".cu", ".cuh"):
-                checksum = crc32(file.read_bytes(), checksum)
-    return f"{checksum:08x}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def find_commit() -> str | None:
-    """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
-    # status would otherwise write the index, and leave its lock behind where it cannot
-    git = ["git", "--no-optional-locks", "-C", str(ROOT)]
-    try:
-        commit = subprocess.run(
-            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout
-        changed = subprocess.run(
-            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True
-        ).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit.strip() + ("+" if changed else "")
+    return kept | software()
 
 
 def differences(

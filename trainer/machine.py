@@ -1,12 +1,19 @@
-"""What this machine has: memory for a process, and how fast it multiplies matrices."""
+"""What this machine has: code and packages, memory for a process, and how fast it multiplies matrices."""
 
 import os
+import platform
 import re
+import subprocess
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from zlib import crc32
 
 import torch
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "triton", "numpy")  # that a run computes with
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -27,6 +34,39 @@ PEAK_TFLOPS = {
 
 #: Words in the driver's names of GPUs that do not change the peak: the maker, the socket and the memory.
 NEUTRAL = re.compile(r"NVIDIA|GeForce|SXM\d?|PCIe?|\d+GB|HBM\d", re.IGNORECASE)
+
+
+def software() -> dict[str, str | None]:
+    """What a run is trained with: code, by commit and by a checksum of all its files, and packages."""
+    checksum = 0
+    for folder in ("data", "model", "sagebwd", "trainer"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.suffix in (".py", ".cu", ".cuh"):
+                checksum = crc32(file.read_bytes(), checksum)
+    versions = {package: _version(package) for package in PACKAGES}
+    code = {"commit": find_commit(), "code_checksum": f"{checksum:08x}"}
+    return {**code, "python": platform.python_version(), **versions}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def find_commit() -> str | None:
+    """The checkout's commit, with a + if files differ from it; None outside a git checkout."""
+    # status would otherwise write the index, and leave its lock behind where it cannot
+    git = ["git", "--no-optional-locks", "-C", str(ROOT)]
+    try:
+        commit, changed = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.strip() + ("+" if changed else "")
 
 
 def host_memory() -> int | None:

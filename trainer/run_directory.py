@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from data.files import write_text
 from trainer import identity, seal
 from trainer.errors import TrainingError, explain
+from trainer.machine import software
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
 from trainer.settings import Settings
@@ -207,12 +208,10 @@ class RunDirectory:
         line = {
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": redact(sys.argv),
-            "commit": identity.find_commit(),
             "device": _device_name(device),
             "devices": devices,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
             "cuda": torch.version.cuda,
+            **software(),
         }
         append_line(self.path / "environment.jsonl", line)
 

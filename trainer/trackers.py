@@ -11,8 +11,8 @@ from data.files import write_text
 from model.config import parameter_count
 from trainer.checks import Sizes
 from trainer.errors import TrainingError
-from trainer.identity import find_commit
 from trainer.interrupt import say
+from trainer.machine import find_commit
 from trainer.redaction import redact
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import LoggerSettings, Settings

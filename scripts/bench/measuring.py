@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.identity import find_commit
+from trainer.machine import find_commit
 
 
 def describe_run(
