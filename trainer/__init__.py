@@ -1,6 +1,6 @@
 """The training loop and what it needs.
 
-loop            read this first: a run from its settings to its weights
+loop            read this first: a run from its settings to its weights; build: what it is made of
 settings        every setting, with its type; identity: which of them make a run what it is
 arguments       the command line of train.py; checks: settings against each other
 optimizer       AdamW, Muon and the learning rate; evaluate: validation
@@ -10,7 +10,7 @@ run_directory   what a run leaves on disk, and whether it may go on there
 record          metrics, progress bar and log; trackers: W&B, TensorBoard; plot and style: pictures
 export          weights for Hugging Face with their card
 divergence      NaN and Inf end a run; spikes: outliers; probe: error of INT8 attention; profiling
-estimate        memory of a run; plan: the table of plan=true; machine: what there is here
+estimate        memory of a run; plan: the table of plan=true; machine: what there is here, code included
 launch          the ranks of a run on this machine; interrupt: stopping them
 sweep           the runs of a sweep; run_queue: commands in parallel, each with its GPUs
 """

@@ -15,15 +15,11 @@ from torch import Tensor
 
 import model.config
 import model.huggingface
-from data.corpus import Corpus, open_corpus
-from data.loader import BatchLoader, evaluation_batches, stack_sequences
-from data.tokens import TokenShards, count_sequences
-from model.backends import Backend
-from model.config import flops_per_token, parameter_count
+from data.loader import evaluation_batches, stack_sequences
+from model.config import flops_per_token
 from model.generate import generate
-from model.llama import Llama
 from sagebwd.kernels.cuda.compile import use_private_caches
-from trainer import distributed, identity, interrupt, parallel
+from trainer import build, distributed, identity, interrupt, parallel
 from trainer.checkpoint import Checkpoints
 from trainer.checks import sizes_of
 from trainer.distributed import Ranks, is_sharded
@@ -120,12 +116,11 @@ class Trainer:
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
         self.sizes = sizes_of(settings, ranks.count)
         starts_from = self._find_init_from()
-        self.corpus = self._open_corpus()
-        self.prompt = self._encode_prompt()
-        self.loader = self._make_loader()
-        self.backend = self._build_backend()
-        ranks.compare({"the attention": self.backend.description})
-        self.llama = self._build_model()
+        self.corpus = build.open_text(settings, ranks, stop)
+        self.prompt = build.encode_prompt(settings, self.corpus.tokenizer)
+        self.loader = build.make_loader(settings, self.sizes, self.corpus, ranks)
+        self.backend = build.attention(settings, ranks)
+        self.llama = build.llama(settings, self.sizes, self.backend, ranks)
         if starts_from:
             with user_facing(ValueError, OSError):
                 model.huggingface.load_into(self.llama, starts_from)
@@ -148,7 +143,9 @@ class Trainer:
         self.step: int = restored.get("step", 0)
         self.saved_step = self.step
         self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
-        self.probe = build_probe(settings, self.llama, self.backend, device=ranks.device, dtype=self._dtype())
+        self.probe = build_probe(
+            settings, self.llama, self.backend, device=ranks.device, dtype=build.dtype_of(settings)
+        )
         self.alarm = Alarm(settings.probe.alarm, self.probe)
         self.stop_asked = False
         self.stopwatch = Stopwatch(ranks.device)
@@ -280,32 +277,30 @@ class Trainer:
         """Loss on the first `eval_sequences` sequences of each validation set, and a sample."""
         settings, ranks = self.settings, self.ranks
         sharded = is_sharded(settings.model, settings.hardware, ranks.count)
-        losses = [self._validation_loss(one.tokens, in_step=sharded) for one in self.corpus.validation]
+        losses = [
+            validation_loss(
+                self.compiled,
+                evaluation_batches(
+                    one.tokens,
+                    context=settings.context,
+                    sequences=settings.eval_sequences,
+                    micro_batch=settings.hardware.micro_batch,
+                    rank=ranks.rank,
+                    ranks=ranks.count,
+                ),
+                micro_batch=settings.hardware.micro_batch,
+                ranks=ranks,
+                autocast=self._autocast,
+                in_step=sharded,
+            )
+            for one in self.corpus.validation
+        ]
         # All ranks of a sharded model take part in generating each token.
         sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
         if self.record:
             values = validation_record(self.corpus.validation, losses, self._bytes_per_token)
             self.record.write({"step": self.step, "tokens": self._tokens(), **values, "sample": sample})
             log.info("step %d: %s%s", self.step, described(values), f"\n  | {sample!r}" if sample else "")
-
-    def _validation_loss(self, tokens: TokenShards, *, in_step: bool) -> float:
-        settings, ranks = self.settings, self.ranks
-        batches = evaluation_batches(
-            tokens,
-            context=settings.context,
-            sequences=settings.eval_sequences,
-            micro_batch=settings.hardware.micro_batch,
-            rank=ranks.rank,
-            ranks=ranks.count,
-        )
-        return validation_loss(
-            self.compiled,
-            batches,
-            micro_batch=settings.hardware.micro_batch,
-            ranks=ranks,
-            autocast=self._autocast,
-            in_step=in_step,
-        )
 
     @functools.cached_property
     def _bytes_per_token(self) -> list[float]:
@@ -441,85 +436,6 @@ class Trainer:
 
     # ------------------------------------------------------------------ building
 
-    def _open_corpus(self) -> Corpus:
-        """Open the data; on first use the main rank prepares it while the others wait."""
-
-        def open_unless_stopped() -> None:
-            with self.stop.at_once("stopped before the first step; the same command continues"):
-                opened.append(open_corpus(self.settings.data))
-
-        opened: list[Corpus] = []
-        with user_facing(ValueError, OSError):
-            self.ranks.from_main(open_unless_stopped)
-            if not opened:
-                open_unless_stopped()
-        (corpus,) = opened
-        self.ranks.compare({f"the text of {name}": checksum for name, checksum in corpus.checksums.items()})
-        return corpus
-
-    def _encode_prompt(self) -> list[int]:
-        """The tokens of sample_prompt, before the first step. Raises TrainingError if there are none."""
-        prompt, reason = self.settings.sample_prompt, "it has no token"
-        try:
-            tokens = self.corpus.tokenizer.encode(prompt) if self.settings.sample_tokens else []
-        except Exception as error:  # tokenizers raises no other kind
-            tokens, reason = [], str(error)
-        if self.settings.sample_tokens and not tokens:
-            raise TrainingError(
-                f"sample_prompt={prompt!r} cannot be continued: {reason}. Give it another beginning, or use "
-                "sample_tokens=0"
-            )
-        return tokens
-
-    def _make_loader(self) -> BatchLoader:
-        settings, ranks = self.settings, self.ranks
-        with user_facing(ValueError):
-            for one in self.corpus.validation:
-                count_sequences(one.tokens, settings.context)  # raises now, not at an evaluation
-            loader = BatchLoader(
-                self.corpus.train,
-                context=settings.context,
-                sequences_per_step=self.sizes.sequences_per_step,
-                micro_batch=settings.hardware.micro_batch,
-                seed=settings.seed,
-                sequences=settings.train_sequences,
-                rank=ranks.rank,
-                ranks=ranks.count,
-                pin_memory=ranks.device.type == "cuda",
-            )
-        for line in loader.order.description(
-            self.sizes.steps * self.sizes.sequences_per_step, context=settings.context
-        ):
-            log.info("data: %s", line)
-        return loader
-
-    def _build_backend(self) -> Backend:
-        shape = self.settings.model
-        with user_facing(ValueError):
-            return self.settings.attention.build(
-                device=self.ranks.device,
-                dtype=self._dtype(),
-                d_head=shape.d_head,
-                is_gqa=shape.is_gqa,
-            )
-
-    def _build_model(self) -> Llama:
-        settings, device = self.settings, self.ranks.device
-        if self._dtype() is torch.bfloat16:  # what autocast leaves in float32 may use TF32
-            torch.set_float32_matmul_precision("high")
-        torch.manual_seed(settings.seed)
-        llama = Llama(settings.model, self.backend.attend)
-        log.info(
-            "model: %s parameters; attention: %s; %s steps of %s tokens on %d × %s",
-            f"{parameter_count(settings.model):,}",
-            self.backend.description,
-            f"{self.sizes.steps:,}",
-            f"{self.sizes.tokens_per_step:,}",
-            self.ranks.count,
-            torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        )
-        return llama
-
     def _find_init_from(self) -> str | None:
         """The folder of weights to start from, if one is set and there is no checkpoint yet."""
         folder = self.settings.init_from
@@ -565,12 +481,9 @@ class Trainer:
 
     # ------------------------------------------------------------------ small things
 
-    def _dtype(self) -> torch.dtype:
-        return getattr(torch, self.settings.hardware.dtype)
-
     def _autocast(self) -> AbstractContextManager:
-        enabled = self._dtype() is not torch.float32
-        return torch.autocast(self.ranks.device.type, self._dtype(), enabled=enabled)
+        dtype = build.dtype_of(self.settings)
+        return torch.autocast(self.ranks.device.type, dtype, enabled=dtype is not torch.float32)
 
     def _to_device(self, tokens: Tensor) -> Tensor:
         return tokens.to(self.ranks.device, non_blocking=True)
