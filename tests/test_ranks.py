@@ -241,8 +241,9 @@ def test_ranks_that_would_not_train_the_same_say_which_and_what(datasets, tmp_pa
     }
     runs = [(run("run"), run("run", one)) for one in told]
     runs += [(run("run"), run("run", root="other")), *[(run("run"), run("run", root="same"))] * 2]
-    main, other = warm.refusals(*runs)
-    assert main == other
+    main, other = warm.refusals((run("run", root="gone"), run("run", root="gone")), *runs)
+    assert main == other  # also where only the main one has met the error
+    assert "book.txt" in main.pop(0)
     for said, expected in zip(main, told.values(), strict=False):
         assert said.startswith("SettingsError: the ranks of this run would not train the same thing")
         assert expected in said

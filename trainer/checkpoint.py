@@ -206,11 +206,8 @@ class Checkpoints:
         """Later ones than `newest` do not count: they are damaged, or the run would have begun there."""
         done = [path for path in checkpoints_in(self.folder) if seal.step_of(path) <= newest]
         for path in done[: -self.keep]:
-            if not self._is_milestone(path):
+            if self.milestone_every is None or seal.step_of(path) % self.milestone_every:
                 shutil.rmtree(path)
-
-    def _is_milestone(self, path: Path) -> bool:
-        return self.milestone_every is not None and seal.step_of(path) % self.milestone_every == 0
 
     # ------------------------------------------------------------------ what is there
 
@@ -220,11 +217,14 @@ class Checkpoints:
         """The newest checkpoint whose files are what its seal says, and the seal's contents."""
         paths = checkpoints_in(self.folder)
         for path in reversed(paths):
-            sealed = _verified(path)
-            if sealed is not None:
-                if check:
-                    check(path, sealed)
-                return path, sealed
+            try:
+                sealed = seal.verify(path)
+            except (OSError, ValueError) as error:
+                log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
+                continue
+            if check:
+                check(path, sealed)
+            return path, sealed
         if paths:
             raise TrainingError(
                 f"every checkpoint in {self.folder} is damaged. Restore one from a copy, or delete the run "
@@ -275,15 +275,6 @@ def steps_in(folder: Path) -> list[int]:
 
 def _path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
-
-
-def _verified(path: Path) -> dict[str, Any] | None:
-    """The contents of the checkpoint's seal; None, after a warning, if it is damaged."""
-    try:
-        return seal.verify(path)
-    except (OSError, ValueError) as error:
-        log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
-        return None
 
 
 def _state(model: nn.Module, optimizer) -> dict[str, Any]:

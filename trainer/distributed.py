@@ -80,11 +80,11 @@ class Ranks:
             if found.get(name) != expected.get(name)
         ]
         if differing:
-            listed = [f"\n  - {one}" for one in differing[:8]]
-            more = f"\n  - and {len(differing) - 8} more" if len(differing) > 8 else ""
+            more = [f"and {len(differing) - 8} more"] if len(differing) > 8 else []
+            listed = "".join(f"\n  - {one}" for one in differing[:8] + more)
             raise SettingsError(
-                f"the ranks of this run would not train the same thing:{''.join(listed)}{more}\nGive all "
-                "ranks the same settings, code, packages and text"
+                f"the ranks of this run would not train the same thing:{listed}\nGive "
+                "all ranks the same settings, code, packages and text"
             )
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:

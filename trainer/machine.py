@@ -6,6 +6,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from zlib import crc32
@@ -100,17 +101,8 @@ def _cgroup_limits() -> Iterator[int]:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            limit = _read_number(folder / file)
-            if limit is not None:
-                yield limit
-
-
-def _read_number(file: Path) -> int | None:
-    """The number in a file; None if there is none, as "max" is."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+            with suppress(OSError, ValueError):  # there is none, or it is "max"
+                yield int((folder / file).read_text())
 
 
 def own_memory() -> int:

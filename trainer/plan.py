@@ -177,15 +177,9 @@ def check_disk(settings: Settings) -> None:
 
 
 def _free(settings: Settings) -> int:
-    """Bytes that are free where the run saves, which may be behind a link."""
-    path = Path(settings.run_dir or settings.runs_dir, "checkpoints")
-    return shutil.disk_usage(_existing(path)).free
-
-
-def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    path = path.resolve()
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    """Bytes that are free where the run saves, which may be behind a link: of the nearest folder there is."""
+    path = Path(settings.run_dir or settings.runs_dir, "checkpoints").resolve()
+    return shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
 
 
 def _aligned(rows: list[tuple[str, str]]) -> Iterator[str]:
