@@ -7,7 +7,6 @@ would wait for the GPU and break a compiled graph.
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ def find_key_mask(
     """
     if attn_mask is None and key_padding_mask is None:
         return None
-    batch, n_kv = q.shape[:-3], k.shape[-2]
+    shape = (*q.shape[:-3], k.shape[-2])
     of_attn_mask = None if attn_mask is None else _of_attn_mask(attn_mask, q, k)
     if key_padding_mask is None:
         return of_attn_mask
@@ -61,12 +60,11 @@ def find_key_mask(
         raise ValueError(
             f"key_padding_mask is {show(key_padding_mask.dtype)}; pass bool, True for the keys that take part"
         )
-    if key_padding_mask.shape != (*batch, n_kv):
+    if key_padding_mask.shape != shape:
         raise ValueError(
-            f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; "
-            f"pass (batch, keys), here {(*batch, n_kv)}"
+            f"key_padding_mask has shape {tuple(key_padding_mask.shape)}; pass (batch, keys), here {shape}"
         )
-    key_padding_mask = key_padding_mask.reshape(prod(batch), n_kv)
+    key_padding_mask = _with_one_batch(key_padding_mask)
     if of_attn_mask is None:
         return KeyMask(key_padding_mask)
     return KeyMask(key_padding_mask & of_attn_mask.visible, of_attn_mask.is_wrong)
@@ -239,8 +237,12 @@ def _without_heads_and_queries(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
                 f"attn_mask has shape {found} and may differ between heads or queries; pass "
                 f"(batch, 1, 1, keys), or expand it from there, if it only hides keys. {WHAT_FITS}"
             )
-    batch = shape[:-3]
-    return mask[..., 0, 0, :].expand(*batch, shape[-1]).reshape(prod(batch), shape[-1])
+    return _with_one_batch(mask[..., 0, 0, :].expand(*shape[:-3], shape[-1]))
+
+
+def _with_one_batch(mask: Tensor) -> Tensor:
+    """(…, N_kv) or (N_kv,) as (B, N_kv)."""
+    return mask.flatten(0, -2) if mask.dim() > 1 else mask[None]
 
 
 def can_read(x: Tensor) -> bool:

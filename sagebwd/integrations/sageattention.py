@@ -137,10 +137,11 @@ def sageattn(
             if x.dim() != 4:
                 raise ValueError(f"{name} is {tuple(x.shape)}; pass (batch, tokens, heads, head size)")
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if is_causal and q.shape[-2] != k.shape[-2]:
+    n_q, n_kv = q.shape[-2], k.shape[-2]
+    if is_causal and n_q != n_kv:
         raise ValueError(
-            f"is_causal=True with {q.shape[-2]} queries and {k.shape[-2]} keys, for which SageAttention has no "
-            "rule; use sagebwd.sage_attention (mask from the top left) or "
+            f"is_causal=True with {n_q} queries and {n_kv} keys, for which SageAttention has no rule; use "
+            "sagebwd.sage_attention (mask from the top left) or "
             "sagebwd.integrations.flash_attn.flash_attn_func (from the bottom right)"
         )
     result = counted_attention(
