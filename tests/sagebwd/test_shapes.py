@@ -1,7 +1,7 @@
 """Shapes as torch's operator takes them: leading dimensions, and values of another width than queries.
 
 Kernels of every set see four dimensions and one head size, so that the reference stands for all of them here;
-the sinks in test_lse_gradient.py have values of other widths with each.
+the sinks in kernels/test_lse.py have values of other widths with each.
 """
 
 from __future__ import annotations

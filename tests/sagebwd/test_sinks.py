@@ -1,4 +1,4 @@
-"""Attention sinks in parts of torch. Their values, in every kernel set: test_lse_gradient.py."""
+"""Attention sinks in parts of torch. Their values, in every kernel set: kernels/test_lse.py."""
 
 from __future__ import annotations
 

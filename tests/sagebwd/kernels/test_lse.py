@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,38 +18,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from sagebwd import SageConfig, dispatch, sage_attention
+from sagebwd import SageConfig, sage_attention
 from sagebwd.config import PRESETS, encode
 from sagebwd.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
-from sagebwd.kernels.ampere import attention as ampere
-from sagebwd.kernels.cuda import launch
-from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 from tests.sagebwd.kernels.sets import AMPERE, HOPPER
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter, where rows have no keys
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 HAS_GPU = torch.cuda.is_available()
 ON_CPU = ("reference", "triton", "hopper", "ampere")
 RULES = {"hopper": HOPPER, "ampere": AMPERE}
 GRADIENTS = ("dq", "dk", "dv")
-
-
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    """folder_of(name): all sources and stand-ins of a CUDA kernel set."""
-
-    @functools.cache
-    def folder_of(name):
-        sources = hopper.SOURCES if name == "hopper" else ampere.sources_for("sm_80")
-        stand_ins = Path(__file__).parent / "kernels" / name / "on_cpu"
-        return sources_on_cpu.gather(tmp_path_factory, sources, stand_ins)
-
-    return folder_of
 
 
 @pytest.fixture(
@@ -59,7 +41,7 @@ def folder_of(tmp_path_factory):
         *(pytest.param((name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in ON_CPU[1:]),
     ]
 )
-def kernels(request, monkeypatch, folder_of):
+def kernels(request, emulate):
     """(kernel set, device)."""
     name, device = request.param
     if name == "reference":
@@ -71,17 +53,7 @@ def kernels(request, monkeypatch, folder_of):
     if device == "cpu" and name != "triton":
         if not sources_on_cpu.has_compiler():
             pytest.skip("there is no g++ that knows C++20")
-        folder, choose = folder_of(name), dispatch.choose
-        monkeypatch.setattr(dispatch, "choose", lambda *call: name if call[3:] == (name,) else choose(*call))
-        monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
-        monkeypatch.setattr(hopper, "tensor_map", sources_on_cpu.tensor_map)
-        monkeypatch.setattr(
-            launch,
-            "load_kernel",
-            lambda sources, source, kernel, size, **defines: sources_on_cpu.load(
-                folder, source, kernel, size, defines
-            ),
-        )
+        emulate(name)
     return name, device
 
 
