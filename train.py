@@ -4,9 +4,9 @@ import os
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from trainer import interrupt
+from trainer import interrupt  # first: it chooses how OpenMP waits, and torch must not be loaded yet
 
+if __name__ == "__main__":  # before the imports that take seconds
     interrupt.hide_tracebacks()
 
 import hydra
@@ -16,7 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from sagebwd.kernels.cuda.compile import use_private_caches
-from trainer import arguments, distributed, interrupt, launch, settings, sweep
+from trainer import arguments, distributed, launch, settings, sweep
 from trainer.checks import check
 from trainer.errors import Interrupted, SettingsError, TrainingError
 from trainer.plan import describe
