@@ -1,4 +1,4 @@
-"""What the ranks of a test do; its imports are few, because each rank makes them anew."""
+"""What the ranks of a test do."""
 
 import time
 from pathlib import Path

@@ -131,39 +131,40 @@ def newest_child(pid: int) -> int:
 
 def test_an_exception_on_one_rank_is_shown():
     with pytest.raises(TrainingError, match="continues from the newest checkpoint") as caught:
-        launch.start(rank_work.fail_on_rank_1, processes=2)
+        warm.launch_two(rank_work.fail_on_rank_1)
     assert "KeyError: 'no such thing'\n\nrank 1 failed" in str(caught.value)
     assert "in fail_on_rank_1" in str(caught.value)
 
 
 def test_a_rank_that_hangs_ends_the_run():
     with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
-        launch.start(rank_work.hang_on_rank_1, processes=2)
+        warm.launch_two(rank_work.hang_on_rank_1)
 
 
-def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
-    """submitit requeues the job in its handler of SIGUSR2."""
+def requeue_when_asked(folder: Path) -> None:
+    """As submitit, whose handler of SIGUSR2 requeues the job: what was saved when it was called."""
     saved_before = []
 
     def requeue(number, frame):
-        saved_before.append(sorted(path.name for path in tmp_path.glob("*_saved")))
+        saved_before.append(sorted(path.name for path in folder.glob("*_saved")))
 
     def ask():
-        while len(list(tmp_path.iterdir())) < 2:
+        while len(list(folder.iterdir())) < 2:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGUSR2)
 
-    previous = signal.signal(signal.SIGUSR2, requeue)
-    asking = threading.Thread(target=ask)
-    asking.start()
+    signal.signal(signal.SIGUSR2, requeue)
+    threading.Thread(target=ask).start()
     try:
-        with pytest.raises(Interrupted, match="saved") as stopped:
-            launch.start(rank_work.save_when_asked, tmp_path, processes=2)
+        launch.start(rank_work.save_when_asked, folder, processes=2)
     finally:
-        signal.signal(signal.SIGUSR2, previous)
-        asking.join()
+        assert saved_before == [["0_saved", "1_saved"]]
+
+
+def test_a_clusters_signal_is_handed_on_when_all_ranks_have_saved(tmp_path):
+    with pytest.raises(Interrupted, match="saved") as stopped:
+        warm.call(functools.partial(requeue_when_asked, tmp_path))
     assert stopped.value.signal == signal.SIGUSR2
-    assert saved_before == [["0_saved", "1_saved"]]
 
 
 def count_collectives(file: Path) -> None:

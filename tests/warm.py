@@ -4,6 +4,7 @@ One process imports torch and the trainer once; the processes of the runs are fo
 """
 
 import atexit
+import functools
 import multiprocessing
 import os
 import runpy
@@ -13,18 +14,21 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import matplotlib.pyplot  # noqa: F401 - slow to import, and needed at the end of a run
-import torch._dynamo  # noqa: F401 - and this at its beginning
+import torch._dynamo
+import torch.multiprocessing
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import trainer.settings
 from tests.cli import ROOT
-from trainer import distributed
+from trainer import distributed, launch
 from trainer.errors import Interrupted, TrainingError
+from trainer.interrupt import StopRequest
 from trainer.loop import train
 from trainer.settings import Settings
 
@@ -103,6 +107,45 @@ def refusals(*runs: tuple[Settings, Settings]) -> list[list[str]]:
     return [found[0], found[1]]
 
 
+def launch_two(work: Callable[..., None], *arguments: object) -> None:
+    """trainer.launch.start(work, …) for two ranks; raises what that raises."""
+    call(functools.partial(launch.start, work, *arguments, processes=2))
+
+
+def call(function: Callable[[], None]) -> None:
+    """Call the function in a process whose ranks are forked, and raise what it raises."""
+    here, there = SERVER.Pipe()
+    process = SERVER.Process(target=_call, args=(function, there))
+    process.start()
+    there.close()
+    error = here.recv()
+    process.join()
+    if error:
+        raise error
+
+
+def _call(function: Callable[[], None], connection: Connection) -> None:
+    ranks_are_forked()
+    try:
+        function()
+    except BaseException as error:
+        connection.send(error)
+    else:
+        connection.send(None)
+
+
+def ranks_are_forked() -> None:
+    """Let trainer.launch fork its ranks from this process, which has imported all that they need.
+
+    They begin with the handlers of signals that a fresh process has.
+    """
+    handlers = {number: signal.getsignal(number) for number in StopRequest.SIGNALS}
+    os.register_at_fork(after_in_child=lambda: [signal.signal(*item) for item in handlers.items()])
+    torch.multiprocessing.spawn = functools.partial(
+        torch.multiprocessing.start_processes, start_method="fork"
+    )
+
+
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -116,6 +159,7 @@ def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _run_script(arguments: list[str], environment: dict[str, str], output: Path) -> None:
     _begin(output, environment)
+    ranks_are_forked()
     os.chdir(ROOT)
     sys.argv = arguments
     try:
