@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,69 +56,28 @@ def checkout(tmp_path_factory):
     return root
 
 
-TRAIN = """
+PROGRAM = """
 import json, sys
+from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from model import backends
 from trainer import settings
 from trainer.errors import TrainingError
 from trainer.loop import train
 
+runs, groups = json.loads(sys.argv[1])
 settings.register()
-with initialize_config_dir(sys.argv[1], version_base="1.3"):
-    for overrides in json.loads(sys.argv[2]):
+with initialize_config_dir(str(Path("configs").resolve()), version_base="1.3"):
+    for overrides in runs:
+        print("--- run", flush=True)
         try:
             train(OmegaConf.to_object(compose("train", ["experiment=debug", *overrides])))
         except TrainingError as error:
             print(error)
-"""
-
-
-def train(checkout, datasets, *runs):
-    """Train these lists of overrides, all in one process: to start one takes seconds. What was printed."""
-    common = (f"data.root={datasets}", "steps=3", "probe.every=1")
-    runs = json.dumps([[*run, *common] for run in runs])
-    command = [sys.executable, "-c", TRAIN, str(checkout / "configs"), runs]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def losses(run_dir):
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if "loss" in record]
-
-
-def test_a_new_attention_trains_and_is_resumed_with_a_setting_of_its_own(checkout, datasets):
-    windowed, full = checkout / "runs" / "window", checkout / "runs" / "fpa"
-    output = train(
-        checkout,
-        datasets,
-        ["attention=window", f"run_dir={windowed}"],
-        ["attention=fpa", f"run_dir={full}"],
-    )
-    assert "a window of 8 tokens" in output
-    assert yaml.safe_load((windowed / "config.yaml").read_text())["attention"] == {
-        "backend": "window",
-        "window": 8,
-    }
-    assert losses(windowed) != losses(full)
-    assert "probe/layer_0/dq_l2" in (windowed / "metrics.jsonl").read_text()  # its own error
-    assert "Error" not in output
-
-    (windowed / "DONE").unlink()
-    resumed = ["attention=window", f"run_dir={windowed}"]
-    output = train(checkout, datasets, [*resumed, "attention.window=64"], [*resumed, "attention.window=8"])
-    assert "attention.window was 8, is now 64" in output
-    assert "continuing" in output
-
-
-READ = """
-import json, sys
-from model import backends
-
-for group in json.loads(sys.argv[1]):
+        Path("runs", "window", "DONE").unlink(missing_ok=True)  # as if it had been killed
+for group in groups:
+    print("--- group")
     try:
         print(backends.read(group))
     except ValueError as error:
@@ -125,13 +85,46 @@ for group in json.loads(sys.argv[1]):
 """
 
 
-def test_its_setting_is_checked_and_known(checkout):
-    """All in one process: to start one takes seconds."""
+@pytest.fixture(scope="module")
+def told(checkout, datasets):
+    """What was printed of each run and each group, all in one process: to start one takes seconds."""
+    common = (f"data.root={datasets}", "steps=3", "probe.every=1")
+    windowed = ["attention=window", "run_dir=runs/window"]
+    runs = [windowed, ["attention=fpa", "run_dir=runs/fpa"], [*windowed, "attention.window=64"]]
+    runs = [[*run, *common] for run in (*runs, [*windowed, "attention.window=8"])]
     wrong = [{"backend": "window", **one} for one in ({"window": 0}, {"window": "wide"}, {"windw": 3})]
-    command = [sys.executable, "-c", READ, json.dumps([*wrong, {"backend": "fpa", "window": 3}])]
+    command = [sys.executable, "-c", PROGRAM, json.dumps([runs, [*wrong, {"backend": "fpa", "window": 3}]])]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
-    told = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=True)
-    zero, wide, unknown, of_another = told.stdout.splitlines()
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    parts = re.split(r"--- (?:run|group)\n", done.stdout)[1:]
+    assert len(parts) == 8
+    return parts
+
+
+def losses(run_dir):
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_a_new_attention_trains_and_is_resumed_with_a_setting_of_its_own(checkout, told):
+    windowed, full = checkout / "runs" / "window", checkout / "runs" / "fpa"
+    assert "a window of 8 tokens" in told[0]
+    assert yaml.safe_load((windowed / "config.yaml").read_text())["attention"] == {
+        "backend": "window",
+        "window": 8,
+    }
+    assert losses(windowed) != losses(full)
+    assert "probe/layer_0/dq_l2" in (windowed / "metrics.jsonl").read_text()  # its own error
+    assert "Error" not in told[0] + told[1]
+    assert "attention.window was 8, is now 64" in told[2]
+    assert "continuing" in told[3]
+
+
+def test_its_setting_is_checked_and_known(told):
+    zero, wide, unknown, of_another = (part.strip() for part in told[4:])
     assert zero == "attention.window=0 must be at least 1"
     assert wide.startswith("attention.window=wide: ")
     assert "did you mean attention.window" in unknown
