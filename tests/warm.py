@@ -24,6 +24,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
+import trainer.export
 import trainer.settings
 from tests.cli import ROOT
 from trainer import distributed, launch
@@ -35,6 +36,11 @@ from trainer.settings import Settings
 # Faults are called in the process of the run before it trains; they must be functions that pickle.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([__name__, "pytest"])
+
+
+def no_picture(runs: object, path: Path) -> None:
+    """In place of plot_losses, which takes as long as the rest of a debug run."""
+    path.write_text("no picture")
 
 
 def debug_settings(datasets: Path, *overrides: str) -> Settings:
@@ -208,5 +214,6 @@ def _begin(output: Path, environment: dict[str, str]) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment)
+    trainer.export.plot_losses = no_picture
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests themselves run under nohup
     tqdm.set_lock(threading.RLock())  # its usual one is a semaphore, and leaks when killed

@@ -7,7 +7,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from trainer import settings
+from tests import warm
+from trainer import export, settings
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer
@@ -29,8 +30,9 @@ def compose_settings():
 
 
 @pytest.fixture
-def train_here(compose_settings, datasets):
+def train_here(compose_settings, datasets, monkeypatch):
     """train_here(run_dir, "steps=3", …) -> the Trainer of a debug run, at its end."""
+    monkeypatch.setattr(export, "plot_losses", warm.no_picture)
 
     def trained(run_dir, *overrides):
         run_settings = compose_settings(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,13 +17,6 @@ def assert_bit_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Non
     for name in NAMES:
         assert found[name].isfinite().all(), name
         assert torch.equal(found[name], wanted[name]), name
-
-
-def assert_nan_where(found: Iterable[tuple[str, Tensor]], wanted: object) -> None:
-    """No Inf, and NaN where the attribute of ``wanted`` by this name has it."""
-    for name, x in found:
-        assert not x.isinf().any(), name
-        assert torch.equal(x.isnan(), getattr(wanted, name).isnan()), name
 
 
 # --- Values ------------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class KernelSet:
     why_unavailable: why it cannot run on this machine, None if it can. Its tests are then skipped.
     is_cuda: whether it is written in CUDA and takes operands that packing.cu packs.
     is_emulated: whether these are the CUDA sources compiled as C++ (cuda/on_cpu), which no GPU is needed for.
-        Each setting takes seconds to compile, so that only tests marked with :data:`emulated_too` run them.
+        Each setting takes seconds to compile, so that only tests marked with :data:`emulated_too` run them,
+        in fp16 alone: all that the sources know of bf16 is in a header that is replaced.
     backward_kernels: the names of the kernels that compute gradients by default, at head size 64.
 
     head_dims: the head sizes that most tests run.

@@ -307,7 +307,7 @@ def layout_cases(kernel_set):
     if kernel_set.is_emulated:
         named = {name: PRESETS[name] for name in ("default", "consistent", "int8_scores", "accurate")}
         return [
-            pytest.param(first, config, 40, BF16, id=f"{first}-{name}")
+            pytest.param(first, config, 40, FP16, id=f"{first}-{name}")
             for first, (name, config) in enumerate(kernel_set.those_it_runs(named).items())
         ]
     if not kernel_set.is_gpu:

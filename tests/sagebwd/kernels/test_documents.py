@@ -45,7 +45,6 @@ FEW_CASES = [
         )
     ),
 ]  # fmt: skip
-default_and_smooth_v = pytest.mark.parametrize("smooth_v", [False, True], ids=["default", "smooth_v"])
 
 
 def packs_and_configs(kernel_set):

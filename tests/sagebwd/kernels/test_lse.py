@@ -22,16 +22,14 @@ from sagebwd import SageConfig, sage_attention
 from sagebwd.config import PRESETS, encode
 from sagebwd.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from sagebwd.metrics import relative_l2
-from tests.sagebwd.kernels.cuda import sources_on_cpu
-from tests.sagebwd.kernels.sets import AMPERE, HOPPER
+from tests.sagebwd.kernels.sets import KERNEL_SETS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-HAS_GPU = torch.cuda.is_available()
 ON_CPU = ("reference", "triton", "hopper", "ampere")
-RULES = {"hopper": HOPPER, "ampere": AMPERE}
+SETS = {(kernel_set.name, kernel_set.device): kernel_set for kernel_set in KERNEL_SETS if not kernel_set.part}
 GRADIENTS = ("dq", "dk", "dv")
 
 
@@ -46,20 +44,14 @@ def kernels(request, emulate):
     name, device = request.param
     if name == "reference":
         return name, device
-    if (device == "cuda") != HAS_GPU:
-        pytest.skip("with a GPU at hand kernels are not emulated" if HAS_GPU else "there is no GPU")
-    if device == "cuda" and name == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the GPU is no Hopper")
-    if device == "cpu" and name != "triton":
-        if not sources_on_cpu.has_compiler():
-            pytest.skip("there is no g++ that knows C++20")
+    if reason := SETS[name, device].why_unavailable():
+        pytest.skip(reason)
+    if SETS[name, device].is_emulated:
         emulate(name)
     return name, device
 
 
-def inputs(
-    n_q, n_kv=None, *, heads=2, kv_heads=1, head_dim=64, value_dim=None, batch=1, dtype=torch.bfloat16
-):
+def inputs(n_q, n_kv=None, *, heads=2, kv_heads=1, head_dim=64, value_dim=None, batch=1, dtype=torch.float16):
     """q, k, v, grad_out and a gradient of lse. K has a mean, which is smoothed, and belongs to dQ."""
     generator = torch.Generator().manual_seed(0)
     q, out = ((batch, heads, n_q, size) for size in (head_dim, value_dim or head_dim))
@@ -109,10 +101,10 @@ def attend(kernels, **settings):
     return functools.partial(sage_attention, enable_gqa=True, kernels=kernels[0], **settings)
 
 
-@pytest.mark.parametrize(("preset", "is_causal"), [(name, n % 2 == 0) for n, name in enumerate(PRESETS)])
+@pytest.mark.parametrize(("preset", "is_causal"), [(name, name != "consistent") for name in PRESETS])
 def test_two_halves_of_the_keys_are_one_attention(kernels, preset, is_causal):
     """As in ring attention or split KV. They err as much as one call does, whose error is that of INT8."""
-    if kernels[0] in RULES and not RULES[kernels[0]].runs(PRESETS[preset], 64):
+    if kernels in SETS and not SETS[kernels].runs(PRESETS[preset], 64):
         pytest.skip("these kernels do not run this preset")
     *leaves, grad_out, grad_lse = inputs(150)
     seen = torch.ones(150, 150, dtype=torch.bool).tril() if is_causal else None
@@ -250,7 +242,7 @@ WAYS = {
 def test_gradients_are_the_same_in_every_way(way, with_out, config, device):
     if way == "compiled by inductor" and device == "cpu":
         pytest.skip("it needs minutes of a C++ compiler")
-    *leaves, grad_out, grad_lse = inputs(70)
+    *leaves, grad_out, grad_lse = inputs(70, dtype=torch.bfloat16)
     loss = (leaves, grad_out if with_out else None, grad_lse)
     function = attend((None, device), is_causal=True, config=PRESETS[config])
     wanted = gradients(function, *loss, device=device)

@@ -15,7 +15,7 @@ from sagebwd import SageConfig
 from sagebwd.kernels.ampere import shapes
 from tests.sagebwd.kernels.cuda.sources_on_cpu import run_in_order
 from tests.sagebwd.kernels.operators import attention, gradients
-from tests.sagebwd.kernels.sets import emulated_too, only
+from tests.sagebwd.kernels.sets import FP16, emulated_too, only
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -33,7 +33,7 @@ def attend(kernel_set, draw):
         if not isinstance(lengths, int):
             packed["cu_seqlens"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
             lengths = sum(lengths)
-        inputs = draw(lengths, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+        inputs = draw(lengths, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=FP16)
         function = attention(kernel_set.name, config=config, **{"is_causal": False, **packed, **mask})
         return lambda: gradients(function, *inputs)
 

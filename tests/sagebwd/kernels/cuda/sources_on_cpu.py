@@ -25,7 +25,8 @@ from sagebwd.kernels.hopper.tensor_map import CTensorMap
 #: Headers that stand in for those of the same name in sagebwd/kernels/cuda.
 ON_CPU = Path(__file__).parent / "on_cpu"
 # A fortified longjmp, some distributions' default, takes the switch to another fiber's stack for an attack.
-FLAGS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-U_FORTIFY_SOURCE"]
+FLAGS = ["-std=c++20", "-Og", "-march=native", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC"]
+FLAGS += ["-U_FORTIFY_SOURCE"]
 #: Libraries that this process has loaded.
 LOADED: dict[Path, ctypes.CDLL] = {}
 DYNAMIC_SHARED = r"extern __shared__ __align__\(\d+\) u8 shared\[\];"  # of a size that the launch gives

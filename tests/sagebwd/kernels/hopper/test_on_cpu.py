@@ -16,7 +16,7 @@ from sagebwd.kernels.hopper import attention as hopper
 from tests.sagebwd.kernels.cuda.sources_on_cpu import run_in_order
 from tests.sagebwd.kernels.inputs import NAMES, token_major
 from tests.sagebwd.kernels.operators import attention, gradients
-from tests.sagebwd.kernels.sets import emulated_too, only, without_int8
+from tests.sagebwd.kernels.sets import FP16, emulated_too, only, without_int8
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -69,7 +69,7 @@ def test_the_order_in_which_threads_run_changes_nothing(
     kernel_set, in_all_orders, draw, config, head_dim, n_q, n_kv, mask
 ):
     """Each warpgroup late: whoever waits too little for it, or gives it back too early, shows."""
-    inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    inputs = draw(n_q, n_kv, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=FP16)
     function = attention(kernel_set.name, config=config, **mask)
     in_all_orders(lambda: gradients(function, *inputs))
 
@@ -121,7 +121,7 @@ def test_each_document_has_its_own_order_of_keys(kernels, sample, monkeypatch, w
 
 @pytest.mark.usefixtures("order_of_keys")
 def test_in_either_order_of_keys_that_of_threads_changes_nothing(kernel_set, in_all_orders, draw):
-    inputs = draw(270, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+    inputs = draw(270, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=FP16)
     function = attention(kernel_set.name, config=S_ALONE)
     in_all_orders(lambda: gradients(function, *inputs))
 
@@ -145,9 +145,7 @@ def test_what_is_packed_replaces_q_k_and_v_in_the_backward(
 ):
     """Also as compiled, where the gradients are the same as without."""
     packed = {} if documents is None else {"cu_seqlens": boundaries_of(documents)}
-    q, k, v, grad_out = map(
-        token_major, draw(310, batch=1, heads=2, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
-    )
+    q, k, v, grad_out = map(token_major, draw(310, batch=1, heads=2, kv_heads=2, head_dim=64, dtype=FP16))
     attend, saved = attention(kernel_set.name, config=config, **packed), []
     wanted = gradients(attend, q, k, v, grad_out)
     torch.compiler.reset()

@@ -18,6 +18,9 @@ using i64 = long long;
 
 // --- CUDA --------------------------------------------------------------------------------------------------
 
+// -Og compiles in half the time of -O1, which more than pays, but for the products of mma.
+#define HOT __attribute__((optimize("O2")))
+
 #define __device__
 #define __host__
 #define __global__

@@ -3,10 +3,6 @@
 // computes something else. Only the left operands of wgmma that are in registers are read at once.
 #pragma once
 
-#include <functional>
-#include <map>
-#include <vector>
-
 #include "ptx.cuh"
 
 // --- Shared memory and mbarriers ---------------------------------------------------------------------------
@@ -14,24 +10,28 @@
 // May be negative: the static variables of a kernel lie outside shared_memory.
 inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - shared_memory); }
 
+// Plain arrays: containers of the standard library would take a third of the time that a kernel takes to compile.
 struct Barrier {
+    u32 address;
     int arrivals, missing;
-    i64 bytes = 0;  // in flight
-    u32 phase = 0;
+    i64 bytes;  // in flight
+    u32 phase;
 };
-static std::map<u32, Barrier> barriers_by_address;
+constexpr int MOST_BARRIERS = 64;
+static Barrier barriers[MOST_BARRIERS];
+static int initialized = 0;
 
-// Writes a copy to shared memory.
-struct BulkCopy {
-    std::function<void()> write;
-    u32 bytes;
-};
-static std::map<u32, std::vector<BulkCopy>> copies_by_barrier;  // in flight
+inline Barrier& barrier_at(u32 address, bool is_new = false) {
+    for (int i = 0; i < initialized; ++i)
+        if (barriers[i].address == address) return barriers[i];
+    if (!is_new || initialized == MOST_BARRIERS) give_up("an mbarrier is not initialized, or too many are");
+    return barriers[initialized++];
+}
 
 // Changes the barrier, and completes its phase if nothing is pending any more.
 template <class Change>
 inline void change_barrier(u32 address, Change change) {
-    Barrier& barrier = barriers_by_address.at(address);
+    Barrier& barrier = barrier_at(address);
     change(barrier);
     if (barrier.missing < 0) give_up("more arrivals at an mbarrier than the kernel announced");
     if (barrier.missing == 0 && barrier.bytes == 0) {
@@ -40,34 +40,15 @@ inline void change_barrier(u32 address, Change change) {
     }
 }
 
-inline void barrier_init(u32 barrier, u32 arrivals) { barriers_by_address[barrier] = {int(arrivals), int(arrivals)}; }
+inline void barrier_init(u32 barrier, u32 arrivals) {
+    barrier_at(barrier, true) = {barrier, int(arrivals), int(arrivals), 0, 0};
+}
 inline void barrier_init_fence() {}
 inline void barrier_arrive(u32 barrier) {
     change_barrier(barrier, [](Barrier& b) { --b.missing; });
 }
 inline void barrier_expect_bytes(u32 barrier, u32 bytes) {
     change_barrier(barrier, [=](Barrier& b) { b.bytes += bytes, --b.missing; });
-}
-inline void finish_copies(u32 barrier) {
-    std::vector<BulkCopy>& copies = copies_by_barrier[barrier];
-    for (const BulkCopy& copy : copies) {
-        copy.write();
-        change_barrier(barrier, [=](Barrier& b) { b.bytes -= copy.bytes; });
-    }
-    copies.clear();
-}
-inline void barrier_wait(u32 barrier, u32 parity) {
-    wait_until([=] {
-        finish_copies(barrier);
-        return barriers_by_address.at(barrier).phase != parity;
-    });
-}
-inline void barrier_wait_asleep(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
-inline void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
-    if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
-        give_up("a bulk copy is not aligned or leaves shared memory");
-    std::memset(shared_memory + shared, POISON, bytes);
-    copies_by_barrier[barrier].push_back({[=] { std::memcpy(shared_memory + shared, global, bytes); }, bytes});
 }
 
 // conftest.py makes it: where (B, H, N, D) begins, sizes of D, N, H and B, and strides of the last three in elements.
@@ -76,22 +57,68 @@ struct TensorMap {
     u64 sizes[4], strides[3];
     u64 unused[8];
 };
+
+// A copy to shared memory in flight: of bytes that lie together, or of a box of a tensor.
+struct BulkCopy {
+    u32 barrier, shared, bytes;
+    const u8* source;  // nullptr: a box
+    TensorMap map;
+    int channel, token, head, sequence;
+};
+constexpr int BOX = 64, MOST_COPIES = 256;
+static BulkCopy copies[MOST_COPIES];
+static int copies_in_flight = 0;
+
+inline void start_copy(const BulkCopy& copy) {
+    if (copies_in_flight == MOST_COPIES) give_up("too many copies without a wait");
+    std::memset(shared_memory + copy.shared, POISON, copy.bytes);
+    copies[copies_in_flight++] = copy;
+}
+inline void write_copy(const BulkCopy& copy) {
+    if (copy.source) {
+        std::memcpy(shared_memory + copy.shared, copy.source, copy.bytes);
+        return;
+    }
+    const TensorMap& map = copy.map;
+    const u16* first = map.data + copy.head * map.strides[1] + copy.sequence * map.strides[2];
+    for (int n = 0; n < BOX; ++n)
+        for (int d = 0; d < BOX; ++d) {
+            const bool is_inside = copy.token + n < map.sizes[1] && copy.channel + d < map.sizes[0];
+            const u16 value = is_inside ? first[(copy.token + n) * map.strides[0] + copy.channel + d] : 0;
+            const u32 o = 128 * n + 2 * d;
+            std::memcpy(shared_memory + copy.shared + (o ^ (o >> 3 & 112)), &value, 2);
+        }
+}
+inline void finish_copies(u32 barrier) {
+    int left = 0;
+    for (int i = 0; i < copies_in_flight; ++i) {
+        const BulkCopy& copy = copies[i];
+        if (copy.barrier == barrier) {
+            write_copy(copy);
+            change_barrier(barrier, [&](Barrier& b) { b.bytes -= copy.bytes; });
+        } else {
+            copies[left++] = copy;
+        }
+    }
+    copies_in_flight = left;
+}
+inline void barrier_wait(u32 barrier, u32 parity) {
+    wait_until([=] {
+        finish_copies(barrier);
+        return barrier_at(barrier).phase != parity;
+    });
+}
+inline void barrier_wait_asleep(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
+inline void bulk_copy(u32 shared, const u8* global, u32 bytes, u32 barrier) {
+    if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
+        give_up("a bulk copy is not aligned or leaves shared memory");
+    start_copy({barrier, shared, bytes, global});
+}
 inline void tensor_copy(u32 shared, const TensorMap& x, int channel, int token, int head, int sequence, u32 barrier) {
-    constexpr int BOX = 64, BYTES = 2 * BOX * BOX;
+    constexpr int BYTES = 2 * BOX * BOX;
     if (shared % 1024 || shared + BYTES > sizeof shared_memory) give_up("a box is not aligned or leaves shared memory");
     if (x.data == nullptr) give_up("a kernel reads a tensor without a tensor map");
-    std::memset(shared_memory + shared, POISON, BYTES);
-    const auto write = [=, map = x] {
-        const u16* first = map.data + head * map.strides[1] + sequence * map.strides[2];
-        for (int n = 0; n < BOX; ++n)
-            for (int d = 0; d < BOX; ++d) {
-                const bool is_inside = token + n < map.sizes[1] && channel + d < map.sizes[0];
-                const u16 value = is_inside ? first[(token + n) * map.strides[0] + channel + d] : 0;
-                const u32 o = 128 * n + 2 * d;
-                std::memcpy(shared_memory + shared + (o ^ (o >> 3 & 112)), &value, 2);
-            }
-    };
-    copies_by_barrier[barrier].push_back({write, BYTES});
+    start_copy({barrier, shared, BYTES, nullptr, x, channel, token, head, sequence});
 }
 
 // What a thread stores or adds to global memory. Shared memory is read when the thread waits for that, and global memory is
@@ -99,36 +126,54 @@ inline void tensor_copy(u32 shared, const TensorMap& x, int channel, int token, 
 struct BulkStore {
     float* target;
     u32 source, bytes;
-    bool is_sum, is_committed, is_read;
-    std::vector<float> values;
+    bool is_sum, is_committed;
+    float* values;  // nullptr until they are read
 };
-static std::map<unsigned, std::vector<BulkStore>> bulk_stores;  // by thread
+constexpr int MOST_STORES = 64;
+struct BulkStores {
+    BulkStore store[MOST_STORES];
+    int count;
+};
+static BulkStores stores_of_threads[MOST_FIBERS];
 
 inline void bulk_store_or_add(float* global, u32 shared, u32 bytes, bool is_sum) {
     if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
         give_up("a bulk store is not aligned or leaves shared memory");
-    bulk_stores[threadIdx.x].push_back({global, shared, bytes, is_sum});
+    BulkStores& stores = stores_of_threads[threadIdx.x];
+    if (stores.count == MOST_STORES) give_up("too many bulk stores without a wait");
+    stores.store[stores.count++] = {global, shared, bytes, is_sum};
 }
 inline void bulk_store(float* global, u32 shared, u32 bytes) { bulk_store_or_add(global, shared, bytes, false); }
 inline void bulk_add(float* global, u32 shared, u32 bytes) { bulk_store_or_add(global, shared, bytes, true); }
 inline void bulk_commit() {
-    for (BulkStore& store : bulk_stores[threadIdx.x]) store.is_committed = true;
+    BulkStores& stores = stores_of_threads[threadIdx.x];
+    for (int i = 0; i < stores.count; ++i) stores.store[i].is_committed = true;
 }
 inline void bulk_wait_read() {
     let_time_pass();
-    for (BulkStore& store : bulk_stores[threadIdx.x]) {
-        if (!store.is_committed || store.is_read) continue;
-        store.values.resize(store.bytes / 4);
-        std::memcpy(store.values.data(), shared_memory + store.source, store.bytes);
-        store.is_read = true;
+    BulkStores& stores = stores_of_threads[threadIdx.x];
+    for (int i = 0; i < stores.count; ++i) {
+        BulkStore& store = stores.store[i];
+        if (!store.is_committed || store.values) continue;
+        store.values = static_cast<float*>(std::malloc(store.bytes));
+        std::memcpy(store.values, shared_memory + store.source, store.bytes);
     }
 }
 inline void bulk_wait() {
     bulk_wait_read();
-    for (const BulkStore& store : bulk_stores[threadIdx.x])
-        for (u32 i = 0; i < store.values.size(); ++i)
-            store.target[i] = store.is_sum ? store.target[i] + store.values[i] : store.values[i];
-    std::erase_if(bulk_stores[threadIdx.x], [](const BulkStore& store) { return store.is_read; });
+    BulkStores& stores = stores_of_threads[threadIdx.x];
+    int left = 0;
+    for (int i = 0; i < stores.count; ++i) {
+        BulkStore store = stores.store[i];
+        if (!store.values) {
+            stores.store[left++] = store;
+            continue;
+        }
+        for (u32 k = 0; k < store.bytes / 4; ++k)
+            store.target[k] = store.is_sum ? store.target[k] + store.values[k] : store.values[k];
+        std::free(store.values);
+    }
+    stores.count = left;
 }
 
 template <int>
@@ -250,13 +295,26 @@ inline void wgmma_wait() {
 template <class T, int N>
 inline void pin(T (&)[N]) {}
 
-// Where byte `i` of a row lies in a swizzled tile whose rows have 64 or 128 bytes.
+// Where byte `i` of a row lies in a swizzled tile whose rows have 64 or 128 bytes. 16 bytes lie together.
 inline const u8* in_tile(u32 first, u32 row_bytes, int row, int i) {
     const u32 address = first + row * row_bytes + i;
     return shared_memory + (address ^ (address >> 3 & (row_bytes - 16)));
 }
-inline const u8* in_row(u64 tile, int row, int i) { return in_tile(u32(tile) << 4, tile >> 32, row, i); }
-inline int int8_at(u64 tile, int row, int k) { return static_cast<signed char>(*in_row(tile, row, k)); }
+
+// The 32 bytes of a row that a product takes.
+inline void read_row(u64 tile, int row, void* bytes) {
+    for (int i = 0; i < 32; i += 16) std::memcpy(static_cast<u8*>(bytes) + i, in_tile(u32(tile) << 4, tile >> 32, row, i), 16);
+}
+inline void read_row(u64 tile, int row, int (&x)[32]) {
+    signed char bytes[32];
+    read_row(tile, row, static_cast<void*>(bytes));
+    for (int k = 0; k < 32; ++k) x[k] = bytes[k];
+}
+inline void read_row(u64 tile, int row, float (&x)[16]) {
+    u16 bits[16];
+    read_row(tile, row, static_cast<void*>(bits));
+    for (int k = 0; k < 16; ++k) x[k] = to_float(bits[k]);
+}
 inline float value_at(const u8* place) {
     u16 bits;
     std::memcpy(&bits, place, 2);
@@ -267,27 +325,38 @@ inline float value_at(const u8* place) {
 inline int column_of(int i) { return i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 inline int row_of(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + i / 2 % 2 * 8; }
 
+// What this thread has of two rows times columns, which read(column, x) gives: four elements at a time.
+template <bool ACCUMULATE, int N, class T, int DEPTH, class Read>
+inline void multiply(u32* sums, const T (&rows)[2][DEPTH], Read read) {
+    using Ints = int __attribute__((vector_size(16)));
+    using Floats = float __attribute__((vector_size(16)));
+    using Four = std::conditional_t<std::is_same_v<T, int>, Ints, Floats>;
+    for (int i = 0; i < N; i += 4) {
+        T x[DEPTH], y[DEPTH];
+        read(column_of(i), x), read(column_of(i + 1), y);
+        Four sum = {};
+        if (ACCUMULATE) std::memcpy(&sum, sums + i, sizeof sum);
+        for (int k = 0; k < DEPTH; ++k) {
+            const Four left = {rows[0][k], rows[0][k], rows[1][k], rows[1][k]}, right = {x[k], y[k], x[k], y[k]};
+            sum += left * right;
+        }
+        std::memcpy(sums + i, &sum, sizeof sum);
+    }
+}
+template <bool ACCUMULATE, int N, class T, int DEPTH>
+inline void multiply_rows(const Product& product, u32* sums) {
+    T rows[2][DEPTH];
+    for (int i = 0; i < 2; ++i) read_row(product.a, row_of(2 * i), rows[i]);
+    multiply<ACCUMULATE, N>(sums, rows, [&](int column, T(&x)[DEPTH]) { read_row(product.b, column, x); });
+}
+
 template <int ACCUMULATE, int N>
 inline void wgmma_int8(int (&sum)[N], u64 a, u64 b) {
-    issue(sum, a, b, [](const Product& product, u32* sums) {
-        int* sum = reinterpret_cast<int*>(sums);
-        for (int i = 0; i < N; ++i) {
-            if (!ACCUMULATE) sum[i] = 0;
-            for (int k = 0; k < 32; ++k)
-                sum[i] += int8_at(product.a, row_of(i), k) * int8_at(product.b, column_of(i), k);
-        }
-    });
+    issue(sum, a, b, multiply_rows<ACCUMULATE, N, int, 32>);
 }
 template <int ACCUMULATE, int N>
 inline void wgmma_16bit(int (&sum)[N], u64 a, u64 b) {
-    issue(sum, a, b, [](const Product& product, u32* sum) {
-        for (int i = 0; i < N; ++i) {
-            float x = ACCUMULATE ? __uint_as_float(sum[i]) : 0.0f;
-            for (int k = 0; k < 16; ++k)
-                x += value_at(in_row(product.a, row_of(i), 2 * k)) * value_at(in_row(product.b, column_of(i), 2 * k));
-            sum[i] = __float_as_uint(x);
-        }
-    });
+    issue(sum, a, b, multiply_rows<ACCUMULATE, N, float, 16>);
 }
 
 // The two rows of a left operand of which this thread has results, from the registers of the warp: of each row four
@@ -315,12 +384,8 @@ inline void wgmma_int8(int (&sum)[32], const u32* a, u64 b) {
     const Left rows = rows_in_registers<int, 4>(
         a, [](u32 word) { return LEFT_UNSIGNED ? int(static_cast<u8>(word)) : int(static_cast<signed char>(word)); });
     Product& product = issue(sum, 0, b, [](const Product& product, u32* sums) {
-        const Left& rows = reinterpret_cast<const Left&>(product.rows);
-        int* sum = reinterpret_cast<int*>(sums);
-        for (int i = 0; i < 32; ++i) {
-            if (!ACCUMULATE) sum[i] = 0;
-            for (int k = 0; k < 32; ++k) sum[i] += rows.x[i / 2 % 2][k] * int8_at(product.b, column_of(i), k);
-        }
+        const Left& left = reinterpret_cast<const Left&>(product.rows);
+        multiply<ACCUMULATE, 32>(sums, left.x, [&](int column, int (&x)[32]) { read_row(product.b, column, x); });
     });
     std::memcpy(product.rows, &rows, sizeof rows);
 }
@@ -329,29 +394,24 @@ inline void wgmma_16bit(float (&sum)[N], const u32* a, u64 b) {
     using Left = Rows<float, 2>;
     const Left rows = rows_in_registers<float, 2>(a, [](u32 word) { return to_float(static_cast<u16>(word)); });
     Product& product = issue(sum, 0, b, [](const Product& product, u32* sums) {
-        const Left& rows = reinterpret_cast<const Left&>(product.rows);
-        float* sum = reinterpret_cast<float*>(sums);
-        for (int i = 0; i < N; ++i) {
-            const int column = column_of(i);
-            for (int k = 0; k < 16; ++k) {
-                const u32 chunk = (u32(product.b) << 4) + column / 64 * u32(product.b >> 32);
-                const float right = product.b ? value_at(in_tile(chunk, 128, k, column % 64 * 2)) : 1.0f;
-                sum[i] += rows.x[i / 2 % 2][k] * right;
-            }
-        }
+        const Left& left = reinterpret_cast<const Left&>(product.rows);
+        multiply<true, N>(sums, left.x, [&](int column, float (&x)[16]) {
+            const u32 chunk = (u32(product.b) << 4) + column / 64 * u32(product.b >> 32);
+            for (int k = 0; k < 16; ++k) x[k] = product.b ? value_at(in_tile(chunk, 128, k, column % 64 * 2)) : 1.0f;
+        });
     });
     std::memcpy(product.rows, &rows, sizeof rows);
 }
 
 // Both operands MN-major: lines of 64 rows of a, or columns of b, one line for each k.
-inline float value_at(u64 tile, int k, int i) { return value_at(in_tile(u32(tile) << 4, 128, k, 2 * i)); }
 template <int ACCUMULATE, int N>
 inline void wgmma_16bit(float (&sum)[N], u64 a, u64 b) {
     issue(sum, a, b, [](const Product& product, u32* sums) {
-        float* sum = reinterpret_cast<float*>(sums);
-        for (int i = 0; i < N; ++i) {
-            if (!ACCUMULATE) sum[i] = 0.0f;
-            for (int k = 0; k < 16; ++k) sum[i] += value_at(product.a, k, row_of(i)) * value_at(product.b, k, column_of(i));
-        }
+        const auto read_line = [](u64 tile, int i, float (&x)[16]) {
+            for (int k = 0; k < 16; ++k) x[k] = value_at(in_tile(u32(tile) << 4, 128, k, 2 * i));
+        };
+        float rows[2][16];
+        for (int i = 0; i < 2; ++i) read_line(product.a, row_of(2 * i), rows[i]);
+        multiply<ACCUMULATE, N>(sums, rows, [&](int column, float (&x)[16]) { read_line(product.b, column, x); });
     });
 }
