@@ -2,9 +2,20 @@
 
 from sagebwd.attention import sage_attention
 from sagebwd.config import SageConfig
+from sagebwd.diagnosis import Diagnosis, diagnose
 from sagebwd.dispatch import Explanation, explain
 from sagebwd.usage import Report, report
 
 __version__ = "0.1.0"
 
-__all__ = ["Explanation", "Report", "SageConfig", "__version__", "explain", "report", "sage_attention"]
+__all__ = [
+    "Diagnosis",
+    "Explanation",
+    "Report",
+    "SageConfig",
+    "__version__",
+    "diagnose",
+    "explain",
+    "report",
+    "sage_attention",
+]

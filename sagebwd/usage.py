@@ -1,17 +1,20 @@
 """What ran: which attention layers computed in INT8, by which kernels, and which in full precision, and why.
 
-Integrations count each call here, and users read it with :func:`sagebwd.report`. Nothing here looks at a
-tensor, so nothing waits for a GPU. Under ``torch.compile`` a call is counted when it is traced.
+Integrations count each call here, and users read it with :func:`sagebwd.report`. Only the logits of the first
+calls are looked at, which waits for the GPU. Under ``torch.compile`` a call is counted when it is traced.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from sagebwd import dispatch
@@ -21,6 +24,14 @@ from sagebwd.validation import DTYPES, cast_to_autocast_dtype
 
 #: What an integration may do with a call that SageBwd does not compute.
 FALLBACKS = ("error", "sdpa")
+
+
+#: With S in INT8, errors of dQ and dK reach 10% where the largest logit is about this (docs/log.md).
+LARGEST_LOGIT = 64.0
+#: So many calls of each layer class have their logits looked at: two steps of most models.
+LOOKS = 64
+#: So many queries and keys of each head are looked at.
+LOOKED_AT = (32, 4096)
 
 
 class _Counted(NamedTuple):
@@ -43,6 +54,7 @@ class Obstacle(NamedTuple):
 
 _counts: Counter[_Counted] = Counter()
 _warned: set[tuple[str, str]] = set()
+_looks: Counter[tuple[str, SageConfig]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ def report(*, clear: bool = False) -> Report:
     Calls of :func:`sagebwd.sage_attention` itself are not counted.
 
     Args:
-        clear: start counting anew, and warn again about layers in full precision.
+        clear: start counting anew, and warn again.
     """
     calls = sorted(_counts.items(), key=lambda item: _sort_key(item[0]))
     rows = []
@@ -99,9 +111,22 @@ def report(*, clear: bool = False) -> Report:
         layers = tuple(call.layer for call, _ in of_layers if call.layer is not None)
         rows.append(ReportRow(name, layers, kernels, reason, sum(count for _, count in of_layers)))
     if clear:
-        _counts.clear()
-        _warned.clear()
+        for own in (_counts, _warned, _looks):
+            own.clear()
     return Report(tuple(rows))
+
+
+@contextmanager
+def counted_apart() -> Iterator[None]:
+    """Within it, calls are counted and warned of as if there had been none, and forgotten afterwards."""
+    kept = [(own, own.copy()) for own in (_counts, _warned, _looks)]
+    try:
+        report(clear=True)
+        yield
+    finally:
+        for own, before in kept:
+            own.clear()
+            own.update(before)
 
 
 def record(name: str, kernels: str, layer: int | None = None) -> None:
@@ -120,10 +145,48 @@ def counted_attention(
 ) -> Any:
     """:func:`sagebwd.sage_attention`, counted under ``name`` with the kernels that ran."""
     result = sage_attention(query, key, value, config=config, **settings)
+    watch_logits(name, query, key, settings.get("scale"), config)
     out = result[0] if isinstance(result, tuple) else result  # of the dtype that autocast asks for
     head_dim = max(query.shape[-1], value.shape[-1])
     record(name, dispatch.choose(out, 1.0, encode(config), head_dim=head_dim))
     return result
+
+
+def watch_logits(name: str, q: Tensor, k: Tensor, scale: float | None, config: SageConfig) -> None:
+    """Warn once if logits of the first calls are larger than an INT8 S is good for.
+
+    Looks at some queries of the first batch entry, whatever the mask; on a GPU this waits for it. Nothing is
+    looked at under a tracer, while a CUDA graph is captured, or where torch reports what waits.
+
+    Args:
+        name: as of :func:`record`.
+        q, k, scale, config: as of :func:`sagebwd.sage_attention`.
+    """
+    if torch.compiler.is_compiling() or _looks[name, config] >= LOOKS:
+        return
+    has_int8_s = config.is_int8("s_fwd") or config.is_int8("s_bwd")
+    if not has_int8_s or type(q) is not Tensor or q.is_meta or q.dim() != 4 or 0 in (*q.shape, *k.shape):
+        return
+    if q.is_cuda and (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode()):
+        return
+    _looks[name, config] += 1
+    largest = _largest_logit(q.detach()[:1], k.detach()[:1], scale, config)
+    if largest > LARGEST_LOGIT and (name, "logits") not in _warned:
+        _warned.add((name, "logits"))
+        warnings.warn(
+            f"{name}: logits reach {largest:.0f}, and from about {LARGEST_LOGIT:.0f} on gradients through an "
+            "INT8 S may err by more than 10%; measure with sagebwd.diagnose(model, *inputs), or use "
+            "SageConfig.accurate()",
+            stacklevel=3,
+        )
+
+
+def _largest_logit(q: Tensor, k: Tensor, scale: float | None, config: SageConfig) -> float:
+    """The largest |S| of :data:`LOOKED_AT` queries and keys, spread evenly; with the smoothed K."""
+    q, k = (x[..., :: -(-x.shape[-2] // most), :].float() for x, most in zip((q, k), LOOKED_AT, strict=True))
+    k = k - k.mean(-2, keepdim=True) if config.smooths_k else k
+    s = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.mT
+    return s.abs().amax().item() * (q.shape[-1] ** -0.5 if scale is None else abs(float(scale)))
 
 
 def choose_kernels(

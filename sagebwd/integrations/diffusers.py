@@ -185,6 +185,7 @@ def _attention(
         _fall_back(obstacle, fallback, asked)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention_dispatch._native_attention(*arguments, _parallel_config=_parallel_config)
+    usage.watch_logits(_running.name, q, k, scale, config)
     usage.record(_running.name, kernels)
     result = sage_attention(
         q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, window_size=window_size,

@@ -188,6 +188,7 @@ def _attention(
     if obstacle is not None:
         usage.fall_back(name, obstacle.reason, fallback, layer, fix=obstacle.fix or USE_ANOTHER)
         return _full_precision(module, query, key, value, attention_mask, layout, arguments)
+    usage.watch_logits(name, query, key, arguments.get("scaling"), config)
     usage.record(name, kernels, layer)
     settings = {"scale": arguments.get("scaling"), "sinks": arguments.get(SINKS), "config": config}
     return varlen_attention(query, key, value, layout, **settings), None

@@ -1,10 +1,15 @@
 """What ran is counted, said once, and refused where no fallback was asked for."""
 
+import warnings
+
 import pytest
 import torch
 
 import sagebwd
-from sagebwd import usage
+from sagebwd import SageConfig, usage
+from sagebwd.config import PRESETS
+from sagebwd.metrics import relative_l2
+from sagebwd.reference import attention, exact_attention
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +64,61 @@ def test_a_tracer_counts_without_breaking_the_graph():
         compiled(torch.zeros(2))
     [row] = sagebwd.report().rows
     assert row.name == "Attention"
+
+
+# --- Large logits ------------------------------------------------------------------------------------------
+
+
+def draw_for(largest, n=256, head_dim=64):
+    """q, k, v and grad_out, Gaussian, whose largest |q·k| / √D is this."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad_out = torch.randn(4, 1, 2, n, head_dim, generator=generator)
+    factor = (largest / (q @ k.mT).abs().max() * head_dim**0.5).sqrt()
+    return q * factor, k * factor, v, grad_out
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if PRESETS[name].is_int8("s_fwd")])
+def test_gradients_err_by_a_tenth_at_the_largest_logit(preset):
+    """What LARGEST_LOGIT is: by half of that where each token has its scale."""
+    q, k, v, grad_out = draw_for(usage.LARGEST_LOGIT)
+    found = attention(q, k, v, grad_out, config=PRESETS[preset])
+    truth = exact_attention(q, k, v, grad_out)
+    error = max(relative_l2(found.dq, truth.dq), relative_l2(found.dk, truth.dk))
+    assert 0.05 < error < 0.13
+    found = attention(q, k, v, grad_out, config=SageConfig.accurate())
+    assert relative_l2(found.dq, truth.dq) < 0.012
+
+
+def test_large_logits_are_warned_of_once():
+    """Under smoothing those of K without its mean; where S is in 16 bit none are."""
+    q, k, v, _ = draw_for(1.3 * usage.LARGEST_LOGIT)
+    with pytest.warns(UserWarning, match=r"^here: logits reach \d\d, .*diagnose"):
+        usage.counted_attention("here", q, k, v, config=SageConfig())
+    with pytest.warns(UserWarning, match="there: logits reach"):
+        usage.counted_attention("there", q, k, v, config=SageConfig())
+    compiled = torch.compile(
+        lambda *x: usage.counted_attention("compiled", *x, config=SageConfig()),
+        fullgraph=True,
+        backend="eager",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        usage.counted_attention("here", q, k, v, config=SageConfig())
+        usage.counted_attention("accurate", q, k, v, config=SageConfig.accurate())
+        usage.counted_attention("halved", q / 2, k, v, config=SageConfig())
+        usage.counted_attention("scaled", q, k, v, config=SageConfig(), scale=0.01)
+        usage.counted_attention("smoothed", q / 2, k + 50, v, config=SageConfig())
+        compiled(q, k, v)
+    unsmoothed = SageConfig.strictly_causal()
+    with pytest.warns(UserWarning, match=r"unsmoothed: logits reach \d\d\d"):
+        usage.counted_attention("unsmoothed", q / 2, k + 50, v, config=unsmoothed)
+
+
+def test_only_the_first_calls_are_looked_at(monkeypatch):
+    q, k, v, _ = draw_for(2 * usage.LARGEST_LOGIT, n=8)
+    monkeypatch.setattr(usage, "LOOKS", 2)
+    for _ in range(2):
+        usage.counted_attention("here", q / 4, k, v, config=SageConfig())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        usage.counted_attention("here", q, k, v, config=SageConfig())
