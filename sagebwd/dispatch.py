@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import operator
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,7 +98,9 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"kernels: {self.kernels}"]
-        return "\n".join(lines + [f"not {name}: {reason}" for name, reason in self.reasons.items()])
+        for reason, names in groupby(self.reasons, self.reasons.get):
+            lines.append(f"not {', '.join(names)}: {reason}")
+        return "\n".join(lines)
 
 
 def explain(
@@ -108,30 +111,34 @@ def explain(
     is_causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     config: SageConfig = DEFAULT_CONFIG,
+    device: str | tuple[int, int] | None = None,
 ) -> Explanation:
     """Tell which kernels ``sage_attention`` runs with these arguments, and why not faster ones.
 
-    >>> print(sagebwd.explain(q, config=SageConfig(smooth_q=True)))  # on an H200
+    >>> print(sagebwd.explain(q, config=SageConfig(smooth_q=True), device="NVIDIA H100"))
     kernels: triton
-    not hopper: smooth_q is True (set smooth_q=False)
-    not ampere: smooth_q is True (set smooth_q=False)
+    not hopper, ampere: smooth_q is True (set smooth_q=False)
 
     Args:
         q: the queries (…, H, N, D). Device, dtype and head size matter, under autocast its dtype.
         config: as of :func:`sagebwd.sage_attention`.
         k, v, is_causal, window_size: the same. The choice depends only on the head size of v.
+        device: instead of that of q, a GPU that need not be here, with Triton: its name, such as
+            "NVIDIA H100" or "RTX 4090", or its compute capability, such as (9, 0).
 
     Raises:
-        ValueError: as :func:`sagebwd.sage_attention` does.
+        ValueError: as :func:`sagebwd.sage_attention` does; or the name of the GPU is not known.
     """
     k = q if k is None else k
     v = k if v is None else v
     check_arguments(q, k, v, scale=None, enable_gqa=True, config=config)
     Window.of(is_causal, window_size)  # which raises
-    dtype = q.dtype
-    if is_autocast(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-    return explain_call(_call(q.device, dtype, max(q.shape[-1], v.shape[-1]), config))
+    kind = q.device.type if device is None else "cuda"
+    dtype = torch.get_autocast_dtype(kind) if is_autocast(kind) else q.dtype
+    head_dim = max(q.shape[-1], v.shape[-1])
+    if device is not None:
+        return explain_call(Call(kind, hypothetical_gpu(device), dtype, head_dim, config))
+    return explain_call(_call(q.device, dtype, head_dim, config))
 
 
 def explain_call(call: Call) -> Explanation:
@@ -296,6 +303,33 @@ ARCHITECTURES = {
     "10.0": GPU("a B200", (10, 0)),
     "12.0": GPU("an RTX 50", (12, 0)),
 }
+
+
+#: What names of products contain, by compute capability; the first that fits counts.
+PRODUCTS = {
+    (7, 0): "V100",
+    (7, 5): r"T4|RTX 20\d\d|Quadro|TITAN RTX|Turing",
+    (8, 9): r"Ada|RTX 40\d\d|L4|L40S?",
+    (8, 6): r"RTX 30\d\d|RTX A\d+|A2|A10G?|A16|A40",
+    (8, 0): r"A30|A100|A800|Ampere",
+    (9, 0): r"G?H\d+|Hopper",
+    (10, 3): r"G?B300",
+    (10, 0): r"G?B[12]00",
+    (12, 1): r"GB10|DGX Spark",
+    (12, 0): r"RTX 50\d\d|RTX PRO",
+}
+
+
+def hypothetical_gpu(device: str | tuple[int, int]) -> GPU:
+    """The GPU of a name or a compute capability. Raises ValueError for one that is not known."""
+    if not isinstance(device, str):
+        return GPU("a GPU", tuple(device))
+    for capability, names in PRODUCTS.items():
+        if re.search(rf"\b({names})\b", device, re.IGNORECASE):
+            return GPU(device, capability)
+    raise ValueError(
+        f"device is {device!r}, whose compute capability is not known here; pass that, such as (9, 0)"
+    )
 
 
 class Row(NamedTuple):

@@ -185,6 +185,8 @@ def triton_rules(call: Call) -> Iterator[Rule]:
     """What the Triton kernels need, in the order in which it is checked."""
     config, gpu = call.config, call.gpu
     yield _on_a_gpu(gpu is not None or call.is_interpreted, call)
+    if gpu is None and not call.is_interpreted:
+        return
     if gpu is not None:
         yield _since_ampere(gpu)
     yield Rule(call.has_triton, "Triton is not installed", "install triton")

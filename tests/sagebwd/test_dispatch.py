@@ -248,12 +248,46 @@ def test_explain_tells_meta_tensors_where_to_be():
     assert found.reasons == dict.fromkeys(("hopper", "ampere", "triton"), told)
 
 
+@pytest.mark.parametrize(
+    ("device", "capability"),
+    [
+        ("NVIDIA H100", (9, 0)), ("NVIDIA H100 80GB HBM3", (9, 0)), ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA GeForce RTX 4090", (8, 9)), ("RTX 5090", (12, 0)), ("NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("NVIDIA RTX 5000 Ada Generation", (8, 9)), ("Quadro RTX 5000", (7, 5)), ("Tesla T4", (7, 5)),
+        ("NVIDIA RTX A6000", (8, 6)), ("NVIDIA A10G", (8, 6)), ("NVIDIA L40S", (8, 9)), ("b200", (10, 0)),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0)), ("NVIDIA GB10", (12, 1)),
+        ("GeForce RTX 3060 Laptop GPU", (8, 6)), ((8, 7), (8, 7)),
+    ],
+)  # fmt: skip
+def test_explain_knows_gpus_that_are_not_here(device, capability):
+    """As the driver names them."""
+    q = torch.ones(1, 2, 8, 64, dtype=torch.bfloat16)
+    found = sagebwd.explain(q, config=SageConfig(smooth_q=True), device=device)
+    assert found.kernels == ("triton" if capability >= (8, 0) else "none")
+    assert dispatch.hypothetical_gpu(device).capability == capability
+    assert sagebwd.explain(q, device=device).kernels == {(9, 0): "hopper", (7, 5): "none"}.get(
+        capability, "ampere"
+    )
+
+
+def test_explain_on_a_gpu_that_is_not_here_looks_at_dtype_and_name(monkeypatch):
+    q = torch.ones(1, 2, 8, 64)
+    assert "float32" in sagebwd.explain(q, device="H200").reasons["hopper"]
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    monkeypatch.setattr(torch, "get_autocast_dtype", {"cuda": torch.bfloat16}.get)
+    assert sagebwd.explain(q, device="H200").kernels == "hopper"
+    with pytest.raises(ValueError, match=r"device is 'MI300X'.* pass that, such as \(9, 0\)"):
+        sagebwd.explain(q, device="MI300X")
+
+
 def test_explain_looks_at_a_call():
     q = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     found = sagebwd.explain(q, q, q, config=SageConfig.paper())
     assert found.kernels == "reference"
-    assert str(found).splitlines()[0] == "kernels: reference"
-    assert "not triton: the tensors are on the CPU (move them to a GPU)" in str(found)
+    assert str(found).splitlines() == [
+        "kernels: reference",
+        "not hopper, ampere, triton: the tensors are on the CPU (move them to a GPU)",
+    ]
 
 
 def test_the_table_covers_presets_and_head_sizes():
