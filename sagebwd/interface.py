@@ -4,7 +4,6 @@ A kernel set is a module with
 
     forward(q, k, v, params) -> ForwardResult
     backward(grad_out, q, k, v, saved, params, grad_lse=None) -> (dq, dk, dv), laid out as q, k, v
-    token_mean(k, params): the ``k_mean`` of the forward alone, to its bits
 
 ``grad_lse`` (B, H, N_q) fp32, contiguous, is the gradient of the logsumexp to base e. Since
 dS = P ∘ (dP − δ + grad_lse), it is subtracted from δ where that is computed; what follows knows only δ.
@@ -90,7 +89,8 @@ class ForwardResult(NamedTuple):
     lse: (B, H, N_q) fp32, the logsumexp of the logits with the smoothed K, to base 2; of the reference to
         base e. −inf for a query that sees no key.
     k_mean: (B, H_kv, documents · D_PAD) fp32, the mean of K over the tokens of each document; no columns if K
-        is not smoothed. D_PAD is D padded to a power of two from 32 on; of the reference D.
+        is not smoothed. The backward subtracts what is here. D_PAD is D padded to a power of two from 32 on;
+        of the reference D.
     out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
     packed_q, packed_kv: Q and K, packed for the backward, which then needs q only for a dK in 16 bit, and not
         k; (tiles, bytes) uint8. Empty unless CUDA kernels were asked to pack. See ``packs_v`` in ops.py.

@@ -10,14 +10,14 @@ Which calls these are is torch's rule: on a GPU, in fp16 or bf16, head sizes up 
 many queries as keys under ``is_causal``. All others stay in full precision. With torch before 2.13, or on a
 CPU, :func:`patch_sdpa` does the same from Python.
 
-:func:`register` replaces torch's CUDA operators for FlashAttention, forward and backward. Their backward gets
-the tensors, the output and its logsumexp, and nothing else; the mean of K that SageBwd subtracts is computed
-once more.
+:func:`register` replaces torch's CUDA operators for FlashAttention, forward and backward. PyTorch's context
+parallelism then runs SageBwd, too: its ring calls these operators with one part of the keys after another.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,12 +35,12 @@ from sagebwd.integrations.alignment import (
     Alignment,
     align,
     align_documents,
-    aligned_attention,
     check_refused,
     window_of,
 )
-from sagebwd.interface import AttentionParams
+from sagebwd.interface import AttentionParams, ForwardResult, nothing_packed
 from sagebwd.kernels import ops
+from sagebwd.kernels.lse import natural_lse, smoothed_lse
 from sagebwd.usage import counted_attention
 from sagebwd.validation import check_config, check_name, is_autocast
 from sagebwd.window import Window
@@ -183,10 +183,16 @@ def _flash_forward(
     )  # fmt: skip
     window = window_of(is_causal, (window_size_left, window_size_right))
     alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
-    tensors = _heads_first(query, key, value)
-    out, lse = aligned_attention("torch FlashAttention", *tensors, alignment, scale, config, with_lse=True)
+    q, k, v = _heads_first(query, key, value)
+    q, k, v = alignment.queries(q), alignment.keys(k), alignment.keys(v)
+    params = _params(q, alignment, scale, config)
+    out, lse, k_mean, *_ = _ops.ops.forward.default(q, k, v, *params.flatten())
+    lse = natural_lse(q, lse, k_mean, params)
+    usage.watch_logits(NAME, q, k, params.scale, config)
+    usage.record(NAME, params.kernels)
+    out, lse = alignment.put_back_queries(out), alignment.put_back_queries(lse, fill=float("-inf"))
     lse = lse if cum_seq_q is None else lse[0]
-    return *_tokens_first(query, out), lse, *_no_dropout(query)
+    return *_tokens_first(query, out), lse, *_state(k_mean), query.new_empty(0)
 
 
 def _flash_forward_inplace(
@@ -213,7 +219,7 @@ def _flash_backward(
     max_k: int,
     dropout_p: float,
     is_causal: bool,
-    rng_state: Tensor,
+    state: Tensor,
     unused: Tensor,
     *,
     scale: float | None = None,
@@ -224,16 +230,15 @@ def _flash_backward(
     check_refused(RESTORE, dropout_p=dropout_p)
     window = window_of(is_causal, (window_size_left, window_size_right))
     alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
     grad_out, q, k, v, out = _heads_first(grad_out, query, key, value, out)
     grad_out, q, out = (alignment.queries(x) for x in (grad_out, q, out))
     k, v = alignment.keys(k), alignment.keys(v)
     lse = alignment.queries(lse, fill=float("inf"))  # weights of zero for a query that is put among others
-    kernels = dispatch.choose(q, scale, encode(config))
-    boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
-    params = AttentionParams(Window(*alignment.window), scale, config, kernels, *boundaries)
-    saved = ops.saved_for_backward(q, k, out, lse, params)
+    params = _params(q, alignment, scale, config)
+    k_mean = _mean_of(state, k, params)
+    lse = smoothed_lse(q, lse, k_mean, params)
+    saved = ForwardResult(out, lse, k_mean, q.new_empty(0), *nothing_packed(q))
     dq, dk, dv = _ops.ops.backward.default(grad_out, q, k, v, *k.shape[1:3], *saved, *params.flatten())
     dq, dk, dv = alignment.put_back_queries(dq), alignment.put_back_keys(dk), alignment.put_back_keys(dv)
     return _tokens_first(query, dq, dk, dv)
@@ -247,6 +252,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "_flash_attention_backward": _flash_backward,
 }
 
+#: In :func:`sagebwd.report`.
+NAME = "torch FlashAttention"
 RESTORE = "call torch.nn.attention.restore_flash_attention_impl(): torch's FlashAttention is SageBwd now"
 
 
@@ -272,10 +279,30 @@ def _tokens_first(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(1, 2) if like.dim() == 4 else x[0].transpose(0, 1) for x in tensors)
 
 
-def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The state of the random numbers, an unused tensor and the debug mask: nothing reads them."""
-    state = torch.empty(2, dtype=torch.uint64, device=query.device)
-    return state, torch.empty((), dtype=torch.uint64, device=query.device), query.new_empty(0)
+def _params(q: Tensor, alignment: Alignment, scale: float | None, config: SageConfig) -> AttentionParams:
+    """Of q (B, H, N, D)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kernels = dispatch.choose(q, scale, encode(config))
+    boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
+    return AttentionParams(Window(*alignment.window), scale, config, kernels, *boundaries)
+
+
+def _state(k_mean: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of the random numbers and an unused tensor, which torch does not read.
+
+    It hands the first on to the backward, and behind it, in the same storage, lies the mean of K. The ring of
+    context parallelism hands the same one on with every part of the keys, and must: dQ leaves out rowsum(dS)
+    times that mean, and rows of dS sum to zero over all parts together, not over one.
+    """
+    memory = torch.cat([k_mean.new_zeros(4), k_mean.flatten()])
+    return memory[:4].view(torch.uint64), torch.empty((), dtype=torch.uint64, device=k_mean.device)
+
+
+def _mean_of(state: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
+    """The mean of K that lies behind ``state``; zeros, which smooth nothing, where a copy lost it."""
+    memory = torch.empty(0, dtype=torch.float32, device=k.device).set_(state.untyped_storage())[4:]
+    shape = ops.mean_shape(k, params)
+    return memory.view(shape) if memory.numel() == math.prod(shape) else memory.new_zeros(shape)
 
 
 # --- From Python -------------------------------------------------------------------------------------------

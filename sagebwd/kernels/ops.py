@@ -25,7 +25,7 @@ from sagebwd import reference
 from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.interface import PARAMETERS, AttentionParams, ForwardResult, nothing_packed
 from sagebwd.kernels.layout import block_count, empty_result, padded_head_dim, stand_in
-from sagebwd.kernels.lse import natural_lse, smoothed_lse
+from sagebwd.kernels.lse import natural_lse
 from sagebwd.kernels.on_import import when_imported
 from sagebwd.validation import check_backward_mode
 
@@ -60,13 +60,17 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardRe
     params = AttentionParams.unflatten(*arguments)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     out_residual = torch.empty_like(q) if params.config.compensate_o else q.new_empty(0)
-    channels = k.shape[-1] if params.kernels == "reference" else padded_head_dim(k.shape[-1])
-    columns = params.documents * channels if params.config.smooths_k else 0
-    k_mean = k.new_empty((*k.shape[:2], columns), dtype=torch.float32)
+    k_mean = k.new_empty(mean_shape(k, params), dtype=torch.float32)
     packed = nothing_packed(q)
     if params.pack_for_backward and params.kernels in ("hopper", "ampere"):
         packed = (q.new_empty(shape, dtype=torch.uint8) for shape in _packed_shapes(q, k, params))
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, *packed)
+
+
+def mean_shape(k: Tensor, params: AttentionParams) -> tuple[int, int, int]:
+    """Of ``ForwardResult.k_mean``."""
+    channels = k.shape[-1] if params.kernels == "reference" else padded_head_dim(k.shape[-1])
+    return *k.shape[:2], params.documents * channels if params.config.smooths_k else 0
 
 
 def _backward(
@@ -190,23 +194,6 @@ def needed_by_backward(
     if result.packed_kv.numel():
         k, v = None, None if packs_v(params) else v
     return q, k, v
-
-
-def saved_for_backward(
-    q: Tensor, k: Tensor, out: Tensor, lse: Tensor, params: AttentionParams
-) -> ForwardResult:
-    """What ``sagebwd::backward`` needs, from ``out`` and the logsumexp of the plain logits alone.
-
-    For operators that save nothing else. The mean of K is computed once more, to the same bits.
-
-    Args:
-        lse: (B, H, N_q) fp32, of the logits without smoothing, to base e.
-        params: of the forward, without ``compensate_o``.
-    """
-    with torch.cuda.device_of(q):
-        k_mean = _kernel_set(params.kernels).token_mean(k, params)
-    lse = smoothed_lse(q, lse, k_mean, params)
-    return ForwardResult(out, lse, k_mean, q.new_empty(0), *nothing_packed(q))
 
 
 # --- Autograd ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from sagebwd.reference.exact import AttentionResult, exact_attention
 from sagebwd.validation import check_arguments, check_documents, check_grad_out
 from sagebwd.window import Window
 
-__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward", "token_mean"]
+__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward"]
 
 
 @torch.no_grad()
@@ -83,16 +83,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
     """
     packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
-        out, lse, residual = documents.forward(q, k, v, packed, params)
+        out, lse, residual, _ = documents.forward(q, k, v, packed, params)
     residual = q.new_empty(0) if residual is None else residual
-    return ForwardResult(out, lse, token_mean(k, params), residual, *nothing_packed(q))
-
-
-def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
-    """The ``k_mean`` of :func:`forward`."""
-    if not params.config.smooths_k:
-        return no_mean(k)
-    return documents.token_means(k, params.kv_boundaries).flatten(-2)
+    k_mean = no_mean(k)
+    if params.config.smooths_k:
+        k_mean = documents.token_means(k, params.kv_boundaries).flatten(-2)
+    return ForwardResult(out, lse, k_mean, residual, *nothing_packed(q))
 
 
 def backward(
@@ -105,7 +101,9 @@ def backward(
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k, v, from the results of :func:`forward`."""
-    output = Output(saved.out, saved.lse, saved.out_residual if params.config.compensate_o else None)
+    residual = saved.out_residual if params.config.compensate_o else None
+    k_mean = saved.k_mean.unflatten(-1, (params.documents, -1)) if params.config.smooths_k else None
+    output = Output(saved.out, saved.lse, residual, k_mean)
     packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):
         return documents.backward(grad_out, q, k, v, output, packed, params, grad_lse)
@@ -125,7 +123,7 @@ def _p_dp_ds_delta(
     p, dp, ds = lse.new_zeros((3, *lse.shape, k.shape[-2]))
     delta = torch.zeros_like(lse)
     for document in packed:
-        rows, columns = document
+        rows, columns, _ = document
         tiles = SoftmaxGradientTiles(*document.take_for_backward(grad_out, q, k, v, saved), params)
         delta[..., rows] = tiles.delta
         _fill(tiles, *(x[..., rows, columns] for x in (p, dp, ds)))

@@ -39,11 +39,14 @@ class Output(NamedTuple):
         for a query that sees no key.
     residual: the error of rounding out to its dtype, which ``compensate_o`` saves for the backward; otherwise
         None.
+    k_mean: what the backward subtracts from K, (B, H_kv, documents, D), 1 document where it is cut; None: the
+        mean of K, as Algorithm 1 did.
     """
 
     out: Tensor
     lse: Tensor
     residual: Tensor | None
+    k_mean: Tensor | None = None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Output:
@@ -139,10 +142,12 @@ class SoftmaxGradientTiles:
         params: AttentionParams,
         grad_lse: Tensor | None = None,
     ) -> None:
-        out, lse, residual = saved
+        out, lse, residual, k_mean = saved
         config = params.config
         k, v = _one_head_per_query_head(q, k, v)
-        self.scores = ScoreTiles(q, k, "s_bwd", params)
+        if k_mean is not None:
+            (k_mean,) = _one_head_per_query_head(q, k_mean)
+        self.scores = ScoreTiles(q, k, "s_bwd", params, k_mean)
         self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # P of a query without keys is zero
         products = Products(q.dtype, config)
         self._do_blocks = products.token_blocks(grad_out, "dp", self.scores.block_q)

@@ -20,10 +20,11 @@ from sagebwd.reference.algorithm import Output
 
 
 class Document(NamedTuple):
-    """Where one document lies: its queries in q and its keys in k and v."""
+    """Where one document lies: its queries in q and its keys in k and v; ``index`` among all of them."""
 
     queries: slice
     keys: slice
+    index: int = 0
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens of this document in q, k and v (B, heads, N, D)."""
@@ -35,7 +36,8 @@ class Document(NamedTuple):
         """The same of all that the backward takes."""
         rows = self.queries
         residual = None if saved.residual is None else cut(saved.residual, rows)
-        own = Output(cut(saved.out, rows), saved.lse[..., rows], residual)
+        k_mean = None if saved.k_mean is None else saved.k_mean[..., self.index : self.index + 1, :]
+        own = Output(cut(saved.out, rows), saved.lse[..., rows], residual, k_mean)
         return cut(grad_out, rows), *self.take(q, k, v), own
 
 
@@ -58,8 +60,8 @@ def locate(q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_kv: Tenso
     queries = slices("cu_seqlens", cu_seqlens, q.shape[-2])
     keys = queries if cu_seqlens_kv is None else slices("cu_seqlens_kv", cu_seqlens_kv, k.shape[-2])
     return [
-        Document(*pair)
-        for pair in zip(queries, keys, strict=True)
+        Document(*pair, index)
+        for index, pair in enumerate(zip(queries, keys, strict=True))
         if all(tokens.start < tokens.stop for tokens in pair)
     ]
 
@@ -98,7 +100,7 @@ def backward(
     """Algorithm 2: dq, dk, dv, laid out as q, k, v."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for document in documents:
-        rows, columns = document
+        rows, columns, _ = document
         inputs = document.take_for_backward(grad_out, q, k, v, saved)
         own = None if grad_lse is None else grad_lse[..., rows]
         gradients = algorithm.backward(*inputs, params, own)

@@ -35,12 +35,15 @@ class ScoreTiles:
         k_mean: the mean (B, H, 1, D) of K, zero without K-smoothing.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, matmul: str, params: AttentionParams) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, matmul: str, params: AttentionParams, k_mean: Tensor | None = None
+    ) -> None:
         """Smooth and quantize Q and K.
 
         Args:
             q, k: (B, H, N_q, D) and (B, H, N_kv, D) of the dtype that products outside INT8 round to.
             matmul: ``"s_fwd"`` or ``"s_bwd"``.
+            k_mean: (B, H, 1, D), what smoothing subtracts from K; None: its mean.
         """
         self.n_q, self.n_kv = q.shape[-2], k.shape[-2]
         self.window, self.scale, self.config = params.window, params.scale, params.config
@@ -48,7 +51,8 @@ class ScoreTiles:
 
         k_smooth, self.k_mean = k.float(), torch.zeros_like(k[..., :1, :], dtype=torch.float32)
         if self.config.smooths_k:
-            k_smooth, self.k_mean = subtract_token_mean(k_smooth)
+            self.k_mean = k_smooth.mean(-2, keepdim=True) if k_mean is None else k_mean
+            k_smooth = k_smooth - self.k_mean
         self.k_blocks = k_smooth.split(self.block_kv, -2)
 
         self.q_blocks, self.q_means = q.float().split(self.block_q, -2), ()

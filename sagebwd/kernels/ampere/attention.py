@@ -27,7 +27,6 @@ from sagebwd.kernels.cuda.packing import (
     PackedLayout,
     Packer,
     has_token_scales,
-    mean_alone,
     packed_head_dim,
     with_whole_pieces,
 )
@@ -105,11 +104,6 @@ def _launch(
 
 
 # --- Attention --------------------------------------------------------------------------------------------
-
-
-def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
-    """See :mod:`sagebwd.interface`."""
-    return mean_alone(_packer_for(k, params.config), k, params)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:

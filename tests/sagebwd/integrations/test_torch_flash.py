@@ -14,14 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
-from sagebwd import SageConfig, report, sage_attention
-from sagebwd._ops import ops
+from sagebwd import SageConfig, dispatch, report, sage_attention
 from sagebwd.integrations import torch_flash
-from sagebwd.interface import AttentionParams
-from sagebwd.kernels.lse import natural_lse
-from sagebwd.kernels.ops import saved_for_backward
 from sagebwd.metrics import relative_l2
-from sagebwd.window import CAUSAL
 from tests.sagebwd.integrations.hand_written import assert_trains_as
 from tests.sagebwd.integrations.test_flash_attn import WINDOWS, assert_same, draw, is_seen, truth_of
 
@@ -126,19 +121,24 @@ def test_results_are_laid_out_as_torch_expects(override):
     assert [x.stride() for x in found] == [x.stride() for x in expected]
 
 
-def test_merged_logsumexps_give_the_gradients_of_all_keys(override):
-    """Ring attention: two halves of the keys, whose results are merged, and a backward for each half."""
+@pytest.mark.parametrize("has_copies", [False, True], ids=["", "saved tensors are copied"])
+def test_merged_logsumexps_give_the_gradients_of_all_keys(override, has_copies):
+    """Ring attention: two halves of the keys, whose results are merged, and a backward for each half.
+
+    The ring hands the state of its last forward on to each backward.
+    """
     override()
     q, k, v = draw((1, 2, 6, 8), (1, 2, 10, 8), (1, 2, 10, 8))
+    k = (k + 5).detach().requires_grad_()
     truth, _ = truth_of(*(x.transpose(1, 2) for x in (q, k, v)), torch.ones(6, 10, dtype=torch.bool), None)
     grad_out = torch.ones(1, 2, 6, 8)
     expected = torch.autograd.grad(truth.transpose(1, 2), [q, k, v], grad_out.double())
     halves = [(k[:, :, a:b].detach(), v[:, :, a:b].detach()) for a, b in ((0, 4), (4, 10))]
     q = q.detach()
-    parts = [aten._scaled_dot_product_flash_attention(q, *half)[:2] for half in halves]
+    parts = [aten._scaled_dot_product_flash_attention(q, *half) for half in halves]
+    state = parts[1][6].clone() if has_copies else parts[1][6]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
-    out = sum(x * (y - lse).exp()[..., None] for x, y in parts)
-    state = torch.empty(2, dtype=torch.uint64)
+    out = sum(x * (y - lse).exp()[..., None] for x, y, *_ in parts)
     gradients = [
         aten._scaled_dot_product_flash_attention_backward(
             grad_out, q, *half, out, lse, None, None, 6, half[0].shape[2], 0.0, False, state, state
@@ -181,29 +181,32 @@ def test_operators_refuse_by_name(override):
         aten._flash_attention_forward(x, x, x, boundaries, None, 5, 5, 0.0, False, False)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "is_packed"), [("reference", False), ("reference", True), ("triton", True)]
-)
-def test_what_the_backward_needs_comes_from_the_logsumexp_alone(kernels, is_packed):
-    """The mean of K to the bit, the logsumexp to the rounding of its change of base and back."""
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
+def test_the_backward_gets_the_mean_of_k(kernels, is_packed, monkeypatch):
+    """Gradients are those of sage_attention, to the rounding of the logsumexp's change of base and back."""
     if kernels == "triton":
         pytest.importorskip("triton")
+    choose = dispatch.choose
+    monkeypatch.setattr(
+        dispatch, "choose", lambda q, scale, config, _=None: choose(q, scale, config, kernels)
+    )
     dtype = torch.float32 if kernels == "reference" else torch.float16
-    q, k, v = (x.detach().to(dtype) for x in draw((1, 2, 21, 32), (1, 1, 21, 32), (1, 1, 21, 32)))
-    k = k + 3
-    boundaries = (torch.tensor([0, 9, 9, 21]) if is_packed else None, None)
-    params = AttentionParams(CAUSAL, 0.2, SageConfig(block_q=32, block_kv=32), kernels, *boundaries)
-    arguments = params.flatten()
-    saved = ops.forward.default(q, k, v, *arguments)
-    out, lse, k_mean, *_ = saved
-    plain = natural_lse(q, lse, k_mean, params)
-    again = saved_for_backward(q, k, out, plain, params)
-    assert torch.equal(again.k_mean, k_mean)
-    torch.testing.assert_close(again.lse, lse, atol=1e-5, rtol=1e-6)
-    sizes = (1, 21)
-    gradients = ops.backward.default(torch.ones_like(out), q, k, v, *sizes, *again, *arguments)
-    expected = ops.backward.default(torch.ones_like(out), q, k, v, *sizes, *saved, *arguments)
-    for x, y in zip(gradients, expected, strict=True):
+    leaves = [x.detach().to(dtype) for x in draw((1, 2, 21, 32), (1, 1, 21, 32), (1, 1, 21, 32))]
+    leaves[1] += 3
+    q, k, v = (x.requires_grad_() for x in leaves)
+    config, cuts = SageConfig(block_q=32, block_kv=32), torch.tensor([0, 9, 9, 21]) if is_packed else None
+    expected = sage_attention(q, k, v, is_causal=True, enable_gqa=True, cu_seqlens=cuts, config=config)
+    grad_out = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, [q, k, v], grad_out)
+    tokens_first = [x[0].transpose(0, 1) if is_packed else x.transpose(1, 2) for x in (q, k, v, grad_out)]
+    settings = (cuts, cuts, 21, 21, 0.0, True)
+    out, lse, state, unused, _ = torch_flash._flash_forward(config, *tokens_first[:3], *settings, False)
+    found = torch_flash._flash_backward(
+        config, tokens_first[3], *tokens_first[:3], out, lse, *settings, state, unused
+    )
+    for x, y in zip(found, wanted, strict=True):
+        y = y[0].transpose(0, 1) if is_packed else y.transpose(1, 2)
         assert relative_l2(x, y) < 2e-3  # one step of INT8 here and there
 
 
