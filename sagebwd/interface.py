@@ -4,6 +4,7 @@ A kernel set is a module with
 
     forward(q, k, v, params) -> ForwardResult
     backward(grad_out, q, k, v, saved, params, grad_lse=None) -> (dq, dk, dv), laid out as q, k, v
+    token_mean(k, params): the ``k_mean`` of the forward alone, to its bits
 
 ``grad_lse`` (B, H, N_q) fp32, contiguous, is the gradient of the logsumexp to base e. Since
 dS = P ∘ (dP − δ + grad_lse), it is subtracted from δ where that is computed; what follows knows only δ.

@@ -17,7 +17,6 @@ parallelism then runs SageBwd, too: its ring calls these operators with one part
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,9 +111,17 @@ class Override:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def remove(self) -> None:
-        """Give torch its operators back, and cuDNN's attention if it was on."""
+        """Give torch its operators back, and cuDNN's attention if it was on.
+
+        Warns, and says so in the report, if that is because other code activates another implementation.
+        """
         self._library = None
         torch.backends.cuda.enable_cudnn_sdp(self._had_cudnn)
+        activation = sys._getframe().f_back.f_back  # torch restores before it activates, and tells nothing
+        if activation is not None and activation.f_code.co_name == "activate_flash_attention_impl":
+            successor = activation.f_locals["impl"]
+            if successor not in _names:
+                usage.fall_back(NAME, f"other code activated {successor!r}", "sdpa")
 
 
 # --- torch's operators, with the signatures of native_functions.yaml ---------------------------------------
@@ -299,10 +306,14 @@ def _state(k_mean: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean_of(state: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
-    """The mean of K that lies behind ``state``; zeros, which smooth nothing, where a copy lost it."""
-    memory = torch.empty(0, dtype=torch.float32, device=k.device).set_(state.untyped_storage())[4:]
-    shape = ops.mean_shape(k, params)
-    return memory.view(shape) if memory.numel() == math.prod(shape) else memory.new_zeros(shape)
+    """The mean of K that lies behind ``state``."""
+    if params.cu_seqlens is not None:  # varlen_attn hands on another state; documents are in no ring
+        return ops.token_mean(k, params)
+    memory = torch.empty(0, dtype=torch.float32, device=k.device).set_(state.untyped_storage())
+    if memory.numel() == 4 and params.config.smooths_k:
+        # It was copied, as torch.autograd.graph.save_on_cpu does. Without a mean dQ is right in a ring, too.
+        return torch.zeros_like(ops.token_mean(k, params))
+    return memory[4:].view(*k.shape[:2], -1)
 
 
 # --- From Python -------------------------------------------------------------------------------------------

@@ -60,17 +60,13 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardRe
     params = AttentionParams.unflatten(*arguments)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     out_residual = torch.empty_like(q) if params.config.compensate_o else q.new_empty(0)
-    k_mean = k.new_empty(mean_shape(k, params), dtype=torch.float32)
+    channels = k.shape[-1] if params.kernels == "reference" else padded_head_dim(k.shape[-1])
+    columns = params.documents * channels if params.config.smooths_k else 0
+    k_mean = k.new_empty((*k.shape[:2], columns), dtype=torch.float32)
     packed = nothing_packed(q)
     if params.pack_for_backward and params.kernels in ("hopper", "ampere"):
         packed = (q.new_empty(shape, dtype=torch.uint8) for shape in _packed_shapes(q, k, params))
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, *packed)
-
-
-def mean_shape(k: Tensor, params: AttentionParams) -> tuple[int, int, int]:
-    """Of ``ForwardResult.k_mean``."""
-    channels = k.shape[-1] if params.kernels == "reference" else padded_head_dim(k.shape[-1])
-    return *k.shape[:2], params.documents * channels if params.config.smooths_k else 0
 
 
 def _backward(
@@ -194,6 +190,12 @@ def needed_by_backward(
     if result.packed_kv.numel():
         k, v = None, None if packs_v(params) else v
     return q, k, v
+
+
+def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+    """``ForwardResult.k_mean`` alone."""
+    with torch.cuda.device_of(k):
+        return _kernel_set(params.kernels).token_mean(k, params)
 
 
 # --- Autograd ----------------------------------------------------------------------------------------------

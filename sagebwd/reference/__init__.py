@@ -19,7 +19,7 @@ from sagebwd.reference.exact import AttentionResult, exact_attention
 from sagebwd.validation import check_arguments, check_documents, check_grad_out
 from sagebwd.window import Window
 
-__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward"]
+__all__ = ["AttentionResult", "attention", "backward", "exact_attention", "forward", "token_mean"]
 
 
 @torch.no_grad()
@@ -85,10 +85,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
     with torch.autocast(q.device.type, enabled=False):
         out, lse, residual, _ = documents.forward(q, k, v, packed, params)
     residual = q.new_empty(0) if residual is None else residual
-    k_mean = no_mean(k)
-    if params.config.smooths_k:
-        k_mean = documents.token_means(k, params.kv_boundaries).flatten(-2)
-    return ForwardResult(out, lse, k_mean, residual, *nothing_packed(q))
+    return ForwardResult(out, lse, token_mean(k, params), residual, *nothing_packed(q))
+
+
+def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+    """The ``k_mean`` of :func:`forward`."""
+    if not params.config.smooths_k:
+        return no_mean(k)
+    return documents.token_means(k, params.kv_boundaries).flatten(-2)
 
 
 def backward(

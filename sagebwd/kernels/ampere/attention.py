@@ -27,6 +27,7 @@ from sagebwd.kernels.cuda.packing import (
     PackedLayout,
     Packer,
     has_token_scales,
+    mean_alone,
     packed_head_dim,
     with_whole_pieces,
 )
@@ -104,6 +105,11 @@ def _launch(
 
 
 # --- Attention --------------------------------------------------------------------------------------------
+
+
+def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+    """See :mod:`sagebwd.interface`."""
+    return mean_alone(_packer_for(k, params.config), k, params)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:

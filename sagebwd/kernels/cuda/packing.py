@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sagebwd.config import TILE, SageConfig
-from sagebwd.interface import no_mean
+from sagebwd.interface import AttentionParams, no_mean
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
-from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.kernels.layout import Axis, kv_axis, padded_head_dim
 
 #: Bytes of the four fp32 at the end of a packed block.
 TAIL = 16
@@ -88,6 +88,11 @@ def saved_mean(mean: Tensor | None, k: Tensor) -> Tensor:
     d_pad = padded_head_dim(k.shape[3])
     mean = mean if mean.shape[1] == d_pad else mean[:, :d_pad].contiguous()
     return mean.view(*k.shape[:2], -1)
+
+
+def mean_alone(packer: Packer, k: Tensor, params: AttentionParams) -> Tensor:
+    """The ``k_mean`` of ``ForwardResult`` without the rest."""
+    return saved_mean(packer.token_mean(k, kv_axis(k, params)) if params.config.smooths_k else None, k)
 
 
 def packed_mean(k_mean: Tensor, k: Tensor) -> Tensor:

@@ -149,6 +149,11 @@ def _multiprocessors(device: int) -> int:
 # --- Attention --------------------------------------------------------------------------------------------
 
 
+def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+    """See :mod:`sagebwd.interface`."""
+    return packing.mean_alone(_packer_for(k, params), k, params)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
     """See :mod:`sagebwd.interface`."""
     maps = None

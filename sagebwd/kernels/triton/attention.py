@@ -7,10 +7,17 @@ from triton.runtime.errors import OutOfResources
 
 from sagebwd.config import SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult
+from sagebwd.kernels.layout import kv_axis
 from sagebwd.kernels.triton import backward as _backward
 from sagebwd.kernels.triton import forward as _forward
+from sagebwd.kernels.triton.quantize import k_mean_of
 
-__all__ = ["backward", "forward", "too_large"]
+__all__ = ["backward", "forward", "token_mean", "too_large"]
+
+
+def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+    """See :mod:`sagebwd.interface`."""
+    return k_mean_of(k, kv_axis(k, params), params.config)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:

@@ -183,30 +183,28 @@ def test_operators_refuse_by_name(override):
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
-def test_the_backward_gets_the_mean_of_k(kernels, is_packed, monkeypatch):
+def test_the_backward_gets_the_mean_of_k(override, kernels, is_packed, monkeypatch):
     """Gradients are those of sage_attention, to the rounding of the logsumexp's change of base and back."""
     if kernels == "triton":
         pytest.importorskip("triton")
     choose = dispatch.choose
-    monkeypatch.setattr(
-        dispatch, "choose", lambda q, scale, config, _=None: choose(q, scale, config, kernels)
-    )
+    monkeypatch.setattr(dispatch, "choose", lambda *call: choose(*call[:3], kernels))
     dtype = torch.float32 if kernels == "reference" else torch.float16
-    leaves = [x.detach().to(dtype) for x in draw((1, 2, 21, 32), (1, 1, 21, 32), (1, 1, 21, 32))]
-    leaves[1] += 3
-    q, k, v = (x.requires_grad_() for x in leaves)
+    q, k, v = (x.detach().to(dtype) for x in draw(*3 * [(1, 2, 21, 32)]))
+    q, k, v = (x.requires_grad_() for x in (q, k + 9, v))
     config, cuts = SageConfig(block_q=32, block_kv=32), torch.tensor([0, 9, 9, 21]) if is_packed else None
-    expected = sage_attention(q, k, v, is_causal=True, enable_gqa=True, cu_seqlens=cuts, config=config)
+    expected = sage_attention(q, k, v, is_causal=True, cu_seqlens=cuts, config=config)
+    override(config)
+    if is_packed:
+        tokens_first = (x[0].transpose(0, 1) for x in (q, k, v))
+        found = varlen.varlen_attn(*tokens_first, cuts, cuts, 12, 12, window_size=(-1, 0))
+        found = found.transpose(0, 1)[None]
+    else:
+        found, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    assert torch.equal(found, expected)
     grad_out = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, [q, k, v], grad_out)
-    tokens_first = [x[0].transpose(0, 1) if is_packed else x.transpose(1, 2) for x in (q, k, v, grad_out)]
-    settings = (cuts, cuts, 21, 21, 0.0, True)
-    out, lse, state, unused, _ = torch_flash._flash_forward(config, *tokens_first[:3], *settings, False)
-    found = torch_flash._flash_backward(
-        config, tokens_first[3], *tokens_first[:3], out, lse, *settings, state, unused
-    )
-    for x, y in zip(found, wanted, strict=True):
-        y = y[0].transpose(0, 1) if is_packed else y.transpose(1, 2)
+    gradients = (torch.autograd.grad(out, [q, k, v], grad_out) for out in (found, expected))
+    for x, y in zip(*gradients, strict=True):
         assert relative_l2(x, y) < 2e-3  # one step of INT8 here and there
 
 

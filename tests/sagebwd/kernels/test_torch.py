@@ -182,6 +182,8 @@ def test_the_backward_subtracts_the_mean_that_it_gets(sample, boundaries, kernel
     cu_seqlens = boundaries if packed else None
     params = AttentionParams(CAUSAL, 0.125, SageConfig(), kernel_set.name, cu_seqlens)
     saved = ForwardResult(*torch.ops.sagebwd.forward(q, k, v, *params.flatten()))
+    assert saved.k_mean.any()
+    assert torch.equal(ops.token_mean(k, params), saved.k_mean)
     k_mean = saved.k_mean + 0.5
     lse = smoothed_lse(q, natural_lse(q, saved.lse, saved.k_mean, params), k_mean, params)
     other = saved._replace(k_mean=k_mean, lse=lse)
