@@ -43,7 +43,7 @@ def rolled_back(run_dir: Path, copy: Path) -> Path:
 
 
 def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
-    """One rank and two; copies of the model, and shares of it, with and without recomputation."""
+    """One rank and two; copies of the model, shares of it, of sequences, with and without recomputation."""
 
     def named(name, *overrides):
         common = ("hardware.micro_batch=1", "eval_sequences=7", f"data.root={datasets}", "attention=sagebwd")
@@ -53,13 +53,16 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         cheap = ("attention=fpa", "probe.every=0", "sample_tokens=0", "eval_every=8")
         return named(f"muon/{name}", "optimizer=muon", *cheap, *overrides)
 
+    recomputed = ("hardware.parallel=fsdp", "hardware.recompute=blocks")
     # Each of the three starts imports once; what continues another run starts from a copy of it.
     warm.train_all(named("one"), muon("one"), ranks=1)
     rolled_back(tmp_path / "one", tmp_path / "one_to_fsdp")
     warm.train_all(
         named("two_ddp", "hardware.parallel=ddp"),
         named("two_fsdp", "hardware.parallel=fsdp"),
-        named("two_recomputed", "hardware.parallel=fsdp", "hardware.recompute=blocks"),
+        named("two_recomputed", *recomputed),
+        named("two_context", "hardware.context_parallel=2"),
+        named("two_context_fsdp", "hardware.context_parallel=2", *recomputed),
         named("one_to_fsdp", "hardware.parallel=fsdp"),
         muon("two_ddp", "hardware.parallel=ddp"),
         muon("two_fsdp", "hardware.parallel=fsdp"),
@@ -70,7 +73,7 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
     rolled_back(tmp_path / "muon" / "two_fsdp", tmp_path / "muon" / "fsdp_to_one")
     warm.train_all(named("ddp_to_one"), named("fsdp_to_one"), muon("fsdp_to_one"), ranks=1)
     runs = sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "muon")
-    assert len(runs) == 7
+    assert len(runs) == 9
     for name in runs:
         assert_close(tmp_path / "one", tmp_path / name)
     assert_same_run(tmp_path / "two_fsdp", tmp_path / "two_recomputed")

@@ -11,7 +11,7 @@ from data.tokens import count_sequences
 from model.backends import Backend
 from model.config import parameter_count
 from model.llama import Llama
-from trainer.checks import Sizes
+from trainer.checks import Sizes, groups
 from trainer.distributed import Ranks
 from trainer.errors import TrainingError, user_facing
 from trainer.interrupt import StopRequest
@@ -65,8 +65,8 @@ def make_loader(settings: Settings, sizes: Sizes, corpus: Corpus, ranks: Ranks) 
             micro_batch=settings.hardware.micro_batch,
             seed=settings.seed,
             sequences=settings.train_sequences,
-            rank=ranks.rank,
-            ranks=ranks.count,
+            rank=ranks.rank // settings.hardware.context_parallel,
+            ranks=groups(settings, ranks.count),
             pin_memory=ranks.device.type == "cuda",
         )
     needed = sizes.steps * sizes.sequences_per_step

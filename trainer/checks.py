@@ -49,8 +49,19 @@ def sizes_of(settings: Settings, ranks: int) -> Sizes:
         steps=settings.total_steps,
         tokens_per_step=tokens,
         sequences_per_step=tokens // settings.context,
-        micro_steps=tokens // (settings.context * settings.hardware.micro_batch * ranks),
+        micro_steps=tokens // (settings.context * settings.hardware.micro_batch * groups(settings, ranks)),
     )
+
+
+def groups(settings: Settings, ranks: int) -> int:
+    """How many groups of ranks train on different sequences: of one rank each without context parallelism."""
+    return ranks // settings.hardware.context_parallel
+
+
+def unit_of(settings: Settings) -> str:
+    """What :func:`groups` counts."""
+    size = settings.hardware.context_parallel
+    return "device(s)" if size == 1 else f"group(s) of {size} devices"
 
 
 # ---------------------------------------------------------------------- values by themselves
@@ -69,8 +80,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 POSITIVE = """context train_sequences total_tokens steps log_every eval_every eval_sequences checkpoint_every
     keep_checkpoints milestone_every tps.tokens_per_step tps.divide_by hardware.micro_batch hardware.devices
-    hardware.timeout_s hardware.peak_tflops optimizer.lr optimizer.muon_lr optimizer.eps optimizer.grad_clip
-    probe.sequences probe.alarm spike.threshold profile.start"""
+    hardware.context_parallel hardware.timeout_s hardware.peak_tflops optimizer.lr optimizer.muon_lr
+    optimizer.eps optimizer.grad_clip probe.sequences probe.alarm spike.threshold profile.start"""
 NOT_NEGATIVE = "tps.warmup_steps sample_tokens probe.every profile.steps optimizer.weight_decay"
 
 #: Names of settings, what holds for their values unless they are null, and that in words.
@@ -161,6 +172,27 @@ def check_context(settings: Settings, ranks: int) -> Problems:
         )
 
 
+def check_context_parallel(settings: Settings, ranks: int) -> Problems:
+    size = settings.hardware.context_parallel
+    shared = {
+        "devices": ranks,
+        "context": settings.context,
+        "model.n_heads": settings.model.n_heads,
+        "key and value heads": settings.model.kv_heads,
+    }
+    for name, value in shared.items():
+        if value % size:
+            yield (
+                f"hardware.context_parallel={size} does not divide {name}={value}; use a common divisor of "
+                f"{', '.join(shared)}: {', '.join(map(str, common_divisors(*shared.values())))}"
+            )
+            return
+
+
+def common_divisors(*values: int) -> list[int]:
+    return [n for n in range(1, min(values) + 1) if all(value % n == 0 for value in values)]
+
+
 def check_milestones(settings: Settings, ranks: int) -> Problems:
     every, checkpoint_every = settings.milestone_every, settings.checkpoint_every
     if every is not None and every % checkpoint_every:
@@ -219,8 +251,9 @@ def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
         )
         return
     wanted = settings.tokens_per_step
+    ranks = groups(settings, ranks)
     unit = hardware.micro_batch * settings.context * ranks
-    if wanted % unit == 0:
+    if not unit or wanted % unit == 0:
         return
     nearest = sorted({max(wanted // unit, 1) * unit, (wanted // unit + 1) * unit})
     fixes = ["tps.tokens_per_step=" + " or ".join(str(tokens * tps.divide_by) for tokens in nearest)]
@@ -231,7 +264,7 @@ def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
         fixes.append("hardware.micro_batch=" + " or ".join(map(str, fitting)))
     yield (
         f"{wanted} tokens per step cannot be made of hardware.micro_batch={hardware.micro_batch} sequences × "
-        f"context={settings.context} tokens × {ranks} device(s) = {unit} tokens. "
+        f"context={settings.context} tokens × {ranks} {unit_of(settings)} = {unit} tokens. "
         f"Nearest that can: {'; or '.join(fixes)}"
     )
 
@@ -243,6 +276,7 @@ CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_milestones,
     check_hardware,
     check_context,
+    check_context_parallel,
     check_length,
     check_probe,
     check_tokens_per_step,

@@ -15,6 +15,7 @@ import torch
 
 from model.config import LlamaConfig, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
+from trainer.checks import groups, sizes_of
 from trainer.distributed import is_sharded
 from trainer.errors import TrainingError
 from trainer.machine import host_memory, own_memory
@@ -92,7 +93,8 @@ def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
     hardware, count = settings.hardware, parameter_count(settings.model)
     sharded = is_sharded(settings.model, hardware, ranks)
     copies = ranks if sharded else 1
-    step = _activations(settings, hardware.micro_batch, compiled=hardware.compile)
+    own = replace(settings, context=settings.context // hardware.context_parallel)
+    step = _activations(own, hardware.micro_batch, compiled=hardware.compile)
     on_gpu = hardware.device == "cuda"
     parts = {
         "weights": FLOAT32 * count // copies,
@@ -156,8 +158,7 @@ def _gradients(settings: Settings, ranks: int, step: Activations) -> int:
     from the start, which are the gradients of the last micro-batch only. FSDP shards the sum, not before.
     """
     whole = FLOAT32 * parameter_count(settings.model)
-    micro_steps = settings.tokens_per_step // (settings.context * settings.hardware.micro_batch * ranks)
-    accumulates = micro_steps > 1 or settings.hardware.cuda_graphs
+    accumulates = sizes_of(settings, ranks).micro_steps > 1 or settings.hardware.cuda_graphs
     if is_sharded(settings.model, settings.hardware, ranks):
         return whole if accumulates else whole // ranks
     if ranks > 1:
@@ -233,12 +234,12 @@ def fitting(settings: Settings, ranks: int, estimate: Memory) -> Iterator[str]:
 def _alternatives(settings: Settings, ranks: int) -> Iterator[list[dict[str, int | str]]]:
     """Kinds of changes that take less memory and train the same, each from the smallest change on."""
     hardware = settings.hardware
-    sequences = settings.tokens_per_step // (settings.context * ranks)
+    sequences = settings.tokens_per_step // (settings.context * groups(settings, ranks))
     smaller = [n for n in range(hardware.micro_batch - 1, 0, -1) if sequences % n == 0]
     yield [{"micro_batch": n} for n in smaller]
     if hardware.recompute == "none":
         yield [{"recompute": "blocks"}, *({"micro_batch": n, "recompute": "blocks"} for n in smaller)]
-    if hardware.device == "cuda":
+    if hardware.device == "cuda" and hardware.context_parallel == 1:
         counts = range(ranks + 1, torch.cuda.device_count() + 1)
         fsdp = [{"devices": n, "parallel": "fsdp"} for n in counts if sequences * ranks % n == 0]
         yield [

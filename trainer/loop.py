@@ -129,6 +129,7 @@ class Trainer:
         self.wrapped, self.compiled = parallel.place(
             self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
         )
+        self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
         self.optimizer = build_optimizer(self.llama, settings.optimizer)
         self.guard = Guard(self.llama, self.optimizer, ranks, directory)
         self.checkpoints = Checkpoints(
@@ -215,11 +216,10 @@ class Trainer:
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step, (inputs, targets) in enumerate(self.loader.micro_batches(self.step)):
             last = micro_step == sizes.micro_steps - 1
-            with parallel.gradients_exchanged(self.wrapped, last):
+            batch = map(self._to_device, (inputs, targets))
+            with parallel.gradients_exchanged(self.wrapped, last), self.sharing_tokens() as own:
                 with self._autocast():
-                    micro_loss = (
-                        self.compiled(self._to_device(inputs), self._to_device(targets)) / sizes.micro_steps
-                    )
+                    micro_loss = self.compiled(*map(own, batch)) / sizes.micro_steps
                 micro_loss.backward()
             loss += micro_loss.detach()
         grad_norm = parallel.clip_gradients(self.llama, settings.optimizer.grad_clip)

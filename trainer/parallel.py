@@ -8,9 +8,12 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from model.backends import AttentionFn
 from model.llama import Llama
 from trainer.distributed import Ranks, is_sharded
 from trainer.settings import HardwareSettings
@@ -116,6 +120,72 @@ def _compile_in_pieces(llama: Llama) -> None:
     for layer in llama.layers:
         layer.forward = torch.compile(layer.forward, dynamic=False)
     llama.output = torch.compile(llama.output, dynamic=False)
+
+
+def sharing_tokens(
+    llama: Llama, hardware: HardwareSettings, ranks: Ranks
+) -> Callable[[], AbstractContextManager[Callable[[Tensor], Tensor]]]:
+    """Make the context in which `hardware.context_parallel` neighbouring ranks share each sequence.
+
+    For a forward and backward. It yields the function that cuts (B, N) tokens or targets to this rank's part
+    of N, which the model then takes. To attend, a rank exchanges its part of the tokens for all tokens of a
+    part of the heads (Ulysses): any attention computes what it does on one device. Parts are equal, so the
+    mean of all ranks' losses is that of all tokens. Elsewhere, as in validation, the model takes whole
+    sequences.
+    """
+    size = hardware.context_parallel
+    if size == 1:
+        return partial(nullcontext, lambda x: x)
+    mesh = init_device_mesh(
+        ranks.device.type, (ranks.count // size, size), mesh_dim_names=("data", "context")
+    )
+    part, group = ranks.rank % size, mesh["context"].get_group()
+    whole_table = llama.rotary.forward
+    layers = [layer.self_attn for layer in llama.layers]
+    whole = [layer.attend for layer in layers]
+    shared = [partial(_attend_by_heads, attend, group) for attend in whole]
+
+    def own(x: Tensor) -> Tensor:
+        return x.chunk(size, 1)[part].contiguous()
+
+    def part_of_table(length: int) -> list[Tensor]:
+        return [table.chunk(size)[part] for table in whole_table(length * size)]
+
+    @contextmanager
+    def sharing() -> Iterator[Callable[[Tensor], Tensor]]:
+        _set(layers, shared, llama, part_of_table)
+        try:
+            yield own
+        finally:
+            _set(layers, whole, llama, whole_table)
+
+    return sharing
+
+
+def _set(
+    layers: Sequence[nn.Module], attends: Sequence[AttentionFn], llama: Llama, table: Callable[[int], Any]
+) -> None:
+    for layer, attend in zip(layers, attends, strict=True):
+        layer.attend = attend
+    llama.rotary.forward = table
+
+
+def _attend_by_heads(
+    attend: AttentionFn, group: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, **settings: Any
+) -> Tensor:
+    """Attention of q, k, v (B, H, N / ranks, D), this rank's part of the tokens; as `attend` of all."""
+    ranks = group.size()
+
+    def exchange(parts: Tensor) -> Tensor:
+        """(ranks, …): what to send to each, and what came from each."""
+        return all_to_all_single_autograd(parts.contiguous(), None, None, group)
+
+    def all_tokens(x: Tensor) -> Tensor:
+        """(B, H, N / ranks, D) to (B, H / ranks, N, D)."""
+        return exchange(x.unflatten(1, (ranks, -1)).movedim(1, 0)).movedim(0, 2).flatten(2, 3)
+
+    out = attend(all_tokens(q), all_tokens(k), all_tokens(v), **settings)
+    return exchange(out.unflatten(2, (ranks, -1)).movedim(2, 0)).movedim(0, 1).flatten(1, 2)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from data.recipe import training_texts
 from data.settings import DataSettings
 from model.config import attention_flops_per_token, flops_per_token, parameter_count
-from trainer.checks import Sizes, check
+from trainer.checks import Sizes, check, groups, unit_of
 from trainer.distributed import is_sharded
 from trainer.errors import TrainingError
 from trainer.estimate import Memory, checkpoint_copy, gib, memory, state_bytes
@@ -109,7 +109,7 @@ def _run(settings: Settings, sizes: Sizes, ranks: int) -> Rows:
     yield (
         "tokens per step",
         f"{sizes.tokens_per_step:,} = {sizes.micro_steps:,} micro-batches × {settings.hardware.micro_batch} "
-        f"sequences × {settings.context:,} tokens × {ranks} device(s)",
+        f"sequences × {settings.context:,} tokens × {groups(settings, ranks)} {unit_of(settings)}",
     )
     yield "tokens", f"{sizes.steps * sizes.tokens_per_step:,}"
 

@@ -108,6 +108,9 @@ class HardwareSettings:
     cuda_graphs: bool = False  # one GPU: replay compiled passes as CUDA graphs, which removes launch overhead
     deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
     parallel: str = "auto"  # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
+    context_parallel: int = (
+        1  # devices that share the tokens of each sequence, and the heads of its attention
+    )
     recompute: str = "none"  # "blocks": activation checkpointing of all but attention
     check_memory: bool = True  # refuse a run that cannot fit in memory (trainer/estimate.py)
     timeout_s: float = 600.0  # the run ends if a rank keeps the others waiting for longer

@@ -185,3 +185,17 @@ def test_suggested_fixes_work(compose_settings):
 def test_large_models_are_sharded(compose_settings, preset, asked, ranks, sharded):
     settings = compose_settings(f"model={preset}", f"hardware.parallel={asked}")
     assert is_sharded(settings.model, settings.hardware, ranks) is sharded
+
+
+def test_ranks_that_share_sequences_are_one_group(compose_settings):
+    shared = compose_settings("tps=260k", "hardware.context_parallel=4", "hardware.micro_batch=16")
+    assert check(shared, 8).micro_steps == 2
+    with pytest.raises(
+        SettingsError, match=r"16 sequences × context=4096 tokens × 3 group\(s\) of 4 devices"
+    ):
+        check(shared, 12)
+    with pytest.raises(SettingsError, match=r"context_parallel=4 does not divide devices=6; .*: 1, 2$"):
+        check(shared, 6)
+    few = compose_settings("hardware.context_parallel=4", "model.n_kv_heads=2")
+    with pytest.raises(SettingsError, match=r"does not divide key and value heads=2; .*: 1, 2$"):
+        check(few, 8)
