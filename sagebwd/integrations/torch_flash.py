@@ -190,16 +190,16 @@ def _flash_forward(
     )  # fmt: skip
     window = window_of(is_causal, (window_size_left, window_size_right))
     alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
-    q, k, v = _heads_first(query, key, value)
+    params = _params(query, value, alignment, scale, config)
+    q, k, v = _widened(*_heads_first(query, key, value))
     q, k, v = alignment.queries(q), alignment.keys(k), alignment.keys(v)
-    params = _params(q, alignment, scale, config)
     out, lse, k_mean, *_ = _ops.ops.forward.default(q, k, v, *params.flatten())
     lse = natural_lse(q, lse, k_mean, params)
     usage.watch_logits(NAME, q, k, params.scale, config)
     usage.record(NAME, params.kernels)
     out, lse = alignment.put_back_queries(out), alignment.put_back_queries(lse, fill=float("-inf"))
     lse = lse if cum_seq_q is None else lse[0]
-    return *_tokens_first(query, out), lse, *_state(k_mean), query.new_empty(0)
+    return *_tokens_first(query, out[..., : value.shape[-1]]), lse, *_state(k_mean), query.new_empty(0)
 
 
 def _flash_forward_inplace(
@@ -238,17 +238,18 @@ def _flash_backward(
     window = window_of(is_causal, (window_size_left, window_size_right))
     alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
     lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
-    grad_out, q, k, v, out = _heads_first(grad_out, query, key, value, out)
+    params = _params(query, value, alignment, scale, config)
+    grad_out, q, k, v, out = _widened(*_heads_first(grad_out, query, key, value, out))
     grad_out, q, out = (alignment.queries(x) for x in (grad_out, q, out))
     k, v = alignment.keys(k), alignment.keys(v)
     lse = alignment.queries(lse, fill=float("inf"))  # weights of zero for a query that is put among others
-    params = _params(q, alignment, scale, config)
     k_mean = _mean_of(state, k, params)
     lse = smoothed_lse(q, lse, k_mean, params)
     saved = ForwardResult(out, lse, k_mean, q.new_empty(0), *nothing_packed(q))
     dq, dk, dv = _ops.ops.backward.default(grad_out, q, k, v, *k.shape[1:3], *saved, *params.flatten())
     dq, dk, dv = alignment.put_back_queries(dq), alignment.put_back_keys(dk), alignment.put_back_keys(dv)
-    return _tokens_first(query, dq, dk, dv)
+    given = zip((dq, dk, dv), (query, key, value), strict=True)
+    return _tokens_first(query, *(x[..., : like.shape[-1]] for x, like in given))
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -281,15 +282,23 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple((x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2) for x in tensors)
 
 
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All with as many channels as the widest: zeros change no logit and no other channel of the results."""
+    width = max(x.shape[-1] for x in tensors)
+    return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
+
+
 def _tokens_first(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The inverse of :func:`_heads_first`, with as many dimensions as ``like``."""
     return tuple(x.transpose(1, 2) if like.dim() == 4 else x[0].transpose(0, 1) for x in tensors)
 
 
-def _params(q: Tensor, alignment: Alignment, scale: float | None, config: SageConfig) -> AttentionParams:
-    """Of q (B, H, N, D)."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kernels = dispatch.choose(q, scale, encode(config))
+def _params(
+    query: Tensor, value: Tensor, alignment: Alignment, scale: float | None, config: SageConfig
+) -> AttentionParams:
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    head_dim = max(query.shape[-1], value.shape[-1])
+    kernels = dispatch.choose(query, scale, encode(config), head_dim=head_dim)
     boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
     return AttentionParams(Window(*alignment.window), scale, config, kernels, *boundaries)
 

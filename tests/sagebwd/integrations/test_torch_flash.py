@@ -84,7 +84,8 @@ def test_packed_sequences_by_torchs_own_function(override, window, is_same):
     cuts, cuts_kv = [0, 3, 7, 12], [0, 3, 7, 12] if is_same else [0, 1, 9, 14]
     boundaries = torch.tensor(cuts, dtype=torch.int32)
     boundaries_kv = boundaries if is_same else torch.tensor(cuts_kv, dtype=torch.int32)
-    leaves = draw((12, 4, 8), *2 * [(cuts_kv[-1], VARLEN_KV_HEADS, 8)])
+    value_dim = 8 if is_same else 6  # as of multi-head latent attention
+    leaves = draw((12, 4, 8), *((cuts_kv[-1], VARLEN_KV_HEADS, width) for width in (8, value_dim)))
     mask = torch.zeros(12, cuts_kv[-1], dtype=torch.bool)
     for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
         mask[a:b, c:d] = is_seen(b - a, d - c, window)
@@ -94,7 +95,7 @@ def test_packed_sequences_by_torchs_own_function(override, window, is_same):
     out, lse = varlen.varlen_attn(*arguments, return_aux=varlen.AuxRequest(lse=True), **settings)
     torch.testing.assert_close(lse, true_lse[0].float())
     assert_same(out, truth[0], leaves, window, bound=0.02)
-    into = torch.empty_like(out)
+    into = torch.full_like(out, torch.nan)
     with torch.no_grad():
         varlen.varlen_attn_out(into, *arguments, **settings)
     assert torch.equal(into, out)
@@ -188,7 +189,7 @@ def test_the_backward_gets_the_mean_of_k(override, kernels, is_packed, monkeypat
     if kernels == "triton":
         pytest.importorskip("triton")
     choose = dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda *call: choose(*call[:3], kernels))
+    monkeypatch.setattr(dispatch, "choose", lambda *call, head_dim=None: choose(*call[:3], kernels))
     dtype = torch.float32 if kernels == "reference" else torch.float16
     q, k, v = (x.detach().to(dtype) for x in draw(*3 * [(1, 2, 21, 32)]))
     q, k, v = (x.requires_grad_() for x in (q, k + 9, v))
