@@ -231,17 +231,16 @@ def exact_layer(captured: Captured) -> Exact:
         squares.add_(torch.stack(norms).square_())
         torch.maximum(largest, rows.s.abs().max(), out=largest)
 
-    with without_tf32():
-        result = exact_attention(
-            q,
-            k,
-            v,
-            grad_out,
-            is_causal=True,
-            dtype=torch.float32,
-            elements_at_once=ELEMENTS_AT_ONCE,
-            on_rows=add,
-        )
+    result = exact_attention(
+        q,
+        k,
+        v,
+        grad_out,
+        is_causal=True,
+        dtype=torch.float32,
+        elements_at_once=ELEMENTS_AT_ONCE,
+        on_rows=add,
+    )
     p_rms, dp_rms, ds_rms = (squares / (q[..., 0].numel() * q.shape[2])).sqrt().tolist()
     return Exact(result.out, result.dq, result.dk, result.dv, p_rms, dp_rms, ds_rms, largest.item())
 
@@ -263,17 +262,6 @@ def explanations(captured: Captured, exact: Exact) -> dict[str, float]:
     """RMS of the exact P, dP and dS, the largest logit, and with QK-norm the largest gains."""
     values = {name: getattr(exact, name) for name in ("p_rms", "dp_rms", "ds_rms", "largest_logit")}
     return values | {name: gain.item() for name, gain in captured.gains.items()}
-
-
-@contextmanager
-def without_tf32() -> Iterator[None]:
-    """Compute float32 products in float32, although the trainer allows TF32."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 class Alarm:

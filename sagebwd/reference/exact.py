@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +63,17 @@ class ExactRows(NamedTuple):
     ds: Tensor | None = None
 
 
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Compute float32 products in float32, where the process allows TF32."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
 @torch.no_grad()
 def exact_attention(
     q: Tensor,
@@ -83,7 +95,7 @@ def exact_attention(
     """Full-precision attention and, with ``grad_out``, its gradients and intermediates.
 
     Some rows of P at a time, so memory is linear in the sequence unless ``matrices`` are asked for. Outside
-    autograd; ignores autocast.
+    autograd; ignores autocast and TF32.
 
     Args:
         q: (B, H, N_q, D), any strides and dtype.
@@ -114,7 +126,7 @@ def exact_attention(
     has_gradients = grad_out is not None
     result = _zero_result(q, k, v, sinks, dtype, has_gradients=has_gradients, has_matrices=matrices)
     group = q.shape[1] // k.shape[1]
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast(q.device.type, enabled=False), without_tf32():
         for document in locate(q, k, cu_seqlens, cu_seqlens_kv):
             keys, values = (cut(x, document.keys).to(dtype).repeat_interleave(group, 1) for x in (k, v))
             rows_at_once = max(elements_at_once // (q.shape[0] * q.shape[1] * keys.shape[2]), 1)

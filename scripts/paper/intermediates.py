@@ -17,8 +17,9 @@ from torch import Tensor
 import sagebwd.reference
 from sagebwd import SageConfig
 from sagebwd.reference import exact_attention
+from sagebwd.reference.exact import without_tf32
 from sagebwd.reference.quantization import quantize
-from trainer.probe import Captured, without_tf32
+from trainer.probe import Captured
 
 TITLES = {
     "delta": "δ",

@@ -167,25 +167,6 @@ def test_ranks_but_the_main_one_only_take_part(llama, batch, compose_settings):
     assert measuring.measure(*batch, nullcontext, is_main=False) == {}
 
 
-def test_tf32_is_off_for_the_exact_attention_only(monkeypatch):
-    precisions = []
-
-    def exact(*inputs, **options):
-        precisions.append(torch.get_float32_matmul_precision())
-        return exact_attention(*inputs, **options)
-
-    monkeypatch.setattr(probe, "exact_attention", exact)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        q, k, v, grad_out = draw()
-        measure_layer(Captured(q, k, v, q, {}, grad_out), sagebwd.sage_attention, FULL)
-        assert precisions == ["highest"]
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 @pytest.mark.parametrize(
     ("layers", "count", "chosen"),
     [(None, 20, [0, 10, 19]), (None, 2, [0, 1]), (None, 1, [0]), ([7, 3, 7], 20, [3, 7])],

@@ -158,3 +158,15 @@ def test_sinks_and_wider_values(draw):
     without = exact_attention(q, k, v, grad_out, **options | {"sinks": None})
     none = exact_attention(q, k, v, grad_out, **options | {"sinks": torch.full((4,), -torch.inf)})
     assert_close(none, vars(without), ("out", "lse", "p", "dq", "dk", "dv"))
+
+
+def test_tf32_is_off_in_it_only(draw):
+    precisions = []
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        exact_attention(*draw(), on_rows=lambda rows: precisions.append(torch.get_float32_matmul_precision()))
+        assert precisions == ["highest"]
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
