@@ -4,7 +4,6 @@ In the ring a backward gets a part of the keys with the output and logsumexp of 
 not sum to zero. If the smoothing takes that for granted, a strong mean of K spoils dQ.
 """
 
-import multiprocessing
 import os
 
 import pytest
@@ -21,6 +20,7 @@ from sagebwd.integrations import torch_flash
 from sagebwd.integrations.flash_attn import flash_attn_func
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
+from tests import warm
 
 RANKS = 4
 N, HEADS, D = 256, 4, 32
@@ -105,8 +105,7 @@ def run_rank(rank, folder):
 def results(tmp_path_factory):
     """What each rank found."""
     folder = tmp_path_factory.mktemp("rings")
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(rank, folder), daemon=True) for rank in range(RANKS)]
+    ranks = [warm.SERVER.Process(target=run_rank, args=(rank, folder)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
