@@ -5,11 +5,13 @@ import hashlib
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 FULL_HASH_LIMIT = 256 << 20  # bytes; up to this many in all, files are identified by all of their content
+LARGEST_RECORD = 256 << 20  # bytes of JSON: the manifest of 2 TB of tokens, or twice the largest tokenizers
 SAMPLE = 1 << 20  # bytes read from each end of a file that is too large to hash whole
 
 log = logging.getLogger(__name__)
@@ -138,11 +140,19 @@ def write_json(file: Path, content: object) -> None:
     write_text(file, json.dumps(content, indent=1) + "\n")
 
 
+def read_bytes(file: Path, limit: int = LARGEST_RECORD) -> bytes:
+    """The content of a file. Raises ValueError if it has more than `limit` bytes, or is a pipe, say."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
+        raise ValueError(f"{file} is no regular file of at most {limit:,} bytes")
+    return file.read_bytes()
+
+
 def read_json(file: Path) -> Any:
     """The content of a JSON file that write_json wrote, or None when there is none."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_bytes(file))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}); delete it and run data.prepare again") from None

@@ -35,7 +35,7 @@ from scripts.output import align, number
 from scripts.paper.statistics import Cell, Estimate, fit
 from scripts.runs import find_runs, labels_of
 from trainer.plot import SET, named_sets, plot_losses, series
-from trainer.run_directory import RunDirectory, read_metrics
+from trainer.run_directory import RunDirectory
 
 #: Nothing is written below this folder unless --out says so.
 RESULTS = Path(__file__).parents[1] / "results"
@@ -115,10 +115,9 @@ def group_called(name: str, labels: Sequence[str], paths: Sequence[Path]) -> str
 
 def read(path: Path) -> Records:
     """The records of a run. Ends with a message if they are damaged."""
-    metrics = RunDirectory(path).metrics
     try:
-        return read_metrics(metrics)
-    except ValueError as error:
+        return RunDirectory(path).records()
+    except (ValueError, OSError) as error:
         sys.exit(f"{error}; or leave this run out")
 
 

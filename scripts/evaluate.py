@@ -109,6 +109,7 @@ def weights_of(directory: RunDirectory, step: int | None) -> tuple[int, Path]:
                 f"{directory.weights} has no {file}: the run is not finished, or was by an older version. "
                 "Name a checkpoint with --step N"
             )
+    directory.check()
     return read_metrics(directory.metrics)[-1]["step"], directory.weights
 
 

@@ -78,6 +78,7 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None, dtype: str)
     load_weights(directory.checkpoints, step, llama)
     if bad := not_finite(llama, None, Ranks(0, 1, torch.device("cpu"))):
         raise ValueError(f"{path} holds NaN or Inf in {len(bad)} weights ({first(bad)}); use another --step")
+    directory.check(directory.metrics, directory.environment)
     records = read_metrics(directory.metrics) if directory.metrics.exists() else []
     export(
         llama,

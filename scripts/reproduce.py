@@ -278,7 +278,7 @@ def unlike_finished(run: Run, arguments: argparse.Namespace) -> str | None:
     own = RunDirectory(arguments.runs_dir / run.name)
     if not is_settled(own):
         return None
-    before = read_lines(own.path / "environment.jsonl")[-1]["command"]
+    before = read_lines(own.environment)[-1]["command"]
     changed = sorted(identifying(before) ^ identifying(train_command(run, arguments)))
     if not changed:
         return None

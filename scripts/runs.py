@@ -33,7 +33,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
                 folders.clear()
                 continue
             seen.add(folder.resolve())
-            if RunDirectory(folder).metrics.name in files:
+            if not {"metrics.jsonl", "DONE"}.isdisjoint(files):  # a finished run may have lost its curve
                 found.append(folder)
             folders[:] = sorted(inner for inner in folders if inner not in INSIDE_A_RUN)
     return found

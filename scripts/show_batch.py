@@ -116,6 +116,7 @@ def make_loader(settings: Settings, corpus: Corpus) -> BatchLoader:
 
 def spike_steps(directory: RunDirectory) -> list[int]:
     """The steps of spikes.jsonl; prints why each is listed."""
+    directory.check(directory.spikes)
     spikes = read_metrics(directory.spikes) if directory.spikes.exists() else []
     if not spikes:
         raise ValueError(

@@ -19,6 +19,7 @@ from model.config import parameter_count
 from model.llama import Llama
 from trainer.errors import TrainingError, explain
 from trainer.plot import plot_losses, plot_probe
+from trainer.redaction import redact
 from trainer.run_directory import RunDirectory, read_lines
 from trainer.settings import Settings
 
@@ -111,12 +112,13 @@ def model_card(settings: Settings, directory: RunDirectory, step: int, records: 
     A card is published: paths of text and tokenizer are left out, and the run's name, which may be made of
     them.
     """
-    return CARD.format(
+    card = CARD.format(
         architecture="Qwen3" if settings.model.qk_norm else "Llama",
         parameters=parameter_count(settings.model),
         step=step,
         rows="\n".join(f"| {name} | {value} |" for name, value in _rows(settings, directory, step, records)),
     )
+    return redact(card)
 
 
 def _rows(
@@ -124,8 +126,7 @@ def _rows(
 ) -> list[tuple[str, object]]:
     optimizer, attention = settings.optimizer, settings.attention.recorded()
     tokens = step * settings.tokens_per_step
-    starts = directory.path / "environment.jsonl"
-    started = read_lines(starts)[-1] if starts.exists() else {}
+    started = read_lines(directory.environment)[-1] if directory.environment.exists() else {}
     has_muon_lr = optimizer.name == "muon" and optimizer.muon_lr is not None
     rate = f"{optimizer.lr:g} and {optimizer.muon_lr:g}" if has_muon_lr else f"{optimizer.lr:g}"
     return [

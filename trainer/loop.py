@@ -442,6 +442,8 @@ class Trainer:
         if folder is None or checkpoints_in(self.directory.checkpoints):
             return None
         try:
+            run = RunDirectory(Path(folder).absolute().parent)  # if it is the weights/ of one
+            run.check(run.weights)
             stored = model.huggingface.read_config(folder)
         except (OSError, ValueError) as error:
             why = explain(error) if isinstance(error, OSError) else error

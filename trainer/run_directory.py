@@ -1,6 +1,7 @@
 """What a run leaves on disk: settings, environment, metrics, checkpoints, weights, and DONE or DIVERGED."""
 
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -69,6 +70,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.spikes = path / "spikes.jsonl"
+        self.environment = path / "environment.jsonl"  # what each start of the run ran on
         self.config = path / "config.yaml"
         self.loss_plot = path / "loss.png"
         self.probe_plot = path / "probe.png"
@@ -85,15 +87,19 @@ class RunDirectory:
         return self._done.exists()
 
     def is_finished_with(self, settings: Settings) -> bool:
-        """Whether the run is finished, and nothing of `settings` is left to train.
+        """Whether the run is finished, with all of its results, and nothing of `settings` is left to train.
 
-        False if its text has moved: the trainer then compares the text itself. Raises TrainingError if the
-        run was trained with other settings, which it names, or the folder cannot be read.
+        False if its text has moved: the trainer then compares the text itself. Raises TrainingError if a
+        result is damaged, the run was trained with other settings, which it names, or the folder cannot be
+        read.
         """
         try:
             if settings.rerun_finished or not self.is_finished:
                 return False
+            self.check()
             stored = self._stored_settings()
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
         except OSError as error:
             raise TrainingError(f"cannot use the run directory: {explain(error)}; set run_dir=…") from error
         if stored is None:
@@ -148,7 +154,8 @@ class RunDirectory:
                     f"{self.path} holds a run with other settings:\n{identity.listed(changed)}\n"
                     "Give the changed run its own run_dir=…, or delete that folder to start over"
                 )
-        self._diverged.unlink(missing_ok=True)
+        for mark in (self._diverged, self._done):  # what it claims begins to change
+            mark.unlink(missing_ok=True)
         write_text(self.config, OmegaConf.to_yaml(OmegaConf.create(current)))
 
     def check_checkpoint(self, path: Path, sealed: dict[str, Any], settings: Settings) -> None:
@@ -213,15 +220,48 @@ class RunDirectory:
             "cuda": torch.version.cuda,
             **software(),
         }
-        append_line(self.path / "environment.jsonl", line)
+        append_line(self.environment, line)
 
     def finish(self) -> None:
-        """Mark the run finished, once its weights and metrics are on the disk and not only in memory."""
-        for path in (*self.weights.glob("*"), self.weights, self.metrics, self.path):
-            if path.exists():
-                sync(path)
-        write_text(self._done, "")
+        """Mark the run finished: DONE has the sizes and checksums of its results, which are on the disk."""
+        pictures = (self.loss_plot, self.probe_plot)
+        results = (*sorted(self.weights.glob("*")), self.metrics, self.spikes, self.environment, *pictures)
+        files = {}
+        for path in filter(Path.is_file, results):
+            sync(path)
+            files[path.relative_to(self.path).as_posix()] = seal.fingerprint(path)
+        for folder in filter(Path.exists, (self.weights, self.path)):
+            sync(folder)
+        write_text(self._done, seal.dumps({"files": files}))
         sync(self.path)
+
+    def check(self, *results: Path) -> None:
+        """Raise ValueError if some results, by default all, are not what the finished run left.
+
+        results: files, or a folder. config.yaml is none: its values are compared with those in the seals of
+        checkpoints, and the place of the text may be corrected in it.
+        """
+        if not self.is_finished:
+            return
+        if not self._done.stat().st_size:
+            _say_unverified()
+            return
+        try:
+            files = seal.read_file(self._done)["files"]
+            within = [path.relative_to(self.path) for path in results or (self.path,)]
+            chosen = {name: files[name] for name in files if any(map(Path(name).is_relative_to, within))}
+            seal.verify_files(self.path, chosen)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} is finished, but {error}. Restore that file from a copy. Or delete "
+                f"{self._done}: the same command then writes weights and pictures again, from the newest "
+                "checkpoint, and takes all else as it is"
+            ) from error
+
+    def records(self) -> list[dict[str, Any]]:
+        """What metrics.jsonl says. Raises ValueError if it is damaged, OSError if it is not there."""
+        self.check(self.metrics)
+        return read_metrics(self.metrics)
 
     def note_divergence(self, step: int) -> None:
         """Mark the run as ended by `step`, whose loss or gradient is not finite."""
@@ -262,6 +302,11 @@ class RunDirectory:
             self._done,
         ):
             path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _say_unverified() -> None:
+    log.warning("DONE of an older run has no checksums: the results of such runs are taken as they are")
 
 
 def _remove(folder: Path) -> None:

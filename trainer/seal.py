@@ -1,5 +1,7 @@
 """The seal of a checkpoint: what it is of, and the size and checksum of each of its files, and of itself.
 
+DONE of a finished run is one, too, of its results.
+
 It finds damage: truncation, flipped bits, files of another checkpoint. It does not find tampering, because
 anyone can compute a CRC. That a checkpoint runs no code when it is read does not rest on it: see
 trainer/safe_load.py.
@@ -12,22 +14,28 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from data.files import read_bytes
+
 FILE = "seal.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's list of what is in the other files
 NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
-FIELDS = {"step": int, "files": dict}  # that every seal has; the rest is what the trainer saves with it
 CHECKSUM = "checksum"  # of the seal itself; seals from before it was added have none, and no "settings"
 
 
 def write(folder: Path, contents: dict[str, Any]) -> None:
     """Seal all files of `folder`. They and the folder are on the disk when this returns."""
-    files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
-    sealed = json.loads(json.dumps({**contents, "files": files}))
+    files = {path.name: fingerprint(path) for path in sorted(folder.iterdir())}
     with open(folder / FILE, "w") as file:
-        json.dump({**sealed, CHECKSUM: _checksum(sealed)}, file, indent=1)
+        file.write(dumps({**contents, "files": files}))
         file.flush()
         os.fsync(file.fileno())
     sync(folder)
+
+
+def dumps(sealed: dict[str, Any]) -> str:
+    """A seal as JSON."""
+    sealed = json.loads(json.dumps(sealed))
+    return json.dumps({**sealed, CHECKSUM: _checksum(sealed)}, indent=1)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -35,31 +43,42 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises OSError, or ValueError if it is damaged.
     """
+    sealed = read_file(folder / FILE)
+    if step_of(folder) != sealed.get("step"):
+        raise ValueError(f"{FILE} is that of step {sealed.get('step')}")
+    return sealed
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What `dumps` wrote. Raises OSError, or ValueError if it is damaged."""
     try:
-        sealed = json.loads((folder / FILE).read_bytes())
+        sealed = json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{FILE} cannot be read: {error}") from error
-    if not (isinstance(sealed, dict) and all(isinstance(sealed.get(k), kind) for k, kind in FIELDS.items())):
-        raise ValueError(f"{FILE} has no {' or no '.join(FIELDS)}")
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    if not (isinstance(sealed, dict) and isinstance(sealed.get("files"), dict)):
+        raise ValueError(f"{path.name} lists no files")
     checksum = sealed.pop(CHECKSUM, None)
     if checksum != _checksum(sealed) and (checksum is not None or "settings" in sealed):
-        raise ValueError(f"{FILE} does not match its own checksum")
-    if step_of(folder) != sealed["step"]:
-        raise ValueError(f"{FILE} is that of step {sealed['step']}")
+        raise ValueError(f"{path.name} does not match its own checksum")
     return sealed
 
 
 def verify(folder: Path) -> dict[str, Any]:
     """The contents of the seal. Raises ValueError or OSError naming what does not match it."""
     sealed = read(folder)
-    for name, expected in {METADATA: None, **sealed["files"]}.items():
+    verify_files(folder, {METADATA: None, **sealed["files"]})
+    return sealed
+
+
+def verify_files(folder: Path, files: dict[str, Any]) -> None:
+    """Compare files, by their paths in `folder`, with their fingerprints. Raises as `verify` does."""
+    for name, expected in files.items():
         path = folder / name
-        if not (path.name == name and path.is_file()):  # not a path elsewhere, nor a pipe that never ends
+        if {"/", ".."} & {*Path(name).parts} or not path.is_file():  # nor a pipe that never ends
             raise ValueError(f"{name} is missing, or no file of this folder")
-        found = _fingerprint(path)
+        found = fingerprint(path)
         if found != expected:
             raise ValueError(f"{name} is {found}, was written as {expected}")
-    return sealed
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -94,7 +113,8 @@ def _checksum(sealed: dict[str, Any]) -> str:
     return f"crc {zlib.crc32(json.dumps(sealed, sort_keys=True).encode()):08x}"
 
 
-def _fingerprint(path: Path) -> str:
+def fingerprint(path: Path) -> str:
+    """Size and checksum of a file, some 2 GB/s."""
     checksum = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

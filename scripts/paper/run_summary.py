@@ -14,7 +14,7 @@ from scripts.output import read_json
 from scripts.paper.variants import variant_of
 from scripts.runs import fingerprint
 from trainer.plot import SET, named_sets, series
-from trainer.run_directory import RunDirectory, read_lines, read_metrics
+from trainer.run_directory import RunDirectory, read_lines
 
 DIVERGED_BY = 0.3  # nats above the lowest tenth
 DIGITS = 5  # of a stored loss, after the point
@@ -49,15 +49,15 @@ def read_run(path: Path, window: Window = None, text: str | None = None) -> dict
     text: names the text of runs that have neither a note nor a checkpoint that says its fingerprint.
     """
     directory = RunDirectory(path)
-    environment = path / "environment.jsonl"
-    for file in (directory.config, directory.metrics, environment):
+    for file in (directory.config, directory.metrics, directory.environment):
         if not file.exists():
             raise ValueError(
                 f"{path} holds no {file.name}, so it is not a run directory; train the run first"
             )
     config = without_places(OmegaConf.to_container(OmegaConf.load(directory.config)))
-    records = read_metrics(directory.metrics)
-    start = read_lines(environment)[-1]
+    records = directory.records()
+    directory.check(directory.environment)
+    start = read_lines(directory.environment)[-1]
     tokens, losses = series(records, "loss")
     losses = losses.round(DIGITS)
     steps = [record["step"] for record in records if record.get("loss") is not None]

@@ -78,6 +78,7 @@ def open_run(name: str, directory: RunDirectory, step: int | None) -> TrainedRun
                 f"{directory.path} has no finished weights; leave it out, train it to its end (the command "
                 "that started it continues it), or choose a checkpoint with --step"
             )
+        directory.check()
         reached = read_metrics(directory.metrics)[-1]["step"]
     else:
         checkpoint_of(directory.checkpoints, step)

@@ -88,6 +88,18 @@ def test_a_mean_needs_a_value_of_every_seed():
     assert rows["mean ± std of 2 seeds"] == ["", "", "3.0000 ± 0.0000", "", ""]
 
 
+@pytest.mark.parametrize("damage", ["lost", "changed"])
+def test_a_finished_run_whose_curve_is_damaged_is_not_compared(tmp_path, damage):
+    folder = run(tmp_path / "a", 3.0)
+    run(tmp_path / "b", 3.0)
+    RunDirectory(folder).finish()
+    compare.main([str(tmp_path)])
+    metrics = folder / "metrics.jsonl"
+    metrics.unlink() if damage == "lost" else metrics.write_text(metrics.read_text().replace("3.0", "3.1"))
+    with pytest.raises(SystemExit, match=r"a is finished, but metrics.jsonl is .*or leave this run out"):
+        compare.main([str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("label", "group"),
     [

@@ -104,6 +104,11 @@ def test_what_is_no_export(trained, tmp_path, monkeypatch):
             match=r"step_00000002 holds NaN or Inf in 1 weights \(norm.weight\); use another --step",
         ):
             export.main([str(run), "--step", "2"])
+    curve = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(curve[:-1])
+    with pytest.raises(SystemExit, match=r"is finished, but metrics.jsonl is "):
+        export.main([str(run), "--step", "2"])
+    (run / "metrics.jsonl").write_bytes(curve)
     newest = run / "checkpoints" / "step_00000004"
     next(newest.glob("*.distcp")).write_bytes(b"torn")
     with pytest.raises(SystemExit, match="step_00000004 is damaged"):

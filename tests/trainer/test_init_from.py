@@ -57,6 +57,16 @@ def test_a_continued_run_goes_on_from_its_checkpoint_not_from_the_weights(base, 
         assert torch.equal(left, right)
 
 
+def test_weights_that_are_not_those_the_run_left_are_refused(base, train_here, tmp_path):
+    shutil.copytree(base.parent, tmp_path / "base")
+    weights = tmp_path / "base" / "weights" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1  # of a number: nothing else would tell
+    weights.write_bytes(content)
+    with pytest.raises(TrainingError, match=r"init_from=.*is finished, but weights/model.safetensors is "):
+        train_here(tmp_path / "run", *FROZEN, f"init_from={weights.parent}")
+
+
 def refusal(train_here, folder, *overrides):
     """Why a run from these weights is refused, which must be before anything is trained."""
     with pytest.raises(TrainingError) as refused:

@@ -13,7 +13,7 @@ import yaml
 from data.files import write_text
 from data.settings import DataSettings
 from sagebwd import SageConfig
-from trainer import identity, seal
+from trainer import identity, run_directory, seal
 from trainer.errors import TrainingError
 from trainer.run_directory import RunDirectory, append_line, default_name, read_lines, read_metrics
 from trainer.settings import OptimizerSettings, ProbeSettings, Settings, SpikeSettings
@@ -246,6 +246,94 @@ def test_places_that_cannot_be_looked_into_are_named(tmp_path):
         RunDirectory(tmp_path / ("x" * 300)).is_finished_with(make_settings())
     with pytest.raises(TrainingError, match=r"File name too long.*set run_dir="):
         opened(tmp_path / ("x" * 300))
+
+
+RESULTS = ("metrics.jsonl", "spikes.jsonl", "environment.jsonl", "loss.png", "weights/model.safetensors")
+DAMAGES_OF_RESULTS = {
+    "missing": lambda path: path.unlink(),
+    "cut short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "a bit flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+def whole(path, **settings):
+    """A finished run with all kinds of results, in name only."""
+    directory = opened(path, **settings)
+    directory.weights.mkdir()
+    for name in RESULTS:
+        (path / name).write_text('{"step": 8}\n')
+    directory.finish()
+    return directory
+
+
+@pytest.mark.parametrize("damage", DAMAGES_OF_RESULTS)
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_run_whose_results_are_damaged_is_not_reported_as_finished(tmp_path, name, damage):
+    directory = whole(tmp_path)
+    assert directory.is_finished_with(make_settings())
+    DAMAGES_OF_RESULTS[damage](tmp_path / name)
+    with pytest.raises(TrainingError, match=rf"is finished, but {name} is .*delete .*DONE"):
+        directory.is_finished_with(make_settings())
+    others = [tmp_path / other for other in RESULTS if other != name]
+    directory.check(*others)
+    with pytest.raises(ValueError, match=rf"is finished, but {name} is "):
+        directory.check(tmp_path / name)
+
+
+def test_a_result_that_came_later_or_grows_is_none_of_the_run(tmp_path):
+    directory = whole(tmp_path)
+    for name in ("evaluations.jsonl", "log.txt", "weights/notes.txt"):
+        (tmp_path / name).write_text("later")
+    directory.check()
+
+
+def test_the_place_of_the_text_may_be_corrected_in_a_finished_run(tmp_path):
+    directory = whole(tmp_path, data=DataSettings(root="there"))
+    write_text(directory.config, directory.config.read_text().replace("root: there", "root: here"))
+    assert directory.is_finished_with(make_settings())
+
+
+DAMAGED = ["{", "{}", '{"files": 7}', "[]", "\xff", '{"files": {}, "checksum": "crc 0"}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_done_is_named(tmp_path, content):
+    directory = whole(tmp_path)
+    (tmp_path / "DONE").write_bytes(content.encode("latin-1"))
+    with pytest.raises(TrainingError, match=r"is finished, but DONE "):
+        directory.is_finished_with(make_settings())
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "weights/../../elsewhere", "\0", "x" * 300])
+def test_done_of_a_stranger_reads_no_file_elsewhere(tmp_path, name):
+    directory = whole(tmp_path / "run")
+    (tmp_path / "elsewhere").write_text("secret")
+    (tmp_path / "run" / "DONE").write_text(seal.dumps({"files": {name: "6 bytes"}}))
+    with pytest.raises(TrainingError, match=r"no file of this folder|File name too long"):
+        directory.is_finished_with(make_settings())
+
+
+def test_runs_from_before_done_had_checksums_are_finished_and_say_so_once(tmp_path, caplog):
+    run_directory._say_unverified.cache_clear()
+    for name in "ab":
+        directory = whole(tmp_path / name)
+        (directory.path / "DONE").write_text("")
+        directory.metrics.write_text('{"step": 9}\n')
+        assert directory.is_finished_with(make_settings())
+        assert directory.records() == [{"step": 9}]
+    assert caplog.text.count("no checksums") == 1
+
+
+def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path):
+    """Its text has moved, say: what DONE lists begins to change."""
+    directory = whole(tmp_path, seed=1)
+    opened(tmp_path, seed=1)
+    assert not directory.is_finished
+    directory.note_environment(torch.device("cpu"), 1)
+    directory.finish()
+    directory.check()
 
 
 def test_done_is_written_after_all_it_claims_is_on_the_disk(tmp_path, monkeypatch):
