@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import shlex
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,9 @@ from data.shards import SPLITS, Manifest
 from data.tokenizers import Tokenizer
 from data.tokens import TokenShards
 
-FULL_CHECK_LIMIT = 1 << 30  # bytes of shards; up to this, opening compares checksums and not only sizes
+FULL_CHECK_LIMIT = 1 << 30  # bytes of shards; up to this, opening verifies them, beyond it reading does
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,13 @@ def _open(one: Recipe, limit_mb: int) -> Opened:
         train, val = (TokenShards.open(one.folder, manifest, split, full=full) for split in SPLITS)
     except ValueError as error:
         raise ValueError(f"{error}:\n    {command(one)}") from None
+    if not full and not all(shard.chunks for split in SPLITS for shard in manifest.shards[split]):
+        log.info(
+            "%s is from before shards had checksums by chunk: its ids are read unverified. To add them, "
+            "reading all once: %s verify=true",
+            one.folder,
+            command(one),
+        )
     return Opened(manifest, train, val)
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,7 +21,7 @@ from data import recipe, tokenizers, workers
 from data.files import checksums, identified_whole
 from data.recipe import Recipe
 from data.settings import DataSettings, allow_names
-from data.shards import SPLITS, Manifest, UnitRecord
+from data.shards import SPLITS, Manifest, UnitRecord, chunk_checksums
 from data.tokenizers import id_dtype, vocabulary_size
 from data.tokens import TokenShards
 
@@ -177,8 +177,19 @@ def run(settings: PrepareSettings) -> None:
             _check_source(made, manifest)
             for split in SPLITS:
                 TokenShards.open(made.folder, manifest, split, full=True)
+            _add_chunks(made.folder, manifest)
         state = "verified" if settings.verify else "ready"
         print(f"{made.folder}: {state}, {manifest.tokens('train'):,} + {manifest.tokens('val'):,} tokens")
+
+
+def _add_chunks(folder: Path, manifest: Manifest) -> None:
+    """Give shards of an older version, which are verified, their checksums by chunk."""
+    shards = {
+        split: [replace(one, chunks=one.chunks or chunk_checksums(folder / one.name)) for one in shards]
+        for split, shards in manifest.shards.items()
+    }
+    if shards != manifest.shards:
+        replace(manifest, shards=shards).write(folder)
 
 
 def _check_source(made: Recipe, manifest: Manifest) -> None:

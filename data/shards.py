@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import zlib
 from dataclasses import asdict, dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from data.tokenizers import id_dtype
 
 SPLITS = ("train", "val")
 FILE = "manifest.json"
+CHUNK = 64 << 10  # bytes of a shard that have a checksum of their own
 
 
 @dataclass(frozen=True)
@@ -23,12 +26,17 @@ class Shard:
     tokens: int
     documents: int  # end-of-text tokens in it
     sha256: str
+    chunks: str = ""  # `chunk_checksums`, which older shards do not have
 
     @staticmethod
     def from_json(content: Any) -> "Shard":
         """What `asdict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         name = Path(content["name"]).name  # never a file elsewhere
-        return Shard(name, int(content["tokens"]), int(content["documents"]), str(content["sha256"]))
+        chunks = content.get("chunks", "")
+        bytes.fromhex(chunks)
+        return Shard(
+            name, index(content["tokens"]), index(content["documents"]), str(content["sha256"]), chunks
+        )
 
     def is_intact_in(self, folder: Path, ids: np.dtype) -> bool:
         """Whether the file exists with its full size."""
@@ -137,6 +145,12 @@ class Manifest:
         return all(
             shard.is_intact_in(folder, self.ids) for shards in self.shards.values() for shard in shards
         )
+
+
+def chunk_checksums(file: Path) -> str:
+    """The CRC-32 of each CHUNK bytes of a file: eight hexadecimal digits each, one behind the other."""
+    with file.open("rb") as handle:
+        return "".join(f"{zlib.crc32(chunk):08x}" for chunk in iter(lambda: handle.read(CHUNK), b""))
 
 
 def _record_file(folder: Path, index: int) -> Path:

@@ -2,56 +2,84 @@
 
 import os
 import weakref
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from data.files import sha256
-from data.shards import Manifest, Shard
+from data.shards import CHUNK, Manifest, Shard
 
+REBUILD = "delete it. The same data.prepare command rebuilds only this shard"
 RESTORE = "restore the file, or run the same data.prepare command again, and start the run again"
 
 
 class ShardFile:
-    """The token ids of one shard; what is sliced is read, and nothing else.
+    """The token ids of one shard; the chunks of what is sliced are read, and nothing else.
+
+    A chunk is verified when it is read first: its checksum, and that its ids are in the vocabulary. Of a
+    training text that happens in the thread that makes the next batch.
 
     Not memory-mapped: where a mapped file is cut short, or its disk fails, the process ends with SIGBUS and
     without a message.
     """
 
-    def __init__(self, file: Path, ids: np.dtype):
-        self.file = file
-        self.ids = ids
-        self._descriptor = os.open(file, os.O_RDONLY)
+    def __init__(self, folder: Path, shard: Shard, manifest: Manifest):
+        self.file, self.shard = folder / shard.name, shard
+        self.ids, self.vocab_size = manifest.ids, manifest.vocab_size
+        self._descriptor = os.open(self.file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
-        self._tokens = os.fstat(self._descriptor).st_size // ids.itemsize
+        self._size = shard.tokens * self.ids.itemsize
+        self._checksums = np.frombuffer(bytes.fromhex(shard.chunks), ">u4")
+        self._unverified = np.ones(-(-self._size // CHUNK), bool)
 
     def __len__(self) -> int:
-        return self._tokens
+        return self.shard.tokens
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
-        """Ids as stored. Raises OSError if the file cannot be read, or is shorter than when it was opened."""
-        start, stop, _ = tokens.indices(self._tokens)
-        size = self.ids.itemsize
+        """Ids as stored. Raises OSError if the file cannot be read, or is shorter or other than it was."""
+        start, stop = (self.ids.itemsize * place for place in tokens.indices(len(self))[:2])
+        for chunk in range(start // CHUNK, -(-stop // CHUNK)):
+            if self._unverified[chunk]:
+                self._verify(chunk)
+        return np.frombuffer(self._read(start, stop), self.ids)
+
+    def verify(self) -> None:
+        """Verify all of it now; without checksums of chunks, by that of the whole. Raises OSError."""
+        if not len(self._checksums) and sha256(self.file) != self.shard.sha256:
+            raise OSError(f"{self.file} has changed since it was written: its checksum differs; {REBUILD}")
+        for chunk in range(len(self._unverified)):
+            self._verify(chunk)
+
+    def _verify(self, chunk: int) -> None:
+        start, stop = chunk * CHUNK, min((chunk + 1) * CHUNK, self._size)
+        content = self._read(start, stop)
+        if len(self._checksums) and zlib.crc32(content) not in self._checksums[chunk : chunk + 1]:
+            raise OSError(
+                f"{self.file} has changed since it was written: the checksum of bytes {start} to {stop} "
+                f"differs; {REBUILD}"
+            )
+        if (largest := np.frombuffer(content, self.ids).max()) >= self.vocab_size:
+            raise OSError(
+                f"{self.file} holds the id {largest}, and the vocabulary has {self.vocab_size}; {REBUILD}"
+            )
+        self._unverified[chunk] = False
+
+    def _read(self, start: int, stop: int) -> bytes:
+        """Bytes start … stop − 1; Linux gives no more than 2 GiB at a time."""
+        parts, left = [], stop - start
         try:
-            content = self._read(start * size, (stop - start) * size)
+            while left and (part := os.pread(self._descriptor, left, stop - left)):
+                parts.append(part)
+                left -= len(part)
         except OSError as error:
             raise OSError(f"{self.file} cannot be read: {error.strerror}; {RESTORE}") from error
-        if len(content) < (stop - start) * size:
-            left = os.fstat(self._descriptor).st_size
+        if left:
+            size = os.fstat(self._descriptor).st_size
             raise OSError(
-                f"{self.file} was cut short while it was in use, from {self._tokens * size} to {left} bytes; "
-                f"{RESTORE}"
+                f"{self.file} was cut short while it was in use, from {self._size} to {size} bytes; {RESTORE}"
             )
-        return np.frombuffer(content, self.ids)
-
-    def _read(self, offset: int, size: int) -> bytes:
-        """Up to `size` bytes; Linux gives no more than 2 GiB at a time."""
-        parts, left = [], size
-        while left and (part := os.pread(self._descriptor, left, offset + size - left)):
-            parts.append(part)
-            left -= len(part)
         return b"".join(parts)
 
 
@@ -68,12 +96,17 @@ class TokenShards:
     def open(cls, folder: Path, manifest: Manifest, split: str, *, full: bool = False) -> "TokenShards":
         """Open a split, "train" or "val", of the prepared text in a folder.
 
-        Each shard's size is compared with the manifest; full: its checksum, too (some 2 GB/s). Raises
-        ValueError if a shard is missing or has changed.
+        Each shard's size is compared with the manifest, its content when it is read; full: all of it now
+        (some 2 GB/s). Raises ValueError if a shard is missing or has changed.
         """
         for shard in manifest.shards[split]:
-            _check(folder, shard, manifest.ids, full=full)
-        files = [ShardFile(folder / shard.name, manifest.ids) for shard in manifest.shards[split]]
+            _check_size(folder, shard, manifest.ids)
+        files = [ShardFile(folder, shard, manifest) for shard in manifest.shards[split]]
+        try:
+            for file in files if full else ():
+                file.verify()
+        except OSError as error:
+            raise ValueError(str(error)) from error
         return cls(files, name=f"{folder} ({split})")
 
     def __len__(self) -> int:
@@ -83,7 +116,7 @@ class TokenShards:
     def window(self, start: int, length: int) -> np.ndarray:
         """Tokens start … start + length − 1, uint16 or uint32 as stored.
 
-        Raises OSError if a shard cannot be read any more.
+        Raises OSError if a shard cannot be read any more, or is damaged there.
         """
         if start < 0 or length < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of {self.name}, which has {len(self)}")
@@ -116,14 +149,10 @@ def count_sequences(tokens: TokenShards, context: int) -> int:
     return count
 
 
-def _check(folder: Path, shard: Shard, ids: np.dtype, *, full: bool) -> None:
+def _check_size(folder: Path, shard: Shard, ids: np.dtype) -> None:
     file = folder / shard.name
     if not file.is_file():
-        fault = "is missing"
-    elif not shard.is_intact_in(folder, ids):
-        fault = f"has {file.stat().st_size} bytes instead of {shard.tokens * ids.itemsize}; delete it"
-    elif full and sha256(file) != shard.sha256:
-        fault = "has changed since it was written: its checksum differs; delete it"
-    else:
-        return
-    raise ValueError(f"{file} {fault}. The same data.prepare command rebuilds only this shard")
+        raise ValueError(f"{file} is missing. The same data.prepare command rebuilds only this shard")
+    if not shard.is_intact_in(folder, ids):
+        size = file.stat().st_size
+        raise ValueError(f"{file} has {size} bytes instead of {shard.tokens * ids.itemsize}; {REBUILD}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data import tokenizers
-from data.shards import SPLITS, Shard, UnitRecord
+from data.shards import SPLITS, Shard, UnitRecord, chunk_checksums
 from data.sources import Unit, in_validation
 from data.tokenizers import Tokenized, id_dtype
 
@@ -52,7 +52,8 @@ class ShardWriter:
             self.temporary.unlink()
             return None
         os.replace(self.temporary, self.file)
-        return Shard(self.file.name, self._tokens, self._documents, self._digest.hexdigest())
+        digest, chunks = self._digest.hexdigest(), chunk_checksums(self.file)
+        return Shard(self.file.name, self._tokens, self._documents, digest, chunks)
 
     def discard(self) -> None:
         self._handle.close()

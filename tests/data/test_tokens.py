@@ -1,17 +1,21 @@
 """Shards on disk: one array in front, and refused by name when they have changed."""
 
+import dataclasses
 import errno
 import os
+import re
+import zlib
 
 import numpy as np
 import pytest
 
-from data import sources
+from data import corpus, sources
+from data.corpus import open_corpus
 from data.loader import BatchLoader
-from data.prepare import prepare
+from data.prepare import PrepareSettings, prepare, run
 from data.recipe import Recipe
 from data.settings import DataSettings
-from data.shards import Manifest
+from data.shards import Manifest, chunk_checksums
 from data.sources import text
 from data.tokens import TokenShards
 
@@ -83,6 +87,102 @@ def test_missing_and_changed_shards_are_named(folder):
     with pytest.raises(ValueError, match=r"train_00000.bin is missing"):
         opened(folder)
     opened(folder, "val", full=True)  # the other split is as it was
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    for module in ("shards", "tokens"):
+        monkeypatch.setattr(f"data.{module}.CHUNK", 64)
+
+
+def flip(file, byte):
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("byte", [0, 63, 64, 1001, -1])
+def test_a_flipped_bit_is_found_where_it_is_read_first_and_nowhere_else(tmp_path, small_chunks, byte):
+    folder = prepared(tmp_path)
+    shard = folder / "train_00000.bin"
+    size = shard.stat().st_size
+    assert size % 64  # the last chunk is a part of one
+    whole = opened(folder).window(0, size // 2)
+    flip(shard, byte)
+    damaged = range(byte % size // 64 * 32, byte % size // 64 * 32 + 32)  # tokens of that chunk
+    near = range(max(0, damaged.start - 34), min(size // 2, damaged.stop + 2))
+    for length in (1, 2, 31, 33):
+        for start in (0, 500, *near):
+            length = min(length, size // 2 - start)
+            text = opened(folder)  # by size
+            if start < damaged.stop and start + length > damaged.start:
+                for _ in range(2):
+                    with pytest.raises(
+                        OSError, match=rf"has changed .* bytes {2 * damaged.start} to .*delete"
+                    ):
+                        text.window(start, length)
+            else:
+                assert (text.window(start, length) == whole[start : start + length]).all()
+
+
+def test_a_chunk_is_verified_once(tmp_path, small_chunks, monkeypatch):
+    text = opened(prepared(tmp_path))
+    checked, crc32 = [], zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda content: checked.append(len(content)) or crc32(content))
+    for _ in range(2):
+        text.window(40, 60)  # bytes 80 to 200
+    assert checked == [64, 64, 64]
+    text.window(0, 100)
+    assert checked == [64, 64, 64, 64]
+
+
+def without_chunks(folder):
+    """As an older version left it."""
+    for file in folder.glob("*.json"):
+        file.write_text(re.sub(r',\s*"chunks": "\w+"', "", file.read_text()))
+    assert not any(shard.chunks for shard in Manifest.read(folder).shards["train"])
+
+
+@pytest.mark.parametrize("kind", ["new", "old"])
+@pytest.mark.parametrize("found", [257, 300, 65535])
+def test_an_id_beyond_the_vocabulary_is_found_before_it_is_used(folder, kind, found):
+    shard = folder / "train_00000.bin"
+    ids = np.fromfile(shard, "<u2")
+    ids[777] = found
+    ids.tofile(shard)
+    manifest = Manifest.read(folder)
+    chunks = chunk_checksums(shard) if kind == "new" else ""
+    manifest.shards["train"][0] = dataclasses.replace(manifest.shards["train"][0], chunks=chunks)
+    manifest.write(folder)
+    loader = BatchLoader(opened(folder), context=64, sequences_per_step=4, micro_batch=2, seed=1)
+    with pytest.raises(OSError, match=rf"00000.bin holds the id {found}, and the vocabulary has 257; delete"):
+        for step in range(50):
+            list(loader.micro_batches(step))
+
+
+def test_older_shards_are_read_and_get_their_checksums_when_they_are_verified(tmp_path, caplog, monkeypatch):
+    folder = prepared(tmp_path)
+    new = (folder / "manifest.json").read_text()
+    without_chunks(folder)
+    settings = DataSettings(
+        source="text", path=str(tmp_path / "book.txt"), tokenizer="bytes", root=str(folder.parent)
+    )
+    caplog.set_level("INFO")
+    open_corpus(settings)  # small: by the checksums of whole shards
+    monkeypatch.setattr(corpus, "FULL_CHECK_LIMIT", 100)
+    assert not caplog.messages
+    text = open_corpus(settings).train
+    assert re.search(r"read unverified.*python -m data.prepare .*verify=true$", caplog.messages[-1])
+    flip(folder / "train_00000.bin", 500)
+    text.window(0, 1000)  # nothing tells, unless the id is none
+    with pytest.raises(ValueError, match=r"train_00000.bin has changed since it was written"):
+        run(PrepareSettings(settings, verify=True))
+    flip(folder / "train_00000.bin", 500)
+    caplog.clear()
+    run(PrepareSettings(settings, verify=True))
+    assert (folder / "manifest.json").read_text() == new
+    open_corpus(settings)
+    assert not caplog.messages
 
 
 def test_a_shard_that_is_cut_short_while_in_use_is_named(folder):
