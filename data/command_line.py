@@ -35,10 +35,20 @@ def override(name: str, value: Any) -> str:
     return f"{name}={text if plain else _quoted(text)}"
 
 
+def escaped(value: Any) -> Any:
+    """The value, text or dicts and lists of it, such that OmegaConf reads ${…} as it stands."""
+    if isinstance(value, dict):
+        return {key: escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [escaped(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    # Its escape is a backslash, and two for each that stands before it.
+    return re.sub(r"(\\*)\$\{", lambda found: rf"{found[1] * 2}\${{", value)
+
+
 def _quoted(text: str) -> str:
-    # OmegaConf's escape of ${…}: a backslash, and two for each that stands before it.
-    text = re.sub(r"(\\*)\$\{", lambda found: rf"{found[1] * 2}\${{", text)
-    return QuotedString(text, Quote.single).with_quotes()
+    return QuotedString(escaped(text), Quote.single).with_quotes()
 
 
 def check_or_exit(

@@ -7,14 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from data.corpus import Corpus, open_corpus
-from trainer import seal
+from trainer import identity, seal
 from trainer.checkpoint import steps_in
-from trainer.errors import SettingsError
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
@@ -61,12 +56,11 @@ def read_settings(directory: RunDirectory) -> Settings:
             f"{directory.path} has no config.yaml; give the directory of a run, for instance runs/NAME"
         )
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.load(directory.config))
-        return OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, SettingsError, yaml.YAMLError, UnicodeDecodeError) as error:
+        return identity.settings_of(identity.read(directory.config))
+    except ValueError as error:
         raise ValueError(
-            f"{directory.config} is not of this version of the code: {str(error).splitlines()[0]}; use the "
-            "commit that environment.jsonl in the same folder names"
+            f"{directory.config} is not of this version of the code: {error}; use the commit that "
+            "environment.jsonl in the same folder names"
         ) from error
 
 

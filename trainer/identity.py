@@ -4,14 +4,23 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from data.command_line import escaped
+from data.files import read_bytes
 from model import backends
 from trainer.machine import software
+from trainer.errors import SettingsError
 from trainer.redaction import redact
 from trainer.settings import Settings
+
+LARGEST = 256 << 10  # bytes of a config.yaml, which is read at some 100 kB/s
+DEEPEST = 20  # levels of settings within settings
 
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
 
@@ -42,6 +51,57 @@ def of_rank(settings: Settings) -> dict[str, Any]:
     """What all ranks of a run must have in common, besides its text: settings, code and versions."""
     kept = {name: value for name, value in _flat(recorded(settings)).items() if not PLACES.fullmatch(name)}
     return kept | software()
+
+
+def read(config: Path) -> dict[str, Any]:
+    """What a config.yaml says, which may be a stranger's: it is data, and nothing in it is interpolated.
+
+    Raises FileNotFoundError, or ValueError if it is damaged.
+    """
+    try:
+        return checked(yaml.load(read_bytes(config, LARGEST).decode(), _Recorded))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+
+
+def checked(stored: Any) -> dict[str, Any]:
+    """The same, if it is what `recorded` gives, in JSON or YAML. Raises ValueError for anything else."""
+    if not (isinstance(stored, dict) and all(isinstance(stored.get(k), dict) for k in ("attention", "data"))):
+        raise ValueError("it has no settings of a run")
+    if not _is_plain(stored):
+        raise ValueError("it has a value that no setting has")
+    return stored
+
+
+def settings_of(stored: dict[str, Any]) -> Settings:
+    """The settings that were recorded. Raises ValueError if this version of the code has others."""
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), escaped(stored)))
+    except (OmegaConfBaseException, SettingsError, ValueError) as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+
+
+class _Recorded(yaml.SafeLoader):
+    """YAML as the trainer writes it: without tags, many levels, and aliases, which make much of little."""
+
+    levels = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.tag or self.levels == DEEPEST:
+            raise yaml.YAMLError(f"it has an alias, a tag or {DEEPEST} levels, which no settings have")
+        self.levels += 1
+        node = super().compose_node(parent, index)
+        self.levels -= 1
+        return node
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def differences(

@@ -19,8 +19,6 @@ from zlib import crc32
 
 import torch
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from data.files import write_text
 from trainer import identity, seal
@@ -156,14 +154,17 @@ class RunDirectory:
                 )
         for mark in (self._diverged, self._done):  # what it claims begins to change
             mark.unlink(missing_ok=True)
-        write_text(self.config, OmegaConf.to_yaml(OmegaConf.create(current)))
+        write_text(self.config, yaml.safe_dump(current, sort_keys=False, allow_unicode=True))
 
     def check_checkpoint(self, path: Path, sealed: dict[str, Any], settings: Settings) -> None:
         """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal.
 
         Checkpoints from before the seal had settings are not refused.
         """
-        stored = sealed.get("settings")
+        try:
+            stored = identity.checked(sealed["settings"]) if "settings" in sealed else {}
+        except ValueError as error:
+            raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
         changed = identity.differences(stored, identity.recorded(settings)) if stored else []
         if changed:
             raise TrainingError(
@@ -202,7 +203,7 @@ class RunDirectory:
         """
         in_seal = next(filter(None, map(_sealed_settings, reversed(checkpoints_in(self.checkpoints)))), None)
         try:
-            in_config = _read_config(self.config)
+            in_config = identity.read(self.config)
         except (FileNotFoundError, ValueError) as error:
             problem = "is lost" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
             compared = "they are read from the newest checkpoint" if in_seal else "they cannot be compared"
@@ -368,17 +369,6 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:
     """The settings in a checkpoint's seal; None if it is damaged, or from before it had any."""
     try:
-        return seal.read(checkpoint).get("settings")
+        return identity.checked(seal.read(checkpoint).get("settings"))
     except (OSError, ValueError):
         return None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """What config.yaml says. Raises FileNotFoundError, or ValueError if it is damaged."""
-    try:
-        stored = OmegaConf.to_container(OmegaConf.load(path))
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(str(error).splitlines()[0]) from error
-    if not (isinstance(stored, dict) and all(isinstance(stored.get(k), dict) for k in ("attention", "data"))):
-        raise ValueError("it has no settings of a run")
-    return stored

@@ -77,6 +77,8 @@ class Attention:
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Attention":
         """The settings from those that are set. Raises ValueError."""
+        if "${" in str(given):  # nothing here is resolved, or not once more
+            raise ValueError(f"attention={given}: no setting of an attention has ${{…}} in it")
         try:
             return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), given))
         except OmegaConfBaseException as error:

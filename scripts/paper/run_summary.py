@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import OmegaConf
 
 from model.config import LlamaConfig, parameter_count
 from scripts.output import read_json
 from scripts.paper.variants import variant_of
 from scripts.runs import fingerprint
+from trainer import identity
 from trainer.plot import SET, named_sets, series
 from trainer.run_directory import RunDirectory, read_lines
 
@@ -54,7 +54,7 @@ def read_run(path: Path, window: Window = None, text: str | None = None) -> dict
             raise ValueError(
                 f"{path} holds no {file.name}, so it is not a run directory; train the run first"
             )
-    config = without_places(OmegaConf.to_container(OmegaConf.load(directory.config)))
+    config = without_places(identity.read(directory.config))
     records = directory.records()
     directory.check(directory.environment)
     start = read_lines(directory.environment)[-1]

@@ -148,6 +148,23 @@ def test_a_tokenizer_of_ones_own_is_exported(train_here, tmp_path):
         export.main([str(tmp_path / "run")])
 
 
+def test_settings_are_published_as_they_were_recorded(train_here, tmp_path, monkeypatch):
+    """A run of a stranger: its config.yaml must not read this machine's environment, nor name a secret."""
+    monkeypatch.setenv("MY_API_KEY", "s3cret-value-123")
+    train_here(tmp_path / "run", r"sample_prompt='\${x}'", "steps=2", "sample_tokens=1")
+    config = tmp_path / "run" / "config.yaml"
+    text = config.read_text()
+    assert "sample_prompt: ${x}" in text
+    embedded = "source: stdlib"
+    assert embedded in text
+    config.write_text(text.replace(embedded, "source: '${oc.env:MY_API_KEY} s3cret-value-123'"))
+    monkeypatch.setattr(export.RunDirectory, "check_checkpoint", lambda *_: None)  # that seal is theirs, too
+    export.main([str(tmp_path / "run")])
+    card = (tmp_path / "run" / "export" / "step_00000002" / "README.md").read_text()
+    assert "| text | ${oc.env:MY_API_KEY} <redacted: MY_API_KEY> files |" in card
+    assert "s3cret" not in card
+
+
 def load_spoiled(folder, step, llama):
     load_weights(folder, step, llama)
     llama.norm.weight.data[3] = torch.nan

@@ -132,7 +132,7 @@ def check_refusals(folder):
             ["--step", "2"],
             r"^run: .*step_00000002 is damaged \(.metad",
         ),
-        ("weights/model.safetensors", [], r"^run: .*model\.safetensors is damaged"),
+        ("weights/model.safetensors", [], r"run is finished, but weights/model\.safetensors is"),
         ("checkpoints/step_00000003/seal.json", [], "step_00000003 is damaged .*; delete that folder"),
     ):
         file = folder / "run" / damaged

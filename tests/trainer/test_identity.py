@@ -1,0 +1,85 @@
+"""Recorded settings are data: they are read as they were written, and nothing in them is done."""
+
+import itertools
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.settings import DataSettings
+from trainer import identity
+from trainer.errors import SettingsError
+from trainer.settings import Settings
+
+SECRET = "s3cret-value-123"
+
+
+def config_in(folder, content):
+    (folder / "config.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder / "config.yaml"
+
+
+def recorded(**settings):
+    return identity.recorded(Settings(**settings))
+
+
+texts = st.text() | st.lists(st.sampled_from(["${", "}", "\\", "oc.env:HOME", "x", "'", "$", "{"])).map(
+    "".join
+)
+
+
+@settings(max_examples=30)
+@given(texts, texts)
+def test_settings_are_read_as_they_were_recorded(tmp_path_factory, prompt, column):
+    stored = recorded(sample_prompt=prompt, data=DataSettings(column=column, validation={"a": {"b": prompt}}))
+    config = config_in(tmp_path_factory.getbasetemp(), yaml.safe_dump(stored, allow_unicode=True))
+    assert identity.read(config) == stored
+    complete = stored | {"tps": {"tokens_per_step": 8, "warmup_steps": 1}}
+    for group in ("optimizer", "logger", "hardware", "probe", "spike"):
+        complete[group] = {name: 1 for name, value in stored[group].items() if value == "???"}
+    complete |= {name: 1 for name, value in complete.items() if value == "???" and name != "sample_prompt"}
+    read = identity.settings_of(identity.checked(complete))
+    assert (read.sample_prompt, read.data.column) == (prompt, column)
+    assert read.data.validation == {"a": {"b": prompt}}
+
+
+BOMB = "a: &a [x, x]\n" + "".join(
+    f"{new}: &{new} [*{old}, *{old}]\n" for old, new in itertools.pairwise("abcdefghi")
+)
+REFUSED = {
+    "aliases": BOMB,
+    "an alias of itself": "attention: &a {x: *a}\ndata: {}\n",
+    "levels": "data: " + "[" * 5000,
+    "closed levels": "data: " + "[" * 5000 + "]" * 5000,
+    "levels by lines": "".join(f"{' ' * level}x:\n" for level in range(500)),
+    "a tag": "data: !!python/object/apply:os.getcwd []\n",
+    "an empty number": "data: !!int ''\n",
+    "a number of 5,000 digits": "attention: {}\ndata: {seed: " + "9" * 5000 + "}\n",
+    "a number of base 60": "attention: {}\ndata: {seed: 1" + ":59" * 5000 + "}\n",
+    "a number of base 16": "attention: {}\ndata: {seed: 0x" + "f" * 5000 + "}\n",
+    "no date": "attention: {}\ndata: {seed: 2026-13-45}\n",
+    "a date": "attention: {}\ndata: {seed: 2026-11-26}\n",
+    "a key that is no name": "attention: {}\ndata: {1: 2}\n",
+    "a key that is a list": "attention: {}\ndata: {[1]: 2}\n",
+    "size": "# " + "x" * (1 << 20) + "\nattention: {}\ndata: {}\n",
+    "no text": b"\xff\xfe\x00",
+    "nothing": "",
+    "another thing": "attention: []\ndata: {}\n",
+}
+
+
+@pytest.mark.parametrize("content", REFUSED.values(), ids=REFUSED)
+def test_what_no_run_records_is_damaged(tmp_path, content):
+    with pytest.raises(ValueError, match=r".+"):
+        identity.read(config_in(tmp_path, content))
+
+
+def test_variables_in_recorded_settings_stay_text(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    with pytest.raises(SettingsError, match=r"MY_API_KEY") as error:
+        Settings(attention={"backend": "fpa", "sdpa": "${oc.env:MY_API_KEY}"})
+    assert SECRET not in str(error.value)
+    stored = recorded()
+    stored["attention"] = {"backend": "sagebwd", "kernels": "${oc.env:MY_API_KEY}"}
+    assert SECRET not in str(identity.differences(stored, recorded()))
