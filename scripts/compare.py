@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scripts.command_line import command_parser
-from scripts.output import align, number
+from scripts.output import align, number, printable
 from scripts.paper.statistics import Cell, Estimate, fit
 from scripts.runs import find_runs, labels_of
 from trainer.plot import SET, named_sets, plot_losses, series
@@ -69,8 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         written = plot_losses(runs, out, groups=groups) or [out]
     except OSError as error:
-        sys.exit(f"cannot write {out}: {error.strerror}; give another place with --out FILE.png")
-    print(f"\nwritten: {', '.join(map(str, written))}")
+        sys.exit(printable(f"cannot write {out}: {error.strerror}; give another place with --out FILE.png"))
+    print(f"\nwritten: {printable(', '.join(map(str, written)))}")
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
@@ -116,9 +116,10 @@ def group_called(name: str, labels: Sequence[str], paths: Sequence[Path]) -> str
 def read(path: Path) -> Records:
     """The records of a run. Ends with a message if they are damaged."""
     try:
-        return RunDirectory(path).records()
+        records = RunDirectory(path).records()
     except (ValueError, OSError) as error:
-        sys.exit(f"{error}; or leave this run out")
+        sys.exit(printable(f"{error}; or leave this run out"))
+    return [{printable(key): value for key, value in record.items()} for record in records]
 
 
 def diverged_at(path: Path) -> int | None:
@@ -126,7 +127,8 @@ def diverged_at(path: Path) -> int | None:
     try:
         return RunDirectory(path).diverged_at()
     except ValueError as error:
-        sys.exit(f"{path}/DIVERGED is damaged ({error}); it should hold the number of a step: correct it")
+        what = f"{path}/DIVERGED is damaged ({error}); it should hold the number of a step: correct it"
+        sys.exit(printable(what))
 
 
 def default_out(paths: Sequence[Path]) -> Path:

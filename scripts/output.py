@@ -25,6 +25,11 @@ SCRATCH = Path("runs/bench")
 # --- Tables -------------------------------------------------------------------------------------------------
 
 
+def printable(text: str) -> str:
+    """The text with escapes in place of control characters and of bytes that are no UTF-8: of file names."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def number(value: float | None, form: str) -> str:
     """The formatted value; an empty cell for None."""
     return "" if value is None else f"{value:{form}}"

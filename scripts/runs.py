@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data.corpus import Corpus, open_corpus
+from scripts.output import printable
 from trainer import identity, seal
 from trainer.checkpoint import steps_in
 from trainer.run_directory import RunDirectory
@@ -38,7 +39,7 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
     """A name for each run: its path below the folder that all share, without the overrides that all share."""
     paths = [path.resolve() for path in paths]
     shared = os.path.commonpath([path.parent for path in paths])
-    return distinct([path.relative_to(shared).as_posix() for path in paths])
+    return distinct([printable(path.relative_to(shared).as_posix()) for path in paths])
 
 
 def distinct(names: list[str]) -> list[str]:

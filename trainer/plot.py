@@ -134,7 +134,7 @@ def _draw_sets(
     axes.set_ylabel("loss (nats)")
     left_out = f" (the first {LINES} of {len(sets)})" if len(sets) > LINES else ""
     axes.set_title(f"Loss on named validation sets{left_out}")
-    axes.legend(handles, sets[:LINES], ncols=LINES)
+    axes.legend(handles, [*map(_shorten, sets[:LINES])], ncols=LINES)
 
 
 def _draw_differences(

@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 import yaml
 
-from data.files import write_text
+from data.files import read_bytes, write_text
 from trainer import identity, seal
 from trainer.errors import TrainingError, explain
 from trainer.machine import software
@@ -43,6 +43,13 @@ UNNAMED = (
 )
 
 
+NAME_BYTES = 255  # of a file's name, on Linux
+CURVE_BYTES = 4 << 30  # of a metrics.jsonl with ten million lines
+
+# Values of metrics.jsonl and spikes.jsonl that are computed with.
+NUMBERS = re.compile(r"tokens|lr|mfu|tokens_per_second|(typical_)?(loss|grad_norm)|(val_|probe/).*")
+
+
 def default_name(overrides: list[str]) -> str:
     """A readable folder name for a run with these command-line overrides, which no others share."""
     kept = sorted(text for text in overrides if not text.startswith(UNNAMED))
@@ -50,8 +57,9 @@ def default_name(overrides: list[str]) -> str:
         return "default"
     exact = "+".join(kept)
     name = re.sub(r"[^\w.+-]", "-", exact.replace("=", "-"))
-    if name != exact.replace("=", "-") or len(name) > 120:
-        return f"{name[:110]}-{crc32(exact.encode()):08x}"  # something was replaced or cut off
+    if name != exact.replace("=", "-") or len(name) > 120 or len(name.encode()) > NAME_BYTES:
+        kept = name[:110].encode()[: NAME_BYTES - 9].decode(errors="ignore")
+        return f"{kept}-{crc32(os.fsencode(exact)):08x}"  # something was replaced or cut off
     return name
 
 
@@ -333,21 +341,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, record in enumerate(records, start=1):
         if not isinstance(record.get("step"), int):
             raise ValueError(_damaged(path, number, "it has no step"))
+        for key, value in record.items():
+            if not isinstance(value, int | float | None) and NUMBERS.fullmatch(key):
+                raise ValueError(_damaged(path, number, f"its {key} is no number"))
     return records
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines. Raises ValueError as `read_metrics` does."""
     records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(read_bytes(path, CURVE_BYTES).split(b"\n")[:-1], start=1):
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_int=_whole)
         except (ValueError, RecursionError) as error:
             raise ValueError(_damaged(path, number, str(error))) from error
         if not isinstance(record, dict):
             raise ValueError(_damaged(path, number, "it is no JSON object"))
         records.append(record)
     return records
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 18:
+        raise ValueError("a whole number of more than 18 digits")
+    return int(digits)
 
 
 def _damaged(path: Path, number: int, problem: str) -> str:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 
@@ -24,6 +24,7 @@ from data.sources import (
     opened,
 )
 
+LONGEST_LINE = 256 << 20  # bytes; reading a line takes some ten times as much memory
 TYPICAL_RATIO = 4  # of a compressed text: only its division into units depends on it
 
 
@@ -57,9 +58,12 @@ class JsonlUnit(Unit):
 
     def _text(self, file: Path, offset: int, line: bytes) -> str:
         try:
-            document = json.loads(line, object_pairs_hook=_with_unique_keys)
+            # Of whole numbers only the type matters; Python refuses to read thousands of digits.
+            document = json.loads(line, object_pairs_hook=_with_unique_keys, parse_int=lambda digits: 0)
         except UnicodeDecodeError:
             raise _wrong(file, offset, "is not valid UTF-8; convert it, or drop that line") from None
+        except RecursionError:
+            raise _wrong(file, offset, "is nested too deeply; drop that line") from None
         except ValueError as error:
             if line.lstrip().startswith(b"["):
                 raise _wrong(file, offset, "begins a JSON array; write one object per line") from None
@@ -122,9 +126,9 @@ def _lines(part: ByteRange) -> Iterator[tuple[int, bytes]]:
         offset = part.start
         if offset:  # a line that began earlier belongs to the previous range
             handle.seek(offset - 1)
-            offset += len(handle.readline()) - 1
+            offset += len(_line(handle, part.file, offset)) - 1
         while offset < part.stop:
-            line = handle.readline()
+            line = _line(handle, part.file, offset)
             yield offset, line
             offset += len(line)
 
@@ -133,11 +137,18 @@ def _all_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     offset = 0
     try:
         with opened(file) as handle:
-            while line := handle.readline():
+            while line := _line(handle, file, offset):
                 yield offset, line
                 offset += len(line)
     except OSError as error:
         raise ValueError(f"{file} cannot be decompressed ({error}); copy or download it again") from error
+
+
+def _line(handle: BinaryIO, file: Path, offset: int) -> bytes:
+    line = handle.readline(LONGEST_LINE + 1)
+    if len(line) > LONGEST_LINE:
+        raise _wrong(file, offset, f"has more than {LONGEST_LINE:,} bytes; make it several documents")
+    return line
 
 
 def _wrong(file: Path, offset: int, what: str) -> ValueError:

@@ -16,7 +16,10 @@ import pyarrow.parquet as pq
 from data.settings import DataSettings
 from data.sources import BATCH_BYTES, Batch, Source, Unit, grouped, usable
 
-TEXT_TYPES = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+TEXT_TYPES = (
+    *(pa.string(), pa.large_string(), pa.string_view()),
+    *(pa.binary(), pa.large_binary(), pa.binary_view()),
+)
 
 
 class RowGroup(NamedTuple):

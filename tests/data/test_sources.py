@@ -65,11 +65,16 @@ def write_jsonl(path, texts):
 
 
 @pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())], ids=str
+    "kind",
+    [
+        *(pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view()),
+        pa.dictionary(pa.int32(), pa.string()),
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("tiny_pieces")
 def test_parquet(tmp_path, kind):
-    texts = [text.encode() for text in TEXTS] if kind == pa.binary() else TEXTS
+    texts = [text.encode() for text in TEXTS] if "binary" in str(kind) else TEXTS
     write_parquet(tmp_path / "b.parquet", texts, kind, row_group_size=4)
     write_parquet(tmp_path / "a.parquet", texts[:3], kind)
     units = load("parquet", tmp_path)
@@ -177,14 +182,30 @@ def test_compressed_jsonl(tmp_path):
         (b'{"text": null}', "null"),
         (b'[{"text": "a"},', "JSON array"),
         (b'{"text": "right", "text": "wrong"}', "'text' appears 2 times"),
+        (b'{"text": "x", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "int, not text"),
+        (b'{"text": "' + b"x" * 300_000 + b'"}', "more than 250,000 bytes"),
     ],
+    ids=range(11),
 )
 @pytest.mark.usefixtures("tiny_pieces")
-def test_jsonl_that_can_not_be_used_is_named_by_line(tmp_path, line, complaint):
+def test_jsonl_that_can_not_be_used_is_named_by_line(tmp_path, monkeypatch, line, complaint):
+    monkeypatch.setattr(jsonl, "LONGEST_LINE", 250_000)
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "fine"}\n' * 4 + line + b'\n{"text": "fine"}\n')
+    content = b'{"text": "fine"}\n' * 4 + line + b'\n{"text": "fine"}\n'
+    path.write_bytes(content)
     with pytest.raises(ValueError, match=rf"a.jsonl, line 5 .*{complaint}"):
         documents(load("jsonl", path))
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(content))
+    with pytest.raises(ValueError, match=rf"b.jsonl.gz, line 5 .*{complaint}"):
+        documents(load("jsonl", packed))
+
+
+def test_numbers_of_any_length_beside_the_text_are_read_over(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": ' + "9" * 5000 + ', "text": "fine"}\n')
+    assert documents(load("jsonl", path)) == ["fine"]
 
 
 # ------------------------------------------------------------------ plain text

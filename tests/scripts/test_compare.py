@@ -1,6 +1,7 @@
 """scripts.compare: which runs it finds, what it calls them, its table, and where the picture goes."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,27 @@ def test_named_validation_sets_have_columns_in_both_tables():
 def test_a_mean_needs_a_value_of_every_seed():
     rows = cells(compare.table({"seed-1": records(3.0, val_loss=4.0), "seed-2": records(3.0)}))
     assert rows["mean ± std of 2 seeds"] == ["", "", "3.0000 ± 0.0000", "", ""]
+
+
+def test_names_that_are_no_text_neither_stop_a_comparison_nor_reach_the_terminal(tmp_path, capfdbinary):
+    names = [b"a\x1b[2J", b"b\xff", b"c\n", "d\u202e".encode(), "é $\\x$".encode()]
+    for name in names:
+        run(tmp_path / os.fsdecode(name), 3.0, **{"val_loss/\x1b\ud800$\\x$": 2.0})
+    compare.main([str(tmp_path), "--out", str(tmp_path / "out.png")])
+    out = capfdbinary.readouterr().out
+    for shown in (
+        rb"a\x1b[2J",
+        rb"b\udcff",
+        rb"c\n",
+        rb"d\u202e",
+        "é $\\x$".encode(),
+        rb"val_loss/\x1b\ud800",
+    ):
+        assert shown in out
+    assert b"\x1b" not in out
+    (tmp_path / os.fsdecode(names[0]) / "metrics.jsonl").write_text('{"step": 1, "loss": "3.0"}\n')
+    with pytest.raises(SystemExit, match=r"a\\x1b.*its loss is no number.*leave this run out"):
+        compare.main([str(tmp_path)])
 
 
 @pytest.mark.parametrize("damage", ["lost", "changed"])

@@ -25,19 +25,29 @@ def test_name_comes_from_the_overrides_in_any_order():
     assert default_name([]) == "default"
 
 
-def test_names_of_different_runs_differ():
+def test_names_of_different_runs_differ(tmp_path):
     overrides = [
         ["data.path=a/b"],
         ["data.path=a-b"],
         ["data.path=a_b"],
         ["data.path=" + "x" * 300],
         ["data.path=" + "x" * 300 + "y"],
+        ["data.path=" + "日" * 85],
+        ["data.path=" + "日" * 84 + "月"],
+        ["data.path=" + "日" * 300],
+        ["data.path=a\udcff"],
         ["tps=260k"],
         ["tps=2.1m"],
     ]
     names = [default_name(o) for o in overrides]
     assert len(set(names)) == len(names)
-    assert all(len(name) < 200 and "/" not in name for name in names)
+    for name in names:
+        (tmp_path / name).mkdir()  # raises if it is no name
+
+
+def test_names_that_were_possible_before_are_the_same(tmp_path):
+    assert default_name(["x=" + "é" * 118]) == "x-" + "é" * 118
+    assert default_name(["x=" + "é" * 119]) == "x-" + "é" * 108 + "-55434da9"
 
 
 def make_settings(**changes):
@@ -355,7 +365,12 @@ def test_done_is_written_after_all_it_claims_is_on_the_disk(tmp_path, monkeypatc
     assert synced[-1] == (str(tmp_path), True)  # DONE's own name
 
 
-@pytest.mark.parametrize("line", ["{damaged", "7", "[]", '{"loss": 1.0}', '{"step": "3"}', "\0\0", "\x80"])
+DAMAGED_LINES = ["{damaged", "7", "[]", '{"loss": 1.0}', '{"step": "3"}', "\0\0", "\x80"]
+DAMAGED_LINES += ['{"step": 3, "loss": "2.5"}', '{"step": 3, "val_loss/a": [1]}', '{"step": 3, "tokens": {}}']
+DAMAGED_LINES += ['{"step": 3, "loss": ' + "9" * 400 + "}", '{"step": 3, "n": ' + "[" * 100_000 + "}"]
+
+
+@pytest.mark.parametrize("line", DAMAGED_LINES, ids=range(len(DAMAGED_LINES)))
 def test_a_damaged_line_of_the_metrics_is_named_with_the_command_that_removes_it(tmp_path, line):
     directory = RunDirectory(tmp_path / "it's")
     directory.path.mkdir()
