@@ -57,7 +57,9 @@ def read(path: Path) -> TokenizerFile:
 def _described(file: Path, content: str, config: str) -> TokenizerFile:
     try:
         loaded = tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # the library raises no other kind
+    except BaseException as error:  # a panic of the library's Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise ValueError(
             f"{file} is no file of Hugging Face's tokenizers library ({error}); give a tokenizer.json"
         ) from error

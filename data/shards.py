@@ -91,12 +91,13 @@ class Manifest:
         if content is None:
             return None
         try:
+            content["recipe"]["tokenizer"]
             return Manifest(
                 content["fingerprint"],
                 content["recipe"],
-                content["vocab_size"],
+                index(content["vocab_size"]),
                 {split: [*map(Shard.from_json, content["splits"][split]["shards"])] for split in SPLITS},
-                content.get("source_files", []),  # which older manifests do not have
+                [*map(dict, content.get("source_files", []))],  # which older manifests do not have
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(

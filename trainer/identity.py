@@ -1,5 +1,6 @@
 """Which settings make a run what it is: those that may not differ when its directory is used again."""
 
+import functools
 import re
 from collections.abc import Collection
 from contextlib import suppress
@@ -124,6 +125,7 @@ def listed(changed: list[Difference]) -> str:
     return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
 
 
+@functools.cache
 def _defaults() -> dict[str, Any]:
     return _flat(OmegaConf.to_container(OmegaConf.structured(Settings)))
 

@@ -178,7 +178,7 @@ def plot_probe(records: Records, path: Path, *, alarm: float | None = None, titl
     that gradients should stay below, or None. title: the attention whose error was measured. At most LINES
     layers are drawn. Writes no picture if `records` hold no measurement.
     """
-    measured = [record for record in records if "probe/seconds" in record]
+    measured = [record for record in records if "probe/seconds" in record and record.get("tokens")]
     if not measured:
         return
     with pyplot() as plt:
@@ -276,7 +276,7 @@ def _shorten(label: str, length: int = 90) -> str:
 
 def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and values of the records that have `key`."""
-    chosen = [(record["tokens"], record[key]) for record in records if record.get(key) is not None]
+    chosen = [(one["tokens"], one[key]) for one in records if None not in (one.get(key), one.get("tokens"))]
     tokens, values = zip(*chosen, strict=True) if chosen else ((), ())
     return np.array(tokens, dtype=float), np.array(values, dtype=float)
 

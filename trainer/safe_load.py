@@ -8,6 +8,7 @@ weights_only unpickler, as torch itself reads the tensors.
 import io
 import pathlib
 import pickle
+import pickletools
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from data.files import read_bytes
 from trainer.seal import METADATA
 
 
@@ -62,6 +64,15 @@ CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
+# What pickle writes for these. Others reach into its memory: PUT makes room for as many values as it names.
+OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "STACK_GLOBAL", "REDUCE"),
+    *("NEWOBJ", "BUILD", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "EMPTY_LIST", "APPEND"),
+    *("APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1"),
+    *("BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"),
+}
+
+
 def load(state: dict[str, Any], folder: Path, files: Collection[str], *, alone: bool = False) -> None:
     """Read the values of `state` from the checkpoint in `folder`, into its tensors.
 
@@ -78,12 +89,12 @@ def load(state: dict[str, Any], folder: Path, files: Collection[str], *, alone: 
 
 def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     """`.metadata` of a checkpoint. Raises ValueError if it names other classes, or files outside `files`."""
-    path = folder / METADATA
+    content = read_bytes(folder / METADATA)
     try:
-        with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
-    except OSError:
-        raise
+        for opcode, _, _ in pickletools.genops(content):
+            if opcode.name not in OPCODES:
+                raise pickle.UnpicklingError(f"it has {opcode.name}, which no checkpoint needs")
+        metadata = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # damaged pickles raise whatever their bytes lead to
         raise ValueError(f"{METADATA} cannot be read: {error}") from error
     if not (isinstance(metadata, Metadata) and isinstance(metadata.storage_data, dict)):
@@ -91,6 +102,7 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     for place in metadata.storage_data.values():
         name = getattr(place, "relative_path", None)
         if not (isinstance(place, _StorageInfo) and isinstance(name, str) and name in files):
+            name = name if isinstance(name, str) else "nothing"
             raise ValueError(f"{METADATA} points to {name}, which is no file of this checkpoint")
     return metadata
 
