@@ -106,15 +106,13 @@ def _open(one: Recipe, limit_mb: int) -> Opened:
     full = sum(map(manifest.tokens, SPLITS)) * manifest.ids.itemsize <= FULL_CHECK_LIMIT
     try:  # a damaged shard is not replaced in silence
         train, val = (TokenShards.open(one.folder, manifest, split, full=full) for split in SPLITS)
-    except ValueError as error:
+    except OSError as error:
         raise ValueError(f"{error}:\n    {command(one)}") from None
     if not full and not all(shard.chunks for split in SPLITS for shard in manifest.shards[split]):
-        log.info(
-            "%s is from before shards had checksums by chunk: its ids are read unverified. To add them, "
-            "reading all once: %s verify=true",
-            one.folder,
-            command(one),
+        old = (
+            "%s has no checksums by chunk, and is read unverified. To verify it and add them: %s verify=true"
         )
+        log.info(old, one.folder, command(one))
     return Opened(manifest, train, val)
 
 

@@ -28,9 +28,11 @@ class ShardFile:
     def __init__(self, folder: Path, shard: Shard, manifest: Manifest):
         self.file, self.shard = folder / shard.name, shard
         self.ids, self.vocab_size = manifest.ids, manifest.vocab_size
+        self._size = shard.tokens * self.ids.itemsize
+        if not shard.is_intact_in(folder, self.ids):
+            raise OSError(f"{self.file} is missing, or has not its {self._size} bytes; {REBUILD}")
         self._descriptor = os.open(self.file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
-        self._size = shard.tokens * self.ids.itemsize
         self._checksums = np.frombuffer(bytes.fromhex(shard.chunks), ">u4")
         self._unverified = np.ones(-(-self._size // CHUNK), bool)
 
@@ -97,16 +99,11 @@ class TokenShards:
         """Open a split, "train" or "val", of the prepared text in a folder.
 
         Each shard's size is compared with the manifest, its content when it is read; full: all of it now
-        (some 2 GB/s). Raises ValueError if a shard is missing or has changed.
+        (some 2 GB/s). Raises OSError if a shard is missing or has changed.
         """
-        for shard in manifest.shards[split]:
-            _check_size(folder, shard, manifest.ids)
         files = [ShardFile(folder, shard, manifest) for shard in manifest.shards[split]]
-        try:
-            for file in files if full else ():
-                file.verify()
-        except OSError as error:
-            raise ValueError(str(error)) from error
+        for file in files if full else ():
+            file.verify()
         return cls(files, name=f"{folder} ({split})")
 
     def __len__(self) -> int:
@@ -147,12 +144,3 @@ def count_sequences(tokens: TokenShards, context: int) -> int:
             "text: a greater data.val_fraction)"
         )
     return count
-
-
-def _check_size(folder: Path, shard: Shard, ids: np.dtype) -> None:
-    file = folder / shard.name
-    if not file.is_file():
-        raise ValueError(f"{file} is missing. The same data.prepare command rebuilds only this shard")
-    if not shard.is_intact_in(folder, ids):
-        size = file.stat().st_size
-        raise ValueError(f"{file} has {size} bytes instead of {shard.tokens * ids.itemsize}; {REBUILD}")

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data.command_line import escaped
 from data.corpus import Corpus, open_corpus
 from scripts.output import printable
 from trainer import identity, seal
 from trainer.checkpoint import steps_in
+from trainer.errors import SettingsError
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
@@ -57,11 +62,12 @@ def read_settings(directory: RunDirectory) -> Settings:
             f"{directory.path} has no config.yaml; give the directory of a run, for instance runs/NAME"
         )
     try:
-        return identity.settings_of(identity.read(directory.config))
-    except ValueError as error:
+        stored = escaped(identity.read(directory.config))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), stored))
+    except (OmegaConfBaseException, SettingsError, ValueError) as error:
         raise ValueError(
-            f"{directory.config} is not of this version of the code: {error}; use the commit that "
-            "environment.jsonl in the same folder names"
+            f"{directory.config} is not of this version of the code: {str(error).splitlines()[0]}; use the "
+            "commit that environment.jsonl in the same folder names"
         ) from error
 
 

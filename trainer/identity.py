@@ -10,18 +10,14 @@ from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from data.command_line import escaped
 from data.files import read_bytes
 from model import backends
 from trainer.machine import software
-from trainer.errors import SettingsError
 from trainer.redaction import redact
 from trainer.settings import Settings
 
 LARGEST = 256 << 10  # bytes of a config.yaml, which is read at some 100 kB/s
-DEEPEST = 20  # levels of settings within settings
 
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
 
@@ -61,7 +57,7 @@ def read(config: Path) -> dict[str, Any]:
     """
     try:
         return checked(yaml.load(read_bytes(config, LARGEST).decode(), _Recorded))
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(str(error).splitlines()[0]) from error
 
 
@@ -74,27 +70,14 @@ def checked(stored: Any) -> dict[str, Any]:
     return stored
 
 
-def settings_of(stored: dict[str, Any]) -> Settings:
-    """The settings that were recorded. Raises ValueError if this version of the code has others."""
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), escaped(stored)))
-    except (OmegaConfBaseException, SettingsError, ValueError) as error:
-        raise ValueError(str(error).splitlines()[0]) from error
-
-
 class _Recorded(yaml.SafeLoader):
-    """YAML as the trainer writes it: without tags, many levels, and aliases, which make much of little."""
-
-    levels = 0
+    """YAML as the trainer writes it: without tags, and without aliases, which make much of little."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or event.tag or self.levels == DEEPEST:
-            raise yaml.YAMLError(f"it has an alias, a tag or {DEEPEST} levels, which no settings have")
-        self.levels += 1
-        node = super().compose_node(parent, index)
-        self.levels -= 1
-        return node
+        if isinstance(event, yaml.AliasEvent) or event.tag:
+            raise yaml.YAMLError("it has an alias or a tag, which no settings have")
+        return super().compose_node(parent, index)
 
 
 def _is_plain(value: Any) -> bool:

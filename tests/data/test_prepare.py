@@ -249,7 +249,7 @@ def test_verify_reads_every_shard(settings, capsys):
     content[0] ^= 1
     shard.write_bytes(content)
     run(PrepareSettings(settings, verify=False))
-    with pytest.raises(ValueError, match=r"val_00002.bin has changed since it was written"):
+    with pytest.raises(OSError, match=r"val_00002.bin has changed since it was written"):
         run(PrepareSettings(settings, verify=True))
 
 

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.settings import DataSettings
+from scripts.runs import read_settings
 from trainer import identity
 from trainer.errors import SettingsError
+from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
 SECRET = "s3cret-value-123"
@@ -39,7 +41,8 @@ def test_settings_are_read_as_they_were_recorded(tmp_path_factory, prompt, colum
     for group in ("optimizer", "logger", "hardware", "probe", "spike"):
         complete[group] = {name: 1 for name, value in stored[group].items() if value == "???"}
     complete |= {name: 1 for name, value in complete.items() if value == "???" and name != "sample_prompt"}
-    read = identity.settings_of(identity.checked(complete))
+    config_in(config.parent, yaml.safe_dump(complete, allow_unicode=True))
+    read = read_settings(RunDirectory(config.parent))
     assert (read.sample_prompt, read.data.column) == (prompt, column)
     assert read.data.validation == {"a": {"b": prompt}}
 
