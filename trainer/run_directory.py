@@ -233,8 +233,9 @@ class RunDirectory:
 
     def finish(self) -> None:
         """Mark the run finished: DONE has the sizes and checksums of its results, which are on the disk."""
+        weights = sorted({*self.weights.glob("*")} - {self.weights / "README.md"})  # which one may edit
         pictures = (self.loss_plot, self.probe_plot)
-        results = (*sorted(self.weights.glob("*")), self.metrics, self.spikes, self.environment, *pictures)
+        results = (*weights, self.metrics, self.spikes, self.environment, *pictures)
         files = {}
         for path in filter(Path.is_file, results):
             sync(path)

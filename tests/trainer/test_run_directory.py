@@ -271,7 +271,7 @@ DAMAGES_OF_RESULTS = {
 def whole(path, **settings):
     """A finished run with all kinds of results, in name only."""
     directory = opened(path, **settings)
-    directory.weights.mkdir()
+    directory.weights.mkdir(exist_ok=True)
     for name in RESULTS:
         (path / name).write_text('{"step": 8}\n')
     directory.finish()
@@ -292,9 +292,11 @@ def test_a_run_whose_results_are_damaged_is_not_reported_as_finished(tmp_path, n
         directory.check(tmp_path / name)
 
 
-def test_a_result_that_came_later_or_grows_is_none_of_the_run(tmp_path):
+def test_what_came_later_grows_or_may_be_edited_is_none_of_the_run(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "README.md").write_text("a card")
     directory = whole(tmp_path)
-    for name in ("evaluations.jsonl", "log.txt", "weights/notes.txt"):
+    for name in ("evaluations.jsonl", "log.txt", "weights/notes.txt", "weights/README.md"):
         (tmp_path / name).write_text("later")
     directory.check()
 
