@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -22,12 +23,15 @@ from data.files import write_json, write_text
 #: Where benchmarks write if no --out is given. Git ignores it; results/ is for ``scripts.reproduce``.
 SCRATCH = Path("runs/bench")
 
+# Control characters, those that change the direction of text, and bytes of names that are no UTF-8.
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
 # --- Tables -------------------------------------------------------------------------------------------------
 
 
-def printable(text: str) -> str:
-    """The text with escapes in place of control characters and of bytes that are no UTF-8: of file names."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+def printable(text: str, *, keep: str = "") -> str:
+    """Text of others, or a file's name, with escapes for what a terminal obeys and for what is no text."""
+    return CONTROL.sub(lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
 
 
 def number(value: float | None, form: str) -> str:

@@ -29,6 +29,7 @@ import numpy as np
 from data.corpus import Corpus
 from data.loader import BatchLoader
 from scripts.command_line import command_parser
+from scripts.output import printable
 from scripts.runs import open_data, read_settings
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
@@ -205,7 +206,7 @@ def show(run: RunData, step: int, indices: list[int] | None, characters: int) ->
     print(f"step {step}: {len(sequences)} sequences of {run.loader.context} tokens\n")
     print(table(chosen, odd(sequences), run.corpus.tokenizer.decode))
     for sequence in chosen:
-        text = run.corpus.tokenizer.decode(sequence.tokens)
+        text = printable(run.corpus.tokenizer.decode(sequence.tokens), keep="\n\t")
         ends = ", ".join(map(str, sequence.boundaries)) or "none"
         source = f" of {sequence.source}" if sequence.source else ""
         print(
