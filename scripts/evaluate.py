@@ -26,7 +26,7 @@ from scripts.export import export_checkpoint, newest_step, sealed_in
 from scripts.runs import read_settings
 from trainer.checkpoint import checkpoint_of
 from trainer.errors import TrainingError, explain
-from trainer.run_directory import RunDirectory, append_line, read_metrics
+from trainer.run_directory import RunDirectory, append_line
 from trainer.settings import Settings
 from trainer.trackers import start_wandb
 
@@ -74,7 +74,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, Any]:
     check_installed()
     directory = RunDirectory(arguments.run)
     settings = read_settings(directory)
-    step, folder = weights_of(directory, arguments.step)
+    step, folder = weights_of(directory, settings, arguments.step)
     results = run_tasks(arguments, folder, settings.context)
     record = {"step": step, "few_shot": arguments.few_shot, "limit": arguments.limit, "results": results}
     append_line(directory.path / "evaluations.jsonl", record)
@@ -93,7 +93,7 @@ def check_installed() -> None:
         )
 
 
-def weights_of(directory: RunDirectory, step: int | None) -> tuple[int, Path]:
+def weights_of(directory: RunDirectory, settings: Settings, step: int | None) -> tuple[int, Path]:
     """The step, and the folder of its weights, which is made if it is a checkpoint's."""
     if step is not None:
         folder = directory.exports / f"step_{step:08d}"
@@ -110,7 +110,7 @@ def weights_of(directory: RunDirectory, step: int | None) -> tuple[int, Path]:
                 "Name a checkpoint with --step N"
             )
     directory.check()
-    return read_metrics(directory.metrics)[-1]["step"], directory.weights
+    return settings.total_steps, directory.weights
 
 
 def run_tasks(arguments: argparse.Namespace, folder: Path, context: int) -> Results:

@@ -50,9 +50,19 @@ edits = st.lists(
     min_size=1,
     max_size=4,
 )
+
+
+def nested(levels):
+    return [nested(levels - 1)] if levels else []
+
+
 numbers = st.integers(-3, 3) | st.integers(-(2**70), 2**70) | st.floats()
 values = st.recursive(
-    st.none() | st.booleans() | numbers | st.text(max_size=4) | st.sampled_from(["???", "x" * 300, "fpa"]),
+    st.none()
+    | st.booleans()
+    | numbers
+    | st.text(max_size=4)
+    | st.sampled_from(["???", "x" * 300, "fpa", nested(30), nested(300)]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=4,
 )

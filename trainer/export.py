@@ -126,7 +126,7 @@ def _rows(
 ) -> list[tuple[str, object]]:
     optimizer, attention = settings.optimizer, settings.attention.recorded()
     tokens = step * settings.tokens_per_step
-    started = read_lines(directory.environment)[-1] if directory.environment.exists() else {}
+    started = [{}, *read_lines(directory.environment)][-1] if directory.environment.exists() else {}
     has_muon_lr = optimizer.name == "muon" and optimizer.muon_lr is not None
     rate = f"{optimizer.lr:g} and {optimizer.muon_lr:g}" if has_muon_lr else f"{optimizer.lr:g}"
     return [

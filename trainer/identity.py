@@ -80,11 +80,11 @@ class _Recorded(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, levels: int = 20) -> bool:
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) for key in value) and _is_plain([*value.values()], levels)
     if isinstance(value, list):
-        return all(map(_is_plain, value))
+        return levels > 0 and all(_is_plain(item, levels - 1) for item in value)
     return value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
 
 

@@ -53,12 +53,13 @@ def read_file(path: Path) -> dict[str, Any]:
     """What `dumps` wrote. Raises OSError, or ValueError if it is damaged."""
     try:
         sealed = json.loads(read_bytes(path))
+        checksum = sealed.pop(CHECKSUM, None) if isinstance(sealed, dict) else None
+        found = _checksum(sealed)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
     if not (isinstance(sealed, dict) and isinstance(sealed.get("files"), dict)):
         raise ValueError(f"{path.name} lists no files")
-    checksum = sealed.pop(CHECKSUM, None)
-    if checksum != _checksum(sealed) and (checksum is not None or "settings" in sealed):
+    if checksum != found and (checksum is not None or "settings" in sealed):
         raise ValueError(f"{path.name} does not match its own checksum")
     return sealed
 

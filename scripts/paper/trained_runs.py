@@ -14,7 +14,7 @@ from model.backends import AttentionFn
 from model.llama import Llama
 from scripts.runs import find_runs, labels_of, milestones, open_data, read_settings
 from trainer.checkpoint import checkpoint_of, load_weights
-from trainer.run_directory import RunDirectory, read_metrics
+from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
 
@@ -79,7 +79,7 @@ def open_run(name: str, directory: RunDirectory, step: int | None) -> TrainedRun
                 "that started it continues it), or choose a checkpoint with --step"
             )
         directory.check()
-        reached = read_metrics(directory.metrics)[-1]["step"]
+        reached = settings.total_steps
     else:
         checkpoint_of(directory.checkpoints, step)
         reached = step
