@@ -34,7 +34,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
                 folders.clear()
                 continue
             seen.add(folder.resolve())
-            if not {"metrics.jsonl", "DONE"}.isdisjoint(files):  # a finished run may have lost its curve
+            if "metrics.jsonl" in files or {"config.yaml", "DONE"} <= {*files}:  # may have lost its curve
                 found.append(folder)
             folders[:] = sorted(inner for inner in folders if inner not in INSIDE_A_RUN)
     return found

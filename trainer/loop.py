@@ -442,8 +442,9 @@ class Trainer:
         if folder is None or checkpoints_in(self.directory.checkpoints):
             return None
         try:
-            run = RunDirectory(Path(folder).absolute().parent)  # if it is the weights/ of one
-            run.check(run.weights)
+            weights = Path(folder).absolute()
+            if (run := RunDirectory(weights.parent)).weights == weights:
+                run.check(weights)
             stored = model.huggingface.read_config(folder)
         except (OSError, ValueError) as error:
             why = explain(error) if isinstance(error, OSError) else error

@@ -115,6 +115,8 @@ def test_a_finished_run_whose_curve_is_damaged_is_not_compared(tmp_path, damage)
     folder = run(tmp_path / "a", 3.0)
     run(tmp_path / "b", 3.0)
     RunDirectory(folder).finish()
+    RunDirectory(folder).config.touch()
+    (tmp_path / "DONE").write_text("of something else")
     compare.main([str(tmp_path)])
     metrics = folder / "metrics.jsonl"
     metrics.unlink() if damage == "lost" else metrics.write_text(metrics.read_text().replace("3.0", "3.1"))

@@ -67,6 +67,12 @@ def test_weights_that_are_not_those_the_run_left_are_refused(base, train_here, t
         train_here(tmp_path / "run", *FROZEN, f"init_from={weights.parent}")
 
 
+def test_weights_beside_another_file_of_that_name_are_read(base, train_here, tmp_path):
+    shutil.copytree(base, tmp_path / "models" / "mine")
+    (tmp_path / "models" / "DONE").write_text("of something else")
+    train_here(tmp_path / "run", *FROZEN, f"init_from={tmp_path / 'models' / 'mine'}")
+
+
 def refusal(train_here, folder, *overrides):
     """Why a run from these weights is refused, which must be before anything is trained."""
     with pytest.raises(TrainingError) as refused:
