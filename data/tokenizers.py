@@ -213,16 +213,21 @@ class FromFile(Tokenizer):
         self.end_of_text = self._tokenizer.token_to_id(file.end_of_text)
 
     def encode(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        self._check(ids)
-        return ids
+        return self.encode_batch(pa.array([text], pa.large_string()))[0].tolist()
 
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
-        documents = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
+        try:
+            documents = self._tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)
+        except Exception as error:  # the library raises no other kind
+            raise ValueError(f"{self.name} cannot encode a text ({error}); give another tokenizer") from error
         ids = [np.array(document.ids, np.uint32) for document in documents]
         ends = np.cumsum([0, *map(len, ids)], dtype=np.int64)
         joined = np.concatenate(ids) if ids else np.zeros(0, np.uint32)
-        self._check(joined)
+        if self.end_of_text in joined:
+            raise ValueError(
+                f"a text spells {self.end_of_text_name}, which {self.name} takes for the end of the text; "
+                "remove it from the text, or make it a special token of the tokenizer"
+            )
         return joined, ends
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -230,13 +235,6 @@ class FromFile(Tokenizer):
 
     def to_huggingface(self) -> huggingface.Tokenizer:
         return self._tokenizer
-
-    def _check(self, ids: Sequence[int] | np.ndarray) -> None:
-        if self.end_of_text in ids:
-            raise ValueError(
-                f"a text spells {self.end_of_text_name}, which {self.name} takes for the end of the text; "
-                "remove it from the text, or make it a special token of the tokenizer"
-            )
 
 
 def utf8(texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:

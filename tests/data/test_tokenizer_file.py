@@ -163,6 +163,18 @@ def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
     assert corpus.tokenizer.count_bytes(targets) == len(" ".join(map(str, words[1:])))
 
 
+def test_a_text_that_a_tokenizer_has_no_tokens_for_is_named(tmp_path):
+    made = huggingface.Tokenizer(models.WordLevel({"a": 0, "<end>": 1}))
+    made.add_special_tokens(["<end>"])
+    made.save(str(tmp_path / "words.json"))
+    loaded = tokenizers.load(str(tmp_path / "words.json"))
+    assert loaded.encode("a") == [0]
+    assert loaded.encode("") == []
+    for encode in (loaded.encode, lambda text: loaded.encode_documents(pa.array([text], pa.large_string()))):
+        with pytest.raises(ValueError, match=r"words.json cannot encode a text .*another tokenizer"):
+            encode("b")
+
+
 def test_a_dataset_of_before_there_were_32_bits_is_read(tmp_path):
     ids = np.array([104, 105, 256], "<u2")
     ids.tofile(tmp_path / "train_00000.bin")
