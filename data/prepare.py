@@ -58,7 +58,8 @@ def prepare(made: Recipe) -> Manifest:
 def _prepared(made: Recipe) -> Manifest | None:
     """The manifest, if all shards are there, judged by their sizes."""
     manifest = made.manifest()
-    return manifest if manifest is not None and manifest.is_intact_in(made.folder) else None
+    shards = [shard for split in SPLITS for shard in manifest.shards[split]] if manifest else []
+    return manifest if all(shard.is_intact_in(made.folder, manifest.ids) for shard in shards) else None
 
 
 def tasks(made: Recipe) -> list[workers.Task]:
@@ -68,7 +69,8 @@ def tasks(made: Recipe) -> list[workers.Task]:
 
 
 def _prepare(made: Recipe) -> Manifest:
-    workers.remove_unfinished(made.folder)
+    for file in made.folder.glob("*.tmp"):  # of a preparation that was interrupted
+        file.unlink(missing_ok=True)
     tokenizers.load(made.settings.tokenizer, warn=True)  # fails here, once and early, without its vocabulary
     left = [task for task in tasks(made) if not _is_finished(task)]
     log.info("preparing %s: %d of %d units to do", made.folder, len(left), len(made.units))
@@ -97,7 +99,8 @@ def _is_finished(task: workers.Task) -> bool:
     record = UnitRecord.read(task.folder, task.index)
     if record is None or record.fingerprint != task.fingerprint:
         return False
-    return record.is_intact_in(task.folder, id_dtype(vocabulary_size(task.tokenizer)))
+    ids = id_dtype(vocabulary_size(task.tokenizer))
+    return all(shard.is_intact_in(task.folder, ids) for shard in record.shards.values() if shard)
 
 
 def _collect(made: Recipe) -> Manifest:

@@ -70,9 +70,6 @@ class UnitRecord:
     def write(self, folder: Path, index: int) -> None:
         write_json(_record_file(folder, index), asdict(self))
 
-    def is_intact_in(self, folder: Path, ids: np.dtype) -> bool:
-        return all(shard.is_intact_in(folder, ids) for shard in self.shards.values() if shard)
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -140,12 +137,6 @@ class Manifest:
 
     def documents(self, split: str) -> int:
         return sum(shard.documents for shard in self.shards[split])
-
-    def is_intact_in(self, folder: Path) -> bool:
-        """Whether every shard exists with its full size."""
-        return all(
-            shard.is_intact_in(folder, self.ids) for shards in self.shards.values() for shard in shards
-        )
 
 
 def chunk_checksums(file: Path) -> str:

@@ -105,12 +105,6 @@ class Task:
                 writer.discard()
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Delete incomplete files of an interrupted preparation."""
-    for file in folder.glob("*.tmp"):
-        file.unlink(missing_ok=True)
-
-
 def _write_split(writers: dict[str, ShardWriter], done: Tokenized, to_val: np.ndarray) -> None:
     """Write each document to its split, consecutive documents of the same split at once."""
     changes = np.flatnonzero(np.diff(to_val)) + 1

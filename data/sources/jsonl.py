@@ -119,29 +119,18 @@ def _with_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _lines(part: ByteRange) -> Iterator[tuple[int, bytes]]:
     """The lines of a range with the offset each begins at."""
-    if is_compressed(part.file):
-        yield from _all_lines(part.file)
-        return
-    with opened(part.file) as handle:
-        offset = part.start
-        if offset:  # a line that began earlier belongs to the previous range
-            handle.seek(offset - 1)
-            offset += len(_line(handle, part.file, offset)) - 1
-        while offset < part.stop:
-            line = _line(handle, part.file, offset)
-            yield offset, line
-            offset += len(line)
-
-
-def _all_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    offset = 0
+    all_of_it = is_compressed(part.file)
     try:
-        with opened(file) as handle:
-            while line := _line(handle, file, offset):
+        with opened(part.file) as handle:
+            offset = part.start
+            if offset:  # a line that began earlier belongs to the previous range
+                handle.seek(offset - 1)
+                offset += len(_line(handle, part.file, offset)) - 1
+            while (all_of_it or offset < part.stop) and (line := _line(handle, part.file, offset)):
                 yield offset, line
                 offset += len(line)
     except OSError as error:
-        raise ValueError(f"{file} cannot be decompressed ({error}); copy or download it again") from error
+        raise ValueError(f"{part.file} cannot be read ({error}); copy or download it again") from error
 
 
 def _line(handle: BinaryIO, file: Path, offset: int) -> bytes:

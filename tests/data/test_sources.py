@@ -167,7 +167,7 @@ def test_compressed_jsonl(tmp_path):
         path = tmp_path / name
         for damaged in (path.read_bytes()[:-9], b"no such format", path.read_bytes()[:-9] + b"123456789"):
             path.write_bytes(damaged)
-            with pytest.raises(ValueError, match=rf"{name} cannot be decompressed"):
+            with pytest.raises(ValueError, match=rf"{name} cannot be read"):
                 documents(load("jsonl", path))
 
 
