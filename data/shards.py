@@ -60,7 +60,7 @@ class UnitRecord:
             return None
         try:
             shards = {split: content["shards"][split] for split in SPLITS}
-            described = {split: shard and Shard.from_json(shard) for split, shard in shards.items()}
+            described = {split: one if one is None else Shard.from_json(one) for split, one in shards.items()}
             return UnitRecord(content["fingerprint"], described)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
