@@ -122,7 +122,7 @@ class VisibleTokens:
         """``hides_queries``: a hidden token is hidden as a query, too; N_q must be N_kv."""
         visible, self._is_wrong = mask
         self._batch = visible.shape[0]
-        self._keys = _Order.of(visible.flatten())
+        self._keys = Order.of(visible.flatten())
         self._queries = self._keys if hides_queries else None
         self.cu_seqlens_kv = pad(visible.sum(1).cumsum(0), (1, 0)).int()
         self.cu_seqlens = self.cu_seqlens_kv
@@ -150,14 +150,14 @@ class VisibleTokens:
         return out * factor.view(-1, *(1,) * (out.dim() - 1))
 
 
-class _Order(NamedTuple):
+class Order(NamedTuple):
     """A permutation of tokens: forward[i] is the token at place i, backward[i] the place of token i."""
 
     forward: Tensor
     backward: Tensor
 
     @classmethod
-    def of(cls, visible: Tensor) -> _Order:
+    def of(cls, visible: Tensor) -> Order:
         """Visible tokens (tokens,) first, otherwise as they are."""
         forward = torch.argsort(~visible, stable=True)
         places = torch.arange(visible.shape[0], device=visible.device)

@@ -17,17 +17,19 @@ import sys
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sagebwd import usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.integrations.varlen import (
     Layout,
+    Seen,
+    attend,
     dense_mask,
     find_layout,
+    once_while_traced,
+    read_mask,
     remember_recent,
-    varlen_attention,
 )
 from sagebwd.usage import Obstacle, choose_kernels
 from sagebwd.validation import check_config, check_name
@@ -44,10 +46,10 @@ except ImportError as error:
 from sagebwd.integrations.transformers_masks import (
     OWN_ATTENTION,
     USE_ANOTHER,
-    TokenMask,
     additive,
+    decode,
+    describe_masks,
     make_mask,
-    read_mask,
 )
 
 #: Arguments with which a model asks for more than softmax(QKᵀ)V, and what they stand for.
@@ -116,6 +118,7 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
     attentions = AttentionInterface()
     if name in attentions and getattr(attentions[name], "func", None) is not _attention:
         raise ValueError(f"name {name!r} is already registered by other code; choose another")
+    describe_masks()
     AttentionInterface.register(name, functools.partial(_attention, config, fallback))
     AttentionMaskInterface.register(name, functools.partial(make_mask, fallback))
     _watch_models()
@@ -176,8 +179,8 @@ def _attention(
         The output (B, N_q, H, D_v), and None for the attention weights, unless a layer in full precision
         computed them.
     """
-    if isinstance(attention_mask, TokenMask):
-        _check_mask(attention_mask, key)
+    if decode(attention_mask) is not None:
+        _check_described(attention_mask, key)
         key, value = (x[:, :, : attention_mask.shape[3]] for x in (key, value))
     layout, obstacle = _find_layout(module, query, key, attention_mask, arguments)
     obstacle = obstacle or _find_obstacle(module, key.shape[2], layout, arguments)
@@ -191,7 +194,7 @@ def _attention(
     usage.watch_logits(name, query, key, arguments.get("scaling"), config)
     usage.record(name, kernels, layer)
     settings = {"scale": arguments.get("scaling"), "sinks": arguments.get(SINKS), "config": config}
-    return varlen_attention(query, key, value, layout, **settings), None
+    return attend(query, key, value, layout, **settings).transpose(1, 2).contiguous(), None
 
 
 # --- Which query sees which key ----------------------------------------------------------------------------
@@ -203,30 +206,27 @@ def _find_layout(
     """The layout of a layer's batch, or None and why there is none."""
     batch, _, n_q, _ = query.shape
     n_kv = key.shape[2]
-    is_causal = arguments.get("is_causal")
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
-    boundaries = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
-    _check_cu_seq_lens(*boundaries, batch, n_q, n_kv)
     if key.shape[0] != batch:
         return None, Obstacle("queries and keys of different batch sizes")
-    if mask is not None and not isinstance(mask, TokenMask):
-        given, mask = mask, read_mask(mask, batch, n_q, n_kv)
-        if mask is None:
-            is_pairwise = isinstance(given, Tensor) and given.dim() == 4
-            what = "a mask for each pair of tokens" if is_pairwise else "a mask that is not 4-dimensional"
-            return None, Obstacle(what, f"pass the model a mask of padding, (batch, tokens), {USE_ANOTHER}")
+    is_causal = arguments.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     if mask is None and is_causal and n_q not in (1, n_kv):
         return None, Obstacle("several queries after cached keys without a mask that says what they see")
-    # A mask knows better than ``is_causal`` what the model asks for.
-    window = mask.window if mask is not None else (CAUSAL if is_causal else FULL)
-    if n_q == 1 and window == CAUSAL:
-        window = FULL
+    boundaries = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
+    _check_cu_seq_lens(*boundaries, batch, n_q, n_kv)
     position_ids = arguments.get("position_ids")
-    if not isinstance(position_ids, Tensor) or position_ids.shape not in ((batch, n_q), (1, n_q)):
-        position_ids = None  # not positions in a text: those of images have more dimensions
+    is_text = isinstance(position_ids, Tensor) and position_ids.shape in ((batch, n_q), (1, n_q))
+    if not is_text or n_q == 1 or n_q != n_kv:
+        position_ids = None  # those of images have more dimensions; queries after a cache are of one document
+    window = CAUSAL if is_causal and n_q > 1 else FULL
     if mask is None and position_ids is None and boundaries[0] is None:
         return Layout(window), None
-    return _layout(batch, n_q, n_kv, window, mask, position_ids, *boundaries), None
+    layout = _layout(batch, n_q, n_kv, window, mask, position_ids, *boundaries)
+    if layout is None:
+        is_pairwise = isinstance(mask, Tensor) and mask.dim() == 4
+        what = "a mask for each pair of tokens" if is_pairwise else "a mask that is not 4-dimensional"
+        return None, Obstacle(what, f"pass the model a mask of padding, (batch, tokens), {USE_ANOTHER}")
+    return layout, None
 
 
 @remember_recent
@@ -235,25 +235,23 @@ def _layout(
     n_q: int,
     n_kv: int,
     window: Window,
-    mask: TokenMask | None,
+    mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
-) -> Layout:
-    """The layout of documents that any of the last four arguments keeps apart."""
-    if cu_seq_lens_q is not None and not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
-        raise ValueError(
-            "cu_seq_lens_q and cu_seq_lens_k differ; with as many queries as keys they are the same"
-        )
-    if mask is None:
-        device = next(x.device for x in (position_ids, cu_seq_lens_q) if x is not None)
-        documents = torch.ones(batch, n_kv, dtype=torch.int32, device=device)
-    else:
-        documents = mask.documents()
-    return find_layout(documents, n_q=n_q, window=window, position_ids=position_ids, cu_seqlens=cu_seq_lens_q)
+) -> Layout | None:
+    """The layout of documents that any of the last four arguments keeps apart; None for any other mask."""
+    seen = Seen(window)
+    if mask is not None:  # which knows better than ``is_causal`` what the model asks for
+        seen = decode(mask) or read_mask(mask, batch, n_q, n_kv)
+        if seen is None:
+            return None
+        if n_q == 1 and seen.window == CAUSAL and seen.labels is None:
+            seen = seen._replace(window=FULL)
+    return find_layout(seen, batch, n_kv, position_ids, cu_seq_lens_q, cu_seq_lens_k)
 
 
-def _check_mask(mask: TokenMask, key: Tensor) -> None:
+def _check_described(mask: Tensor, key: Tensor) -> None:
     """Refuse a mask of another batch or more keys."""
     if mask.shape[0] != key.shape[0] or mask.shape[3] > key.shape[2]:
         found, wanted = (mask.shape[0], mask.shape[3]), (key.shape[0], key.shape[2])
@@ -328,16 +326,8 @@ def _asked_for(module: nn.Module, arguments: dict[str, Any]) -> list[str]:
     return [name for name in _changing_arguments(type(module)) if arguments.get(name) is not None]
 
 
+@once_while_traced
 def _changing_arguments(module_type: type[nn.Module]) -> tuple[str, ...]:
-    return _changing_arguments_once(module_type)
-
-
-# A tracer runs it, as it does for sagebwd.dispatch, instead of tracing and warning of the cache.
-_changing_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _changing_arguments_once(module_type: type[nn.Module]) -> tuple[str, ...]:
     return tuple(sorted(({SINKS, *FEATURES} | _eager_arguments(module_type)) - KNOWN))
 
 
@@ -360,10 +350,9 @@ def _full_precision(
     arguments = dict(arguments)
     if layout is not None:
         is_plain = layout.window == FULL or (layout.window == CAUSAL and query.shape[2] == key.shape[2])
-        arguments["is_causal"] = layout.is_causal
-        mask = None
-        if layout.documents is not None or not is_plain:
-            mask = dense_mask(layout, query.shape[0], query.shape[2], key.shape[2], query.device)
+        arguments["is_causal"] = layout.window.right == 0
+        is_plain = is_plain and layout.starts is None and layout.shown is None
+        mask = None if is_plain else dense_mask(layout, query.shape[2], key.shape[2], query.device)
     bias = arguments.get("position_bias")
     if bias is not None:
         arguments["position_bias"] = bias[..., : key.shape[2]]
@@ -382,7 +371,7 @@ def _full_precision(
             f"here; {USE_ANOTHER}"
         )
     if mask is None and arguments.get("is_causal") and query.shape[2] > 1:
-        mask = dense_mask(Layout(CAUSAL), query.shape[0], query.shape[2], key.shape[2], query.device)
+        mask = dense_mask(Layout(CAUSAL), query.shape[2], key.shape[2], query.device)
     if isinstance(mask, Tensor):
         mask = additive(mask, query.dtype)
     return eager(module, query, key, value, mask, **arguments)

@@ -1,7 +1,11 @@
-"""The masks of Hugging Face transformers, as :mod:`sagebwd.integrations.varlen` takes them.
+"""The masks of Hugging Face transformers, without an entry for each pair of tokens.
 
-transformers describes a mask by a function of (batch, head, query, key) and by each key's padding. Here that
-becomes the document of each key and a window (:class:`TokenMask`), with no entry for each pair of tokens.
+transformers describes a mask by a function of (batch, head, query, key), which it composes of its own few,
+and by each key's padding. :func:`describe_masks` has those functions say what they are. :func:`make_mask`
+then needs no values, and a model is compiled as one graph.
+
+transformers hands its layers one tensor of four dimensions. So a mask is described by a tensor
+(:func:`encode`) that no model can mistake for an ordinary mask: adding it to logits is an error of shapes.
 """
 
 from __future__ import annotations
@@ -16,8 +20,7 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, masking_utils
 
 from sagebwd import usage
-from sagebwd.integrations.varlen import Layout, dense_mask, remember_recent
-from sagebwd.masks import HIDES_FROM
+from sagebwd.integrations.varlen import Seen, has_values, once_while_traced, recognise
 from sagebwd.window import CAUSAL, FULL, Window
 
 MaskFunction = Callable[..., Tensor]
@@ -27,179 +30,202 @@ USE_ANOTHER = 'use attn_implementation="sdpa" or "eager" for this model'
 
 OWN_ATTENTION = "attention that the model computes itself"
 
-#: None before transformers had bidirectional masks.
-BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
+CAUSAL_MASK = masking_utils.causal_mask_function
 
-
-class TokenMask(Tensor):
-    """(B, 1, 1, N_kv) int32: the document of each key, from 1 on, 0 for padding.
-
-    Four dimensions, because transformers hands on a mask of four as it is. Models only pass it to their
-    attention: what computes with it, in the belief that it is an ordinary mask, is refused.
-
-    Attributes:
-        window: how far a query sees within its document; with a limit, fewer queries than keys are the last
-            of them.
-    """
-
-    window: Window
-
-    @classmethod
-    def make(cls, documents: Tensor, window: Window) -> TokenMask:
-        """Of ``documents`` (B, N_kv)."""
-        mask = documents[:, None, None].int().as_subclass(cls)
-        mask.window = window
-        return mask
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = super().__torch_function__(function, types, args, kwargs or {})
-        if not isinstance(out, TokenMask):
-            return out
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        is_one_mask = len(tensors) == 1 and isinstance(tensors[0], TokenMask)
-        if not is_one_mask or out.dtype != torch.int32 or out.dim() != 4 or out.shape[1:3] != (1, 1):
-            name = getattr(function, "__name__", function)
-            raise NotImplementedError(
-                f"the model computes with its attention mask ({name}) instead of handing it on to attention; "
-                + USE_ANOTHER
-            )
-        out.window = tensors[0].window
-        return out
-
-    def documents(self) -> Tensor:
-        """(B, N_kv) int32, an ordinary tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)[:, 0, 0]
+#: What the values of a described mask are: keys that take part; documents, 0 for hidden keys; documents.
+SHOWN, SHOWN_DOCUMENTS, DOCUMENTS = torch.int8, torch.int32, torch.int64
 
 
 class Pattern(NamedTuple):
     """What a mask function lets queries see, padding aside.
 
-    documents: (B or 1, N_kv) labels; neighbours with the same share a document. None: each row is one.
     window: how far a query sees.
+    documents: of positions (N_kv,) the labels (B, N_kv), of which neighbours with the same share a document;
+        None: each row is one.
     """
 
-    documents: Tensor | None
     window: Window
+    documents: Callable[[Tensor], Tensor] | None = None
 
 
-@torch.compiler.disable(reason="it reads the values of the mask")
-def make_mask(
-    fallback: str,
-    /,
-    batch_size: int,
-    kv_length: int,
-    *,
-    q_length: int | None = None,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    cache_position: Tensor | None = None,
-    mask_function: MaskFunction = masking_utils.causal_mask_function,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str | None = None,
-    config: Any = None,
-    dtype: torch.dtype = torch.float32,
-    **_: Any,
-) -> Tensor | None:
-    """The mask function of transformers' interface: which keys are real, and in which document they are.
+# --- What transformers' functions say ----------------------------------------------------------------------
+
+
+def pattern_of(function: MaskFunction) -> Pattern | None:
+    """What a mask function that transformers composed of its own lets queries see; None for any other."""
+    if function is CAUSAL_MASK:
+        return Pattern(CAUSAL)
+    if function is getattr(masking_utils, "bidirectional_mask_function", None):  # not in the oldest releases
+        return Pattern(FULL)
+    return getattr(function, "sagebwd_pattern", None)
+
+
+def _intersection(*functions: MaskFunction) -> Pattern | None:
+    """What all of ``functions`` let queries see, of which at most one has documents."""
+    patterns = [pattern_of(function) for function in functions]
+    if None in patterns:
+        return None
+    documents = [pattern.documents for pattern in patterns if pattern.documents is not None]
+    if len(documents) > 1:
+        return None
+    left = [pattern.window.left for pattern in patterns if pattern.window.left >= 0]
+    right = [pattern.window.right for pattern in patterns if pattern.window.right >= 0]
+    window = Window(min(left, default=-1), min(right, default=-1))
+    return Pattern(window, documents[0] if documents else None)
+
+
+#: By name of a function that makes a mask function: of its arguments, what that lets queries see.
+DESCRIPTIONS: dict[str, Callable[..., Pattern | None]] = {
+    "and_masks": _intersection,
+    "sliding_window_overlay": lambda window: Pattern(Window(window - 1, -1)),
+    "sliding_window_bidirectional_overlay": lambda window: Pattern(Window(window, window)),
+    "packed_sequence_mask_function": lambda labels: Pattern(FULL, lambda _: labels),
+    "chunked_overlay": lambda size, padding: Pattern(FULL, lambda keys: (keys - padding[:, None]) // size),
+    # Within a document positions rise by one, so distances are what they are without it.
+    "remap_positions_for_packed_sequence": lambda function, _: pattern_of(function),
+}
+
+
+def describe_masks() -> None:
+    """Let the mask functions that transformers makes from now on say what they are, to :func:`pattern_of`.
+
+    What they were made of lies in their closures, which torch.compile cannot open.
+    """
+    for name, describe in DESCRIPTIONS.items():
+        make = getattr(masking_utils, name, None)
+        if make is not None and not hasattr(make, "sagebwd_describes"):
+            setattr(masking_utils, name, _describing(make, describe))
+    if not hasattr(masking_utils.find_packed_sequence_indices, "sagebwd_describes"):
+        masking_utils.find_packed_sequence_indices = _of_one_row(masking_utils.find_packed_sequence_indices)
+
+
+def _describing(make: Callable[..., MaskFunction], describe: Callable[..., Pattern | None]) -> Any:
+    @functools.wraps(make)
+    def making(*args: Any, **kwargs: Any) -> MaskFunction:
+        function = make(*args, **kwargs)
+        function.sagebwd_pattern = describe(*args, *kwargs.values())
+        return function
+
+    making.sagebwd_describes = True
+    return making
+
+
+def _of_one_row(find: Callable[[Tensor], Tensor | None]) -> Any:
+    """``find`` of the row that all rows of positions are, so that its labels say so, too, by their stride."""
+
+    @functools.wraps(find)
+    def finding(position_ids: Tensor) -> Tensor | None:
+        if position_ids.shape[0] == 1 or position_ids.stride(0) != 0:
+            return find(position_ids)
+        labels = find(position_ids[:1])
+        return None if labels is None else labels.expand(position_ids.shape)
+
+    finding.sagebwd_describes = True
+    return finding
+
+
+# --- As one tensor -----------------------------------------------------------------------------------------
+
+
+def encode(
+    window: Window, shown: Tensor | None, labels: Tensor | None, batch: int, n: int, device: Any
+) -> Tensor:
+    """A window, keys that take part and documents as one tensor (B, left + 3, right + 3, N_kv).
+
+    Models hand it on, slice its keys and move it, and do not read it. What is no tensor here stands in its
+    shape and strides: the window in the dimensions of heads and queries, along which it is expanded, as it
+    is along keys if nothing is hidden.
+    """
+    if shown is None:
+        one = torch.ones(1, 1, dtype=SHOWN, device=device)
+        values = one if labels is None else labels.to(DOCUMENTS)
+    else:
+        values = shown.to(SHOWN) if labels is None else ((labels + 1) * shown).to(SHOWN_DOCUMENTS)
+    return values.expand(batch, n)[:, None, None].expand(-1, window.left + 3, window.right + 3, -1)
+
+
+def decode(mask: Any) -> Seen | None:
+    """What :func:`encode` made a mask of; None for any other."""
+    is_described = (
+        isinstance(mask, Tensor)
+        and mask.dim() == 4
+        and mask.dtype in (SHOWN, SHOWN_DOCUMENTS, DOCUMENTS)
+        and mask.shape[1] > 1
+        and mask.shape[2] > 1
+    )
+    if not is_described:
+        return None
+    values, window = mask[:, 0, 0], Window(mask.shape[1] - 3, mask.shape[2] - 3)
+    if mask.dtype == SHOWN:
+        return Seen(window, None if mask.stride(3) == 0 else values != 0)
+    return Seen(window, None if mask.dtype == DOCUMENTS else values != 0, values)
+
+
+# --- The mask of a model -----------------------------------------------------------------------------------
+
+
+def make_mask(fallback: str, /, **given: Any) -> Tensor | None:
+    """The mask function of transformers' interface.
 
     Args:
         fallback: what to do where SageBwd cannot take the mask: "error" or "sdpa".
-        batch_size, q_length, kv_length: B, N_q and N_kv.
-        q_offset, kv_offset: position of the first query and key; keys past the last query are slots of a
-            static cache that are not filled yet.
-        cache_position: (N_q,) positions of the queries, which older releases pass for N_q and ``q_offset``.
-        mask_function: of broadcast indices (batch, head, query position, key position).
-        attention_mask: (B, positions), false for padding.
-        allow_is_causal_skip, allow_is_bidirectional_skip: None may stand for a mask without padding.
-        local_size: window or chunk that ``mask_function`` implements, for the message.
-        use_vmap: the user changed ``mask_function``, and it need not take broadcast indices.
-        config: of the model.
-        dtype: of a model that computes attention itself.
+        given: the arguments of transformers' ``sdpa_mask``, with the model's ``config`` and ``dtype``. Where
+            ``q_offset`` is a tensor, keys past the last query are slots of a cache that are not filled yet.
 
     Returns:
-        None if the attention layer's ``is_causal`` and the shapes say it all. Else a :class:`TokenMask` of
-        N_kv used keys; with ``fallback`` "sdpa" and a mask that is none, that of "sdpa", (B, 1, N_q, N_kv)
+        None if the attention layer's ``is_causal`` and the shapes say it all. For one query, or where each
+        sees the same keys, these keys as (B, 1, 1, N_kv) bool. Else what :func:`encode` makes of N_kv used
+        keys. With ``fallback`` "sdpa" and a mask that is none of these, that of "sdpa", (B, 1, N_q, N_kv)
         bool, or of "eager" for a model that computes attention itself.
     """
+    dense = functools.partial(masking_utils.sdpa_mask, **given)
+    config, attention_mask = given.get("config"), given.get("attention_mask")
+    batch, kv_length, kv_offset = given["batch_size"], given["kv_length"], given.get("kv_offset", 0)
+    q_length, q_offset, device = (given.get(name) for name in ("q_length", "q_offset", "device"))
     is_static = isinstance(q_offset, Tensor)
-    queries = {"q_length": q_length, "q_offset": q_offset, "device": device}
-    if cache_position is not None:
-        queries = {"cache_position": cache_position}
-        q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
-    dense = functools.partial(
-        masking_utils.sdpa_mask,
-        batch_size=batch_size,
-        kv_length=kv_length,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        allow_is_causal_skip=False,
-        use_vmap=use_vmap,
-        **queries,
-    )
-    model = _computes_attention_itself(type(config))
+    if (positions := given.get("cache_position")) is not None:  # of the queries, in older releases
+        q_length, q_offset, device = positions.shape[0], positions[0], positions.device
+    model, hands_on_its_mask = _describe_model(type(config))
     if model:
         usage.fall_back(model, OWN_ATTENTION, fallback, fix=USE_ANOTHER)
-        return additive(dense(attention_mask=attention_mask), dtype)
-    n_used = int(q_offset) + q_length - kv_offset  # keys up to the last query
-    pattern = None if use_vmap else _read(mask_function)
-    if pattern is None or (pattern.window.is_sliding and n_used != kv_length):
-        pattern = _recognise(dense(attention_mask=None), n_used)
-    if pattern is None:
+        return additive(dense(allow_is_causal_skip=False), given.get("dtype", torch.float32))
+    if q_length == 1:
+        return dense()
+    is_read = not isinstance(q_offset, Tensor) or has_values(q_offset)
+    n_used = int(q_offset) + q_length - kv_offset if is_read else q_length  # keys up to the last query
+    pattern = None if given.get("use_vmap") else pattern_of(given.get("mask_function", CAUSAL_MASK))
+    n_kv, seen = kv_length, None
+    if pattern is not None and (n_used == kv_length or (is_read and not pattern.window.is_sliding)):
+        n_kv = min(kv_length, n_used) if pattern.window.right == 0 or is_static else kv_length
+        keys = torch.arange(n_kv, device=device) + kv_offset
+        labels = None if pattern.documents is None else pattern.documents(keys)[:, :n_kv]
+        seen = Seen(pattern.window.narrowed(n_kv, n_kv), labels=labels)
+    elif is_read and has_values(torch.empty(0)):
+        pairs = dense(attention_mask=None, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)[
+            :, 0
+        ]
+        if n_used < kv_length and not pairs[..., n_used:].any():
+            pairs, n_kv = pairs[..., :n_used], n_used
+        seen = recognise(pairs, batch)
+    if seen is None or (seen.shown is not None and not seen.hides_queries):
         if fallback == "error":
-            raise _refusal(config, kv_length, local_size)
-        return dense(attention_mask=attention_mask)
-    is_causal = pattern.window[1] == 0
-    n_kv = min(kv_length, n_used) if is_causal or is_static else kv_length
-    window = pattern.window.narrowed(n_kv, n_kv)
-    is_shown = _shown(attention_mask, kv_offset, n_kv)
-    may_skip = allow_is_causal_skip if is_causal else allow_is_bidirectional_skip
+            raise _refusal(config, kv_length, given.get("local_size"))
+        hands_on_its_mask = False
+    if not hands_on_its_mask:
+        return dense(allow_is_causal_skip=False)
+    window, shown, labels, _ = seen
+    padding = _shown(attention_mask, kv_offset, n_kv)
+    shown = padding if shown is None else shown if padding is None else shown & padding
+    is_causal = window.right == 0
     # None must not leave open which keys the queries are, nor which slots of a static cache are filled.
-    is_clear = n_kv == kv_length and (q_length in (1, n_kv) or not is_causal)
-    is_plain = pattern.documents is None and is_shown is None and not window.is_sliding
-    if is_plain and is_clear and may_skip:
+    is_clear = n_kv == kv_length and (q_length == n_kv or not is_causal)
+    is_plain = labels is None and shown is None and not window.is_sliding
+    skip, default = ("allow_is_causal_skip", True) if is_causal else ("allow_is_bidirectional_skip", False)
+    if is_plain and is_clear and given.get(skip, default):
         return None
-    documents = pattern.documents
-    if documents is None:
-        documents = torch.ones(1, 1, dtype=torch.int32, device=device).expand(1, kv_length)
-    documents = documents.expand(batch_size, -1)[:, :n_kv]
-    return TokenMask.make(documents if is_shown is None else documents * is_shown, window)
-
-
-@remember_recent
-def read_mask(mask: Any, batch: int, n_q: int, n_kv: int) -> TokenMask | None:
-    """A mask that transformers did not make by :func:`make_mask`, if it has documents and a window.
-
-    Args:
-        mask: (B or 1, 1, N_q or 1, N_kv): bool, true where a query sees a key, or float, added to the logits.
-        batch, n_q, n_kv: B, N_q and N_kv.
-    """
-    shape = (batch, 1, n_q, n_kv)
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.requires_grad:  # a bias may start at zero
-        return None
-    if any(found not in (1, wanted) for found, wanted in zip(mask.shape, shape, strict=True)):
-        return None
-    seen = mask
-    if mask.is_floating_point():
-        seen = mask == 0
-        if not bool((seen | (mask <= HIDES_FROM)).all()):
-            return None
-    if seen.dtype != torch.bool:
-        return None
-    pattern = _recognise(seen.expand(shape), n_kv)
-    if pattern is None:
-        return None
-    documents = pattern.documents
-    if documents is None:
-        documents = torch.ones(batch, n_kv, dtype=torch.int32, device=mask.device)
-    return TokenMask.make(documents, pattern.window)
+    if window == FULL and labels is None and shown is not None:
+        return F.pad(shown, (0, kv_length - n_kv))[:, None, None]
+    return encode(window, shown, labels, batch, n_kv, device)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,25 +236,27 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _shown(attention_mask: Tensor | None, first: int, n: int) -> Tensor | None:
-    """Which of n keys from position ``first`` on are not padding, (B, n), or None if all are."""
+    """Which of n keys from position ``first`` on are not padding, (B, n), or None if all are known to be."""
     if attention_mask is None:
         return None
-    attention_mask = attention_mask[:, first : first + n]
-    mask = F.pad(attention_mask.bool(), (0, n - attention_mask.shape[1]))
-    return None if mask.all() else mask
+    attention_mask = attention_mask[:, first : first + n].bool()
+    shown = F.pad(attention_mask, (0, n - attention_mask.shape[1]))
+    return None if has_values(shown) and shown.all() else shown
 
 
-@functools.cache
-def _computes_attention_itself(config_type: type) -> str:
-    """The name of a config's model if, as far as transformers knows, it calls no registered attention.
+@once_while_traced
+def _describe_model(config_type: type) -> tuple[str, bool]:
+    """Of a config's model: its name if it calls no registered attention, and whether it hands on its mask.
 
-    transformers lets a model be built with any registered name. One that computes attention itself would then
-    take the mask None, which means causal here, for no mask at all, and train on tokens it should predict.
+    transformers lets a model be built with any registered name. One that computes attention itself would
+    then take the mask None, which means causal here, for no mask at all, and train on tokens it should
+    predict. One that computes with its mask, as DeepSeek-V3.2 to choose keys, has no FlashAttention either.
     """
     model_type = MODEL_MAPPING.get(config_type, None)
-    if not isinstance(model_type, type) or model_type._can_set_attn_implementation():
-        return ""
-    return model_type.__name__
+    if not isinstance(model_type, type):
+        return "", True
+    is_own = not model_type._can_set_attn_implementation()
+    return model_type.__name__ if is_own else "", model_type._supports_flash_attn
 
 
 def _refusal(config: Any, n_kv: int, local_size: int | None) -> NotImplementedError:
@@ -236,98 +264,3 @@ def _refusal(config: Any, n_kv: int, local_size: int | None) -> NotImplementedEr
     model = type(config).__name__.removesuffix("Config") if config is not None else "the model"
     what = f"a mask in which queries see some of {n_kv} keys{window}, neither a window nor whole documents"
     return usage.refusal(model, what, f"shorten the input, {USE_ANOTHER}")
-
-
-# --- Which query sees which key ----------------------------------------------------------------------------
-
-
-def _read(mask_function: MaskFunction) -> Pattern | None:
-    """What one of transformers' own mask functions lets queries see; None for any other function.
-
-    They are closures over a window or documents, and conjunctions of each other.
-    """
-    if mask_function is masking_utils.causal_mask_function:
-        return Pattern(None, CAUSAL)
-    if mask_function is BIDIRECTIONAL:
-        return Pattern(None, FULL)
-    values = _closure(mask_function)
-    match _maker(mask_function), *values.values():
-        case "sliding_window_overlay", int(window):
-            return Pattern(None, Window(window - 1, -1))
-        case "sliding_window_bidirectional_overlay", int(window):
-            return Pattern(None, Window(window, window))
-        case "packed_sequence_mask_function", Tensor() as documents:
-            return Pattern(documents + 1, FULL)
-        case "remap_positions_for_packed_sequence", *_:
-            # Within a document positions rise by one, so distances are what they are without it.
-            return _read(values["mask_function"])
-        case "and_masks", tuple(functions):
-            return _intersection([_read(function) for function in functions])
-    return None
-
-
-def _maker(function: MaskFunction) -> str:
-    """The function of transformers that returned this one, "" if it is not one of theirs."""
-    if getattr(function, "__module__", None) != masking_utils.__name__:
-        return ""
-    return function.__qualname__.partition(".<locals>.")[0]
-
-
-def _closure(function: MaskFunction) -> dict[str, Any]:
-    """The variables that a function got where it was made."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return {} if code is None or cells is None else dict(zip(code.co_freevars, _contents(cells), strict=True))
-
-
-def _contents(cells: tuple[Any, ...]) -> list[Any]:
-    return [cell.cell_contents for cell in cells]
-
-
-def _intersection(patterns: list[Pattern | None]) -> Pattern | None:
-    """What all of ``patterns`` let queries see, of which at most one has documents."""
-    if None in patterns:
-        return None
-    documents = [pattern.documents for pattern in patterns if pattern.documents is not None]
-    if len(documents) > 1:
-        return None
-    limits = zip(*(pattern.window for pattern in patterns), strict=True)
-    window = Window(*(min((x for x in limit if x >= 0), default=-1) for limit in limits))
-    return Pattern(documents[0] if documents else None, window)
-
-
-def _recognise(seen: Tensor, n_used: int) -> Pattern | None:
-    """The documents and window of a mask.
-
-    Args:
-        seen: (B, 1, N_q, N_kv) bool, which query sees which key.
-        n_used: number of keys up to the last query.
-
-    Returns:
-        None if the mask is anything else. Keys that no query sees have document 0.
-    """
-    shown = seen[:, 0].any(1)
-    if torch.equal(seen, shown[:, None, None].expand_as(seen)):
-        return Pattern(None if shown.all() else shown.int(), FULL)
-    batch, _, n_q, n_kv = seen.shape
-    if not n_q <= n_used <= n_kv or seen[..., n_used:].any():
-        return None
-    seen = seen[..., :n_used]
-    documents = torch.ones(batch, n_used, dtype=torch.int64, device=seen.device)
-    if n_q == n_used:
-        sees_previous = seen[:, 0].diagonal(-1, 1, 2)
-        documents[:, 1:] += (~sees_previous).cumsum(1)
-    documents *= shown[:, :n_used]
-    for window in (CAUSAL, FULL, _reach(seen)):
-        expected = dense_mask(Layout(window, documents), batch, n_q, n_used, seen.device)
-        if torch.equal(seen, expected.expand_as(seen)):
-            is_one = bool((documents == 1).all())
-            return Pattern(None if is_one else F.pad(documents, (0, n_kv - n_used)), window)
-    return None
-
-
-def _reach(seen: Tensor) -> Window:
-    """How far queries see at most, to the left and to the right."""
-    _, _, n_q, n_kv = seen.shape
-    keys = torch.arange(n_kv, device=seen.device)
-    distance = (keys[-n_q:, None] - keys) * seen.any(0).any(0)
-    return Window(max(int(distance.max()), 0), max(int(-distance.min()), 0))

@@ -1,7 +1,9 @@
-"""Batches with padding or packed documents, as :func:`sagebwd.sage_attention` takes them.
+"""Batches with padding, windows or packed documents, as :func:`sagebwd.sage_attention` takes them.
 
-That operator takes documents end to end in one row (``cu_seqlens``). This module converts a batch of any
-layout to that form and back. A batch without padding or packing is passed on as it is.
+A batch is described by a window, by the keys that take part and by signs of new documents. In a compiled
+graph none of their values are read: packed documents then get room for a number that their shapes tell, and
+a batch that does not fit gives NaN. Elsewhere they are read once, and a batch without padding is passed on as
+it is.
 """
 
 from __future__ import annotations
@@ -10,145 +12,157 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sagebwd import masks
 from sagebwd.attention import sage_attention
-from sagebwd.window import FULL, Window
+from sagebwd.integrations.alignment import align
+from sagebwd.window import CAUSAL, FULL, Window
 
 #: Results that are remembered: layers may alternate between windows and full attention, and between models.
 REMEMBERED = 8
 
+#: A compiled graph has room for documents of this mean length, and for ROOM more.
+MEAN_LENGTH, ROOM = 64, 32
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tokens of a batch attend to which.
+    """Which query of a batch sees which key.
 
     Attributes:
-        window: how far a query sees within its document. With a limit, fewer queries than keys are the last
-            of them.
-        documents: (B, N_kv) int64, from 1 on, 0 for hidden tokens; None: each row is one document, all shown.
-        cu_seqlens, cu_seqlens_kv: (documents + 1,) int32, as of :func:`sagebwd.sage_attention`. Without the
-            first each row of the batch is one document, without the second q is cut as k is.
-        q_tokens, kv_tokens: (tokens,) int64, where in the flattened batch (B·N,) the tokens of the documents
-            are. None: the documents hold every token.
-        has_holes: whether tokens are hidden within a document: laid end to end, its tokens are nearer to
-            each other than in the text.
+        window: how far a query sees within its document, counted from the last query and key.
+        shown: (B, N_kv) bool, keys that take part; None: all.
+        starts: (B, N_kv) bool, the first shown token of each document; None: each row is one.
+        cu_seqlens: (documents + 1,) int32, their boundaries among the shown tokens.
+        order: puts the shown tokens first; None without hidden ones.
+        is_wrong: () bool, whether the batch is another than its shapes promised.
+        hides_queries: whether a window hides a hidden token as a query, too. Else all keys that are shown
+            must lie before the hidden ones.
+        has_holes: whether a window counts hidden tokens within a document, which SageBwd does not.
     """
 
     window: Window
-    documents: Tensor | None = None
+    shown: Tensor | None = None
+    starts: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    cu_seqlens_kv: Tensor | None = None
-    q_tokens: Tensor | None = None
-    kv_tokens: Tensor | None = None
+    order: masks.Order | None = None
+    is_wrong: Tensor | None = None
+    hides_queries: bool = True
     has_holes: bool = False
 
-    @property
-    def is_causal(self) -> bool:
-        """Whether a query sees only keys up to its own."""
-        return self.window[1] == 0
 
-
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> Tensor:
-    """Attention within the documents of ``layout``, zero for queries of no document.
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    *,
+    attention: Callable[..., Tensor] = sage_attention,
+    **settings: Any,
+) -> Tensor:
+    """Attention as ``layout`` has it; zero for queries that see no key.
 
     Args:
         q: (B, H, N_q, D).
         k: (B, H_kv, N_kv, D).
         v: (B, H_kv, N_kv, D_v).
-        layout: of this batch; with a window it must not have holes.
+        layout: of this batch.
+        attention: called as :func:`sagebwd.sage_attention`.
         settings: ``scale``, ``sinks`` and ``config`` of :func:`sagebwd.sage_attention`.
 
     Returns:
-        (B, N_q, H, D_v), contiguous.
+        (B, H, N_q, D_v).
     """
-    n_q = q.shape[2]
-    settings |= {"is_causal": layout.is_causal, "window_size": layout.window, "enable_gqa": True}
-    if layout.window != FULL and n_q < k.shape[2]:
-        # Queries are counted from the first key, so pad with queries before the given ones. Nothing reads
-        # their results, so their gradients are zero and add nothing to those of k and v.
-        q = F.pad(q, (0, 0, k.shape[2] - n_q, 0))
-    if layout.cu_seqlens is None:
-        out = sage_attention(q, k, v, **settings).transpose(1, 2)
+    n_q, n_kv = q.shape[2], k.shape[2]
+    settings["enable_gqa"] = True
+    if layout.starts is None and layout.shown is None:
+        alignment = align(n_q, n_kv, layout.window)
+        k, v = alignment.keys(k), alignment.keys(v)
+        out = attention(alignment.queries(q), k, v, window_size=alignment.window, **settings)
+        out = alignment.put_back_queries(out)
     else:
-        k, v = (_lay_end_to_end(x, layout.kv_tokens) for x in (k, v))
-        cuts = {"cu_seqlens": layout.cu_seqlens, "cu_seqlens_kv": layout.cu_seqlens_kv}
-        packed = sage_attention(_lay_end_to_end(q, layout.q_tokens), k, v, **cuts, **settings)
-        out = _put_back(packed, layout.q_tokens, q.shape[0], q.shape[2])
-    return out[:, -n_q:].contiguous()
+        settings["window_size"] = layout.window
+        if n_q < n_kv and (layout.window != FULL or layout.starts is not None):
+            # Queries before the given ones, whose results nothing reads: they add nothing to any gradient.
+            q = F.pad(q, (0, 0, n_kv - n_q, 0))
+        out = _attend_to_shown(q, k, v, layout, functools.partial(attention, **settings))[:, :, -n_q:]
+    if layout.is_wrong is not None:
+        # A product, because it takes the NaN to the gradients as well.
+        out = out * torch.where(layout.is_wrong, torch.nan, 1.0).to(out.dtype)
+    return out
 
 
-def dense_mask(layout: Layout, batch: int, n_q: int, n_kv: int, device: torch.device) -> Tensor | None:
+def _attend_to_shown(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, attention: Callable[..., Tensor]
+) -> Tensor:
+    if layout.starts is not None:
+        tensors = (_lay_end_to_end(x, layout.order) for x in (q, k, v))
+        out = attention(*tensors, cu_seqlens=layout.cu_seqlens)[0].transpose(0, 1)
+        out = out if layout.order is None else layout.order.undo(out)
+        return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+    if layout.hides_queries:
+        return attention(q, k, v, key_padding_mask=layout.shown)
+    tokens = masks.VisibleTokens(masks.KeyMask(layout.shown), q.shape[2], hides_queries=False)
+    cuts = {"cu_seqlens": tokens.cu_seqlens, "cu_seqlens_kv": tokens.cu_seqlens_kv}
+    return tokens.unpack(attention(*tokens.pack(q, k, v), **cuts))
+
+
+def dense_mask(layout: Layout, n_q: int, n_kv: int, device: torch.device) -> Tensor | None:
     """``layout`` as the mask of ``scaled_dot_product_attention``, for layers in full precision.
 
     Returns:
         (B or 1, 1, N_q or 1, N_kv) bool, true where a query sees a key; None if every query sees every key.
     """
-    shown = None
-    if layout.documents is not None:
-        shown = layout.documents[:, None, None] != 0
-        if layout.cu_seqlens_kv is None:  # the queries are tokens of these documents
-            shown = shown & (layout.documents[:, None, -n_q:, None] == layout.documents[:, None, None])
+    parts = []
+    if layout.shown is not None:
+        parts.append(layout.shown[:, None, None])
+    if layout.starts is not None:
+        documents = layout.starts.flatten().cumsum(0).view(layout.starts.shape)
+        parts.append(documents[:, None, -n_q:, None] == documents[:, None, None])
     if layout.window != FULL:
-        near = layout.window.visible(slice(n_kv - n_q, n_kv), slice(0, n_kv), device)
-        shown = near[None, None] if shown is None else shown & near
-    return shown
+        parts.append(layout.window.visible(slice(n_kv - n_q, n_kv), slice(0, n_kv), device)[None, None])
+    return functools.reduce(torch.logical_and, parts) if parts else None
 
 
-def find_layout(
-    documents: Tensor, *, n_q: int, window: Window, position_ids: Tensor | None, cu_seqlens: Tensor | None
-) -> Layout:
-    """The layout in which no two tokens attend to each other that any of the arguments keeps apart.
+class Seen(NamedTuple):
+    """What a mask shows, as :func:`find_layout` takes it; ``hides_queries`` as of :class:`Layout`."""
 
-    Args:
-        documents: (B, N_kv) integers; neighbours with the same value share a document, 0 hides a key.
-        n_q: number of queries, N_q. With a window they are the last of N_kv; others need not be any of the
-            keys.
-        window: how far a query sees.
-        position_ids: (B or 1, N_q); a document starts where they fall, or return to the lowest of the row.
-        cu_seqlens: (documents + 1,) boundaries within the only row.
-    """
-    batch, n_kv = documents.shape
-    labels = [documents.flatten()]
-    if cu_seqlens is not None:
-        labels.append(_index_documents(cu_seqlens.to(documents.device), n_kv))
-    positions = position_ids if window != FULL or n_q == n_kv else None
-    tokens = torch.arange(batch * n_kv, device=documents.device)
-    is_start = _find_starts(tokens, labels, positions, batch)
-    # Most batches have no padding and a document a row: without boundaries they wait for the GPU here alone.
-    if bool((documents != 0).all() & (is_start.sum() == batch)):
-        return Layout(window)
-    kv_tokens = None
-    tokens = documents.flatten().nonzero().squeeze(1)
-    if len(tokens) == 0:
-        raise ValueError("the attention mask hides every token; leave out batches that are padding alone")
-    if len(tokens) < batch * n_kv:
-        kv_tokens, is_start = tokens, _find_starts(tokens, labels, positions, batch)
-    is_one_a_row = int(is_start.sum()) == len((tokens // n_kv).unique())
-    flat = tokens.new_zeros(batch * n_kv).index_copy(0, tokens, is_start.cumsum(0))
-    documents = flat.unflatten(0, (batch, n_kv))
-    if window != FULL or not is_one_a_row:
-        follows = F.pad(tokens.diff() == 1, (1, 0)) | is_start
-        cuts = _boundaries(is_start)
-        return Layout(window, documents, cuts, None, kv_tokens, kv_tokens, has_holes=not bool(follows.all()))
-    # Every query of a row sees all of its keys. The queries need not be the keys' own tokens, not even where
-    # they are as many (cross-attention), so a hidden key says nothing about the query in its place.
-    cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=documents.device) * n_q
-    cu_seqlens_kv = F.pad((documents != 0).sum(1).cumsum(0), (1, 0)).int()
-    return Layout(window, documents, cu_seqlens, cu_seqlens_kv, kv_tokens=kv_tokens)
+    window: Window
+    shown: Tensor | None = None
+    labels: Tensor | None = None
+    hides_queries: bool = True
+
+    def __str__(self) -> str:
+        names = {FULL: "", CAUSAL: "causal"}
+        parts = [
+            names.get(self.window, "a window of ({}, {})".format(*self.window)),
+            "documents" if self.labels is not None else "",
+            "hidden keys" if self.shown is not None else "",
+        ]
+        return ", ".join(filter(None, parts)) or "full"
 
 
-def _find_starts(tokens: Tensor, labels: list[Tensor], position_ids: Tensor | None, batch: int) -> Tensor:
-    """(T,) bool: which ``tokens`` (T,) start a document, by ``labels`` (B·N,), their rows and positions."""
-    n = len(labels[0]) // batch
-    marks = torch.stack([tokens // n, *(label[tokens] for label in labels)])
-    is_start = _differs_from_previous(marks).any(0)
-    return is_start if position_ids is None else is_start | _restarts(position_ids, batch, n, tokens)
+# --- From signs of new documents ---------------------------------------------------------------------------
+
+
+def once_while_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A cached function of constants, which a tracer calls instead of tracing it and warning of the cache."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def calling(*args: Any) -> Any:
+        return cached(*args)
+
+    calling._dynamo_marked_constant = (
+        True  # as torch.compiler.assume_constant_result has it, without its import
+    )
+    return calling
 
 
 def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +177,9 @@ def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def remembering(*args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if torch.is_inference_mode_enabled() or any(x.is_inference() or x.is_cpu for x in tensors):
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return function(*args)
+        if any(x.is_inference() or x.is_cpu for x in tensors):
             return function(*args)
         for known, result in tuple(recent):
             if all(map(_is_same, known, args)):
@@ -174,7 +190,7 @@ def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         return result
 
-    return torch.compiler.disable(remembering, reason="it compares tensors by identity")
+    return remembering
 
 
 class _Known(NamedTuple):
@@ -190,51 +206,223 @@ def _is_same(known: Any, x: Any) -> bool:
     return not isinstance(known, _Known) and known == x
 
 
-def _lay_end_to_end(x: Tensor, tokens: Tensor | None) -> Tensor:
-    """(B, H, N, D) to (1, H, T, D)."""
-    x = x.transpose(1, 2).flatten(0, 1)
-    x = x if tokens is None else x.index_select(0, tokens)
-    return x.transpose(0, 1)[None]
+def find_layout(
+    seen: Seen,
+    batch: int,
+    n: int,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+) -> Layout:
+    """The layout in which no two tokens attend to each other that any of the arguments keeps apart.
+
+    Args:
+        seen: what the mask shows.
+        batch, n: B and N_kv.
+        position_ids: (B or 1, N); a document starts where they fall, or return to the lowest of the row.
+        cu_seqlens, cu_seqlens_kv: (documents + 1,) boundaries within the only row, of queries and of keys.
+
+    Raises:
+        ValueError: the boundaries do not cut the row, or differ; in a compiled graph that gives NaN.
+    """
+    shown, labels = seen.shown, seen.labels
+    layout = Layout(seen.window, shown, hides_queries=seen.hides_queries)
+    tensors = [x for x in (labels, position_ids, cu_seqlens, shown) if x is not None]
+    if not tensors:
+        return layout
+    is_read = has_values(tensors[0])
+    # All rows have the same signs, as those of positions that a model counts itself: in a graph, none.
+    is_one_row = [x.shape[0] == 1 or x.stride(0) == 0 for x in (labels, position_ids) if x is not None]
+    is_shared = not is_read and batch > 1 and all(is_one_row)
+    hidden_in = None if is_shared else shown
+    signs = _signs(_filled(hidden_in), n, labels, position_ids, cu_seqlens)
+    if not signs:
+        return _find_holes(layout, is_read)
+    first = _first(hidden_in, n, signs[0].device)
+    further = functools.reduce(torch.logical_or, signs) & ~first
+    further = further if hidden_in is None else further & shown
+    is_wrong = None if cu_seqlens is None else _are_wrong(cu_seqlens, cu_seqlens_kv, n)
+    if is_read:
+        if is_wrong is not None and is_wrong:
+            raise ValueError(
+                f"the documents' boundaries are {cu_seqlens.tolist()} and {cu_seqlens_kv.tolist()}; they "
+                f"must be the same, start at 0, never fall, and end at {n}, the number of tokens"
+            )
+        further = further.expand(batch, -1)
+        count = int(further.sum())
+        if not count:
+            return _find_holes(layout, is_read)
+        count, is_wrong = count + batch, None
+    elif is_shared or (seen.window == FULL and shown is not None and labels is None):
+        return replace(layout, is_wrong=further.any())
+    else:
+        count = batch + batch * n // MEAN_LENGTH + ROOM if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        is_too_many = (first | further).sum() > count
+        is_wrong = is_too_many if is_wrong is None else is_wrong | is_too_many
+    starts = (first | further).expand(batch, -1)
+    order = None if shown is None else masks.Order.of(shown.flatten())
+    cuts = _boundaries(starts, shown, order, count)
+    layout = replace(layout, starts=starts, cu_seqlens=cuts, order=order, is_wrong=is_wrong)
+    return _find_holes(layout, is_read)
 
 
-def _put_back(x: Tensor, tokens: Tensor | None, batch: int, n: int) -> Tensor:
-    """(1, H, T, D) to (B, N, H, D), zero where no token was."""
-    x = x[0].transpose(0, 1)
-    if tokens is not None:
-        x = x.new_zeros(batch * n, *x.shape[1:]).index_copy(0, tokens, x)
-    return x.unflatten(0, (batch, n))
+def _signs(
+    filled: Callable[[Tensor], Tensor],
+    n: int,
+    labels: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> list[Tensor]:
+    """(B or 1, N) bool each, where a document starts by the arguments of :func:`find_layout`."""
+    signs = []
+    if labels is not None:
+        signs.append(_changes(filled(labels)))
+    if position_ids is not None:
+        signs.append(_restarts(filled(position_ids)))
+    if cu_seqlens is not None:
+        tokens = torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        signs.append(_changes(filled(torch.searchsorted(cu_seqlens, tokens, right=True)[None])))
+    return signs
 
 
-def _index_documents(cu_seqlens: Tensor, n: int) -> Tensor:
-    """(N,) index of each token's document."""
-    boundaries = cu_seqlens.tolist()
-    if boundaries[0] != 0 or boundaries[-1] != n or boundaries != sorted(boundaries):
-        raise ValueError(
-            f"the documents' boundaries are {boundaries}; they must start at 0, never fall, and end at {n}, "
-            "the number of tokens"
-        )
-    tokens = torch.arange(n, device=cu_seqlens.device)
-    return torch.bucketize(tokens, cu_seqlens.to(tokens.dtype), right=True)
+def _first(shown: Tensor | None, n: int, device: torch.device) -> Tensor:
+    """(B or 1, N) bool, the first shown token of each row."""
+    return torch.arange(n, device=device)[None] == 0 if shown is None else shown & (shown.cumsum(1) == 1)
 
 
-def _restarts(position_ids: Tensor, batch: int, n: int, tokens: Tensor) -> Tensor:
-    """(T,) bool: which ``tokens`` start a document by ``position_ids`` (B or 1, N_q), of the last N_q of N.
+def _find_holes(layout: Layout, is_read: bool) -> Layout:
+    """``layout`` with its ``has_holes``, or in a graph wrong if it has any."""
+    shown, starts = layout.shown, layout.starts
+    if shown is None or not layout.window.is_sliding:
+        return layout
+    starts = _first(shown, shown.shape[1], shown.device) if starts is None else starts
+    holes = (shown & ~F.pad(shown[:, :-1], (1, 0)) & ~starts).any()
+    if is_read:
+        return replace(layout, has_holes=bool(holes))
+    return replace(layout, is_wrong=holes if layout.is_wrong is None else layout.is_wrong | holes)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether x is no tracer's, which has none to read. Reading them waits for a GPU."""
+    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return type(x) is Tensor and x.device.type != "meta" and not is_traced
+
+
+def _are_wrong(cu_seqlens: Tensor, cu_seqlens_kv: Tensor, n: int) -> Tensor:
+    """() bool, whether boundaries do not cut n tokens, or those of queries and keys differ."""
+    is_wrong = (cu_seqlens.diff() < 0).any() | (cu_seqlens[0] != 0) | (cu_seqlens[-1] != n)
+    if cu_seqlens is not cu_seqlens_kv:
+        if cu_seqlens.shape[0] != cu_seqlens_kv.shape[0]:
+            return torch.ones_like(is_wrong)
+        is_wrong = is_wrong | (cu_seqlens != cu_seqlens_kv).any()
+    return is_wrong
+
+
+def _filled(shown: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """A function that gives hidden tokens the value of the last shown one before them, or of the first."""
+    if shown is None:
+        return lambda x: x
+    last = torch.where(shown, torch.arange(shown.shape[1], device=shown.device), -1).cummax(1).values
+    last = torch.where(last < 0, shown.int().argmax(1, keepdim=True), last)
+    return lambda x: x.expand(last.shape[0], -1).gather(1, last)
+
+
+def _changes(x: Tensor) -> Tensor:
+    """(…, N) bool: where x differs from the token before."""
+    return F.pad(x.diff() != 0, (1, 0))
+
+
+def _restarts(position_ids: Tensor) -> Tensor:
+    """(…, N) bool: where positions start a document.
 
     Packed documents start at the same position, whichever it is. That positions rise by more than 1, or stay,
     means nothing: some models give all tokens of an image the same.
     """
-    first = torch.arange(position_ids.shape[1] - n, 0, device=position_ids.device) + position_ids[:, :1]
-    positions = torch.cat([first, position_ids], 1).expand(batch, -1).flatten()[tokens]
-    lowest = positions.new_full((batch,), torch.iinfo(positions.dtype).max)
-    lowest = lowest.scatter_reduce(0, tokens // n, positions, "amin")[tokens // n]
-    return (positions == lowest) | F.pad(positions.diff() < 0, (1, 0))
+    return (position_ids == position_ids.amin(1, keepdim=True)) | F.pad(position_ids.diff() < 0, (1, 0))
 
 
-def _differs_from_previous(x: Tensor) -> Tensor:
-    """(…, T) bool, true for the first of all."""
-    return F.pad(x.diff() != 0, (1, 0), value=True)
+def _boundaries(starts: Tensor, shown: Tensor | None, order: masks.Order | None, count: int) -> Tensor:
+    """(count + 1,) int32, of ``starts`` (B, N) in the order in which the tokens lie."""
+    starts = starts.flatten()
+    end = torch.full((1,), starts.shape[0], device=starts.device)
+    if order is not None:
+        starts, end = starts[order.forward], shown.sum()[None]
+    documents = torch.arange(1, count + 1, device=starts.device)
+    begins = torch.searchsorted(starts.cumsum(0), documents)
+    return torch.cat([torch.minimum(begins, end), end]).int()
 
 
-def _boundaries(is_start: Tensor) -> Tensor:
-    """(documents + 1,) int32 of a flag per token (T,)."""
-    return F.pad(is_start.nonzero().squeeze(1), (0, 1), value=len(is_start)).int()
+def _lay_end_to_end(x: Tensor, order: masks.Order | None) -> Tensor:
+    """(B, H, N, D) to (1, H, T, D)."""
+    x = x.transpose(1, 2).flatten(0, 1)
+    return (x if order is None else order.sort(x)).transpose(0, 1)[None]
+
+
+# --- From a mask of each pair of tokens --------------------------------------------------------------------
+
+
+def read_mask(mask: Any, batch: int, n_q: int, n_kv: int) -> Seen | None:
+    """What a mask for each pair of tokens shows, if SageBwd computes that; None for any other mask.
+
+    Args:
+        mask: broadcastable to (B, heads, N_q, N_kv), the same for all heads: bool, true where a query sees a
+            key, or float, added to the logits.
+        batch, n_q, n_kv: B, N_q and N_kv.
+    """
+    if not isinstance(mask, Tensor) or not 2 <= mask.dim() <= 4 or mask.requires_grad:
+        return None  # a bias that is learned may start at zero
+    mask = mask[(None,) * (4 - mask.dim())]
+    shape = (batch, mask.shape[1], n_q, n_kv)
+    if any(found not in (1, wanted) for found, wanted in zip(mask.shape, shape, strict=True)):
+        return None
+    mask = _without_copies(mask)
+    if mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
+        return Seen(FULL, mask[:, 0, 0].expand(batch, -1))
+    if not has_values(mask):
+        return None
+    seen = mask
+    if mask.is_floating_point():
+        seen = mask == 0
+        if not bool((seen | (mask <= masks.HIDES_FROM)).all()):
+            return None
+    if seen.dtype != torch.bool or not bool((seen == seen[:, :1]).all()):
+        return None
+    return recognise(seen[:, 0].expand(-1, n_q, n_kv), batch)
+
+
+def _without_copies(mask: Tensor) -> Tensor:
+    """(B or 1, heads or 1, N_q, N_kv): one of each sequence and head that share their memory."""
+    for axis in (0, 1):
+        mask = mask[(slice(None),) * axis + (slice(1),)] if mask.stride(axis) == 0 else mask
+    return mask
+
+
+def recognise(seen: Tensor, batch: int) -> Seen | None:
+    """What ``seen`` (B or 1, N_q, N_kv) bool shows; None if it is neither a window nor documents."""
+    _, n_q, n_kv = seen.shape
+    shown = seen.any(1)
+    hidden = None if shown.all() else shown.expand(batch, -1)
+    if torch.equal(seen, shown[:, None].expand_as(seen)):
+        return Seen(FULL, hidden)
+    queries, keys = slice(n_kv - n_q, n_kv), slice(0, n_kv)  # counted from the last
+    tokens = (torch.arange(x.start, x.stop, device=seen.device) for x in (keys, queries))
+    reached = torch.sub(next(tokens), next(tokens)[:, None])[seen.any(0)]
+    left, right = -int(reached.min()), int(reached.max())
+    if min(left, right) < 0:
+        return None
+    forms = [(Seen(FULL), torch.ones_like(shown)[:, None])]
+    if n_q == n_kv:
+        labels = 1 + F.pad((~seen.diagonal(-1, 1, 2)).cumsum(1), (1, 0))
+        is_one = (labels.where(shown, n_kv).amin(1) >= (labels * shown).amax(1)).all()
+        found = Seen(FULL, hidden, None if is_one else labels.expand(batch, -1))
+        documents = labels * shown
+        forms.append((found, shown[:, None] & (documents[:, :, None] == documents[:, None])))
+        if not (shown[:, 1:] & ~shown[:, :-1]).any():
+            forms.append((Seen(FULL, hidden, hides_queries=False), shown[:, None]))
+    for window in (FULL, Window(-1, right), Window(left, -1), Window(left, right)):
+        near = window.visible(queries, keys, seen.device)
+        for found, together in forms:
+            is_named = window != FULL or found.labels is not None  # else hidden keys would not hide queries
+            if is_named and torch.equal(seen, (near & together).expand_as(seen)):
+                return found._replace(window=window)
+    return None

@@ -137,12 +137,17 @@ INPUTS: dict[str, Callable[[PreTrainedConfig], dict[str, Tensor]]] = {
 # --- A training step ----------------------------------------------------------------------------------------
 
 
-def train_step(family: str, model: str, attention: str) -> tuple[dict[str, Tensor], set[str]]:
-    """The gradients of a loss over the outputs of real tokens, and the parameters of attention layers."""
+def train_step(
+    family: str, model: str, attention: str, prepare: Callable[[nn.Module], Callable[..., Any]] = lambda x: x
+) -> tuple[dict[str, Tensor], set[str]]:
+    """The gradients of a loss over the outputs of real tokens, and the parameters of attention layers.
+
+    ``prepare`` gives what is called in the place of the model.
+    """
     built = _build(family, model, attention)
     torch.manual_seed(1)
     inputs = INPUTS.get(family, _text)(built.config)
-    out = built(**inputs)
+    out = prepare(built)(**inputs)
     out = next(out[name] for name in ("logits", "last_hidden_state", "image_embeds") if name in out)
     mask = inputs.get("attention_mask")
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))

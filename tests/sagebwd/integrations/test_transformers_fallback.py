@@ -12,7 +12,6 @@ from transformers import masking_utils
 
 import sagebwd
 from sagebwd.integrations.transformers import register
-from sagebwd.integrations.transformers_masks import TokenMask
 from sagebwd.window import CAUSAL
 from tests.sagebwd.integrations.tiny_models import (
     EXACT,
@@ -21,6 +20,7 @@ from tests.sagebwd.integrations.tiny_models import (
     SIZES,
     assert_same_gradients,
     call,
+    described,
     draw_tokens,
     error,
     make,
@@ -189,7 +189,7 @@ def test_in_full_precision_too_the_queries_are_the_last_tokens(draw):
     q, k, v = (x.double() for x in draw(2, 6)[:3])
     documents = torch.tensor([[1, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
     with pytest.warns(UserWarning, match="full precision"):
-        out, _ = call(q, k, v, TokenMask.make(documents, CAUSAL), name="sagebwd-or-full")
+        out, _ = call(q, k, v, described(documents, CAUSAL), name="sagebwd-or-full")
     seen = (documents[:, None, -2:, None] == documents[:, None, None]) & (documents != 0)[:, None, None]
     truth = scaled_dot_product_attention(q, k, v, seen & torch.ones(2, 6, dtype=torch.bool).tril(4))
     assert error(out, truth.transpose(1, 2)) < EXACT
@@ -267,7 +267,6 @@ BAD_MODELS = {
     "dropout": ({"attention_dropout": 0.1}, {}, "set it to 0"),
     "weights": ({}, {"output_attentions": True}, "output_attentions=False"),
     "4-D mask": ({}, {"attention_mask": torch.ones(2, 1, 10, 10)}, "a mask of padding"),
-    "hidden": ({}, {"attention_mask": torch.zeros(2, 10)}, "hides every token"),
     "rows": ({}, {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS}, "in one row"),
     "only q": ({}, {"cu_seq_lens_q": STARTS}, "pass both"),
     **{
@@ -318,7 +317,7 @@ BAD_CALLS = {
     "other boundaries": (
         (6, 6), {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 3, 6])}
     ),
-    "mask of other keys": ((6, 6), {"attention_mask": TokenMask.make(torch.ones(2, 7), CAUSAL)}),
+    "mask of other keys": ((6, 6), {"attention_mask": described(torch.ones(2, 7), CAUSAL)}),
     **{
         f"mask {n}": ((6, 6), {"attention_mask": mask})
         for n, mask in enumerate(

@@ -10,10 +10,10 @@ from transformers import AttentionInterface, masking_utils
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.integrations.transformers import register
-from sagebwd.integrations.transformers_masks import TokenMask
+from sagebwd.integrations.transformers_masks import decode, encode
 from sagebwd.integrations.varlen import REMEMBERED, remember_recent
 from sagebwd.window import CAUSAL, FULL, Window
-from tests.sagebwd.integrations.tiny_models import EXACT, INT8_OUTPUT, call, error, prepare_mask
+from tests.sagebwd.integrations.tiny_models import EXACT, INT8_OUTPUT, call, described, error, prepare_mask
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -62,7 +62,7 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize("mask", [torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), None], ids=["padded", "whole"])
 def test_the_last_query_alone_sees_all_real_keys(draw, mask):
     q, k, v, _ = draw(1, 4)
-    out, _ = call(q, k, v, None if mask is None else TokenMask.make(mask, CAUSAL), name="sagebwd-exact")
+    out, _ = call(q, k, v, None if mask is None else described(mask, CAUSAL), name="sagebwd-exact")
     shown = None if mask is None else mask[:, None, None].bool()
     assert error(out, scaled_dot_product_attention(q, k, v, shown).transpose(1, 2)) < EXACT
 
@@ -70,7 +70,7 @@ def test_the_last_query_alone_sees_all_real_keys(draw, mask):
 def test_a_mask_says_better_than_the_layer_whether_attention_is_causal(draw):
     q, k, v, _ = draw(6)
     hidden = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]])
-    mask = TokenMask.make(hidden, FULL)
+    mask = described(hidden, FULL)
     out, _ = call(q, k, v, mask, name="sagebwd-exact", is_causal=True)
     truth = scaled_dot_product_attention(q[:1], k[:1], v[:1], hidden[:1, None, None].bool())
     assert error(out[:1], truth.transpose(1, 2)) < EXACT
@@ -93,7 +93,7 @@ def test_each_sign_of_a_new_document_is_enough(draw, documents, is_causal):
     q, k, v, _ = draw(6, batch=1)
     mask = documents.get("attention_mask")
     others = {name: x for name, x in documents.items() if name != "attention_mask"}
-    mask = None if mask is None else TokenMask.make(mask, CAUSAL if is_causal else FULL)
+    mask = None if mask is None else described(mask, CAUSAL if is_causal else FULL)
     out, _ = call(q, k, v, mask, is_causal=is_causal, **others)
     for half in (slice(0, 3), slice(3, 6)):
         alone, _ = call(q[:, :, half], k[:, :, half], v[:, :, half], is_causal=is_causal)
@@ -111,7 +111,7 @@ def test_hidden_tokens_give_zero_and_get_no_gradient(draw):
     q, k, v, grad_out = draw(6)
     tensors = [x.requires_grad_() for x in (q, k, v)]
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
-    out, _ = call(q, k, v, TokenMask.make(mask, CAUSAL))
+    out, _ = call(q, k, v, described(mask, CAUSAL))
     assert out[0, :2].abs().max() == out[1].abs().max() == 0
     out.backward(grad_out.transpose(1, 2))
     for x in tensors:
@@ -119,9 +119,16 @@ def test_hidden_tokens_give_zero_and_get_no_gradient(draw):
         assert x.grad[0, :, 3:].abs().amax(-1).min() > 0
 
 
-def show(mask: TokenMask) -> tuple[list[list[int]], Window]:
-    assert mask.shape[1:3] == (1, 1)
-    return mask.documents().tolist(), mask.window
+def show(mask: torch.Tensor) -> tuple[list[list[int]], Window]:
+    """The documents of the keys, from 1 on, 0 for hidden ones, and the window."""
+    if mask.dtype == torch.bool:
+        assert mask.shape[1:3] == (1, 1)
+        return mask[:, 0, 0].int().tolist(), FULL
+    seen = decode(mask)
+    shown = torch.ones(mask.shape[0], mask.shape[3]) if seen.shown is None else seen.shown
+    labels = torch.zeros_like(shown, dtype=torch.int64) if seen.labels is None else seen.labels
+    first = labels.masked_fill(shown == 0, 9).amin()
+    return ((labels - first + 1) * shown).int().tolist(), seen.window
 
 
 def test_the_mask_function_returns_none_only_where_nothing_is_left_open():
@@ -156,6 +163,10 @@ def test_empty_slots_of_a_static_cache_are_cut_off(draw, q_offset):
 def test_the_mask_function_of_older_releases_gets_cache_position():
     old = {"q_length": None, "device": None, "kv_length": 9}
     assert show(prepare_mask(**old, cache_position=torch.arange(3, 5))) == ([[1] * 5] * 2, CAUSAL)
+    cross = {"mask_function": masking_utils.bidirectional_mask_function, "attention_mask": torch.ones(2, 9)}
+    cross["attention_mask"][0, 7:] = 0
+    found = show(prepare_mask(**old, **cross, cache_position=torch.arange(4)))
+    assert found == (cross["attention_mask"].int().tolist(), FULL)
 
 
 def windows_and_documents() -> dict[str, tuple[dict, list[list[int]], Window]]:
@@ -213,26 +224,18 @@ def test_a_mask_that_is_neither_a_window_nor_documents_is_refused_or_made_in_ful
     assert torch.equal(seen, prepare_mask("sdpa", **image, allow_is_causal_skip=False))
 
 
-def test_a_mask_of_tokens_keeps_its_window_where_it_goes_and_is_for_handing_on_alone():
-    mask = TokenMask.make(torch.tensor([[0, 1, 1]]), Window(2, 0))
-    for same in (
-        mask.to("cpu", copy=True),
-        mask.detach(),
-        mask[:, :, :, :3],
-        mask.clone(),
-        mask.contiguous(),
-    ):
+def test_a_described_mask_stays_one_where_it_goes_and_is_for_handing_on_alone():
+    mask = described(torch.tensor([[0, 1, 1]]), (2, 0))
+    for same in (mask.to("cpu", copy=True), mask.detach(), mask[:, :, :, :3], mask.clone()):
         assert show(same) == ([[0, 1, 1]], (2, 0))
     assert show(mask[..., :2]) == ([[0, 1]], (2, 0))
-    for compute in (
-        lambda: mask + torch.zeros(1, 1, 3, 3),
-        lambda: torch.zeros(1, 1, 3, 3).masked_fill(mask == 0, 1),
-        lambda: mask.to(torch.float32),
-        lambda: mask[:, 0],
-        lambda: torch.cat([mask, mask], -1),
-    ):
-        with pytest.raises(NotImplementedError, match=r"computes with its attention mask .* use attn_impl"):
-            compute()
+    plain = encode(Window(2, 0), None, None, 1, 3, "cpu")
+    for window in (CAUSAL, FULL, Window(2, 0), Window(0, 5)):
+        for x in (plain.clone(), encode(window, None, None, 1, 3, "cpu")):
+            with pytest.raises(RuntimeError, match="must match the size"):
+                x + torch.zeros(1, 4, 3, 3)
+    for ordinary in (torch.ones(2, 2, 3, 3, dtype=torch.bool), torch.zeros(2, 2, 3, 3), torch.ones(2, 6)):
+        assert decode(ordinary) is None
 
 
 def test_recent_layouts_are_remembered_until_a_tensor_changes():

@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sagebwd import SageConfig
 from sagebwd.integrations.transformers import register
+from sagebwd.integrations.transformers_masks import encode
+from sagebwd.window import Window
 
 VOCABULARY = 97
 SIZES = {
@@ -73,7 +75,7 @@ def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
 
 
 def error(x: Tensor, truth: Tensor) -> float:
-    return float((x - truth).norm() / truth.norm())
+    return float(((x - truth).norm() / truth.norm()).detach())
 
 
 def train_step(model: nn.Module, attention: str, **inputs: Tensor) -> SimpleNamespace:
@@ -113,6 +115,11 @@ def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, name: str 
     """The registered attention in a layer that is causal unless ``is_causal`` says otherwise."""
     arguments.setdefault("module", nn.Identity())
     return AttentionInterface()[name](query=q, key=k, value=v, attention_mask=mask, **arguments)
+
+
+def described(documents: Tensor, window: tuple[int, int]) -> Tensor:
+    """A mask of documents (B, N_kv), 0 for hidden keys, as models hand it to their attention."""
+    return encode(Window(*window), documents != 0, documents, *documents.shape, documents.device)
 
 
 def prepare_mask(name: str = "sagebwd", **arguments) -> Tensor | None:
