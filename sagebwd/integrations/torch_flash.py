@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +26,8 @@ import torch.nn.attention
 from torch import Tensor
 from torch.nn import functional as F
 
-from sagebwd import _ops, dispatch, masks, usage
+from sagebwd import _ops, dispatch, usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
-from sagebwd.dispatch import LARGEST_HEAD_DIM
 from sagebwd.integrations.alignment import (
     Alignment,
     align,
@@ -37,12 +35,14 @@ from sagebwd.integrations.alignment import (
     check_refused,
     window_of,
 )
+from sagebwd.integrations.sdpa import patch_sdpa
 from sagebwd.interface import AttentionParams, ForwardResult, nothing_packed
 from sagebwd.kernels import ops
 from sagebwd.kernels.lse import natural_lse, smoothed_lse
-from sagebwd.usage import counted_attention
-from sagebwd.validation import check_config, check_name, is_autocast
+from sagebwd.validation import check_config, check_name
 from sagebwd.window import Window
+
+__all__ = ["OPERATORS", "Override", "patch_sdpa", "register"]
 
 #: Functions of torch.nn.attention that this needs; torch 2.13 has them all.
 REGISTRY = (
@@ -323,114 +323,3 @@ def _mean_of(state: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
         # It was copied, as torch.autograd.graph.save_on_cpu does. Without a mean dQ is right in a ring, too.
         return torch.zeros_like(ops.token_mean(k, params))
     return memory[4:].view(*k.shape[:2], -1)
-
-
-# --- From Python -------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def patch_sdpa(config: SageConfig = DEFAULT_CONFIG) -> Iterator[None]:
-    """Within it, ``torch.nn.functional.scaled_dot_product_attention`` runs SageBwd where it can.
-
-    On a GPU and on a CPU, in all threads, also where a module imported the function by name. Models that were
-    compiled before keep torch's. Full precision stays where torch's FlashAttention would not run, by the
-    rules of :func:`why_full_precision`; a warning says so, and :func:`sagebwd.report` counts.
-
-    Args:
-        config: what is quantized, and how.
-
-    Raises:
-        ValueError: ``config`` is not a SageConfig.
-    """
-    check_config(config)
-    original = F.scaled_dot_product_attention
-    patched = _patched(original, config)
-    holders = _holders(original)
-    for module, name in holders:
-        setattr(module, name, patched)
-    try:
-        yield
-    finally:
-        for module, name in holders:
-            setattr(module, name, original)
-
-
-def why_full_precision(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
-) -> str:
-    """Why :func:`patch_sdpa` leaves a call to torch, "" if SageBwd computes it.
-
-    The rules are those of torch's FlashAttention, but that SageBwd takes fp32 on a CPU, and boolean masks
-    that only hide keys.
-    """
-    tensors = (query, key, value)
-    if not all(isinstance(x, Tensor) for x in tensors) or any(x.is_nested for x in tensors):
-        return "nested tensors"
-    device = query.device.type
-    if device not in ("cpu", "cuda"):
-        return f"tensors on {device}"
-    if any(x.dim() != 4 for x in tensors):
-        return "tensors that are not (batch, heads, tokens, head size)"
-    if any(0 in x.shape for x in tensors):
-        return "empty tensors"
-    dtype = torch.get_autocast_dtype(device) if is_autocast(device) else query.dtype
-    if dtype not in (torch.float16, torch.bfloat16, *([torch.float32] if device == "cpu" else [])):
-        return f"{str(dtype).removeprefix('torch.')} on {device}"
-    head_dim = query.shape[-1]
-    if key.shape != value.shape or key.shape[-1] != head_dim or key.shape[0] != query.shape[0]:
-        return "keys and values of other shapes"
-    if key.shape[1] != query.shape[1] and not enable_gqa:
-        return "heads that torch broadcasts"
-    if head_dim > LARGEST_HEAD_DIM or (device == "cuda" and head_dim % 8):
-        return f"a head size of {head_dim}"
-    return "" if attn_mask is None else _why_not_this_mask(query, key, attn_mask)
-
-
-def _why_not_this_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> str:
-    """An additive mask may be a bias, which only its values would tell."""
-    if attn_mask.dtype != torch.bool:
-        return "an additive mask"
-    try:
-        masks.find_key_mask(query, key, attn_mask, None)
-    except ValueError:
-        return "a mask that differs between heads or queries"
-    return ""
-
-
-def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..., Tensor]:
-    name = "scaled_dot_product_attention"
-
-    def scaled_dot_product_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        reason = why_full_precision(query, key, value, attn_mask, enable_gqa)
-        if attn_mask is not None and is_causal:
-            reason = "a mask together with is_causal"
-        if reason:
-            usage.fall_back(name, reason, "sdpa")
-            return original(query, key, value, attn_mask, dropout_p, **settings)
-        check_refused("leave torch_flash.patch_sdpa()", dropout_p=dropout_p)
-        return counted_attention(name, query, key, value, attn_mask=attn_mask, config=config, **settings)
-
-    scaled_dot_product_attention.__doc__ = original.__doc__
-    return scaled_dot_product_attention
-
-
-def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
-    """(module, name) of every module that holds ``function``, which ``from … import`` copies; not our own."""
-    own = __name__.partition(".")[0]
-    return [
-        (module, name)
-        for path, module in [*sys.modules.items()]
-        if path.partition(".")[0] != own and isinstance(getattr(module, "__dict__", None), dict)
-        for name, value in [*module.__dict__.items()]
-        if value is function
-    ]

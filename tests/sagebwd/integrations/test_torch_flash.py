@@ -6,15 +6,14 @@ torch's dispatcher and torch's own autograd formulas, as on a GPU.
 
 import inspect
 import itertools
-import threading
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
-from sagebwd import SageConfig, dispatch, report, sage_attention
+from sagebwd import SageConfig, dispatch, sage_attention
 from sagebwd.integrations import torch_flash
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.integrations.hand_written import assert_trains_as
@@ -251,98 +250,6 @@ def test_registration_refuses_what_torch_cannot_hold(monkeypatch):
     monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl")
     with pytest.raises(ImportError, match=r"torch 2.* use sagebwd.integrations.torch_flash.patch_sdpa"):
         torch_flash.register()
-
-
-# --- The patch ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "bound"),
-    [(EXACT, 1e-5), (SageConfig(), 0.08), (SageConfig.consistent(), 0.08)],
-    ids=["exact", "INT8", "consistent"],
-)
-def test_a_model_trains_within_the_patch(config, bound):
-    def attend(*args, **kwargs):
-        with torch_flash.patch_sdpa(config):
-            return F.scaled_dot_product_attention(*args, **kwargs)
-
-    assert_trains_as(attend, TORCH_SDPA, bound=bound)
-
-
-def test_keywords_threads_and_modules_of_torch():
-    """nn.MultiheadAttention calls torch's function by its name in torch.nn.functional."""
-    q, k, v = (x.detach() for x in draw((1, 4, 6, 8), (1, 2, 9, 8), (1, 2, 9, 8)))
-    settings = {"query": q, "key": k, "value": v, "scale": 0.3, "enable_gqa": True, "is_causal": True}
-    module, x = nn.MultiheadAttention(16, 2), torch.randn(7, 2, 16)
-    truth = F.scaled_dot_product_attention(**settings), module(x, x, x, need_weights=False)[0]
-    found = []
-    with torch_flash.patch_sdpa():
-        thread = threading.Thread(target=lambda: found.append(F.scaled_dot_product_attention(**settings)))
-        thread.start()
-        thread.join()
-        found.append(module(x, x, x, need_weights=False)[0])
-    for out, expected in zip(found, truth, strict=True):
-        assert 1e-4 < relative_l2(out, expected) < 0.05
-
-
-def test_what_stays_in_full_precision():
-    """To the bit, gradients included, because torch's function runs; with a warning, and in the report."""
-    q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
-    mask = torch.ones(5, 5, dtype=torch.bool).tril()
-    large = tuple(torch.randn(3, 1, 1, 4, 264).requires_grad_())
-    calls = {
-        "differs between heads or queries": (q, k, v, mask),
-        "an additive mask": (q, k, v, torch.zeros(1, 1, 1, 5)),
-        "a mask together with is_causal": (q, k, v, mask[:1], 0.0, True),
-        r"not \(batch, heads": (q[0], k[0], v[0]),
-        "float64 on cpu": (q.double(), k.double(), v.double()),
-        "other shapes": (q, k, v[..., :4]),
-        "heads that torch broadcasts": (q, k[:, :1], v[:, :1]),
-        "empty": (q[:0], k[:0], v[:0]),
-        "a head size of 264": large,
-    }
-    report(clear=True)
-    for reason, arguments in calls.items():
-        truth = F.scaled_dot_product_attention(*arguments)
-        with torch_flash.patch_sdpa(), pytest.warns(UserWarning, match=f"in full precision.*{reason}"):
-            found = F.scaled_dot_product_attention(*arguments)
-        assert torch.equal(found, truth), reason
-        gradients = [torch.autograd.grad(x.sum(), arguments[0])[0] for x in (found, truth)]
-        assert torch.equal(*gradients), reason
-    with torch_flash.patch_sdpa():
-        F.scaled_dot_product_attention(q, k, v)
-    rows = report(clear=True).rows
-    assert {row.name for row in rows} == {"scaled_dot_product_attention"}
-    assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 9, ("reference", 1)]
-
-
-def test_the_patch_takes_masks_that_only_hide_keys():
-    q, k, v = draw((2, 2, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8))
-    mask = torch.arange(6) < torch.tensor([6, 4])[:, None, None, None]
-    truth = F.scaled_dot_product_attention(q, k, v, mask)
-    with torch_flash.patch_sdpa(EXACT):
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(2, 2, 5, 6))
-    assert_same(found, truth, [q, k, v], "")
-
-
-def test_the_patch_refuses_dropout_and_other_configs():
-    x = torch.randn(1, 2, 5, 8)
-    with torch_flash.patch_sdpa(), pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
-        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
-    with pytest.raises(ValueError, match="config is a str"), torch_flash.patch_sdpa("paper"):
-        pass
-    assert F.scaled_dot_product_attention is TORCH_SDPA
-
-
-def test_compiled_without_a_graph_break():
-    q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    with torch_flash.patch_sdpa(EXACT):
-        assert_same(attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v], "")
 
 
 # --- On a GPU ----------------------------------------------------------------------------------------------

@@ -1,0 +1,252 @@
+"""SageBwd in the place of torch's function: what it computes, and what it leaves to torch."""
+
+import functools
+import itertools
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from sagebwd import SageConfig, report
+from sagebwd.integrations import torch_flash
+from sagebwd.metrics import relative_l2
+from tests.sagebwd.integrations.hand_written import assert_trains_as
+from tests.sagebwd.integrations.test_flash_attn import assert_same, draw
+
+EXACT = SageConfig(int8_matmuls=())
+#: Torch's function, where the patch does not find it.
+TORCH_SDPA = functools.partial(torch._C._nn.scaled_dot_product_attention)
+
+
+@pytest.fixture(autouse=True)
+def nothing_counted():
+    report(clear=True)
+    yield
+    report(clear=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "bound"),
+    [(EXACT, 1e-5), (SageConfig(), 0.08), (SageConfig.consistent(), 0.08)],
+    ids=["exact", "INT8", "consistent"],
+)
+def test_a_model_trains_within_the_patch(config, bound):
+    def attend(*args, **kwargs):
+        with torch_flash.patch_sdpa(config):
+            return F.scaled_dot_product_attention(*args, **kwargs)
+
+    assert_trains_as(attend, TORCH_SDPA, bound=bound)
+
+
+def test_keywords_threads_and_modules_of_torch():
+    """nn.MultiheadAttention calls torch's function by its name in torch.nn.functional."""
+    q, k, v = (x.detach() for x in draw((1, 4, 6, 8), (1, 2, 9, 8), (1, 2, 9, 8)))
+    settings = {"query": q, "key": k, "value": v, "scale": 0.3, "enable_gqa": True, "is_causal": True}
+    module, x = nn.MultiheadAttention(16, 2), torch.randn(7, 2, 16)
+    truth = F.scaled_dot_product_attention(**settings), module(x, x, x, need_weights=False)[0]
+    found = []
+    with torch_flash.patch_sdpa():
+        thread = threading.Thread(target=lambda: found.append(F.scaled_dot_product_attention(**settings)))
+        thread.start()
+        thread.join()
+        found.append(module(x, x, x, need_weights=False)[0])
+    for out, expected in zip(found, truth, strict=True):
+        assert 1e-4 < relative_l2(out, expected) < 0.05
+
+
+def test_what_stays_in_full_precision():
+    """To the bit, gradients included, because torch's function runs; with a warning, and in the report."""
+    q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    large = tuple(torch.randn(3, 1, 1, 4, 264).requires_grad_())
+    calls = {
+        "not a window": (q, k, v, torch.eye(5).bool().index_fill(1, torch.tensor(0), True)),
+        "a mask together with is_causal": (q, k, v, mask[:1], 0.0, True),
+        r"not \(batch, heads": (q[0], k[0], v[0]),
+        "float64 on cpu": (q.double(), k.double(), v.double()),
+        "other shapes": (q, k, v[..., :4]),
+        "heads that torch broadcasts": (q, k[:, :1], v[:, :1]),
+        "empty": (q[:0], k[:0], v[:0]),
+        "a head size of 264": large,
+    }
+    report(clear=True)
+    for reason, arguments in calls.items():
+        truth = F.scaled_dot_product_attention(*arguments)
+        with torch_flash.patch_sdpa(), pytest.warns(UserWarning, match=f"in full precision.*{reason}"):
+            found = F.scaled_dot_product_attention(*arguments)
+        assert torch.equal(found, truth), reason
+        gradients = [torch.autograd.grad(x.sum(), arguments[0])[0] for x in (found, truth)]
+        assert torch.equal(*gradients), reason
+    with torch_flash.patch_sdpa():
+        F.scaled_dot_product_attention(q, k, v)
+    rows = report(clear=True).rows
+    assert {row.name for row in rows} == {"scaled_dot_product_attention"}
+    assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 8, ("reference", 1)]
+
+
+def test_the_patch_takes_masks_that_only_hide_keys():
+    q, k, v = draw((2, 2, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8))
+    mask = torch.arange(6) < torch.tensor([6, 4])[:, None, None, None]
+    truth = F.scaled_dot_product_attention(q, k, v, mask)
+    with torch_flash.patch_sdpa(EXACT):
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(2, 2, 5, 6))
+    assert_same(found, truth, [q, k, v], "")
+
+
+def test_the_patch_refuses_dropout_and_other_configs():
+    x = torch.randn(1, 2, 5, 8)
+    with torch_flash.patch_sdpa(), pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
+        F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+    with pytest.raises(ValueError, match="config is a str"), torch_flash.patch_sdpa("paper"):
+        pass
+    assert F.scaled_dot_product_attention is TORCH_SDPA.func
+
+
+def test_compiled_without_a_graph_break():
+    q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    with torch_flash.patch_sdpa(EXACT):
+        assert_same(attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v], "")
+
+
+def test_without_a_with_the_patch_lasts_until_it_is_removed():
+    q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
+    patch = torch_flash.patch_sdpa(EXACT)
+    try:
+        F.scaled_dot_product_attention(q, k, v)
+        with torch_flash.patch_sdpa():
+            assert F.scaled_dot_product_attention.original is TORCH_SDPA.func
+        F.scaled_dot_product_attention(q, k, v)
+    finally:
+        patch.remove()
+    F.scaled_dot_product_attention(q, k, v)
+    assert F.scaled_dot_product_attention is TORCH_SDPA.func
+    assert [(row.kernels, row.calls) for row in report().rows] == [("reference", 2)]
+
+
+# --- Masks -------------------------------------------------------------------------------------------------
+
+
+def additive(seen: torch.Tensor, hidden: float = -torch.inf) -> torch.Tensor:
+    return torch.zeros(seen.shape).masked_fill(~seen, hidden)
+
+
+def near(left: int, right: int, n_q: int = 9, n_kv: int = 9) -> torch.Tensor:
+    """Query i, counted from the last, sees keys i − left … i + right."""
+    distance = torch.arange(n_kv) - torch.arange(n_kv - n_q, n_kv)[:, None]
+    return (-left <= distance) & (distance <= right)
+
+
+DOCUMENTS = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 2])
+SAME = DOCUMENTS[:, None] == DOCUMENTS
+KEYS = torch.arange(9) < torch.tensor([9, 5])[:, None, None, None]
+TRIANGLE = near(9, 0)
+
+#: By name: a mask of two sequences of 9 keys and 4 heads, and how the report calls it.
+MASKS = {
+    "triangle": (TRIANGLE, "causal"),
+    "additive triangle": (additive(TRIANGLE), "causal"),
+    "triangle of the last queries": (near(9, 0, n_q=4), "causal"),
+    "more queries than keys": (near(9, 3, n_q=9, n_kv=6), "a window of (-1, 3)"),
+    "window, as Gemma 3 of litgpt": (additive(near(2, 0), torch.finfo(torch.float32).min), "(2, 0)"),
+    "window of the last queries": (near(2, 0, n_q=4), "a window of (2, 0)"),
+    "window to both sides": (near(2, 3)[None, None].expand(2, 4, 9, 9), "a window of (2, 3)"),
+    "documents": (SAME, "documents"),
+    "causal documents": (SAME & TRIANGLE, "causal, documents"),
+    "documents of each sequence": (torch.stack([SAME, TRIANGLE.new_ones(9, 9)])[:, None], "documents"),
+    "keys": (KEYS, "hidden keys"),
+    "additive keys": (additive(KEYS), "hidden keys"),
+    "keys, repeated for heads and queries": (additive(KEYS).repeat(1, 4, 9, 1), "hidden keys"),
+    "triangle, padding right": (KEYS & TRIANGLE, "causal, hidden keys"),
+    "triangle, padding left": (KEYS.flip(3) & KEYS.flip(3).mT & TRIANGLE, "causal, hidden keys"),
+    "window, padding right": (KEYS & near(2, 0), "a window of (2, 0), hidden keys"),
+    "everything": (torch.zeros(9, 9), "full"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_what_sagebwd_computes_runs_in_int8_and_is_named(name):
+    mask, shown = MASKS[name]
+    n_q, n_kv = mask.shape[-2:] if mask.shape[-2] > 1 else (9, 9)
+    q, k, v = draw((2, 4, n_q, 8), (2, 2, n_kv, 8), (2, 2, n_kv, 8))
+    truth = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    with torch_flash.patch_sdpa(EXACT):
+        found = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    assert_same(found, truth, [q, k, v], name)
+    (row,) = report().rows
+    assert (row.kernels, row.calls) == ("reference", 1)
+    assert shown in row.name
+
+
+@pytest.mark.parametrize(("n_q", "n_kv"), [(3, 3), (2, 4), (4, 2)])
+def test_every_mask_gives_what_torch_gives(n_q, n_kv):
+    """Recognised or not; a query that sees no key gives zeros."""
+    q, k, v = (x.detach() for x in draw((1, 1, n_q, 8), (1, 1, n_kv, 8), (1, 1, n_kv, 8)))
+    masks = [
+        torch.tensor(bits).view(n_q, n_kv) for bits in itertools.product([True, False], repeat=n_q * n_kv)
+    ]
+    with torch_flash.patch_sdpa(EXACT), warnings.catch_warnings(action="ignore"):
+        for mask in masks:
+            truth = TORCH_SDPA(q, k, v, mask).nan_to_num()
+            found = F.scaled_dot_product_attention(q, k, v, mask).nan_to_num()
+            torch.testing.assert_close(found, truth, msg=str(mask))
+    assert sum(row.calls for row in report().rows if row.kernels) > 10
+
+
+def test_heads_that_differ_and_biases_stay_in_full_precision():
+    q, k, v = (x.detach() for x in draw((1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8)))
+    learned = torch.zeros(1, 1, 9, 9, requires_grad=True)
+    masks = (
+        torch.stack([TRIANGLE, SAME])[None],
+        additive(TRIANGLE, -1.0),
+        learned,
+        torch.zeros(1, 2, 1, 9) + 1,
+    )
+    with torch_flash.patch_sdpa(), warnings.catch_warnings(action="ignore"):
+        for mask in masks:
+            found = F.scaled_dot_product_attention(q, k, v, mask)
+            assert torch.equal(found, TORCH_SDPA(q, k, v, mask))
+    assert [row.kernels for row in report().rows] == [""]
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (3, 7)])
+@pytest.mark.parametrize("make", [causal_lower_right, causal_upper_left])
+def test_the_causal_masks_of_torch_are_counted_once(make, lengths):
+    n_q, n_kv = lengths
+    q, k, v = draw((1, 2, n_q, 8), (1, 2, n_kv, 8), (1, 2, n_kv, 8))
+    truth = F.scaled_dot_product_attention(q, k, v, make(n_q, n_kv))
+    with torch_flash.patch_sdpa(EXACT):
+        found = F.scaled_dot_product_attention(q, k, v, make(n_q, n_kv))
+    assert_same(found, truth, [q, k, v], "")
+    assert [(row.kernels, row.calls) for row in report().rows] == [("reference", 1)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["encoder", "decoder"])
+def test_the_encoder_of_torch_trains_with_padding(is_causal):
+    """It makes an additive mask (B, H, 1, N), or (B, H, N, N), of the padding."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True), 2)
+    x, padding = torch.randn(2, 9, 16), ~KEYS[:, 0, 0]
+    mask = nn.Transformer.generate_square_subsequent_mask(9) if is_causal else None
+    gradients, weights = [], torch.randn(2, 9, 16)
+    for patch in (False, True):
+        encoder.zero_grad()
+        applied = torch_flash.patch_sdpa(EXACT) if patch else None
+        try:
+            out = encoder(x, mask=mask, src_key_padding_mask=additive(~padding), is_causal=is_causal)
+        finally:
+            applied.remove() if applied else None
+        (out * weights)[~padding].sum().backward()
+        gradients.append([p.grad for p in encoder.parameters()])
+    for found, truth in zip(*reversed(gradients), strict=True):
+        assert relative_l2(found, truth) < 1e-4 or truth.norm() < 1e-5
+    (row,) = report().rows
+    assert (row.kernels, row.calls) == ("reference", 2)
