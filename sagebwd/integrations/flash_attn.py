@@ -2,6 +2,11 @@
 
 >>> from sagebwd.integrations.flash_attn import flash_attn_func  # was: from flash_attn import flash_attn_func
 
+or, for programs that import flash_attn themselves, such as fla-org's models and ring-flash-attn:
+
+>>> from sagebwd.integrations import flash_attn
+>>> flash_attn.install()  # first, then import the program
+
 Names, argument order, shapes and defaults are those of flash_attn. As there, masks count from the last query
 and key: with ``causal=True`` the last query sees all keys. Tensors are of any strides and any dtype that
 :func:`sagebwd.sage_attention` takes.
@@ -12,13 +17,18 @@ transformers drop in silence what a signature does not name. The backward is alw
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.integrations import stand_in, torch_flash
 from sagebwd.integrations.alignment import align, align_documents, aligned_attention, check_refused, window_of
+from sagebwd.validation import check_config
 
 __all__ = [
     "flash_attn_func",
@@ -27,9 +37,48 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "install",
+    "uninstall",
 ]
 
+#: The names under which programs import flash_attn.
+NAMES = ("flash_attn", "flash_attn.flash_attn_interface")
+
+#: The release whose functions these are. ``importlib.metadata`` does not tell it: transformers would take
+#: that for all of flash_attn, whose other modules are not here.
+__version__ = "2.8.3"
+
+_installed_config = DEFAULT_CONFIG
+
 USE_FLASH_ATTN = "leave it out, or use flash_attn"
+
+
+def install(config: SageConfig = DEFAULT_CONFIG) -> None:
+    """Make ``import flash_attn`` give this module, in this process, and log so once.
+
+    Call it before anything imports flash_attn. Called again, it sets another ``config``. Beside the functions
+    below, programs find those that attention over several GPUs is built of: ``_flash_attn_forward``,
+    ``_flash_attn_backward`` and their ``varlen`` forms.
+
+    Args:
+        config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
+
+    Raises:
+        ValueError: ``config`` is not a SageConfig.
+        RuntimeError: flash_attn is imported already, and its functions may be in use.
+    """
+    global _installed_config
+    check_config(config)
+    stand_in.stand_in(NAMES, sys.modules[__name__])
+    _installed_config = config
+
+
+def uninstall() -> None:
+    """Undo :func:`install`. What a program imported in the meantime keeps running SageBwd."""
+    global _installed_config
+    _installed_config = DEFAULT_CONFIG
+    stand_in.remove(NAMES, sys.modules[__name__])
+
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -49,7 +98,7 @@ def flash_attn_func(
     *,
     return_lse: bool = False,
     s_aux: Tensor | None = None,
-    config: SageConfig = DEFAULT_CONFIG,
+    config: SageConfig | None = None,
 ) -> Result:
     """SageBwd, called as ``flash_attn.flash_attn_func`` is.
 
@@ -65,7 +114,7 @@ def flash_attn_func(
         return_lse: return (output, lse).
         dropout_p, softcap, alibi_slopes: refused where they ask for anything.
         s_aux: attention sinks, as ``sinks`` of :func:`sagebwd.sage_attention`.
-        config: what is quantized, and how.
+        config: what is quantized, and how; by default what :func:`install` was given.
 
     Returns:
         The output (B, N_q, H, D), or a tuple that begins with it. lse is (B, H, N_q) fp32, the logsumexp of
@@ -79,7 +128,7 @@ def flash_attn_func(
     _check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     alignment = align(q.shape[2], k.shape[2], window_of(causal, window_size))
-    with_lse = return_attn_probs or return_lse
+    with_lse, config = return_attn_probs or return_lse, config or _installed_config
     out, lse = aligned_attention(
         "flash_attn_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
     )
@@ -106,7 +155,7 @@ def flash_attn_varlen_func(
     *,
     return_lse: bool = False,
     s_aux: Tensor | None = None,
-    config: SageConfig = DEFAULT_CONFIG,
+    config: SageConfig | None = None,
 ) -> Result:
     """SageBwd on packed sequences, called as ``flash_attn.flash_attn_varlen_func`` is.
 
@@ -139,6 +188,7 @@ def flash_attn_varlen_func(
     alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     with_lse = return_attn_probs or return_lse
+    config = config or _installed_config
     out, lse = aligned_attention(
         "flash_attn_varlen_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
     )
@@ -168,6 +218,91 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *others: Any, **settings: Any) -> Result:
     """:func:`flash_attn_varlen_func` of q (T_q, H, D) and kv (T_kv, 2, H_kv, D), and its others."""
     return flash_attn_varlen_func(q, *_unpack("(tokens, 2, heads, head size)", 1, kv=kv), *others, **settings)
+
+
+# --- What attention over several GPUs is built of ----------------------------------------------------------
+#
+# They have no autograd: callers join outputs by their lse, and add up gradients of parts. The backward of a
+# part gets the output and lse of the whole. Rows of its dS do not sum to zero, so that a mean of K may not be
+# subtracted: K is not smoothed here.
+
+
+# fmt: off
+@torch.no_grad()
+def _flash_attn_forward(
+    q, k, v, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    alibi_slopes=None, return_softmax=False,
+):
+    """The output (B, N_q, H, D), lse (B, H, N_q), and nothing for dropout."""
+    window = (window_size_left, window_size_right)
+    asked = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    return *flash_attn_func(q, k, v, *asked, return_lse=True, config=_config_of_parts()), None, None
+
+
+@torch.no_grad()
+def _flash_attn_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+    block_table=None,
+):
+    """:func:`_flash_attn_forward` of packed sequences: the output (T_q, H, D) and lse (H, T_q)."""
+    cuts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    window = (window_size_left, window_size_right)
+    asked = (dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    others = {"block_table": block_table, "return_lse": True, "config": _config_of_parts()}
+    return *flash_attn_varlen_func(q, k, v, *cuts, *asked, **others), None, None
+
+
+def _flash_attn_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left=-1,
+    window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None,
+):
+    """Write the gradients into dq, dk and dv, where they are given."""
+    asked = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    cuts = (None, None, q.shape[1], k.shape[1])
+    _write_gradients((dout, q, k, v, out, softmax_lse, *cuts), (dq, dk, dv), *asked)
+
+
+def _flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
+    alibi_slopes=None, deterministic=False, rng_state=None,
+):
+    """:func:`_flash_attn_backward` of packed sequences."""
+    asked = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    cuts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _write_gradients((dout, q, k, v, out, softmax_lse, *cuts), (dq, dk, dv), *asked)
+# fmt: on
+
+
+def _write_gradients(
+    tensors: tuple[Any, ...],
+    into: tuple[Tensor | None, ...],
+    dropout_p: float,
+    scale: float | None,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+) -> None:
+    check_refused(USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    window = {"window_size_left": left, "window_size_right": right}
+    nothing = tensors[0].new_empty(0)
+    asked = (dropout_p, causal, nothing, nothing)
+    found = torch_flash._flash_backward(_config_of_parts(), *tensors, *asked, scale=scale, **window)
+    for x, gradient in zip(into, found, strict=True):
+        if x is not None:
+            x.copy_(gradient)
+
+
+def _config_of_parts() -> SageConfig:
+    if _installed_config.compensate_o:
+        raise NotImplementedError(
+            "compensate_o=True (as in consistent() and int8_scores()) saves the residual of O for the "
+            "backward, for which flash_attn's forward has no place; install() another config"
+        )
+    return replace(_installed_config, smooth_k=False)
 
 
 def _check_layout(layout: str, **tensors: Tensor) -> None:

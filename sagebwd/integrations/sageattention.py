@@ -11,13 +11,13 @@ change nothing: ``config`` says what SageBwd quantizes.
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import replace
 
 from torch import Tensor
 
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.integrations import stand_in
 from sagebwd.integrations.alignment import align_documents, aligned_attention, window_of
 from sagebwd.masks import can_read
 from sagebwd.usage import counted_attention
@@ -34,13 +34,14 @@ __all__ = [
     "uninstall",
 ]
 
-LOG = logging.getLogger(__name__)
-
 #: Where each layout has its heads; tokens are at the other of 1 and 2.
 HEAD_AXIS = {"HND": 1, "NHD": 2}
 
 #: The names under which programs import SageAttention.
 NAMES = ("sageattention", "sageattention.core")
+
+#: The release whose functions these are; programs ask ``importlib.metadata.version`` for it.
+VERSION = "2.2.0"
 
 NO_RULE = (
     "for which SageAttention has no rule; use sagebwd.integrations.flash_attn.flash_attn_varlen_func (mask "
@@ -53,7 +54,8 @@ _installed_config = DEFAULT_CONFIG
 def install(config: SageConfig = DEFAULT_CONFIG) -> None:
     """Make ``import sageattention`` give this module, in this process, and log so once.
 
-    Call it before anything imports sageattention. Called again, it sets another ``config``.
+    ``importlib.metadata.version("sageattention")`` is then :data:`VERSION`. Call it before anything imports
+    sageattention. Called again, it sets another ``config``.
 
     Args:
         config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
@@ -64,26 +66,15 @@ def install(config: SageConfig = DEFAULT_CONFIG) -> None:
     """
     global _installed_config
     check_config(config)
-    this = sys.modules[__name__]
-    imported = sys.modules.get(NAMES[0])
-    if imported not in (None, this):
-        raise RuntimeError(
-            f"sageattention is already imported from {getattr(imported, '__file__', 'elsewhere')}; call "
-            "sagebwd.integrations.sageattention.install() before anything imports it"
-        )
-    if imported is None:
-        LOG.warning("`import sageattention` now gives sagebwd.integrations.sageattention, which trains")
+    stand_in.stand_in(NAMES, sys.modules[__name__], VERSION)
     _installed_config = config
-    sys.modules.update(dict.fromkeys(NAMES, this))
 
 
 def uninstall() -> None:
     """Undo :func:`install`. What a program imported in the meantime keeps running SageBwd."""
     global _installed_config
     _installed_config = DEFAULT_CONFIG
-    for name in NAMES:
-        if sys.modules.get(name) is sys.modules[__name__]:
-            del sys.modules[name]
+    stand_in.remove(NAMES, sys.modules[__name__])
 
 
 def sageattn(

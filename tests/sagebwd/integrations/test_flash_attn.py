@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import sys
 
 import pytest
 import torch
@@ -243,3 +244,67 @@ def test_transformers_calls_it(monkeypatch, has_padding):
     for asked in ({"softcap": 30.0}, {"dropout": 0.1}):
         with pytest.raises(NotImplementedError, match="sagebwd does not compute"):
             attend(**asked)
+
+
+# --- In the place of flash_attn ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def program():
+    """What a program finds that imports flash_attn."""
+    found = {}
+    flash_attn.install(EXACT)
+    exec("from flash_attn import __version__, flash_attn_func, flash_attn_varlen_func", found)
+    exec("from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward", found)
+    exec("from flash_attn.flash_attn_interface import _flash_attn_varlen_forward", found)
+    exec("from flash_attn.flash_attn_interface import _flash_attn_varlen_backward", found)
+    yield found
+    flash_attn.uninstall()
+    assert "flash_attn" not in sys.modules
+
+
+def test_a_program_that_imports_flash_attn_runs_the_installed_config(program):
+    q, k, v = draw((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
+    exact = flash_attn.flash_attn_func(q, k, v, causal=True, config=EXACT)
+    assert torch.equal(program["flash_attn_func"](q, k, v, causal=True), exact)
+    assert not torch.equal(flash_attn.flash_attn_func(q, k, v, causal=True, config=SageConfig()), exact)
+    flash_attn.install()
+    assert not torch.equal(program["flash_attn_func"](q, k, v, causal=True), exact)
+    assert program["__version__"].startswith("2.")
+
+
+@pytest.mark.parametrize(("config", "bound"), [(EXACT, 1e-5), (SageConfig(), 0.03)], ids=["exact", "INT8"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "varlen"])
+def test_two_parts_of_the_keys_joined_by_their_lse_are_the_whole(program, is_packed, config, bound):
+    """As ring-flash-attn joins them: the first part without a mask, the second causal. K has a mean."""
+    q, k, v = draw((1, 32, 2, 8), (1, 64, 2, 8), (1, 64, 2, 8))
+    k = (k + 1).detach().requires_grad_()
+    grad_out = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    truth, _ = truth_of(q, k, v, is_seen(32, 64, (-1, 0)), None)
+    truth, *true_gradients = truth, *torch.autograd.grad(truth, [q, k, v], grad_out.double())
+    flash_attn.install(config)
+    kind, cuts = "_flash_attn", ()
+    tensors = [x.detach() for x in (q, k, v, grad_out)]
+    if is_packed:
+        kind, cuts = "_flash_attn_varlen", (*[torch.tensor([0, 32])] * 2, 32, 32)
+        tensors = [x[0] for x in tensors]
+    q, k, v, grad_out = tensors
+    parts = [(*(x.narrow(-3, i, 32) for x in (k, v)), i == 32) for i in (0, 32)]
+    found = [program[f"{kind}_forward"](q, k, v, *cuts, 0.0, None, causal)[:2] for k, v, causal in parts]
+    lse = torch.logaddexp(found[0][1], found[1][1])
+    out = sum(out * (part_lse - lse).exp().mT[..., None] for out, part_lse in found)
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    for i, (k, v, causal) in enumerate(parts):
+        dq = torch.empty_like(q)
+        into = (dq, *(x.narrow(-3, 32 * i, 32) for x in gradients[1:]))
+        program[f"{kind}_backward"](grad_out, q, k, v, out, lse, *into, *cuts, 0.0, None, causal)
+        gradients[0] += dq
+    for x, true_x in zip((out, *gradients), (truth, *true_gradients), strict=True):
+        assert relative_l2(x.view(true_x.shape), true_x) < bound
+
+
+def test_a_config_whose_residual_has_no_place_is_refused(program):
+    q, k, v = draw((1, 9, 2, 8), (1, 9, 2, 8), (1, 9, 2, 8))
+    flash_attn.install(SageConfig.consistent())
+    with pytest.raises(NotImplementedError, match=r"install\(\) another config"):
+        program["_flash_attn_forward"](q, k, v, 0.0, None, True)

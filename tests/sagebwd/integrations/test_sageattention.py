@@ -1,5 +1,6 @@
 """SageAttention's functions: layouts, scale, GQA and packed sequences against float64; what is refused."""
 
+import importlib.metadata
 import importlib.util
 import inspect
 import itertools
@@ -173,6 +174,8 @@ def test_programs_that_import_sageattention_get_gradients(not_installed, draw, c
     exec("import sageattention; from sageattention import sageattn, sageattn_varlen", program)
     exec("from sageattention.core import sageattn_qk_int8_pv_fp16_cuda", program)
     assert importlib.util.find_spec("sageattention") is not None
+    assert importlib.metadata.version("sageattention") == "2.2.0"
+    assert importlib.metadata.version("torch") == torch.__version__
     report(clear=True)
     q, k, v, grad_out = draw(9, head_dim=8)
     truth = exact_attention(q, k, v, grad_out)
@@ -186,6 +189,8 @@ def test_programs_that_import_sageattention_get_gradients(not_installed, draw, c
     assert relative_l2(program["sageattn"](q, k, v), truth.out) > 1e-4
     sageattention.uninstall()
     assert importlib.util.find_spec("sageattention") is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("sageattention")
 
 
 def test_a_real_sageattention_is_not_displaced(monkeypatch):
