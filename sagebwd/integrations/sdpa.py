@@ -141,7 +141,8 @@ def _find_layout(mask: Tensor, batch: int, n_q: int, n_kv: int) -> tuple[Layout 
         return find_layout(seen, batch, n_kv), str(seen)
     if not has_values(mask):
         return None, "a mask for each pair of tokens, which a compiled graph does not read"
-    return None, "a mask that is not a window, documents or hidden keys, the same for all heads"
+    kind = "an additive" if mask.is_floating_point() else "a"
+    return None, f"{kind} mask that is not a window, documents or hidden keys, the same for all heads"
 
 
 def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:

@@ -243,7 +243,8 @@ def _layout(
     """The layout of documents that any of the last four arguments keeps apart; None for any other mask."""
     seen = Seen(window)
     if mask is not None:  # which knows better than ``is_causal`` what the model asks for
-        seen = decode(mask) or read_mask(mask, batch, n_q, n_kv)
+        is_pairwise = isinstance(mask, Tensor) and mask.dim() == 4
+        seen = (decode(mask) or read_mask(mask, batch, n_q, n_kv)) if is_pairwise else None
         if seen is None:
             return None
         if n_q == 1 and seen.window == CAUSAL and seen.labels is None:

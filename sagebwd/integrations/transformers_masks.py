@@ -175,8 +175,9 @@ def make_mask(fallback: str, /, **given: Any) -> Tensor | None:
     Returns:
         None if the attention layer's ``is_causal`` and the shapes say it all. For one query, or where each
         sees the same keys, these keys as (B, 1, 1, N_kv) bool. Else what :func:`encode` makes of N_kv used
-        keys. With ``fallback`` "sdpa" and a mask that is none of these, that of "sdpa", (B, 1, N_q, N_kv)
-        bool, or of "eager" for a model that computes attention itself.
+        keys. For a model that may compute with its causal mask, and with ``fallback`` "sdpa" for any mask
+        that is none of these, that of "sdpa", (B, 1, N_q, N_kv) bool, or of "eager" for a model that computes
+        attention itself.
     """
     dense = functools.partial(masking_utils.sdpa_mask, **given)
     config, attention_mask = given.get("config"), given.get("attention_mask")
@@ -210,8 +211,6 @@ def make_mask(fallback: str, /, **given: Any) -> Tensor | None:
     if seen is None or (seen.shown is not None and not seen.hides_queries):
         if fallback == "error":
             raise _refusal(config, kv_length, given.get("local_size"))
-        hands_on_its_mask = False
-    if not hands_on_its_mask:
         return dense(allow_is_causal_skip=False)
     window, shown, labels, _ = seen
     padding = _shown(attention_mask, kv_offset, n_kv)
@@ -223,6 +222,9 @@ def make_mask(fallback: str, /, **given: Any) -> Tensor | None:
     skip, default = ("allow_is_causal_skip", True) if is_causal else ("allow_is_bidirectional_skip", False)
     if is_plain and is_clear and given.get(skip, default):
         return None
+    is_asked_for = not given.get("allow_is_causal_skip", True)
+    if is_causal and not hands_on_its_mask and (is_asked_for or (window == CAUSAL and labels is None)):
+        return dense(allow_is_causal_skip=False)
     if window == FULL and labels is None and shown is not None:
         return F.pad(shown, (0, kv_length - n_kv))[:, None, None]
     return encode(window, shown, labels, batch, n_kv, device)

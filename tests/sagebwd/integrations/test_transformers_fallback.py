@@ -317,6 +317,7 @@ BAD_CALLS = {
     "other boundaries": (
         (6, 6), {"cu_seq_lens_q": torch.tensor([0, 6]), "cu_seq_lens_k": torch.tensor([0, 3, 6])}
     ),
+    "mask of rows and keys": ((2, 2), {"attention_mask": torch.tensor([[True, False], [True, True]])}),
     "mask of other keys": ((6, 6), {"attention_mask": described(torch.ones(2, 7), CAUSAL)}),
     **{
         f"mask {n}": ((6, 6), {"attention_mask": mask})
