@@ -236,10 +236,12 @@ def find_layout(
     is_shared = not is_read and batch > 1 and all(is_one_row)
     hidden_in = None if is_shared else shown
     signs = _signs(_filled(hidden_in), n, labels, position_ids, cu_seqlens)
-    if not signs:
+    # All layers then share one order. In a graph sage_attention finds it, which the compiler does once.
+    needs_order = is_read and shown is not None and seen.window != FULL and seen.hides_queries
+    if not signs and not needs_order:
         return _find_holes(layout, is_read)
-    first = _first(hidden_in, n, signs[0].device)
-    further = functools.reduce(torch.logical_or, signs) & ~first
+    first = _first(hidden_in, n, tensors[0].device)
+    further = functools.reduce(torch.logical_or, signs, torch.zeros_like(first)) & ~first
     further = further if hidden_in is None else further & shown
     is_wrong = None if cu_seqlens is None else _are_wrong(cu_seqlens, cu_seqlens_kv, n)
     if is_read:
@@ -249,8 +251,8 @@ def find_layout(
                 f"must be the same, start at 0, never fall, and end at {n}, the number of tokens"
             )
         further = further.expand(batch, -1)
-        count = int(further.sum())
-        if not count:
+        count = int(further.sum()) if signs else 0
+        if not count and not needs_order:
             return _find_holes(layout, is_read)
         count, is_wrong = count + batch, None
     elif is_shared or (seen.window == FULL and shown is not None and labels is None):
