@@ -1,16 +1,13 @@
 """An attention with a setting of its own takes one module and one config file, and nothing else."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 
 import pytest
 import yaml
 
-from tests.cli import ROOT
+from tests.cli import run
 
 MODULE = '''
 """Causal attention to the last `window` tokens."""
@@ -43,19 +40,6 @@ class Settings(Attention):
 '''
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """A copy of the program with the two files of a new attention."""
-    root = tmp_path_factory.mktemp("checkout")
-    for name in ("model", "data", "trainer", "configs"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "train.py", root)
-    (root / "sagebwd").symlink_to(ROOT / "sagebwd")
-    (root / "model" / "backends" / "window.py").write_text(MODULE)
-    (root / "configs" / "attention" / "window.yaml").write_text("backend: window\nwindow: 8\n")
-    return root
-
-
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -66,16 +50,18 @@ from trainer import settings
 from trainer.errors import TrainingError
 from trainer.loop import train
 
-runs, groups = json.loads(sys.argv[1])
+folder, runs, groups = json.loads(sys.argv[1])
+backends.__path__.append(folder)
 settings.register()
+common = ["experiment=debug", f"hydra.searchpath=[file://{folder}]"]
 with initialize_config_dir(str(Path("configs").resolve()), version_base="1.3"):
     for overrides in runs:
         print("--- run", flush=True)
         try:
-            train(OmegaConf.to_object(compose("train", ["experiment=debug", *overrides])))
+            train(OmegaConf.to_object(compose("train", [*common, *overrides])))
         except TrainingError as error:
             print(error)
-        Path("runs", "window", "DONE").unlink(missing_ok=True)  # as if it had been killed
+        Path(folder, "window", "DONE").unlink(missing_ok=True)  # as if it had been killed
 for group in groups:
     print("--- group")
     try:
@@ -86,20 +72,27 @@ for group in groups:
 
 
 @pytest.fixture(scope="module")
-def told(checkout, datasets):
-    """What was printed of each run and each group, all in one process: to start one takes seconds."""
+def folder(tmp_path_factory):
+    """The two files of a new attention; runs go there, too."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "attention").mkdir()
+    (folder / "window.py").write_text(MODULE)
+    (folder / "attention" / "window.yaml").write_text("backend: window\nwindow: 8\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(folder, datasets):
+    """What was printed of each run and each group, all in one process."""
     common = (f"data.root={datasets}", "steps=3", "probe.every=1")
-    windowed = ["attention=window", "run_dir=runs/window"]
-    runs = [windowed, ["attention=fpa", "run_dir=runs/fpa"], [*windowed, "attention.window=64"]]
-    runs = [[*run, *common] for run in (*runs, [*windowed, "attention.window=8"])]
+    windowed = ["attention=window", f"run_dir={folder / 'window'}"]
+    full = ["attention=fpa", f"run_dir={folder / 'fpa'}"]
+    runs = [windowed, full, [*windowed, "attention.window=64"], [*windowed, "attention.window=8"]]
+    runs = [[*one, *common] for one in runs]
     wrong = [{"backend": "window", **one} for one in ({"window": 0}, {"window": "wide"}, {"windw": 3})]
-    command = [sys.executable, "-c", PROGRAM, json.dumps([runs, [*wrong, {"backend": "fpa", "window": 3}]])]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(
-        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    parts = re.split(r"--- (?:run|group)\n", done.stdout)[1:]
+    (folder / "program").write_text(PROGRAM)
+    asked = json.dumps([str(folder), runs, [*wrong, {"backend": "fpa", "window": 3}]])
+    parts = re.split(r"--- (?:run|group)\n", run([sys.executable, str(folder / "program"), asked]))[1:]
     assert len(parts) == 8
     return parts
 
@@ -109,8 +102,8 @@ def losses(run_dir):
     return [record["loss"] for record in records if "loss" in record]
 
 
-def test_a_new_attention_trains_and_is_resumed_with_a_setting_of_its_own(checkout, told):
-    windowed, full = checkout / "runs" / "window", checkout / "runs" / "fpa"
+def test_a_new_attention_trains_and_is_resumed_with_a_setting_of_its_own(folder, told):
+    windowed, full = folder / "window", folder / "fpa"
     assert "a window of 8 tokens" in told[0]
     assert yaml.safe_load((windowed / "config.yaml").read_text())["attention"] == {
         "backend": "window",

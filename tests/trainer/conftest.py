@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from tests import warm
-from trainer import export, settings
+from trainer import settings
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer
@@ -32,14 +33,14 @@ def compose_settings():
 @pytest.fixture
 def train_here(compose_settings, datasets, monkeypatch):
     """train_here(run_dir, "steps=3", …) -> the Trainer of a debug run, at its end."""
-    monkeypatch.setattr(export, "plot_losses", warm.no_picture)
 
     def trained(run_dir, *overrides):
         run_settings = compose_settings(
             "experiment=debug", f"data.root={datasets}", f"run_dir={run_dir}", *overrides
         )
         directory = RunDirectory(run_dir)
-        with directory.locked(), StopRequest() as stop:
+        with directory.locked(), StopRequest() as stop, monkeypatch.context() as patch:
+            patch.setattr(Figure, "savefig", warm.no_picture)
             directory.open(run_settings)
             trainer = Trainer(run_settings, directory, Ranks(0, 1, torch.device("cpu")), stop)
             trainer.run()

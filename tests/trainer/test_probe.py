@@ -296,5 +296,5 @@ def test_training_with_the_probe_is_training_without_it_bit_for_bit(train_here, 
     assert [(record["step"], record["tokens"]) for record in records] == [(2, 512), (4, 1024), (6, 1536)]
     assert 1e-4 < records[0]["probe/layer_1/dq_l2"] < 0.2
     assert "step 2, layer 1" in caplog.text
-    assert (tmp_path / "with" / "probe.png").stat().st_size > 5000
+    assert (tmp_path / "with" / "probe.png").exists()
     assert not (tmp_path / "without" / "probe.png").exists()
