@@ -14,7 +14,6 @@ from zlib import crc32
 import torch
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("torch", "triton", "numpy")  # that a run computes with
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -44,9 +43,14 @@ def software() -> dict[str, str | None]:
         for file in sorted((ROOT / folder).rglob("*")):
             if file.suffix in (".py", ".cu", ".cuh"):
                 checksum = crc32(file.read_bytes(), checksum)
-    versions = {package: _version(package) for package in PACKAGES}
-    code = {"commit": find_commit(), "code_checksum": f"{checksum:08x}"}
-    return {**code, "python": platform.python_version(), **versions}
+    return {
+        "commit": find_commit(),
+        "code_checksum": f"{checksum:08x}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,  # with its build, which the package's own version may leave out
+        "triton": _version("triton"),
+        "numpy": _version("numpy"),
+    }
 
 
 def _version(package: str) -> str | None:

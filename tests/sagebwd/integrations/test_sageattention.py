@@ -175,7 +175,7 @@ def test_programs_that_import_sageattention_get_gradients(not_installed, draw, c
     exec("from sageattention.core import sageattn_qk_int8_pv_fp16_cuda", program)
     assert importlib.util.find_spec("sageattention") is not None
     assert importlib.metadata.version("sageattention") == "2.2.0"
-    assert importlib.metadata.version("torch") == torch.__version__
+    assert torch.__version__.startswith(importlib.metadata.version("torch"))
     report(clear=True)
     q, k, v, grad_out = draw(9, head_dim=8)
     truth = exact_attention(q, k, v, grad_out)
