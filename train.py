@@ -56,7 +56,7 @@ def run(run_settings: Settings) -> None:
         return
     name_directory(run_settings, arguments.unresolved(HydraConfig.get().overrides.task))
     check(run_settings, processes)
-    # Under torchrun a rank that has another answer would wait for ever: train asks, for all of them.
+    # Under torchrun a rank that has another answer would wait forever, so train() asks for all of them.
     if not torchrun and RunDirectory(Path(run_settings.run_dir)).is_finished_with(run_settings):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
         return
