@@ -137,14 +137,14 @@ def warn_of_holes(metrics: Path, *, step: int, logged: int, log_every: int) -> N
     """Warn if metrics.jsonl has other steps than the `logged` ones of before the checkpoint of `step`."""
     steps, found = logged_steps(metrics), []
     if wrong := [after for before, after in pairwise(steps) if after <= before]:
-        found.append(f"lines are doubled or out of order, at steps {first(wrong)}")
+        found.append(f"records are doubled or out of order, at steps {first(wrong)}")
     there = sorted({*steps})
     if len(there) < logged:
         gaps = [(a + 1, b - 1) for a, b in pairwise([0, *there, step + 1]) if b - a > log_every]
-        told = first([f"{a} to {b}" for a, b in gaps])
+        told = first([str(a) if a == b else f"{a} to {b}" for a, b in gaps])
         found.append(f"{logged - len(there)} of {logged} records are missing, in steps {told}")
     if found:
-        log.warning("%s: %s. The curve of this run stays so", metrics, " and ".join(found))
+        log.warning("%s: %s. Training continues; they are not written again", metrics, " and ".join(found))
 
 
 def log_to(file: Path | None) -> None:

@@ -65,9 +65,14 @@ HOLES = {
     "cut": (TO_TWELVE[:6], 12, 1, "6 of 12 records are missing, in steps 7 to 12"),
     "all": ([], 12, 1, "12 of 12 records are missing, in steps 1 to 12"),
     "the first": (TO_TWELVE[2:], 12, 1, "2 of 12 records are missing, in steps 1 to 2"),
-    "two": ([1, 3, 4, 5, 6, 9, 10, 11, 12], 12, 1, "3 of 12 records are missing, in steps 2 to 2, 7 to 8"),
-    "doubled": ([*TO_TWELVE[:7], *TO_TWELVE[6:]], 12, 1, "lines are doubled or out of order, at steps 7"),
-    "reversed": (TO_TWELVE[::-1], 12, 1, "lines are doubled or out of order, at steps 11, 10, 9, 8, 7, 6, …"),
+    "two": ([1, 3, 4, 5, 6, 9, 10, 11, 12], 12, 1, "3 of 12 records are missing, in steps 2, 7 to 8"),
+    "doubled": ([*TO_TWELVE[:7], *TO_TWELVE[6:]], 12, 1, "doubled or out of order, at steps 7"),
+    "reversed": (
+        TO_TWELVE[::-1],
+        12,
+        1,
+        "doubled or out of order, at steps 11, 10, 9, 8, 7, 6, …",
+    ),
     "every fifth": ([1, 5, 10], 3, 5, None),
     "cut, every fifth": ([1, 5], 3, 5, "1 of 3 records are missing, in steps 6 to 12"),
     "the interval has changed": ([1, 2, 3, 5, 10], 5, 1, None),
@@ -82,7 +87,8 @@ def test_holes_before_a_checkpoint_are_told(hole, tmp_path, caplog):
     if steps:
         metrics.write_text("".join(f'{{"step": {step}, "loss": 5.0}}\n' for step in steps))
     warn_of_holes(metrics, step=12, logged=logged, log_every=log_every)
-    assert caplog.messages == ([f"{metrics}: {told}. The curve of this run stays so"] if told else [])
+    assert len(caplog.messages) == bool(told)
+    assert all(str(metrics) in message and told in message for message in caplog.messages)
 
 
 def test_a_record_counts_the_steps_with_a_loss_and_those_of_before(tmp_path):
