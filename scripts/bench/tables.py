@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from scripts.bench.measuring import origin_of
 from scripts.bench.registry import Shape
 from scripts.output import align, number, save_figure
-from trainer.style import ATTENTION
+from trainer.plot import ATTENTION
 
 DEFAULT = "sagebwd"  # the name of rows of the default settings
 #: Each row has its speedup over these.
@@ -248,7 +248,7 @@ def _variant(title: str, hatch: str) -> Look:
     return Look(f"SageBwd, {title}", ATTENTION["sagebwd_low_bias"].color, hatch)
 
 
-#: By the names of rows. SageBwd has the colours of :mod:`trainer.style`; all that is in full precision is
+#: By the names of rows. SageBwd has the colours of :mod:`trainer.plot`; all that is in full precision is
 #: black or grey, with a hatch for each library.
 LOOKS = {
     "sagebwd": _preset("SageBwd", "sagebwd"),

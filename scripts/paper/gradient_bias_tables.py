@@ -10,7 +10,7 @@ from typing import Any
 from scripts.bench.measuring import origin_of
 from scripts.output import align, number, save_figure, with_ending, write_compressed, write_markdown
 from scripts.paper import pictures
-from trainer.style import CYCLE, Style
+from trainer.plot import CYCLE, Style
 
 CONTROL = "control"  # full precision with another kernel
 

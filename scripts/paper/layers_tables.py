@@ -14,8 +14,7 @@ from scripts.bench.measuring import origin_of
 from scripts.output import align
 from scripts.paper import intermediates, pictures
 from scripts.paper import published as paper
-from trainer.plot import PROBED
-from trainer.style import CYCLE
+from trainer.plot import CYCLE, PROBED
 
 #: The variants of Table 2 and of the picture of all layers.
 MAIN_VARIANTS = ("paper", "default")

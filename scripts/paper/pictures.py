@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.paper.statistics import DEGREES_OF_95, Row
 from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM, base_of
-from trainer.style import ATTENTION, BASELINE, CYCLE, LIMIT, Style
+from trainer.plot import ATTENTION, BASELINE, CYCLE, LIMIT, Style
 
 POINTS = 100  # of a drawn curve
 #: Names in tables and files: those of configs/attention/.

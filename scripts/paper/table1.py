@@ -39,7 +39,7 @@ from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.output import save_figure
 from scripts.paper import pictures
 from scripts.paper.published import TABLE_1
-from trainer.style import Style
+from trainer.plot import Style
 
 PROGRAM = "python -m scripts.paper.table1"
 

@@ -3,8 +3,7 @@ import pytest
 from PIL import Image
 
 from scripts import compare
-from trainer.plot import LINES, plot_losses, plot_probe, series, smooth
-from trainer.style import ATTENTION, CYCLE, ordered
+from trainer.plot import ATTENTION, CYCLE, LINES, plot_losses, plot_probe, series, smooth
 
 BLACK, BLUE = (0, 0, 0), (0, 114, 178)  # of the first and second line
 
@@ -61,13 +60,10 @@ def test_picture_shows_every_run(tmp_path):
     assert {BLACK, BLUE} <= colours(tmp_path / "two.png")
 
 
-@pytest.mark.parametrize(
-    ("label", "shown"),
-    [("日本", "??"), ("a\tb", "a?b"), ("$x^$", r"\$x^\$"), ("σ² − 1", "σ² − 1")],
-)
+@pytest.mark.parametrize(("label", "shown"), [("$x^$", r"\$x^\$"), ("σ² − 1", "σ² − 1")])
 def test_any_name_of_a_run_can_be_drawn(tmp_path, monkeypatch, label, shown):
     figures = drawn(monkeypatch)
-    plot_losses({label: run_of(5)}, tmp_path / "loss.png")  # a missing glyph is a warning, so an error here
+    plot_losses({label: run_of(5)}, tmp_path / "loss.png")
     assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [shown]
 
 
@@ -201,7 +197,7 @@ def test_probe_picture_has_a_line_for_each_layer_and_none_without_measurements(t
     (figure,) = figures
     assert "SageBwd" in figure._suptitle.get_text()
     names = [text.get_text() for text, _ in legend_of(figure)]
-    assert names == ["layer 0", "layer 11", "full-precision attention (median, range)", "probe.alarm=0.3"]
+    assert names == ["full-precision attention (median, range)", "layer 0", "layer 11", "probe.alarm=0.3"]
     o, dq, dk, _ = figure.axes
     baseline, first, last, limit = dk.lines
     assert baseline.get_xydata().tolist() == [[500, pytest.approx(0.0325)], [1000, pytest.approx(0.065)]]
@@ -213,12 +209,17 @@ def test_probe_picture_has_a_line_for_each_layer_and_none_without_measurements(t
     assert {axes.get_xlabel() for axes in figure.axes[2:]} == {"training tokens"}
 
 
-def test_probe_picture_shows_so_many_layers_as_fit(tmp_path, monkeypatch):
+def test_probe_picture_tells_many_layers_apart(tmp_path, monkeypatch):
     figures = drawn(monkeypatch)
     plot_probe([probed(5, range(20))], tmp_path / "probe.png")
-    names = [text.get_text() for text, _ in legend_of(figures[0])][:-1]
-    assert len(names) == LINES
-    assert (names[0], names[-1]) == ("layer 0", "layer 19")
+    assert len({tuple(line.get_color()) for line in figures[0].axes[0].lines[1:]}) == 20
+    assert_inside(figures[0])
+
+
+def test_probe_picture_without_a_finite_error_is_drawn(tmp_path):
+    nothing = dict.fromkeys(probed(5, [0]))
+    plot_probe([nothing | {"step": 5, "tokens": 500, "probe/seconds": 0.1}], tmp_path / "probe.png")
+    assert (tmp_path / "probe.png").exists()
 
 
 def test_pictures_leave_matplotlibs_settings_as_they_were(tmp_path):
@@ -233,8 +234,6 @@ def test_styles_differ_by_more_than_colour():
     assert len({look.color for look in CYCLE}) == len(CYCLE)
     assert len({look.marker for look in CYCLE}) == len(CYCLE)
     assert len({look.dashes for look in CYCLE[1:8]}) == len({look.hatch for look in CYCLE[1:]}) - 1 == 7
-    several = ordered(LINES)
-    assert len({look.color for look in several}) == len({look.marker for look in several}) == LINES
 
 
 def test_probe_records_leave_the_losses_as_they_are(tmp_path):
