@@ -19,7 +19,7 @@ from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import arguments, distributed, launch, settings, sweep
 from trainer.checks import check
 from trainer.errors import Interrupted, SettingsError, TrainingError
-from trainer.plan import describe
+from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, name_directory
 from trainer.settings import Settings
 

@@ -25,13 +25,12 @@ from trainer.checks import sizes_of
 from trainer.distributed import Ranks, is_sharded
 from trainer.divergence import Guard, check_copies
 from trainer.errors import Interrupted, TrainingError, explain, user_facing
-from trainer.estimate import check_memory, report_memory
+from trainer.estimate import check_disk, check_memory, report_memory
 from trainer.evaluate import bytes_per_token, described, validation_loss, validation_record
 from trainer.export import draw, export, model_card
 from trainer.interrupt import StopRequest
 from trainer.machine import peak_memory_gib, peak_tflops
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
-from trainer.plan import check_disk
 from trainer.probe import Alarm, Probe, build_probe
 from trainer.profiling import start_profiler
 from trainer.record import Record, Stopwatch, log_to, warn_of_holes

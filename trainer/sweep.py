@@ -35,8 +35,8 @@ from trainer import distributed
 from trainer.arguments import command_of, unresolved
 from trainer.checks import check
 from trainer.errors import SettingsError
+from trainer.estimate import describe
 from trainer.interrupt import exit_on_signals, say
-from trainer.plan import describe
 from trainer.run_directory import default_name, name_directory
 from trainer.run_queue import FINISHED, INTERRUPTED, Job, Outcome, run_all
 from trainer.settings import Settings
