@@ -26,9 +26,9 @@ from scripts.export import export_checkpoint, newest_step, sealed_in
 from scripts.runs import read_settings
 from trainer.checkpoint import checkpoint_of
 from trainer.errors import TrainingError, explain
+from trainer.record import start_wandb
 from trainer.run_directory import RunDirectory, append_line
 from trainer.settings import Settings
-from trainer.trackers import start_wandb
 
 BOOTSTRAPS = 1000  # for standard errors that have no closed form
 

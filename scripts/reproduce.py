@@ -40,9 +40,9 @@ from trainer.arguments import check_or_exit
 from trainer.errors import Interrupted
 from trainer.identity import may_change
 from trainer.interrupt import StopSignal
+from trainer.record import forget_one_run
 from trainer.run_directory import RunDirectory, read_lines
 from trainer.run_queue import FAILED, FINISHED, POLL_S, Job, Outcome, run_all
-from trainer.trackers import forget_one_run
 
 #: The committed results.
 RESULTS = Path("results")

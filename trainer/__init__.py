@@ -7,10 +7,10 @@ optimizer       AdamW, Muon and the learning rate; evaluate: validation
 distributed     ranks; parallel: a model on several devices
 checkpoint      seal and safe_load: what makes one complete, and safe to read
 run_directory   what a run leaves on disk, and whether it may go on there
-record          metrics, progress bar and log; trackers: W&B, TensorBoard; plot: pictures
+record          metrics, progress bar, log, W&B, TensorBoard; plot: pictures
 export          weights for Hugging Face with their card
 divergence      NaN and Inf end a run; spikes: outliers; probe: error of INT8 attention; profiling
-estimate        memory, time and disk of a run, and the table of plan=true; machine: what there is here, code included
+estimate        memory, time and disk of a run, the table of plan=true; machine: what there is here, code too
 launch          the ranks of a run on this machine; interrupt: stopping them
 sweep           the runs of a sweep; run_queue: commands in parallel, each with its GPUs
 """

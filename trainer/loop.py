@@ -33,12 +33,11 @@ from trainer.machine import peak_memory_gib, peak_tflops
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, Probe, build_probe
 from trainer.profiling import start_profiler
-from trainer.record import Record, Stopwatch, log_to, warn_of_holes
+from trainer.record import Record, Stopwatch, TensorBoard, log_to, start_wandb, warn_of_holes
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.seal import checkpoints_in
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, log_spike
-from trainer.trackers import derived, start_tensorboard, start_wandb
 
 log = logging.getLogger(__name__)
 
@@ -458,27 +457,24 @@ class Trainer:
         return folder
 
     def _start_record(self, wandb_id: str | None) -> Record:
-        wandb_run = start_wandb(
-            self.settings.logger,
-            folder=self.directory.path,
-            config={
-                **identity.recorded(self.settings),
-                "derived": {
-                    **derived(self.settings, self.sizes, self.ranks.count),
-                    "attention": self.backend.description,  # the kernel that was chosen
-                },
-            },
-            run_id=wandb_id,
-        )
+        settings, sizes, folder = self.settings, self.sizes, self.directory.path
+        derived = {
+            "parameters": model.config.parameter_count(settings.model),
+            "steps": sizes.steps,
+            "tokens_per_step": sizes.tokens_per_step,
+            "total_tokens": sizes.steps * sizes.tokens_per_step,
+            "devices": self.ranks.count,
+            "attention": self.backend.description,  # the kernel that was chosen
+        }
+        config = {**identity.recorded(settings), "derived": derived}
+        with_tensorboard = settings.logger.tensorboard
         return Record(
             self.directory.metrics,
-            wandb_run,
-            steps=self.sizes.steps,
+            wandb=start_wandb(settings.logger, folder=folder, config=config, run_id=wandb_id),
+            tensorboard=TensorBoard(folder / "tensorboard", self.step) if with_tensorboard else None,
+            steps=sizes.steps,
             first_step=self.step,
-            name=self.directory.path.name,
-            tensorboard=start_tensorboard(
-                self.settings.logger, folder=self.directory.path, first_step=self.step
-            ),
+            name=folder.name,
         )
 
     # ------------------------------------------------------------------ small things

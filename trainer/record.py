@@ -1,10 +1,12 @@
 """What a run writes about itself while it trains: metrics.jsonl, progress bar, log; W&B and TensorBoard."""
 
 import errno
+import importlib.util
 import json
 import logging
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +18,19 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from data.files import write_text
 from trainer import interrupt
 from trainer.errors import TrainingError, explain, first
+from trainer.machine import find_commit
 from trainer.redaction import RedactingFormatter, redact
-from trainer.run_directory import read_metrics
+from trainer.run_directory import RunDirectory, read_metrics
+from trainer.settings import LoggerSettings
 
 log = logging.getLogger(__name__)
+
+PROJECT = "sagebwd"
+#: Seconds after which W&B is given up at the start and the end. Without a network it would wait for longer.
+TIMEOUTS = {"init_timeout": 20, "finish_timeout": 120}
 
 
 class Record:
@@ -30,18 +39,18 @@ class Record:
     def __init__(
         self,
         metrics: Path,
-        wandb_run: Any | None,
         *,
+        wandb: "WandbRun | None" = None,
+        tensorboard: "TensorBoard | None" = None,
         steps: int,
         first_step: int,
         name: str,
-        tensorboard: Any | None = None,
     ):
         self._path = metrics
         self.logged = len(set(logged_steps(metrics)))  # how many steps metrics.jsonl has the loss of
         self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; line-buffered
-        self._wandb = wandb_run
-        loggers = {"W&B": wandb_run, "TensorBoard": tensorboard}
+        self._wandb = wandb
+        loggers = {"W&B": wandb, "TensorBoard": tensorboard}
         self._loggers = {name: logger for name, logger in loggers.items() if logger is not None}
         self._bar = tqdm(
             total=steps,
@@ -205,3 +214,160 @@ class Stopwatch:
         if running:
             self.start()
         return elapsed
+
+
+# ---------------------------------------------------------------------- W&B and TensorBoard
+
+
+class WandbRun:
+    """A W&B run as a logger: tokens are the x-axis, samples a table."""
+
+    def __init__(self, run: Any, metrics: Path):
+        self._run = run
+        self.id: str = run.id
+        records = read_metrics(metrics) if metrics.exists() else []  # of before this start
+        self._samples = [
+            [one["step"], one.get("tokens"), one["sample"]] for one in records if one.get("sample")
+        ]
+        run.define_metric("tokens")
+        run.define_metric("*", step_metric="tokens")
+
+    @property
+    def summary(self) -> Any:
+        return self._run.summary
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        if "sample" in values:
+            self._samples.append([step, values.get("tokens"), values["sample"]])
+            import wandb
+
+            # Anew each time: a table that was logged does not change any more.
+            table = wandb.Table(columns=["step", "tokens", "text"], data=list(self._samples))
+            values = {**values, "sample": table}
+        self._run.log(values, step=step)
+
+    def alert(self, title: str, text: str) -> None:
+        self._run.alert(title=title, text=text)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+def start_wandb(
+    settings: LoggerSettings,
+    *,
+    folder: Path,
+    config: dict[str, Any],
+    run_id: str | None,
+) -> WandbRun | None:
+    """A W&B run, continued if the run had one; None when it is off, or "auto" and not installed.
+
+    "auto" obeys WANDB_MODE; without it, it logs online when an API key is configured and offline otherwise.
+    If the service cannot be reached the run is logged offline, and can be uploaded later with `wandb sync`.
+    The other WANDB_* variables hold where the settings leave a value out.
+
+    run_id: the run's id in its checkpoint. Without one, the id is that of the run directory, which gets it
+    before W&B starts.
+    """
+    mode = os.environ.get("WANDB_MODE", "auto") if settings.wandb == "auto" else settings.wandb
+    if mode in ("off", "disabled"):
+        return None
+    if importlib.util.find_spec("wandb") is None:
+        if settings.wandb != "auto":
+            log.warning("logger.wandb=%s, but wandb is not installed: pip install wandb", settings.wandb)
+        return None
+    import wandb  # slow to import, and optional
+
+    if mode == "auto":
+        mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
+    arguments = _arguments(settings, folder)
+    run_id = run_id or os.environ.get("WANDB_RUN_ID") or _id_of(folder)
+    for attempt in dict.fromkeys((mode, "offline")):
+        try:
+            run = wandb.init(
+                **arguments,
+                id=run_id,
+                config=redact(config),
+                mode=attempt,
+                settings=wandb.Settings(**_client_settings(wandb)),
+            )
+        except Exception as error:  # its own, its service's: none of them may end a training run
+            log.warning("W&B (%s): %s", attempt, error)
+            wandb.teardown(exit_code=1)  # its service would say that the id is in use
+        else:
+            if run.offline:  # W&B itself is silent, because it would write into the progress bar
+                log.info("W&B is offline; to upload this run later: wandb sync %s", Path(run.dir).parent)
+            else:
+                log.info("W&B: %s", run.url)
+            return WandbRun(run, RunDirectory(folder).metrics)
+    return None
+
+
+def _arguments(settings: LoggerSettings, folder: Path) -> dict[str, Any]:
+    """Names and places. A setting that is given wins, then W&B's variable, then our default."""
+    environ = os.environ
+    given = [tag.strip() for tag in environ.get("WANDB_TAGS", "").split(",")]
+    return {
+        "project": settings.project or environ.get("WANDB_PROJECT") or PROJECT,
+        "entity": settings.entity or environ.get("WANDB_ENTITY"),
+        "group": settings.group or environ.get("WANDB_RUN_GROUP"),
+        "tags": [*dict.fromkeys(filter(None, (*settings.tags, *given)))] or None,
+        "name": environ.get("WANDB_NAME") or folder.name,
+        "dir": environ.get("WANDB_DIR") or folder,
+        "resume": environ.get("WANDB_RESUME") or "allow",
+    }
+
+
+def _client_settings(wandb: Any) -> dict[str, Any]:
+    """Settings of W&B's client: those of its variables win, except that the git remote names a user."""
+    defaults = {"console": "off", "silent": True, **TIMEOUTS}
+    known = wandb.Settings.model_fields
+    chosen = {
+        key: value
+        for key, value in defaults.items()
+        if key in known and f"WANDB_{key.upper()}" not in os.environ  # older versions have fewer
+    }
+    return {**chosen, "disable_git": True, "git_commit": find_commit()}
+
+
+def _id_of(folder: Path) -> str:
+    """The id of the run in this folder. It is stored before W&B starts, so that a killed run keeps it."""
+    file = RunDirectory(folder).wandb_id
+    if not file.exists() or not file.read_text().strip():
+        write_text(file, f"{secrets.token_hex(4)}\n")
+    return file.read_text().strip()
+
+
+def forget_one_run(planned: int) -> None:
+    """Drop W&B's variables that name one run, where several are planned: all would write into that one."""
+    for variable in ("WANDB_RUN_ID", "WANDB_NAME"):
+        if planned > 1 and os.environ.pop(variable, None):
+            interrupt.say(f"{variable} is ignored: it names one run, and {planned} are planned")
+
+
+class TensorBoard:
+    """Event files of one start of a run. The x-axis is the step, and `tokens` one of the curves."""
+
+    def __init__(self, folder: Path, first_step: int):
+        """Raises TrainingError if tensorboard is not installed.
+
+        first_step: steps done before this start. Later ones of an earlier start are hidden: they run again.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
+        except ImportError as error:
+            raise TrainingError(
+                "logger.tensorboard=true needs the package tensorboard: pip install -e "
+                "'.[train,tensorboard]' -c constraints.txt, or leave the setting out"
+            ) from error
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        for key, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(key, value, step)
+            elif isinstance(value, int | float):
+                self._writer.add_scalar(key, value, step)
+
+    def finish(self) -> None:
+        self._writer.close()

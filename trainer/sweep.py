@@ -37,10 +37,10 @@ from trainer.checks import check
 from trainer.errors import SettingsError
 from trainer.estimate import describe
 from trainer.interrupt import exit_on_signals, say
+from trainer.record import forget_one_run
 from trainer.run_directory import default_name, name_directory
 from trainer.run_queue import FINISHED, INTERRUPTED, Job, Outcome, run_all
 from trainer.settings import Settings
-from trainer.trackers import forget_one_run
 
 # ---------------------------------------------------------------------- before and after
 

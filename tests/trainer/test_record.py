@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from trainer.errors import TrainingError
-from trainer.record import Record, Stopwatch, logged_steps, warn_of_holes
-from trainer.settings import LoggerSettings
-from trainer.trackers import start_tensorboard
+from trainer.record import Record, Stopwatch, TensorBoard, logged_steps, warn_of_holes
 
 
 def make_record(folder, wandb_run, tensorboard=None):
-    arguments = {"steps": 3, "first_step": 0, "name": "name", "tensorboard": tensorboard}
-    return Record(folder / "metrics.jsonl", wandb_run, **arguments)
+    loggers = {"wandb": wandb_run, "tensorboard": tensorboard}
+    return Record(folder / "metrics.jsonl", **loggers, steps=3, first_step=0, name="name")
 
 
 def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
@@ -145,12 +143,11 @@ def _installed(monkeypatch):
 
 
 def start(tmp_path, first_step=0):
-    return start_tensorboard(LoggerSettings("off", tensorboard=True), folder=tmp_path, first_step=first_step)
+    return TensorBoard(tmp_path / "tensorboard", first_step)
 
 
 @pytest.mark.usefixtures("_installed")
 def test_records_reach_tensorboard_without_what_is_not_a_number(tmp_path):
-    assert start_tensorboard(LoggerSettings("off"), folder=tmp_path, first_step=0) is None
     logger = start(tmp_path)
     record = make_record(tmp_path, None, logger)
     record.write({"step": 2, "tokens": 20, "loss": 2.5, "mfu": None, "grad_norm": float("nan")})

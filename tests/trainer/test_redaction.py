@@ -10,10 +10,9 @@ import pytest
 import wandb
 
 from tests import warm
-from trainer.record import Record, log_to
+from trainer.record import Record, log_to, start_wandb
 from trainer.redaction import redact
 from trainer.settings import LoggerSettings
-from trainer.trackers import start_wandb
 
 SECRET = "s3cret-value-123"
 
@@ -113,7 +112,7 @@ def test_wandb_gets_no_secret(monkeypatch, tmp_path):
         def finish(self):
             pass
 
-    record = Record(tmp_path / "metrics.jsonl", Run(), steps=1, first_step=0, name="run")
+    record = Record(tmp_path / "metrics.jsonl", wandb=Run(), steps=1, first_step=0, name="run")
     record.write({"step": 1, "loss": 2.0, "sample": f"The {SECRET}"})
     record.close()
     assert given["logged"] == {"loss": 2.0, "sample": "The <redacted: MY_API_KEY>"}
