@@ -16,9 +16,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from sagebwd.kernels.cuda.compile import use_private_caches
-from trainer import arguments, distributed, launch, settings, sweep
+from trainer import distributed, launch, settings, sweep
 from trainer.checks import check
-from trainer.errors import Interrupted, SettingsError, TrainingError
+from trainer.errors import Interrupted, TrainingError
 from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, name_directory
 from trainer.settings import Settings
@@ -47,14 +47,12 @@ def run(run_settings: Settings) -> None:
     Raises TrainingError for what the user can fix, and Interrupted when asked to stop.
     """
     torchrun = distributed.under_torchrun()
-    if torchrun and _in_sweep():
-        raise SettingsError("a sweep starts its own processes: use hardware.devices=N instead of torchrun")
     processes = int(os.environ["WORLD_SIZE"]) if torchrun else run_settings.hardware.devices
     if run_settings.plan:
         if int(os.environ.get("RANK", 0)) == 0:
             print(describe(run_settings, processes))
         return
-    name_directory(run_settings, arguments.unresolved(HydraConfig.get().overrides.task))
+    name_directory(run_settings, settings.unresolved(HydraConfig.get().overrides.task))
     check(run_settings, processes)
     # Under torchrun a rank that has another answer would wait forever, so train() asks for all of them.
     if not torchrun and RunDirectory(Path(run_settings.run_dir)).is_finished_with(run_settings):
@@ -65,7 +63,7 @@ def run(run_settings: Settings) -> None:
 
     if torchrun or (processes == 1 and not _in_sweep()):
         if torchrun:
-            interrupt.watch_parent(os.getppid())  # launch.start does it for the processes that it starts
+            interrupt.watch_parent(os.getppid())  # launch does it for the processes that it starts
         train(run_settings)
     else:  # the runs of a sweep get processes of their own, so that none can affect the next
         launch.start(train, run_settings, processes=processes)
@@ -80,6 +78,6 @@ if __name__ == "__main__":
     use_private_caches()
     settings.register()
     sweep.register()
-    arguments.check_or_exit(sys.argv[1:], CONFIGS)
+    settings.check_or_exit(sys.argv[1:], CONFIGS)
     with interrupt.surviving_closed():
         main()

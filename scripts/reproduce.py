@@ -36,13 +36,13 @@ from data.command_line import override
 from scripts.command_line import command_parser, positive_int
 from scripts.paper.experiments import SCALES, Item, Run, duration_in_words, find, items, total_cost
 from scripts.runs import is_settled
-from trainer.arguments import check_or_exit
 from trainer.errors import Interrupted
 from trainer.identity import may_change
 from trainer.interrupt import StopSignal
+from trainer.launch import FAILED, FINISHED, POLL_S, Job, Outcome, run_all
 from trainer.record import forget_one_run
 from trainer.run_directory import RunDirectory, read_lines
-from trainer.run_queue import FAILED, FINISHED, POLL_S, Job, Outcome, run_all
+from trainer.settings import check_or_exit
 
 #: The committed results.
 RESULTS = Path("results")

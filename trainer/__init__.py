@@ -1,8 +1,8 @@
 """The training loop and what it needs.
 
 loop            read this first: a run from its settings to its weights; build: what it is made of
-settings        every setting, with its type; identity: which of them make a run what it is
-arguments       the command line of train.py; checks: settings against each other
+settings        every setting, with its type; the command line; identity: which settings make a run what it is
+checks          settings against each other
 optimizer       AdamW, Muon and the learning rate; evaluate: validation
 distributed     ranks; parallel: a model on several devices
 checkpoint      seal and safe_load: what makes one complete, and safe to read
@@ -11,8 +11,8 @@ record          metrics, progress bar, log, W&B, TensorBoard; plot: pictures
 export          weights for Hugging Face with their card
 divergence      NaN and Inf end a run; spikes: outliers; probe: error of INT8 attention; profiling
 estimate        memory, time and disk of a run, the table of plan=true; machine: what there is here, code too
-launch          the ranks of a run on this machine; interrupt: stopping them
-sweep           the runs of a sweep; run_queue: commands in parallel, each with its GPUs
+launch          ranks of a run, or commands in parallel, on this machine; interrupt: stopping them
+sweep           the runs of a sweep
 """
 
 import os

@@ -8,9 +8,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from trainer.errors import Interrupted
@@ -47,7 +47,6 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
-        self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self._previous = {
             number: signal.signal(number, self._handle) for number in self.SIGNALS if number not in ignored
         }
@@ -74,7 +73,6 @@ class StopRequest:
             self._at_once = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._let_go_of_closed_terminals()
         self._remember(number)
 
     def _remember(self, number: int) -> None:
@@ -84,12 +82,6 @@ class StopRequest:
             self._at_once = False  # the next signal must not interrupt the cleaning up
             # Not Interrupted: code that handles every Exception would go on with its work.
             raise KeyboardInterrupt
-
-    def _let_go_of_closed_terminals(self) -> None:
-        """Printing to a terminal that is gone would raise an error before the run has saved."""
-        for stream in self._terminals:
-            if not os.isatty(stream):
-                discard(stream)
 
 
 class ForwardedStop(StopRequest):
@@ -124,12 +116,7 @@ def hide_tracebacks() -> None:
     Python then ends as by SIGINT, 130 in a shell.
     """
     previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
-            previous(kind, error, traceback)
-
-    sys.excepthook = hook
+    sys.excepthook = lambda kind, *error: issubclass(kind, KeyboardInterrupt) or previous(kind, *error)
 
 
 def exit_on_signals() -> None:
@@ -143,23 +130,18 @@ def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-def end_with_parent() -> None:
-    """From now on this process is killed when the one that started it ends, however that ends.
-
-    For a process that multiprocessing started. Without its parent a rank would train on, hold the run's lock,
-    and at the end wait for ever. What it had not saved is trained again.
-    """
-    watch_parent(multiprocessing.parent_process().pid)
-
-
 def end_with_sweep() -> None:
-    """As `end_with_parent`, if a sweep started this process as a command of its own."""
+    """`watch_parent`, if a sweep started this process as a command of its own."""
     if parent := os.environ.pop(SWEEP_PID, None):
         watch_parent(int(parent))
 
 
 def watch_parent(parent: int) -> None:
-    """Kill this process, within a second or two, when its parent is no longer the process `parent`."""
+    """Kill this process, within a second or two, when its parent is no longer the process `parent`.
+
+    Without its parent a rank would train on, hold the run's lock, and at the end wait for ever. What it had
+    not saved is trained again.
+    """
     threading.Thread(target=_kill_without, args=(parent,), name="parent", daemon=True).start()
 
 
@@ -200,26 +182,23 @@ class _Surviving:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._discard(error)
-            return len(text)
+        self._unless_closed(self._stream.write, text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._discard(error)
+        self._unless_closed(self._stream.flush)
 
-    def _discard(self, error: OSError) -> None:
-        """Print to nowhere from now on. Raises the error if it is another one, such as a full disk."""
-        if error.errno not in UNREAD:
-            raise error
-        discard(self._stream.fileno())
-        log.warning(
-            "nobody reads %s any more (%s); the run goes on without it", self._stream.name, error.strerror
-        )
+    def _unless_closed(self, call: Callable[..., Any], *arguments: str) -> None:
+        """Print to nowhere from now on if it is closed. Raises other errors, such as that of a full disk."""
+        try:
+            call(*arguments)
+        except OSError as error:
+            if error.errno not in UNREAD:
+                raise
+            discard(self._stream.fileno())
+            log.warning(
+                "nobody reads %s any more (%s); the run goes on without it", self._stream.name, error.strerror
+            )
 
 
 def say(text: str) -> None:

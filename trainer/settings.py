@@ -1,15 +1,20 @@
 """Every setting of a run, typed. Hydra fills these dataclasses from configs/ and the command line.
 
 This file has the types, and marks what may change when a run is resumed. configs/ has the values, and marks
-which of them the paper publishes and which are choices.
+which of them the paper publishes and which are choices. Unknown settings and options on the command line are
+answered with the nearest known ones.
 """
 
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from hydra.core.plugins import Plugins
+from omegaconf import MISSING, ListConfig, OmegaConf
 
+from data import command_line
 from data.settings import DataSettings, allow_names
 from model import backends
 from model.config import LlamaConfig
@@ -191,3 +196,34 @@ def register() -> None:
     OmegaConf.set_struct(schema.attention, False)
     allow_names(schema)
     ConfigStore.instance().store(name="settings_schema", node=schema)
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def unresolved(overrides: ListConfig) -> list[str]:
+    """Overrides as they were typed: ${oc.env:KEY} stays, so that no secret gets into a name or a message."""
+    return OmegaConf.to_container(overrides, resolve=False)
+
+
+def check_or_exit(arguments: list[str], configs: Path) -> None:
+    """End the program with a message if an argument `name=value` has an unknown setting, group or option."""
+    groups = {folder.name: command_line.options_in(folder) for folder in configs.iterdir() if folder.is_dir()}
+    del groups["paper"]  # the experiments of scripts.reproduce
+    parsed = command_line.check_or_exit(
+        arguments, Settings, groups, program="python train.py", further=attention_settings()
+    )
+    for override in parsed:
+        if override.key_or_group == "hydra/launcher" and not command_line.has_search_path(parsed):
+            Plugins.instance()  # installed launchers add themselves to the store
+            installed = {name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")}
+            if "submitit_slurm" not in installed and "slurm" in command_line.chosen_options(override):
+                sys.exit(f"{override.input_line} needs hydra-submitit-launcher: pip install -e '.[slurm]'")
+            own = command_line.options_in(configs / "hydra" / "launcher")
+            command_line.check_option_or_exit(override, sorted({*installed, *own}))
+
+
+def attention_settings() -> set[str]:
+    """Dotted names of the settings of all attentions."""
+    kinds = map(backends.settings_of, backends.available())
+    return {"attention.backend", *(f"attention.{name}" for kind in kinds for name in kind.names())}

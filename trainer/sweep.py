@@ -9,6 +9,7 @@ import atexit
 import copy
 import io
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,15 +33,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from trainer import distributed
-from trainer.arguments import command_of, unresolved
 from trainer.checks import check
 from trainer.errors import SettingsError
 from trainer.estimate import describe
 from trainer.interrupt import exit_on_signals, say
+from trainer.launch import FINISHED, INTERRUPTED, Job, Outcome, run_all
 from trainer.record import forget_one_run
 from trainer.run_directory import default_name, name_directory
-from trainer.run_queue import FINISHED, INTERRUPTED, Job, Outcome, run_all
-from trainer.settings import Settings
+from trainer.settings import Settings, unresolved
 
 # ---------------------------------------------------------------------- before and after
 
@@ -59,6 +59,8 @@ class SweepSummary(Callback):
         self._ended: list[JobReturn] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if distributed.under_torchrun():
+            sys.exit("a sweep starts its own processes: use hardware.devices=N, not torchrun")
         runs = runs_of(config)
         refuse_what_cannot_be_trained(config, runs)
         self._planned = len(runs)
@@ -104,6 +106,11 @@ def _error(job: JobReturn) -> str:
             return str(job.return_value)
     except Exception as error:
         return str(error).replace("\n", "\n  ")
+
+
+def command_of(overrides: Sequence[str]) -> str:
+    """The command that trains a run with these overrides."""
+    return shlex.join(["python", "train.py", *overrides])
 
 
 def runs_of(config: DictConfig) -> list[list[str]]:
@@ -188,10 +195,6 @@ class LocalGpus(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs; their results. If a signal asks to stop, exits when the running ones have saved."""
-        if distributed.under_torchrun():
-            raise CompactHydraException(
-                "a sweep starts its own processes: use hardware.devices=N, not torchrun"
-            )
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         gpus = visible_gpus()

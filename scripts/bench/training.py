@@ -46,8 +46,8 @@ from data.command_line import override
 from scripts.bench.measuring import describe_run, origin_of
 from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.output import SCRATCH, align, number, with_ending, write_tables
+from trainer.launch import FINISHED, Job, Outcome, run_all
 from trainer.run_directory import RunDirectory, read_metrics
-from trainer.run_queue import FINISHED, Job, Outcome, run_all
 
 PROGRAM = "python -m scripts.bench.training"
 ROOT = Path(__file__).parents[2]

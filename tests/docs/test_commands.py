@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from data import prepare
 from tests.docs import pages
 from tests.docs.pages import CURRENT, ROOT
-from trainer import arguments, settings
+from trainer import settings
 
 CONFIGS = ROOT / "configs"
 COMMANDS = sorted({tuple(words) for words in pages.commands()})
@@ -76,7 +76,7 @@ def check_overrides(config, words):
     """Hydra composes these settings, of a sweep each value once."""
     words = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
     if config == "train":
-        arguments.check_or_exit(words, CONFIGS)
+        settings.check_or_exit(words, CONFIGS)
         settings.register()
     else:
         prepare.register()

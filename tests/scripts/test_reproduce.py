@@ -21,8 +21,8 @@ from tests.cli import ROOT
 from tests.processes import wait_until
 from trainer.checks import check
 from trainer.errors import Interrupted
+from trainer.launch import FAILED, FINISHED, Outcome
 from trainer.run_directory import RunDirectory
-from trainer.run_queue import FAILED, FINISHED, Outcome
 
 
 @pytest.fixture(autouse=True)

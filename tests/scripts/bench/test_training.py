@@ -9,8 +9,8 @@ import torch
 from scripts.bench import training as bench
 from scripts.bench.training import Row
 from trainer import checks
+from trainer.launch import FINISHED, Outcome
 from trainer.run_directory import RunDirectory
-from trainer.run_queue import FINISHED, Outcome
 
 SHAPE = ["--model", "llama_debug", "--contexts", "32", "--tokens-per-micro-batch", "64"]
 SMALL = ["--device", "cpu", *SHAPE, "--steps", "2", "--warm-up", "1"]

@@ -6,9 +6,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from data.command_line import setting_hints
-from trainer.arguments import attention_settings, check_or_exit, unresolved
 from trainer.run_directory import default_name
-from trainer.settings import Settings
+from trainer.settings import Settings, attention_settings, check_or_exit, unresolved
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -1,6 +1,7 @@
 """Commands side by side: which GPUs they see, how many run at a time, how they end, what a stop does."""
 
 import os
+import pty
 import signal
 import sys
 import threading
@@ -9,7 +10,7 @@ import pytest
 
 from tests import warm
 from tests.processes import descendants, is_running, wait_until
-from trainer.run_queue import Job, run_all
+from trainer.launch import Job, run_all
 
 TIMES = "echo $CUDA_VISIBLE_DEVICES; date +%s.%N; sleep 0.4; date +%s.%N"
 
@@ -113,6 +114,31 @@ def test_a_stop_lets_the_running_ones_save_and_starts_no_more(tmp_path, capfd, n
 def signal_when_ready(jobs, number):
     wait_until(lambda: all(job.output.exists() and "ready" in job.output.read_text() for job in jobs), 20)
     os.kill(os.getpid(), number)
+
+
+def loses_its_terminal(folder):
+    """As when a connection breaks while a job runs: what it prints to is gone, and SIGHUP says so."""
+    screen, terminal = pty.openpty()
+    for stream in (1, 2):
+        os.dup2(terminal, stream)
+    os.close(terminal)
+    one = job(folder, "one", 'trap "echo saved; exit 143" TERM; echo ready; while true; do sleep 0.05; done')
+
+    def hang_up():
+        wait_until(lambda: one.output.exists() and "ready" in one.output.read_text(), 20)
+        os.close(screen)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    threading.Thread(target=hang_up, daemon=True).start()
+    run([one])
+
+
+def test_the_running_ones_save_when_the_terminal_is_gone(tmp_path):
+    queue = warm.SERVER.Process(target=loses_its_terminal, args=(tmp_path,))
+    queue.start()
+    queue.join(60)
+    assert (tmp_path / "one" / "output.txt").read_text() == "ready\nsaved\n"
+    assert queue.exitcode == 0
 
 
 CHILD = """
