@@ -193,16 +193,6 @@ def common_divisors(*values: int) -> list[int]:
     return [n for n in range(1, min(values) + 1) if all(value % n == 0 for value in values)]
 
 
-def check_milestones(settings: Settings, ranks: int) -> Problems:
-    every, checkpoint_every = settings.milestone_every, settings.checkpoint_every
-    if every is not None and every % checkpoint_every:
-        multiple = -(-every // checkpoint_every) * checkpoint_every
-        yield (
-            f"milestone_every={every} must be a multiple of checkpoint_every={checkpoint_every}, or most "
-            f"milestones are never saved; use milestone_every={multiple}"
-        )
-
-
 def check_probe(settings: Settings, ranks: int) -> Problems:
     layers, last = settings.probe.layers, settings.model.n_layers - 1
     if layers is not None and not (layers and all(0 <= layer <= last for layer in layers)):
@@ -273,7 +263,6 @@ def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
 CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_text,
     check_muon,
-    check_milestones,
     check_hardware,
     check_context,
     check_context_parallel,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from trainer import parallel
 from trainer.distributed import CONTINUES, Ranks
 from trainer.errors import TrainingError, first
 from trainer.run_directory import RunDirectory
@@ -51,7 +50,8 @@ class Guard:
         values: those of the step, for the message. A step is not skipped if the weights are not finite: every
         later one would have to be skipped, too.
         """
-        gradients = parallel.not_finite_gradients(self.model, self.ranks)
+        named = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients = names_not_finite(named, self.ranks)
         state = not_finite(self.model, self.optimizer, self.ranks)
         diagnosis = (
             f"step {step} is not finite: {values}.\n"
@@ -118,12 +118,17 @@ def not_finite(model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks:
 
     If there are none it reads every number once, in a few kernels, and waits for the device once.
     """
-    tensors = {name: _local(tensor) for name, tensor in _named(model, optimizer).items()}
+    tensors = _named(model, optimizer)
     # The largest magnitude, unlike the sum of squares, is finite if all numbers are.
-    largest = get_total_norm([tensor for tensor in tensors.values() if tensor.numel()], math.inf)
-    if not _on_any_rank([~largest.isfinite()], ranks)[0]:
-        return []
-    bad = _on_any_rank([~tensor.isfinite().all() for tensor in tensors.values()], ranks)
+    local = map(_local, tensors.values())
+    largest = get_total_norm([tensor for tensor in local if tensor.numel()], math.inf)
+    return names_not_finite(tensors, ranks) if names_not_finite({"": largest}, ranks) else []
+
+
+def names_not_finite(tensors: dict[str, Tensor], ranks: Ranks) -> list[str]:
+    """Names of the tensors that have a NaN or Inf on any rank."""
+    flags = torch.stack([(~_local(tensor).isfinite().all()).int() for tensor in tensors.values()])
+    bad = ranks.maximum(flags.to(ranks.device)).tolist()
     return [name for name, is_bad in zip(tensors, bad, strict=True) if is_bad]
 
 
@@ -145,7 +150,3 @@ def _checksum(weights: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _on_any_rank(flags: list[Tensor], ranks: Ranks) -> list[bool]:
-    return [bool(flag) for flag in ranks.maximum(torch.stack(flags).int().to(ranks.device)).tolist()]

@@ -32,10 +32,9 @@ from trainer.interrupt import StopRequest
 from trainer.machine import peak_memory_gib, peak_tflops
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, Probe, build_probe
-from trainer.profiling import start_profiler
+from trainer.profiling import StepProfiler
 from trainer.record import Record, Stopwatch, TensorBoard, log_to, start_wandb, warn_of_holes
 from trainer.run_directory import RunDirectory, read_metrics
-from trainer.seal import checkpoints_in
 from trainer.settings import Settings
 from trainer.spikes import SpikeDetector, log_spike
 
@@ -113,7 +112,7 @@ class Trainer:
     def __init__(self, settings: Settings, directory: RunDirectory, ranks: Ranks, stop: StopRequest):
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
         self.sizes = sizes_of(settings, ranks.count)
-        starts_from = self._find_init_from()
+        starts_from = build.find_init_from(settings, directory)
         self.corpus = build.open_text(settings, ranks, stop)
         self.prompt = build.encode_prompt(settings, self.corpus.tokenizer)
         self.loader = build.make_loader(settings, self.sizes, self.corpus, ranks)
@@ -150,7 +149,8 @@ class Trainer:
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.record = self._start_record(restored.get("wandb_id")) if ranks.is_main else None
-        self.profiler = start_profiler(settings.profile, directory.profile, ranks)
+        profile = settings.profile
+        self.profiler = StepProfiler(profile, directory.profile, ranks) if profile.steps else None
 
     # ------------------------------------------------------------------ the run
 
@@ -182,7 +182,9 @@ class Trainer:
                 if self.profiler and self.profiler.advance():
                     with self._off_the_clock():
                         self.profiler.write(self.step)
-                if self.step % settings.checkpoint_every == 0 or last:
+                # The last step of the run is a multiple of its length.
+                saves = (settings.checkpoint_every, settings.milestone_every or sizes.steps, sizes.steps)
+                if any(self.step % every == 0 for every in saves):
                     with self._off_the_clock():
                         self._save()
                 elif self.step % COMPARE_EVERY == 0:
@@ -433,28 +435,6 @@ class Trainer:
         return spike is not None and skip
 
     # ------------------------------------------------------------------ building
-
-    def _find_init_from(self) -> str | None:
-        """The folder of weights to start from, if one is set and there is no checkpoint yet."""
-        folder = self.settings.init_from
-        if folder is None or checkpoints_in(self.directory.checkpoints):
-            return None
-        try:
-            weights = Path(folder).absolute()
-            if (run := RunDirectory(weights.parent)).weights == weights:
-                run.check(weights)
-            stored = model.huggingface.read_config(folder)
-        except (OSError, ValueError) as error:
-            why = explain(error) if isinstance(error, OSError) else error
-            raise TrainingError(
-                f"init_from={folder}: {why}; give the weights/ folder of a finished run, or a model in the "
-                "Hugging Face layout"
-            ) from error
-        if wrong := model.config.differences(stored, self.settings.model):
-            use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
-            here = ", ".join(f"{name}={ours}" for name, _, ours in wrong)
-            raise TrainingError(f"init_from={folder} holds a model of another shape; use {use} (here {here})")
-        return folder
 
     def _start_record(self, wandb_id: str | None) -> Record:
         settings, sizes, folder = self.settings, self.sizes, self.directory.path

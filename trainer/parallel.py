@@ -226,14 +226,6 @@ def clip_gradients(model: nn.Module, largest: float) -> Tensor:
     return norm
 
 
-def not_finite_gradients(model: nn.Module, ranks: Ranks) -> list[str]:
-    """Names of the parameters whose gradient has a NaN or Inf on any rank. All ranks must call it."""
-    named = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for _, grad in named]
-    bad = ranks.maximum(torch.stack([(~grad.isfinite().all()).int() for grad in local]))
-    return [name for (name, _), is_bad in zip(named, bad.tolist(), strict=True) if is_bad]
-
-
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """All weights, unsharded and on the CPU, on the main rank; nothing on the others. All ranks must call it.
 

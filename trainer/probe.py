@@ -87,10 +87,6 @@ class Probe:
         else:
             self.backend = backends.build_first(backend.probe_instead, **where, **heads)
 
-    def leave_out_full_precision(self) -> None:
-        """Measure the backend only."""
-        self.attend_fpa = None
-
     def measure(
         self,
         inputs: Tensor,
@@ -148,7 +144,7 @@ def build_probe(
         measure_layer(sample, probe.backend.attend, probe.attend_fpa)
     except Exception as error:
         log.warning("the probe leaves out full-precision attention, which does not run here: %s", error)
-        probe.leave_out_full_precision()
+        probe.attend_fpa = None
     return probe
 
 

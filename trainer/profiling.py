@@ -67,8 +67,3 @@ class StepProfiler:
             with suppress(RuntimeError):  # of a GPU that failed, for example, which is reported elsewhere
                 self._profiler.stop()
             self._profiler = None
-
-
-def start_profiler(settings: ProfileSettings, folder: Path, ranks: Ranks) -> StepProfiler | None:
-    """A profiler that waits for its steps, or None if the settings ask for none."""
-    return StepProfiler(settings, folder, ranks) if settings.steps else None

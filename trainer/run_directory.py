@@ -1,7 +1,6 @@
 """What a run leaves on disk: settings, environment, metrics, checkpoints, weights, and DONE or DIVERGED."""
 
 import fcntl
-import functools
 import json
 import logging
 import os
@@ -253,9 +252,6 @@ class RunDirectory:
         """
         if not self.is_finished:
             return
-        if not self._done.stat().st_size:
-            _say_unverified()
-            return
         try:
             files = seal.read_file(self._done)["files"]
             within = [path.relative_to(self.path) for path in results or (self.path,)]
@@ -312,11 +308,6 @@ class RunDirectory:
             self._done,
         ):
             path.unlink(missing_ok=True)
-
-
-@functools.cache
-def _say_unverified() -> None:
-    log.warning("DONE of an older run has no checksums: the results of such runs are taken as they are")
 
 
 def _remove(folder: Path) -> None:

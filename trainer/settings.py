@@ -159,7 +159,7 @@ class Settings:
     # Write while training goes on; needs CPU memory for a copy of the state.
     checkpoint_background: bool = changeable(True)
     keep_checkpoints: int = changeable()  # newest checkpoints kept
-    # Checkpoints whose step is a multiple are kept permanently; null: none.
+    # Also steps between checkpoints, which are kept permanently; null: none.
     milestone_every: int | None = changeable(None)
     skip_nonfinite: bool = changeable(False)  # drop a step whose loss or gradient is not finite, do not stop
 

@@ -95,6 +95,12 @@ def spoiling(step, where, value=float("nan")):
 SHORT = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
 
 
+def test_milestones_are_saved_and_stay_whatever_the_other_checkpoints(train_here, tmp_path):
+    saving = ("steps=7", "checkpoint_every=5", "milestone_every=2", "keep_checkpoints=1")
+    train_here(tmp_path, *SHORT, *saving)
+    assert sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()) == [2, 4, 6, 7]
+
+
 @pytest.mark.parametrize("where", ["weights", "moments"])
 def test_a_run_whose_last_step_spoils_its_state_is_not_finished(train_here, tmp_path, monkeypatch, where):
     monkeypatch.setattr(loop, "build_optimizer", spoiling(4, where, float("inf")))
@@ -196,7 +202,7 @@ def test_a_step_waits_for_the_device_once(train_here, tmp_path, monkeypatch):
     train_here(tmp_path / "run", *overrides, "checkpoint_background=true")
     assert waits.pop("_exchange") == 6
     assert waits.pop("validation_loss") == 1
-    assert waits.pop("_on_any_rank") == 3  # whether a checkpoint is finite; copying it waits anyway
+    assert waits.pop("names_not_finite") == 3  # whether a checkpoint is finite; copying it waits anyway
     assert not waits
 
 

@@ -80,11 +80,8 @@ def test_with_cuda_graphs_gradients_stay_where_they_are(compose_settings):
         assert not any(map(torch.any, gradients))
 
 
-def test_clipping_returns_the_norm_before_and_names_what_is_not_finite():
+def test_clipping_returns_the_norm_before():
     model = torch.nn.Linear(3, 2)
     model.weight.grad, model.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), 1.0)
     assert parallel.clip_gradients(model, 1.0).item() == pytest.approx(26**0.5)
     assert model.weight.grad.norm().item() == pytest.approx((24 / 26) ** 0.5, rel=1e-4)
-    assert parallel.not_finite_gradients(model, ALONE) == []
-    model.bias.grad[1] = float("nan")
-    assert parallel.not_finite_gradients(model, ALONE) == ["bias"]

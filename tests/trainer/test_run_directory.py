@@ -13,7 +13,7 @@ import yaml
 from data.files import write_text
 from data.settings import DataSettings
 from sagebwd import SageConfig
-from trainer import identity, run_directory, seal
+from trainer import identity, seal
 from trainer.errors import TrainingError
 from trainer.run_directory import RunDirectory, append_line, default_name, read_lines, read_metrics
 from trainer.settings import OptimizerSettings, ProbeSettings, Settings, SpikeSettings
@@ -325,17 +325,6 @@ def test_done_of_a_stranger_reads_no_file_elsewhere(tmp_path, name):
     (tmp_path / "run" / "DONE").write_text(seal.dumps({"files": {name: "6 bytes"}}))
     with pytest.raises(TrainingError, match=r"no file of this folder|File name too long"):
         directory.is_finished_with(make_settings())
-
-
-def test_runs_from_before_done_had_checksums_are_finished_and_say_so_once(tmp_path, caplog):
-    run_directory._say_unverified.cache_clear()
-    for name in "ab":
-        directory = whole(tmp_path / name)
-        (directory.path / "DONE").write_text("")
-        directory.metrics.write_text('{"step": 9}\n')
-        assert directory.is_finished_with(make_settings())
-        assert directory.records() == [{"step": 9}]
-    assert caplog.text.count("no checksums") == 1
 
 
 def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path):
