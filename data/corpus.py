@@ -41,6 +41,7 @@ class Corpus:
     manifest: Manifest  # of a mixture, one that is made from those of its sources
     validation: tuple[ValidationSet, ...]  # all; the weights sum to one
     checksums: dict[str, str]  # of the tokens of each text, by its setting
+    separator: int | None = None  # the token after each document, if batches say where documents begin
 
 
 class Opened(NamedTuple):
@@ -61,6 +62,7 @@ def open_corpus(settings: DataSettings) -> Corpus:
     recipes = recipe.read(settings)
     texts = [_open(one, settings.prepare_on_first_use_mb) for one in recipes]
     tokenizer = tokenizers.load(settings.tokenizer)
+    separator = tokenizer.end_of_text if settings.mask_documents else None
     weights = whole_weights(settings.sources) if settings.source == MIXTURE else {None: 1}
     total = sum(weights.values())
     validation = tuple(
@@ -71,10 +73,10 @@ def open_corpus(settings: DataSettings) -> Corpus:
     sources = dict(zip(weights, texts, strict=False))  # training texts come first
     first = sources[max(weights, key=weights.__getitem__)]
     if settings.source != MIXTURE:
-        return Corpus(first.train, first.val, tokenizer, first.manifest, validation, checksums)
+        return Corpus(first.train, first.val, tokenizer, first.manifest, validation, checksums, separator)
     train = Mixture(tuple(weights), tuple(weights.values()), tuple(text.train for text in sources.values()))
     manifest = _joined({name: text.manifest for name, text in sources.items()}, weights)
-    return Corpus(train, first.val, tokenizer, manifest, validation, checksums)
+    return Corpus(train, first.val, tokenizer, manifest, validation, checksums, separator)
 
 
 def _joined(manifests: dict[str, Manifest], weights: dict[str, int]) -> Manifest:

@@ -15,6 +15,7 @@ class DataSettings:
     val_path: str | None = None  # validation text in files of its own; null: split from `path`
     column: str = "text"  # parquet column or JSON key that holds the text
     tokenizer: str = "gpt2"  # gpt2, bytes, a tokenizer.json, or a folder with one
+    mask_documents: bool = False  # in a sequence with several, each attends to itself only; positions restart
     val_fraction: float = 0.0005  # validation part of the text; more of a small text, see data/sources
     # Further validation sets by name: a path, or its source, path, column, … See data/recipe.py.
     validation: dict[str, Any] = field(default_factory=dict)

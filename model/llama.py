@@ -40,9 +40,13 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", cos.float(), persistent=False)
         self.register_buffer("sin", sin.float(), persistent=False)
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the first `length` positions, (N, 1, D/2) each."""
-        return self.cos[:length], self.sin[:length]
+    def forward(self, length: int, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of `length` tokens, (N, 1, D/2) each; positions restart in each document."""
+        if cu_seqlens is None:
+            return self.cos[:length], self.sin[:length]
+        tokens = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        starts = cu_seqlens[torch.searchsorted(cu_seqlens, tokens, right=True) - 1]
+        return self.cos[tokens - starts], self.sin[tokens - starts]
 
 
 def rotary_tables(positions: int, d_head: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -89,13 +93,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (B, N, C) → (B, N, C)."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """x (B, N, C) → (B, N, C); with packed documents B is 1."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         q, k = norm_and_rotate(q, self.q_norm, cos, sin), norm_and_rotate(k, self.k_norm, cos, sin)
         # (B, N, H, D) in memory, passed as (B, H, N, D) views: no copy here, none in the kernels of SDPA.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = self.attend(q, k, v, is_causal=True, enable_gqa=self.enable_gqa)
+        documents = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        out = self.attend(q, k, v, is_causal=True, enable_gqa=self.enable_gqa, **documents)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -126,8 +131,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cu_seqlens)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -171,10 +176,14 @@ class Llama(nn.Module):
             else:
                 parameter.normal_(0.0, self.config.init_std)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """Logits, or the loss if there are targets.
 
         tokens: (B, N) int64. targets: (B, N) int64, the token that follows each; -100 is ignored.
+        cu_seqlens: (documents + 1,) int32, the boundaries of documents in the sequences laid end to end. A
+        document attends to itself only, and its positions begin at 0. None is longer than max_context.
         Returns logits (B, N, V), or the mean cross-entropy over all targets in nats, a float32 scalar.
         Raises ValueError for more tokens than max_context, or targets of another shape than tokens.
         """
@@ -184,16 +193,20 @@ class Llama(nn.Module):
                 f"targets of shape {tuple(targets.shape)} do not match tokens {tuple(tokens.shape)}; "
                 "give one target per token"
             )
-        if length > self.config.max_context:
+        if cu_seqlens is None and length > self.config.max_context:
             raise ValueError(
                 f"{length} tokens are more than the rotary tables cover; shorten the sequence or raise "
                 f"model.max_context={self.config.max_context}"
             )
         x = self.embed(tokens)
-        cos, sin = self.rotary(length)
+        if cu_seqlens is None:
+            cos, sin = self.rotary(length)
+        else:
+            x = x.flatten(0, 1).unsqueeze(0)
+            cos, sin = self.rotary(x.shape[1], cu_seqlens)
         for layer in self.layers:
-            x = layer(x, cos, sin)
-        return self.output(x, targets)
+            x = layer(x, cos, sin, cu_seqlens)
+        return self.output(x.view(*tokens.shape, -1), targets)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, N) → (B, N, C), the start of the residual stream, in its dtype."""

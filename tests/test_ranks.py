@@ -1,6 +1,7 @@
 """Runs of several ranks: they compute what one does, and end together, with the reason, when one fails."""
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -52,9 +53,16 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         cheap = ("attention=fpa", "probe.every=0", "sample_tokens=0", "eval_every=8")
         return named(f"muon/{name}", "optimizer=muon", *cheap, *overrides)
 
+    short = tmp_path.parent / f"{tmp_path.name}.jsonl"
+    short.write_text("".join(json.dumps({"text": "words " * (i % 9)}) + "\n" for i in range(900)))
+
+    def masked(name, *overrides):
+        text = ("data=jsonl", f"data.path={short}", "data.tokenizer=bytes", "data.mask_documents=true")
+        return named(f"masked/{name}", *text, *overrides, "hardware.micro_batch=2")
+
     recomputed = ("hardware.parallel=fsdp", "hardware.recompute=blocks")
     # Each of the three starts imports once; what continues another run starts from a copy of it.
-    warm.train_all(named("one"), muon("one"), ranks=1)
+    warm.train_all(named("one"), muon("one"), masked("one"), ranks=1)
     rolled_back(tmp_path / "one", tmp_path / "one_to_fsdp")
     warm.train_all(
         named("two_ddp", "hardware.parallel=ddp"),
@@ -65,17 +73,23 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         named("one_to_fsdp", "hardware.parallel=fsdp"),
         muon("two_ddp", "hardware.parallel=ddp"),
         muon("two_fsdp", "hardware.parallel=fsdp"),
+        masked("two_ddp", "hardware.parallel=ddp"),
+        masked("two_context_fsdp", "hardware.context_parallel=2", *recomputed),
         ranks=2,
     )
     rolled_back(tmp_path / "two_ddp", tmp_path / "ddp_to_one")
     rolled_back(tmp_path / "two_fsdp", tmp_path / "fsdp_to_one")
     rolled_back(tmp_path / "muon" / "two_fsdp", tmp_path / "muon" / "fsdp_to_one")
     warm.train_all(named("ddp_to_one"), named("fsdp_to_one"), muon("fsdp_to_one"), ranks=1)
-    runs = sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "muon")
+    runs = sorted(
+        path.name for path in tmp_path.iterdir() if path.is_dir() and path.name not in ("muon", "masked")
+    )
     assert len(runs) == 9
     for name in runs:
         assert_close(tmp_path / "one", tmp_path / name)
     assert_same_run(tmp_path / "two_fsdp", tmp_path / "two_recomputed")
+    for name in ("two_ddp", "two_context_fsdp"):
+        assert_close(tmp_path / "masked" / "one", tmp_path / "masked" / name)
     for name in ("two_ddp", "two_fsdp", "fsdp_to_one"):
         # Muon multiplies in bfloat16: these runs differ by up to 1.4e-5 in the loss, 1.1e-4 in the norm.
         # Orthogonalizing the halves of each matrix by themselves would differ by 3e-3.

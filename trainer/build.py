@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,6 +98,7 @@ def make_loader(settings: Settings, sizes: Sizes, corpus: Corpus, ranks: Ranks) 
             sequences=settings.train_sequences,
             rank=ranks.rank // settings.hardware.context_parallel,
             ranks=groups(settings, ranks.count),
+            separator=corpus.separator,
             pin_memory=ranks.device.type == "cuda",
         )
     needed = sizes.steps * sizes.sequences_per_step
@@ -107,13 +109,18 @@ def make_loader(settings: Settings, sizes: Sizes, corpus: Corpus, ranks: Ranks) 
 
 def attention(settings: Settings, ranks: Ranks) -> Backend:
     """The attention, with the same kernels on all ranks. Raises TrainingError if it cannot run here."""
-    shape = settings.model
     with user_facing(ValueError):
         backend = settings.attention.build(
-            device=ranks.device, dtype=dtype_of(settings), d_head=shape.d_head, is_gqa=shape.is_gqa
+            device=ranks.device, dtype=dtype_of(settings), **attention_shape(settings)
         )
     ranks.compare({"the attention": backend.description})
     return backend
+
+
+def attention_shape(settings: Settings) -> dict[str, Any]:
+    """The shape that the attentions of a run are built for."""
+    shape = {"d_head": settings.model.d_head, "is_gqa": settings.model.is_gqa}
+    return shape | ({"longest_document": settings.context} if settings.data.mask_documents else {})
 
 
 def llama(settings: Settings, sizes: Sizes, backend: Backend, ranks: Ranks) -> Llama:

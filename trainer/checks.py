@@ -141,6 +141,11 @@ def check_text(settings: Settings, ranks: int) -> Problems:
         )
 
 
+def check_documents(settings: Settings, ranks: int) -> Problems:
+    if settings.data.mask_documents and (why := settings.attention.why_no_documents()):
+        yield f"data.mask_documents=true: {why}"
+
+
 def check_hardware(settings: Settings, ranks: int) -> Problems:
     hardware = settings.hardware
     if hardware.device == "cuda" and not settings.plan:  # an estimate may be made on another machine
@@ -262,6 +267,7 @@ def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
 #: In the order in which their problems are listed.
 CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_text,
+    check_documents,
     check_muon,
     check_hardware,
     check_context,

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from data.corpus import ValidationSet
-from data.loader import evaluation_targets
+from data.loader import Batch, evaluation_targets
 from data.tokenizers import Tokenizer
 from trainer import parallel
 from trainer.distributed import Ranks
@@ -17,7 +17,7 @@ from trainer.distributed import Ranks
 @torch.no_grad()
 def validation_loss(
     model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[Batch],
     *,
     micro_batch: int,
     ranks: Ranks,
@@ -26,17 +26,18 @@ def validation_loss(
 ) -> float:
     """Mean cross-entropy per token, in nats, over the batches of all ranks.
 
-    `batches` are this rank's (inputs, targets), each (b, context) with b ≤ micro_batch. Only full batches use
-    the compiled model, which would be compiled again for any other size. in_step: every rank calls the model
-    equally often, as a sharded model requires, although some ranks have a batch less.
+    `batches` are this rank's, as `evaluation_batches` makes them. Only full batches of micro_batch sequences
+    use the compiled model, which would be compiled again for any other size. in_step: every rank calls the
+    model equally often, as a sharded model requires, although some ranks have a batch less.
     """
     total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # summed loss, tokens
     batches = list(batches)
     idle_rounds = ranks.largest(len(batches)) - len(batches) if in_step else 0
-    for inputs, targets in batches:
-        with autocast(), nullcontext() if len(inputs) == micro_batch else parallel.uncompiled():
-            loss = model(inputs.to(ranks.device), targets.to(ranks.device))
-        total += torch.stack([loss.double() * targets.numel(), total.new_tensor(targets.numel())])
+    for batch in batches:
+        sequences, tokens = len(batch[0]), batch[0].numel()
+        with autocast(), nullcontext() if sequences == micro_batch else parallel.uncompiled():
+            loss = model(*(x.to(ranks.device) for x in batch))
+        total += torch.stack([loss.double() * tokens, total.new_tensor(tokens)])
     for _ in range(idle_rounds):
         with autocast(), parallel.uncompiled():
             model(torch.zeros(1, 1, dtype=torch.int64, device=ranks.device))

@@ -214,12 +214,11 @@ class Trainer:
         set_learning_rate(self.optimizer, rate)
         parallel.expect_gradients(self.llama, settings.hardware)
         loss = torch.zeros((), device=self.ranks.device)
-        for micro_step, (inputs, targets) in enumerate(self.loader.micro_batches(self.step)):
+        for micro_step, batch in enumerate(self.loader.micro_batches(self.step)):
             last = micro_step == sizes.micro_steps - 1
-            batch = map(self._to_device, (inputs, targets))
             with parallel.gradients_exchanged(self.wrapped, last), self.sharing_tokens() as own:
                 with self._autocast():
-                    micro_loss = self.compiled(*map(own, batch)) / sizes.micro_steps
+                    micro_loss = self.compiled(*own(*map(self._to_device, batch))) / sizes.micro_steps
                 micro_loss.backward()
             loss += micro_loss.detach()
         grad_norm = parallel.clip_gradients(self.llama, settings.optimizer.grad_clip)
@@ -264,9 +263,10 @@ class Trainer:
     def _probe(self, probe: Probe) -> None:
         """Measure the attention with the current weights, on the first sequences of the step just done."""
         indices = self.loader.sequence_indices(self.step - 1)[: self.settings.probe.sequences]
-        batch = map(self._to_device, stack_sequences(self.loader.tokens, indices, self.settings.context))
+        tokens, context, separator = self.loader.tokens, self.settings.context, self.loader.separator
+        batch = map(self._to_device, stack_sequences(tokens, indices, context, separator=separator))
         with parallel.uncompiled():
-            values = probe.measure(*batch, self._autocast, is_main=self.ranks.is_main)
+            values = probe.measure(*batch, autocast=self._autocast, is_main=self.ranks.is_main)
         if self.record:
             self.record.write({"step": self.step, "tokens": self._tokens(), **values})
             for warning in self.alarm.warnings(self.step, values, probe.layers):
@@ -287,6 +287,7 @@ class Trainer:
                     micro_batch=settings.hardware.micro_batch,
                     rank=ranks.rank,
                     ranks=ranks.count,
+                    separator=self.corpus.separator,
                 ),
                 micro_batch=settings.hardware.micro_batch,
                 ranks=ranks,

@@ -124,18 +124,18 @@ def _compile_in_pieces(llama: Llama) -> None:
 
 def sharing_tokens(
     llama: Llama, hardware: HardwareSettings, ranks: Ranks
-) -> Callable[[], AbstractContextManager[Callable[[Tensor], Tensor]]]:
+) -> Callable[[], AbstractContextManager[Callable[..., tuple[Tensor, ...]]]]:
     """Make the context in which `hardware.context_parallel` neighbouring ranks share each sequence.
 
-    For a forward and backward. It yields the function that cuts (B, N) tokens or targets to this rank's part
-    of N, which the model then takes. To attend, a rank exchanges its part of the tokens for all tokens of a
-    part of the heads (Ulysses): any attention computes what it does on one device. Parts are equal, so the
-    mean of all ranks' losses is that of all tokens. Elsewhere, as in validation, the model takes whole
-    sequences.
+    For a forward and backward. It yields the function that cuts a batch's (B, N) tokens and targets to this
+    rank's part of N, or with packed documents of B · N, which the model then takes. To attend, a rank
+    exchanges its part of the tokens for all tokens of a part of the heads (Ulysses): any attention computes
+    what it does on one device. Parts are equal, so the mean of all ranks' losses is that of all tokens.
+    Elsewhere, as in validation, the model takes whole sequences.
     """
     size = hardware.context_parallel
     if size == 1:
-        return partial(nullcontext, lambda x: x)
+        return partial(nullcontext, lambda *batch: batch)
     mesh = init_device_mesh(
         ranks.device.type, (ranks.count // size, size), mesh_dim_names=("data", "context")
     )
@@ -145,14 +145,16 @@ def sharing_tokens(
     whole = [layer.attend for layer in layers]
     shared = [partial(_attend_by_heads, attend, group) for attend in whole]
 
-    def own(x: Tensor) -> Tensor:
-        return x.chunk(size, 1)[part].contiguous()
+    def own(tokens: Tensor, targets: Tensor, *cu_seqlens: Tensor) -> tuple[Tensor, ...]:
+        if cu_seqlens:
+            tokens, targets = tokens.view(1, -1), targets.view(1, -1)
+        return *(x.chunk(size, 1)[part].contiguous() for x in (tokens, targets)), *cu_seqlens
 
-    def part_of_table(length: int) -> list[Tensor]:
-        return [table.chunk(size)[part] for table in whole_table(length * size)]
+    def part_of_table(length: int, *cu_seqlens: Tensor) -> list[Tensor]:
+        return [table.chunk(size)[part] for table in whole_table(length * size, *cu_seqlens)]
 
     @contextmanager
-    def sharing() -> Iterator[Callable[[Tensor], Tensor]]:
+    def sharing() -> Iterator[Callable[..., tuple[Tensor, ...]]]:
         _set(layers, shared, llama, part_of_table)
         try:
             yield own

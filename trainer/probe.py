@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from model.llama import Llama
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
 from sagebwd.reference.exact import ExactRows
+from trainer import build
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,10 @@ ELEMENTS_AT_ONCE = 2**22  # of P (16 MiB in float32); about six such matrices ar
 
 @dataclass(frozen=True)
 class Captured:
-    """Input and output of one layer's attention: q, out, grad_out (B, H, N, D); k, v (B, G, N, D)."""
+    """Input and output of one layer's attention: q, out, grad_out (B, H, N, D); k, v (B, G, N, D).
+
+    Packed documents are one sequence: B is 1, and N counts all of their tokens.
+    """
 
     q: Tensor
     k: Tensor
@@ -47,6 +51,7 @@ class Captured:
     out: Tensor
     gains: dict[str, Tensor]  # largest magnitude of each QK-norm gain, scalars; empty without QK-norm
     grad_out: Tensor | None = None
+    documents: dict[str, Tensor] = field(default_factory=dict)  # cu_seqlens, if documents are packed
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Probe:
         dtype: torch.dtype,
     ):
         """`backend` is the run's own attention; `dtype` is that of q, k and v. Raises ValueError."""
-        heads = {"d_head": settings.model.d_head, "is_gqa": settings.model.is_gqa}
+        heads = build.attention_shape(settings)
         where = {"device": device, "dtype": dtype}
         self.llama = llama
         self.layers = chosen_layers(settings.probe.layers, len(llama.layers))
@@ -91,14 +96,15 @@ class Probe:
         self,
         inputs: Tensor,
         targets: Tensor,
-        autocast: Callable[[], AbstractContextManager],
+        cu_seqlens: Tensor | None = None,
         *,
+        autocast: Callable[[], AbstractContextManager],
         is_main: bool = True,
     ) -> dict[str, float]:
         """The measurements as flat keys, `probe/layer_0/dq_l2` and so on; none unless `is_main`.
 
-        inputs, targets: (B, N) int64. Every rank has to call this, with the same sequences, because sharded
-        parameters need all ranks for the pass through the model.
+        inputs, targets, cu_seqlens: as the model takes them. Every rank has to call this, with the same
+        sequences, because sharded parameters need all ranks for the pass through the model.
 
         Per layer: cosine similarity (`_cos`) and relative L2 error (`_l2`) of o, dq, dk and dv of the
         attention measured; `fpa_…_l2`, the same of 16-bit attention, where it runs; the RMS of the exact P,
@@ -106,7 +112,7 @@ class Probe:
         mean loss, in nats per token.
         """
         began = time.perf_counter()
-        captured = capture(self.llama, self.layers, inputs, targets, autocast)
+        captured = capture(self.llama, self.layers, inputs, targets, cu_seqlens, autocast=autocast)
         if not is_main:
             return {}
         values = {
@@ -158,11 +164,13 @@ def capture(
     layers: Sequence[int],
     inputs: Tensor,
     targets: Tensor,
+    cu_seqlens: Tensor | None = None,
+    *,
     autocast: Callable[[], AbstractContextManager],
 ) -> dict[int, Captured]:
     """One pass through the model: input, output and output gradient of the attention of each layer."""
     with _capturing(llama, layers) as seen, torch.enable_grad(), autocast():
-        loss = llama(inputs, targets) * len(inputs)  # the sum of the sequences' own mean losses
+        loss = llama(inputs, targets, cu_seqlens) * len(inputs)  # the sum of the sequences' own mean losses
     # Only towards the outputs: no weight's gradient is computed, none accumulates in a .grad.
     gradients = torch.autograd.grad(loss, [seen[layer].out for layer in layers])
     return {
@@ -179,10 +187,12 @@ def _capturing(llama: Llama, layers: Sequence[int]) -> Iterator[dict[int, Captur
     seen: dict[int, Captured] = {}
 
     def recorder(layer: int) -> AttentionFn:
-        def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-            out = originals[layer](q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
-            # Gains are read here because within the pass even a sharded parameter is whole.
-            seen[layer] = Captured(q.detach(), k.detach(), v.detach(), out, _gains(attentions[layer]))
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool, **documents: Tensor
+        ) -> Tensor:
+            out = originals[layer](q, k, v, is_causal=is_causal, enable_gqa=enable_gqa, **documents)
+            gains = _gains(attentions[layer])  # read here: within the pass even a sharded parameter is whole
+            seen[layer] = Captured(*(x.detach() for x in (q, k, v)), out, gains, documents=documents)
             return out
 
         return attend
@@ -233,6 +243,7 @@ def exact_layer(captured: Captured) -> Exact:
         v,
         grad_out,
         is_causal=True,
+        **captured.documents,
         dtype=torch.float32,
         elements_at_once=ELEMENTS_AT_ONCE,
         on_rows=add,
@@ -245,7 +256,7 @@ def errors(captured: Captured, attend: AttentionFn, exact: Exact) -> dict[str, f
     """Cosine similarity (`_cos`) and relative L2 error (`_l2`) of o, dq, dk and dv of `attend`."""
     q, k, v, grad_out = captured.q, captured.k, captured.v, captured.grad_out
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    out = attend(*leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], **captured.documents)
     found = (out, *torch.autograd.grad(out, leaves, grad_out))
     values = {}
     for name, tensor in zip(TENSORS, found, strict=True):

@@ -11,6 +11,9 @@ and in it
     def build(self, *, device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> Backend
         device: a torch.device. dtype: of Q, K and V. is_gqa: there are fewer key heads than query heads.
         Raises ValueError if this machine cannot run what the settings ask for.
+    def why_no_documents(self) -> str | None
+        Optional. Without it data.mask_documents=true is refused. None if `build` has one more argument,
+        `longest_document: int | None`, and the attention takes `cu_seqlens` unless that is None.
     def saved_bytes(self, q, k, *, device: str) -> SavedBytes
         Optional. What autograd keeps of the attention of q (B, H, N, D) and k (B, G, N, D), which are meta
         tensors, on "cuda" or "cpu"; for the estimate of memory. Without it: q, k, v, O and the logsumexp.
@@ -41,7 +44,12 @@ OLD_NAMES = {"implementation": "kernels"}  # in config.yaml of older runs
 
 
 class AttentionFn(Protocol):
-    """softmax(QKᵀ/√D)V: the arguments the model uses of torch.nn.functional.scaled_dot_product_attention."""
+    """softmax(QKᵀ/√D)V: the arguments the model uses of torch.nn.functional.scaled_dot_product_attention.
+
+    With packed documents there is one more, cu_seqlens: (documents + 1,) int32, boundaries of documents that
+    attend to themselves only. B is then 1, no document is longer than `longest_document`, and none lies
+    across a multiple of it: sequences of that length lie end to end. Documents without tokens may follow.
+    """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
         """q: (B, H, N, D); k, v: (B, G, N, D) with any strides → (B, H, N, D).
@@ -91,6 +99,10 @@ class Attention:
 
     def build(self, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> "Backend":
         raise NotImplementedError
+
+    def why_no_documents(self) -> str | None:
+        """Why this attention takes no packed documents, and what to use instead; None if it does."""
+        return f"attention.backend={self.backend} takes no packed documents; use fpa or sagebwd"
 
     def saved_bytes(self, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
         """q, k, v, O, and the logsumexp (B, H, N) in float32."""
@@ -146,11 +158,12 @@ def read(group: Mapping[str, Any]) -> Attention:
     return kind.read({name: value for name, value in given.items() if name in own and value is not None})
 
 
-def build(
-    group: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool
-) -> Backend:
-    """The attention that the group `attention` describes. Raises ValueError."""
-    return read(group).build(device=device, dtype=dtype, d_head=d_head, is_gqa=is_gqa)
+def build(group: Mapping[str, Any], **shape: Any) -> Backend:
+    """The attention that the group `attention` describes; takes the keywords of its `build`.
+
+    Raises ValueError.
+    """
+    return read(group).build(**shape)
 
 
 def build_first(choices: Sequence[Mapping[str, Any]], **shape: Any) -> Backend:

@@ -8,6 +8,7 @@ the version, and silently from call to call.)
 import functools
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.backends import Attention, AttentionFn, Backend, SavedBytes
 from model.kernels import flash_attention_4
+from sagebwd.validation import cast_to_autocast_dtype
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ KERNELS = {
     "math": SDPBackend.MATH,
 }
 FA4 = "fa4"  # of the package flash-attn-4
+TAKE_DOCUMENTS = ("flash", "efficient", "math")  # fastest first; all but flash with a mask
 CHOICES = (*KERNELS, FA4)
 TITLES = {
     "cudnn": "cuDNN",
@@ -48,6 +51,7 @@ _ATEN = torch.ops.aten
 SAVED_OPERATORS = (
     _ATEN._scaled_dot_product_cudnn_attention.default,
     _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._flash_attention_forward.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.llama.flash_attention_4.default,
@@ -67,16 +71,36 @@ class Settings(Attention):
                 "fastest available"
             )
 
-    def build(self, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> Backend:
+    def why_no_documents(self) -> str | None:
+        if self.sdpa in (None, *TAKE_DOCUMENTS):
+            return None
+        return (
+            f"attention.sdpa={self.sdpa} takes no packed documents here; use attention.sdpa="
+            f"{' or '.join(TAKE_DOCUMENTS)}, or null for the fastest of them"
+        )
+
+    def build(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        d_head: int,
+        is_gqa: bool,
+        longest_document: int | None = None,
+    ) -> Backend:
         """Attention with the requested kernel, or else with the fastest that can run. Raises ValueError."""
         if device.type == "cuda":
             usable = usable_kernels(device, dtype, d_head, is_gqa)
             order = fastest_first(torch.cuda.get_device_capability(device))
         else:
             usable, order = {"math"}, ()
+        if longest_document:
+            order = TAKE_DOCUMENTS if order else ()
+            usable = usable & ({*TAKE_DOCUMENTS} - ({"flash"} if d_head % 8 else set()))
         kernel = self.sdpa or next((name for name in order if name in usable), None)
         if kernel is None:
-            return _sdpa_backend(F.scaled_dot_product_attention, f"PyTorch's own choice for {device.type}")
+            attend, title = F.scaled_dot_product_attention, f"PyTorch's own choice for {device.type}"
+            return _sdpa_backend(attend, title, longest_document)
         if kernel not in usable:
             why = ""
             if kernel == FA4:
@@ -94,7 +118,7 @@ class Settings(Attention):
         if FA4 in order and self.sdpa is None:
             why = flash_attention_4.why_not(device, dtype, d_head)
             _say_once(f"{why}. Full precision runs {TITLES[kernel]}")
-        return _sdpa_backend(_pin(KERNELS[kernel]), TITLES[kernel])
+        return _sdpa_backend(_pin(KERNELS[kernel]), TITLES[kernel], longest_document, kernel == "flash")
 
     def saved_bytes(self, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
         """The math kernel keeps P (B, H, N, N) and all heads of q, k, v in float32."""
@@ -109,8 +133,61 @@ def _say_once(message: str) -> None:
     log.info("%s", message)
 
 
-def _sdpa_backend(attend: AttentionFn, kernel: str) -> Backend:
-    return _backend(attend, f"scaled_dot_product_attention, {kernel}")
+def _sdpa_backend(
+    attend: AttentionFn, title: str, longest_document: int | None = None, is_flash: bool = False
+) -> Backend:
+    if not longest_document:
+        return _backend(attend, f"scaled_dot_product_attention, {title}")
+    how = "FlashAttention-2, packed documents" if is_flash else f"{title}, documents by a mask"
+    return _backend(_with_documents(attend, longest_document, is_flash=is_flash), how)
+
+
+def _with_documents(attend: AttentionFn, longest: int, *, is_flash: bool) -> AttentionFn:
+    """The same, with packed documents where `cu_seqlens` is given."""
+
+    def attend_documents(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> Tensor:
+        if cu_seqlens is None:
+            return attend(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+        if is_flash:
+            return _flash(q, k, v, cu_seqlens, longest, is_causal)
+        mask = _mask(cu_seqlens, q.shape[2], longest, is_causal)
+        q, k, v = (_sequences(x, longest) for x in (q, k, v))
+        out = attend(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
+        return out.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
+
+    return attend_documents
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, is_causal: bool) -> Tensor:
+    """FlashAttention-2 of packed documents, q (1, H, T, D). It knows groups of heads by their number.
+
+    By the operator below torch.nn.attention.varlen.varlen_attn, whose arguments change with the version.
+    """
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in cast_to_autocast_dtype(q, k, v))
+    lengths = (cu_seqlens, cu_seqlens, longest, longest)
+    out, *_ = _ATEN._flash_attention_forward(q, k, v, *lengths, 0.0, is_causal, False)
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+def _sequences(x: Tensor, length: int) -> Tensor:
+    """(1, H, T, D) as (T / length, H, length, D)."""
+    return x.transpose(1, 2).squeeze(0).unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _mask(cu_seqlens: Tensor, tokens: int, length: int, is_causal: bool) -> Tensor:
+    """Which tokens of its sequence each token sees, bool (tokens / length, 1, length, length)."""
+    index = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens, index, right=True).view(-1, 1, 1, length)
+    sees = document.mT == document
+    return sees.tril() if is_causal else sees
 
 
 def _backend(attend: AttentionFn, description: str) -> Backend:
@@ -159,10 +236,10 @@ def usable_kernels(device: torch.device, dtype: torch.dtype, d_head: int, is_gqa
 
 
 def _pin(kernel: SDPBackend) -> AttentionFn:
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
         # cuDNN does not support a single key (generation from a one-token prompt); the math kernel does.
         chosen = kernel if k.shape[-2] > 1 else SDPBackend.MATH
         with sdpa_kernel(chosen):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+            return F.scaled_dot_product_attention(q, k, v, **arguments)
 
     return attend

@@ -53,15 +53,27 @@ class Settings(Attention):
         products = list(self.config.int8_matmuls)  # YAML has no tuples
         return {"backend": "sagebwd", **config, "int8_matmuls": products, "kernels": self.kernels}
 
-    def build(self, *, device: torch.device, dtype: torch.dtype, d_head: int, is_gqa: bool) -> Backend:
+    def why_no_documents(self) -> None:
+        """All kernel sets take packed documents."""
+
+    def build(
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        d_head: int,
+        is_gqa: bool,
+        longest_document: int | None = None,
+    ) -> Backend:
         """INT8 attention. Raises ValueError if the chosen kernels cannot run here."""
         kernels = None if self.kernels == "auto" else self.kernels
         attend = partial(sagebwd.sage_attention, config=self.config, kernels=kernels)
         # The library knows best what it supports: try a small input.
         q = torch.zeros(1, 2, 16, d_head, device=device, dtype=dtype)
         kv = q[:, :1] if is_gqa else q
+        cu_seqlens = torch.tensor([0, 16], device=device) if longest_document else None
         try:
-            attend(q, kv, kv, is_causal=True, enable_gqa=is_gqa)
+            attend(q, kv, kv, is_causal=True, enable_gqa=is_gqa, cu_seqlens=cu_seqlens)
         except (NotImplementedError, ValueError) as error:
             raise ValueError(
                 f"attention=sagebwd cannot run on {device} with {dtype}, d_head={d_head}, is_gqa={is_gqa}: "

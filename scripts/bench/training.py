@@ -13,6 +13,7 @@ Attentions (--attention):
   sagebwd-16-bit-dq               consistent with dQ in 16 bit, too: one backward kernel on Hopper
   sagebwd-16-bit-p                consistent without the residual of O
   …-deterministic, …-graphs       with hardware.deterministic=true or hardware.cuda_graphs=true
+  …-masked                        with data.mask_documents=true
 
 Several GPUs (--devices) train the same steps on the same data, so losses must agree to rounding:
   ddp    a copy of the model on each GPU; gradients are averaged once a step
@@ -68,6 +69,8 @@ ATTENTIONS = {
     "sagebwd-deterministic": ["attention=sagebwd", "hardware.deterministic=true"],
     "fpa-graphs": ["attention=fpa", "hardware.cuda_graphs=true"],
     "sagebwd-graphs": ["attention=sagebwd", "hardware.cuda_graphs=true"],
+    "fpa-masked": ["attention=fpa", "data.mask_documents=true"],
+    "sagebwd-masked": ["attention=sagebwd", "data.mask_documents=true"],
 }
 EXAMPLES = """
 examples:
@@ -75,6 +78,9 @@ examples:
       python -m scripts.bench.training --attention fpa-cudnn sagebwd --contexts 4096 --accumulation 4
   what hardware.deterministic=true costs
       python -m scripts.bench.training --attention fpa fpa-deterministic
+  documents that do not see each other, of a text of your own
+      python -m scripts.bench.training --attention fpa fpa-masked sagebwd sagebwd-masked --contexts 4096 \\
+          --accumulation 4 --set data=jsonl data.path=FILE.jsonl data.tokenizer=bytes
   one, two and four GPUs
       python -m scripts.bench.training --attention sagebwd --contexts 4096 --accumulation 4 --devices 1 2 4
   try the command without a GPU

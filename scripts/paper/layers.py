@@ -207,7 +207,7 @@ def capture_run(run: TrainedRun, layers: Sequence[int], arguments: Namespace) ->
         llama,
         layers,
         *(x.to(device) for x in tokens),
-        lambda: torch.autocast(device.type, run.dtype, enabled=run.dtype is not torch.float32),
+        autocast=lambda: torch.autocast(device.type, run.dtype, enabled=run.dtype is not torch.float32),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import BatchLoader, evaluation_batches, stack_sequences
+from data.loader import BatchLoader, document_boundaries, evaluation_batches, stack_sequences
 from data.tokens import TokenShards
 
 
@@ -155,3 +155,30 @@ def test_a_step_of_all_sequences_is_the_same_at_every_step_in_another_order():
 def test_more_sequences_than_the_text_has_are_refused(wanted):
     with pytest.raises(ValueError, match=rf"train_sequences={wanted}, but .* 142 sequences .* use 1 to 142"):
         loader(sequences=wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.lists(st.sampled_from([1, 2, 9]), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_a_document_ends_with_its_separator_or_its_sequence(rows):
+    starts = [5 * r + i for r, row in enumerate(rows) for i in range(5) if i == 0 or row[i - 1] == 9]
+    found = document_boundaries(np.array(rows), separator=9).tolist()
+    assert found[: len(starts)] == starts
+    assert set(found[len(starts) :]) == {5 * len(rows)}
+
+
+def test_batches_say_where_documents_begin():
+    """Separators are 6 modulo 7: the last token of every sequence, whatever sequences a batch has."""
+    tokens = TokenShards([np.arange(1000, dtype=np.uint16) % 7])
+    common = {"context": 14, "micro_batch": 3, "separator": 6}
+    training = BatchLoader(tokens, sequences_per_step=6, seed=1, **common).micro_batches(0)
+    for *_, boundaries in (*training, *evaluation_batches(tokens, sequences=6, **common)):
+        assert boundaries.dtype == torch.int32
+        assert boundaries.unique().tolist() == [0, 7, 14, 21, 28, 35, 42]
+    assert len(next(loader().micro_batches(0))) == 2
+
+
+def test_the_shape_of_boundaries_stays_unless_documents_are_short():
+    generator = np.random.default_rng(6)
+    shapes = {document_boundaries(generator.integers(0, 1100, (16, 4096)), 7).shape for _ in range(20)}
+    assert shapes == {(129,)}
+    assert document_boundaries(np.full((16, 4096), 7), 7).shape == (16 * 4096 + 1,)

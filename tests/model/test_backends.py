@@ -1,5 +1,7 @@
 import logging
+import re
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +12,16 @@ from model import backends
 from model.backends import fpa
 from model.backends.sagebwd import PRESETS
 from sagebwd import SageConfig
+from sagebwd.metrics import relative_l2
+from sagebwd.reference import exact_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CALL = {"is_causal": True, "enable_gqa": False}
 
 
-def build(attention: dict, device: torch.device = CPU) -> backends.Backend:
-    return backends.build(attention, device=device, dtype=torch.float32, d_head=16, is_gqa=False)
+def build(attention: dict, device: torch.device = CPU, **shape: int) -> backends.Backend:
+    shape = {"device": device, "dtype": torch.float32, "d_head": 16, "is_gqa": False} | shape
+    return backends.build(attention, **shape)
 
 
 @pytest.fixture
@@ -166,6 +171,67 @@ def test_fpa_refuses_cudnn_where_runs_must_repeat(fake_gpu, monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     with pytest.raises(ValueError, match=r"not deterministic, as hardware.deterministic.*sdpa=flash"):
         build({"backend": "fpa", "sdpa": "cudnn"}, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("usable", "d_head", "chosen"),
+    [
+        ({"cudnn", "flash", "efficient", "math"}, 64, "FlashAttention-2, packed documents"),
+        ({"cudnn", "flash", "efficient", "math"}, 20, "memory-efficient, documents by a mask"),
+        ({"cudnn", "math", "fa4"}, 64, "math, documents by a mask"),
+    ],
+)
+def test_fpa_takes_the_fastest_kernel_for_documents(fake_gpu, usable, d_head, chosen):
+    fake_gpu((9, 0), usable)
+    assert build({"backend": "fpa"}, CUDA, d_head=d_head, longest_document=8).description == chosen
+
+
+@pytest.mark.parametrize("sdpa", ["cudnn", "fa4"])
+def test_a_kernel_without_documents_is_named_with_those_that_have_them(sdpa):
+    settings = backends.read({"backend": "fpa", "sdpa": sdpa})
+    assert re.match(rf"attention\.sdpa={sdpa} .*sdpa=flash or", settings.why_no_documents())
+    assert backends.read({"backend": "fpa", "sdpa": "math"}).why_no_documents() is None
+    assert "takes no packed documents" in backends.Attention().why_no_documents()
+
+
+def test_flash_attention_of_documents_is_that_by_a_mask(fake_gpu, monkeypatch):
+    """A stand-in for the operator on a GPU: (T, H, D), int32 boundaries, the last document empty."""
+
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, returns_mask):
+        assert cu_q is cu_k
+        assert cu_q.dtype == torch.int32
+        assert (max_q, max_k, dropout, is_causal, returns_mask) == (6, 6, 0.0, True, False)
+        parts = [x.transpose(0, 1).split(cu_q.diff().tolist(), 1) for x in (q, k, v)]
+        outs = [
+            F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
+            for one in zip(*parts, strict=True)
+        ]
+        return torch.cat(outs, 1).transpose(0, 1), None, None, None, None
+
+    cu_seqlens = torch.tensor([0, 1, 6, 8, 11, 12, 12], dtype=torch.int32)
+    q, (k, v) = torch.randn(1, 12, 4, 16).transpose(1, 2), torch.randn(2, 1, 2, 12, 16)
+    documents = {"is_causal": True, "enable_gqa": True, "cu_seqlens": cu_seqlens}
+    expected = build({"backend": "fpa"}, longest_document=6).attend(q, k, v, **documents)
+    fake_gpu((8, 0), {"flash"})
+    monkeypatch.setattr(fpa, "_ATEN", SimpleNamespace(_flash_attention_forward=flash))
+    found = build({"backend": "fpa"}, CUDA, longest_document=6).attend(q, k, v, **documents)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sdpa", ["flash", "efficient", "math"])
+def test_documents_on_a_gpu_are_those_of_float64(sdpa):
+    shape = {"device": CUDA, "dtype": torch.bfloat16}
+    attend = build({"backend": "fpa", "sdpa": sdpa}, **shape, d_head=64, longest_document=300).attend
+    cu_seqlens = torch.tensor([0, 1, 170, 300, 600, 600], dtype=torch.int32, device=CUDA)
+    q, k, v, grad = (torch.randn(1, 600, 4, 64, **shape).transpose(1, 2) for _ in range(4))
+    exact = exact_attention(q, k, v, grad, is_causal=True, cu_seqlens=cu_seqlens)
+    for run in (attend, torch.compile(attend, fullgraph=True)):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = run(*leaves, **CALL, cu_seqlens=cu_seqlens)
+        gradients = torch.autograd.grad(out, leaves, grad)
+        for found, wanted in zip((out, *gradients), (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
+            assert relative_l2(found, wanted) < 0.01
 
 
 def test_in_a_run_of_full_precision_the_probe_measures_sagebwd():

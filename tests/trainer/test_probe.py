@@ -94,7 +94,7 @@ def batch():
 
 
 def test_captured_gradients_are_those_of_a_backward_pass(llama, batch):
-    captured = capture(llama, [1, 3], *batch, nullcontext)
+    captured = capture(llama, [1, 3], *batch, autocast=nullcontext)
     outs, attend = [], llama.layers[0].self_attn.attend
 
     def attend_and_keep(*arguments, **settings):
@@ -119,7 +119,7 @@ def test_it_leaves_model_gradients_and_random_state_alone(llama, batch, compose_
     attends = [layer.self_attn.attend for layer in llama.layers]
     state, weights = torch.get_rng_state(), {n: p.clone() for n, p in llama.named_parameters()}
     llama.layers[2].eval()
-    measured = make_probe(compose_settings("model=llama_debug"), llama).measure(*batch, nullcontext)
+    measured = make_probe(compose_settings("model=llama_debug"), llama).measure(*batch, autocast=nullcontext)
     assert torch.equal(torch.get_rng_state(), state)
     assert [name for name, p in llama.named_parameters() if p.grad is not None] == ["norm.weight"]
     assert torch.equal(llama.norm.weight.grad, torch.ones(32))
@@ -150,7 +150,7 @@ def test_a_compiled_model_is_not_compiled_again(llama, batch, compose_settings):
     torch.compiler.reset()  # what other tests compiled
     compiled = torch.compile(llama, backend="eager")
     loss = compiled(*batch)
-    make_probe(compose_settings("model=llama_debug"), llama).measure(*batch, nullcontext)
+    make_probe(compose_settings("model=llama_debug"), llama).measure(*batch, autocast=nullcontext)
     assert torch.equal(compiled(*batch), loss)
     torch.compiler.reset()
 
@@ -158,13 +158,13 @@ def test_a_compiled_model_is_not_compiled_again(llama, batch, compose_settings):
 def test_an_error_in_the_pass_leaves_the_attention_as_it_was(llama, batch):
     attend = llama.layers[0].self_attn.attend
     with pytest.raises(ValueError, match="one target per token"):
-        capture(llama, [0], batch[0], batch[1][:, 1:], nullcontext)
+        capture(llama, [0], batch[0], batch[1][:, 1:], autocast=nullcontext)
     assert llama.layers[0].self_attn.attend is attend
 
 
 def test_ranks_but_the_main_one_only_take_part(llama, batch, compose_settings):
     measuring = make_probe(compose_settings("model=llama_debug"), llama)
-    assert measuring.measure(*batch, nullcontext, is_main=False) == {}
+    assert measuring.measure(*batch, autocast=nullcontext, is_main=False) == {}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_without_full_precision_the_probe_measures_the_rest(
     monkeypatch.setattr(F, "scaled_dot_product_attention", refuses)  # what fpa calls on a CPU
     built = build(compose_settings("attention=sagebwd", "model=llama_debug"), llama)
     assert "leaves out full-precision attention, which does not run here: no kernel" in caplog.text
-    values = built.measure(*batch, nullcontext)
+    values = built.measure(*batch, autocast=nullcontext)
     assert "probe/layer_0/dq_l2" in values
     assert not any("fpa" in name for name in values)
     tiny = {"probe/layer_5/" + name: 1.0 for name in ("dq_l2", "dk_l2", "dv_l2", "ds_rms", "largest_logit")}
