@@ -71,8 +71,14 @@ def test_deterministic_it_continues_bit_for_bit(command, tmp_path, attention, co
 
 @pytest.mark.parametrize(
     "overrides",
-    [("attention=fpa",), ("attention=sagebwd",), ("attention=sagebwd", "hardware.recompute=blocks")],
-    ids=["fpa", "sagebwd", "sagebwd, blocks computed again"],
+    [
+        ("attention=fpa",),
+        ("attention=sagebwd",),
+        ("attention=sagebwd", "hardware.recompute=blocks"),
+        ("attention=fpa", "data.mask_documents=true", "hardware.recompute=blocks"),
+        ("attention=sagebwd", "data.mask_documents=true"),
+    ],
+    ids=["fpa", "sagebwd", "sagebwd, blocks computed again", "fpa, documents", "sagebwd, documents"],
 )
 def test_cuda_graphs_change_no_bit(command, tmp_path, overrides):
     """Stopped and continued, too: the graphs of the second process begin with other weights."""
@@ -111,8 +117,13 @@ def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
     )
 
 
-def test_a_step_waits_for_the_gpu_once(compose_settings, datasets, tmp_path):
-    settings = compose_settings("experiment=debug", *ON_GPU, f"data.root={datasets}", "steps=20")
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("data.mask_documents=true",), ("data.mask_documents=true", "attention=sagebwd")],
+    ids=["fpa", "fpa, documents", "sagebwd, documents"],
+)
+def test_a_step_waits_for_the_gpu_once(compose_settings, datasets, tmp_path, overrides):
+    settings = compose_settings("experiment=debug", *ON_GPU, f"data.root={datasets}", "steps=20", *overrides)
     directory = RunDirectory(tmp_path / "run")
     with directory.locked(), StopRequest() as stop:
         directory.open(settings)
