@@ -4,7 +4,6 @@ import json
 import re
 import sys
 
-import pytest
 import yaml
 
 from tests.cli import run
@@ -71,53 +70,37 @@ for group in groups:
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The two files of a new attention; runs go there, too."""
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "attention").mkdir()
-    (folder / "window.py").write_text(MODULE)
-    (folder / "attention" / "window.yaml").write_text("backend: window\nwindow: 8\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def told(folder, datasets):
-    """What was printed of each run and each group, all in one process."""
-    common = (f"data.root={datasets}", "steps=3", "probe.every=1")
-    windowed = ["attention=window", f"run_dir={folder / 'window'}"]
-    full = ["attention=fpa", f"run_dir={folder / 'fpa'}"]
-    runs = [windowed, full, [*windowed, "attention.window=64"], [*windowed, "attention.window=8"]]
-    runs = [[*one, *common] for one in runs]
-    wrong = [{"backend": "window", **one} for one in ({"window": 0}, {"window": "wide"}, {"windw": 3})]
-    (folder / "program").write_text(PROGRAM)
-    asked = json.dumps([str(folder), runs, [*wrong, {"backend": "fpa", "window": 3}]])
-    parts = re.split(r"--- (?:run|group)\n", run([sys.executable, str(folder / "program"), asked]))[1:]
-    assert len(parts) == 8
-    return parts
-
-
 def losses(run_dir):
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record]
 
 
-def test_a_new_attention_trains_and_is_resumed_with_a_setting_of_its_own(folder, told):
-    windowed, full = folder / "window", folder / "fpa"
-    assert "a window of 8 tokens" in told[0]
-    assert yaml.safe_load((windowed / "config.yaml").read_text())["attention"] == {
-        "backend": "window",
-        "window": 8,
-    }
+def test_a_new_attention_trains_and_is_resumed_with_a_setting_of_its_own(tmp_path, datasets):
+    """And its setting is checked, and known where a name is misspelt. All in one process."""
+    windowed, full = tmp_path / "window", tmp_path / "fpa"
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "window.py").write_text(MODULE)
+    (tmp_path / "attention" / "window.yaml").write_text("backend: window\nwindow: 8\n")
+    common = (f"data.root={datasets}", "steps=3", "probe.every=1")
+    own = ["attention=window", f"run_dir={windowed}"]
+    runs = [own, ["attention=fpa", f"run_dir={full}"], [*own, "attention.window=64"], own]
+    wrong = [{"backend": "window", **one} for one in ({"window": 0}, {"window": "wide"}, {"windw": 3})]
+    (tmp_path / "program").write_text(PROGRAM)
+    groups = [*wrong, {"backend": "fpa", "window": 3}]
+    asked = json.dumps([str(tmp_path), [[*one, *common] for one in runs], groups])
+    output = run([sys.executable, str(tmp_path / "program"), asked])
+    first, of_full, changed, resumed, *told = re.split(r"--- (?:run|group)\n", output)[1:]
+
+    assert "a window of 8 tokens" in first
+    config = yaml.safe_load((windowed / "config.yaml").read_text())
+    assert config["attention"] == {"backend": "window", "window": 8}
     assert losses(windowed) != losses(full)
     assert "probe/layer_0/dq_l2" in (windowed / "metrics.jsonl").read_text()  # its own error
-    assert "Error" not in told[0] + told[1]
-    assert "attention.window was 8, is now 64" in told[2]
-    assert "continuing" in told[3]
+    assert "Error" not in first + of_full
+    assert "attention.window was 8, is now 64" in changed
+    assert "continuing" in resumed
 
-
-def test_its_setting_is_checked_and_known(told):
-    zero, wide, unknown, of_another = (part.strip() for part in told[4:])
+    zero, wide, unknown, of_another = map(str.strip, told)
     assert zero == "attention.window=0 must be at least 1"
     assert wide.startswith("attention.window=wide: ")
     assert "did you mean attention.window" in unknown

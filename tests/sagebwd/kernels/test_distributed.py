@@ -1,6 +1,5 @@
 """Attention in a module that DDP or FSDP2 wraps: two ranks compute the gradients of one process."""
 
-import multiprocessing
 import os
 
 import pytest
@@ -12,10 +11,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sagebwd import sage_attention
+from tests.warm import SERVER
 
 RANKS = 2
 HEADS = 2
-SEQUENCES, TOKENS = 4, 40
+SEQUENCES, TOKENS = 2, 40
 
 
 class Attention(nn.Module):
@@ -77,9 +77,8 @@ def test_two_ranks_compute_the_gradients_of_one_process(kernel_set, device, tmp_
         pytest.skip("there is one GPU")
     model = kernel_set.name, HEADS * kernel_set.head_dims[0], device
     expected = gradients(*model, slice(None))
-    context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(target=run_rank, args=(*model, rank, tmp_path), daemon=True) for rank in range(RANKS)
+        SERVER.Process(target=run_rank, args=(*model, rank, tmp_path), daemon=True) for rank in range(RANKS)
     ]
     for rank in ranks:
         rank.start()

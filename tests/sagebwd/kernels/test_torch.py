@@ -99,13 +99,12 @@ def maybe_packed(kernel_set):
 
 def registrations(kernel_set):
     """lay, packed, config, pack_kv: the layout, whether there are documents, whether K and V are packed."""
-    default, strict, paper = SageConfig(), SageConfig.strictly_causal(), SageConfig.paper()
+    default = SageConfig()
+    compensating = SageConfig(smooth_q=True, int8_matmuls=("dq",), compensate_o=True)
     cases = {
         "contiguous": (torch.clone, False, default),
-        "packed": (torch.clone, True, strict),
-        "token_major": (token_major, False, paper),
-        "every_other": (every_other, True, SageConfig(smooth_q=True)),
-        "compensate_o": (token_major, True, SageConfig(int8_matmuls=("dq",), compensate_o=True)),
+        "packed, token-major": (token_major, True, compensating),
+        "every_other": (every_other, False, SageConfig.strictly_causal()),
     }
     if not kernel_set.is_cuda:
         return named_rows({name: (*case, False) for name, case in cases.items()})
@@ -140,7 +139,8 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
     """Schemas, aliases, shapes and strides of fake tensors, and autograd under a tracer."""
     q, k, v, grad_out = map(lay, sample(70 if packed else 140 if kernel_set.is_gpu else 40))
     scale = q.shape[-1] ** -0.5
-    settings = (boundaries if packed else None, None, -1, 0, scale, encode(config), kernel_set.name)
+    window = (-1, 0) if packed else (9, 3)
+    settings = (boundaries if packed else None, None, *window, scale, encode(config), kernel_set.name)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, packs))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, packs)
