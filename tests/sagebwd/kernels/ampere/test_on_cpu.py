@@ -26,8 +26,8 @@ pytestmark = [
 
 @pytest.fixture
 def runs(kernel_set, draw):
-    """runs(tokens or lengths of documents, config, mask, head_dim) -> a function that returns [out, dq, dk, dv],
-    and one that returns [out, lse, residual of out].
+    """runs(tokens or lengths of documents, config, mask, head_dim) -> functions that return [out, dq, dk, dv],
+    and [out, lse, residual of out].
     """
 
     def runs(lengths, config, mask, head_dim=64):
