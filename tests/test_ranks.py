@@ -35,9 +35,9 @@ def composed(*overrides: str) -> Settings:
 
 
 def rolled_back(run_dir: Path, copy: Path) -> Path:
-    """A copy of a finished run as it was after its checkpoint of step 4."""
+    """A copy of a finished run as it was after its checkpoint of step 2."""
     shutil.copytree(run_dir, copy)
-    shutil.rmtree(copy / "checkpoints" / "step_00000008")
+    shutil.rmtree(copy / "checkpoints" / "step_00000004")
     (copy / "DONE").unlink()
     return copy
 
@@ -47,10 +47,11 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
 
     def named(name, *overrides):
         common = ("hardware.micro_batch=1", "eval_sequences=7", f"data.root={datasets}", "attention=sagebwd")
-        return composed(*common, f"run_dir={tmp_path / name}", *overrides)
+        short = ("steps=4", "checkpoint_every=2", "eval_every=2", "sample_tokens=1")
+        return composed(*common, *short, f"run_dir={tmp_path / name}", *overrides)
 
     def muon(name, *overrides):
-        cheap = ("attention=fpa", "probe.every=0", "sample_tokens=0", "eval_every=8")
+        cheap = ("attention=fpa", "probe.every=0", "sample_tokens=0", "eval_every=4")
         return named(f"muon/{name}", "optimizer=muon", *cheap, *overrides)
 
     short = tmp_path.parent / f"{tmp_path.name}.jsonl"
@@ -93,10 +94,10 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
     for name in ("two_ddp", "two_fsdp", "fsdp_to_one"):
         # Muon multiplies in bfloat16: these runs differ by up to 1.4e-5 in the loss, 1.1e-4 in the norm.
         # Orthogonalizing the halves of each matrix by themselves would differ by 3e-3.
-        assert_close(tmp_path / "muon" / "one", tmp_path / "muon" / name, records=9, tolerance=3e-4)
+        assert_close(tmp_path / "muon" / "one", tmp_path / "muon" / name, records=5, tolerance=3e-4)
 
 
-def assert_close(expected: Path, found: Path, records: int = 10, tolerance: float = 2e-5) -> None:
+def assert_close(expected: Path, found: Path, records: int = 6, tolerance: float = 2e-5) -> None:
     """The same records but for the rounding of sums in another order."""
     left_records, right_records = metrics(expected), metrics(found)
     assert len(left_records) == len(right_records) == records
@@ -112,15 +113,15 @@ def torchrun(command: list[str]) -> list[str]:
 
 
 def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(command, datasets, tmp_path):
-    overrides = ("steps=18", "checkpoint_every=3", "hardware.micro_batch=2", "hardware.parallel=fsdp")
+    overrides = ("steps=9", "checkpoint_every=3", "hardware.micro_batch=2", "hardware.parallel=fsdp")
     killed = command(*overrides, "hardware.devices=2", f"run_dir={tmp_path / 'killed'}")
     whole = warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / 'whole'}")
     warm.two_ranks(whole, [], [])
-    told = kill_a_rank_at_step(killed, tmp_path / "killed", 5)
+    told = kill_a_rank_at_step(killed, tmp_path / "killed", 4)
     assert "was ended by SIGKILL: the kernel does that when memory runs out" in told
     assert "The same command continues" in told
     assert "Traceback" not in told
-    told = kill_a_rank_at_step(torchrun(killed), tmp_path / "killed", 11)
+    told = kill_a_rank_at_step(torchrun(killed), tmp_path / "killed", 7)
     assert "Signal 9 (SIGKILL)" in told
     assert "lost the other ranks" in told
     assert "The same command continues" in told

@@ -22,13 +22,13 @@ STACK, STACK_OF_VARIANTS = 512, 1024
 ATTENTION_KERNELS = {"_forward_kernel", "_dk_dv_kernel", "_dq_kernel"}
 
 
-#: Cases of compile_ahead.py. CUDA kernels run most settings; these are some that they do not run, and one for
-#: which Triton needs help on compute capability 10. `make oldest` compiles all settings for Hopper.
-CASES = {
-    "Hopper": ["90/256/default/*", "90/128/paper/attention", "90/64/window/attention"],
-    "consumer Ampere": ["86/128/smooth_q/*"],
-    "data-center Blackwell": ["100/64/paper/attention"],
-}
+#: A setting whose kernel ptxas 12.8 miscompiles.
+MISCOMPILED = "90/32/query_blocks/attention"
+#: Cases of compile_ahead.py. CUDA kernels run most settings; these are some that they do not run: on consumer
+#: Ampere, and on data-center Blackwell one for which Triton needs help. `make oldest` compiles all for Hopper.
+CASES = ["86/128/smooth_q/*", "100/64/paper/attention", MISCOMPILED]
+#: A Hopper GPU runs these, and other tests see its spills.
+CASES_OF_HOPPER = ["90/256/default/*", "90/128/paper/attention", "90/64/window/attention"]
 
 
 def compile_ahead(names, cache, first_right=FIRST_RIGHT):
@@ -50,35 +50,21 @@ def compile_ahead(names, cache, first_right=FIRST_RIGHT):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-#: A Hopper GPU runs these, and other tests see its spills.
-LONG = pytest.param("Hopper", marks=pytest.mark.gpu)
-
-
-@pytest.mark.parametrize("gpus", [LONG if gpus == "Hopper" else gpus for gpus in CASES])
-def test_kernels_compile_fit_and_use_tensor_cores(gpus, tmp_path):
-    records = compile_ahead(CASES[gpus], tmp_path)
+@pytest.mark.parametrize("cases", [CASES, pytest.param(CASES_OF_HOPPER, marks=pytest.mark.gpu)])
+def test_kernels_compile_fit_and_use_tensor_cores(cases, tmp_path):
+    records = compile_ahead(cases, tmp_path)
     failures = [(failure, record) for record in records for failure in failures_of(record)]
     assert not failures, "\n".join(f"{failure}: {json.dumps(record)}" for failure, record in failures)
     compiled = {}
     for record in records:
         case = "/".join(str(record[name]) for name in ("capability", "head_dim", "variant", "kernels"))
         compiled.setdefault(case, set()).add(record["kernel"])
-    for pattern in CASES[gpus]:
+    for pattern in cases:
         found = {case: names for case, names in compiled.items() if fnmatchcase(case, pattern)}
         assert found, f"nothing was compiled for {pattern}"
         for case, names in found.items():
             wanted = ATTENTION_KERNELS if case.endswith("attention") else {"_quantize_grad_kernel"}
             assert names >= wanted, case
-
-
-#: A setting whose kernel ptxas 12.8 miscompiles.
-MISCOMPILED = "90/32/query_blocks/attention"
-
-
-def test_wgmma_reads_at_addresses(tmp_path):
-    records = compile_ahead([MISCOMPILED], tmp_path)
-    assert {record["kernel"] for record in records} == ATTENTION_KERNELS
-    assert not [record for record in records if record["wrong_addresses"]]
 
 
 @pytest.mark.gpu  # it runs anywhere, but takes long
@@ -102,7 +88,7 @@ def failures_of(record):
         yield "has atomics, so two runs may differ"
     if record["wrong_addresses"]:
         yield "multiplies what does not lie at an address of shared memory"
-    if record["kernels"] == "attention":
+    if record["kernels"] == "attention" and record["variant"] != "query_blocks":
         yield from wrong_instructions(record)
 
 
