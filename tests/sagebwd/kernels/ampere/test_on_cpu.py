@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture
 def runs(kernel_set, draw):
-    """runs(tokens or lengths of documents, config, mask, head_dim) -> functions that return [out, dq, dk, dv],
+    """runs(tokens or lengths of documents, config, mask, head_dim) -> functions that return [out, dq, dk, dv]
     and [out, lse, residual of out].
     """
 

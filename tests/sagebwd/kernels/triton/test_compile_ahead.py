@@ -25,7 +25,7 @@ ATTENTION_KERNELS = {"_forward_kernel", "_dk_dv_kernel", "_dq_kernel"}
 #: A setting whose kernel ptxas 12.8 miscompiles.
 MISCOMPILED = "90/32/query_blocks/attention"
 #: Cases of compile_ahead.py. CUDA kernels run most settings; these are some that they do not run: on consumer
-#: Ampere, and on data-center Blackwell one for which Triton needs help. `make oldest` compiles all for Hopper.
+#: Ampere, and on data-center Blackwell one for which Triton needs help. Hopper's: `make oldest`.
 CASES = ["86/128/smooth_q/*", "100/64/paper/attention", MISCOMPILED]
 #: A Hopper GPU runs these, and other tests see its spills.
 CASES_OF_HOPPER = ["90/256/default/*", "90/128/paper/attention", "90/64/window/attention"]
