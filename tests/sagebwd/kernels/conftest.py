@@ -90,7 +90,8 @@ def quick_interpreter() -> Iterator[None]:
     from triton import language
     from triton.runtime import interpreter
 
-    if HAS_GPU or not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "interpreter_builder"):
+    private = ("_patch_lang", "_LangPatchScope", "interpreter_builder")
+    if HAS_GPU or not all(hasattr(interpreter, name) for name in private):
         yield
         return
     replace_all, builder = interpreter._patch_lang, interpreter.interpreter_builder

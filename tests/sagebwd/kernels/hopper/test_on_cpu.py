@@ -55,9 +55,9 @@ def in_all_orders():
 ORDERED = {
     "default": (DEFAULT_CONFIG, 64, 260, 260, CAUSAL),
     "strictly causal": (STRICT, 64, 260, 260, CAUSAL),
-    "paper": (PAPER, 64, 200, 200, CAUSAL),
-    "accurate": (ACCURATE, 128, 200, 200, CAUSAL),
-    "256 channels": (DEFAULT_CONFIG, 256, 200, 200, CAUSAL),
+    "paper": (PAPER, 64, 260, 260, CAUSAL),
+    "accurate": (ACCURATE, 128, 260, 260, CAUSAL),
+    "256 channels": (DEFAULT_CONFIG, 256, 260, 260, CAUSAL),
     "one backward": (ONE_BACKWARD, 128, 130, 190, {"is_causal": False}),
     "one backward, few queries": (ONE_BACKWARD, 128, 64, 190, {"is_causal": False}),
     "S alone": (S_ALONE, 64, 190, 190, CAUSAL),
