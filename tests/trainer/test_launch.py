@@ -1,10 +1,12 @@
 """The processes of a run on one machine: which sockets they open, and that they end with their launcher."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,15 +39,19 @@ def train_and_hold(settings: Settings) -> None:
     train(settings)
 
 
+def start_forked(work: Callable[..., None], argument: object, processes: int) -> None:
+    """launch.start in a process whose ranks need not import all again."""
+    warm.ranks_are_forked()
+    launch.start(work, argument, processes=processes)
+
+
 @needs_proc
 @pytest.mark.parametrize("processes", [1, 2])  # 1: as each run of a sweep
 def test_sockets_are_on_the_loopback_device_and_killing_the_launcher_ends_all(datasets, tmp_path, processes):
     whole, killed = (
         warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / name}") for name in ("whole", "killed")
     )
-    start = warm.SERVER.Process(
-        target=launch.start, args=(train_and_hold, killed), kwargs={"processes": processes}
-    )
+    start = warm.SERVER.Process(target=start_forked, args=(train_and_hold, killed, processes))
     start.start()
     wait_for_step(start.is_alive, tmp_path / "killed", HELD_AT)
     running = descendants(start.pid)
@@ -115,9 +121,10 @@ def refuse() -> None:
 @pytest.mark.parametrize(("code", "raised"), [(1, Interrupted), (7, TrainingError)])
 def test_a_process_that_ended_because_it_was_asked_to_did_not_fail(code, raised):
     with pytest.raises(raised):
-        launch.start(end_with, code, processes=1)
+        warm.call(functools.partial(launch.start, end_with, code, processes=1))
 
 
 def test_an_error_for_the_user_arrives_without_a_traceback():
+    """From a process that is started, not forked, as users' are."""
     with pytest.raises(TrainingError, match=r"^the disk is full$"):
         launch.start(refuse, processes=1)
