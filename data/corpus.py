@@ -3,8 +3,9 @@
 import hashlib
 import json
 import logging
+import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from data import recipe, tokenizers
@@ -12,7 +13,7 @@ from data.command_line import override
 from data.mixture import Mixture, whole_weights
 from data.prepare import prepare
 from data.recipe import Recipe
-from data.settings import MIXTURE, DataSettings
+from data.settings import MIXTURE, DataSettings, values_of
 from data.shards import SPLITS, Manifest
 from data.tokenizers import Tokenizer
 from data.tokens import TokenShards
@@ -100,9 +101,11 @@ def _open(one: Recipe, limit_mb: int) -> Opened:
     manifest = one.manifest()
     if manifest is None:
         if one.input_bytes > limit_mb * 1e6:
+            is_here = one.input_bytes < math.inf
+            what = f"its input of {one.input_bytes / 1e6:,.0f} MB takes a while" if is_here else "is not here"
             raise ValueError(
-                f"{one.folder} is not prepared yet, and its input of {one.input_bytes / 1e6:,.0f} MB takes a "
-                f"while. Prepare it once, on any machine with this folder:\n    {command(one)}"
+                f"{one.folder} is not prepared yet, and {what}. Prepare it once, on any machine with this "
+                f"folder:\n    {command(one)}"
             )
         manifest = prepare(one)
     full = sum(map(manifest.tokens, SPLITS)) * manifest.ids.itemsize <= FULL_CHECK_LIMIT
@@ -120,16 +123,9 @@ def _open(one: Recipe, limit_mb: int) -> Opened:
 
 def command(one: Recipe) -> str:
     """The command that prepares a text."""
-    text, usual = one.settings, DataSettings()
-    keys = ("path", "val_path", *one.source.settings, "tokenizer", "val_fraction", "root", "name")
-    always = ["tokenizer", "val_fraction"]  # which differ from group to group
-    if text.source == "openwebtext":
-        keys, always = (*keys, "documents"), [*always, "revision", "documents"]
-    changed = {key: getattr(text, key) for key in keys}
-    words = [
-        override(f"data.{key}", value)
-        for key, value in changed.items()
-        if key in always or value != getattr(usual, key)
-    ]
+    text = one.settings
     group = "embedded" if text.source == "stdlib" else text.source
+    usual = asdict(DataSettings(**values_of(group)))
+    own = [key for key in usual if key not in ("source", "validation", "sources", "prepare_on_first_use_mb")]
+    words = [override(f"data.{key}", value) for key in own if (value := getattr(text, key)) != usual[key]]
     return shlex.join(["python", "-m", "data.prepare", f"data={group}", *words])

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from data import recipe, tokenizers, workers
 from data.files import checksums, identified_whole
 from data.recipe import Recipe
-from data.settings import DataSettings, allow_names
+from data.settings import DataSettings, options, register_options
 from data.shards import SPLITS, Manifest, UnitRecord, chunk_checksums
 from data.tokenizers import id_dtype, vocabulary_size
 from data.tokens import TokenShards
@@ -47,6 +47,7 @@ def prepare(made: Recipe) -> Manifest:
     """
     if (manifest := _prepared(made)) is not None:
         return manifest
+    made.units  # raises before there is a folder  # noqa: B018
     made.folder.mkdir(parents=True, exist_ok=True)
     with _locked(made.folder):
         if (manifest := _prepared(made)) is not None:  # another process did it meanwhile
@@ -64,8 +65,11 @@ def _prepared(made: Recipe) -> Manifest | None:
 
 def tasks(made: Recipe) -> list[workers.Task]:
     """The work on each unit of a text."""
-    text = (made.settings.tokenizer, made.val_fraction, made.fingerprint)
-    return [workers.Task(made.folder, index, unit, *text) for index, unit in enumerate(made.units)]
+    text = (made.settings.tokenizer, made.val_fraction)
+    return [
+        workers.Task(made.folder, index, unit, *text, made.fingerprint + unit.version)
+        for index, unit in enumerate(made.units)
+    ]
 
 
 def _prepare(made: Recipe) -> Manifest:
@@ -91,8 +95,9 @@ def _prepare(made: Recipe) -> Manifest:
 
 def _useful_processes(tasks: list[workers.Task]) -> int:
     """One per core that this process may use, but none for so little text that starting it takes longer."""
+    size = sum(task.unit.text_bytes for task in tasks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 1 + sum(task.unit.text_bytes for task in tasks) // BYTES_WORTH_A_PROCESS)
+    return min(cores, 1 + size // BYTES_WORTH_A_PROCESS) if size else cores
 
 
 def _is_finished(task: workers.Task) -> bool:
@@ -121,8 +126,7 @@ def _check_totals(manifest: Manifest, made: Recipe) -> None:
             "is missing or it has changed. Delete the folder and prepare it again, or set "
             f"{made.where}.documents=null to accept any number"
         )
-    is_validation_set = made.settings.val_path is not None and made.settings.path is None
-    for split in ("val",) if is_validation_set else SPLITS:
+    for split in ("val",) if made.is_validation_set else SPLITS:
         if manifest.tokens(split) == 0:
             raise ValueError(
                 f"{made.folder}: no text is left for the {split} split: the source holds only {found} "
@@ -131,14 +135,14 @@ def _check_totals(manifest: Manifest, made: Recipe) -> None:
 
 
 def _refuse_other_recipe(made: Recipe) -> None:
-    """Raise ValueError rather than overwrite tokens of another recipe under the same data.name."""
+    """Raise ValueError rather than overwrite tokens of another recipe under the same data.folder."""
     manifest = Manifest.read(made.folder)
     if manifest is None or manifest.fingerprint == made.fingerprint:
         return
     differing = [key for key, value in made.description.items() if manifest.recipe.get(key) != value]
     raise ValueError(
         f"{made.folder} holds a dataset made from something else (different {', '.join(differing)}); choose "
-        f"another {made.where}.name, leave it out, or delete the folder"
+        f"another {made.where}.folder, leave it out, or delete the folder"
     )
 
 
@@ -157,7 +161,7 @@ def _locked(folder: Path) -> Iterator[None]:
 @contextmanager
 def _progress(tasks: list[workers.Task]) -> Iterator[workers.Report]:
     """A progress bar over the bytes of text, with the number of documents and tokens."""
-    total = sum(task.unit.text_bytes for task in tasks)
+    total = sum(task.unit.text_bytes for task in tasks) or None  # not known
     interval = 0.5 if sys.stderr.isatty() else 30  # seconds; every refresh is a line of its own in a log file
     documents = tokens = 0
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", mininterval=interval) as bar:
@@ -212,7 +216,7 @@ def register() -> None:
     from omegaconf import OmegaConf
 
     schema = OmegaConf.structured(PrepareSettings)
-    allow_names(schema)
+    register_options(schema)
     ConfigStore.instance().store(name="prepare_schema", node=schema)
 
 
@@ -225,7 +229,7 @@ def main() -> None:
 
     register()
     configs = Path(__file__).resolve().parent.parent / "configs"
-    groups = {"data": command_line.options_in(configs / "data")}
+    groups = {"data": options()}
     command_line.check_or_exit(sys.argv[1:], PrepareSettings, groups, program="python -m data.prepare")
 
     @hydra.main(version_base="1.3", config_path=str(configs), config_name="prepare")

@@ -7,7 +7,9 @@ a Recipe, once; preparing and opening take the recipe.
 import difflib
 import filecmp
 import hashlib
+import importlib
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,29 +20,22 @@ from typing import Any
 
 from data.files import identity, matching
 from data.mixture import whole_weights
-from data.settings import MIXTURE, DataSettings
+from data.settings import MIXTURE, DataSettings, sources, values_of
 from data.shards import FILE, Manifest
-from data.sources import Source, Unit, effective_fraction, hub, jsonl, parquet, text
+from data.sources import Source, Unit, effective_fraction, openwebtext
 from data.tokenizers import VOCABULARY_SIZES, tokenizer_identity, vocabulary_size
 
 SOURCES: dict[str, Source] = {
-    "openwebtext": hub.OPENWEBTEXT,
-    "parquet": parquet.PARQUET,
-    "jsonl": jsonl.JSONL,
-    "text": text.TEXT,
-    "stdlib": text.STDLIB,
+    name: importlib.import_module(f"data.sources.{name}").SOURCE for name in sources()
 }
 FORMAT = 1  # raise it whenever the same text would give different shards
 
-# Settings of a run that a text with a name does not share.
-OWN: dict[str, Any] = {"path": None, "val_path": None, "name": None, "sources": {}, "validation": {}}
-# What such a text can set, and how a value is read.
-TEXT_KEYS = {
-    **dict.fromkeys(("path", "source", "column", "name", "repository", "config", "revision"), str),
-    "val_fraction": float,
-    "documents": int,
-}
+# What a text with a name can set, and how a value is read. DATASET it has from `data=SOURCE` if it does not.
+DATASET = {**dict.fromkeys(("name", "config", "split", "val_split", "revision"), str), "documents": int}
+TEXT_KEYS = {**dict.fromkeys(("path", "source", "column", "folder"), str), "val_fraction": float, **DATASET}
 KEYS = {"data.sources": TEXT_KEYS | {"weight": str, "val_path": str}, "data.validation": TEXT_KEYS}
+# Settings of a run that all of its texts share.
+SHARED = ("column", "tokenizer", "val_fraction", "streaming", "root", "processes", "prepare_on_first_use_mb")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,29 +58,49 @@ class Recipe:
     def source(self) -> Source:
         return SOURCES[self.settings.source]
 
+    @property
+    def is_dataset(self) -> bool:
+        """Whether `datasets` finds the text, which may ask the network."""
+        return "name" in self.source.settings
+
+    @property
+    def has_val_text(self) -> bool:
+        """Whether validation text lies apart from training text."""
+        return self.settings.val_path is not None or self.settings.val_split is not None
+
+    @property
+    def is_validation_set(self) -> bool:
+        """Whether it has no training text."""
+        text = self.settings
+        return text.split is None or (text.val_path is not None and text.path is None)
+
     @cached_property
     def files(self) -> tuple[list[Path], list[Path]]:
-        """The files of training and of validation text. Raises ValueError if a path has none."""
-        paths = {"path": self.settings.path, "val_path": self.settings.val_path}
-        given = {key: path for key, path in paths.items() if path is not None}
-        if not self.source.suffixes:
-            for key, path in given.items():
-                kinds = ", ".join(self._kind(kind) for kind, source in SOURCES.items() if source.suffixes)
-                raise ValueError(
-                    f"{self.setting(key)}={path} is not read with source={self.settings.source}; use {kinds}"
-                )
-            return self.source.files(), []
-        if not given:
+        """The files of training and of validation text; none if it is elsewhere. Raises ValueError."""
+        text = self.settings
+        given = {key: path for key in ("path", "val_path") if (path := getattr(text, key)) is not None}
+        if self.is_dataset and not text.name:
+            raise ValueError(
+                f"{self._kind()} needs {self.setting('name')}=NAME: a dataset of the Hub, a folder, or with "
+                f"{self.setting('path')}=FILES a format (csv, json, parquet, …)"
+            )
+        if given and not (self.source.suffixes or "path" in self.source.settings):
+            key, path = next(iter(given.items()))
+            kinds = ", ".join(self._kind(kind) for kind, source in SOURCES.items() if source.suffixes)
+            raise ValueError(f"{self.setting(key)}={path} is not read with source={text.source}; use {kinds}")
+        if self.source.suffixes and not given:
             raise ValueError(
                 f"{self._kind()} needs {self.setting('path')}=FILE (or a folder, or a quoted glob such as "
                 "'DIR/*')"
             )
-        return self._matching("path", self.settings.path), self._matching("val_path", self.settings.val_path)
+        if self.source.suffixes:
+            return self._matching("path", text.path), self._matching("val_path", text.val_path)
+        return self.source.files(text)
 
     @cached_property
     def is_text_missing(self) -> bool:
-        """Whether the tokens are here, under data.name, and the text is not: on a cluster node, say."""
-        if self.settings.name is None or not (self.folder / FILE).is_file():
+        """Whether the tokens are here, in data.folder, and the text is not: on a cluster node, say."""
+        if self.settings.folder is None or not (self.folder / FILE).is_file():
             return False
         if self.settings.path is None or not self.source.suffixes:
             return False
@@ -97,42 +112,44 @@ class Recipe:
 
     @cached_property
     def units(self) -> list[Unit]:
-        """The text in pieces of work. Reads metadata. Raises ValueError for files that cannot be read."""
+        """The text in pieces of work. Reads metadata. Raises ValueError for text that cannot be read."""
         files, val_files = self.files
-        units = self.source.units(files, self.settings, "train" if val_files else None)
+        units = self.source.units(files, self.settings, "train" if self.has_val_text else None)
         if files and not any(unit.text_bytes for unit in units):
             raise ValueError(f"{self.setting('path')}={self.settings.path} has no text; choose other files")
-        return units + (self.source.units(val_files, self.settings, "val") if val_files else [])
+        return units + (self.source.units(val_files, self.settings, "val") if self.has_val_text else [])
 
     @cached_property
     def val_fraction(self) -> float:
-        """Validation part of the text; 0 if validation text has files of its own."""
-        if self.files[1]:
+        """Validation part of the text; 0 if validation text lies apart."""
+        if self.has_val_text:
             return 0.0
-        return effective_fraction(self.settings.val_fraction, self.text_bytes)
+        size = _size(self.files[0]) if self.is_dataset else sum(unit.text_bytes for unit in self.units)
+        return effective_fraction(self.settings.val_fraction, size)
 
     @property
-    def text_bytes(self) -> int:
-        """Approximate size of the text."""
-        return sum(unit.text_bytes for unit in self.units)
-
-    @property
-    def input_bytes(self) -> int:
-        """Size of the files, which may be compressed; of a download, of its text."""
-        return sum(file.stat().st_size for files in self.files for file in files) or self.text_bytes
+    def input_bytes(self) -> float:
+        """Size of the files, which may be compressed; infinite if they are elsewhere."""
+        return sum(map(_size, self.files)) or math.inf
 
     @cached_property
     def description(self) -> dict:
         """JSON; recipes with equal descriptions give the same bytes."""
         files, val_files = self.files
-        found = {"files": identity(files), "val_files": identity(val_files)} if files or val_files else {}
+        is_here = bool(files or val_files)
+        text = {"files": identity(files), "val_files": identity(val_files)} if is_here else {}
+        places = ("path", "val_path") if is_here else ()
+        text |= {key: getattr(self.settings, key) for key in self.source.settings if key not in places}
+        units = None if self.is_dataset else len(self.units)
+        if self.settings.source == "openwebtext":  # as it was called when it was the only dataset
+            text["repository"], units = text.pop("name"), openwebtext.FILES
         return {
             "format": FORMAT,
             "source": self.settings.source,
-            "identity": found | {key: getattr(self.settings, key) for key in self.source.settings},
+            "identity": text,
             "tokenizer": tokenizer_identity(self.settings.tokenizer),
             "held_out": self.val_fraction,
-            "units": len(self.units),
+            "units": units,
         }
 
     @cached_property
@@ -142,9 +159,9 @@ class Recipe:
     @cached_property
     def folder(self) -> Path:
         """The folder of the tokens."""
-        path = self.settings.path or self.settings.val_path
-        stem = (_plain(Path(path).stem) if path else "") or self.settings.source
-        name = self.settings.name or f"{stem}-{_label(self.settings.tokenizer)}-{self.fingerprint[:10]}"
+        named_after = self.settings.path or self.settings.val_path or self.settings.name or ""
+        stem = _plain(Path(named_after).stem) or self.settings.source
+        name = self.settings.folder or f"{stem}-{_label(self.settings.tokenizer)}-{self.fingerprint[:10]}"
         return Path(self.settings.root) / name
 
     def manifest(self) -> Manifest | None:
@@ -158,15 +175,15 @@ class Recipe:
             if made_with != tokenizer_identity(self.settings.tokenizer):
                 raise ValueError(
                     f"{self.folder} was prepared with data.tokenizer={made_with}, not "
-                    f"{self.settings.tokenizer}; use that, or another data.name"
+                    f"{self.settings.tokenizer}; use that, or another data.folder"
                 )
             return manifest
         return manifest if manifest is not None and manifest.fingerprint == self.fingerprint else None
 
     def setting(self, key: str) -> str:
         """The full name of a setting of this text, for messages."""
-        if self.group == "data.validation" and key == "val_path":
-            key = "path"
+        if self.group == "data.validation":
+            key = key.removeprefix("val_")
         return f"{self.where}.{key}"
 
     def _kind(self, kind: str | None = None) -> str:
@@ -176,6 +193,12 @@ class Recipe:
     def _matching(self, key: str, pattern: str | None) -> list[Path]:
         if pattern is None:
             return []
+        if "://" in pattern:
+            format_ = {"jsonl": "json"}.get(self.settings.source, self.settings.source)
+            raise ValueError(
+                f"{self.setting(key)}={pattern} is an address, not a file here; download it, or use "
+                f"{self._kind('huggingface')} {self.where}.name={format_}"
+            )
         try:
             files = matching(pattern, self.source.suffixes)
         except ValueError as error:
@@ -222,16 +245,26 @@ def training_texts(settings: DataSettings) -> list[Recipe]:
 
 def _named(settings: DataSettings, group: str, entries: dict[str, Any]) -> list[Recipe]:
     """The texts of a group of settings. What an entry leaves out is as in the settings of the run."""
+    shared = {key: getattr(settings, key) for key in SHARED}
     recipes = []
     for name, entry in entries.items():
         own = _read_entry(f"{group}.{name}", entry, KEYS[group])
         own.pop("weight", None)
+        option = values_of(own.pop("source"))
+        if option["source"] not in SOURCES:
+            raise ValueError(_unknown(f"{group}.{name}", option["source"]))
+        dataset = {key: value for key, value in option.items() if key in DATASET}
+        own = {"source": option["source"], **shared, **dataset, **own}
         if group == "data.validation":
             own["val_path"] = own.pop("path", None)
-        if own["source"] != "openwebtext":
-            own.setdefault("documents", None)  # the run's is OpenWebText's
-        recipes.append(Recipe(replace(settings, **{**OWN, **own}), group, name))
+            if "split" in SOURCES[own["source"]].settings:
+                own |= {"split": None, "val_split": own.get("split", "train")}
+        recipes.append(Recipe(DataSettings(**own), group, name))
     return recipes
+
+
+def _unknown(where: str, source: str) -> str:
+    return f"{where}.source={source} is unknown; choose one of {', '.join(SOURCES)}"
 
 
 def _read_entry(where: str, entry: Any, keys: dict[str, type]) -> dict[str, Any]:
@@ -248,6 +281,8 @@ def _read_entry(where: str, entry: Any, keys: dict[str, type]) -> dict[str, Any]
             found[key] = None if value is None else keys[key](value)
         except (TypeError, ValueError):
             raise ValueError(f"{where}.{key}={value} must be a number") from None
+    if "source" not in found and "name" in found:
+        found["source"] = "huggingface"
     if "source" not in found:
         if "path" not in found:
             raise ValueError(
@@ -260,8 +295,8 @@ def _read_entry(where: str, entry: Any, keys: dict[str, type]) -> dict[str, Any]
 def _kind_of(where: str, path: str) -> str:
     """The kind of text, by the names of the files. Raises ValueError if they do not say."""
     kinds = _kinds(path)
-    if not kinds and Path(path).is_dir():
-        kinds = sorted({kind for file in Path(path).rglob("*") for kind in _kinds(file.name)})
+    if not kinds and (folder := Path(path).expanduser()).is_dir():
+        kinds = sorted({kind for file in folder.rglob("*") for kind in _kinds(file.name)})
     if len(kinds) != 1:
         names = [kind for kind, source in SOURCES.items() if source.suffixes]
         raise ValueError(
@@ -283,11 +318,18 @@ def _problems(settings: DataSettings, recipes: list[Recipe]) -> Iterator[str]:
     for recipe in recipes:
         text, where = recipe.settings, recipe.where
         if text.source not in SOURCES:
-            yield f"{where}.source={text.source} is unknown; choose one of {', '.join(SOURCES)}"
+            yield _unknown(where, text.source)
+            continue
         if not 0 < text.val_fraction < 1:
             yield f"{where}.val_fraction={text.val_fraction} must lie between 0 and 1; 0.0005 is usual"
-        if text.name is not None and (Path(text.name).name != text.name or text.name == ".."):
-            yield f"{where}.name={text.name} must be a folder in data.root, not a path"
+        if text.folder is not None and (Path(text.folder).name != text.folder or text.folder == ".."):
+            yield f"{where}.folder={text.folder} must be a folder in data.root, not a path"
+        for key in ("name", "val_split"):
+            if (value := getattr(text, key)) is not None and key not in recipe.source.settings:
+                yield (
+                    f"{where}.{key}={value} is of data=huggingface, not {text.source}; the tokens' folder is "
+                    f"{where}.folder"
+                )
 
 
 def _check_apart(recipes: list[Recipe]) -> None:
@@ -306,6 +348,10 @@ def _check_apart(recipes: list[Recipe]) -> None:
                 raise ValueError(f"{name} matches both {owner} and {setting}; keep it out of one of them")
         if is_train:
             same_size.append((file, setting))
+
+
+def _size(files: list[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
 
 
 def _label(tokenizer: str) -> str:

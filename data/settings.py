@@ -1,19 +1,24 @@
 """The settings of the data."""
 
+import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 MIXTURE = "mixture"  # the source that is several others, in data.sources
+OPTIONS = Path(__file__).parents[1] / "configs" / "data"  # of the group `data`, with settings of their own
 
 
 @dataclass
 class DataSettings:
     """Which text, how it becomes tokens, and where the tokens are stored."""
 
-    source: str = "openwebtext"  # one of SOURCES in data/recipe.py, or MIXTURE
-    path: str | None = None  # parquet, jsonl, text: a file, a folder or a glob
+    source: str = "openwebtext"  # a module of data/sources/, or MIXTURE
+    path: str | None = None  # a file, a folder or a glob; huggingface: also s3://, hf:// and the like
     val_path: str | None = None  # validation text in files of its own; null: split from `path`
-    column: str = "text"  # parquet column or JSON key that holds the text
+    column: str = "text"  # parquet column, JSON key or the like that holds the text
     tokenizer: str = "gpt2"  # gpt2, bytes, a tokenizer.json, or a folder with one
     mask_documents: bool = False  # in a sequence with several, each attends to itself only; positions restart
     val_fraction: float = 0.0005  # validation part of the text; more of a small text, see data/sources
@@ -22,23 +27,71 @@ class DataSettings:
     # mixture: its sources by name, each with a weight and what else is not as in the mixture.
     sources: dict[str, Any] = field(default_factory=dict)
 
-    repository: str = "Skylion007/openwebtext"  # openwebtext: dataset on the Hugging Face Hub
-    config: str = "plain_text"
-    revision: str | None = None  # commit of that dataset, so that its text cannot change
+    # huggingface: a dataset of the Hub, a folder like one, or with `path` a format (csv, json, parquet, …).
+    name: str | None = None
+    config: str | None = None  # of the dataset; null: its only one
+    split: str | None = "train"
+    val_split: str | None = None  # validation text in a split of its own; null: split from `split`
+    revision: str | None = None  # commit of the dataset, so that its text cannot change
+    streaming: bool = True  # false: download it first, to Hugging Face's cache
     documents: int | None = None  # number of documents the source must have; null: any number
 
-    root: str = "tokens"  # prepared datasets live in <root>/<name>
-    name: str | None = None  # null: made from the source, its contents and the tokenizer
+    root: str = "tokens"  # prepared datasets live in <root>/<folder>
+    folder: str | None = None  # null: named after the source, its contents and the tokenizer
     processes: int | None = None  # that tokenize; null: one per core. Does not change the result
     prepare_on_first_use_mb: int = 200  # files up to this size in all are prepared when training starts
 
+    def __post_init__(self) -> None:
+        """A shell leaves the ~ of data.path=~/x.txt as it is."""
+        for key in ("path", "val_path", "tokenizer", "name", "root"):
+            if str(value := getattr(self, key)).startswith("~"):
+                setattr(self, key, str(Path(value).expanduser()))
 
-def allow_names(schema: Any) -> None:
-    """Let the command line set data.validation.NAME and data.sources.NAME, which Hydra does not know.
+
+def sources() -> list[str]:
+    """The kinds of text: the modules of data/sources/."""
+    return sorted(file.stem for file in (Path(__file__).parent / "sources").glob("[!_]*.py"))
+
+
+def options() -> list[str]:
+    """What `data=` can be: a source, or a file of settings."""
+    return sorted({*sources(), *(file.stem for file in OPTIONS.glob("*.yaml"))})
+
+
+def values_of(option: str) -> dict[str, Any]:
+    """The settings that `data=option` sets."""
+    file = OPTIONS / f"{option}.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {"source": option}
+
+
+def register_options(schema: Any) -> None:
+    """Tell Hydra of the options of `data`, and that data.validation.NAME and data.sources.NAME may be set.
 
     schema: OmegaConf's, of the settings that have DataSettings as `data`.
     """
-    from omegaconf import OmegaConf  # here: tokenizing needs none
+    from hydra.core.config_store import ConfigStore  # here: tokenizing needs none
+    from omegaconf import OmegaConf
 
     for group in (schema.data.validation, schema.data.sources):
         OmegaConf.set_struct(group, False)
+    for option in options():
+        if not (OPTIONS / f"{option}.yaml").exists():
+            ConfigStore.instance().store(group="data", name=option, node=values_of(option))
+
+
+def of_older_run(recorded: dict[str, Any]) -> dict[str, Any]:
+    """The group `data` of a config.yaml as its settings are called now: `name` was that of the folder."""
+    if "repository" not in recorded:
+        return recorded
+    data = {"sources": {}, "validation": {}} | copy.deepcopy(recorded)
+    data |= {"folder": data.get("name"), "name": data.pop("repository")}
+    if data.get("source") != "openwebtext":
+        data |= {"name": None, "config": None}
+    if data.get("source") == MIXTURE:
+        data |= {"revision": None, "documents": None}
+    called = {"name": "folder", "repository": "name"}
+    for texts in (data["sources"], data["validation"]):
+        for name, text in texts.items():
+            if isinstance(text, dict):
+                texts[name] = {called.get(key, key): value for key, value in text.items()}
+    return data

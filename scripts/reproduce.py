@@ -49,7 +49,7 @@ RESULTS = Path("results")
 #: Overrides that choose the text; runs that bring their own do without them.
 TEXT = (
     *("data=", "data.path=", "data.val_path=", "data.column=", "data.tokenizer="),
-    *("data.val_fraction=", "data.name="),
+    *("data.val_fraction=", "data.name=", "data.config=", "data.split=", "data.folder="),
 )
 #: What each run has of its own.
 OWN = ("run_dir=", "runs_dir=", "init_from=", "seed=", "rerun_finished=")

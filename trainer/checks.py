@@ -136,7 +136,8 @@ def check_text(settings: Settings, ranks: int) -> Problems:
             + (
                 f"the tokenizer that those weights were trained with: data.tokenizer={settings.init_from}"
                 if settings.init_from
-                else f"model.vocab_size={-(-needed // 64) * 64} (padded to a multiple of 64 for speed)"
+                else f"data.tokenizer=bytes, which has 257 and suits small models, or "
+                f"model.vocab_size={-(-needed // 64) * 64} (padded to a multiple of 64 for speed)"
             )
         )
 

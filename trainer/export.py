@@ -157,8 +157,8 @@ def _text(settings: Settings) -> str:
 
 
 def _one_text(data: DataSettings) -> str:
-    if data.source == "openwebtext":
-        return f"{data.repository}, revision {data.revision}"
+    if data.name:
+        return f"{data.name} {data.config or ''}".strip() + f", revision {data.revision or 'not recorded'}"
     return {"stdlib": "the sources of Python's standard library"}.get(data.source, f"{data.source} files")
 
 

@@ -12,6 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from data.files import read_bytes
+from data.settings import of_older_run
 from model import backends
 from trainer.machine import software
 from trainer.redaction import redact
@@ -67,7 +68,7 @@ def checked(stored: Any) -> dict[str, Any]:
         raise ValueError("it has no settings of a run")
     if not _is_plain(stored):
         raise ValueError("it has a value that no setting has")
-    return stored
+    return {**stored, "data": of_older_run(stored["data"])}
 
 
 class _Recorded(yaml.SafeLoader):

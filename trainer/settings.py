@@ -15,7 +15,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import MISSING, ListConfig, OmegaConf
 
 from data import command_line
-from data.settings import DataSettings, allow_names
+from data.settings import DataSettings, options, register_options
 from model import backends
 from model.config import LlamaConfig
 from trainer.errors import SettingsError
@@ -194,7 +194,7 @@ def register() -> None:
     schema = OmegaConf.structured(Settings)
     # Any attention.NAME may be set on the command line: a sweep over several attentions sets it for all.
     OmegaConf.set_struct(schema.attention, False)
-    allow_names(schema)
+    register_options(schema)
     ConfigStore.instance().store(name="settings_schema", node=schema)
 
 
@@ -209,6 +209,7 @@ def unresolved(overrides: ListConfig) -> list[str]:
 def check_or_exit(arguments: list[str], configs: Path) -> None:
     """End the program with a message if an argument `name=value` has an unknown setting, group or option."""
     groups = {folder.name: command_line.options_in(folder) for folder in configs.iterdir() if folder.is_dir()}
+    groups["data"] = options()
     del groups["paper"]  # the experiments of scripts.reproduce
     parsed = command_line.check_or_exit(
         arguments, Settings, groups, program="python train.py", further=attention_settings()

@@ -2,7 +2,7 @@
 
 A source is divided into units: independent pieces of work, always the same ones in the same order. A unit
 yields its documents in batches that fit into memory. Units are pickled to the processes that work on them.
-Each module here has a source, and SOURCES in data/recipe.py lists it.
+To add a source, add a module here that has a SOURCE: its name is then an option, `data=NAME`.
 """
 
 import io
@@ -22,7 +22,21 @@ UNIT_BYTES = 64 << 20
 
 BATCH_BYTES = 4 << 20  # approximate text per batch: bounds the memory of a process
 
+TEXT_TYPES = (
+    *(pa.string(), pa.large_string(), pa.string_view()),
+    *(pa.binary(), pa.large_binary(), pa.binary_view()),
+)
+
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, as Arrow calls them
+
+# First bytes of a file that is packed.
+PACKED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+}
 
 # A fraction that suits gigabytes would leave a small text too little validation text for one sequence.
 SMALLEST_VALIDATION = 256 << 10  # bytes of text
@@ -45,6 +59,7 @@ class Unit:
 
     text_bytes: int  # approximate amount of text, for the progress bar
     split: str | None = None  # "train" or "val"; None: each document by `in_validation`
+    version: str = ""  # of text that the recipe does not identify: another version is tokenized anew
 
     def batches(self) -> Iterator[Batch]:
         """Read the unit from its start. Raises ValueError, naming file and row, for unusable text."""
@@ -56,11 +71,12 @@ class Source:
     """A kind of text."""
 
     # Units of some files by the settings of a text. The last argument is Unit.split, None for text that is
-    # both. Reads metadata; no network. Raises ValueError for files that cannot be read.
+    # both. Raises ValueError for files that cannot be read.
     units: Callable[[list[Path], DataSettings, str | None], list[Unit]]
     suffixes: tuple[str, ...] = ()  # of the files that data.path names; none: it has text of its own
     settings: tuple[str, ...] = ()  # that its text depends on, besides the files
-    files: Callable[[], list[Path]] = list  # that text of its own
+    # The files of training and of validation text of a source that has text of its own. No network.
+    files: Callable[[DataSettings], tuple[list[Path], list[Path]]] = lambda settings: ([], [])
 
 
 def effective_fraction(val_fraction: float, text_bytes: int) -> float:
@@ -100,11 +116,22 @@ def grouped(pieces: list[Piece], size: Callable[[Piece], int]) -> list[tuple[Pie
     return groups
 
 
+def check_column(schema: pa.Schema, where: str, column: str) -> None:
+    """Raise ValueError unless a table has one column of that name, with text."""
+    count = schema.names.count(column)
+    if count != 1:
+        found = f"{count} columns" if count else "no column"
+        names = ", ".join(map(repr, schema.names))
+        raise ValueError(f"{where} has {found} {column!r}; it has {names}. Name one: data.column=…")
+    _check_type(schema.field(column).type, f"{where}: column {column!r}")
+
+
 def usable(column: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
-    """A column of strings in the type of Batch.texts. Raises ValueError for nulls and invalid UTF-8."""
+    """A column in the type of Batch.texts. Raises ValueError for nulls, what is no text and invalid UTF-8."""
     if column.null_count:
         row = first_row + column.is_null().to_pylist().index(True)
         raise ValueError(f"{where}, row {row} has no text (null); drop such rows, or name another column")
+    _check_type(column.type, f"{where}, row {first_row}")
     texts = column.cast(pa.large_string(), safe=False)  # the check of its bytes comes next
     try:
         texts.validate(full=True)
@@ -112,6 +139,13 @@ def usable(column: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
         row = first_row + _first_undecodable(texts)
         raise ValueError(f"{where}, row {row} is not valid UTF-8; convert it, or drop that row") from None
     return texts
+
+
+def _check_type(kind: pa.DataType, where: str) -> None:
+    if isinstance(kind, pa.DictionaryType):
+        kind = kind.value_type
+    if kind not in TEXT_TYPES:
+        raise ValueError(f"{where} holds {kind}, not text. Name another: data.column=…")
 
 
 def _first_undecodable(texts: pa.LargeStringArray) -> int:
@@ -135,6 +169,18 @@ def opened(file: Path) -> BinaryIO:
 
 def is_compressed(file: Path) -> bool:
     return file.suffix in COMPRESSIONS
+
+
+def refuse_packed(file: Path) -> None:
+    """Raise ValueError for a file that is compressed, whatever its name says."""
+    with file.open("rb") as handle:
+        start = handle.read(6)
+    for magic, kind in PACKED.items():
+        if start.startswith(magic):
+            raise ValueError(
+                f"{file} is compressed ({kind}); unpack it. Only data=jsonl reads compressed files, called "
+                ".jsonl.gz or .jsonl.zst"
+            )
 
 
 def line_number(file: Path, offset: int) -> int:

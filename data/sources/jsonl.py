@@ -22,6 +22,7 @@ from data.sources import (
     is_compressed,
     line_number,
     opened,
+    refuse_packed,
 )
 
 LONGEST_LINE = 256 << 20  # bytes; reading a line takes some ten times as much memory
@@ -98,12 +99,13 @@ def units(files: list[Path], settings: DataSettings, split: str | None = None) -
     ]
 
 
-JSONL = Source(units, suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"), settings=("column",))
+SOURCE = Source(units, suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"), settings=("column",))
 
 
 def _ranges(file: Path, size: int) -> list[ByteRange]:
     if is_compressed(file):
         return [ByteRange(file, 0, size * TYPICAL_RATIO)] if size else []
+    refuse_packed(file)
     return [ByteRange(file, start, min(start + UNIT_BYTES, size)) for start in range(0, size, UNIT_BYTES)]
 
 

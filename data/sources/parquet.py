@@ -14,12 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.settings import DataSettings
-from data.sources import BATCH_BYTES, Batch, Source, Unit, grouped, usable
-
-TEXT_TYPES = (
-    *(pa.string(), pa.large_string(), pa.string_view()),
-    *(pa.binary(), pa.large_binary(), pa.binary_view()),
-)
+from data.sources import BATCH_BYTES, Batch, Source, Unit, check_column, grouped, usable
 
 
 class RowGroup(NamedTuple):
@@ -77,7 +72,7 @@ def units(files: list[Path], settings: DataSettings, split: str | None = None) -
     ]
 
 
-PARQUET = Source(units, suffixes=(".parquet",), settings=("column",))
+SOURCE = Source(units, suffixes=(".parquet",), settings=("column",))
 
 
 def _row_groups(file: Path, column: str) -> Iterator[RowGroup]:
@@ -86,7 +81,7 @@ def _row_groups(file: Path, column: str) -> Iterator[RowGroup]:
         schema = metadata.schema.to_arrow_schema()
     except (pa.ArrowException, OSError) as error:
         raise unreadable(file, error) from error
-    _check_column(file, schema, column)
+    check_column(schema, str(file), column)
     column_index = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(column)
     first_row = 0
     for index in range(metadata.num_row_groups):
@@ -96,20 +91,6 @@ def _row_groups(file: Path, column: str) -> Iterator[RowGroup]:
                 file, index, first_row, group.num_rows, group.column(column_index).total_uncompressed_size
             )
         first_row += group.num_rows
-
-
-def _check_column(file: Path, schema: pa.Schema, column: str) -> None:
-    """Raise ValueError unless the file has one column of that name, with text."""
-    count = schema.names.count(column)
-    if count != 1:
-        found = f"{count} columns" if count else "no column"
-        names = ", ".join(map(repr, schema.names))
-        raise ValueError(f"{file} has {found} {column!r}; it has {names}. Name one: data.column=…")
-    kind = schema.field(column).type
-    if isinstance(kind, pa.DictionaryType):
-        kind = kind.value_type
-    if kind not in TEXT_TYPES:
-        raise ValueError(f"{file}: column {column!r} holds {kind}, not text. Name another: column=…")
 
 
 def unreadable(file: Path, error: Exception | str) -> ValueError:

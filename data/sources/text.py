@@ -1,4 +1,4 @@
-"""Plain text: a document per file; of one's own, or the sources of Python's standard library.
+"""Plain text: a document per file.
 
 Large files are read in parts, so that a book of any size fits in memory.
 
@@ -6,10 +6,7 @@ A file is only cut in front of a single space or newline that is followed by som
 tokenizer splits there in any case, so the ids do not depend on where, or whether, a file is cut.
 """
 
-import hashlib
-import os
 import re
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,17 +24,13 @@ from data.sources import (
     effective_fraction,
     grouped,
     line_number,
+    refuse_packed,
 )
 
 # The byte behind is one that no white space begins with: U+0085, U+00A0, U+1680, U+2000 …, U+3000 begin with
 # C2, E1, E2, E3.
 CUT = re.compile(rb"[ \n](?=[!-~\xc3-\xe0\xe4-\xf4])")
 CUT_WINDOW = 1 << 20  # bytes searched for a place to cut; text without any is cut between two characters
-
-STDLIB_BYTES = 4 << 20  # of the standard library
-# Not the library itself: other people's packages, tests, applications, generated tables.
-NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo",
-              "ensurepip", "encodings", "__pycache__"}  # fmt: skip
 
 
 class Part(NamedTuple):
@@ -76,6 +69,8 @@ def units(files: list[Path], settings: DataSettings, split: str | None = None) -
 
     It is the end, not a choice by documents, because a text is often a single document.
     """
+    for file in files:
+        refuse_packed(file)
     sizes = [file.stat().st_size for file in files]
     total = sum(sizes)
     to_train = {"train": total, "val": 0}.get(split)
@@ -138,48 +133,4 @@ def _place_to_cut(file: Path, offset: int) -> int:
     return offset + inside_character
 
 
-# ---------------------------------------------------------------------- the standard library
-
-
-def stdlib_files() -> list[Path]:
-    """Source files of the standard library, STDLIB_BYTES bytes of them, in an order that mixes subjects.
-
-    First comes the text of Python's language reference (pydoc_data/topics.py); the order of the others is
-    that of their names' hashes, so that both the limit and the validation text at the end take a fair sample.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    found = [
-        Path(folder, name)
-        for folder, folders, names in os.walk(root)
-        if not _prune(folders)
-        for name in names
-        if name.endswith(".py") and Path(folder, name).stat().st_size
-    ]
-    found.sort(key=lambda file: _rank(file.relative_to(root).as_posix()))
-    chosen, size = [], 0
-    for file in found:
-        size += file.stat().st_size
-        if size > STDLIB_BYTES:
-            break
-        chosen.append(file)
-    if not chosen:
-        raise ValueError(
-            f"this Python ships no source files in {root}; use data=text data.path=FILE with a text of your "
-            "own"
-        )
-    return chosen
-
-
-def _prune(folders: list[str]) -> None:
-    """Keep os.walk out of what is skipped."""
-    folders[:] = [name for name in folders if name not in NOT_STDLIB and not name.startswith("config-")]
-
-
-def _rank(name: str) -> bytes:
-    if name == "pydoc_data/topics.py":
-        return b""
-    return hashlib.sha256(name.encode()).digest()
-
-
-TEXT = Source(units, suffixes=(".txt",))
-STDLIB = Source(units, files=stdlib_files)
+SOURCE = Source(units, suffixes=(".txt",))

@@ -70,12 +70,14 @@ def test_openwebtext_names_its_command(tmp_path):
     "name", ["a b", "a,b", "k=v", "it's", "${oc.env:HOME}", "[x]", "ä", "back\\slash\\", "null", "1e3", "*.t"]
 )
 def test_the_command_is_read_as_the_settings_by_the_shell_and_hydra(tmp_path, name):
-    settings = DataSettings(source="jsonl", path=name, column=name, root=f"{tmp_path}/{name}", name=name)
+    settings = DataSettings(source="jsonl", path=name, column=name, root=f"{tmp_path}/{name}", folder=name)
+    assert pasted(corpus.command(Recipe(settings))) == settings
+    settings = DataSettings(source="huggingface", path=f"s3://{name}", name=name, config=name, folder=name)
     assert pasted(corpus.command(Recipe(settings))) == settings
 
 
 def test_a_named_dataset_opens_where_its_text_is_not(settings, tmp_path):
-    settings.name = "mine"
+    settings.folder = "mine"
     there = open_corpus(settings)
     (tmp_path / "book.txt").unlink()
     shutil.move(settings.root, tmp_path / "node")

@@ -152,7 +152,7 @@ def test_other_text_settings_and_tokenizers_never_share_a_folder(settings, tmp_p
 
 
 def test_a_name_that_is_taken_by_other_data_is_refused(settings):
-    named = dataclasses.replace(settings, name="mine")
+    named = dataclasses.replace(settings, folder="mine")
     whole = contents(prepare(named))
     with pytest.raises(ValueError, match=r"mine holds .* \(different held_out\)"):
         prepare(dataclasses.replace(named, val_fraction=0.3))
@@ -160,7 +160,7 @@ def test_a_name_that_is_taken_by_other_data_is_refused(settings):
 
 
 def test_units_of_another_recipe_are_made_anew(settings, tmp_path):
-    named = dataclasses.replace(settings, name="mine")
+    named = dataclasses.replace(settings, folder="mine")
     (prepare(named) / "manifest.json").unlink()  # as if it had been stopped
     other = dataclasses.replace(named, val_fraction=0.3)
     assert contents(prepare(other)) == contents(prepare(elsewhere(other, tmp_path)))
@@ -170,7 +170,7 @@ def test_waits_for_another_preparation_of_the_same_folder(settings, caplog):
     caplog.set_level("INFO")
     folder = Path(settings.root) / "mine"
     folder.mkdir(parents=True)
-    thread = threading.Thread(target=prepare, args=(dataclasses.replace(settings, name="mine"),))
+    thread = threading.Thread(target=prepare, args=(dataclasses.replace(settings, folder="mine"),))
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         thread.start()

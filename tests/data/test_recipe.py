@@ -12,7 +12,7 @@ import pytest
 from data import mixture, recipe
 from data.corpus import open_corpus
 from data.prepare import PrepareSettings, run
-from data.settings import DataSettings
+from data.settings import DataSettings, of_older_run
 from data.tokenizers import Bytes
 from tests.data.test_corpus import composed
 
@@ -49,21 +49,21 @@ def text_of(tokens):
 
 @pytest.mark.usefixtures("files")
 def test_prepared_tokens_stand_in_for_a_missing_text_alone():
-    """Under data.name, on a cluster node: a mistake in another setting must not open them."""
-    corpus = open_corpus(book(name="mine"))
+    """In data.folder, on a cluster node: a mistake in another setting must not open them."""
+    corpus = open_corpus(book(folder="mine"))
     os.rename("book.txt", "moved.txt")
-    assert open_corpus(book(name="mine")).manifest == corpus.manifest
+    assert open_corpus(book(folder="mine")).manifest == corpus.manifest
     os.rename("moved.txt", "book.txt")
     mistakes = [book(val_path="typo.txt"), book(path=None), book(path="wiki.jsonl"), book(source="stdlib")]
     for settings in mistakes:
         with pytest.raises(ValueError, match=r"typo\.txt|needs data\.path|is not text|is not read"):
-            open_corpus(dataclasses.replace(settings, name="mine"))
+            open_corpus(dataclasses.replace(settings, folder="mine"))
 
 
 @pytest.mark.usefixtures("files")
 def test_validation_sets_are_prepared_by_themselves():
     sets = {"wiki": "wiki.jsonl", "code": "code", "py": {"path": "code/*.py", "source": "text"}}
-    plain, corpus = open_corpus(book()), open_corpus(book(validation=sets, name="mine"))
+    plain, corpus = open_corpus(book()), open_corpus(book(validation=sets, folder="mine"))
     assert [(one.name, one.weight) for one in corpus.validation] == [
         (None, 1.0), ("wiki", 0.0), ("code", 0.0), ("py", 0.0)
     ]  # fmt: skip
@@ -133,7 +133,7 @@ def test_sources_of_openwebtext_are_those_of_its_group():
     web, wiki = (one.settings for one in recipe.training_texts(settings))
     assert web == composed("data=openwebtext", "data.tokenizer=bytes")
     alone = composed("data=jsonl", "data.path=wiki.jsonl", "data.tokenizer=bytes")
-    assert wiki == dataclasses.replace(alone, revision=settings.revision)
+    assert wiki == alone
 
 
 @pytest.mark.usefixtures("files")
@@ -143,7 +143,7 @@ def test_the_command_line_takes_names_one_by_one_or_together():
     )
     one_by_one = composed(
         "data=embedded", "data.validation.wiki=wiki.jsonl", "data.validation.code.path='code/*'",
-        "data.validation.code.source=text", "data.validation.code.name=null",
+        "data.validation.code.source=text", "data.validation.code.folder=null",
     )  # fmt: skip
     sets, same = ([one.settings for one in recipe.read(text)[1:]] for text in (together, one_by_one))
     assert sets == same
@@ -153,12 +153,17 @@ def test_the_command_line_takes_names_one_by_one_or_together():
 
 
 FAULTS = [
-    (book(source="pile"), "choose one of openwebtext, parquet, jsonl, text, stdlib"),
+    (book(source="pile"), "choose one of huggingface, jsonl, openwebtext, parquet, stdlib, text"),
     (book(tokenizer="gpt4"), "choose one of gpt2, bytes"),
     (book(val_fraction=0.0), "between 0 and 1"),
     (book(val_fraction=1.0), "between 0 and 1"),
-    (book(name="a/b"), "data.name"),
-    (book(name=".."), "data.name"),
+    (book(folder="a/b"), "data.folder"),
+    (book(folder=".."), "data.folder"),
+    (book(name="mine"), "data.name=mine is of data=huggingface.* data.folder"),  # as that was called
+    (book(path="https://x.org/a.txt"), "data.path=https://x.org/a.txt is an address.* download it"),
+    (book(source="jsonl", path="s3://a/*.jsonl"), "use data=huggingface data.name=json"),
+    (book(source="huggingface"), "needs data.name=NAME"),
+    (book(source="openwebtext", name="x"), "data.path=book.txt is not read"),
     (book(path=None), "data=text needs data.path=FILE"),
     (book(path="nowhere.txt"), "data.path=nowhere.txt"),
     (book(path="nowhere/*.txt"), "data.path=nowhere"),
@@ -227,6 +232,33 @@ def test_texts_that_were_prepared_before_are_found_again():
         "openwebtext-gpt2-09c1963170": composed("data=openwebtext"),
     }
     assert [recipe.Recipe(settings).folder.name for settings in folders.values()] == list(folders)
+
+
+def test_settings_of_older_runs_are_read_as_they_were_meant():
+    """`name` was that of the folder, and a dataset's `repository`; every run recorded OpenWebText's."""
+    older = {"source": "text", "path": "book.txt", "repository": "Skylion007/openwebtext", "name": "mine"}
+    older |= {"config": "plain_text", "revision": None, "documents": None, "sources": {}, "validation": {}}
+    new = DataSettings(source="text", path="book.txt", folder="mine")
+    assert dataclasses.asdict(DataSettings(**of_older_run(older))) == dataclasses.asdict(new)
+    assert of_older_run(dataclasses.asdict(new)) == dataclasses.asdict(new)
+
+    web = composed("data=openwebtext")
+    pinned = {"revision": web.revision, "documents": web.documents}
+    assert (
+        DataSettings(**of_older_run(older | {"source": "openwebtext", "path": None, "name": None} | pinned))
+        == web
+    )
+
+    sources = {
+        "wiki": {"path": "wiki.jsonl", "weight": 1, "name": "mine"},
+        "web": {"source": "openwebtext", "weight": 3},
+    }
+    mixture = older | {"source": "mixture", "path": None, "name": None, "sources": sources} | pinned
+    read = DataSettings(**of_older_run(mixture))
+    assert read.sources["wiki"] == {"path": "wiki.jsonl", "weight": 1, "folder": "mine"}
+    assert [text.settings.documents for text in recipe.training_texts(read)] == [web.documents, None]
+    assert recipe.training_texts(read)[0].settings == web
+    assert mixture["sources"] == sources, "it was changed in place"
 
 
 @pytest.mark.usefixtures("files")

@@ -1,10 +1,16 @@
 """Each format yields its documents, in order, wherever it is cut; unusable text is named by file and row."""
 
+import bz2
+import contextlib
 import gzip
 import json
 import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,8 +22,10 @@ from data import sources
 from data.files import matching
 from data.recipe import Recipe
 from data.settings import DataSettings
-from data.sources import hub, jsonl, parquet, text
-from tests.data.test_corpus import composed
+from data.sources import jsonl, parquet, stdlib, text
+from tests.cli import ROOT
+
+EXTENDING = ROOT / "docs" / "extending.md"
 
 # GPT-2's pre-tokenizer; a piece of text between two of its matches is encoded by itself.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -278,49 +286,63 @@ def test_text_of_another_encoding_is_named_by_line(tmp_path):
 
 
 def test_stdlib_is_some_megabytes_of_python_without_tests():
-    files = text.stdlib_files()
-    assert 2e6 < sum(file.stat().st_size for file in files) <= text.STDLIB_BYTES
-    assert files == text.stdlib_files()
+    files = stdlib.stdlib_files()
+    assert 2e6 < sum(file.stat().st_size for file in files) <= stdlib.STDLIB_BYTES
+    assert files == stdlib.stdlib_files()
     assert not any({"test", "site-packages", "__pycache__"} & set(file.parts) for file in files)
     units = Recipe(DataSettings(source="stdlib")).units
     assert len(documents(units)) == len(files) + 1  # one is cut into training text and validation text
 
 
-def test_a_unit_of_the_hub_is_a_file_of_the_pinned_revision(tmp_path, monkeypatch):
-    """Three parquet files stand in for OpenWebText's 80."""
-    for index in range(3):
-        write_parquet(tmp_path / f"{index}.parquet", [f"{index}: {text}" for text in TEXTS])
-    calls = []
-    real = datasets.load_dataset
-
-    def load_dataset(repository, config, *, revision, **options):
-        calls.append((repository, config, revision))
-        files = [str(tmp_path / f"{index}.parquet") for index in range(3)]
-        return real("parquet", data_files=files, cache_dir=str(tmp_path / "hf"), **options)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(hub, "FILES", 3)
-    monkeypatch.setattr(hub, "ROWS_AT_ONCE", 10)
-    settings = composed("data=openwebtext")
-    units = Recipe(settings).units
-    assert [documents([unit]) for unit in units] == [[f"{i}: {text}" for text in TEXTS] for i in range(3)]
-    assert calls == [("Skylion007/openwebtext", "plain_text", settings.revision)] * 3
-    settings.revision = None
-    with pytest.raises(ValueError, match="revision=COMMIT"):
-        hub.units([], settings)
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_compressed_file_is_called_so_whatever_its_name(tmp_path, source):
+    """It was called UTF-8 that is not valid."""
+    path = tmp_path / f"a.{source}"
+    packed = [gzip.compress(b"text"), bz2.compress(b"text"), pa.compress(b"text", "zstd", asbytes=True)]
+    for content, kind in zip(packed, ("gzip", "bzip2", "zstd"), strict=True):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"a.{source} is compressed \({kind}\); unpack it"):
+            load(source, path)
 
 
-def test_the_hub_without_network_names_the_unit_and_says_to_rerun(monkeypatch):
-    def offline(*_, **__):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(datasets, "load_dataset", offline)
-    message = r"file 2 of 80 could not be read .*no route to host.* run the same command again to continue"
-    with pytest.raises(OSError, match=message):
-        documents(Recipe(composed("data=openwebtext")).units[1:2])
+def test_a_source_is_one_file(tmp_path):
+    """That of docs/extending.md, as it stands there."""
+    for folder in ("data", "configs/data"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "configs" / "prepare.yaml", tmp_path / "configs")
+    shutil.copytree(ROOT / "configs" / "hydra", tmp_path / "configs" / "hydra")
+    (module,) = re.findall(
+        r"```python\n(\"\"\"data/sources/sqlite.py.*?)```", EXTENDING.read_text(), re.DOTALL
+    )
+    (tmp_path / "data" / "sources" / "sqlite.py").write_text(module)
+    with contextlib.closing(sqlite3.connect(tmp_path / "texts.sqlite")) as connection:
+        connection.execute("CREATE TABLE documents (text TEXT)")
+        connection.executemany("INSERT INTO documents VALUES (?)", [(text,) for text in TEXTS])
+        connection.commit()
+    words = ["-m", "data.prepare", "data=sqlite", "data.path=texts.sqlite", "data.tokenizer=bytes"]
+    environment = os.environ | {"PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    train, val = map(int, re.search(r"ready (\d+) \+ (\d+)", done.stdout.replace(",", "")).groups())
+    assert train + val == sum(len(text.encode()) + 1 for text in TEXTS)
 
 
 # ------------------------------------------------------------------ which files
+
+
+@pytest.mark.parametrize(
+    "name", ["bücher.txt", "x(1).txt", "k=v.txt", "a b,c.txt", "[1].txt", "$x.txt", "語.txt"]
+)
+def test_any_name_of_a_file_is_read_also_in_the_home_folder(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text("once upon a time")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (tmp_path / name, f"~/{name}"):
+        text = Recipe(DataSettings(source="text", path=str(path)))
+        pieces = [piece.as_py() for unit in text.units for batch in unit.batches() for piece in batch.texts]
+        assert "".join(pieces) == "once upon a time"
+        assert text.folder.name.count("-gpt2-") == 1
 
 
 @pytest.fixture

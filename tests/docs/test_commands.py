@@ -18,7 +18,7 @@ COMMANDS = sorted({tuple(words) for words in pages.commands()})
 #: Programs of others.
 FOREIGN = (("wandb", "login"), ("wandb", "sync"), (".", ".venv/bin/activate"))
 #: What a reader puts in.
-PLACEHOLDERS = {"attention=NAME": "attention=sagebwd", "data=csv": "data=text"}
+PLACEHOLDERS = {"attention=NAME": "attention=sagebwd", "data=sqlite": "data=text"}
 
 
 class Parsed(Exception):

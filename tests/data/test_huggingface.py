@@ -1,0 +1,236 @@
+"""Datasets by name: folders like the Hub's, files of a format, and other file systems."""
+
+import csv
+import json
+import os
+import pickle
+
+import datasets
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data import corpus, recipe
+from data.corpus import open_corpus
+from data.prepare import prepare
+from data.recipe import Recipe
+from data.settings import DataSettings
+from data.sources import huggingface, openwebtext
+from tests.data.test_corpus import composed
+from tests.data.test_prepare import documents as prepared
+from tests.data.test_sources import documents, write_parquet
+
+#: `datasets` leaves a file open that is not read to its end.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+CARD = """---
+configs:
+- config_name: small
+  default: true
+  data_files:
+  - split: train
+    path: small/train-*
+  - split: test
+    path: small/test.parquet
+- config_name: large
+  data_files: large/*
+---
+"""
+TEXTS = [f"document {number}\n" + "wörd " * (number % 30) for number in range(250)]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The working folder: a dataset in the layout of the Hub, three files to train on; and a CSV file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for folder in ("set/small", "set/large"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "set" / "README.md").write_text(CARD)
+    for index in range(3):
+        write_parquet(f"set/small/train-{index}.parquet", TEXTS[80 * index :][:80], row_group_size=9)
+    write_parquet("set/small/test.parquet", TEXTS[240:])
+    write_parquet("set/large/0.parquet", ["another"])
+    with open("corpus.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("id", "text"), *enumerate(TEXTS)])
+    return tmp_path
+
+
+def dataset(name="set", **changed):
+    return DataSettings(**{"source": "huggingface", "name": name, "tokenizer": "bytes"} | changed)
+
+
+def prepared_texts(settings, split="train"):
+    text = Recipe(settings)
+    prepare(text)
+    return prepared(text.folder, split)
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_dataset_is_its_files_in_order(streaming, monkeypatch):
+    monkeypatch.setattr(huggingface, "UNIT_BYTES", 5000)
+    units = Recipe(dataset(config="small", streaming=streaming)).units
+    assert len(units) == 3 if streaming else len(units) > 3
+    assert documents(units) == TEXTS[:240]
+    assert documents(Recipe(dataset(split="test", streaming=streaming)).units) == TEXTS[240:]
+    assert documents(Recipe(dataset(config="large", streaming=streaming)).units) == ["another"]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("streaming", [True, False])
+def test_units_are_sent_to_processes_without_their_text(streaming):
+    for unit in Recipe(dataset(streaming=streaming)).units:
+        sent = pickle.dumps(unit)
+        assert len(sent) < 20_000
+        assert documents([pickle.loads(sent)]) == documents([unit])
+
+
+@pytest.mark.usefixtures("files")
+def test_validation_text_in_a_split_of_its_own():
+    settings = dataset(val_split="test")
+    assert (prepared_texts(settings), prepared_texts(settings, "val")) == (TEXTS[:240], TEXTS[240:])
+    opened = open_corpus(dataset(validation={"held": {"name": "set", "split": "test"}}, val_fraction=0.1))
+    tokens = opened.validation[1].tokens
+    text = opened.tokenizer.decode(tokens.window(0, len(tokens)))
+    assert text == "".join(text + "<|endoftext|>" for text in TEXTS[240:])
+
+
+@pytest.mark.usefixtures("files")
+def test_csv_is_prepared_on_first_use_and_again_when_it_changes():
+    settings = composed("data=csv", "data.path=corpus.csv", "data.tokenizer=bytes", "data.val_fraction=0.1")
+    opened = open_corpus(settings)
+    assert len(opened.train) + len(opened.val) == sum(len(text.encode()) + 1 for text in TEXTS)
+    with open("corpus.csv", "a") as file:
+        file.write("1,more\n")
+    assert open_corpus(settings).manifest.fingerprint != opened.manifest.fingerprint
+    assert open_corpus(settings).manifest.documents("train") + opened.manifest.documents("val") >= 251
+
+
+def test_a_local_name_is_no_pattern(files):
+    """`datasets` takes [1] for one, and then reads nothing."""
+    (files / "x [1](ü).csv").write_text("text\nhere\n")
+    assert documents(Recipe(dataset("csv", path="x [1](ü).csv")).units) == ["here"]
+
+
+@pytest.fixture
+def bucket():
+    """write(i, texts) → memory://bucket/i.jsonl, which stands in for s3:// and hf://."""
+    files = fsspec.filesystem("memory")
+
+    def write(index, texts):
+        with files.open(f"/bucket/{index}.jsonl", "w") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+
+    yield write
+    files.rm("/bucket", recursive=True)
+
+
+def test_other_file_systems(files, bucket):
+    for index in range(3):
+        bucket(index, TEXTS[80 * index :][:80])
+    settings = dataset("json", path="memory://bucket/*.jsonl", processes=1, val_fraction=0.1)
+    with pytest.raises(ValueError, match=r"not here.*(?s:.)*data=huggingface .*memory://bucket"):
+        open_corpus(settings)
+    assert list(files.glob("tokens/*")) == []
+    text = Recipe(settings)
+    prepare(text)
+    assert sorted(prepared(text.folder, "train") + prepared(text.folder, "val")) == sorted(TEXTS[:240])
+    assert open_corpus(settings).manifest.fingerprint == text.fingerprint
+
+
+def test_units_of_a_text_that_changed_in_between_are_made_anew(files):
+    def write(index, word):
+        (files / f"{index}.jsonl").write_text(json.dumps({"text": word}) + "\n" + '{"text": "same"}\n' * 20)
+
+    for index in range(3):
+        write(index, "old")
+    settings = dataset("json", path=f"file://{files}/*.jsonl", processes=1, val_fraction=0.1)
+    text = Recipe(settings)
+    prepare(text)
+    (text.folder / "manifest.json").unlink()  # as if it had been stopped
+    write(2, "new")
+    os.utime(files / "2.jsonl", (0, 0))
+    assert "new" in prepared_texts(settings)
+    write(1, "newer")
+    assert "newer" not in prepared_texts(settings), "finished text is not looked up"
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ({"config": "medium"}, "set: .*'medium' not found.*'small', 'large'"),
+        ({"split": "val"}, "no split 'val'; it has train, test"),
+        ({"column": "body"}, "no column 'body'; it has 'id', 'text'"),
+        ({"column": "id"}, "'id' holds int64, not text"),
+        ({"name": "csv"}, "csv: a format needs data.path=FILES"),
+        ({"name": "csv", "path": "none.csv"}, "no such file"),
+        ({"name": "nobody/nothing"}, "nobody/nothing: .*nobody/nothing"),
+        ({"name": "json", "path": "memory://none/*"}, "json .memory://none/.*: "),
+        ({"name": "json", "path": "nowhere://x"}, "json .nowhere://x.*: .*nowhere"),
+    ],
+)
+def test_what_is_not_there_is_named_before_a_folder_is_made(files, changed, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        prepare(Recipe(dataset(**changed)))
+    assert not (files / "tokens").exists()
+
+
+@pytest.mark.usefixtures("files")
+def test_a_row_that_is_no_text_is_named():
+    pq.write_table(pa.table({"text": ["fine", None]}), "set/small/train-1.parquet")
+    with pytest.raises(ValueError, match=r"set, file 2 of 3, row 1 has no text \(null\)"):
+        documents(Recipe(dataset()).units)
+    with open("corpus.csv", "w") as file:
+        file.write("text\n" + "words\n" * 20_000 + "007\n" * 20_000)
+    with pytest.raises(ValueError, match=r"csv \(corpus.csv\), file 1 of 1, row \d+ holds int64"):
+        documents(Recipe(dataset("csv", path="corpus.csv")).units)
+
+
+@pytest.mark.usefixtures("files")
+def test_a_connection_that_is_lost_says_to_run_it_again(monkeypatch):
+    units = Recipe(dataset()).units
+
+    def lost(*_, **__):
+        yield pa.table({"text": ["fine"]})
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(datasets.IterableDataset, "iter", lost)
+    message = r"set, file 2 of 3 could not be read .*no route to host.* run the same command again"
+
+    with pytest.raises(OSError, match=message):
+        documents(units[1:2])
+
+
+@pytest.mark.usefixtures("files")
+def test_openwebtext_is_the_dataset_of_its_revision(monkeypatch):
+    calls = []
+    real = datasets.load_dataset_builder
+
+    def load(name, config, **options):
+        calls.append((name, config, options["revision"]))
+        return real("set", "small")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load)
+    settings = composed("data=openwebtext")
+    with pytest.raises(ValueError, match="has 3 files instead of 80"):
+        prepare(Recipe(settings))
+    monkeypatch.setattr(openwebtext, "FILES", 3)
+    assert documents(Recipe(settings).units) == TEXTS[:240]
+    assert set(calls) == {("Skylion007/openwebtext", "plain_text", settings.revision)}
+
+
+def test_the_hub_is_not_asked_for_the_names_of_tokens(monkeypatch, tmp_path):
+    """On a cluster node without network, a run finds what was prepared."""
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: pytest.fail("asked the Hub"))
+    for settings in (composed("data=openwebtext"), dataset("a/b"), dataset("csv", path="s3://x/*.csv")):
+        settings.root = str(tmp_path)
+        with pytest.raises(ValueError, match=r"is not here. Prepare it once"):
+            open_corpus(settings)
+    web = {"name": "a/b", "config": "c", "weight": 1}
+    (text,) = recipe.training_texts(DataSettings(source="mixture", sources={"web": web}))
+    assert corpus.command(text) == "python -m data.prepare data=huggingface data.name=a/b data.config=c"
