@@ -23,22 +23,15 @@ class TokenizerFile:
     """A tokenizer.json that can be used, and the token that ends a document."""
 
     path: Path
-    content: str
+    tokenizer: tokenizers.Tokenizer  # without truncation and padding; special tokens in a text are text
+    sha256: str
     vocab_size: int  # the largest id and one
     end_of_text: str
 
     @property
     def identity(self) -> dict[str, str]:
         """What determines the ids of a text, as JSON."""
-        return {"sha256": hashlib.sha256(self.content.encode()).hexdigest(), "end_of_text": self.end_of_text}
-
-    def load(self) -> tokenizers.Tokenizer:
-        """The tokenizer, without truncation and padding, that takes special tokens in a text for text."""
-        loaded = tokenizers.Tokenizer.from_str(self.content)
-        loaded.no_truncation()
-        loaded.no_padding()
-        loaded.encode_special_tokens = True
-        return loaded
+        return {"sha256": self.sha256, "end_of_text": self.end_of_text}
 
 
 def read(path: Path) -> TokenizerFile:
@@ -68,7 +61,10 @@ def _described(file: Path, content: str, config: str) -> TokenizerFile:
     end_of_text = _end_of_text(file, loaded, config)
     if end_of_text not in vocabulary:
         raise ValueError(f"{file} has no token {end_of_text!r}, the eos_token of {CONFIG_FILE}; correct that")
-    return TokenizerFile(file, content, size, end_of_text)
+    loaded.no_truncation()
+    loaded.no_padding()
+    loaded.encode_special_tokens = True
+    return TokenizerFile(file, loaded, hashlib.sha256(content.encode()).hexdigest(), size, end_of_text)
 
 
 def _end_of_text(file: Path, loaded: tokenizers.Tokenizer, config: str) -> str:

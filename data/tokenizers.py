@@ -78,7 +78,14 @@ class Tokenizer(ABC):
 
     def encode_documents(self, texts: pa.LargeStringArray) -> Tokenized:
         """The ids of many documents, none of them null, each followed by end-of-text."""
-        return end_documents(*self.encode_batch(texts), self.end_of_text, id_dtype(self.vocab_size))
+        ids, offsets = self.encode_batch(texts)
+        lengths = np.diff(offsets) + 1
+        ended = np.empty(lengths.sum(), id_dtype(self.vocab_size))
+        ends = np.cumsum(lengths) - 1
+        inside = np.ones(len(ended), bool)
+        inside[ends] = False
+        ended[inside], ended[ends] = ids[: offsets[-1]], self.end_of_text
+        return Tokenized(ended, lengths)
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -206,7 +213,7 @@ class FromFile(Tokenizer):
     """A tokenizer of Hugging Face's library. It adds no token to a text, whatever its file says."""
 
     def __init__(self, file: TokenizerFile):
-        self._tokenizer = file.load()
+        self._tokenizer = file.tokenizer
         self.name = str(file.path)
         self.vocab_size = file.vocab_size
         self.end_of_text_name = file.end_of_text
@@ -245,18 +252,6 @@ def utf8(texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
     offsets = np.frombuffer(offsets_buffer, np.int64)[texts.offset : texts.offset + len(texts) + 1]
     data = np.frombuffer(data_buffer, np.uint8) if data_buffer is not None else np.zeros(0, np.uint8)
     return data[offsets[0] : offsets[-1]], offsets - offsets[0]
-
-
-def end_documents(ids: np.ndarray, offsets: np.ndarray, end_of_text: int, dtype: np.dtype) -> Tokenized:
-    """Insert an end-of-text after every document; document i is ids[offsets[i] : offsets[i + 1]]."""
-    documents = len(offsets) - 1
-    ended = np.empty(offsets[-1] + documents, dtype)
-    ends = offsets[1:] + np.arange(documents)
-    inside = np.ones(len(ended), bool)
-    inside[ends] = False
-    ended[inside] = ids[: offsets[-1]]
-    ended[ends] = end_of_text
-    return Tokenized(ended, np.diff(offsets) + 1)
 
 
 def _gpt2_encoding() -> tiktoken.Encoding:

@@ -142,7 +142,7 @@ def _run_in_processes(tasks: list[Task], processes: int, report: Report) -> None
     context = multiprocessing.get_context("spawn")
     reports, stop = context.SimpleQueue(), context.Event()
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=(reports, stop)) as pool:
-        running = {pool.submit(_run_reporting, task) for task in tasks}
+        running = {pool.submit(task.run, _send_report) for task in tasks}
         try:
             while running:
                 done, running = wait(running, timeout=0.1, return_when=FIRST_EXCEPTION)
@@ -176,10 +176,6 @@ def _exit_with_parent() -> None:
     """End when the parent is killed, which can no longer ask this process to stop."""
     multiprocessing.parent_process().join()
     os._exit(1)
-
-
-def _run_reporting(task: Task) -> None:
-    task.run(_send_report)
 
 
 def _send_report(documents: int, tokens: int, text_bytes: int) -> None:

@@ -6,10 +6,10 @@ To add a source, add a module here that has a SOURCE: its name is then an option
 """
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -41,8 +41,6 @@ PACKED = {
 # A fraction that suits gigabytes would leave a small text too little validation text for one sequence.
 SMALLEST_VALIDATION = 256 << 10  # bytes of text
 LARGEST_SHARE = 0.1  # of a small text, even if that is less than SMALLEST_VALIDATION
-
-Piece = TypeVar("Piece")
 
 
 @dataclass(frozen=True)
@@ -100,20 +98,20 @@ def in_validation(unit: int, first: int, count: int, fraction: float) -> np.ndar
     return chosen
 
 
-def grouped(pieces: list[Piece], size: Callable[[Piece], int]) -> list[tuple[Piece, ...]]:
-    """Join consecutive pieces until they reach UNIT_BYTES."""
-    groups: list[tuple[Piece, ...]] = []
-    group: list[Piece] = []
-    total = 0
+def units_of(kind: type[Unit], pieces: Iterable[Any], split: str | None, **fields: Any) -> list[Unit]:
+    """Units of neighbouring pieces, each of about UNIT_BYTES by their `size`, with further fields."""
+    groups: list[list[Any]] = []
+    total = UNIT_BYTES
     for piece in pieces:
-        group.append(piece)
-        total += size(piece)
         if total >= UNIT_BYTES:
-            groups.append(tuple(group))
-            group, total = [], 0
-    if group:
-        groups.append(tuple(group))
-    return groups
+            groups.append([])
+            total = 0
+        groups[-1].append(piece)
+        total += piece.size
+    return [
+        kind(text_bytes=sum(piece.size for piece in group), split=split, pieces=tuple(group), **fields)
+        for group in groups
+    ]
 
 
 def check_column(schema: pa.Schema, where: str, column: str) -> None:
@@ -133,12 +131,18 @@ def usable(column: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
         raise ValueError(f"{where}, row {row} has no text (null); drop such rows, or name another column")
     _check_type(column.type, f"{where}, row {first_row}")
     texts = column.cast(pa.large_string(), safe=False)  # the check of its bytes comes next
+    if not _is_utf8(texts):
+        row = first_row + next(row for row in range(len(texts)) if not _is_utf8(texts[row : row + 1]))
+        raise ValueError(f"{where}, row {row} is not valid UTF-8; convert it, or drop that row")
+    return texts
+
+
+def _is_utf8(texts: pa.LargeStringArray) -> bool:
     try:
         texts.validate(full=True)
     except pa.ArrowInvalid:
-        row = first_row + _first_undecodable(texts)
-        raise ValueError(f"{where}, row {row} is not valid UTF-8; convert it, or drop that row") from None
-    return texts
+        return False
+    return True
 
 
 def _check_type(kind: pa.DataType, where: str) -> None:
@@ -146,15 +150,6 @@ def _check_type(kind: pa.DataType, where: str) -> None:
         kind = kind.value_type
     if kind not in TEXT_TYPES:
         raise ValueError(f"{where} holds {kind}, not text. Name another: data.column=…")
-
-
-def _first_undecodable(texts: pa.LargeStringArray) -> int:
-    for row, text in enumerate(texts.cast(pa.large_binary())):
-        try:
-            text.as_py().decode("utf-8")
-        except UnicodeDecodeError:
-            return row
-    raise AssertionError("Arrow found invalid UTF-8 where Python finds none")
 
 
 def opened(file: Path) -> BinaryIO:

@@ -18,11 +18,11 @@ from data.sources import (
     Batch,
     Source,
     Unit,
-    grouped,
     is_compressed,
     line_number,
     opened,
     refuse_packed,
+    units_of,
 )
 
 LONGEST_LINE = 256 << 20  # bytes; reading a line takes some ten times as much memory
@@ -36,16 +36,20 @@ class ByteRange(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlUnit(Unit):
-    ranges: tuple[ByteRange, ...]
+    pieces: tuple[ByteRange, ...]
     key: str
 
     def batches(self) -> Iterator[Batch]:
         texts: list[str] = []
         size = 0
-        for part in self.ranges:
+        for part in self.pieces:
             for offset, line in _lines(part):
                 if line.isspace():
                     continue
@@ -88,15 +92,7 @@ class JsonlUnit(Unit):
 def units(files: list[Path], settings: DataSettings, split: str | None = None) -> list[Unit]:
     """The units of some files."""
     ranges = [part for file in files for part in _ranges(file, file.stat().st_size)]
-    return [
-        JsonlUnit(
-            text_bytes=sum(part.stop - part.start for part in group),
-            split=split,
-            ranges=group,
-            key=settings.column,
-        )
-        for group in grouped(ranges, lambda part: part.stop - part.start)
-    ]
+    return units_of(JsonlUnit, ranges, split, key=settings.column)
 
 
 SOURCE = Source(units, suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"), settings=("column",))

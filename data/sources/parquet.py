@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.settings import DataSettings
-from data.sources import BATCH_BYTES, Batch, Source, Unit, check_column, grouped, usable
+from data.sources import BATCH_BYTES, Batch, Source, Unit, check_column, units_of, usable
 
 
 class RowGroup(NamedTuple):
@@ -24,19 +24,19 @@ class RowGroup(NamedTuple):
     index: int
     first_row: int  # its first row's number in the file, from 0
     rows: int
-    text_bytes: int  # of the text column, uncompressed
+    size: int  # bytes of the text column, uncompressed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetUnit(Unit):
-    row_groups: tuple[RowGroup, ...]
+    pieces: tuple[RowGroup, ...]
     column: str
 
     def batches(self) -> Iterator[Batch]:
         rows_at_once = max(
-            1, BATCH_BYTES * sum(group.rows for group in self.row_groups) // max(1, self.text_bytes)
+            1, BATCH_BYTES * sum(group.rows for group in self.pieces) // max(1, self.text_bytes)
         )
-        for file, groups in itertools.groupby(self.row_groups, key=lambda group: group.file):
+        for file, groups in itertools.groupby(self.pieces, key=lambda group: group.file):
             groups = list(groups)
             row = groups[0].first_row
             for column in self._read(file, [group.index for group in groups], rows_at_once):
@@ -61,15 +61,7 @@ class ParquetUnit(Unit):
 def units(files: list[Path], settings: DataSettings, split: str | None = None) -> list[Unit]:
     """The units of some files. Reads only the files' metadata."""
     row_groups = [group for file in files for group in _row_groups(file, settings.column)]
-    return [
-        ParquetUnit(
-            text_bytes=sum(part.text_bytes for part in group),
-            split=split,
-            row_groups=group,
-            column=settings.column,
-        )
-        for group in grouped(row_groups, lambda part: part.text_bytes)
-    ]
+    return units_of(ParquetUnit, row_groups, split, column=settings.column)
 
 
 SOURCE = Source(units, suffixes=(".parquet",), settings=("column",))

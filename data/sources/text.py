@@ -22,9 +22,9 @@ from data.sources import (
     Source,
     Unit,
     effective_fraction,
-    grouped,
     line_number,
     refuse_packed,
+    units_of,
 )
 
 # The byte behind is one that no white space begins with: U+0085, U+00A0, U+1680, U+2000 …, U+3000 begin with
@@ -48,12 +48,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TextUnit(Unit):
-    parts: tuple[Part, ...]
+    pieces: tuple[Part, ...]
 
     def batches(self) -> Iterator[Batch]:
         texts: list[str] = []
         size = 0
-        for part in self.parts:
+        for part in self.pieces:
             for text, ends_document in _read(part):
                 texts.append(text)
                 size += len(text)
@@ -83,14 +83,7 @@ def units(files: list[Path], settings: DataSettings, split: str | None = None) -
         train += _parts(file, 0, boundary)
         val += _parts(file, boundary, size)
         to_train -= size
-    return _grouped(train, "train") + _grouped(val, "val")
-
-
-def _grouped(parts: list[Part], split: str) -> list[Unit]:
-    return [
-        TextUnit(text_bytes=sum(part.size for part in group), split=split, parts=group)
-        for group in grouped(parts, lambda part: part.size)
-    ]
+    return units_of(TextUnit, train, "train") + units_of(TextUnit, val, "val")
 
 
 def _parts(file: Path, start: int, stop: int) -> Iterator[Part]:

@@ -229,7 +229,7 @@ def test_the_hub_is_not_asked_for_the_names_of_tokens(monkeypatch, tmp_path):
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: pytest.fail("asked the Hub"))
     for settings in (composed("data=openwebtext"), dataset("a/b"), dataset("csv", path="s3://x/*.csv")):
         settings.root = str(tmp_path)
-        with pytest.raises(ValueError, match=r"is not here. Prepare it once"):
+        with pytest.raises(ValueError, match=r"its text is not here. Prepare it once"):
             open_corpus(settings)
     web = {"name": "a/b", "config": "c", "weight": 1}
     (text,) = recipe.training_texts(DataSettings(source="mixture", sources={"web": web}))
