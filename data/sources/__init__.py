@@ -173,8 +173,8 @@ def refuse_packed(file: Path) -> None:
     for magic, kind in PACKED.items():
         if start.startswith(magic):
             raise ValueError(
-                f"{file} is compressed ({kind}); unpack it. Only data=jsonl reads compressed files, called "
-                ".jsonl.gz or .jsonl.zst"
+                f"{file} is compressed ({kind}); unpack it. data=jsonl reads what is called .jsonl.gz or "
+                ".jsonl.zst as it is"
             )
 
 

@@ -1,6 +1,7 @@
 """Datasets by name: folders like the Hub's, files of a format, and other file systems."""
 
 import csv
+import dataclasses
 import json
 import os
 import pickle
@@ -13,10 +14,11 @@ import pytest
 
 from data import corpus, recipe
 from data.corpus import open_corpus
-from data.prepare import prepare
+from data.prepare import _useful_processes, prepare
 from data.recipe import Recipe
 from data.settings import DataSettings
 from data.sources import huggingface, openwebtext
+from data.workers import Task
 from tests.data.test_corpus import composed
 from tests.data.test_prepare import documents as prepared
 from tests.data.test_sources import documents, write_parquet
@@ -158,6 +160,25 @@ def test_units_of_a_text_that_changed_in_between_are_made_anew(files):
     assert "new" in prepared_texts(settings)
     write(1, "newer")
     assert "newer" not in prepared_texts(settings), "finished text is not looked up"
+
+
+@pytest.mark.usefixtures("files")
+def test_each_setting_that_chooses_the_text_is_in_its_fingerprint():
+    keys = ("name", "config", "split", "val_split", "revision", "column", "path", "val_path")
+    same = {"streaming": True, "documents": 7, "root": "elsewhere", "processes": 3}
+    plain = dataset("a/b")
+    others = [dataclasses.replace(plain, **{key: "other/x"}) for key in keys]
+    others += [dataclasses.replace(plain, streaming=False), dataset("set"), dataset("set", config="large")]
+    prints = {Recipe(settings).fingerprint for settings in (plain, *others)}
+    assert len(prints) == 1 + len(others)
+    assert Recipe(dataclasses.replace(plain, **same)).fingerprint == Recipe(plain).fingerprint
+
+
+def test_text_of_unknown_size_is_tokenized_by_all_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7), raising=False)
+    for size, processes in ((0, 7), (1, 1), (1 << 30, 7)):
+        unit = huggingface.DatasetUnit(text_bytes=size, label="", column="", dataset=None)
+        assert _useful_processes([Task(None, 0, unit, "bytes", 0.1, "")]) == processes
 
 
 @pytest.mark.parametrize(
