@@ -64,9 +64,9 @@ class Tokenizer(ABC):
     end_of_text: int  # never the id of any text, not even of text that spells its name
     end_of_text_name: str = END_OF_TEXT
 
-    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end-of-text."""
+        return self.encode_batch(pa.array([text], pa.large_string()))[0].tolist()
 
     @abstractmethod
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
@@ -133,9 +133,6 @@ class Bytes(Tokenizer):
     vocab_size = 257
     end_of_text = 256
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
-
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
         return utf8(texts)
 
@@ -159,9 +156,6 @@ class Tiktoken(Tokenizer):
         self.name = encoding.name
         self.vocab_size = encoding.n_vocab
         self.end_of_text = encoding.eot_token
-
-    def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(text)
 
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
         # As encode_ordinary (special tokens in the text are ordinary text), but without Python lists.
@@ -218,9 +212,6 @@ class FromFile(Tokenizer):
         self.vocab_size = file.vocab_size
         self.end_of_text_name = file.end_of_text
         self.end_of_text = self._tokenizer.token_to_id(file.end_of_text)
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch(pa.array([text], pa.large_string()))[0].tolist()
 
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
         try:
