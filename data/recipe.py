@@ -159,10 +159,10 @@ class Recipe:
     @cached_property
     def folder(self) -> Path:
         """The folder of the tokens."""
-        named_after = self.settings.path or self.settings.val_path or self.settings.name or ""
-        stem = _plain(Path(named_after).stem) or self.settings.source
-        name = self.settings.folder or f"{stem}-{_label(self.settings.tokenizer)}-{self.fingerprint[:10]}"
-        return Path(self.settings.root) / name
+        text = self.settings
+        names = (_plain(Path(name or "").stem) for name in (text.path or text.val_path, text.name))
+        stem = next(filter(None, names), text.source)
+        return Path(text.root) / (text.folder or f"{stem}-{_label(text.tokenizer)}-{self.fingerprint[:10]}")
 
     def manifest(self) -> Manifest | None:
         """The table of contents of the tokens, None if they are not prepared. Shards are not looked at.
