@@ -79,8 +79,8 @@ def _prepare(made: Recipe) -> Manifest:
     left = [task for task in tasks(made) if not _is_finished(task)]
     log.info("preparing %s: %d of %d units to do", made.folder, len(left), len(made.units))
     start = time.perf_counter()
-    with _progress(left) as report:
-        workers.run(left, made.settings.processes or _useful_processes(left), report)
+    with _progress(left) as bar:
+        workers.run(left, made.settings.processes or _useful_processes(left), bar.update)
     manifest = _collect(made)
     _check_totals(manifest, made)
     manifest.write(made.folder)
@@ -158,22 +158,11 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _progress(tasks: list[workers.Task]) -> Iterator[workers.Report]:
-    """A progress bar over the bytes of text, with the number of documents and tokens."""
+def _progress(tasks: list[workers.Task]) -> tqdm:
+    """A progress bar over the bytes of text."""
     total = sum(task.unit.text_bytes for task in tasks) or None  # not known
     interval = 0.5 if sys.stderr.isatty() else 30  # seconds; every refresh is a line of its own in a log file
-    documents = tokens = 0
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", mininterval=interval) as bar:
-
-        def report(new_documents: int, new_tokens: int, text_bytes: int) -> None:
-            nonlocal documents, tokens
-            documents += new_documents
-            tokens += new_tokens
-            bar.set_postfix_str(f"{documents:,} documents, {tokens:,} tokens", refresh=False)
-            bar.update(text_bytes)
-
-        yield report
+    return tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", mininterval=interval)
 
 
 def run(settings: PrepareSettings) -> None:

@@ -8,7 +8,6 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -49,13 +48,6 @@ def _file(name: str) -> TokenizerFile:
     return read(Path(name))
 
 
-class Tokenized(NamedTuple):
-    """The token ids of several documents, one after the other."""
-
-    ids: np.ndarray  # uint16 or uint32, by the vocabulary, (tokens,)
-    lengths: np.ndarray  # int64, (documents,); tokens of each document, its end-of-text included
-
-
 class Tokenizer(ABC):
     """A tokenizer. Its ids are stored in 16 bits, or 32 if there are more than 65,536."""
 
@@ -76,8 +68,12 @@ class Tokenizer(ABC):
         1,).
         """
 
-    def encode_documents(self, texts: pa.LargeStringArray) -> Tokenized:
-        """The ids of many documents, none of them null, each followed by end-of-text."""
+    def encode_documents(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of many documents, none of them null, each followed by end-of-text.
+
+        Returns all ids, concatenated, uint16 or uint32 by the vocabulary, and the length of each document
+        with its end-of-text, int64, (documents,).
+        """
         ids, offsets = self.encode_batch(texts)
         lengths = np.diff(offsets) + 1
         ended = np.empty(lengths.sum(), id_dtype(self.vocab_size))
@@ -85,7 +81,7 @@ class Tokenizer(ABC):
         inside = np.ones(len(ended), bool)
         inside[ends] = False
         ended[inside], ended[ends] = ids[: offsets[-1]], self.end_of_text
-        return Tokenized(ended, lengths)
+        return ended, lengths
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

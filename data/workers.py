@@ -17,10 +17,10 @@ import numpy as np
 from data import tokenizers
 from data.shards import SPLITS, Shard, UnitRecord, chunk_checksums
 from data.sources import Unit, in_validation
-from data.tokenizers import Tokenized, id_dtype
+from data.tokenizers import id_dtype
 
-# Called with the number of documents, tokens and bytes of text just processed.
-Report = Callable[[int, int, int], None]
+# Called with the bytes of text just processed.
+Report = Callable[[int], None]
 
 
 class ShardWriter:
@@ -85,17 +85,16 @@ class Task:
                 writers[split] = ShardWriter(self.folder, name, id_dtype(tokenizer.vocab_size))
             first = 0
             for batch in self.unit.batches():
-                done = tokenizer.encode_documents(batch.texts)
-                ended = len(done.lengths)
+                ids, lengths = tokenizer.encode_documents(batch.texts)
+                ended = len(lengths) - batch.continues
                 if batch.continues:  # the document goes on: remove its end-of-text
-                    done = Tokenized(done.ids[:-1], np.append(done.lengths[:-1], done.lengths[-1] - 1))
-                    ended -= 1
-                if self.unit.split is not None:
-                    writers[self.unit.split].write(done.ids, ended)
-                else:
-                    _write_split(writers, done, in_validation(self.index, first, ended, self.fraction))
+                    ids = ids[:-1]
+                    lengths[-1] -= 1
+                to_val = self._to_validation(first, len(lengths))
+                for split, chosen in (("train", ~to_val), ("val", to_val)):
+                    writers[split].write(ids[np.repeat(chosen, lengths)], int(chosen[:ended].sum()))
                 first += ended
-                report(ended, len(done.ids), batch.texts.nbytes)
+                report(batch.texts.nbytes)
             shards = {split: writer.finish() for split, writer in writers.items()}
             UnitRecord(self.fingerprint, shards).write(self.folder, self.index)
         except OSError as error:
@@ -104,18 +103,11 @@ class Task:
             for writer in writers.values():
                 writer.discard()
 
-
-def _write_split(writers: dict[str, ShardWriter], done: Tokenized, to_val: np.ndarray) -> None:
-    """Write each document to its split, consecutive documents of the same split at once."""
-    changes = np.flatnonzero(np.diff(to_val)) + 1
-    token_ends = np.cumsum(done.lengths)
-    begin = token = 0
-    for end in [*changes.tolist(), len(to_val)]:
-        if begin == end:
-            continue  # a batch without documents
-        split = "val" if to_val[begin] else "train"
-        writers[split].write(done.ids[token : token_ends[end - 1]], end - begin)
-        begin, token = end, token_ends[end - 1]
+    def _to_validation(self, first: int, count: int) -> np.ndarray:
+        """Which of the documents from `first` on are validation text; bool, (count,)."""
+        if self.unit.split is None:
+            return in_validation(self.index, first, count, self.fraction)
+        return np.full(count, self.unit.split == "val")
 
 
 def _disk_error(folder: Path, error: OSError) -> OSError:
@@ -147,7 +139,7 @@ def _run_in_processes(tasks: list[Task], processes: int, report: Report) -> None
             while running:
                 done, running = wait(running, timeout=0.1, return_when=FIRST_EXCEPTION)
                 while not reports.empty():
-                    report(*reports.get())
+                    report(reports.get())
                 for future in done:
                     future.result()
         except BrokenProcessPool as error:
@@ -178,10 +170,10 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _send_report(documents: int, tokens: int, text_bytes: int) -> None:
+def _send_report(text_bytes: int) -> None:
     if _stop.is_set():
         raise _Stopped
-    _reports.put((documents, tokens, text_bytes))
+    _reports.put(text_bytes)
 
 
 @functools.cache

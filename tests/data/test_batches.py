@@ -15,12 +15,12 @@ def written(folder, batches, split=None):
     """The record of a unit of these batches, [(texts, whether the last goes on), ...]; its shards' bytes."""
     folder.mkdir()
     read = [SimpleNamespace(texts=pa.array(texts, pa.large_string()), continues=on) for texts, on in batches]
-    counts = []
     unit = SimpleNamespace(split=split, batches=lambda: read)
-    Task(folder, 0, unit, "bytes", 0.1, "f").run(lambda documents, *_: counts.append(documents))
+    Task(folder, 0, unit, "bytes", 0.1, "f").run(lambda text_bytes: None)
     record = UnitRecord.read(folder, 0)
     shards = [shard for shard in record.shards.values() if shard]
-    assert sum(counts) == sum(shard.documents for shard in shards)
+    documents = sum(len(texts) - on for texts, on in batches)
+    assert documents == sum(shard.documents for shard in shards)
     return record, {file.name: file.read_bytes() for file in folder.glob("*.bin")}
 
 

@@ -72,7 +72,7 @@ def test_end_of_text_and_slices_of_arrow_arrays(tokenizer):
     assert tokenizer.end_of_text == tokenizer.vocab_size - 1
     assert documents(tokenizer, []) == []
     ids, lengths = tokenizer.encode_documents(large_strings(TRICKY)[3:6])
-    assert (ids == tokenizer.encode_documents(large_strings(TRICKY[3:6])).ids).all()
+    assert (ids == tokenizer.encode_documents(large_strings(TRICKY[3:6]))[0]).all()
     assert len(lengths) == 3
 
 
