@@ -255,6 +255,7 @@ def test_settings_of_older_runs_are_read_as_they_were_meant():
     }
     mixture = older | {"source": "mixture", "path": None, "name": None, "sources": sources} | pinned
     read = DataSettings(**of_older_run(mixture))
+    assert (read.name, read.revision, read.documents) == (None, None, None)
     assert read.sources["wiki"] == {"path": "wiki.jsonl", "weight": 1, "folder": "mine"}
     assert [text.settings.documents for text in recipe.training_texts(read)] == [web.documents, None]
     assert recipe.training_texts(read)[0].settings == web
