@@ -126,6 +126,7 @@ def command(one: Recipe) -> str:
     text = one.settings
     group = "embedded" if text.source == "stdlib" else text.source
     usual = asdict(DataSettings(**values_of(group)))
-    own = [key for key in usual if key not in ("source", "validation", "sources", "prepare_on_first_use_mb")]
-    words = [override(f"data.{key}", value) for key in own if (value := getattr(text, key)) != usual[key]]
+    for key in ("source", "validation", "sources", "prepare_on_first_use_mb", "mask_documents"):
+        del usual[key]  # the tokens do not depend on it
+    words = [override(f"data.{key}", value) for key in usual if (value := getattr(text, key)) != usual[key]]
     return shlex.join(["python", "-m", "data.prepare", f"data={group}", *words])
