@@ -33,8 +33,8 @@ class patch_sdpa:
 
     In a ``with`` until its end, else until :meth:`remove` or the end of the process. On a GPU and on a CPU,
     in all threads, also where a module imported the function by name. Models that were compiled before keep
-    torch's. Full precision stays where torch's FlashAttention would not run, by the rules of
-    :func:`why_full_precision`; a warning says so, and :func:`sagebwd.report` counts.
+    torch's. What :func:`why_full_precision` names stays in full precision; a warning says so, and
+    :func:`sagebwd.report` counts.
 
     A mask is computed in INT8 if it shows what SageBwd computes: a triangle, a window, blocks of documents,
     keys that are hidden from all queries. On a GPU a mask's values are read once, which waits for it; a
@@ -67,30 +67,25 @@ class patch_sdpa:
 
 
 def why_full_precision(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str:
-    """Why :class:`patch_sdpa` leaves a call to torch, whatever its mask; "" if SageBwd computes it.
-
-    The rules are those of torch's FlashAttention, but that SageBwd takes fp32 on a CPU.
-    """
+    """Why :class:`patch_sdpa` leaves a call to torch, whatever its mask; "" if SageBwd computes it."""
     tensors = (query, key, value)
     if not all(isinstance(x, Tensor) for x in tensors) or any(x.is_nested for x in tensors):
         return "nested tensors"
     device = query.device.type
     if device not in ("cpu", "cuda"):
         return f"tensors on {device}"
-    if any(x.dim() != 4 for x in tensors):
-        return "tensors that are not (batch, heads, tokens, head size)"
     if any(0 in x.shape for x in tensors):
         return "empty tensors"
     dtype = torch.get_autocast_dtype(device) if is_autocast(device) else query.dtype
     if dtype not in (torch.float16, torch.bfloat16, *([torch.float32] if device == "cpu" else [])):
         return f"{str(dtype).removeprefix('torch.')} on {device}"
-    head_dim = query.shape[-1]
-    if key.shape != value.shape or key.shape[-1] != head_dim or key.shape[0] != query.shape[0]:
+    if key.shape[:-1] != value.shape[:-1] or key.shape[:-3] != query.shape[:-3]:
         return "keys and values of other shapes"
-    if key.shape[1] != query.shape[1] and not enable_gqa:
+    if key.shape[:-2] != query.shape[:-2] and not enable_gqa:
         return "heads that torch broadcasts"
-    if head_dim > LARGEST_HEAD_DIM or (device == "cuda" and head_dim % 8):
-        return f"a head size of {head_dim}"
+    for head_dim in (query.shape[-1], value.shape[-1]):
+        if head_dim > LARGEST_HEAD_DIM or (device == "cuda" and head_dim % 8):
+            return f"a head size of {head_dim}"
     return ""
 
 
@@ -109,7 +104,9 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
         if isinstance(attn_mask, CausalBias) and not is_causal and _is_square(attn_mask):
             attn_mask, settings["is_causal"] = None, True
         reason, layout, shown = why_full_precision(query, key, value, enable_gqa), None, ""
-        if not reason and attn_mask is not None:
+        if not reason and attn_mask is not None and query.dim() != 4:
+            reason = "a mask of tensors that are not (batch, heads, tokens, head size)"
+        elif not reason and attn_mask is not None:
             layout, shown = _find_layout(attn_mask, query.shape[0], query.shape[2], key.shape[2])
             reason = "a mask together with is_causal" if is_causal else "" if layout else shown
         if reason:
@@ -146,12 +143,15 @@ def _find_layout(mask: Tensor, batch: int, n_q: int, n_kv: int) -> tuple[Layout 
 
 
 def _holders(function: Callable[..., Any]) -> list[tuple[Any, str]]:
-    """(module, name) of every module that holds ``function``, which ``from … import`` copies; not our own."""
-    own = __name__.partition(".")[0]
+    """(module, name) of every module that holds ``function``, which ``from … import`` copies; not our own.
+
+    Nor torch's C++ module, by which compiled graphs call what was left in full precision.
+    """
+    skipped = (f"{__name__.partition('.')[0]}.", "torch._C.")
     return [
         (module, name)
         for path, module in [*sys.modules.items()]
-        if path.partition(".")[0] != own and isinstance(getattr(module, "__dict__", None), dict)
+        if not path.startswith(skipped) and isinstance(getattr(module, "__dict__", None), dict)
         for name, value in [*module.__dict__.items()]
         if value is function
     ]

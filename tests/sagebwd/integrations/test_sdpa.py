@@ -66,9 +66,9 @@ def test_what_stays_in_full_precision():
     calls = {
         "not a window": (q, k, v, torch.eye(5).bool().index_fill(1, torch.tensor(0), True)),
         "a mask together with is_causal": (q, k, v, mask[:1], 0.0, True),
-        r"not \(batch, heads": (q[0], k[0], v[0]),
+        r"not \(batch, heads": (q[0], k[0], v[0], mask),
         "float64 on cpu": (q.double(), k.double(), v.double()),
-        "other shapes": (q, k, v[..., :4]),
+        "other shapes": (torch.cat([q, q]), k, v),
         "heads that torch broadcasts": (q, k[:, :1], v[:, :1]),
         "empty": (q[:0], k[:0], v[:0]),
         "a head size of 264": large,
@@ -86,6 +86,24 @@ def test_what_stays_in_full_precision():
     rows = report(clear=True).rows
     assert {row.name for row in rows} == {"scaled_dot_product_attention"}
     assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 8, ("reference", 1)]
+
+
+@pytest.mark.parametrize(
+    ("leading", "heads", "value_dim", "is_masked"),
+    [((), 2, 8, False), ((2, 3), 2, 8, False), ((2,), 2, 4, False), ((2,), 1, 24, True)],
+    ids=["3 dimensions", "5 dimensions", "narrower values", "wider values, a mask"],
+)
+def test_other_shapes_than_those_of_flash_attention(leading, heads, value_dim, is_masked):
+    """As timm's Hiera attends within windows, and DeepSeek's code of its own with narrower values."""
+    q, k = draw((*leading, 2, 5, 8), (*leading, heads, 5, 8))
+    (v,) = draw((*leading, heads, 5, value_dim))
+    settings = {"attn_mask": near(2, 0, 5, 5) if is_masked else None, "enable_gqa": heads == 1}
+    settings["is_causal"] = not is_masked
+    truth = F.scaled_dot_product_attention(q, k, v, **settings)
+    with torch_flash.patch_sdpa(EXACT):
+        found = F.scaled_dot_product_attention(q, k, v, **settings)
+    assert_same(found, truth, [q, k, v], "")
+    assert [(row.kernels, row.calls) for row in report().rows] == [("reference", 1)]
 
 
 def test_the_patch_takes_masks_that_only_hide_keys():
@@ -115,6 +133,23 @@ def test_compiled_without_a_graph_break():
 
     with torch_flash.patch_sdpa(EXACT):
         assert_same(attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v], "")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore:.* runs in full precision, not in INT8:UserWarning")
+def test_a_compiled_graph_computes_and_counts_what_it_leaves_to_torch_once(backend):
+    """Graphs call torch's function by its name, which the patch may not replace a second time."""
+    (x,) = draw((1, 2, 9, 8))
+
+    def attend(x):
+        mask = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    truth = attend(x)
+    with torch_flash.patch_sdpa():
+        found = torch.compile(attend, fullgraph=True, backend=backend)(x)
+    assert torch.equal(found, truth)
+    assert [(row.kernels, row.calls) for row in report().rows] == [("", 1)]
 
 
 def test_without_a_with_the_patch_lasts_until_it_is_removed():
