@@ -27,7 +27,9 @@ REFUSED = {
     "softcap": "soft-capping of the logits",
     "alibi_slopes": "a bias by distance (ALiBi)",
     "block_table": "a paged cache of keys and values",
-    "return_debug_mask": "the weights of the attention",
+    **dict.fromkeys(("return_debug_mask", "return_attn_probs"), "the weights of the attention"),
+    "return_lse": "the logsumexp here",
+    "window_size": "a window that is not in the mask",
     "seqused_k": "a cache that is not full",
     "num_splits": "keys split over thread blocks",
 }

@@ -28,6 +28,9 @@ from torch import Tensor, nn
 from sagebwd import usage
 from sagebwd.attention import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.integrations.alignment import check_refused
+from sagebwd.integrations.sdpa import layout_of
+from sagebwd.integrations.varlen import Layout, attend
 from sagebwd.masks import find_key_mask
 from sagebwd.usage import Obstacle, choose_kernels
 from sagebwd.validation import check_config, check_name
@@ -97,9 +100,9 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
     Args:
         name: lower-case letters, digits and underscores.
         config: what is quantized, and how.
-        fallback: what becomes of attention that SageBwd does not compute, such as a mask that differs between
-            queries, and of processors that pass by every backend. "error" refuses it. "sdpa" leaves it in
-            full precision and warns once; :func:`sagebwd.report` lists it.
+        fallback: what becomes of attention that SageBwd does not compute, such as a mask that is a bias, and
+            of processors that pass by every backend. "error" refuses it. "sdpa" leaves it in full precision
+            and warns once; :func:`sagebwd.report` lists it.
 
     Raises:
         ValueError: the name is diffusers' own or malformed, ``config`` is not a SageConfig, or ``fallback``
@@ -154,7 +157,7 @@ def _attention(
     return_lse: bool = False,
     return_attn_probs: bool = False,
     _parallel_config: Any = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """The function of diffusers' interface, which drops every argument that is not named here.
 
     Args:
@@ -163,87 +166,68 @@ def _attention(
         key, value: (B, N_kv, H_kv, D) and (B, N_kv, H_kv, D_v).
         attn_mask: as of ``scaled_dot_product_attention``, or (B, N_kv): keys that take part.
         dropout_p, is_causal, scale, enable_gqa: as of ``scaled_dot_product_attention``.
-        window_size: as of :func:`sagebwd.sage_attention`.
-        softcap, return_attn_probs: refused where they ask for anything.
+        window_size, softcap, return_lse, return_attn_probs: refused where they ask for anything.
         deterministic: either way; the same inputs give the same bits.
-        return_lse: return the logsumexp, too.
         _parallel_config: of diffusers' context parallelism.
 
     Returns:
-        The output (B, N_q, H, D_v); with ``return_lse`` also (B, H, N_q) fp32, as from FlashAttention.
+        The output (B, N_q, H, D_v).
     """
+    window = () if tuple(window_size) == (-1, -1) else window_size
+    asked = {"return_lse": return_lse, "return_attn_probs": return_attn_probs}
+    check_refused(USE_NATIVE, window_size=window, softcap=softcap, **asked)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    mask = _read_mask(attn_mask, query, key)
-    asked = {
-        "soft-capping": softcap,
-        "attention weights": return_attn_probs,
-        "a window": tuple(window_size) != (-1, -1),
-        "the logsumexp": return_lse,
-    }
+    mask, layout, obstacle = _read_mask(attn_mask, q, k)
+    if dropout_p:
+        obstacle = Obstacle(f"attention dropout ({dropout_p})", "set it to 0")
+    elif _parallel_config is not None:
+        obstacle = Obstacle("context parallelism")
+    elif layout is not None and is_causal:
+        obstacle = Obstacle("a mask for each pair of tokens together with is_causal")
     kernels, of_input = choose_kernels(q, k, v, 1.0 if scale is None else scale, config)
-    if obstacle := _find_obstacle(q, k, mask, dropout_p, _parallel_config, asked) or of_input:
-        _fall_back(obstacle, fallback, asked)
+    if obstacle := obstacle or of_input:
+        usage.fall_back(_running.name, obstacle.reason, fallback, fix=obstacle.fix or USE_NATIVE)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention_dispatch._native_attention(*arguments, _parallel_config=_parallel_config)
     usage.watch_logits(_running.name, q, k, scale, config)
     usage.record(_running.name, kernels)
-    result = sage_attention(
-        q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, window_size=window_size,
-        return_lse=return_lse, config=config,
-    )  # fmt: skip
-    return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
+    if layout is not None:
+        return attend(q, k, v, layout, scale=scale, config=config).transpose(1, 2)
+    settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "config": config}
+    return sage_attention(q, k, v, mask, **settings).transpose(1, 2)
 
 
-def _read_mask(mask: Any, query: Tensor, key: Tensor) -> Any:
-    """A mask that hides keys as (B or 1, 1, 1, N_kv), where its shape tells; any other as it is.
+def _read_mask(mask: Any, q: Tensor, k: Tensor) -> tuple[Any, Layout | None, Obstacle | None]:
+    """A mask that hides keys as :func:`sage_attention` takes it; or the layout that it shows; or why neither.
 
     diffusers' own backend reads (B, N_kv) so. ``Attention.prepare_attention_mask`` repeats a mask for each
     head, to (B, H, 1, N_kv). Whether heads differ after all is in the values, which nobody waits for: then
-    this mask has NaN there, which is an error on a CPU, and NaN in the output on a GPU.
+    this mask has NaN there, which is an error on a CPU, and NaN in the output on a GPU. The values of a mask
+    for each pair of tokens, such as the window of ACE-Step, are read once; a compiled graph reads none.
     """
-    if not isinstance(mask, Tensor):
-        return mask
-    if mask.shape == (key.shape[0], key.shape[1]):
+    if isinstance(mask, Tensor):
+        mask = _of_keys(mask, q, k)
+    try:
+        find_key_mask(q, k, mask, None)
+    except ValueError as error:
+        is_pairwise = isinstance(mask, Tensor) and mask.shape[-2:] == (q.shape[2], k.shape[2])
+        layout, _ = layout_of(mask, q.shape[0], *mask.shape[-2:]) if is_pairwise else (None, "")
+        fix = f"{USE_NATIVE} ({error})"
+        return None, layout, None if layout else Obstacle("a mask that does more than hide keys", fix)
+    return mask, None, None
+
+
+def _of_keys(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A mask that hides keys as (B or 1, 1, 1, N_kv), where its shape tells; any other as it is."""
+    if mask.shape == (k.shape[0], k.shape[2]):
         return mask[:, None, None]
-    is_repeated = mask.dim() == 4 and mask.shape[1] > 1 and mask.shape[2] == 1 < query.shape[1]
+    is_repeated = mask.dim() == 4 and mask.shape[1] > 1 and mask.shape[2] == 1 < q.shape[2]
     if not is_repeated or not (mask.dtype == torch.bool or mask.is_floating_point()):
         return mask
     differs = (mask != mask[:, :1]).any(1, keepdim=True)
     first = mask[:, :1]
     additive = torch.where(first, 0.0, -torch.inf) if mask.dtype == torch.bool else first
     return additive.masked_fill(differs, torch.nan)
-
-
-def _find_obstacle(
-    q: Tensor, k: Tensor, mask: Any, dropout: float, parallel: Any, asked: dict[str, Any]
-) -> Obstacle | None:
-    """Why SageBwd does not compute a call. q and k are (B, heads, N, D)."""
-    for feature in ("soft-capping", "attention weights"):
-        if asked[feature]:
-            return Obstacle(feature)
-    if dropout:
-        return Obstacle(f"attention dropout ({dropout})", "set it to 0")
-    if parallel is not None:
-        return Obstacle("context parallelism")
-    if asked["a window"] and q.shape[2] != k.shape[2]:
-        return Obstacle("a window with N_q ≠ N_kv, which FlashAttention counts from the last key")
-    try:
-        find_key_mask(q, k, mask, None)
-    except ValueError as error:
-        return Obstacle("a mask that does more than hide keys", f"{USE_NATIVE} ({error})")
-    return None
-
-
-def _fall_back(obstacle: Obstacle, fallback: str, asked: dict[str, Any]) -> None:
-    """Refuse the call, or let diffusers' own backend compute it, which has nothing of ``asked``."""
-    fix = obstacle.fix or USE_NATIVE
-    features = " and ".join(feature for feature in asked if asked[feature])
-    if features and fallback == "sdpa":
-        raise NotImplementedError(
-            f"{_running.name}: sagebwd does not compute {obstacle.reason}, and in full precision diffusers' "
-            f"own backend does not compute {features}; {fix}, or leave {features} out"
-        )
-    usage.fall_back(_running.name, obstacle.reason, fallback, fix=fix)
 
 
 # --- Layers that would pass it by --------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
         if not reason and attn_mask is not None and query.dim() != 4:
             reason = "a mask of tensors that are not (batch, heads, tokens, head size)"
         elif not reason and attn_mask is not None:
-            layout, shown = _find_layout(attn_mask, query.shape[0], query.shape[2], key.shape[2])
+            layout, shown = layout_of(attn_mask, query.shape[0], query.shape[2], key.shape[2])
             reason = "a mask together with is_causal" if is_causal else "" if layout else shown
         if reason:
             usage.fall_back(NAME, reason, "sdpa")
@@ -129,7 +129,7 @@ def _is_square(bias: CausalBias) -> bool:
 
 
 @remember_recent
-def _find_layout(mask: Tensor, batch: int, n_q: int, n_kv: int) -> tuple[Layout | None, str]:
+def layout_of(mask: Tensor, batch: int, n_q: int, n_kv: int) -> tuple[Layout | None, str]:
     """The layout that a mask shows, and its name; or None and why there is none."""
     if isinstance(mask, CausalBias):
         return Layout(CAUSAL), "causal, from the last key"

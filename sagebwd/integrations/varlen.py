@@ -237,7 +237,8 @@ def find_layout(
     hidden_in = None if is_shared else shown
     signs = _signs(_filled(hidden_in), n, labels, position_ids, cu_seqlens)
     # All layers then share one order. In a graph sage_attention finds it, which the compiler does once.
-    needs_order = is_read and shown is not None and seen.window != FULL and seen.hides_queries
+    hides_queries = seen.hides_queries and (seen.window != FULL or labels is not None)
+    needs_order = is_read and shown is not None and hides_queries
     if not signs and not needs_order:
         return _find_holes(layout, is_read)
     first = _first(hidden_in, n, tensors[0].device)
@@ -414,7 +415,10 @@ def recognise(seen: Tensor, batch: int) -> Seen | None:
         return None
     forms = [(Seen(FULL), torch.ones_like(shown)[:, None])]
     if n_q == n_kv:
-        labels = 1 + F.pad((~seen.diagonal(-1, 1, 2)).cumsum(1), (1, 0))
+        # A document starts where a token does not see the last shown one before it.
+        last = torch.where(shown, torch.arange(n_kv, device=seen.device), 0).cummax(1).values
+        sees_last = seen.gather(2, F.pad(last[:, :-1], (1, 0))[..., None])[..., 0]
+        labels = 1 + (shown & ~sees_last).cumsum(1)
         is_one = (labels.where(shown, n_kv).amin(1) >= (labels * shown).amax(1)).all()
         found = Seen(FULL, hidden, None if is_one else labels.expand(batch, -1))
         documents = labels * shown
@@ -424,7 +428,8 @@ def recognise(seen: Tensor, batch: int) -> Seen | None:
     for window in (FULL, Window(-1, right), Window(left, -1), Window(left, right)):
         near = window.visible(queries, keys, seen.device)
         for found, together in forms:
-            is_named = window != FULL or found.labels is not None  # else hidden keys would not hide queries
-            if is_named and torch.equal(seen, (near & together).expand_as(seen)):
+            if torch.equal(seen, (near & together).expand_as(seen)):
+                if window == FULL and found.labels is None:  # without a window, only documents hide queries
+                    found = found._replace(labels=labels.expand(batch, -1))
                 return found._replace(window=window)
     return None

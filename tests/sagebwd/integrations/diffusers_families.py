@@ -134,6 +134,17 @@ def _cogview() -> dict[str, Any]:
     return _image(**sizes)
 
 
+def _ace_step() -> dict[str, Any]:
+    """Two latent sounds of 60 frames with a text."""
+    return {
+        "hidden_states": torch.randn(2, 60, 4),
+        "context_latents": torch.randn(2, 60, 8),
+        "encoder_hidden_states": torch.randn(2, TEXT, 32),
+        "timestep": torch.tensor([0.003, 0.5]),
+        "timestep_r": torch.tensor([0.003, 0.5]),
+    }
+
+
 ONE_OF_EACH = {"num_mmdit_layers": 1, "num_single_dit_layers": 1}
 UNET = {
     "block_out_channels": (32, 32), "norm_num_groups": 8, "layers_per_block": 1, "sample_size": 8,
@@ -149,6 +160,10 @@ COGVIDEOX = {"sample_width": 8, "sample_height": 8, "sample_frames": 17, "max_te
 LUMINA = {
     "hidden_size": 32, "num_kv_heads": 1, "axes_dim_rope": (4, 6, 6), "axes_lens": (32, 16, 16),
     "cap_feat_dim": 24, "multiple_of": 16,
+}  # fmt: skip
+ACE_STEP = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "in_channels": 12, "audio_acoustic_hidden_dim": 4, "sliding_window": 5,
 }  # fmt: skip
 PIXART = {"use_additional_conditions": False, "out_channels": 8, "norm_num_groups": 1}
 SANA = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16}
@@ -181,6 +196,7 @@ _FAMILIES = (
         {},
     ),
     Family("LTX-Video", "LTXVideoTransformer3DModel", _ltx, {}),
+    Family("ACE-Step", "AceStepTransformer1DModel", _ace_step, ACE_STEP),
     Family("Kandinsky 5", "Kandinsky5Transformer3DModel", _kandinsky, KANDINSKY),
     Family("Mochi", "MochiTransformer3DModel", lambda: _video(encoder_attention_mask=_mask()), {}),
     Family("CogVideoX", "CogVideoXTransformer3DModel", _cogvideox, COGVIDEOX),

@@ -159,23 +159,27 @@ def test_values_may_have_another_width():
         assert error(x, truth) < EXACT
 
 
-def test_the_logsumexp_is_returned():
-    q, k, v = inputs()
-    out, lse = dispatch_attention_fn(
-        q, k, v, backend="sagebwd_exact", attention_kwargs={"return_lse": True}, scale=0.3
-    )
-    truth = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()).mul(0.3).logsumexp(-1)
-    assert error(lse, truth) < EXACT
-    assert out.shape == q.shape
-
-
-def test_a_window_from_flash_attentions_backends():
-    tensors = inputs(tokens=(19, 19))
-    found = compute("sagebwd_exact", *tensors, attention_kwargs={"window_size": (3, 2)})
-    i = torch.arange(19)
-    visible = (i[:, None] - 3 <= i) & (i <= i[:, None] + 2)
-    truth = compute("native", *tensors, attn_mask=visible)
-    assert all(error(x, y) < EXACT for x, y in zip(found, truth, strict=True))
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("name", ["window", "hidden queries", "last queries"])
+def test_masks_of_each_query_that_sagebwd_computes(name, dtype):
+    """The window of ACE-Step, Chroma's mask that hides queries as well, and causal after earlier keys."""
+    n_q = 13 if name == "last queries" else 19
+    distance = torch.arange(19) - torch.arange(19 - n_q, 19)[:, None]
+    shown = hidden_keys(torch.bool)
+    mask = {
+        "window": (distance >= -3) & (distance <= 3),
+        "hidden queries": (shown[:, None] & shown[:, :, None])[:, None],
+        "last queries": distance <= 0,
+    }[name]
+    seen = mask.any(-1).expand(2, 1, n_q).transpose(1, 2)[..., None] if name == "hidden queries" else 1
+    mask = mask if dtype == torch.bool else torch.where(mask, 0.0, -10_000.0)
+    q, k, v = inputs(tokens=(n_q, 19))
+    results = []
+    for backend in ("sagebwd_exact", "native"):
+        out = seen * dispatch_attention_fn(q, k, v, backend=backend, attn_mask=mask)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
+    assert all(error(x, truth) < EXACT for x, truth in zip(*results, strict=True))
+    assert [(row.kernels, row.calls) for row in sagebwd.report().rows] == [("reference", 1)]
 
 
 def test_every_argument_of_diffusers_own_backends_is_named():
@@ -190,11 +194,11 @@ def test_every_argument_of_diffusers_own_backends_is_named():
     [
         ({"dropout_p": 0.1}, r"does not compute attention dropout \(0.1\); set it to 0"),
         ({"parallel_config": object()}, "does not compute context parallelism"),
-        ({"attention_kwargs": {"window_size": (2, 2)}}, "a window with N_q ≠ N_kv"),
+        ({"attention_kwargs": {"window_size": (2, 2)}}, "does not compute a window that is not in the mask"),
         ({"attention_kwargs": {"softcap": 30.0}}, "does not compute soft-capping"),
-        ({"attention_kwargs": {"return_attn_probs": True}}, "does not compute attention weights"),
+        ({"attention_kwargs": {"return_attn_probs": True}}, "does not compute the weights of the attention"),
         (
-            {"attn_mask": torch.ones(13, 19, dtype=torch.bool)},
+            {"attn_mask": torch.eye(13, 19, dtype=torch.bool)},
             "hide keys; call .* may differ between heads",
         ),
     ],
@@ -212,13 +216,6 @@ def test_a_mask_for_each_query_falls_back_where_it_may():
     truth = compute("native", *inputs(), attn_mask=mask)
     assert all(torch.equal(x, y) for x, y in zip(found, truth, strict=True))
     assert [(row.kernels, row.calls) for row in sagebwd.report().rows] == [("", 1)]
-
-
-def test_what_only_sagebwd_returns_never_falls_back():
-    with pytest.raises(NotImplementedError, match="own backend does not compute the logsumexp"):
-        dispatch_attention_fn(
-            *inputs(), backend="sagebwd_or_full", dropout_p=0.1, attention_kwargs={"return_lse": True}
-        )
 
 
 def test_the_context_manager_takes_the_name():
