@@ -55,7 +55,7 @@ def pattern_of(function: MaskFunction) -> Pattern | None:
     """What a mask function that transformers composed of its own lets queries see; None for any other."""
     if function is CAUSAL_MASK:
         return Pattern(CAUSAL)
-    if function is getattr(masking_utils, "bidirectional_mask_function", None):  # not in the oldest releases
+    if function is masking_utils.bidirectional_mask_function:
         return Pattern(FULL)
     return getattr(function, "sagebwd_pattern", None)
 
