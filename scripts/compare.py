@@ -2,26 +2,28 @@
 
     python -m scripts.compare runs/attention-fpa runs/attention-sagebwd
     python -m scripts.compare runs/quickstart --out quickstart.png
-    python -m scripts.compare runs --baseline attention-fpa
+    python -m scripts.compare runs --baseline runs/attention-sagebwd
 
-Give run directories, or folders that hold some, at any depth. Columns of the table:
+Give run directories, or folders that hold some, at any depth. A run is named after the settings that not all
+runs share. Columns of the table:
 
   training loss     mean over the last tenth of the logged steps, in nats per token
   validation loss   of the last evaluation, in nats per token; named validation sets have a column each
+  difference        of the loss before it, minus that of the baseline at the same seed
   tokens/s          median
 
-Runs that differ only in `seed=N` are grouped, followed by their mean ± standard deviation. A run is named
-after the overrides that not all runs share. A run that ended because it was not finite has DIVERGED and the
-step in place of its losses, and counts in no mean. In the picture, the seeds of a group are their mean, with
-a band from the lowest to the highest. Takes seconds and no GPU.
+The baseline of a run is the full-precision run of the same other settings, or for all runs the one given with
+--baseline. Runs that differ only in the seed are grouped, followed by their mean ± standard deviation and the
+mean difference ± its 95% interval: loss = group + seed + noise, by least squares over the runs that share a
+baseline. One seed per group, not repeated, gives no interval. A run that ended because it was not finite has
+DIVERGED and the step in place of its losses, and counts in no mean. Takes seconds and no GPU.
 
---baseline adds a table of the differences to one group: loss = group + seed + noise, by least squares, with
-the 95% interval of that noise. One seed per group, not repeated, gives no interval.
+The picture has the training loss, smoothed, as lines and the validation loss as markers, below them the
+differences of the training loss to the baseline. Seeds are their mean, with a band from lowest to highest.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -30,54 +32,54 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from model import backends
 from scripts.command_line import command_parser
 from scripts.output import align, number, printable
 from scripts.paper.statistics import Cell, Estimate, fit
-from scripts.runs import find_runs, labels_of
+from scripts.runs import comparable_settings, differing, find_runs, places
+from trainer.identity import may_change
 from trainer.plot import SET, named_sets, plot_losses, series
 from trainer.run_directory import RunDirectory
 
 #: Nothing is written below this folder unless --out says so.
 RESULTS = Path(__file__).parents[1] / "results"
-SEED = re.compile(r"(^|[+-])seed[-=]?(\d+)(?=\+|$)")
 PICTURES = (".png", ".pdf", ".svg")
 
 Records = list[dict[str, Any]]  # of a metrics.jsonl
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the tables and draw the picture."""
+    """Print the table and draw the picture."""
     arguments = parse_arguments(argv)
-    paths = find_runs(arguments.runs)
-    labels = labels_of(paths)
-    if arguments.baseline is not None:
-        baseline = group_called(arguments.baseline, labels, paths)
-        order = sorted(range(len(paths)), key=lambda index: without_seed(labels[index]) != baseline)
-        paths, labels = [paths[index] for index in order], [labels[index] for index in order]
-    runs = dict(zip(labels, map(read, paths), strict=True))
-    diverged = {
-        label: step
-        for label, path in zip(runs, paths, strict=True)
-        if (step := diverged_at(path)) is not None
-    }
-    print(table(runs, diverged))
-    if arguments.baseline is not None:
-        print(f"\n{difference_table(runs, baseline, diverged)}")
-    out = arguments.out or default_out(paths)
-    groups = {label: without_seed(label) or "all seeds" for label in runs}
+    runs = read_runs(find_runs(arguments.runs))
+    if arguments.baseline is None:
+        baselines, baseline = own_baselines(runs), "the full-precision run of the same other settings"
+    else:
+        baseline = group_called(arguments.baseline, runs)
+        baselines = {run.group: baseline for run in runs if run.group != baseline}
+    runs = families(runs, baselines)
+    print(table(runs, baselines))
+    if baselines:
+        print(f"\ndifference: loss minus that of {baseline}, at the same seed")
+    out = arguments.out or default_out([run.path for run in runs])
+    groups: dict[str, list[Records]] = {}
+    for run in runs:
+        groups.setdefault(run.group, []).append(run.records)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        written = plot_losses(runs, out, groups=groups) or [out]
+        written = plot_losses(groups, out, baselines=baselines) or [out]
     except OSError as error:
         sys.exit(printable(f"cannot write {out}: {error.strerror}; give another place with --out FILE.png"))
     print(f"\nwritten: {printable(', '.join(map(str, written)))}")
+    below = "; below: training loss minus the baseline's" if baselines else ""
+    print(f"lines: training loss, smoothed; markers: validation loss{below}")
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
     """The arguments. Ends with a message, and exit code 2, if a path holds no run."""
     parser = command_parser("python -m scripts.compare", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run directories, or folders that hold some")
-    baseline = "the run, or group of seeds, that the others are compared with: a path, or a name in the table"
+    baseline = "the run, or group of seeds, that all others are compared with: a path, or a name in the table"
     parser.add_argument("--baseline", metavar="RUN", help=baseline)
     where = (
         "the picture, or a folder for comparison.png (default: next to the runs; runs/comparison.png if they "
@@ -100,26 +102,137 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     return arguments
 
 
-def group_called(name: str, labels: Sequence[str], paths: Sequence[Path]) -> str:
-    """The group that `name` means: its own name, or a run's path, label or directory's name. Or ends."""
-    groups = [without_seed(label) for label in labels]
-    for group, label, path in zip(groups, labels, paths, strict=True):
-        if name in (label, group) or Path(name).resolve() == path.resolve():
-            return group
-    of_directories = {group for group, path in zip(groups, paths, strict=True) if path.name == name}
-    if len(of_directories) == 1:
-        return of_directories.pop()
-    known = dict.fromkeys(without_seed(label) or label for label in labels)
-    sys.exit(f"--baseline {name} is none of the runs; give the path of a run, or one of {', '.join(known)}")
+# ---------------------------------------------------------------------- runs
 
 
-def read(path: Path) -> Records:
-    """The records of a run. Ends with a message if they are damaged."""
+class Run(NamedTuple):
+    """A run of a comparison."""
+
+    path: Path
+    label: str
+    group: str  # the label without the seed
+    seed: str
+    is_full_precision: bool
+    others: str  # the settings that its baseline has, too
+    records: Records
+    diverged_at: int | None  # the step
+    losses: dict[str, float]  # by column of the table; NaN for what is not finite
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """The runs of these directories. Ends with a message if one is damaged."""
     try:
-        records = RunDirectory(path).records()
+        settings = [comparable_settings(path) for path in paths]
+        records = [RunDirectory(path).records() for path in paths]
     except (ValueError, OSError) as error:
         sys.exit(printable(f"{error}; or leave this run out"))
-    return [{printable(key): value for key, value in record.items()} for record in records]
+    names = names_of(differing(settings), paths)
+    return [
+        read_run(path, label, group, own, [{printable(k): v for k, v in line.items()} for line in lines])
+        for path, (label, group), own, lines in zip(paths, names, settings, records, strict=True)
+    ]
+
+
+def read_run(path: Path, label: str, group: str, settings: dict[str, Any], records: Records) -> Run:
+    diverged = diverged_at(path)
+    others = {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith(("attention", "seed", "data.validation"))
+        and (name.startswith("data.") or not may_change(name))
+    }
+    return Run(
+        path,
+        label,
+        group,
+        seed=str(settings.get("seed")),
+        is_full_precision=settings.get("attention.backend") == backends.FULL_PRECISION["backend"],
+        others=str(others),
+        records=records,
+        diverged_at=diverged,
+        losses={} if diverged else losses_in(records),
+    )
+
+
+def losses_in(records: Records) -> dict[str, float]:
+    """The losses of a run, by column of the table."""
+    keys = {"training loss": "loss", "validation loss": "val_loss"}
+    keys |= {SET + name: SET + name for name in named_sets([records])}
+    found = {column: last for column, key in keys.items() if (last := last_of(records, key)) is not None}
+    losses = series(records, "loss")[1]
+    if np.isfinite(found.get("training loss", np.nan)):
+        found["training loss"] = losses[-max(len(losses) // 10, 1) :].mean()
+    return found
+
+
+def last_of(records: Records, key: str) -> float | None:
+    """The last value of `key`, NaN if it was not finite, None if there is none."""
+    values = [record[key] for record in records if key in record]
+    if not values:
+        return None
+    return float("nan") if values[-1] is None else values[-1]
+
+
+def names_of(settings: Sequence[dict[str, Any]], paths: Sequence[Path]) -> list[tuple[str, str]]:
+    """A label for each run, no two the same, and that label without the seed: "attention=fpa seed=1".
+
+    Runs of the same settings, or of none, are told apart by their folders.
+    """
+
+    def named(left_out: str, folders: Sequence[str]) -> list[str]:
+        words = [" ".join(f"{n}={_text(v)}" for n, v in own.items() if n != left_out) for own in settings]
+        pairs = zip(words, folders, strict=True)
+        return [f"{own} ({folder})" if own and folder else own or folder for own, folder in pairs]
+
+    none, parents = [""] * len(paths), places([path.parent for path in paths])
+    for folders in (none, parents if len({*parents}) > 1 else none, places(paths)):
+        labels = named("", folders)
+        if "" not in labels and len({*labels}) == len(labels):
+            break
+    return [
+        (label, group or "all seeds") for label, group in zip(labels, named("seed", folders), strict=True)
+    ]
+
+
+def _text(value: Any) -> str:
+    """As it is written on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else printable(str(value))
+
+
+def own_baselines(runs: Sequence[Run]) -> dict[str, str]:
+    """{group: the first full-precision group of the same other settings}, for all but those themselves."""
+    full_precision: dict[str, str] = {}
+    for run in runs:
+        if run.is_full_precision:
+            full_precision.setdefault(run.others, run.group)
+    found = {run.group: full_precision.get(run.others, run.group) for run in runs}
+    return {group: baseline for group, baseline in found.items() if group != baseline}
+
+
+def families(runs: Sequence[Run], baselines: dict[str, str]) -> list[Run]:
+    """The runs in order, but each baseline followed by the groups that are compared with it."""
+    groups = list(dict.fromkeys(run.group for run in runs))
+    heads = list(dict.fromkeys(baselines.get(group, group) for group in groups))
+
+    def place(run: Run) -> tuple[int, bool, int]:
+        head = baselines.get(run.group, run.group)
+        return heads.index(head), run.group != head, groups.index(run.group)
+
+    return sorted(runs, key=place)
+
+
+def group_called(name: str, runs: Sequence[Run]) -> str:
+    """The group that `name` means: its own name, or a run's path, label or directory's name. Or ends."""
+    for run in runs:
+        if name in (run.label, run.group) or Path(name).resolve() == run.path.resolve():
+            return run.group
+    of_directories = {run.group for run in runs if run.path.name == name}
+    if len(of_directories) == 1:
+        return of_directories.pop()
+    known = dict.fromkeys(run.group for run in runs)
+    sys.exit(f"--baseline {name} is none of the runs; give the path of a run, or one of {', '.join(known)}")
 
 
 def diverged_at(path: Path) -> int | None:
@@ -140,117 +253,60 @@ def default_out(paths: Sequence[Path]) -> Path:
     return folder / "comparison.png"
 
 
-def without_seed(label: str) -> str:
-    """What runs share that differ only in the seed."""
-    return SEED.sub("", label).lstrip("+")
+# ---------------------------------------------------------------------- the table
 
 
-def seed_of(label: str) -> str:
-    """The seed in a label; empty where it has none, as in all runs of a comparison with one seed."""
-    match = SEED.search(label)
-    return match[2] if match else ""
+def table(runs: Sequence[Run], baselines: dict[str, str]) -> str:
+    """A row for each run and one for each group of seeds, as Markdown. baselines: {group: its baseline}."""
+    sets = named_sets(run.records for run in runs)
+    columns = ["training loss", "validation loss", *(SET + name for name in sets)]
+    estimates = {column: differences(runs, column, baselines) for column in columns}
+    losses = {(run.group, run.seed, column): loss for run in runs for column, loss in run.losses.items()}
 
+    def row(first: list[str], cells: list[str], minus: list[str], last: str) -> list[str]:
+        pairs = zip(cells, minus, strict=True)
+        return [*first, *([cell for pair in pairs for cell in pair] if baselines else cells), last]
 
-class Summary(NamedTuple):
-    """What the table says about a run; None where metrics.jsonl says nothing, NaN for what is not finite."""
-
-    steps: int
-    tokens: float
-    training_loss: float | None
-    validation_loss: float | None
-    tokens_per_second: float | None
-    sets: dict[str, float | None]  # loss on each named validation set that the run has
-
-
-NO_LOSSES = {"training_loss": None, "validation_loss": None, "sets": {}}
-
-
-def summarize(records: Records) -> Summary:
-    tokens, losses = series(records, "loss")
-    speed = series(records, "tokens_per_second")[1]
-    last_loss = last(records, "loss")
-    tail = losses[-max(len(losses) // 10, 1) :]
-    return Summary(
-        records[-1]["step"] if records else 0,
-        tokens[-1] if len(tokens) else 0,
-        tail.mean() if len(tail) and np.isfinite(last_loss) else last_loss,
-        last(records, "val_loss"),
-        np.median(speed) if len(speed) else None,
-        {name: last(records, SET + name) for name in named_sets([records])},
-    )
-
-
-def last(records: Records, key: str) -> float | None:
-    """The last value of `key`, NaN if it was not finite, None if there is none."""
-    values = [record[key] for record in records if key in record]
-    if not values:
-        return None
-    return float("nan") if values[-1] is None else values[-1]
-
-
-def table(runs: dict[str, Records], diverged: dict[str, int] | None = None) -> str:
-    """A row for each run and one for each group of seeds, as Markdown. diverged: by label, the step."""
-    diverged = diverged or {}
-    groups: dict[str, list[str]] = {}
-    for label in runs:
-        groups.setdefault(without_seed(label), []).append(label)
-    sets = named_sets(runs.values())
     rows = []
-    for group, labels in groups.items():
-        summaries = [
-            summarize(runs[label])._replace(**(NO_LOSSES if label in diverged else {})) for label in labels
-        ]
-        for label, run in zip(labels, summaries, strict=True):
-            losses = [number(loss, ".4f") for loss in (run.training_loss, run.validation_loss)]
-            if label in diverged:
-                losses = [f"DIVERGED at step {diverged[label]}", ""]
-            counts = [str(run.steps), f"{run.tokens:,.0f}"]
-            named = [number(run.sets.get(name), ".4f") for name in sets]
-            rows.append([label, *counts, *losses, *named, number(run.tokens_per_second, ",.0f")])
-        if len(labels) > 1:
-            losses = [
-                mean_and_deviation([getattr(run, name) for run in summaries])
-                for name in ("training_loss", "validation_loss")
+    for group in dict.fromkeys(run.group for run in runs):
+        members = [run for run in runs if run.group == group]
+        of_group = [_in_words(estimates[column].get(group)) for column in columns]
+        for run in members:
+            cells = [number(run.losses.get(column), ".4f") for column in columns]
+            if run.diverged_at is not None:
+                cells[0] = f"DIVERGED at step {run.diverged_at}"
+            base = [losses.get((baselines.get(group), run.seed, column)) for column in columns]
+            minus = [
+                "" if one is None or column not in run.losses else _signed(run.losses[column] - one)
+                for one, column in zip(base, columns, strict=True)
             ]
-            named = [mean_and_deviation([run.sets.get(name) for run in summaries]) for name in sets]
-            name = f"{group}: " if group else ""
-            rows.append([f"{name}mean ± std of {len(labels)} seeds", "", "", *losses, *named, ""])
-    head = [
-        "run",
-        "steps",
-        "tokens",
-        "training loss",
-        "validation loss",
-        *(SET + name for name in sets),
-        "tokens/s",
-    ]
+            steps = run.records[-1]["step"] if run.records else 0
+            tokens = series(run.records, "loss")[0].max(initial=0)
+            speed = series(run.records, "tokens_per_second")[1]
+            first = [run.label, str(steps), f"{tokens:,.0f}"]
+            last = number(np.median(speed) if len(speed) else None, ",.0f")
+            rows.append(row(first, cells, of_group if len(members) == 1 else minus, last))
+        if len(members) > 1:
+            means = [mean_and_deviation([run.losses.get(column) for run in members]) for column in columns]
+            rows.append(row([f"{group}: mean ± std of {len(members)} seeds", "", ""], means, of_group, ""))
+    head = row(["run", "steps", "tokens"], columns, ["difference"] * len(columns), "tokens/s")
     return "\n".join(align(head, rows))
 
 
-def difference_table(runs: dict[str, Records], baseline: str, diverged: dict[str, int]) -> str:
-    """Losses of each group minus those of the group `baseline`, with 95% intervals, as Markdown."""
-    summaries = {label: summarize(records) for label, records in runs.items()}
-    broken = {without_seed(label) for label in diverged}  # a group that lost a seed has no mean
-    rows: dict[str, list[str]] = {without_seed(label): [] for label in runs}
-    del rows[baseline]
-    columns = {
-        "training loss": lambda run: run.training_loss,
-        "validation loss": lambda run: run.validation_loss,
-        **{SET + name: lambda run, name=name: run.sets.get(name) for name in named_sets(runs.values())},
-    }
-    for loss_of in columns.values():
+def differences(runs: Sequence[Run], column: str, baselines: dict[str, str]) -> dict[str, Estimate | None]:
+    """Of each group its loss minus its baseline's, with the 95% interval of all that share the baseline."""
+    broken = {run.group for run in runs if run.diverged_at is not None}  # without a seed there is no mean
+    found: dict[str, Estimate | None] = {}
+    for baseline in {*baselines.values()}:
         cells = [
-            Cell(without_seed(label), seed_of(label), loss)
-            for label, summary in summaries.items()
-            if without_seed(label) not in broken
-            and (loss := loss_of(summary)) is not None
-            and np.isfinite(loss)
+            Cell(run.group, run.seed, run.losses[column])
+            for run in runs
+            if baselines.get(run.group, run.group) == baseline and run.group not in broken
+            if np.isfinite(run.losses.get(column, np.nan))
         ]
         fitted = fit(cells)
-        for group, row in rows.items():
-            row.append(_in_words(fitted.difference(group, baseline)))
-    head = [f"minus {baseline or 'all seeds'}", *columns]
-    return "\n".join(align(head, [[group or "all seeds", *row] for group, row in rows.items()]))
+        found |= {one: fitted.difference(one, baseline) for one in baselines if baselines[one] == baseline}
+    return found
 
 
 def _in_words(difference: Estimate | None) -> str:
@@ -258,8 +314,13 @@ def _in_words(difference: Estimate | None) -> str:
     if difference is None:
         return ""
     width = "" if difference.half_width is None else f" ± {difference.half_width:.4f}"
-    mean = round(difference.mean, 4) + 0.0  # which turns −0, whose sign depends on the processor, into 0
-    return f"{mean:+.4f}{width}"
+    return _signed(difference.mean) + width
+
+
+def _signed(difference: float) -> str:
+    return (
+        f"{round(difference, 4) + 0.0:+.4f}"  # adding 0 turns −0, whose sign depends on the processor, into 0
+    )
 
 
 def mean_and_deviation(values: list[float | None]) -> str:

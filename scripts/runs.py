@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -16,7 +19,7 @@ from scripts.output import printable
 from trainer import identity, seal
 from trainer.checkpoint import steps_in
 from trainer.errors import SettingsError
-from trainer.run_directory import RunDirectory
+from trainer.run_directory import UNNAMED, RunDirectory
 from trainer.settings import Settings
 
 #: Folders of a run that hold no runs, and may hold many files.
@@ -42,9 +45,14 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 def labels_of(paths: Sequence[Path]) -> list[str]:
     """A name for each run: its path below the folder that all share, without the overrides that all share."""
+    return distinct(places(paths))
+
+
+def places(paths: Sequence[Path]) -> list[str]:
+    """The paths below the folder that all share, for people to read."""
     paths = [path.resolve() for path in paths]
     shared = os.path.commonpath([path.parent for path in paths])
-    return distinct([printable(path.relative_to(shared).as_posix()) for path in paths])
+    return [printable(path.relative_to(shared).as_posix()) for path in paths]
 
 
 def distinct(names: list[str]) -> list[str]:
@@ -53,6 +61,77 @@ def distinct(names: list[str]) -> list[str]:
     shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
     short = ["+".join(part for part in name if part not in shared) or "+".join(name) for name in parts]
     return short if len(set(short)) == len(short) else names
+
+
+# ---------------------------------------------------------------------- settings
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+#: Groups whose options stand for their values: tps=260k instead of tps.tokens_per_step=262144 and the rest.
+GROUPS = ("attention", "model", "tps", "optimizer")
+
+
+def comparable_settings(path: Path) -> dict[str, Any]:
+    """{name: value} of the settings of a run, and of each of GROUPS the option that they are nearest to.
+
+    Without those that say where things are; none if there is no config.yaml. Raises ValueError if it is
+    damaged.
+    """
+    config = RunDirectory(path).config
+    if not config.exists():
+        return {}
+    try:
+        settings = identity.completed(identity.read(config))
+    except ValueError as error:
+        raise ValueError(f"{config} is damaged ({error}); restore it") from error
+    options = {group: _nearest_option(group, settings) for group in GROUPS}
+    return {name: it for name, it in (options | settings).items() if not f"{name}=".startswith(UNNAMED)}
+
+
+def differing(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the settings of several runs those that differ, without what follows from the option of a group."""
+    names = dict.fromkeys(name for one in settings for name in one)
+    shown = [
+        name
+        for name in names
+        if len({str(one[name]) for one in settings if name in one}) > 1
+        and not all(_follows(name, one) for one in settings)
+    ]
+    return [{name: one[name] for name in shown if name in one} for one in settings]
+
+
+def _follows(name: str, settings: dict[str, Any]) -> bool:
+    """Whether the option of its group gives the setting this value."""
+    group, _, key = name.partition(".")
+    if group not in GROUPS or not key:
+        return False
+    return key == "backend" or settings.get(name) == _options(group).get(settings.get(group), {}).get(name)
+
+
+def _nearest_option(group: str, settings: dict[str, Any]) -> str:
+    """The option with the fewest values that are not these; of an attention without any, its backend."""
+    own, backend = {n: it for n, it in settings.items() if n.startswith(f"{group}.")}, f"{group}.backend"
+    others = {
+        option: sum(value != values.get(name) for name, value in own.items())
+        for option, values in _options(group).items()
+        if own.get(backend) == values.get(backend)
+    }
+    return min(others, key=others.get) if others else str(own[backend])
+
+
+@functools.cache
+def _options(group: str) -> dict[str, dict[str, Any]]:
+    """The settings that each option of a group amounts to."""
+    found = {file.stem: {group: _values(file)} for file in sorted((CONFIGS / group).glob("*.yaml"))}
+    return {option: identity.completed(values) for option, values in found.items()}
+
+
+def _values(file: Path) -> dict[str, Any]:
+    own = yaml.safe_load(file.read_text(encoding="utf-8"))
+    inherited = [name for name in own.pop("defaults", ()) if name != "_self_"]
+    return {key: value for name in inherited for key, value in _values(file.with_stem(name)).items()} | own
+
+
+# ---------------------------------------------------------------------- what a run holds
 
 
 def read_settings(directory: RunDirectory) -> Settings:

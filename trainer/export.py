@@ -67,7 +67,7 @@ def draw(directory: RunDirectory, records: list[dict[str, Any]], *, alarm: float
     Raises TrainingError if they cannot be written.
     """
     try:
-        plot_losses({directory.path.name: records}, directory.loss_plot)
+        plot_losses({directory.path.name: [records]}, directory.loss_plot)
         plot_probe(records, directory.probe_plot, alarm=alarm, title=title)
     except OSError as error:  # does not say which file
         raise TrainingError(

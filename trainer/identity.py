@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from data.files import read_bytes
 from data.settings import of_older_run
@@ -93,11 +93,7 @@ def differences(
     stored: dict[str, Any], current: dict[str, Any], also: Collection[str] = ()
 ) -> list[Difference]:
     """The settings that make it another run, and those of `also`. Both as `recorded` gives them."""
-    if "attention" in stored:
-        with suppress(ValueError):  # a backend or setting that was removed is compared as stored
-            stored = {**stored, "attention": backends.read(stored["attention"]).recorded()}
-    # A setting that came later has its default in the runs before it.
-    old, new = _defaults() | _flat(stored), _flat(current)
+    old, new = completed(stored), _flat(current)
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
@@ -109,13 +105,22 @@ def listed(changed: list[Difference]) -> str:
     return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
 
 
+def completed(stored: dict[str, Any]) -> dict[str, Any]:
+    """{"optimizer.lr": 3e-5, …}: settings that were recorded, those that came later with their defaults."""
+    if "attention" in stored:
+        with suppress(ValueError):  # a backend or setting that was removed is compared as stored
+            stored = {**stored, "attention": backends.read(stored["attention"]).recorded()}
+    return _defaults() | _flat(stored)
+
+
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    return _flat(OmegaConf.to_container(OmegaConf.structured(Settings)))
+    defaults = _flat(OmegaConf.to_container(OmegaConf.structured(Settings)))
+    return {name: value for name, value in defaults.items() if value != MISSING}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

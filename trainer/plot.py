@@ -6,6 +6,7 @@ differ most in lightness.
 """
 
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,7 @@ PROBED = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}  # keys of metrics.jsonl
 LINES = 6  # in one picture of losses; more cannot be told apart
 SET = "val_loss/"  # begins the key of a named validation set
 _LAYER = re.compile(r"probe/layer_(\d+)/")
-_SEED = re.compile(r"(^|\+)seed[-=]\d+(?=\+|$)")
-_ATTENTION = re.compile(r"(?:^|\+)(?:attention[-=])?(\w+)(?=\+|$)")
+_ATTENTION = re.compile(r"(?:^|[+ ])(?:attention[-=])?(\w+)(?=[+ ]|$)")
 
 Records = list[dict[str, Any]]  # of a metrics.jsonl
 
@@ -91,30 +91,38 @@ def pyplot() -> Iterator[Any]:
 
 
 def plot_losses(
-    runs: Mapping[str, Records], path: Path, *, groups: Mapping[str, str] | None = None
+    groups: Mapping[str, Sequence[Records]], path: Path, *, baselines: Mapping[str, str] | None = None
 ) -> list[Path]:
     """Draw training and validation loss over tokens. Returns the files written.
 
-    Training loss is a smoothed line, validation loss markers. Runs of one group differ in the seed alone:
-    they are drawn as their mean with a band from the lowest to the highest. Named validation sets have a
-    panel below. If there are several groups, a panel at the bottom has each group's training loss minus the
-    first group's. More than LINES groups take more pictures (path_2.png, …), each with the first group in it.
+    Training loss is a smoothed line, validation loss markers. The seeds of a group are drawn as their mean
+    with a band from the lowest to the highest. Named validation sets have a panel below. The lowest panel has
+    each group's training loss minus that of its baseline. More than LINES groups take more pictures
+    (path_2.png, …), with the baseline of each group in its picture.
 
-    runs: a label and the records of metrics.jsonl of each run.
-    groups: the group of each label; by default, the label without its `seed-N`.
+    groups: by label, the records of metrics.jsonl of each seed. baselines: {label: label of its baseline}.
     """
-    members: dict[str, list[Records]] = {}
-    for label, records in runs.items():
-        group = groups[label] if groups else _SEED.sub("", label).lstrip("+") or "all seeds"
-        members.setdefault(group, []).append(records)
-    styles = _styles(list(members))
-    first, *others = members
+    baselines = baselines or {}
     paths = []
-    for start in range(0, max(len(others), 1), LINES - 1):
-        paths.append(path.with_stem(f"{path.stem}_{len(paths) + 1}") if paths else path)
-        shown = (first, *others[start : start + LINES - 1])
-        _plot_page({name: members[name] for name in shown}, styles, paths[-1])
+    for number, page in enumerate(_pages([*groups], baselines), start=1):
+        paths.append(path if number == 1 else path.with_stem(f"{path.stem}_{number}"))
+        _plot_page({name: groups[name] for name in page}, baselines, paths[-1])
     return paths
+
+
+def _pages(groups: Sequence[str], baselines: Mapping[str, str]) -> list[list[str]]:
+    """At most LINES groups each; those with a common baseline together, or each part after the baseline."""
+    families: dict[str, list[str]] = {}
+    for group in groups:
+        others = families.setdefault(baselines.get(group, group), [])
+        others += [group] if group in baselines else []
+    pages: list[list[str]] = [[]]
+    for baseline, others in families.items():
+        for start in range(0, len(others) or 1, LINES - 1):
+            part = [baseline, *others[start : start + LINES - 1]]
+            pages += [[]] if len(pages[-1]) + len(part) > LINES else []
+            pages[-1] += part
+    return pages
 
 
 def _styles(groups: Sequence[str]) -> dict[str, Style]:
@@ -122,14 +130,14 @@ def _styles(groups: Sequence[str]) -> dict[str, Style]:
     named = [next((n for n in _ATTENTION.findall(group) if n in ATTENTION), None) for group in groups]
     if None not in named and len(set(named)) == len(named):
         return {group: ATTENTION[name] for group, name in zip(groups, named, strict=True)}
-    # The first, which the others are compared with, keeps its style in every picture.
-    return {group: CYCLE[index and 1 + (index - 1) % (LINES - 1)] for index, group in enumerate(groups)}
+    return dict(zip(groups, CYCLE, strict=False))
 
 
-def _plot_page(groups: Mapping[str, list[Records]], styles: Mapping[str, Style], path: Path) -> None:
-    several, sets = len(groups) > 1, named_sets(records for seeds in groups.values() for records in seeds)
-    ratios = [3, *([1.8] if sets else []), *([1.5] if several else [])]
-    height = 3.6 + 0.25 * len(groups) + (2.2 if several else 0) + (2.0 if sets else 0)
+def _plot_page(groups: Mapping[str, Sequence[Records]], baselines: Mapping[str, str], path: Path) -> None:
+    styles, sets = _styles([*groups]), named_sets(records for seeds in groups.values() for records in seeds)
+    compared = any(group in baselines for group in groups)
+    ratios = [3, *([1.8] if sets else []), *([1.5] if compared else [])]
+    height = 3.6 + 0.25 * len(groups) + (2.2 if compared else 0) + (2.0 if sets else 0)
     with pyplot() as plt:
         figure, panels = plt.subplots(
             len(ratios), figsize=(8, height), sharex=True, squeeze=False, height_ratios=ratios
@@ -137,20 +145,22 @@ def _plot_page(groups: Mapping[str, list[Records]], styles: Mapping[str, Style],
         losses, below = panels[0, 0], panels[-1, 0]
         for group, seeds in groups.items():
             _draw_losses(losses, group, seeds, styles[group])
+        bands = ", bands: all seeds" if any(len(seeds) > 1 for seeds in groups.values()) else ""
         losses.set_ylabel("cross-entropy loss (nats per token)")
-        losses.set_title("Training loss (line, smoothed) and validation loss (markers)")
+        losses.set_title(f"Training loss (lines, smoothed{bands}) and validation loss (markers)")
         if sets:
             _draw_sets(panels[1, 0], groups, sets, styles)
-        if several:
-            _draw_differences(below, groups, styles)
+        if compared:
+            _draw_differences(below, groups, baselines, styles)
         _label_tokens(below)
-        figure.legend(loc="outside lower center", ncols=1 if max(map(len, groups)) > 30 else 3)
+        longest = max(map(len, losses.get_legend_handles_labels()[1]))
+        figure.legend(loc="outside lower center", ncols=1 if longest > 25 else 3)
         figure.savefig(path)
         plt.close(figure)
 
 
-def _draw_losses(axes: Any, group: str, seeds: list[Records], look: Style) -> None:
-    label = _shorten(group) + (f" ({len(seeds)} seeds: mean, lowest to highest)" if len(seeds) > 1 else "")
+def _draw_losses(axes: Any, group: str, seeds: Sequence[Records], look: Style) -> None:
+    label = _shorten(group) + (f" ({len(seeds)} seeds)" if len(seeds) > 1 else "")
     tokens, values = together(seeds, "loss")
     if len(seeds) == 1 and len(tokens):
         axes.plot(tokens, values[0], color=look.color, alpha=0.2, linewidth=0.6)
@@ -172,7 +182,7 @@ def named_sets(runs: Iterable[Records]) -> list[str]:
 
 
 def _draw_sets(
-    axes: Any, groups: Mapping[str, list[Records]], sets: Sequence[str], styles: Mapping[str, Style]
+    axes: Any, groups: Mapping[str, Sequence[Records]], sets: Sequence[str], styles: Mapping[str, Style]
 ) -> None:
     """Loss on the first LINES named validation sets: a colour for each group, a marker for each set."""
     handles: list[Any] = []
@@ -189,19 +199,28 @@ def _draw_sets(
     axes.legend(handles, [*map(_shorten, sets[:LINES])], ncols=LINES)
 
 
-def _draw_differences(axes: Any, groups: Mapping[str, list[Records]], styles: Mapping[str, Style]) -> None:
-    """Each group's training loss minus the first group's, at the tokens that both have."""
-    (first, (base_tokens, base)), *others = ((group, together(of, "loss")) for group, of in groups.items())
+def _draw_differences(
+    axes: Any,
+    groups: Mapping[str, Sequence[Records]],
+    baselines: Mapping[str, str],
+    styles: Mapping[str, Style],
+) -> None:
+    """Each group's training loss minus its baseline's, at the tokens that both have."""
+    curves = {group: together(seeds, "loss") for group, seeds in groups.items()}
     settled = [0.0]  # what is left once the first tenth is over
-    for group, (its_tokens, its) in others:
+    compared = {group: baselines[group] for group in groups if group in baselines}
+    for group, baseline in compared.items():
+        (its_tokens, its), (base_tokens, base) = curves[group], curves[baseline]
         tokens, here, there = np.intersect1d(its_tokens, base_tokens, return_indices=True)
         values = smooth(its.mean(0)[here] - base.mean(0)[there])
         axes.plot(tokens, values, color=styles[group].color, linestyle=styles[group].dashes, linewidth=1.4)
         settled += values[tokens > 0.1 * tokens.max(initial=0)].tolist()
     margin = 0.25 * (max(settled) - min(settled)) or 1e-3
     axes.set_ylim(min(settled) - margin, max(settled) + margin)
-    axes.axhline(0, color=styles[first].color, linewidth=1)
-    axes.set_title(f"Training loss minus that of {_shorten(first, 50)}")
+    first, *more = dict.fromkeys(compared.values())
+    of = "full precision with the same other settings" if more else _shorten(first, 50)
+    axes.axhline(0, color=BASELINE if more else styles[first].color, linewidth=1)
+    axes.set_title(f"Training loss minus that of {of}")
     axes.set_ylabel("difference (nats)")
 
 
@@ -273,11 +292,11 @@ def _label_tokens(axes: Any) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _shorten(label: str, length: int = 90) -> str:
-    """A label that fits into a picture, without its middle if it is too long; $ stands for itself."""
+def _shorten(label: str, length: int = 130) -> str:
+    """A label in lines that fit into a picture, without its middle if it is too long; $ stands for itself."""
     half = (length - 1) // 2
     short = label if len(label) <= length else f"{label[:half]}…{label[-half:]}"
-    return short.replace("$", r"\$")
+    return textwrap.fill(short, 65).replace("$", r"\$")
 
 
 def series(records: Records, key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -6,10 +6,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from scripts import compare
 from scripts.runs import distinct, find_runs, labels_of
+from trainer import identity
+from trainer.plot import plot_losses
 from trainer.run_directory import RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch):
+    """Groups and baselines of what would have been drawn."""
+    found = []
+    monkeypatch.setattr(
+        compare, "plot_losses", lambda groups, out, baselines: found.append((groups, baselines))
+    )
+    return found
+
+
+@pytest.fixture
+def drawing(pictures, monkeypatch):
+    """For a test of the picture's file."""
+    monkeypatch.setattr(compare, "plot_losses", plot_losses)
 
 
 def records(loss, steps=20, **last):
@@ -21,11 +40,28 @@ def records(loss, steps=20, **last):
     return [*lines, {"step": steps, "tokens": 100 * steps} | last] if last else lines
 
 
-def run(folder, *args, **kwargs):
+FPA, SAGE = {"attention.backend": "fpa"}, {"attention.backend": "sagebwd"}
+
+
+def run(folder, *args, settings=None, **kwargs):
+    """A run directory. settings: by dotted name; None: it has no config.yaml."""
     folder.mkdir(parents=True)
     lines = map(json.dumps, records(*args, **kwargs))
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    if settings is not None:
+        stored = {"data": {}}
+        for name, value in settings.items():
+            *group, key = name.split(".")
+            place = stored.setdefault(group[0], {}) if group else stored
+            place[key] = value
+        (folder / "config.yaml").write_text(yaml.safe_dump(stored, sort_keys=False))
     return folder
+
+
+def compared(capsys, *arguments):
+    """The rows of the table that a comparison prints."""
+    compare.main([str(argument) for argument in arguments])
+    return cells(capsys.readouterr().out.split("\n\n")[0])
 
 
 def cells(text):
@@ -34,59 +70,156 @@ def cells(text):
     return {row[0]: row[1:] for row in rows if not row[0].startswith("-")}
 
 
-def test_the_table_has_the_losses_and_the_speed_of_every_run():
-    rows = cells(compare.table({"fpa": records(3.0, val_loss=3.5), "sagebwd": records(3.25)}))
+def test_the_table_has_the_losses_and_the_speed_of_every_run(tmp_path, capsys):
+    run(tmp_path / "a", 3.0, val_loss=3.5)
+    run(tmp_path / "b", 3.25)
+    run(tmp_path / "new", 3.0, steps=0)
+    rows = compared(capsys, tmp_path)
     assert rows["run"] == ["steps", "tokens", "training loss", "validation loss", "tokens/s"]
-    assert rows["fpa"] == ["20", "2,000", "3.0000", "3.5000", "1,010"]
-    assert rows["sagebwd"] == ["20", "2,000", "3.2500", "", "1,010"]
+    assert rows["a"] == ["20", "2,000", "3.0000", "3.5000", "1,010"]
+    assert rows["b"] == ["20", "2,000", "3.2500", "", "1,010"]
+    assert rows["new"] == ["0", "0", "", "", ""]
 
 
-def test_a_run_that_has_just_started_is_a_row():
-    assert cells(compare.table({"new": []}))["new"] == ["0", "0", "", "", ""]
+def test_a_run_is_named_after_the_settings_that_differ(tmp_path, capsys):
+    """A sweep over attention and QK-norm, whose directories have names that were cut."""
+    for index, (attention, norm) in enumerate([(a, n) for a in (FPA, SAGE) for n in (True, False)]):
+        own = attention | {
+            "model.qk_norm": norm,
+            "seed": 1,
+            "runs_dir": f"runs{index}",
+            "logger.group": index,
+        }
+        run(tmp_path / f"attention-long_name_that_was_cut-{index}", 3.0, settings=own)
+    assert [*compared(capsys, tmp_path)][1:] == [
+        "attention=fpa model.qk_norm=true",
+        "attention=sagebwd model.qk_norm=true",
+        "attention=fpa model.qk_norm=false",
+        "attention=sagebwd model.qk_norm=false",
+    ]
 
 
-def test_seeds_stand_together_with_mean_and_standard_deviation():
-    runs = {
-        "attention-fpa+seed-1": records(3.0, val_loss=4.0),
-        "attention-sagebwd+seed-1": records(5.0),
-        "attention-fpa+seed-2": records(3.2, val_loss=4.2),
-    }
-    rows = cells(compare.table(runs))
+def test_an_option_stands_for_its_values_and_what_was_changed_of_it_is_named(
+    tmp_path, capsys, compose_settings
+):
+    choices = (
+        ["attention=sagebwd_paper", "tps=260k", "model=llama_tiny"],
+        ["attention=sagebwd_paper", "tps=2.1m", "model=llama_35m", "model.n_layers=3", "optimizer=muon"],
+    )
+    for index, choice in enumerate(choices):
+        recorded = identity.recorded(compose_settings("logger=files", *choice))
+        run(tmp_path / str(index), 3.0)
+        (tmp_path / str(index) / "config.yaml").write_text(yaml.safe_dump(recorded))
+    assert [*compared(capsys, tmp_path)][1:] == [
+        "model=llama_tiny tps=260k optimizer=adamw model.n_layers=4",
+        "model=llama_35m tps=2.1m optimizer=muon model.n_layers=3",
+    ]
+
+
+def test_an_attention_that_is_no_option_any_more_is_named_by_its_backend(tmp_path, capsys):
+    run(tmp_path / "a", 3.0, settings={"attention.backend": "linear", "seed": 1})
+    run(tmp_path / "b", 3.0, settings=FPA | {"seed": 1})
+    assert [*compared(capsys, tmp_path)][1:] == ["attention=fpa", "attention=linear"]
+
+
+def test_repeated_runs_are_told_apart_by_their_folders(tmp_path, capsys):
+    for folder in ("one", "two"):
+        for seed in (1, 2):
+            run(tmp_path / folder / f"fpa+seed-{seed}", 3.0, settings=FPA | {"seed": seed})
+    rows = [name for name in compared(capsys, tmp_path) if name.startswith("seed=") or "mean" in name]
+    assert rows == [
+        "seed=1 (one)",
+        "seed=2 (one)",
+        "one: mean ± std of 2 seeds",
+        "seed=1 (two)",
+        "seed=2 (two)",
+        "two: mean ± std of 2 seeds",
+    ]
+
+
+def test_damaged_settings_end_with_a_message(tmp_path):
+    folder = run(tmp_path / "a", 3.0, settings=FPA)
+    (folder / "config.yaml").write_text("attention: [")
+    with pytest.raises(SystemExit, match=r"a/config\.yaml is damaged .*or leave this run out"):
+        compare.main([str(tmp_path)])
+
+
+def test_the_baseline_is_the_full_precision_run_of_the_same_other_settings(tmp_path, capsys, pictures):
+    losses = {(True, "fpa"): 3.0, (True, "sagebwd"): 3.25, (False, "fpa"): 4.0, (False, "sagebwd"): 4.125}
+    for (norm, backend), loss in losses.items():
+        # A setting of how a run executes does not tell a run from its baseline.
+        own = {"attention.backend": backend, "model.qk_norm": norm, "steps": 8}
+        own["hardware.micro_batch"] = len(backend)
+        run(tmp_path / f"{backend}{norm}", loss, val_loss=loss + 1, settings=own)
+    run(tmp_path / "x", 5.0, settings=SAGE | {"model.qk_norm": True, "steps": 7})  # has no baseline
+    rows = compared(capsys, tmp_path)
+    assert rows["run"][2:6] == ["training loss", "difference", "validation loss", "difference"]
+    names = [
+        f"attention={backend} model.qk_norm={norm} steps=8 hardware.micro_batch={len(backend)}"
+        for norm in ("false", "true")
+        for backend in ("fpa", "sagebwd")
+    ]
+    assert [*rows][1:5] == names
+    assert [row[3] for row in rows.values()][1:] == ["", "+0.1250", "", "+0.2500", ""]
+    ((_, baselines),) = pictures
+    assert baselines == {names[1]: names[0], names[3]: names[2]}
+
+
+def test_full_precision_with_a_second_kernel_is_compared_with_the_first(tmp_path, capsys):
+    run(tmp_path / "a", 3.0, settings=FPA | {"attention.sdpa": "cudnn"})
+    run(tmp_path / "b", 3.5, settings=FPA | {"attention.sdpa": "flash"})
+    assert compared(capsys, tmp_path)["attention.sdpa=flash"][3] == "+0.5000"
+
+
+def test_a_run_on_other_text_is_no_baseline(tmp_path, capsys):
+    run(tmp_path / "a", 3.0, settings=FPA | {"data.path": "a.txt"})
+    run(tmp_path / "b", 3.5, settings=SAGE | {"data.path": "b.txt"})
+    assert "difference" not in compared(capsys, tmp_path)["run"]
+
+
+def test_seeds_stand_together_with_mean_and_standard_deviation(tmp_path, capsys):
+    run(tmp_path / "1", 3.0, val_loss=4.0, settings=FPA | {"seed": 1})
+    run(tmp_path / "2", 5.0, settings=SAGE | {"seed": 1})
+    run(tmp_path / "3", 3.2, val_loss=4.2, settings=FPA | {"seed": 2})
+    rows = compared(capsys, tmp_path)
     assert [*rows] == [
         "run",
-        "attention-fpa+seed-1",
-        "attention-fpa+seed-2",
-        "attention-fpa: mean ± std of 2 seeds",
-        "attention-sagebwd+seed-1",
+        "attention=fpa seed=1",
+        "attention=fpa seed=2",
+        "attention=fpa: mean ± std of 2 seeds",
+        "attention=sagebwd seed=1",
     ]
-    assert rows["attention-fpa: mean ± std of 2 seeds"] == [
-        *("", "", "3.1000 ± 0.1414", "4.1000 ± 0.1414", ""),
+    assert rows["attention=fpa: mean ± std of 2 seeds"] == [
+        *("", "", "3.1000 ± 0.1414", "", "4.1000 ± 0.1414", "", ""),
     ]
+    assert rows["attention=sagebwd seed=1"][3] == "+2.0000"  # minus that of seed 1 alone
 
 
-def test_named_validation_sets_have_columns_in_both_tables():
+def test_named_validation_sets_have_columns(tmp_path, capsys):
     losses = {1: (2.0, 5.0), 2: (2.5, 6.0)}
-    runs = {
-        f"{name}+seed-{seed}": [
-            *records(3.0 + shift, val_loss=4.0),
-            {"step": 21, "val_loss/wiki": wiki + shift, "val_loss/code": code + 2 * shift},
-        ]
-        for name, shift in (("fpa", 0.0), ("sagebwd", 0.25))
-        for seed, (wiki, code) in losses.items()
-    } | {"bare+seed-1": records(1.0)}
-    rows = cells(compare.table(runs))
-    assert rows["run"][3:6] == ["validation loss", "val_loss/wiki", "val_loss/code"]
-    assert rows["sagebwd+seed-2"][3:6] == ["4.0000", "2.7500", "6.5000"]
-    assert rows["fpa: mean ± std of 2 seeds"][4:6] == ["2.2500 ± 0.3536", "5.5000 ± 0.7071"]
-    assert rows["bare+seed-1"][3:6] == ["", "", ""]
-    rows = cells(compare.difference_table(runs, "fpa", {}))
-    assert rows["minus fpa"][2:] == ["val_loss/wiki", "val_loss/code"]
-    assert [cell.split(" ±")[0] for cell in rows["sagebwd"]] == ["+0.2500", "+0.0000", "+0.2500", "+0.5000"]
+    for backend, shift in (("fpa", 0.0), ("sagebwd", 0.25)):
+        for seed, (wiki, code) in losses.items():
+            last = {"val_loss": 4.0, "val_loss/wiki": wiki + shift, "val_loss/code": code + 2 * shift}
+            own = {"attention.backend": backend, "seed": seed}
+            run(tmp_path / f"{backend}{seed}", 3.0 + shift, settings=own, **last)
+    rows = compared(capsys, tmp_path)
+    assert rows["run"][4:10:2] == ["validation loss", "val_loss/wiki", "val_loss/code"]
+    assert rows["attention=sagebwd seed=2"][4:10] == [
+        "4.0000",
+        "+0.0000",
+        "2.7500",
+        "+0.2500",
+        "6.5000",
+        "+0.5000",
+    ]
+    assert rows["attention=fpa: mean ± std of 2 seeds"][6:10:2] == ["2.2500 ± 0.3536", "5.5000 ± 0.7071"]
 
 
-def test_a_mean_needs_a_value_of_every_seed():
-    rows = cells(compare.table({"seed-1": records(3.0, val_loss=4.0), "seed-2": records(3.0)}))
-    assert rows["mean ± std of 2 seeds"] == ["", "", "3.0000 ± 0.0000", "", ""]
+def test_a_mean_needs_a_value_of_every_seed(tmp_path, capsys):
+    run(tmp_path / "1", 3.0, val_loss=4.0, settings=FPA | {"seed": 1})
+    run(tmp_path / "2", 3.0, settings=FPA | {"seed": 2})
+    rows = compared(capsys, tmp_path)
+    assert rows["all seeds: mean ± std of 2 seeds"] == ["", "", "3.0000 ± 0.0000", "", ""]
 
 
 def test_names_that_are_no_text_neither_stop_a_comparison_nor_reach_the_terminal(tmp_path, capfdbinary):
@@ -112,30 +245,15 @@ def test_names_that_are_no_text_neither_stop_a_comparison_nor_reach_the_terminal
 
 @pytest.mark.parametrize("damage", ["lost", "changed"])
 def test_a_finished_run_whose_curve_is_damaged_is_not_compared(tmp_path, damage):
-    folder = run(tmp_path / "a", 3.0)
+    folder = run(tmp_path / "a", 3.0, settings=FPA)
     run(tmp_path / "b", 3.0)
     RunDirectory(folder).finish()
-    RunDirectory(folder).config.touch()
     (tmp_path / "DONE").write_text("of something else")
     compare.main([str(tmp_path)])
     metrics = folder / "metrics.jsonl"
     metrics.unlink() if damage == "lost" else metrics.write_text(metrics.read_text().replace("3.0", "3.1"))
     with pytest.raises(SystemExit, match=r"a is finished, but metrics.jsonl is .*or leave this run out"):
         compare.main([str(tmp_path)])
-
-
-@pytest.mark.parametrize(
-    ("label", "group"),
-    [
-        ("attention-fpa+seed-12", "attention-fpa"),
-        ("seed-3", ""),
-        ("seed-3+tps-260k", "tps-260k"),
-        ("large/fpa-seed1", "large/fpa"),
-        ("seedling", "seedling"),
-    ],
-)
-def test_the_seed_is_found_in_a_label(label, group):
-    assert compare.without_seed(label) == group
 
 
 def test_runs_are_found_in_folders_and_shown_once(tmp_path, capsys):
@@ -174,41 +292,49 @@ def test_runs_of_one_name_are_never_taken_for_one(tmp_path):
     assert len(set(labels_of(found))) == 4
 
 
-def test_differences_to_the_baseline_have_intervals_where_seeds_tell_the_noise(tmp_path, capsys):
+def test_differences_have_intervals_where_seeds_tell_the_noise(tmp_path, capsys):
     """Two seeds each: least squares is the paired difference, its interval Student's with one degree."""
-    for name, losses in {"b": (3.5, 3.7), "a": (3.0, 3.1)}.items():
+    for name, losses in {"fpa": (3.5, 3.7), "sagebwd": (3.0, 3.1)}.items():
         for seed, loss in enumerate(losses, start=1):
-            run(tmp_path / f"{name}+seed-{seed}", loss, val_loss=loss + 1)
-    for baseline in ("b", "b+seed-2", str(tmp_path / "b+seed-1")):
-        compare.main([str(tmp_path), "--baseline", baseline])
-        first, second, _ = capsys.readouterr().out.split("\n\n")
-        assert [*cells(first)][1] == "b+seed-1"  # the group that the others are compared with comes first
-        paired = np.array([-0.5, -0.6])
-        width = 12.706 * paired.std(ddof=1) / np.sqrt(2)
-        assert cells(second)["a"] == [f"-0.5500 ± {width:.4f}"] * 2
-    with pytest.raises(SystemExit, match=r"--baseline gone is none of the runs; .* one of a, b"):
+            own = {"attention.backend": name, "seed": seed}
+            run(tmp_path / f"{name}{seed}", loss, val_loss=loss + 1, settings=own)
+    paired = np.array([-0.5, -0.6])
+    width = 12.706 * paired.std(ddof=1) / np.sqrt(2)
+    for given in (
+        [],
+        ["--baseline", "attention=fpa"],
+        ["--baseline", "fpa2"],
+        ["--baseline", tmp_path / "fpa1"],
+    ):
+        rows = compared(capsys, tmp_path, *given)
+        assert rows["attention=sagebwd: mean ± std of 2 seeds"][3:6:2] == [f"-0.5500 ± {width:.4f}"] * 2
+        assert rows["attention=sagebwd seed=1"][3] == "-0.5000"
+    rows = compared(capsys, tmp_path, "--baseline", "attention=sagebwd seed=1")
+    assert [*rows][1] == "attention=sagebwd seed=1"  # the group that the others are compared with comes first
+    assert rows["attention=fpa: mean ± std of 2 seeds"][3] == f"+0.5500 ± {width:.4f}"
+    with pytest.raises(
+        SystemExit, match=r"--baseline gone is none .* one of attention=fpa, attention=sagebwd"
+    ):
         compare.main([str(tmp_path), "--baseline", "gone"])
 
 
-def test_the_baseline_may_be_the_name_of_a_directory_in_which_one_group_lies(tmp_path):
-    paths = [tmp_path / "wide" / "first", tmp_path / "narrow" / "first", tmp_path / "narrow" / "second"]
-    groups = ["wide", "narrow+first", "narrow+second"]
-    assert compare.group_called("second", groups, paths) == "narrow+second"
+def test_a_name_of_several_directories_is_no_baseline(tmp_path, capsys):
+    for place, lr in (("wide", 1), ("narrow", 2)):
+        run(tmp_path / place / "first", 3.0, settings=FPA | {"optimizer.lr": lr})
     with pytest.raises(SystemExit, match="--baseline first is none of the runs"):
-        compare.group_called("first", groups, paths)
+        compare.main([str(tmp_path), "--baseline", "first"])
 
 
-def test_one_seed_has_a_difference_and_no_interval_and_a_diverged_run_neither():
-    runs = {"a": records(3.0), "b": records(3.25), "c": records(9.0)}
-    rows = cells(compare.difference_table(runs, "a", {"c": 3}))
-    assert rows == {
-        "minus a": ["training loss", "validation loss"],
-        "b": ["+0.2500", ""],
-        "c": ["", ""],
-    }
+def test_one_seed_has_a_difference_and_no_interval_and_a_diverged_run_neither(tmp_path, capsys):
+    for name, loss in {"a": 3.0, "b": 3.25, "c": 9.0}.items():
+        run(tmp_path / name, loss)
+    RunDirectory(tmp_path / "c").note_divergence(3)
+    rows = compared(capsys, tmp_path, "--baseline", "a")
+    assert rows["b"][2:6] == ["3.2500", "+0.2500", "", ""]
+    assert rows["c"][2:6] == ["DIVERGED at step 3", "", "", ""]
 
 
-def test_the_picture_goes_next_to_the_runs(tmp_path, capsys):
+def test_the_picture_goes_next_to_the_runs(tmp_path, capsys, drawing):
     run(tmp_path / "fpa", 3.0)
     run(tmp_path / "sagebwd", 3.0)
     compare.main([str(tmp_path)])
@@ -218,7 +344,7 @@ def test_the_picture_goes_next_to_the_runs(tmp_path, capsys):
     assert f"written: {tmp_path}/comparison.png" in printed
 
 
-def test_the_picture_goes_where_the_user_says(tmp_path):
+def test_the_picture_goes_where_the_user_says(tmp_path, drawing):
     run(tmp_path / "runs" / "fpa", 3.0)
     compare.main([str(tmp_path / "runs"), "--out", str(tmp_path / "new" / "x.png")])
     assert (tmp_path / "new" / "x.png").exists()
@@ -254,20 +380,19 @@ def test_a_path_without_a_run_is_refused(tmp_path, capsys):
 
 def test_a_run_that_diverged_has_no_final_loss_and_counts_in_no_mean(tmp_path, capsys):
     for seed in (1, 2):
-        run(tmp_path / f"fpa-seed-{seed}", 3.0, val_loss=3.5)
-    RunDirectory(tmp_path / "fpa-seed-2").note_divergence(21)
-    compare.main([str(tmp_path)])
-    rows = cells(capsys.readouterr().out.split("\n\n")[0])
-    assert rows["fpa-seed-1"][2:4] == ["3.0000", "3.5000"]
-    assert rows["fpa-seed-2"][2:4] == ["DIVERGED at step 21", ""]
-    assert rows["fpa: mean ± std of 2 seeds"][2:4] == ["", ""]
+        run(tmp_path / str(seed), 3.0, val_loss=3.5, settings=FPA | {"seed": seed})
+    RunDirectory(tmp_path / "2").note_divergence(21)
+    rows = compared(capsys, tmp_path)
+    assert rows["seed=1"][2:4] == ["3.0000", "3.5000"]
+    assert rows["seed=2"][2:4] == ["DIVERGED at step 21", ""]
+    assert rows["all seeds: mean ± std of 2 seeds"][2:4] == ["", ""]
 
 
-def test_a_loss_that_is_not_finite_is_not_hidden_by_the_ones_before():
-    rows = cells(
-        compare.table({"nan": [*records(3.0, val_loss=3.5), {"step": 21, "loss": None, "val_loss": None}]})
-    )
-    assert rows["nan"][2:4] == ["nan", "nan"]
+def test_a_loss_that_is_not_finite_is_not_hidden_by_the_ones_before(tmp_path, capsys):
+    folder = run(tmp_path / "a", 3.0, val_loss=3.5)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "loss": null, "val_loss": null}\n')
+    assert compared(capsys, folder)["a"][2:4] == ["nan", "nan"]
 
 
 def test_damaged_metrics_end_with_a_message(tmp_path):
@@ -278,7 +403,7 @@ def test_damaged_metrics_end_with_a_message(tmp_path):
         compare.main([str(folder)])
 
 
-def test_a_place_that_takes_no_picture_is_named_after_the_table(tmp_path, capsys):
+def test_a_place_that_takes_no_picture_is_named_after_the_table(tmp_path, capsys, drawing):
     folder, place = run(tmp_path / "runs" / "a", 3.0), tmp_path / "file"
     place.write_text("")
     with pytest.raises(SystemExit, match=r"cannot write .*comparison.png: .*; give another place with --out"):

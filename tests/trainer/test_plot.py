@@ -53,8 +53,8 @@ def run_of(factor, steps=30):
 
 
 def test_picture_shows_every_run(tmp_path):
-    plot_losses({"one": run_of(5)}, tmp_path / "one.png")
-    plot_losses({"one": run_of(5), "two": run_of(6)}, tmp_path / "two.png")
+    plot_losses({"one": [run_of(5)]}, tmp_path / "one.png")
+    plot_losses({"one": [run_of(5)], "two": [run_of(6)]}, tmp_path / "two.png")
     assert BLACK in colours(tmp_path / "one.png")
     assert BLUE not in colours(tmp_path / "one.png")
     assert {BLACK, BLUE} <= colours(tmp_path / "two.png")
@@ -63,7 +63,7 @@ def test_picture_shows_every_run(tmp_path):
 @pytest.mark.parametrize(("label", "shown"), [("$x^$", r"\$x^\$"), ("σ² − 1", "σ² − 1")])
 def test_any_name_of_a_run_can_be_drawn(tmp_path, monkeypatch, label, shown):
     figures = drawn(monkeypatch)
-    plot_losses({label: run_of(5)}, tmp_path / "loss.png")
+    plot_losses({label: [run_of(5)]}, tmp_path / "loss.png")
     assert [text.get_text() for text in figures[0].legends[0].get_texts()] == [shown]
 
 
@@ -82,8 +82,8 @@ def test_named_validation_sets_have_a_panel(tmp_path, monkeypatch):
         {"step": step, "tokens": 10 * step, "val_loss/wiki": 2.0 / step, "val_loss/code": 3.0}
         for step in (8, 9)
     ]
-    runs = {"one": [*run_of(5), *sets], "two": run_of(6)}
-    plot_losses(runs, tmp_path / "two.png")
+    runs = {"one": [[*run_of(5), *sets]], "two": [run_of(6)]}
+    plot_losses(runs, tmp_path / "two.png", baselines={"two": "one"})
     plot_losses({"one": runs["one"]}, tmp_path / "one.png")
     plot_losses({"two": runs["two"]}, tmp_path / "plain.png")
     assert [len(figure.axes) for figure in figures] == [3, 2, 1]
@@ -97,11 +97,12 @@ def test_named_validation_sets_have_a_panel(tmp_path, monkeypatch):
 
 def test_attentions_have_the_same_style_in_every_picture(tmp_path, monkeypatch):
     figures = drawn(monkeypatch)
-    runs = {"attention-sagebwd_paper+tps-260k": run_of(5), "attention-fpa+tps-260k": run_of(6)}
+    runs = {"attention=sagebwd_paper seed=1": [run_of(5)], "attention=fpa seed=1": [run_of(6)]}
     plot_losses(runs, tmp_path / "picture.png")
-    (figure,) = figures
-    looks = {text.get_text(): line.get_color() for text, line in legend_of(figure)}
-    assert looks == {name: ATTENTION[name.split("+")[0].removeprefix("attention-")].color for name in runs}
+    plot_losses({"attention-sagebwd_paper+tps-260k": [run_of(5)]}, tmp_path / "of_one_run.png")
+    looks = {text.get_text(): line.get_color() for figure in figures for text, line in legend_of(figure)}
+    names = ("sagebwd_paper", "fpa", "sagebwd_paper")
+    assert [*looks.values()] == [ATTENTION[name].color for name in names]
 
 
 def legend_of(figure):
@@ -111,14 +112,11 @@ def legend_of(figure):
 
 def test_seeds_of_a_setting_are_one_line_with_a_band(tmp_path, monkeypatch):
     figures = drawn(monkeypatch)
-    runs = {f"attention-fpa+seed-{seed}": run_of(4 + seed) for seed in (1, 2, 3)}
-    runs["attention-sagebwd+seed-1"] = run_of(7)
-    plot_losses(runs, tmp_path / "picture.png")
+    runs = {"attention=fpa": [run_of(4 + seed) for seed in (1, 2, 3)], "attention=sagebwd": [run_of(7)]}
+    plot_losses(runs, tmp_path / "picture.png", baselines={"attention=sagebwd": "attention=fpa"})
     (figure,) = figures
-    assert [text.get_text() for text, _ in legend_of(figure)] == [
-        "attention-fpa (3 seeds: mean, lowest to highest)",
-        "attention-sagebwd",
-    ]
+    labels = [text.get_text() for text, _ in legend_of(figure)]
+    assert labels == ["attention=fpa (3 seeds)", "attention=sagebwd"]
     losses, differences = figure.axes
     (band,) = losses.collections
     tokens, heights = band.get_paths()[0].vertices.T
@@ -129,23 +127,26 @@ def test_seeds_of_a_setting_are_one_line_with_a_band(tmp_path, monkeypatch):
     np.testing.assert_allclose(differences.lines[0].get_ydata()[0], 7 - 6)
 
 
-def test_groups_can_be_given(tmp_path, monkeypatch):
+def test_each_group_is_compared_with_its_own_baseline(tmp_path, monkeypatch):
     figures = drawn(monkeypatch)
-    runs = {"first": run_of(5), "second": run_of(6)}
-    plot_losses(runs, tmp_path / "picture.png", groups=dict.fromkeys(runs, "fpa"))
-    assert len(legend_of(figures[0])) == 1
+    runs = {name: [run_of(factor)] for name, factor in (("a", 5), ("b", 6), ("c", 7), ("d", 9), ("e", 1))}
+    plot_losses(runs, tmp_path / "own.png", baselines={"b": "a", "d": "c"})
+    plot_losses(runs, tmp_path / "none.png")
+    _, differences = figures[0].axes
+    assert [line.get_ydata()[0] for line in differences.lines[:-1]] == [6 - 5, 9 - 7]
+    assert len(figures[1].axes) == 1
 
 
-def test_many_runs_take_several_pictures_with_the_first_run_in_each(tmp_path, monkeypatch):
+def test_many_runs_take_several_pictures_with_the_baseline_of_each(tmp_path, monkeypatch):
     figures = drawn(monkeypatch)
-    runs = {f"lr-{i}": run_of(5 + i) for i in range(1 + 2 * (LINES - 1) + 1)}
-    paths = plot_losses(runs, tmp_path / "picture.png")
+    many = [f"lr={i}" for i in range(1 + (LINES - 1) + 1)]
+    runs = {name: [run_of(5)] for name in (*many, "x", "y", "z", "alone", "own")}
+    baselines = dict.fromkeys(many[1:], many[0]) | {"y": "x", "z": "x"}
+    paths = plot_losses(runs, tmp_path / "picture.png", baselines=baselines)
     assert [path.name for path in paths] == ["picture.png", "picture_2.png", "picture_3.png"]
     assert all(path.exists() for path in paths)
     shown = [[text.get_text() for text, _ in legend_of(figure)] for figure in figures]
-    assert [names[0] for names in shown] == ["lr-0"] * 3
-    assert [name for names in shown for name in names[1:]] == list(runs)[1:]
-    assert max(map(len, shown)) == LINES
+    assert shown == [many[:LINES], [many[0], many[-1], "x", "y", "z", "alone"], ["own"]]
     for figure in figures:
         looks = [(line.get_color(), line.get_marker()) for _, line in legend_of(figure)]
         assert len(set(looks)) == len(looks)
@@ -153,15 +154,18 @@ def test_many_runs_take_several_pictures_with_the_first_run_in_each(tmp_path, mo
 
 def test_runs_of_different_lengths_and_without_validation_are_drawn(tmp_path, monkeypatch):
     figures = drawn(monkeypatch)
-    plot_losses({"long": run_of(5, 40), "short": run_of(6, 7)[:-1], "empty": []}, tmp_path / "picture.png")
+    runs = {"long": [run_of(5, 40)], "short": [run_of(6, 7)[:-1]], "empty": [[]]}
+    plot_losses(runs, tmp_path / "picture.png", baselines={"short": "long", "empty": "long"})
     assert_inside(figures[0])
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_nothing_is_cut_off(tmp_path, monkeypatch, count):
+@pytest.mark.parametrize("label", ["attention=sagebwd seed=", "model.qk_norm=false " * 9, "long_" * 40])
+@pytest.mark.parametrize("count", [1, 5])
+def test_nothing_is_cut_off(tmp_path, monkeypatch, label, count):
     figures = drawn(monkeypatch)
-    runs = {f"attention-sagebwd+{'long_' * 20}{i}": run_of(5 + i) for i in range(count)}
-    plot_losses(runs, tmp_path / "losses.png")
+    runs = {f"{label}{i}": [run_of(5 + i), run_of(6 + i)] for i in range(count)}
+    baselines = {name: f"{label}0" for name in runs if name != f"{label}0"}
+    plot_losses(runs, tmp_path / "losses.png", baselines=baselines)
     plot_probe([probed(step, range(8)) for step in (5, 10)], tmp_path / "probe.png", alarm=0.3)
     for figure in figures:
         assert_inside(figure)
@@ -226,7 +230,7 @@ def test_pictures_leave_matplotlibs_settings_as_they_were(tmp_path):
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    plot_losses({"one": run_of(5)}, tmp_path / "one.png")
+    plot_losses({"one": [run_of(5)]}, tmp_path / "one.png")
     assert dict(matplotlib.rcParams) == before
 
 
@@ -239,7 +243,7 @@ def test_styles_differ_by_more_than_colour():
 def test_probe_records_leave_the_losses_as_they_are(tmp_path):
     records = [{"step": s, "tokens": 10 * s, "loss": 5 / s} for s in range(1, 30)]
     probed = [*records[:10], {"step": 10, "tokens": 100, "probe/layer_0/dq_l2": 0.2}, *records[10:]]
-    assert compare.table({"run": probed}) == compare.table({"run": records})
-    plot_losses({"run": records}, tmp_path / "plain.png")
-    plot_losses({"run": probed}, tmp_path / "probed.png")
+    assert compare.losses_in(probed) == compare.losses_in(records)
+    plot_losses({"run": [records]}, tmp_path / "plain.png")
+    plot_losses({"run": [probed]}, tmp_path / "probed.png")
     assert (tmp_path / "plain.png").read_bytes() == (tmp_path / "probed.png").read_bytes()
