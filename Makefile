@@ -44,7 +44,8 @@ format: $(VENV)/dev.done
 $(VENV)/%.done: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sagebwd needs Python 3.10 or newer, this is " + sys.version.split()[0] + ". Point to another one: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
+	@echo "installing into $(VENV), with PyTorch's CUDA wheels 5 GB"
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
 # `make test` compiles them with the pinned Triton. This one lies beside it and is found first.

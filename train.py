@@ -15,6 +15,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from data.command_line import readable
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, launch, settings, sweep
 from trainer.checks import check
@@ -78,6 +79,7 @@ if __name__ == "__main__":
     use_private_caches()
     settings.register()
     sweep.register()
+    sys.argv[1:] = readable(sys.argv[1:])
     settings.check_or_exit(sys.argv[1:], CONFIGS)
     with interrupt.surviving_closed():
         main()

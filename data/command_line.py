@@ -1,6 +1,7 @@
 """Hydra's command lines: settings as words of one, and unknown words answered with the nearest known ones."""
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence, Set
@@ -51,6 +52,37 @@ def _quoted(text: str) -> str:
     return QuotedString(escaped(text), Quote.single).with_quotes()
 
 
+def readable(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with quotes around text that Hydra's grammar cannot read: ~/x.txt, x(1).txt, k=v.txt.
+
+    A ~ becomes the home folder. What begins with a bracket is left to Hydra, which explains its grammar.
+    """
+    sweep = {"-m", "--multirun"} & {*arguments}
+    return [_readable(word, "," if sweep else "\0") for word in arguments]
+
+
+def _readable(word: str, comma: str) -> str:
+    name, _, value = word.partition("=")
+    if word.startswith(("-", "~")) or value.startswith(("[", "{")) or _is_readable(word):
+        return word
+    texts = [
+        text
+        if _is_readable(f"{name}={text}")
+        else QuotedString(os.path.expanduser(text), Quote.single).with_quotes()
+        for text in value.split(comma)
+    ]
+    return f"{name}={comma.join(texts)}"
+
+
+def _is_readable(word: str) -> bool:
+    """Whether Hydra can read it, or it is no `name=value`."""
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return "=" not in word
+    return True
+
+
 def check_or_exit(
     arguments: Sequence[str],
     schema: type,
@@ -65,6 +97,8 @@ def check_or_exit(
     schema lacks. Hydra refuses unknown names, too. But its advice is to append an unknown setting with `+`,
     which the typed settings refuse next, and an unknown option prints its search path.
     """
+    if {"-sc", "--shell-completion"} & {*arguments}:
+        return []  # install=bash is no setting
     hints = setting_hints(schema)
     known = hints.keys() | further | groups.keys()
     _check_words(arguments, hints.keys() | further)

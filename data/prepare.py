@@ -219,6 +219,7 @@ def main() -> None:
     register()
     configs = Path(__file__).resolve().parent.parent / "configs"
     groups = {"data": options()}
+    sys.argv[1:] = command_line.readable(sys.argv[1:])
     command_line.check_or_exit(sys.argv[1:], PrepareSettings, groups, program="python -m data.prepare")
 
     @hydra.main(version_base="1.3", config_path=str(configs), config_name="prepare")

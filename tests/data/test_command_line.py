@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from data.command_line import override
+from data.command_line import override, readable
 
 PARSER = OverridesParser.create()
 
@@ -43,3 +43,40 @@ def test_other_values_keep_their_type(value):
 @pytest.mark.parametrize("text", ["runs/a-b_c.d", "../x", "/tmp/run", "bytes", "corpus/*.parquet"])
 def test_plain_text_stays_plain(text):
     assert override("setting", text) == f"setting={text}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("~/x.txt", "/home/u/x.txt"),
+        ("bücher.txt", "bücher.txt"),
+        ("x(1).txt", "x(1).txt"),
+        ("k=v.txt", "k=v.txt"),
+        ("it's.txt", "it's.txt"),
+        ("日本/a\\'b(.txt", "日本/a\\'b(.txt"),
+        ("a,(b.txt", "a,(b.txt"),
+        ("corpus/*.parquet", "corpus/*.parquet"),
+        ("'quoted, (text)'", "quoted, (text)"),
+        ("3", 3),
+        ("[1,2]", [1, 2]),
+    ],
+)
+def test_paths_are_read_as_people_write_them(monkeypatch, typed, meant):
+    monkeypatch.setenv("HOME", "/home/u")
+    (word,) = readable([f"setting={typed}"])
+    assert read(word) == meant
+
+
+def test_in_a_sweep_a_comma_separates_paths(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/u")
+    flag, word = readable(["-m", "setting=~/a.txt,b.txt,x(1).txt"])
+    assert flag == "-m"
+    swept = PARSER.parse_override(word).sweep_string_iterator()
+    assert [read(f"setting={text}") for text in swept] == ["/home/u/a.txt", "b.txt", "x(1).txt"]
+
+
+@pytest.mark.parametrize(
+    "word", ["--help", "~experiment", "attention=choice(fpa,sagebwd)", "a=${b}", "x(1)", "a=[b"]
+)
+def test_other_words_are_left_as_they_are(word):
+    assert readable([word]) == [word]

@@ -37,6 +37,7 @@ def test_names_are_those_of_the_composed_settings(compose_settings):
         ["hydra/launcher=basic"],
         ["hydra.searchpath=[file:///own/configs]", "hydra/launcher=own"],
         ["~experiment"],
+        ["-sc", "install=bash"],
         ["model=glob(llama_*)"],
         ["attention='fpa'", "tps=choice(260k,2.1m)"],
         ["hydra.searchpath=[file:///own/configs]", "experiment=own"],
