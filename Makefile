@@ -44,7 +44,7 @@ format: $(VENV)/dev.done
 $(VENV)/%.done: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sagebwd needs Python 3.10 or newer, this is " + sys.version.split()[0] + ". Point to another one: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV), with PyTorch's CUDA wheels 5 GB"
+	@echo "installing into $(VENV): up to 5 GB, most of it PyTorch with CUDA"
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
