@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from trainer import interrupt  # first: it chooses how OpenMP waits, and torch must not be loaded yet
+import data  # noqa: F401 - first: it says what is not installed
+from trainer import interrupt  # it chooses how OpenMP waits, and torch must not be loaded yet
 
 if __name__ == "__main__":  # before the imports that take seconds
     interrupt.hide_tracebacks()
