@@ -16,7 +16,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from data.command_line import readable
+from data.command_line import explaining_help, readable
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, launch, settings, sweep
 from trainer.checks import check
@@ -82,5 +82,5 @@ if __name__ == "__main__":
     sweep.register()
     sys.argv[1:] = readable(sys.argv[1:])
     settings.check_or_exit(sys.argv[1:], CONFIGS)
-    with interrupt.surviving_closed():
+    with interrupt.surviving_closed(), explaining_help(sys.argv, Settings, CONFIGS / "attention"):
         main()

@@ -1,10 +1,13 @@
 """Hydra's command lines: settings as words of one, and unknown words answered with the nearest known ones."""
 
 import difflib
+import inspect
+import io
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -169,6 +172,61 @@ def setting_hints(cls: type, prefix: str = "") -> dict[str, Any]:
         found[name] = hint
         if is_dataclass(hint):
             found |= setting_hints(hint, f"{name}.")
+    return found
+
+
+@contextmanager
+def explaining_help(arguments: Sequence[str], schema: type, options: Path) -> Iterator[None]:
+    """Within this context Hydra's help has what each setting means beside its value.
+
+    That is the comment in the schema, the dataclass of the settings, or else in a YAML file of `options`,
+    which is the folder of a group with settings that the schema lacks.
+    """
+    if not {"-h", "--help"} & {*arguments}:
+        yield
+        return
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    finally:
+        print(_explained(printed.getvalue(), schema, options))
+
+
+def _explained(help_text: str, schema: type, options: Path) -> str:
+    notes = comments_in(schema)
+    for file in sorted(options.glob("*.yaml")):
+        for name, note in re.findall(r"^(\w+):[^#\n]*# (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+            notes.setdefault(f"{options.name}.{name}", note)
+    notes.pop(options.name, None)
+    lines, path = [], []
+    for line in help_text.splitlines():
+        if found := re.match(r"((?:  )*)(\w+):", line):
+            path = [*path[: len(found[1]) // 2], found[2]]
+            note = notes.get(".".join(path))
+            line = f"{line:<34} # {note}" if note else line
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def comments_in(cls: type, prefix: str = "") -> dict[str, str]:
+    """{dotted name: comment} of the settings in a dataclass and the dataclasses within it."""
+    hints, found = get_type_hints(cls), {}
+    name, above = "", ""
+    for line in inspect.getsource(cls).splitlines():
+        code, _, note = line.partition("# ")
+        if not code.strip():  # of the setting below
+            above = f"{above} {note}"
+            continue
+        setting = re.match(r" {4}(\w+): ", code)
+        if setting and setting[1] in hints:
+            name = setting[1]
+            if is_dataclass(hints[name]):
+                found |= comments_in(hints[name], f"{prefix}{name}.")
+        note = f"{above} {note}".strip()
+        if note and not is_dataclass(hints.get(name)):
+            found[prefix + name] = note
+        above = ""
     return found
 
 

@@ -14,19 +14,19 @@ class LlamaConfig:
     """
 
     vocab_size: int = 50304  # choice: GPT-2's 50257 tokens (published) padded to a multiple of 128 for speed
-    d_model: int = 1024  # choice
-    n_layers: int = 20  # choice
-    n_heads: int = 16  # choice
+    d_model: int = 1024  # choice; width
+    n_layers: int = 20  # choice; blocks
+    n_heads: int = 16  # choice; query heads
     n_kv_heads: int | None = None  # choice; None: n_heads, fewer: grouped-query attention
-    d_head: int = 64  # choice
+    d_head: int = 64  # choice; size of a head
     d_ffn: int = 3072  # published ("hidden dimension"); inner width of SwiGLU
     max_context: int = 4096  # published; longest sequence the rotary position table covers
-    rope_theta: float = 10000.0  # choice: Llama's
-    norm_eps: float = 1e-6  # published
-    qk_norm: bool = True  # published both ways, the ablation's toggle; True is what the paper recommends
+    rope_theta: float = 10000.0  # choice: Llama's; base of the rotary positions
+    norm_eps: float = 1e-6  # published; of RMSNorm
+    qk_norm: bool = True  # RMSNorm of Q and K; published both ways, recommended
     qk_norm_gain: float = 1.0  # choice; of QK-norm before training: logits grow with its square
     tie_embeddings: bool = True  # choice: without tying, the published size leaves too few layers
-    init_std: float = 0.02  # choice: GPT-2's and Llama's
+    init_std: float = 0.02  # choice: GPT-2's and Llama's; of the weights before training
 
     @property
     def kv_heads(self) -> int:

@@ -220,12 +220,19 @@ def test_help_teaches_without_importing_what_only_training_needs(tmp_path, monke
         "attention: fpa, sagebwd",
         "tps: 2.1m, 260k",
         "python train.py attention=sagebwd tps=260k",
-        "qk_norm",
+        "  lr: 3.0e-05                      # peak learning rate",
+        "  sdpa: null                       # null: the fastest kernel",
         "imported []",
     ):
         assert text in output
     # Whatever it does, compiled kernels are nobody else's.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inductor", "triton"]
+
+
+@pytest.mark.parametrize("program", ["train.py", "-mscripts.compare", "-mdata.prepare"])
+def test_a_missing_package_is_said_in_one_line(program):
+    output = run_fresh([sys.executable, "-S", program], code=1)
+    assert re.fullmatch(r"No module named '\w+': not installed for .*\n", output)
 
 
 def test_corrupt_shard_is_refused_by_name(tmp_path):

@@ -33,7 +33,7 @@ def changeable(default: Any = MISSING) -> Any:
 class TpsSettings:
     """Tokens per step and what goes with it."""
 
-    tokens_per_step: int = MISSING
+    tokens_per_step: int = MISSING  # of all devices together
     divide_by: int = 1  # a scaled-down replica: tokens_per_step / divide_by, keeping the paper's 1 : 8 ratio
     warmup_steps: int = MISSING  # of linearly rising learning rate
 
@@ -51,14 +51,14 @@ class OptimizerSettings:
     decay_ratio: float | None = None  # wsd: share of the run's steps in which it falls; null: 0.2
     decay_type: str | None = None  # wsd: how, "1-sqrt" or "linear"; null: "1-sqrt"
     min_lr_ratio: float = MISSING  # final learning rate as a fraction of the peak
-    beta1: float = MISSING
-    beta2: float = MISSING
-    eps: float = MISSING
+    beta1: float = MISSING  # AdamW's decay of the mean gradient, and
+    beta2: float = MISSING  # of its mean square
+    eps: float = MISSING  # AdamW's
     weight_decay: float = MISSING  # on matrices only; gains (vectors) are not decayed
     grad_clip: float = MISSING  # largest global gradient norm
     muon_lr: float | None = None  # muon: its peak learning rate, on the same schedule; null: lr
     muon_lr_scale: str | None = None  # muon: how a step depends on its matrix's shape; torch's adjust_lr_fn
-    muon_momentum: float | None = None
+    muon_momentum: float | None = None  # muon: decay of the mean gradient
 
 
 @dataclass
@@ -67,9 +67,9 @@ class LoggerSettings:
 
     wandb: str = MISSING  # "auto" (online when configured, offline otherwise), "online", "offline" or "off"
     project: str | None = None  # null: WANDB_PROJECT, or "sagebwd"
-    entity: str | None = None
+    entity: str | None = None  # W&B's user or team
     group: str | None = None  # null: WANDB_RUN_GROUP; a sweep sets it
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)  # W&B's
     tensorboard: bool = False  # event files below <run_dir>/tensorboard
 
 
@@ -154,7 +154,7 @@ class Settings:
     eval_every: int = changeable()  # steps between validations; the last step always validates
     eval_sequences: int = changeable()  # validation sequences that are used
     sample_tokens: int = changeable()  # length of the text generated at a validation; 0: none
-    sample_prompt: str = changeable()
+    sample_prompt: str = changeable()  # with which that text begins
     checkpoint_every: int = changeable()  # steps between checkpoints; the last step always saves one
     # Write while training goes on; needs CPU memory for a copy of the state.
     checkpoint_background: bool = changeable(True)

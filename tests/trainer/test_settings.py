@@ -5,7 +5,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from data.command_line import setting_hints
+from data.command_line import comments_in, setting_hints
 from trainer.run_directory import default_name
 from trainer.settings import Settings, attention_settings, check_or_exit, unresolved
 
@@ -22,6 +22,18 @@ def test_names_are_those_of_the_composed_settings(compose_settings):
     names = set(flat(asdict(compose_settings())))
     assert set(setting_hints(Settings)) == {name for name in names if not name.startswith("attention.")}
     assert {"attention.preset", "attention.smooth_k", "attention.sdpa"} <= attention_settings()
+
+
+def test_help_says_what_each_setting_means():
+    """Whatever group it is in, whether its comment stands beside it, above it or inside a bracket."""
+    hints, notes = setting_hints(Settings), comments_in(Settings)
+    groups = {name.rpartition(".")[0] for name in hints}
+    settings = {name for name in hints if name not in groups and not name.startswith(("data.", "attention"))}
+    assert not settings - notes.keys()
+    assert notes["optimizer.lr"] == "peak learning rate"
+    assert notes["hardware.context_parallel"].startswith("devices that share the tokens")
+    assert notes["hardware.dtype"].startswith('"bfloat16" (autocast')
+    assert not groups & notes.keys()
 
 
 @pytest.mark.parametrize(
