@@ -196,7 +196,8 @@ def explaining_help(arguments: Sequence[str], schema: type, options: Path) -> It
 def _explained(help_text: str, schema: type, options: Path) -> str:
     notes = comments_in(schema)
     for file in sorted(options.glob("*.yaml")):
-        for name, note in re.findall(r"^(\w+):[^#\n]*# (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE):
+        text = file.read_text(encoding="utf-8")
+        for name, note in re.findall(r"^(\w+):[^#\n]*# (.*)$", text, re.MULTILINE):
             notes.setdefault(f"{options.name}.{name}", note)
     notes.pop(options.name, None)
     lines, path = [], []

@@ -4,9 +4,10 @@ Runs in milliseconds, before any data is read, any model is built or anything is
 to know is checked where it is read.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import torch
@@ -19,6 +20,8 @@ from trainer.errors import SettingsError
 from trainer.optimizer import DECAY_TYPES, MUON_SCALES, OPTIMIZERS, SCHEDULES, decay_steps
 from trainer.settings import Settings
 
+log = logging.getLogger(__name__)
+
 Problems = Iterator[str]
 
 
@@ -27,6 +30,7 @@ class Sizes:
     """What the settings amount to."""
 
     steps: int  # optimizer steps of the run
+    warmup_steps: int  # of these, with rising learning rate
     tokens_per_step: int
     sequences_per_step: int
     micro_steps: int  # forward-backward passes per device and step (gradient accumulation)
@@ -47,10 +51,27 @@ def sizes_of(settings: Settings, ranks: int) -> Sizes:
     tokens = settings.tokens_per_step
     return Sizes(
         steps=settings.total_steps,
+        warmup_steps=warmup_steps(settings),
         tokens_per_step=tokens,
         sequences_per_step=tokens // settings.context,
         micro_steps=tokens // (settings.context * settings.hardware.micro_batch * groups(settings, ranks)),
     )
+
+
+def warmup_steps(settings: Settings) -> int:
+    """tps.warmup_steps, or a tenth of a run that is too short for them."""
+    steps, asked, optimizer = settings.total_steps, settings.tps.warmup_steps, settings.optimizer
+    falling = decay_steps(optimizer, steps=steps, warmup_steps=steps - 1)
+    return asked if asked + falling <= steps else min(steps // 10, steps - falling)
+
+
+def report_warmup(settings: Settings) -> None:
+    """Log that the run is too short for its warm-up."""
+    if (found := warmup_steps(settings)) < settings.tps.warmup_steps:
+        log.warning(
+            "the learning rate rises for %d of the %d steps: the run is too short for tps.warmup_steps=%d",
+            *(found, settings.total_steps, settings.tps.warmup_steps),
+        )
 
 
 def groups(settings: Settings, ranks: int) -> int:
@@ -153,13 +174,15 @@ def check_hardware(settings: Settings, ranks: int) -> Problems:
         available = torch.cuda.device_count()
         if available == 0:
             yield (
-                "hardware.device=cuda, but PyTorch sees no CUDA GPU here. Use hardware=cpu for small models "
-                "(python train.py experiment=quickstart is one), or install a CUDA build of PyTorch"
+                "hardware.device=cuda, but PyTorch sees no CUDA GPU here. Choose hardware=cpu for small "
+                "models (python train.py experiment=quickstart is one), or install a CUDA build of PyTorch"
             )
         elif hardware.devices > available:
+            own = replace(settings, hardware=replace(hardware, devices=1))
+            fitting = [n for n in range(1, available + 1) if not [*check_tokens_per_step(own, n)]]
             yield (
                 f"hardware.devices={hardware.devices}, but this machine has {available} GPU(s); "
-                f"use hardware.devices={available}"
+                f"use hardware.devices={fitting[-1] if fitting else available}"
             )
     if hardware.cuda_graphs and not (hardware.device == "cuda" and hardware.compile and ranks == 1):
         yield (
@@ -210,7 +233,7 @@ def check_muon(settings: Settings, ranks: int) -> Problems:
     if optimizer.name != "muon":
         return
     if optimizer.muon_momentum is None or optimizer.muon_lr_scale is None:
-        yield "optimizer.name=muon leaves Muon's own settings open; use optimizer=muon, which has them"
+        yield "optimizer.name=muon leaves Muon's own settings open; choose optimizer=muon, which has them"
     if optimizer.muon_lr_scale == "original" and optimizer.muon_lr is None:
         yield (
             "optimizer.muon_lr_scale=original needs a learning rate of its own, because optimizer.lr is for "
@@ -219,49 +242,34 @@ def check_muon(settings: Settings, ranks: int) -> Problems:
 
 
 def check_length(settings: Settings, ranks: int) -> Problems:
-    steps, warmup = settings.total_steps, settings.tps.warmup_steps
-    if steps < 1:
+    if settings.total_steps < 1:
         yield (
             f"total_tokens={settings.total_tokens} is less than one step of {settings.tokens_per_step} "
             "tokens; raise it, or set steps"
-        )
-    elif warmup >= steps:
-        yield (
-            f"tps.warmup_steps={warmup} takes the whole run of {steps} steps; "
-            f"use tps.warmup_steps={steps // 10}, or train longer"
-        )
-    elif warmup + (decay := decay_steps(settings.optimizer, steps=steps, warmup_steps=warmup)) > steps:
-        yield (
-            f"tps.warmup_steps={warmup} and the decay of {decay} steps (optimizer.decay_ratio) are more than "
-            f"the run's {steps} steps; use tps.warmup_steps={steps - decay}, or a smaller "
-            "optimizer.decay_ratio"
         )
 
 
 def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
     tps, hardware = settings.tps, settings.hardware
-    if tps.tokens_per_step % tps.divide_by:
-        yield (
-            f"tps.tokens_per_step={tps.tokens_per_step} is not a multiple of tps.divide_by={tps.divide_by}; "
-            f"use tps.tokens_per_step={tps.tokens_per_step // tps.divide_by * tps.divide_by or tps.divide_by}"
-        )
-        return
-    wanted = settings.tokens_per_step
-    ranks = groups(settings, ranks)
-    unit = hardware.micro_batch * settings.context * ranks
+    if hardware.device == "cuda" and hardware.devices > torch.cuda.device_count() and not settings.plan:
+        return  # check_hardware names a number of devices that fits
+    wanted, ranks = tps.tokens_per_step, groups(settings, ranks)
+    sequence = settings.context * ranks * tps.divide_by
+    unit = hardware.micro_batch * sequence
     if not unit or wanted % unit == 0:
         return
     nearest = sorted({max(wanted // unit, 1) * unit, (wanted // unit + 1) * unit})
-    fixes = ["tps.tokens_per_step=" + " or ".join(str(tokens * tps.divide_by) for tokens in nearest)]
-    per_rank, remainder = divmod(wanted, settings.context * ranks)
+    fixes = ["tps.tokens_per_step=" + " or ".join(map(str, nearest))]
+    per_rank, remainder = divmod(wanted, sequence)
     if remainder == 0 and per_rank > 0:
         divisors = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
         fitting = sorted(sorted(divisors, key=lambda n: abs(n - hardware.micro_batch))[:2])
         fixes.append("hardware.micro_batch=" + " or ".join(map(str, fitting)))
+    scale = f" × tps.divide_by={tps.divide_by}" if tps.divide_by > 1 else ""
     yield (
-        f"{wanted} tokens per step cannot be made of hardware.micro_batch={hardware.micro_batch} sequences × "
-        f"context={settings.context} tokens × {ranks} {unit_of(settings)} = {unit} tokens. "
-        f"Nearest that can: {'; or '.join(fixes)}"
+        f"tps.tokens_per_step={wanted} cannot be made of hardware.micro_batch={hardware.micro_batch} "
+        f"sequences × context={settings.context} tokens × {ranks} {unit_of(settings)}{scale} = {unit} "
+        f"tokens. Nearest that can: {'; or '.join(fixes)}"
     )
 
 

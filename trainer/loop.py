@@ -21,7 +21,7 @@ from model.generate import generate
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import build, distributed, identity, interrupt, parallel
 from trainer.checkpoint import Checkpoints
-from trainer.checks import sizes_of
+from trainer.checks import report_warmup, sizes_of
 from trainer.distributed import Ranks, is_sharded
 from trainer.divergence import Guard, check_copies
 from trainer.errors import Interrupted, TrainingError, explain, user_facing
@@ -74,6 +74,7 @@ def train(settings: Settings) -> None:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
             report_memory(estimate)
+            report_warmup(settings)
             Trainer(settings, directory, ranks, stop).run()
 
 
@@ -209,7 +210,7 @@ class Trainer:
         """
         settings, sizes = self.settings, self.sizes
         rate = learning_rate(
-            self.step, steps=sizes.steps, warmup_steps=settings.tps.warmup_steps, settings=settings.optimizer
+            self.step, steps=sizes.steps, warmup_steps=sizes.warmup_steps, settings=settings.optimizer
         )
         set_learning_rate(self.optimizer, rate)
         parallel.expect_gradients(self.llama, settings.hardware)
