@@ -125,8 +125,12 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Create the folder, and lock it against a second process that trains the same run."""
+        """Create the folder, and lock it against a second process that trains the same run.
+
+        A new folder goes again if an error comes before the first step.
+        """
         try:
+            is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             file = open(self.path / ".lock", "a")  # noqa: SIM115 - closed below
         except OSError as error:
@@ -141,7 +145,12 @@ class RunDirectory:
                     f"{self.path} is in use by another process that trains this run; wait for it, or give "
                     "this one another run_dir=…"
                 ) from None
-            yield
+            try:
+                yield
+            except BaseException:
+                if is_new and not (self._has_metrics() or self._diverged.exists()):
+                    shutil.rmtree(self.path, ignore_errors=True)
+                raise
 
     def open(self, settings: Settings) -> None:
         """Store the settings. Raises TrainingError, and changes nothing, if the folder is of another run.

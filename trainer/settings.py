@@ -35,7 +35,9 @@ class TpsSettings:
 
     tokens_per_step: int = MISSING  # of all devices together
     divide_by: int = 1  # a scaled-down replica: tokens_per_step / divide_by, keeping the paper's 1 : 8 ratio
-    warmup_steps: int = MISSING  # of linearly rising learning rate; a tenth of a run that is too short for them
+    warmup_steps: int = (
+        MISSING  # of linearly rising learning rate; a tenth of a run that is too short for them
+    )
 
 
 @dataclass

@@ -25,6 +25,28 @@ def test_name_comes_from_the_overrides_in_any_order():
     assert default_name([]) == "default"
 
 
+@pytest.mark.parametrize("left", [None, "metrics.jsonl", "DIVERGED"])
+def test_a_run_that_never_trained_leaves_no_directory(tmp_path, left):
+    path = tmp_path / "runs" / "new"
+
+    def fails(error):
+        directory = RunDirectory(path)
+        with directory.locked():
+            directory.open(make_settings())
+            (path / "log.txt").write_text("starting")
+            if left:
+                (path / left).write_text("1\n")
+            raise error
+
+    with pytest.raises(TrainingError):
+        fails(TrainingError("no text"))
+    assert path.exists() == bool(left)
+    (tmp_path / "runs" / "new").mkdir(exist_ok=True)  # the user's own, or a launcher's
+    with pytest.raises(KeyboardInterrupt):
+        fails(KeyboardInterrupt())
+    assert (path / "log.txt").exists()
+
+
 def test_names_of_different_runs_differ(tmp_path):
     overrides = [
         ["data.path=a/b"],
