@@ -23,7 +23,7 @@ from model.memory import Activations, Pass, activations, block_matrices
 from trainer.checks import Sizes, check, groups, sizes_of, unit_of
 from trainer.distributed import is_sharded
 from trainer.errors import TrainingError
-from trainer.machine import host_memory, matmul_flops, own_memory, peak_of, peak_tflops
+from trainer.machine import host_memory, matmul_flops, memory_of, own_memory, peak_of
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -197,8 +197,10 @@ def available_memory(settings: Settings, ranks: int) -> tuple[int | None, str]:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         installed = host_memory()
         return (None if installed is None else installed // here), "RAM" if here == 1 else "RAM for each rank"
+    if settings.gpu:
+        return memory_of(settings.gpu), settings.gpu
     if not torch.cuda.is_available():
-        return None, "no GPU here"
+        return None, "no GPU here; gpu=… names one"
     _, installed = torch.cuda.mem_get_info()
     return installed, torch.cuda.get_device_name()
 
@@ -280,8 +282,8 @@ def speed(settings: Settings, ranks: int) -> Speed:
     if settings.hardware.dtype == "float32":
         return Speed(None, "not known in float32 on a GPU")
     here = torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if here else "NVIDIA H200"
-    peak = settings.hardware.peak_tflops or (peak_tflops(torch.device("cuda", 0)) if here else peak_of(name))
+    name = settings.gpu or (torch.cuda.get_device_name() if here else "H200")
+    peak = settings.hardware.peak_tflops or peak_of(name)
     if peak is None:
         return Speed(None, f"not known for {name}; set hardware.peak_tflops to its dense bfloat16 peak")
     measured = MFU_ON_H200.get(settings.attention.backend) if peak == peak_of("NVIDIA H200") else None
@@ -290,7 +292,7 @@ def speed(settings: Settings, ranks: int) -> Speed:
     scaling = SCALING[parallel] if ranks > 1 else 1.0
     flops = flops_per_token(settings.model, settings.context)
     where = "measured with the 325M model" if measured else "assumed"
-    of = f"{peak:g} TFLOP/s" if here or settings.hardware.peak_tflops else f"an H200's {peak:g} TFLOP/s"
+    of = f"{peak:g} TFLOP/s" if settings.hardware.peak_tflops else f"the {peak:g} TFLOP/s of {name}"
     return Speed(
         mfu * peak * 1e12 * ranks * scaling / flops,
         f"{mfu:.1%} of {of}, {where}; small models and passes are slower",
@@ -372,9 +374,23 @@ def _memory(settings: Settings, estimate: Memory, ranks: int) -> Rows:
     available = "" if estimate.available is None else f" of {gib(estimate.available)}"
     verdict = ": does not fit" if estimate.is_hopeless else ": may not fit" if estimate.is_tight else ""
     yield "  total", f"{gib(estimate.total)}{available} ({estimate.device}){verdict}"
+    if estimate.available is not None:
+        yield "  largest hardware.micro_batch that fits", _largest(settings, ranks, estimate)
     copy = checkpoint_copy(settings, ranks)
     if settings.hardware.device == "cuda" and copy:
         yield "  and of CPU memory", f"{gib(copy)}, a copy for checkpoints in the background"
+
+
+def _largest(settings: Settings, ranks: int, estimate: Memory) -> str:
+    """The largest micro-batch of which a step can be made and that fits, or a change with which one does."""
+    hardware = settings.hardware
+    sequences = settings.tokens_per_step // (settings.context * groups(settings, ranks))
+    for n in range(sequences, 0, -1):
+        if sequences % n == 0:
+            parts = memory_parts(replace(settings, hardware=replace(hardware, micro_batch=n)), ranks)
+            if not replace(estimate, parts=parts).is_tight:
+                return f"{n}: {gib(sum(parts.values()))}"
+    return f"none; use {next(fitting(settings, ranks, estimate), 'a smaller model or more devices')}"
 
 
 def _time(settings: Settings, sizes: Sizes, ranks: int) -> Rows:

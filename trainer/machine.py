@@ -1,5 +1,6 @@
 """What this machine has: code and packages, memory for a process, and how fast it multiplies matrices."""
 
+import math
 import os
 import platform
 import re
@@ -30,6 +31,20 @@ PEAK_TFLOPS = {
     "L40S": 362.0,
     "RTX 3090": 71.0,
     "RTX 4090": 165.2,
+}
+
+#: Memory in GiB that PyTorch finds there, to a percent; of an A100 the larger one.
+MEMORY_GIB = {
+    "A100": 79.2,
+    "H100": 79.2,
+    "H100 NVL": 93.1,
+    "H100 PCIe": 79.2,
+    "H200": 139.8,
+    "H200 NVL": 139.8,
+    "B200": 178.3,
+    "L40S": 44.4,
+    "RTX 3090": 23.6,
+    "RTX 4090": 23.6,
 }
 
 #: Words in the driver's names of GPUs that do not change the peak: the maker, the socket and the memory.
@@ -135,17 +150,28 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """Peak of a GPU by the driver's name for it, by the longest name of the table within it.
+    """Peak of a GPU by the driver's name for it; None for one that is not known."""
+    return PEAK_TFLOPS.get(known_gpu(name))
 
-    None if the table has no such GPU, or the name has a word of unknown meaning, such as "Laptop".
+
+def memory_of(name: str) -> int:
+    """Bytes of a known GPU, or fewer if its name says so: "A100 40GB"."""
+    said = re.search(r"(\d+)GB", name.upper())
+    gib = min(MEMORY_GIB[known_gpu(name)], 0.99 * int(said[1]) if said else math.inf)
+    return int(gib * 2**30)
+
+
+def known_gpu(name: str) -> str | None:
+    """The longest name of PEAK_TFLOPS within the driver's, or a user's, name of a GPU.
+
+    None if there is no such GPU, or the name has a word of unknown meaning, such as "Laptop".
     """
-    words = re.split(r"[ -]", name)
-    inside = [known for known in PEAK_TFLOPS if set(known.split()) <= set(words)]
+    words = set(re.split(r"[ -]", name.upper()))
+    inside = [known for known in PEAK_TFLOPS if {*known.upper().split()} <= words]
     if not inside:
         return None
     longest = max(inside, key=len)
-    others = set(words) - set(longest.split())
-    return PEAK_TFLOPS[longest] if all(map(NEUTRAL.fullmatch, others)) else None
+    return longest if all(map(NEUTRAL.fullmatch, words - {*longest.upper().split()})) else None
 
 
 def peak_memory_gib(device: torch.device, *, cuda_graphs: bool = False) -> float | None:

@@ -169,6 +169,7 @@ class Settings:
     run_dir: str | None = changeable(None)  # null: <runs_dir>/<overrides>
     rerun_finished: bool = changeable(False)  # train a finished run again from the start
     plan: bool = changeable(False)  # print the estimate of memory, time and disk, and train nothing
+    gpu: str | None = changeable(None)  # plan: on this GPU ("RTX 4090"); null: on the one that is here
 
     def __post_init__(self) -> None:
         """Read the attention, once: everything else asks the object. Raises SettingsError."""

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,6 +243,40 @@ def test_other_gpus_are_assumed_and_unknown_ones_are_not_guessed(compose_setting
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
     assert speed(settings, 1).tokens_per_second is None
     assert "hardware.peak_tflops" in speed(settings, 1).basis
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gib", "micro_batch"),
+    [("RTX 4090", 23.6, 4), ("nvidia geforce rtx 4090", 23.6, 4), ("A100", 79.2, 16), ("A100 40GB", 39.6, 8)],
+)
+def test_a_plan_for_a_gpu_that_is_not_here(compose_settings, tmp_path, gpu, gib, micro_batch):
+    """The largest micro-batch fits there, the next one does not."""
+    settings = compose_settings(f"gpu={gpu}", "attention=sagebwd", "plan=true", f"data.root={tmp_path}")
+    assert estimate.memory(settings, 1).available == pytest.approx(gib * 2**30, rel=1e-6)
+    table = describe(settings, 1)
+    assert re.search(rf"hardware.micro_batch that fits +{micro_batch}: ", table)
+    for factor, fits in ((1, True), (2, False)):
+        hardware = replace(settings.hardware, micro_batch=factor * micro_batch)
+        assert estimate.memory(replace(settings, hardware=hardware), 1).is_tight is not fits
+    assert f"TFLOP/s of {gpu}" in table
+
+
+def test_a_model_for_which_no_micro_batch_fits_is_told_what_helps(compose_settings, tmp_path):
+    settings = compose_settings("gpu=RTX 3090", "model=llama_1b", "plan=true", f"data.root={tmp_path}")
+    assert re.search(r"hardware.micro_batch that fits +none; use ", describe(settings, 1))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["gpu=RTX 4900", "plan=true"], "gpu=RTX 4900 is not known; choose one of A100, .*RTX 4090"),
+        (["gpu=RTX 4090", "hardware=cpu", "plan=true"], "hardware.device=cpu; choose hardware=gpu"),
+        (["gpu=RTX 4090", "hardware=cpu"], "add plan=true"),
+    ],
+)
+def test_a_gpu_that_says_nothing_is_refused(compose_settings, overrides, told):
+    with pytest.raises(TrainingError, match=told):
+        check(compose_settings(*overrides), 1)
 
 
 def test_the_table_reads_the_prepared_text_and_writes_nothing(compose_settings, datasets, tmp_path):
