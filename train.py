@@ -29,9 +29,13 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
-def main(config: DictConfig) -> None:
+def main(config: DictConfig) -> float | None:
+    """Train a run. In a sweep, returns its validation loss: what a sweeper that searches minimizes."""
     try:
-        run(OmegaConf.to_object(config))
+        run_settings = OmegaConf.to_object(config)
+        run(run_settings)
+        searched = _in_sweep() and not run_settings.plan
+        return RunDirectory(Path(run_settings.run_dir)).validation_loss() if searched else None
     except Interrupted as stop:
         interrupt.say(str(stop))
         sys.exit(128 + stop.signal)  # the shell's convention; also ends a sweep

@@ -278,6 +278,11 @@ class RunDirectory:
         self.check(self.metrics)
         return read_metrics(self.metrics)
 
+    def validation_loss(self) -> float | None:
+        """The last one."""
+        losses = [record["val_loss"] for record in self.records() if record.get("val_loss") is not None]
+        return losses[-1] if losses else None
+
     def note_divergence(self, step: int) -> None:
         """Mark the run as ended by `step`, whose loss or gradient is not finite."""
         write_text(self._diverged, f"{step}\n")

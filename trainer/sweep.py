@@ -39,7 +39,7 @@ from trainer.estimate import describe
 from trainer.interrupt import exit_on_signals, say
 from trainer.launch import FINISHED, INTERRUPTED, Job, Outcome, run_all
 from trainer.record import forget_one_run
-from trainer.run_directory import default_name, name_directory
+from trainer.run_directory import RunDirectory, default_name, name_directory
 from trainer.settings import Settings, unresolved
 
 # ---------------------------------------------------------------------- before and after
@@ -53,7 +53,7 @@ class SweepSummary(Callback):
     """
 
     def __init__(self) -> None:
-        self._planned = 0
+        self._planned = 0  # or not known: a sweeper that searches decides as it goes
         self._done = "finished"
         self._started: list[list[str]] = []  # the overrides of each
         self._ended: list[JobReturn] = []
@@ -66,7 +66,7 @@ class SweepSummary(Callback):
         self._planned = len(runs)
         group = default_name(unresolved(config.hydra.overrides.task))
         os.environ.setdefault("WANDB_RUN_GROUP", group)  # W&B's own; the runs inherit it
-        forget_one_run(self._planned)
+        forget_one_run(self._planned or OmegaConf.select(config, "hydra.sweeper.n_trials") or 0)
         exit_on_signals()  # between the runs, which have handlers of their own
         atexit.register(self._report)  # Hydra calls on_multirun_end only when every run succeeded
 
@@ -89,13 +89,13 @@ class SweepSummary(Callback):
             "interrupted": len(interrupted),
             "not started": self._planned - len(self._started),
         }
-        finished = f"\n{len(ended) - len(failed)} of {self._planned} runs {self._done}"
+        finished = f"\n{len(ended) - len(failed)} of {self._planned or len(self._started)} runs {self._done}"
         say(", ".join([finished, *(f"{n} {what}" for what, n in counts.items() if n > 0)]))
         for job in failed:
             say(f"failed: {command_of(job.overrides or [])}\n  {_error(job)}")
         for overrides in interrupted:
             say(f"interrupted: {command_of(overrides)}")
-        if interrupted or counts["not started"] > 0:
+        if self._planned and (interrupted or counts["not started"] > 0):
             say("The same command continues with what is not finished")
 
 
@@ -114,7 +114,9 @@ def command_of(overrides: Sequence[str]) -> str:
 
 
 def runs_of(config: DictConfig) -> list[list[str]]:
-    """The overrides of each run of the sweep `config`."""
+    """The overrides of each run of the sweep `config`; none if a sweeper such as Optuna chooses them."""
+    if config.hydra.runtime.choices.get("hydra/sweeper", "basic") != "basic":
+        return []
     parsed = OverridesParser.create().parse_overrides(unresolved(config.hydra.overrides.task))
     (runs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return runs
@@ -237,12 +239,17 @@ class LocalGpus(Launcher):
     def _note_end(self, run: "_Run", outcome: Outcome) -> None:
         """Take the outcome as Hydra's result. An interrupted run has not ended for the callbacks."""
         if outcome.kind == FINISHED:
-            run.result.status, run.result.return_value = JobStatus.COMPLETED, None
+            run.result.status, run.result.return_value = JobStatus.COMPLETED, _validation_loss(run)
         else:
             run.result.status = JobStatus.FAILED  # makes the exit code of the sweep 1
             run.result.return_value = CompactHydraException(outcome.reason or "interrupted")
         if outcome.kind != INTERRUPTED:
             self.context.callbacks.on_job_end(config=run.config, job_return=run.result)
+
+
+def _validation_loss(run: "_Run") -> float | None:
+    """What train.py's main() returns in a sweep."""
+    return RunDirectory(Path(run.job.name)).validation_loss() if run.job else None
 
 
 @dataclass

@@ -30,16 +30,18 @@ def begin(monkeypatch):
     monkeypatch.setenv("WANDB_RUN_GROUP", "")
     monkeypatch.delenv("WANDB_RUN_GROUP")  # and put back as it was
 
-    def begun(*overrides):
+    def begun(*overrides, **sweeper):
         summary = SweepSummary()
-        summary.on_multirun_start(hydra(overrides))
+        summary.on_multirun_start(hydra(overrides, **sweeper))
         return summary
 
     return begun
 
 
-def hydra(overrides):
-    return OmegaConf.create({"hydra": {"overrides": {"task": list(overrides)}, "runtime": {"choices": {}}}})
+def hydra(overrides, **sweeper):
+    choices = {"hydra/sweeper": "optuna"} if sweeper else {}
+    own = {"overrides": {"task": list(overrides)}, "runtime": {"choices": choices}, "sweeper": sweeper}
+    return OmegaConf.create({"hydra": own})
 
 
 def end(summary, overrides, error=None):
@@ -71,6 +73,22 @@ def test_the_runs_of_a_sweep_do_not_share_a_run_of_wandb(begin, monkeypatch, cap
     begin("seed=1,2")
     assert not {"WANDB_RUN_ID", "WANDB_NAME"} & os.environ.keys()
     assert "WANDB_RUN_ID is ignored: it names one run, and 2 are planned" in capsys.readouterr().err
+
+
+def test_a_sweeper_that_chooses_the_runs_is_summarized(begin, monkeypatch, capsys):
+    """Optuna's: which runs there will be is not known, and the same command chooses others."""
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    summary = begin("optimizer.lr=interval(1e-4,1e-2)", n_trials=3)
+    assert "3 are planned" in capsys.readouterr().err
+    for rate in (1, 2):
+        own = [f"optimizer.lr={rate}"]
+        summary.on_job_start(hydra(own), task_function=None)
+        if rate == 1:
+            end(summary, own)
+    summary._report()
+    told = capsys.readouterr().err
+    assert "1 of 2 runs finished, 1 interrupted" in told
+    assert "same command" not in told
 
 
 def test_the_command_of_a_failed_run_can_be_pasted(begin, capsys):
