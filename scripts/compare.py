@@ -180,8 +180,8 @@ def names_of(settings: Sequence[dict[str, Any]], paths: Sequence[Path]) -> list[
     """
 
     def named(left_out: str, folders: Sequence[str]) -> list[str]:
-        words = [" ".join(f"{n}={_text(v)}" for n, v in own.items() if n != left_out) for own in settings]
-        pairs = zip(words, folders, strict=True)
+        words = (" ".join(f"{n}={_text(v)}" for n, v in own.items() if n != left_out) for own in settings)
+        pairs = zip(map(printable, words), folders, strict=True)
         return [f"{own} ({folder})" if own and folder else own or folder for own, folder in pairs]
 
     none, parents = [""] * len(paths), places([path.parent for path in paths])
@@ -198,7 +198,7 @@ def _text(value: Any) -> str:
     """As it is written on the command line."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else printable(str(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def own_baselines(runs: Sequence[Run]) -> dict[str, str]:

@@ -226,9 +226,12 @@ def test_names_that_are_no_text_neither_stop_a_comparison_nor_reach_the_terminal
     names = [b"a\x1b[2J", b"b\xff", b"c\n", "d\u202e".encode(), "é $\\x$".encode()]
     for name in names:
         run(tmp_path / os.fsdecode(name), 3.0, **{"val_loss/\x1b\ud800$\\x$": 2.0})
+    for value in ("b\x1b", "c\x1b"):
+        run(tmp_path / value[0] / "own", 3.0, settings=FPA | {"a\x1b": value})
     compare.main([str(tmp_path), "--out", str(tmp_path / "out.png")])
     out = capfdbinary.readouterr().out
     for shown in (
+        rb"a\x1b=b\x1b",
         rb"a\x1b[2J",
         rb"b\udcff",
         rb"c\n",
