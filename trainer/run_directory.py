@@ -279,8 +279,9 @@ class RunDirectory:
         return read_metrics(self.metrics)
 
     def validation_loss(self) -> float | None:
-        """The last one."""
-        losses = [record["val_loss"] for record in self.records() if record.get("val_loss") is not None]
+        """The last one; None before the first validation."""
+        records = self.records() if self.metrics.exists() else []
+        losses = [record["val_loss"] for record in records if record.get("val_loss") is not None]
         return losses[-1] if losses else None
 
     def note_divergence(self, step: int) -> None:

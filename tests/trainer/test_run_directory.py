@@ -47,6 +47,14 @@ def test_a_run_that_never_trained_leaves_no_directory(tmp_path, left):
     assert (path / "log.txt").exists()
 
 
+def test_what_a_sweeper_minimizes_is_the_last_validation_loss(tmp_path):
+    directory = RunDirectory(tmp_path)
+    assert directory.validation_loss() is None
+    for record in ({"val_loss": 3.0}, {"val_loss": 2.5}, {"loss": 1.0}):
+        append_line(directory.metrics, {"step": 1, **record})
+    assert directory.validation_loss() == 2.5
+
+
 def test_names_of_different_runs_differ(tmp_path):
     overrides = [
         ["data.path=a/b"],
