@@ -4,8 +4,9 @@
 
 Measures forward, backward and both, over sequence lengths, head sizes and masks, for SageBwd and everything
 else that is installed: FlashAttention-2 and cuDNN (PyTorch's scaled_dot_product_attention), FlexAttention,
-and the packages flash_attn (2 and 3), flash-attn-4 and sageattention (forward only). An implementation
-that is missing, or refuses a shape, is listed with its reason. scripts/bench/registry.py names them all.
+and the packages flash_attn (2 and 3), flash-attn-4, nvidia-cudnn-frontend (cuDNN's FP8) and sageattention
+(forward only). An implementation that is missing, or refuses a shape, is listed with its reason.
+scripts/bench/registry.py names them all.
 
 With --graphs and three settings of SageBwd this takes about 15 minutes of one H200.
 
@@ -77,7 +78,7 @@ from scripts.output import SCRATCH, align, finite, number, with_ending, write_ma
 PROGRAM = "python -m scripts.bench.attention"
 ROOT = Path(__file__).parents[2]
 LENGTHS = tuple(1024 << power for power in range(6))
-PACKAGES = ("flash-attn", "flash-attn-4", "sageattention")
+PACKAGES = ("flash-attn", "flash-attn-4", "sageattention", "nvidia-cudnn-frontend")
 
 EXAMPLES = """
 examples:

@@ -171,9 +171,10 @@ def detail_table(rows: list[Row]) -> list[str]:
 
 # --- Verdicts -----------------------------------------------------------------------------------------------
 
-#: How to use an implementation in full precision, by the name of its rows.
+#: How to use another implementation, by the name of its rows.
 HOW = {
     "cuDNN": "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION)",
+    "cuDNN FP8": "cudnn.pygraph.sdpa_fp8 of nvidia-cudnn-frontend, or TransformerEngine",
     "FlashAttention-2": "torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION)",
     "FlexAttention": "torch.nn.attention.flex_attention",
     "flash_attn package": "flash_attn.flash_attn_func",
@@ -263,6 +264,8 @@ LOOKS = {
     "sagebwd dQ in 16 bit": _variant("16-bit dQ", "ooo"),
     "sagebwd consistent, dQ in 16 bit": _variant("consistent, 16-bit dQ", "xxx"),
     "cuDNN": Look("cuDNN", ATTENTION["fpa"].color, ""),
+    "cuDNN FP8": Look("cuDNN FP8", "#2a2a2a", "ooo"),
+    "cuDNN FP8, inputs in FP8": Look("cuDNN FP8, quantization not counted", "#4a4a4a", "..."),
     "FlashAttention-2": Look("FlashAttention-2", "#7f7f7f", "///"),
     "FlashAttention-4": Look("FlashAttention-4", "#3c3c3c", "\\\\\\"),
     "FlexAttention": Look("FlexAttention", "#c8c8c8", "..."),

@@ -249,7 +249,7 @@ def test_reasons_that_pytorch_gives_as_warnings():
 
 def test_absent_and_broken_packages_are_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for package in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
+    for package in ("flash_attn", "flash_attn_interface", "flash_attn.cute", "cudnn"):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setitem(sys.modules, "sageattention", types.ModuleType("sageattention"))
     options = ["--configs", "default", "paper", "default", "--without", "flex", "--kernels", "ampere"]
@@ -264,6 +264,8 @@ def test_absent_and_broken_packages_are_listed(monkeypatch):
     ]
     assert absent["FlexAttention"] == "left out by --without"
     assert absent["flash_attn package"].startswith("ModuleNotFoundError: import of flash_attn halted")
+    assert absent["cuDNN FP8"] == absent["cuDNN FP8, inputs in FP8"]
+    assert absent["cuDNN FP8"].startswith("ModuleNotFoundError: import of cudnn halted")
     assert {"FlashAttention-3", "FlashAttention-4", "SageAttention", "SDPA math"} <= absent.keys()
 
 
