@@ -3,7 +3,7 @@
 Kernel sets, fastest first:
 
     hopper      CUDA, wgmma: NVIDIA GPUs of compute capability 9.0
-    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; on Hopper only if asked for
+    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; on Hopper after Triton if S is in 16 bits
     triton      NVIDIA GPUs since Ampere
     reference   plain PyTorch: any device, slow; what CPU tensors run
 
@@ -31,6 +31,7 @@ from sagebwd.config import DEFAULT_CONFIG, PRESETS, SageConfig, decode
 from sagebwd.kernel_rules import (
     ABSENT_GPU,
     AMPERE,
+    CUDA_HEAD_DIMS,
     GPU,
     HOPPER,
     KERNEL_SETS,
@@ -38,6 +39,7 @@ from sagebwd.kernel_rules import (
     Call,
     Rule,
     describe,
+    has_16_bit_s,
     obstacles,
 )
 from sagebwd.validation import check_arguments, is_autocast
@@ -56,8 +58,8 @@ def not_chosen(kernels: str, call: Call) -> list[Rule]:
     request = f'pass kernels="{kernels}" to run it'
     if kernels in ("hopper", "ampere") and call.gpu == ABSENT_GPU:
         return [Rule(False, "it is not known which GPU will run this", request)]
-    if kernels == "ampere" and call.gpu is not None and call.gpu.capability == HOPPER:
-        return [Rule(False, "on Hopper Triton, which has wgmma there, comes first", request)]
+    if kernels == "ampere" and call.gpu and call.gpu.capability == HOPPER and has_16_bit_s(call.config):
+        return [Rule(False, "on Hopper Triton, which has wgmma there, is faster with S in 16 bits", request)]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
         return [Rule(False, "it is slow", request)]
     return []
@@ -91,15 +93,20 @@ class Explanation:
     Attributes:
         kernels: one of :data:`KERNEL_SETS`; "none" if the call raises an error.
         reasons: by kernel set, why it is not used: each that is faster than ``kernels``.
+        faster_preset: a name of :data:`sagebwd.config.PRESETS` that runs one of these, if the settings are a
+            preset themselves; else None.
     """
 
     kernels: str
     reasons: dict[str, str]
+    faster_preset: str | None = None
 
     def __str__(self) -> str:
         lines = [f"kernels: {self.kernels}"]
         for reason, names in groupby(self.reasons, self.reasons.get):
             lines.append(f"not {', '.join(names)}: {reason}")
+        if self.faster_preset:
+            lines.append(f"faster here: {constructor_of(self.faster_preset)}")
         return "\n".join(lines)
 
 
@@ -144,7 +151,26 @@ def explain(
 def explain_call(call: Call) -> Explanation:
     """:func:`explain` for a call that need not exist: a hypothetical GPU is a :class:`GPU`."""
     kernels, reasons = passed_over(call)
-    return Explanation(kernels, {name: describe(against) for name, against in reasons.items()})
+    told = {name: describe(against) for name, against in reasons.items()}
+    return Explanation(kernels, told, faster_preset(call, kernels))
+
+
+def faster_preset(call: Call, kernels: str) -> str | None:
+    """The preset to name to who asked for one that the Triton kernels run: one with CUDA kernels.
+
+    Of those the one that has the smaller errors. None for heads of up to 32 channels, where no kernel set
+    is faster.
+    """
+    is_preset = call.config in PRESETS.values()
+    if kernels != "triton" or not is_preset or call.head_dim < CUDA_HEAD_DIMS[0]:
+        return None
+    others = ("consistent", "default")
+    return next((x for x in others if passed_over(call._replace(config=PRESETS[x]))[0] != "triton"), None)
+
+
+def constructor_of(preset: str) -> str:
+    """How code makes it: SageConfig.paper()."""
+    return "SageConfig()" if preset == "default" else f"SageConfig.{preset}()"
 
 
 def choose(
@@ -154,7 +180,7 @@ def choose(
 
     A CPU or meta tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
     :func:`sagebwd.config.encode`: a call looks at the settings once. Warns, once for each reason, where
-    settings keep a Hopper GPU from its own kernels.
+    settings keep a GPU from its fastest kernels.
 
     Args:
         head_dim: the larger of those of queries and values; by default that of ``q``.
@@ -224,8 +250,11 @@ def _fastest(call: Call) -> str:
         raise _refusal(obstacles("triton", call)[0], fixes)
     for name, against in reasons.items():
         if all(rule.warns for rule in against) and not not_chosen(name, call):
-            reason = describe(against)
-            _warn_once(f"sage_attention runs the Triton kernels, slower than those for this GPU: {reason}")
+            what = f"sage_attention runs the {chosen} kernels, slower than the {name} kernels on this GPU"
+            preset = faster_preset(call, chosen)
+            instead = f"; {constructor_of(preset)} runs CUDA kernels" if preset else ""
+            _warn_once(f"{what}: {describe(against)}{instead}")
+            break
     return chosen
 
 

@@ -173,6 +173,7 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
         config.is_int8("dv") or not has_64_keys,
         "dv is not in INT8, and tiles have 64 keys",
         "add 'dv' to int8_matmuls, or set block_kv=None for up to 128 channels",
+        warns=True,
     )
     if s_16bit:
         yield _s_in_16_bit(config, has_64_keys=has_64_keys and is_small)
@@ -231,6 +232,7 @@ def _s_in_16_bit(config: SageConfig, *, has_64_keys: bool) -> Rule:
         "s_fwd and s_bwd are not in INT8",
         "add them to int8_matmuls, or remove 'o', too, and set smooth_k=False and block_kv=64, for up to 128 "
         "channels",
+        warns=True,
     )
 
 

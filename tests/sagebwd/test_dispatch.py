@@ -70,7 +70,7 @@ OTHER_SETTINGS = {
     "add_mean_k_term": [(True, "none")],
     "s_levels": [(2, "none")],
     "block_q": [(64, "hopper"), (32, "triton"), (128, "triton"), (16, "none")],
-    "block_kv": [(128, "hopper"), (64, "triton"), (32, "triton"), (256, "none")],
+    "block_kv": [(128, "hopper"), (64, "ampere"), (32, "triton"), (256, "none")],
 }
 
 
@@ -91,11 +91,12 @@ def test_every_setting_has_its_kernels():
 def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
     found = dispatch.architectures(PRESETS[name], head_dim)
     kernels = {device: own.kernels for device, own in found.items()}
-    since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "ampere")
-    if name == "int8_scores" or (head_dim > 128 and name in ("paper", "consistent", "accurate")):
-        since_ampere = dict.fromkeys(since_ampere, "triton")
+    has_ampere = name != "int8_scores" and not (
+        head_dim > 128 and name in ("paper", "consistent", "accurate")
+    )
+    since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "ampere" if has_ampere else "triton")
     has_hopper = head_dim in HOPPER_HEAD_DIMS or (head_dim > 128 and PRESETS[name] in PRESETS_OF_LARGE_HEADS)
-    hopper = "hopper" if has_hopper else "triton"
+    hopper = "hopper" if has_hopper else "ampere" if has_ampere and name != "accurate" else "triton"
     assert kernels == {"7.5": "none", "9.0": hopper, "CPU": "reference"} | since_ampere
     for device, own in found.items():
         faster = dispatch.KERNEL_SETS[: [*dispatch.KERNEL_SETS, "none"].index(own.kernels)]
@@ -123,10 +124,30 @@ def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose
         assert choose(gpu, config, kernels=told, **settings) == told
 
 
-def test_the_ampere_kernels_run_on_hopper_on_request_only():
-    order = 'on Hopper Triton, which has wgmma there, comes first (pass kernels="ampere" to run it)'
-    assert explain_call(call(config=OTHER_TILES)).reasons["ampere"] == order
+def test_on_hopper_the_ampere_kernels_come_before_triton_s_unless_s_is_in_16_bits():
+    assert explain_call(call(config=OTHER_TILES)).kernels == "ampere"
+    found = explain_call(call(config=ACCURATE, head_dim=32))
+    assert found.kernels == "triton"
+    assert found.reasons["ampere"].endswith('is faster with S in 16 bits (pass kernels="ampere" to run it)')
+    assert explain_call(call(A100, ACCURATE, 32)).kernels == "ampere"
     assert explain_call(call(RTX_4090, SageConfig(block_q=32, block_kv=32))).kernels == "triton"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_without_cuda_kernels_is_told_one_that_has_them(choose, name):
+    for gpu, head_dim in product((H200, RTX_4090), (32, 64, 256)):
+        found = explain_call(call(gpu, PRESETS[name], head_dim))
+        if found.kernels != "triton" or head_dim == 32:
+            assert found.faster_preset is None
+            continue
+        faster = PRESETS[found.faster_preset]
+        assert explain_call(call(gpu, faster, head_dim)).kernels in ("hopper", "ampere")
+        shown = "SageConfig()" if faster == DEFAULT_CONFIG else f"SageConfig.{found.faster_preset}()"
+        assert str(found).endswith(f"\nfaster here: {shown}")
+        with pytest.warns(UserWarning, match=re.escape(f"; {shown} runs CUDA kernels")):
+            choose(gpu, PRESETS[name], head_dim=head_dim)
+    # Of settings of one's own the reasons tell what to change.
+    assert explain_call(call(config=SageConfig(smooth_q=True))).faster_preset is None
 
 
 PAPER, STRICT, ACCURATE = SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()
@@ -335,13 +356,15 @@ def choose(monkeypatch):
 def test_the_fastest_is_chosen_without_a_word(choose):
     assert choose() == "hopper"
     assert choose(head_dim=256) == "hopper"
-    assert choose(head_dim=32) == "triton"  # nothing that a setting could change
+    assert choose(head_dim=32) == "ampere"  # nothing that a setting could change
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         assert choose(GPU("another", capability), SageConfig.paper()) == "ampere"
 
 
 def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
-    message = r"slower than those for this GPU: operand_scales is 'token' \(set operand_scales='block'\)"
+    message = (
+        r"the triton .* than the hopper kernels .* operand_scales is 'token' \(set operand_scales='block'\)"
+    )
     config = without_int8("dv", operand_scales="token")
     with pytest.warns(UserWarning, match=message):
         assert choose(config=config) == "triton"
@@ -350,12 +373,16 @@ def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
     assert choose(config=SageConfig(granularity="block"), kernels="triton") == "triton"  # as was asked for
     with pytest.warns(UserWarning, match="granularity"):
         choose(config=SageConfig(granularity="block"))
+    with pytest.warns(
+        UserWarning, match="the ampere kernels, slower than the hopper kernels .* block_q is 128"
+    ):
+        assert choose(config=OTHER_TILES) == "ampere"
 
 
 @pytest.mark.parametrize("gpu", [H200, RTX_4090], ids=str)
 def test_a_gpu_without_a_compiler_warns_once(choose, gpu):
     gpu = gpu._replace(no_cuda_kernels="NVRTC cannot be loaded")
-    with pytest.warns(UserWarning, match="slower than those for this GPU: NVRTC cannot be loaded"):
+    with pytest.warns(UserWarning, match="on this GPU: NVRTC cannot be loaded"):
         assert choose(gpu) == "triton"
     assert choose(gpu) == "triton"
 
@@ -419,7 +446,7 @@ def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     assert choose(A100) == "ampere"
     message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
     with pytest.raises(NotImplementedError, match=message):
-        choose(H200, OTHER_TILES)
+        choose(H200, ACCURATE, head_dim=32)
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
         choose(A100, SageConfig(block_q=32, block_kv=32))
 
