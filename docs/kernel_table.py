@@ -1,4 +1,4 @@
-"""Write the table of kernels in docs/attention.md, from the rules in sagebwd.dispatch. Needs no GPU.
+"""Write the table of kernels in docs/attention.md: rules of sagebwd.dispatch, speeds of results/. No GPU.
 
 python docs/kernel_table.py           write it
 python docs/kernel_table.py --check   exit with 1 if it is out of date
@@ -6,12 +6,15 @@ python docs/kernel_table.py --check   exit with 1 if it is out of date
 
 import argparse
 import sys
-from itertools import groupby
 from pathlib import Path
 
-from sagebwd import dispatch
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
-PAGE = Path(__file__).parent / "attention.md"
+from sagebwd import dispatch  # noqa: E402
+from scripts.bench import tables  # noqa: E402
+
+PAGE = ROOT / "docs/attention.md"
 BEGIN, END = "<!-- kernels table: begin -->\n\n", "\n<!-- kernels table: end -->\n"
 
 
@@ -33,18 +36,37 @@ def main() -> None:
 
 def table() -> str:
     """A row for presets and head sizes that run the same, a column for compute capabilities that do."""
+    measured = tables.speeds(ROOT / "results")
     rows = dispatch.table()
+    cells = [
+        {device: cell(row, kernels, device, measured) for device, kernels in row.kernels.items()}
+        for row in rows
+    ]
     devices: dict[tuple[str, ...], list[str]] = {}
     for device in rows[0].kernels:
-        devices.setdefault(tuple(row.kernels[device] for row in rows), []).append(device)
+        devices.setdefault(tuple(row[device] for row in cells), []).append(device)
     columns = [group[0] for group in devices.values()]
-    presets: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-    for preset, group in groupby(rows, lambda row: row.preset):
-        cells = tuple(("{} to {}".format(*row.head_dims), *map(row.kernels.get, columns)) for row in group)
-        presets.setdefault(cells, []).append(f"`{preset}`")
-    body = [(", ".join(names), *row) for cells, names in presets.items() for row in cells]
-    header = ("preset", "head sizes", *map(", ".join, devices.values()))
+    presets: dict[tuple[str, ...], list[str]] = {}
+    for row, own in sorted(zip(rows, cells, strict=True), key=lambda pair: pair[0].head_dims):
+        line = ("{} to {}".format(*row.head_dims), *(own[column] for column in columns))
+        presets.setdefault(line, []).append(f"`{row.preset}`")
+    body = [(sizes, ", ".join(names), *others) for (sizes, *others), names in presets.items()]
+    header = ("head sizes", "preset", *map(", ".join, devices.values()))
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *body))
+
+
+def cell(row: dispatch.Row, kernels: str, device: str, measured: dict[tables.Kind, list[float]]) -> str:
+    """The kernel set, and how fast it was measured."""
+    if kernels in ("none", "reference"):
+        return kernels
+    smallest, largest = row.head_dims
+    over = [
+        x
+        for kind, found in measured.items()
+        if kind[:3] == (row.preset, kernels, device) and smallest <= kind.head_dim <= largest
+        for x in found
+    ]
+    return f"{kernels}, {tables.speed_class(over)}"
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ examples:
       python -m scripts.bench.attention --head-dims 64 --masks causal --lengths 4096
   presets of SageBwd compared, without the slow compilation of FlexAttention
       python -m scripts.bench.attention --configs default consistent paper --without flex
-  the kernels for GPUs since Ampere, which are not chosen yet, compared with FlashAttention-2
+  the kernels for GPUs since Ampere on any of them, compared with FlashAttention-2
       python -m scripts.bench.attention --kernels ampere --configs default consistent --without flex cudnn
   a sliding window: each query sees its own key and the 1024 before it; compared with no window
       python -m scripts.bench.attention --masks causal 1024,0 --lengths 4096 16384

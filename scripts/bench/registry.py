@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import sagebwd
 from sagebwd import SageConfig, sage_attention
 from scripts.bench import cudnn_fp8
 
@@ -127,6 +128,12 @@ class Implementation:
     build: Build
     bound: float = BOUND_16_BIT  # largest relative L2 of any result
     has_backward: bool = True
+    config: SageConfig | None = None  # of SageBwd
+    kernels: str | None = None  # the set that is asked for
+
+    def kernels_for(self, q: Tensor) -> str | None:
+        """The kernel set of SageBwd that runs, None if it is another project's."""
+        return self.kernels or (sagebwd.explain(q, config=self.config).kernels if self.config else None)
 
 
 # --- SageBwd ------------------------------------------------------------------------------------------------
@@ -363,7 +370,8 @@ def find_implementations(arguments: Namespace) -> tuple[list[Implementation], di
     for title, config, bound in (CONFIGS[chosen] for chosen in dict.fromkeys(arguments.configs)):
         for kernels in (None, *dict.fromkeys(arguments.kernels)):
             name = f"{title} ({kernels})" if kernels else title
-            found.append(Implementation(name, partial(build_sagebwd, config, kernels=kernels), bound))
+            build = partial(build_sagebwd, config, kernels=kernels)
+            found.append(Implementation(name, build, bound, config=config, kernels=kernels))
     absent = {}
     for option, peer in PEERS.items():
         if option in arguments.without:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sagebwd.config import PRESETS
+from sagebwd.dispatch import architectures
 from scripts.bench.measuring import origin_of
-from scripts.bench.registry import Shape
-from scripts.output import align, number, save_figure
+from scripts.bench.registry import CONFIGS, Shape
+from scripts.output import align, number, read_result, save_figure
 from trainer.plot import ATTENTION
 
 DEFAULT = "sagebwd"  # the name of rows of the default settings
@@ -55,6 +58,7 @@ class Row:
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # {tensor: (cosine, relative L2)}
     extra_memory: float | None = None  # of both modes; bytes / bytes of Q, K, V
     digest: str | None = None  # of the bits of the results
+    kernels: str | None = None  # the kernel set of SageBwd that ran; None: another implementation, or unknown
 
 
 def rows_of(result: dict) -> list[Row]:
@@ -167,6 +171,79 @@ def detail_table(rows: list[Row]) -> list[str]:
         cells += [number(min(cosines, default=None), ".4f"), number(row.extra_memory, ".2f")]
         table.append(cells)
     return align(header, table)
+
+
+# --- Classes of speed ---------------------------------------------------------------------------------------
+
+#: What FlashAttention-2 must be exceeded by for "faster", and the tokens from which on it counts: with fewer,
+#: times are often the host's.
+MARGIN, FROM_TOKENS = 1.1, 4096
+#: Rows of files that do not record the kernel set, and ran Triton's where another set runs now.
+RAN_TRITON = {
+    "bench_32_kernels_h100": ("sagebwd",),
+    "bench_256_kernels_h100": ("sagebwd",),
+    "bench_accurate_h100": ("sagebwd accurate",),
+    "bench_ampere_h100": ("sagebwd paper",),
+    "bench_ampere_h200": ("sagebwd paper",),
+    "bench_paper_h100": ("sagebwd paper",),
+    "bench_presets_h100": ("sagebwd accurate",),
+}
+
+
+class Kind(NamedTuple):
+    """What has one speed: a preset with a kernel set, on GPUs of a compute capability."""
+
+    preset: str
+    kernels: str
+    capability: str
+    head_dim: int
+
+
+def speeds(folder: Path) -> dict[Kind, list[float]]:
+    """Speed over FlashAttention-2, forward + backward, of all benchmarks of attention in ``folder``.
+
+    Causal and full attention, from FROM_TOKENS tokens on. Of a shape that was measured several times on a
+    GPU, the newest counts.
+    """
+    newest: dict[Any, tuple[Kind, float]] = {}
+    paths = [*folder.glob("bench_*.json*"), *folder.glob("submitted/*.json")]
+    files = {path: read_result(path) for path in sorted(paths)}
+    results = [(path, result) for path, result in files.items() if is_benchmark(result)]
+    for path, result in sorted(results, key=lambda found: found[1]["date"]):
+        for row in rows_of(result):
+            over = row.speedup.get("FlashAttention-2")
+            kind = kind_of(row, path.name.split(".")[0], result["hardware"]["compute_capability"])
+            if kind and over and row.mode == "both" and row.shape.tokens >= FROM_TOKENS:
+                newest[kind, row.shape, result["hardware"]["name"]] = kind, over
+    found: dict[Kind, list[float]] = {}
+    for kind, over in newest.values():
+        found.setdefault(kind, []).append(over)
+    return found
+
+
+def is_benchmark(result: dict) -> bool:
+    """Whether it is of scripts.bench.attention, on a GPU, and with all that is needed here."""
+    rows = result.get("rows") or [{}]
+    return isinstance(rows[0].get("shape"), dict) and "compute_capability" in result.get("hardware", {})
+
+
+def kind_of(row: Row, file: str, capability: str) -> Kind | None:
+    """None for what is no preset of SageBwd, and with a window or sequences of different lengths."""
+    title, _, forced = row.implementation.removesuffix(")").partition(" (")
+    preset = next((name.replace("-", "_") for name, (own, *_) in CONFIGS.items() if own == title), None)
+    if preset not in PRESETS or row.shape.mask not in ("causal", "full"):
+        return None
+    kernels = row.kernels or forced or ("triton" if title in RAN_TRITON.get(file, ()) else None)
+    kernels = kernels or architectures(PRESETS[preset], row.shape.head_dim)[capability].kernels
+    return Kind(preset, kernels, capability, row.shape.head_dim)
+
+
+def speed_class(over: Sequence[float]) -> str:
+    """Than FlashAttention-2: "faster", "as fast" or "slower", or from one of these to another."""
+    if not over:
+        return "not measured"
+    names = ["slower" if x < 1 / MARGIN else "faster" if x >= MARGIN else "as fast" for x in sorted(over)]
+    return names[0] if names[0] == names[-1] else f"{names[0]} to {names[-1]}"
 
 
 # --- Verdicts -----------------------------------------------------------------------------------------------

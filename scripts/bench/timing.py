@@ -44,6 +44,7 @@ class Trial:
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     extra_memory: float | None = None
     digest: str | None = None
+    kernels: str | None = None
 
 
 def measure_shape(shape: Shape, implementations: list[Implementation], arguments: Namespace) -> list[Row]:
@@ -119,7 +120,8 @@ def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact:
             memory = measure_memory(attend, inputs) if implementation.has_backward else None
         except Exception as error:  # a peer may refuse a shape with any exception
             return replace(trial, status=REFUSED, reason=explain(error, caught))
-    trial = replace(trial, attend=attend, errors=errors, extra_memory=memory, digest=digest)
+    known = {"errors": errors, "extra_memory": memory, "digest": digest}
+    trial = replace(trial, attend=attend, kernels=implementation.kernels_for(inputs.q), **known)
     excess = find_excess(errors, implementation.bound)
     return trial if excess is None else replace(trial, status=FAILED, reason=excess)
 
@@ -173,6 +175,7 @@ def measure_mode(
     runners, rows = {}, []
     for trial in trials:
         known = {"errors": trial.errors, "extra_memory": trial.extra_memory, "digest": trial.digest}
+        known["kernels"] = trial.kernels
         row = Row(trial.implementation.name, shape, mode, trial.status, trial.reason, **known)
         if row.status == PASSED and mode != "forward" and not trial.implementation.has_backward:
             row = replace(row, status=REFUSED, reason="it has no backward")

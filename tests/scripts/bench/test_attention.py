@@ -340,6 +340,8 @@ def test_rows_are_all_there_and_all_passed(run):
     assert ("sagebwd paper", "backward", 2, 2, 40, 32, True, -1, -1, "dense") in found
     assert ("SDPA math", "forward", 3, 2, 24, 32, False, -1, -1, "dense") in found
     assert {row["status"] for row in rows} == {"passed"}
+    ran = {(row["implementation"], row["kernels"]) for row in rows}
+    assert ran == {("sagebwd", "reference"), ("sagebwd paper", "reference"), ("SDPA math", None)}
     assert all(row["tflops"] > 0 and row["extra_memory"] is None for row in rows)
     assert report["command"].startswith("python -m scripts.bench.attention --device cpu --lengths 40 24 ")
     assert (report["hardware"]["name"], report["versions"]["torch"]) == ("cpu", torch.__version__)
