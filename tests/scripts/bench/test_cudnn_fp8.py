@@ -97,3 +97,14 @@ def test_it_is_measured_where_it_can_run(packages):
     for wrong in ({"head_dim": 64}, {"left": 5}, {"layout": "packed"}):
         (reason,) = {row.reason for row in timing.measure_shape(replace(SHAPE, **wrong), [peer], arguments)}
         assert reason.startswith("ValueError: cuDNN's FP8 backward has D 128")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cudnn_fp8", "cudnn_fp8_alone"])
+def test_on_a_gpu(name):
+    pytest.importorskip("cudnn", reason="pip install nvidia-cudnn-frontend")
+    arguments = bench.parse_arguments(["--repetitions", "2", "--graphs"])
+    peer = Implementation("cuDNN FP8", PEERS[name].load(), BOUND_FP8)
+    for shape in (SHAPE, Shape(2, 4, 1000, 128, False)):
+        rows = timing.measure_shape(shape, [peer], arguments)
+        assert {(row.status, row.reason) for row in rows} == {("passed", None)}
