@@ -10,6 +10,7 @@ from sagebwd import dispatch, masks
 from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
+from sagebwd.kernels.lse import with_sinks
 from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents, check_sinks
 from sagebwd.window import FULL, Window
 
@@ -75,7 +76,8 @@ def sage_attention(
         cu_seqlens_kv: the same for key and value; by default ``cu_seqlens``.
         return_lse: return the logsumexp of each query's logits, too.
         sinks: (H,) floating point, attention sinks: for each head the logit of one more key, which every
-            query sees and whose value is zero. lse includes it. Sinks have a gradient.
+            query sees and whose value is zero. lse includes it. Sinks have a gradient. In fp16 a sink that
+            takes all but 10⁻⁵ leaves P subnormal: dV loses its precision there, use bf16.
         config: what is quantized, and how.
         kernels: "hopper", "ampere", "triton" or "reference" runs that kernel set, or raises an error that
             says why it cannot. None: the fastest that can, on a CPU the reference.
@@ -103,39 +105,24 @@ def sage_attention(
     if mask is not None:
         has_documents = cu_seqlens is not None
         mask = masks.check_combination(mask, q, k, asked, window, has_documents=has_documents)
-    with_lse = return_lse or sinks is not None
     if 0 in (*q.shape, *k.shape):
-        out, lse = _nothing(q, k, v)
+        out, lse = _nothing(q, k, v, sinks)
     else:
         scale = head_dim**-0.5 if scale is None else float(scale)
         chosen = dispatch.choose(q, scale, encode(config), kernels)
         params = AttentionParams(window, scale, config, chosen, cu_seqlens, cu_seqlens_kv)
         if mask is None:
-            out, lse = ops.attend(q, k, v, params, with_lse=with_lse)
+            out, lse = ops.attend(q, k, v, params, with_lse=return_lse, sinks=sinks)
         else:
             tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=asked != FULL)
             params = params._replace(cu_seqlens=tokens.cu_seqlens, cu_seqlens_kv=tokens.cu_seqlens_kv)
-            out, lse = ops.attend(*tokens.pack(q, k, v), params, with_lse=with_lse)
-            out, lse = tokens.unpack(out), tokens.unpack(lse) if with_lse else None
+            out, lse = ops.attend(*tokens.pack(q, k, v), params, with_lse=return_lse, sinks=sinks)
+            out, lse = tokens.unpack(out), tokens.unpack(lse) if return_lse else None
     out = out if head_dim <= value_dim else out[..., :value_dim]
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
     if not is_plain:
         out = out.reshape(*query.shape[:-1], value_dim)
-        lse = lse.reshape(query.shape[:-1]) if with_lse else None
+        lse = lse.reshape(query.shape[:-1]) if return_lse else None
     return (out, lse) if return_lse else out
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Out (B, H, N_q, D_v) and lse (B, H, N_q) with one more key for all queries: ``sinks`` are its logits.
-
-    Its value is zero, so it only takes its share of the softmax. In the dtype of out: products in fp32 would
-    move three times the bytes, and the rounding is a tenth of INT8's.
-    """
-    # Not −inf: minus the lse of a query without keys it would be NaN.
-    sinks = sinks.float().clamp(min=torch.finfo(torch.float32).min).unsqueeze(-1)
-    share = (lse - sinks).sigmoid().to(out.dtype)
-    return out * share.unsqueeze(-1), torch.logaddexp(lse, sinks)
 
 
 def _as_plain(x: Tensor, width: int) -> Tensor:
@@ -147,7 +134,8 @@ def _as_plain(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention of tensors without elements: what torch gives, empty or zeros, with such gradients."""
     out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    return out, q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)

@@ -277,7 +277,7 @@ class _Observer:
         out, lse = self._attend(q, k, v, self._with(self._config, q, params), **asked)
         if not self._measures:
             return out, lse
-        inputs = [x.detach() for x in (q, k, v)]
+        inputs = [None if x is None else x.detach() for x in (q, k, v, asked.get("sinks"))]
         measure = functools.partial(self._measure, self._running[-1], inputs, params)
         if out.requires_grad:
             out.register_hook(measure)
@@ -289,10 +289,10 @@ class _Observer:
         return params._replace(config=config, kernels=dispatch.explain(q, config=config).kernels)
 
     def _measure(
-        self, name: str, inputs: list[Tensor], params: AttentionParams, grad_out: Tensor | None
+        self, name: str, inputs: list[Tensor | None], params: AttentionParams, grad_out: Tensor | None
     ) -> None:
         """Compute one call with all settings, and exactly."""
-        q, k, v = inputs
+        q, k, v, sinks = inputs
         largest = torch.zeros((), dtype=torch.float64, device=q.device)
 
         def look(rows: ExactRows) -> None:
@@ -300,7 +300,7 @@ class _Observer:
 
         exact = exact_attention(
             q, k, v, grad_out, scale=params.scale, window_size=tuple(params.window),
-            cu_seqlens=params.cu_seqlens, cu_seqlens_kv=params.cu_seqlens_kv, on_rows=look,
+            cu_seqlens=params.cu_seqlens, cu_seqlens_kv=params.cu_seqlens_kv, sinks=sinks, on_rows=look,
             dtype=torch.float64 if q.is_cpu else torch.float32,
         )  # fmt: skip
         truth = (exact.out,) if grad_out is None else (exact.out, exact.dq, exact.dk, exact.dv)
@@ -311,8 +311,8 @@ class _Observer:
                 self.unavailable[preset] = dispatch.explain(q, config=config).reasons["triton"]
                 continue
             self.is_hopper |= own.kernels == "hopper"
-            attend = functools.partial(self._attend, params=own, with_lse=False)
-            found = _results(attend, inputs, grad_out)
+            attend = functools.partial(self._attend, params=own, with_lse=False, sinks=sinks)
+            found = _results(attend, [q, k, v], grad_out)
             errors[preset] = dict(zip(TENSORS, map(_error, found, truth), strict=False))
         self._found.setdefault(name, []).append((largest.item(), errors))
 

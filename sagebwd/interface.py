@@ -9,7 +9,7 @@ A kernel set is a module with
 ``grad_lse`` (B, H, N_q) fp32, contiguous, is the gradient of the logsumexp to base e. Since
 dS = P ∘ (dP − δ + grad_lse), it is subtracted from δ where that is computed; what follows knows only δ.
 Rows of dS then sum to grad_lse, not to zero, so that dQ lacks scale · grad_lse · μ where the mean μ of K was
-subtracted: :func:`sagebwd.kernels.lse.natural_lse` adds it.
+subtracted: :mod:`sagebwd.kernels.lse` adds it.
 """
 
 from __future__ import annotations

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sagebwd.attention import with_sinks
 from sagebwd.config import SageConfig
 from sagebwd.masks import can_read
 from sagebwd.reference.documents import slices
 from sagebwd.usage import counted_attention
-from sagebwd.validation import check_sinks
 
 #: What arguments stand for that FlashAttention's functions have and SageBwd does not compute.
 REFUSED = {
@@ -178,17 +176,17 @@ def aligned_attention(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The output (B, H, N_q, D_v), and lse (B, H, N_q) or None; counted under ``name``."""
-    check_sinks(sinks, q)
-    with_lse = with_lse or sinks is not None
     result = counted_attention(
         name, alignment.queries(q), alignment.keys(k), alignment.keys(v), scale=scale, enable_gqa=True,
         window_size=alignment.window, cu_seqlens=alignment.cu_seqlens, cu_seqlens_kv=alignment.cu_seqlens_kv,
-        return_lse=with_lse, config=config,
+        return_lse=with_lse, sinks=sinks, config=config,
     )  # fmt: skip
     out, lse = result if with_lse else (result, None)
     out = alignment.put_back_queries(out)
-    lse = None if lse is None else alignment.put_back_queries(lse, fill=float("-inf"))
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    if with_lse:
+        lse = alignment.put_back_queries(lse, fill=float("-inf"))
+        lse = lse if sinks is None else torch.where(lse.isneginf(), sinks.float().unsqueeze(-1), lse)
+    return out, lse
 
 
 def _pad_front(x: Tensor, n: int, fill: float) -> Tensor:

@@ -11,12 +11,12 @@ where nothing is traced. That saves a sixth of the host's time, which decides at
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from sagebwd import reference
 from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.interface import PARAMETERS, AttentionParams, ForwardResult, nothing_packed
 from sagebwd.kernels.layout import block_count, empty_result, padded_head_dim, stand_in
-from sagebwd.kernels.lse import natural_lse
+from sagebwd.kernels.lse import add_sinks, finish_gradients, log_of_base, natural_lse, with_sinks
 from sagebwd.kernels.on_import import when_imported
 from sagebwd.validation import check_backward_mode
 
@@ -115,9 +115,7 @@ def _backward(
 
 def _natural_gradient(grad_lse: Tensor | None, params: AttentionParams) -> Tensor | None:
     """The gradient of lse to base e, as kernel sets take it, from that of ``ForwardResult.lse``."""
-    if grad_lse is None or params.kernels == "reference":
-        return grad_lse
-    return (grad_lse / math.log(2)).contiguous()
+    return None if grad_lse is None else (grad_lse / log_of_base(params)).contiguous()
 
 
 def _fake_backward(
@@ -202,36 +200,58 @@ def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
 
 
 def _save_for_backward(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, result: ForwardResult
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    params: AttentionParams,
+    result: ForwardResult,
+    *others: Tensor | None,
 ) -> None:
+    """``others`` are those of :meth:`_Attention.backward`."""
     ctx.kv_sizes = k.shape[1:3]
     ctx.params = params._replace(cu_seqlens=None, cu_seqlens_kv=None)  # tensors are saved below
     needed = needed_by_backward(q, k, v, result, params)
-    ctx.save_for_backward(*needed, *result, params.cu_seqlens, params.cu_seqlens_kv)
+    ctx.save_for_backward(*needed, *result, params.cu_seqlens, params.cu_seqlens_kv, *others)
+    ctx.set_materialize_grads(False)
 
 
 def _set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, *arguments = inputs
     _save_for_backward(ctx, q, k, v, AttentionParams.unflatten(*arguments), ForwardResult(*output))
     ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
 
 
-def _gradients(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv."""
-    q, k, v, *result, cu_seqlens, cu_seqlens_kv = ctx.saved_tensors
-    params = ctx.params._replace(cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv)
-    grad_out = torch.zeros_like(result[0]) if grad_out is None else grad_out
-    return ops.backward.default(grad_out, q, k, v, *ctx.kv_sizes, *result, *params.flatten(), grad_lse)
+class _Saved(NamedTuple):
+    """What the forward saved; see :func:`_save_for_backward`. Checkpoints let it be read once."""
+
+    needed: tuple[Tensor | None, ...]
+    kv_sizes: tuple[int, int]
+    result: ForwardResult
+    params: AttentionParams
+    others: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, ctx: Any) -> _Saved:
+        (q, k, v, *result), n = ctx.saved_tensors, len(ForwardResult._fields)
+        cu_seqlens, cu_seqlens_kv, *others = result[n:]
+        params = ctx.params._replace(cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv)
+        return cls((q, k, v), ctx.kv_sizes, ForwardResult(*result[:n]), params, tuple(others))
+
+    def gradients(
+        self, grad_out: Tensor | None, grad_lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv."""
+        needed, kv_sizes, result, params, _ = self
+        grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
+        return ops.backward.default(grad_out, *needed, *kv_sizes, *result, *params.flatten(), grad_lse)
 
 
 def _differentiate(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     is_unused = grad_out is None and grad_lse is None
-    gradients = (None,) * 3 if is_unused else _gradients(ctx, grad_out, grad_lse)
+    gradients = (None,) * 3 if is_unused else _Saved.of(ctx).gradients(grad_out, grad_lse)
     return (*gradients, *(None,) * 8)
 
 
@@ -270,31 +290,76 @@ when_imported("torch.utils.flop_counter", lambda: _module("flops").register())
 when_imported("torch.distributed.tensor", lambda: _module("sharding").register())
 
 
-#: Skips the operators' own layer of autograd, in Python, which has nothing to do where no graph is recorded.
-#: Dispatch modes, tensor subclasses and profilers still see the operators.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+def _below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Skips the operators' layer of autograd, in Python, which has nothing to do where no graph is recorded.
+
+    Dispatch modes, tensor subclasses and profilers still see the operators.
+    """
+    is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return contextlib.nullcontext() if is_recorded else torch._C._AutoDispatchBelowAutograd()
 
 
 class _Attention(torch.autograd.Function):
-    """What the autograd of ``sagebwd::forward`` does, with one output and without layers for tracing."""
+    """The autograd of ``sagebwd::forward``, of lse and of sinks in one, without layers for tracing."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        with _below_autograd():
-            output = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
-        _save_for_backward(ctx, q, k, v, params, ForwardResult(*output))
-        return output[0]
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        params: AttentionParams,
+        with_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        result, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
+        _save_for_backward(ctx, q, k, v, params, result, lse, sinks)
+        return result.out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():  # create_graph: the operator refuses
-            return (*_gradients(ctx, grad_out), None)
-        with _below_autograd():
-            return (*_gradients(ctx, grad_out), None)
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        needs_qkv = any(ctx.needs_input_grad[:3])
+        return (*_gradients_with_lse(_Saved.of(ctx), grad_out, grad_lse, needs_qkv), None, None)
+
+
+def _forward_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, params: AttentionParams, with_lse: bool
+) -> tuple[ForwardResult, Tensor | None]:
+    """The result with sinks, and the logsumexp to base e if it or sinks are asked for; outside autograd."""
+    with _below_autograd():
+        result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
+    if sinks is None and not with_lse:
+        return result, None
+    lse = natural_lse(q, result.lse, result.k_mean, params)
+    return (result, lse) if sinks is None else add_sinks(result, lse, sinks, params)
+
+
+def _gradients_with_lse(
+    saved: _Saved, grad_out: Tensor | None, grad_lse: Tensor | None, needs_qkv: bool
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv and dsinks."""
+    result, params, (lse, sinks) = saved.result, saved.params, saved.others
+    grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
+    of_result = grad_lse
+    if grad_lse is not None:  # the lse of a query without keys is a constant
+        of_result = torch.where(result.lse == -torch.inf, 0.0, grad_lse) * log_of_base(params)
+    dq = dk = dv = dsinks = None
+    if needs_qkv:
+        with _below_autograd():  # with create_graph the operator refuses
+            dq, dk, dv = saved.gradients(grad_out, of_result)
+    if grad_lse is not None or sinks is not None:
+        dq, dsinks = finish_gradients(dq, grad_out, grad_lse, result, lse, sinks, params)
+    return dq, dk, dv, dsinks
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, with_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    params: AttentionParams,
+    *,
+    with_lse: bool,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention output, and the logsumexp if it is asked for. Both are differentiable."""
     has_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -304,7 +369,11 @@ def attend(
         _refuse_torch_func()
     # A DTensor cannot shard what is packed.
     params = params._replace(pack_for_backward=has_gradient and type(k) is Tensor)
-    if not (with_lse or is_compiling or is_transformed) and torch.is_grad_enabled():
-        return _Attention.apply(q, k, v, params), None
-    out, lse, k_mean, *_ = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
-    return out, natural_lse(q, lse, k_mean, params) if with_lse else None
+    if is_compiling or is_transformed:  # by the gradients of the parts, which compilers fuse
+        out, lse, k_mean, *_ = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
+        lse = natural_lse(q, lse, k_mean, params) if with_lse or sinks is not None else None
+        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    if torch.is_grad_enabled():
+        return _Attention.apply(q, k, v, sinks, params, with_lse)
+    result, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
+    return result.out, lse

@@ -10,6 +10,7 @@ import sagebwd
 from sagebwd import SageConfig, diagnose, sage_attention
 from sagebwd.config import PRESETS
 from sagebwd.metrics import relative_l2
+from sagebwd.reference import exact_attention
 
 N, HEADS, KV_HEADS, D = 40, 4, 2, 16
 
@@ -50,23 +51,25 @@ def draw():
     return torch.randn(2, N, HEADS * D, generator=torch.Generator().manual_seed(1))
 
 
-def test_errors_are_those_to_float64_attention_at_the_same_inputs():
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-1.0, 0.0, 1.0, 3.0])], ids=["plain", "sinks"])
+def test_errors_are_those_to_float64_attention_at_the_same_inputs(sinks):
     """In a model of one attention, whose dO is known."""
-    layer, x = Attention(sage_attention), draw()
+    layer, x = Attention(sage_attention, sinks=sinks), draw()
     found = diagnose(layer, x)
     assert [row.name for row in found.layers] == ["Attention"]
     q, k, v = (t.detach() for t in layer.heads(x))
     along = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     grad_out = (along @ layer.out.weight.detach()).unflatten(-1, (HEADS, D)).transpose(1, 2)
 
-    def results(attend, dtype, **settings):
-        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-        out = attend(*leaves, is_causal=True, enable_gqa=True, **settings)
-        return [out, *torch.autograd.grad(out, leaves, grad_out.to(dtype))]
+    def results(config):
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = sage_attention(*leaves, is_causal=True, enable_gqa=True, sinks=sinks, config=config)
+        return [out, *torch.autograd.grad(out, leaves, grad_out)]
 
-    truth = results(F.scaled_dot_product_attention, torch.float64)
+    exact = exact_attention(q, k, v, grad_out, is_causal=True, sinks=sinks)
+    truth = [exact.out, exact.dq, exact.dk, exact.dv]
     for name, config in PRESETS.items():
-        own = results(sage_attention, torch.float32, config=config)
+        own = results(config)
         expected = [relative_l2(a, b) for a, b in zip(own, truth, strict=True)]
         assert [*found.layers[0].errors[name].values()] == pytest.approx(expected, rel=1e-3), name
     s = (q.double() @ k.double().repeat_interleave(2, 1).mT * D**-0.5).tril()

@@ -67,9 +67,12 @@ def test_sinks_alone_have_a_gradient(leaves):
 def test_compiled_without_a_break(leaves, device):
     dtype, backend = (torch.float32, "aot_eager") if device == "cpu" else (torch.bfloat16, "inductor")
     leaves = [x.detach().to(device, dtype).requires_grad_() for x in leaves]
-    wanted = torch.autograd.grad(attend(*leaves).sum(), leaves)
+    # Without INT8: when compiled, sinks are an epilogue, before which P and dO are rounded.
+    kernels = "reference" if device == "cpu" else "triton"
+    function = functools.partial(attend, config=SageConfig(int8_matmuls=()), kernels=kernels)
+    wanted = torch.autograd.grad(function(*leaves).sum(), leaves)
     torch.compiler.reset()
-    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
     for x, y in zip(torch.autograd.grad(compiled(*leaves).sum(), leaves), wanted, strict=True):
         assert relative_l2(x, y) < (1e-6 if device == "cpu" else 8e-3)  # two steps of bf16
 

@@ -6,6 +6,7 @@ The truth is autograd's, in float64. CUDA kernels run as C++ where there is no G
 from __future__ import annotations
 
 import functools
+import sys
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import PRESETS, encode
 from sagebwd.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+from sagebwd.kernels import lse as lse_kernels
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels.sets import KERNEL_SETS
 
@@ -170,11 +172,12 @@ MASKS = {
 def test_sinks(kernels, mask):
     """A key more with the value zero, in the loss as in lse; what hidden tokens hold reaches nothing.
 
-    Queries without keys have it, too. Values are wider or narrower than queries.
+    Queries without keys have it, too. Values are wider or narrower than queries. Of the second key head the
+    sinks take nearly all; what is left has the error of lse, too, which normalizing takes out elsewhere.
     """
     settings, seen, sizes = MASKS[mask]
     *leaves, grad_out, grad_lse = inputs(150, **sizes, heads=4, kv_heads=2, head_dim=40)
-    leaves.append(torch.tensor([-1.0, 0.0, 1.0, 5.0]))
+    leaves.append(torch.tensor([-1.0, 1.0, 12.0, 13.0]))
     loss = {"grad_out": grad_out, "grad_lse": grad_lse}
     wanted = gradients(lambda *x: exact_with_sinks(seen, *x), leaves, **loss, dtype=torch.float64)
     wanted_out, wanted_lse = exact_with_sinks(seen, *(x.double() for x in leaves))
@@ -188,11 +191,18 @@ def test_sinks(kernels, mask):
 
     leaves[3] = leaves[3].double()  # of any dtype
     out, lse = function(*(x.to(kernels[1]) for x in leaves))
-    assert relative_l2(out.cpu(), wanted_out) < 0.02
+    assert_close_by_key_head("out", out.cpu(), wanted_out, (0.02, 0.025))
     assert relative_l2(lse.cpu(), wanted_lse) < 0.01
     found = gradients(function, leaves, **loss, device=kernels[1])
     for name, x, y in zip((*GRADIENTS, "dsinks"), found, wanted, strict=True):
-        assert relative_l2(x, y) < 0.025, name
+        assert_close_by_key_head(name, x, y)
+
+
+def assert_close_by_key_head(name, x, y, bounds=(0.025, 0.03)):
+    """Tensors (H,) or (B, heads, …) of two key heads, and a bound for each."""
+    parts = (t.chunk(2, 1 if t.dim() > 1 else 0) for t in (x, y))
+    for head, (x, y), bound in zip(range(2), zip(*parts, strict=True), bounds, strict=True):
+        assert relative_l2(x, y) < bound, (name, head)
 
 
 def exact_with_sinks(seen, q, k, v, sinks):
@@ -299,6 +309,11 @@ def test_batch_and_heads_are_sharded():
             assert torch.equal(found.to_local(), wanted)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_without_triton_pytorch_computes_the_same(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton.runtime", None)  # not installed
+    assert lse_kernels._triton_kernels.__wrapped__() is None
 
 
 # --- Other names -------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from triton.runtime.jit import JITFunction
 from sagebwd import SageConfig
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels.triton import launch as tiles
+from sagebwd.kernels.triton import lse as sinks_and_lse
 from sagebwd.kernels.triton.backward import backward
 from sagebwd.kernels.triton.forward import forward
 from sagebwd.window import FULL, Window
@@ -177,7 +178,15 @@ def run(head_dim: int, variant: Variant) -> None:
         q, k = q[:1], k[:1]
     cu_seqlens = torch.tensor([0, 100, TOKENS], dtype=torch.int32) if variant.packed else None
     params = AttentionParams(variant.window, head_dim**-0.5, variant.config, "triton", cu_seqlens)
-    backward(q, q, k, k, forward(q, k, k, params), params)
+    document = torch.zeros(TOKENS, dtype=torch.int64) if variant.packed else None
+    saved = forward(q, k, k, params)
+    lse = saved.lse
+    if variant.config.smooths_k:
+        lse = sinks_and_lse.shifted(q, lse, saved.k_mean, document, 1.0, 1.0)
+    saved, lse = sinks_and_lse.add_sinks(saved, lse, sinks := q.new_empty(4), params)
+    dq, *_ = backward(q, q, k, k, saved, params, lse)
+    dq = dq if variant.config.smooths_k else None
+    sinks_and_lse.finish_gradients(dq, q, saved, lse, lse, sinks, document, params)
 
 
 def describe(compiled: Any) -> dict[str, Any]:
