@@ -24,6 +24,7 @@ from trainer.errors import Interrupted, TrainingError
 from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, name_directory
 from trainer.settings import Settings
+from trainer.start import inherited
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -32,7 +33,8 @@ CONFIGS = Path(__file__).parent / "configs"
 def main(config: DictConfig) -> float | None:
     """Train a run. In a sweep, returns its validation loss: what a sweeper that searches minimizes."""
     try:
-        run_settings = OmegaConf.to_object(config)
+        overrides = settings.unresolved(HydraConfig.get().overrides.task)
+        run_settings = OmegaConf.to_object(inherited(config, overrides))
         run(run_settings)
         searched = _in_sweep() and not run_settings.plan
         return RunDirectory(Path(run_settings.run_dir)).validation_loss() if searched else None

@@ -22,12 +22,12 @@ import torch
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from model.huggingface import CONFIG_FILE
 from scripts.command_line import command_parser
-from scripts.export import export_checkpoint, newest_step, sealed_in
+from scripts.export import export_checkpoint, sealed_in
 from scripts.runs import read_settings
-from trainer.checkpoint import checkpoint_of
 from trainer.errors import TrainingError, explain
 from trainer.record import start_wandb
 from trainer.run_directory import RunDirectory, append_line
+from trainer.seal import checkpoint_of, newest_step
 from trainer.settings import Settings
 
 BOOTSTRAPS = 1000  # for standard errors that have no closed form
@@ -169,7 +169,7 @@ def numbers(values: dict[str, Any]) -> dict[str, float]:
 
 def add_to_wandb(directory: RunDirectory, settings: Settings, record: dict[str, Any]) -> None:
     """Add the results to the summary of the run. Raises ValueError if it has none in W&B."""
-    sealed = sealed_in(checkpoint_of(directory.checkpoints, newest_step(directory)))
+    sealed = sealed_in(checkpoint_of(directory.checkpoints, newest_step(directory.checkpoints)))
     if not sealed.get("wandb_id"):
         raise ValueError(f"{directory.path} was not logged to W&B; the results are in evaluations.jsonl")
     run = start_wandb(

@@ -22,12 +22,14 @@ from model.llama import Llama
 from scripts.command_line import command_parser
 from scripts.runs import read_settings
 from trainer import seal
-from trainer.checkpoint import checkpoint_of, load_weights, steps_in
+from trainer.checkpoint import load_weights
 from trainer.distributed import Ranks
 from trainer.divergence import not_finite
 from trainer.errors import TrainingError, explain, first
 from trainer.export import export, model_card
 from trainer.run_directory import RunDirectory, read_metrics
+from trainer.seal import checkpoint_of, newest_step
+from trainer.settings import Settings
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -60,24 +62,13 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None, dtype: str)
     """
     directory = RunDirectory(run)
     settings = read_settings(directory)
-    step = newest_step(directory) if step is None else step
+    step = newest_step(directory.checkpoints) if step is None else step
     folder = out or directory.exports / f"step_{step:08d}"
     if (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} holds a model already; choose another --out, or delete that folder")
     if RunDirectory(folder).config.exists():
         raise ValueError(f"{folder} is the directory of a run; choose another --out")
-    path = checkpoint_of(directory.checkpoints, step)
-    sealed = sealed_in(path)
-    directory.check_checkpoint(path, sealed, settings)
-    if sealed.get("tokenizer") not in (None, tokenizer_identity(settings.data.tokenizer)):
-        raise ValueError(
-            f"{run} was trained with another tokenizer than data.tokenizer={settings.data.tokenizer} is now; "
-            "restore that file"
-        )
-    llama = Llama(settings.model, scaled_dot_product_attention)
-    load_weights(directory.checkpoints, step, llama)
-    if bad := not_finite(llama, None, Ranks(0, 1, torch.device("cpu"))):
-        raise ValueError(f"{path} holds NaN or Inf in {len(bad)} weights ({first(bad)}); use another --step")
+    llama = load_checkpoint(directory, settings, step)
     directory.check(directory.metrics, directory.environment)
     records = read_metrics(directory.metrics) if directory.metrics.exists() else []
     export(
@@ -91,12 +82,21 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None, dtype: str)
     return folder
 
 
-def newest_step(directory: RunDirectory) -> int:
-    """The step of the newest checkpoint. Raises ValueError if there is none."""
-    steps = steps_in(directory.checkpoints)
-    if not steps:
-        raise ValueError(f"{directory.checkpoints} holds no checkpoint; train the run, or restore them")
-    return steps[-1]
+def load_checkpoint(directory: RunDirectory, settings: Settings, step: int) -> Llama:
+    """The model of a checkpoint of a run with these settings, on the CPU. Raises as `export_checkpoint`."""
+    path = checkpoint_of(directory.checkpoints, step)
+    sealed = sealed_in(path)
+    directory.check_checkpoint(path, sealed, settings)
+    if sealed.get("tokenizer") not in (None, tokenizer_identity(settings.data.tokenizer)):
+        raise ValueError(
+            f"{directory.path} was trained with another tokenizer than data.tokenizer="
+            f"{settings.data.tokenizer} is now; restore that file"
+        )
+    llama = Llama(settings.model, scaled_dot_product_attention)
+    load_weights(directory.checkpoints, step, llama)
+    if bad := not_finite(llama, None, Ranks(0, 1, torch.device("cpu"))):
+        raise ValueError(f"{path} holds NaN or Inf in {len(bad)} weights ({first(bad)}); use another --step")
+    return llama
 
 
 def sealed_in(path: Path) -> dict:

@@ -46,13 +46,13 @@ from trainer.settings import check_or_exit
 
 #: The committed results.
 RESULTS = Path("results")
-#: Overrides that choose the text; runs that bring their own do without them.
+#: Overrides that choose the text; runs that start from others have their own, or that of the other.
 TEXT = (
     *("data=", "data.path=", "data.val_path=", "data.column=", "data.tokenizer="),
     *("data.val_fraction=", "data.name=", "data.config=", "data.split=", "data.folder="),
 )
 #: What each run has of its own.
-OWN = ("run_dir=", "runs_dir=", "init_from=", "seed=", "rerun_finished=")
+OWN = ("run_dir=", "runs_dir=", "init_from=", "branch_from=", "seed=", "rerun_finished=")
 
 EXAMPLES = """
 examples:
@@ -227,8 +227,8 @@ def can_be_read(directory: RunDirectory, item: Item) -> bool:
 def stages(runs: Sequence[Run]) -> list[list[Run]]:
     """First the runs that need no others, then those that start from them."""
     return [
-        [run for run in runs if run.starts_from is None],
-        [run for run in runs if run.starts_from is not None],
+        [run for run in runs if run.after is None],
+        [run for run in runs if run.after is not None],
     ]
 
 
@@ -254,8 +254,10 @@ def train(runs: Sequence[Run], arguments: argparse.Namespace) -> bool:
 
 def train_command(run: Run, arguments: argparse.Namespace) -> list[str]:
     """The train.py command line of a run."""
-    given = [text for text in arguments.overrides if not (run.own_text and text.startswith(TEXT))]
+    given = [text for text in arguments.overrides if not (run.after and text.startswith(TEXT))]
     own = [*run.overrides, override("run_dir", arguments.runs_dir / run.name)]
+    if run.branches_from:
+        own.append(override("branch_from", arguments.runs_dir / run.branches_from))
     if run.starts_from:
         own.append(override("init_from", arguments.runs_dir / run.starts_from / "weights"))
     return [sys.executable, "train.py", *own, *given]

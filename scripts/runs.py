@@ -13,13 +13,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.command_line import escaped
 from data.corpus import Corpus, open_corpus
 from scripts.output import printable
 from trainer import identity, seal
-from trainer.checkpoint import steps_in
 from trainer.errors import SettingsError
 from trainer.run_directory import UNNAMED, RunDirectory
+from trainer.seal import steps_in
 from trainer.settings import Settings
 
 #: Folders of a run that hold no runs, and may hold many files.
@@ -141,8 +140,7 @@ def read_settings(directory: RunDirectory) -> Settings:
             f"{directory.path} has no config.yaml; give the directory of a run, for instance runs/NAME"
         )
     try:
-        stored = escaped(identity.read(directory.config))
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), stored))
+        return OmegaConf.to_object(identity.restored(identity.read(directory.config)))
     except (OmegaConfBaseException, SettingsError, ValueError) as error:
         raise ValueError(
             f"{directory.config} is not of this version of the code: {str(error).splitlines()[0]}; use the "

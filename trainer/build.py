@@ -1,13 +1,11 @@
 """What a run is made of before its first step: text, batches, attention and model."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import model.config
-import model.huggingface
 from data.corpus import Corpus, open_corpus
 from data.loader import BatchLoader
 from data.tokenizers import Tokenizer
@@ -16,39 +14,11 @@ from model.backends import Backend
 from model.llama import Llama
 from trainer.checks import Sizes, groups
 from trainer.distributed import Ranks
-from trainer.errors import TrainingError, explain, user_facing
+from trainer.errors import TrainingError, user_facing
 from trainer.interrupt import StopRequest
-from trainer.run_directory import RunDirectory
-from trainer.seal import checkpoints_in
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
-
-
-def find_init_from(settings: Settings, directory: RunDirectory) -> str | None:
-    """The folder of weights to start from, if one is set and there is no checkpoint yet.
-
-    Raises TrainingError if it holds no model of this shape, or one that is not what its run left.
-    """
-    folder = settings.init_from
-    if folder is None or checkpoints_in(directory.checkpoints):
-        return None
-    try:
-        weights = Path(folder).absolute()
-        if (run := RunDirectory(weights.parent)).weights == weights:
-            run.check(weights)
-        stored = model.huggingface.read_config(folder)
-    except (OSError, ValueError) as error:
-        why = explain(error) if isinstance(error, OSError) else error
-        raise TrainingError(
-            f"init_from={folder}: {why}; give the weights/ folder of a finished run, or a model in the "
-            "Hugging Face layout"
-        ) from error
-    if wrong := model.config.differences(stored, settings.model):
-        use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
-        here = ", ".join(f"{name}={ours}" for name, _, ours in wrong)
-        raise TrainingError(f"init_from={folder} holds a model of another shape; use {use} (here {here})")
-    return folder
 
 
 def open_text(settings: Settings, ranks: Ranks, stop: StopRequest) -> Corpus:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from trainer import safe_load, seal
 from trainer.distributed import Ranks
 from trainer.errors import TrainingError, explain
-from trainer.seal import checkpoints_in
+from trainer.seal import checkpoint_of, checkpoints_in, path_of
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +140,11 @@ class Checkpoints:
         path, sealed = self.ranks.from_main(lambda: self._newest_intact(check))
         if path is None:
             return None
-        self._load(path, sealed, model, optimizer)
+        self.load(path, sealed, model, optimizer)
         return sealed
 
-    def _load(self, path: Path, sealed: dict[str, Any], model: nn.Module, optimizer) -> None:
+    def load(self, path: Path, sealed: dict[str, Any], model: nn.Module, optimizer) -> None:
+        """Restore a checkpoint, of this run or another, whose seal was verified."""
         state = _state(model, optimizer)
         try:
             safe_load.load(state, path, sealed["files"])
@@ -169,7 +170,7 @@ class Checkpoints:
 
         Raises TrainingError, on all ranks, if any of it fails.
         """
-        final = _path(self.folder, sealed["step"])
+        final = path_of(self.folder, sealed["step"])
         temporary = self.folder / f".writing_{final.name}"
         try:
             self.ranks.from_main(lambda: self._make_folder(temporary), self._group)
@@ -257,24 +258,6 @@ def load_alone(state: dict[str, Any], path: Path) -> None:
         raise ValueError(
             f"checkpoint {path} is damaged ({error}); use another step, or delete that folder"
         ) from error
-
-
-def checkpoint_of(folder: Path, step: int) -> Path:
-    """The checkpoint of one step. Raises ValueError, naming the steps that exist, if there is none."""
-    path = _path(folder, step)
-    if not path.is_dir():
-        there = ", ".join(map(str, steps_in(folder))) or "none"
-        raise ValueError(f"{folder} has no checkpoint of step {step}; there: {there}")
-    return path
-
-
-def steps_in(folder: Path) -> list[int]:
-    """The steps whose checkpoints are in `folder`."""
-    return [seal.step_of(path) for path in checkpoints_in(folder)]
-
-
-def _path(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:08d}"
 
 
 def _state(model: nn.Module, optimizer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Runs in milliseconds, before any data is read, any model is built or anything is
 to know is checked where it is read.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import data.tokenizers
 import model.config
 from trainer.errors import SettingsError
 from trainer.machine import MEMORY_GIB, known_gpu
-from trainer.optimizer import DECAY_TYPES, MUON_SCALES, OPTIMIZERS, SCHEDULES, decay_steps
+from trainer.optimizer import DECAY_TYPES, MUON_SCALES, OPTIMIZERS, SCHEDULES, decay_steps, learning_rate
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,24 @@ def report_warmup(settings: Settings) -> None:
         )
 
 
+#: Settings that say how long a run is, and how its learning rate falls towards the end.
+LENGTH = {"steps", "total_tokens"} | {
+    f"optimizer.{name}" for name in ("schedule", "decay_ratio", "decay_type", "min_lr_ratio")
+}
+
+
+def steps_in_common(one: Settings, other: Settings) -> int:
+    """How many first steps have the same learning rate in both runs, which differ in LENGTH only."""
+
+    def rates(settings: Settings) -> Iterator[float]:
+        steps, warmup = settings.total_steps, warmup_steps(settings)
+        for step in range(steps):
+            yield learning_rate(step, steps=steps, warmup_steps=warmup, settings=settings.optimizer)
+
+    pairs = zip(rates(one), rates(other), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def groups(settings: Settings, ranks: int) -> int:
     """How many groups of ranks train on different sequences: of one rank each without context parallelism."""
     return ranks // settings.hardware.context_parallel
@@ -100,10 +119,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer.muon_lr_scale": MUON_SCALES,
 }
 
-POSITIVE = """context train_sequences total_tokens steps log_every eval_every eval_sequences checkpoint_every
-    keep_checkpoints milestone_every tps.tokens_per_step tps.divide_by hardware.micro_batch hardware.devices
-    hardware.context_parallel hardware.timeout_s hardware.peak_tflops optimizer.lr optimizer.muon_lr
-    optimizer.eps optimizer.grad_clip probe.sequences probe.alarm spike.threshold profile.start"""
+POSITIVE = """context train_sequences total_tokens steps log_every eval_every eval_sequences
+    checkpoint_every keep_checkpoints milestone_every branch_step tps.tokens_per_step tps.divide_by
+    hardware.micro_batch hardware.devices hardware.context_parallel hardware.timeout_s
+    hardware.peak_tflops optimizer.lr optimizer.muon_lr optimizer.eps optimizer.grad_clip
+    probe.sequences probe.alarm spike.threshold profile.start"""
 NOT_NEGATIVE = "tps.warmup_steps sample_tokens probe.every profile.steps optimizer.weight_decay"
 
 #: Names of settings, what holds for their values unless they are null, and that in words.

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
+from data.command_line import escaped
 from data.files import read_bytes
 from data.settings import of_older_run
 from model import backends
@@ -87,6 +88,14 @@ def _is_plain(value: Any, levels: int = 20) -> bool:
     if isinstance(value, list):
         return levels > 0 and all(_is_plain(item, levels - 1) for item in value)
     return value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+def restored(stored: dict[str, Any]) -> DictConfig:
+    """Recorded settings as OmegaConf has them; `OmegaConf.to_object` makes Settings of them.
+
+    Raises OmegaConfBaseException if this version of the code has no such settings.
+    """
+    return OmegaConf.merge(OmegaConf.structured(Settings), escaped(stored))
 
 
 def differences(

@@ -19,7 +19,7 @@ from data.loader import evaluation_batches, stack_sequences
 from model.config import flops_per_token
 from model.generate import generate
 from sagebwd.kernels.cuda.compile import use_private_caches
-from trainer import build, distributed, identity, interrupt, parallel
+from trainer import build, distributed, identity, interrupt, parallel, start
 from trainer.checkpoint import Checkpoints
 from trainer.checks import report_warmup, sizes_of
 from trainer.distributed import Ranks, is_sharded
@@ -113,17 +113,18 @@ class Trainer:
     def __init__(self, settings: Settings, directory: RunDirectory, ranks: Ranks, stop: StopRequest):
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
         self.sizes = sizes_of(settings, ranks.count)
-        starts_from = build.find_init_from(settings, directory)
+        weights = start.find_weights(settings, directory)
+        self.branch = ranks.from_main(lambda: start.find_branch(settings, directory))
         self.corpus = build.open_text(settings, ranks, stop)
         self.prompt = build.encode_prompt(settings, self.corpus.tokenizer)
         self.loader = build.make_loader(settings, self.sizes, self.corpus, ranks)
         self.backend = build.attention(settings, ranks)
         self.llama = build.llama(settings, self.sizes, self.backend, ranks)
-        if starts_from:
+        if weights:
             with user_facing(ValueError, OSError):
-                model.huggingface.load_into(self.llama, starts_from)
+                model.huggingface.load_into(self.llama, weights)
             check_copies(self.llama, ranks, step=0)
-            log.info("starting from the weights in %s", starts_from)
+            log.info("starting from the weights in %s", weights)
         self.wrapped, self.compiled = parallel.place(
             self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
         )
@@ -383,12 +384,15 @@ class Trainer:
         self.saved_step = self.step
 
     def _restore(self) -> dict[str, Any]:
-        restored = self.checkpoints.load_newest(self.llama, self.optimizer, self._check_run) or {}
+        restored = self.checkpoints.load_newest(self.llama, self.optimizer, self._check_run)
+        if restored is None and self.branch:
+            restored = start.load_branch(self.branch, self.checkpoints, self.llama, self.optimizer)
+        restored = restored or {}
         step = restored.get("step", 0)
         if self.ranks.is_main:
             with user_facing(ValueError):
                 self.directory.truncate_metrics(step)
-            if step:
+            if step and self.branch is None:
                 log.info("continuing %s from step %d", self.directory.path, step)
                 warn_of_holes(
                     self.directory.metrics,

@@ -13,7 +13,7 @@ from trainer.settings import OptimizerSettings
 
 log = logging.getLogger(__name__)
 
-SCHEDULES = ("cosine", "linear", "wsd")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
 DECAY_TYPES = ("linear", "1-sqrt")  # of wsd
 
 #: How the step of a matrix depends on its shape, by torch's name (adjust_lr_fn of torch.optim.Muon).
@@ -130,22 +130,24 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, settings: Optimiz
     """Learning rate of optimizer step `step` (0-based) of `steps`.
 
     Rises linearly to the peak over `warmup_steps`. With "cosine" and "linear" it falls from there on, with
-    "wsd" (warmup-stable-decay) it stays at the peak until the last decay_ratio · steps. The last step has
-    min_lr_ratio · peak. (Cosine and warm-up are the paper's, the floor is a choice. SageAttention3 fine-tunes
-    with linear decay.)
+    "wsd" (warmup-stable-decay) it stays at the peak until the last decay_ratio · steps, with "constant" to
+    the end. The last step of a decay has min_lr_ratio · peak. (Cosine and warm-up are the paper's, the floor
+    is a choice. SageAttention3 fine-tunes with linear decay.)
     """
     if step < warmup_steps:
         return settings.lr * (step + 1) / warmup_steps
     decay = decay_steps(settings, steps=steps, warmup_steps=warmup_steps)
-    progress = (step + 1 - (steps - decay)) / decay
-    if progress <= 0:
+    if step < steps - decay:
         return settings.lr
+    progress = (step + 1 - (steps - decay)) / decay
     floor = settings.lr * settings.min_lr_ratio
     return floor + (settings.lr - floor) * SHAPES[_shape(settings)](progress)
 
 
 def decay_steps(settings: OptimizerSettings, *, steps: int, warmup_steps: int) -> int:
-    """How many steps at the end of the run have a falling learning rate: one or more."""
+    """How many steps at the end of the run have a falling learning rate."""
+    if settings.schedule == "constant":
+        return 0
     if settings.schedule != "wsd":
         return steps - warmup_steps
     ratio = DECAY_RATIO if settings.decay_ratio is None else settings.decay_ratio

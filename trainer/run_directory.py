@@ -18,10 +18,13 @@ from zlib import crc32
 
 import torch
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from data.files import read_bytes, write_text
 from trainer import identity, seal
-from trainer.errors import TrainingError, explain
+from trainer.checks import LENGTH, steps_in_common
+from trainer.errors import SettingsError, TrainingError, explain
 from trainer.machine import software
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
@@ -63,7 +66,7 @@ def default_name(overrides: list[str]) -> str:
 
 
 def name_directory(settings: Settings, overrides: list[str]) -> None:
-    """Give the run a `run_dir` named after its overrides if it has none."""
+    """Give the run a `run_dir` named after its overrides if it has none. settings: or Hydra's."""
     settings.run_dir = settings.run_dir or str(Path(settings.runs_dir) / default_name(overrides))
 
 
@@ -112,13 +115,16 @@ class RunDirectory:
                 f"{self.path} is finished, but nothing there says with which settings: restore its "
                 "config.yaml from a copy, or set rerun_finished=true to train it again from the start"
             )
+        step = max(map(seal.step_of, checkpoints_in(self.checkpoints)), default=0)
+        if self._is_longer(stored, settings, step):
+            return False
         current = identity.recorded(settings)
         changed = identity.differences(stored, current, also=("spike.skip",))
         if changed:
             raise TrainingError(
                 f"{self.path} is finished, but was trained with other settings:\n{identity.listed(changed)}\n"
                 "Give these settings their own run_dir=…, or train them here from the start with "
-                "rerun_finished=true"
+                f"rerun_finished=true{self._branching(stored, settings, step)}"
             )
         was, now = stored.get("data", {}), current["data"]
         return all((was.get(key) or None) == (now[key] or None) for key in ("path", "val_path", "sources"))
@@ -160,13 +166,15 @@ class RunDirectory:
         if settings.rerun_finished and self.is_finished:
             self._clear()
         current = identity.recorded(settings)
-        if self._find_checkpoints() or self._has_metrics():
+        if (found := self._find_checkpoints()) or self._has_metrics():
             stored = self._stored_settings()
+            step = max(map(seal.step_of, found), default=0)
             changed = identity.differences(stored, current) if stored else []
-            if changed:
+            if changed and not self._is_longer(stored, settings, step):
                 raise TrainingError(
                     f"{self.path} holds a run with other settings:\n{identity.listed(changed)}\n"
                     "Give the changed run its own run_dir=…, or delete that folder to start over"
+                    f"{self._branching(stored, settings, step)}"
                 )
         for mark in (self._diverged, self._done):  # what it claims begins to change
             mark.unlink(missing_ok=True)
@@ -182,11 +190,31 @@ class RunDirectory:
         except ValueError as error:
             raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
         changed = identity.differences(stored, identity.recorded(settings)) if stored else []
-        if changed:
+        if changed and not self._is_longer(stored, settings, sealed["step"]):
             raise TrainingError(
                 f"checkpoint {path} is of a run with other settings:\n{identity.listed(changed)}\n"
                 "Move it to where it came from, or give this run its own run_dir=…"
             )
+
+    def _is_longer(self, stored: dict[str, Any], settings: Settings, step: int) -> bool:
+        """Whether the `step` steps that are done are the first of the longer run that `settings` describe.
+
+        They are if their learning rates are: the run goes on as if it had been the longer one all along.
+        """
+        return 0 < step <= _steps_in_common(stored, settings) and step < settings.total_steps
+
+    def _branching(self, stored: dict[str, Any], settings: Settings, step: int) -> str:
+        """What can be done with a run that is not `_is_longer` although only its length differs."""
+        common = _steps_in_common(stored, settings)
+        if common < 0 or not 0 < step < settings.total_steps:
+            return ""
+        steps = seal.steps_in(self.checkpoints)
+        at = max((one for one in steps if one <= common), default=step)
+        return (
+            f". It cannot go on here: its {step} steps had other learning rates, from step {common + 1} on. "
+            "A run of its own can go on with the rates of these settings: "
+            f"branch_from={self.path} branch_step={at}"
+        )
 
     def note_checkpoint(self, step: int) -> None:
         """Remember that there has been a checkpoint, so that a lost folder of them is not taken for none."""
@@ -323,6 +351,17 @@ class RunDirectory:
             self._done,
         ):
             path.unlink(missing_ok=True)
+
+
+def _steps_in_common(stored: dict[str, Any], settings: Settings) -> int:
+    """How many first steps a stored run and this one have in common; -1 if not only the length differs."""
+    changed = {name for name, *_ in identity.differences(stored, identity.recorded(settings))}
+    if not changed or not changed <= LENGTH:
+        return -1
+    try:
+        return steps_in_common(OmegaConf.to_object(identity.restored(stored)), settings)
+    except (OmegaConfBaseException, SettingsError):  # of an older version
+        return -1
 
 
 def _remove(folder: Path) -> None:

@@ -101,6 +101,32 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """The checkpoint of one step. Raises ValueError, naming the steps that exist, if there is none."""
+    path = path_of(folder, step)
+    if not path.is_dir():
+        there = ", ".join(map(str, steps_in(folder))) or "none"
+        raise ValueError(f"{folder} has no checkpoint of step {step}; there: {there}")
+    return path
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps whose checkpoints are in `folder`."""
+    return [step_of(path) for path in checkpoints_in(folder)]
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint of `folder`. Raises ValueError if there is none."""
+    if steps := steps_in(folder):
+        return steps[-1]
+    raise ValueError(f"{folder} holds no checkpoint; train the run, or restore them")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step_{step:08d}"
+
+
 def sync(path: Path) -> None:
     """Return when the content of the file, or the names in the folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -49,7 +49,8 @@ class OptimizerSettings:
 
     name: str = "adamw"  # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for all else
     lr: float = MISSING  # peak learning rate
-    schedule: str = "cosine"  # how it falls after the warm-up: "cosine", "linear" or "wsd" (at the end only)
+    # How it falls after the warm-up: "cosine", "linear", "wsd" (at the end only) or "constant" (never).
+    schedule: str = "cosine"
     decay_ratio: float | None = None  # wsd: share of the run's steps in which it falls; null: 0.2
     decay_type: str | None = None  # wsd: how, "1-sqrt" or "linear"; null: "1-sqrt"
     min_lr_ratio: float = MISSING  # final learning rate as a fraction of the peak
@@ -145,6 +146,8 @@ class Settings:
     profile: ProfileSettings = field(default_factory=ProfileSettings, metadata=MAY_CHANGE)
 
     init_from: str | None = None  # a Hugging Face folder to start from (a run's weights/); null: random
+    branch_from: str | None = None  # a run to go on from, with its optimizer (trainer/start.py)
+    branch_step: int | None = None  # of its checkpoint; null: the newest
 
     context: int = MISSING  # tokens per training sequence
     train_sequences: int | None = None  # train on the first so many of the text, over and over; null: on all

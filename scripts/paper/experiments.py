@@ -6,13 +6,15 @@
 
 An item is one YAML file:
 
-    title also            further names it goes by variants        names of common.yaml; every one runs at
-    every seed of a setup runs            by scale, a list of setups, or of {setup, variants, seeds,
-    starts_from, same_text} setups          setups of its own, as in common.yaml measure         commands:
-    {runs} are the run directories, {results} the folder of results, {scale} the scale debug           the
-    commands at the debug scale, if they are others needs_weights   the commands read trained weights, which
-    diverged runs do not have minutes         of the commands, on one H200 result          the JSON file,
-    which may be compressed
+    title, and also: further names it goes by
+    variants        names of common.yaml; every one runs at every seed of a setup
+    setups          setups of its own, as in common.yaml
+    runs            by scale, a list of setups, or of {setup, variants, seeds, starts_from, branches_from}
+    measure         commands: {runs} are the run directories, {results} the folder of results, {scale}
+    debug           the commands at the debug scale, if they are others
+    needs_weights   the commands read trained weights, which diverged runs do not have
+    minutes         of the commands, on one H200
+    result          the JSON file, which may be compressed
 """
 
 from __future__ import annotations
@@ -40,8 +42,13 @@ class Run:
     overrides: tuple[str, ...]
     minutes: float  # of one H200, or of `gpus` of them
     gpus: int = 1
-    starts_from: str | None = None  # the run whose trained weights it begins with
-    own_text: bool = False  # brings its own data settings
+    starts_from: str | None = None  # the run whose trained weights it begins with, on other text
+    branches_from: str | None = None  # the run whose last checkpoint it goes on from
+
+    @property
+    def after(self) -> str | None:
+        """The run that it needs."""
+        return self.starts_from or self.branches_from
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Item:
 
     def compared(self, scale: str) -> list[Run]:
         """The runs that the commands read: all but those that others only start from."""
-        started_from = {run.starts_from for run in self.runs[scale]}
+        started_from = {run.after for run in self.runs[scale]}
         return [run for run in self.runs[scale] if run.name not in started_from]
 
 
@@ -119,15 +126,14 @@ def runs_of(
     """Every variant at every seed; seed by seed, so that whole comparisons are done first."""
     entry = {"setup": entry} if isinstance(entry, str) else entry
     setup = setups[entry["setup"]]
-    starts_from = entry.get("starts_from")
     return [
         Run(
             f"{entry['setup']}/{variant}-seed{seed}",
             (*setup["overrides"], *variants[variant], f"seed={seed}"),
             setup["minutes"],
             gpus=setup.get("gpus", 1),
-            starts_from=starts_from,
-            own_text=bool(starts_from) and not entry.get("same_text", False),
+            starts_from=entry.get("starts_from"),
+            branches_from=entry.get("branches_from"),
         )
         for seed in entry.get("seeds", setup.get("seeds", [1]))
         for variant in entry.get("variants", chosen)

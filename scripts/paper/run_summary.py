@@ -131,6 +131,8 @@ def without_places(config: dict[str, Any]) -> dict[str, Any]:
         data[name] = data.get(name) and Path(data[name]).name
     if settings.get("init_from"):
         settings["init_from"] = Path(settings["init_from"]).parent.name  # the run that it starts from
+    if settings.get("branch_from"):
+        settings["branch_from"] = Path(settings["branch_from"]).name
     return settings | {"data": data}
 
 
@@ -151,6 +153,6 @@ def group_of(config: dict[str, Any], text: str | None) -> dict[str, Any]:
         "lr": config["optimizer"]["lr"],
         "warmup_steps": config["tps"]["warmup_steps"],
         "text": text or config["data"]["path"] or config["data"]["source"],
-        "init_from": config.get("init_from"),
+        "init_from": config.get("init_from") or config.get("branch_from"),
         **{name: value for name, (value, usual) in unusual.items() if value != usual},
     }

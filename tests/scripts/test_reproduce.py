@@ -40,12 +40,12 @@ def arguments(*argv):
 def test_every_run_can_be_planned(compose_settings, monkeypatch):
     """Each setup with its first run: the settings exist, and tokens per step come out exactly."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    by_setup = {
-        run.name.split("/")[0]: run for item in items().values() for s in SCALES for run in item.runs[s]
-    }
+    runs = {run.name: run for item in items().values() for s in SCALES for run in item.runs[s]}
+    by_setup = {name.split("/")[0]: run for name, run in runs.items()}
     plans = {}
     for setup, run in by_setup.items():
-        settings = compose_settings(*run.overrides)
+        trunk = runs[run.branches_from].overrides if run.branches_from else ()
+        settings = compose_settings(*trunk, *run.overrides)
         settings.init_from = None  # there is no trained model here
         plans[setup] = settings, check(settings, ranks=run.gpus)
     tokens = {setup: plan.steps * plan.tokens_per_step for setup, (_, plan) in plans.items()}
@@ -112,8 +112,16 @@ def test_fine_tuning_follows_its_base_and_brings_its_own_text():
     assert f"init_from=r/{first[0].name}/weights" in tuned
     assert [text for text in tuned if text.startswith("data")] == ["data.root=t"]
     assert first[0] not in item.compared("scaled")
-    branch = reproduce.stages(find("branches").runs["scaled"])[1][0]
-    assert "data.path=x" in reproduce.train_command(branch, asked)  # on the trunk's own text
+
+
+def test_branches_follow_their_trunk_and_have_its_text():
+    asked = arguments("branches", "--runs-dir", "r", "--", "data=parquet", "data.path=x", "data.root=t")
+    (trunk,), branches = reproduce.stages(find("branches").runs["scaled"])
+    assert "data.path=x" in reproduce.train_command(trunk, asked)
+    commands = [reproduce.train_command(branch, asked) for branch in branches]
+    assert all(f"branch_from=r/{trunk.name}" in command for command in commands)
+    assert {text for command in commands for text in command if text.startswith("data")} == {"data.root=t"}
+    assert find("branches").compared("scaled") == branches
 
 
 def test_a_folder_with_an_awkward_name_reaches_train_py_as_it_is():

@@ -35,15 +35,18 @@ def train_here(compose_settings, datasets, monkeypatch):
     """train_here(run_dir, "steps=3", …) -> the Trainer of a debug run, at its end."""
 
     def trained(run_dir, *overrides):
-        run_settings = compose_settings(
-            "experiment=debug", f"data.root={datasets}", f"run_dir={run_dir}", *overrides
-        )
-        directory = RunDirectory(run_dir)
-        with directory.locked(), StopRequest() as stop, monkeypatch.context() as patch:
-            patch.setattr(Figure, "savefig", warm.no_picture)
-            directory.open(run_settings)
-            trainer = Trainer(run_settings, directory, Ranks(0, 1, torch.device("cpu")), stop)
-            trainer.run()
-        return trainer
+        debug = ("experiment=debug", f"data.root={datasets}", f"run_dir={run_dir}")
+        return train(compose_settings(*debug, *overrides), monkeypatch)
 
     return trained
+
+
+def train(run_settings, monkeypatch):
+    """The Trainer of that run, at its end."""
+    directory = RunDirectory(Path(run_settings.run_dir))
+    with directory.locked(), StopRequest() as stop, monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", warm.no_picture)
+        directory.open(run_settings)
+        trainer = Trainer(run_settings, directory, Ranks(0, 1, torch.device("cpu")), stop)
+        trainer.run()
+    return trainer

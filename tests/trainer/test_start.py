@@ -1,0 +1,189 @@
+"""What a run starts from: it goes on where that was, exactly, or says why it cannot."""
+
+import json
+import shutil
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.cli import assert_same_weights, losses, metrics
+from tests.trainer import conftest
+from tests.trainer.conftest import CONFIGS
+from trainer import settings
+from trainer.errors import SettingsError, TrainingError
+from trainer.run_directory import RunDirectory
+from trainer.start import inherited
+
+QUICK = ("sample_tokens=0", "probe.every=0", "checkpoint_every=2")
+
+
+@pytest.fixture
+def typed():
+    """typed("steps=3", …) -> the Settings that train.py makes of this command line."""
+    settings.register()
+
+    def read(*overrides):
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            config = compose("train", overrides=list(overrides))
+        return OmegaConf.to_object(inherited(config, list(overrides)))
+
+    return read
+
+
+@pytest.fixture
+def train(typed, datasets, monkeypatch):
+    """train("steps=3", …) -> trains what train.py would of this command line; the run's folder."""
+
+    def trained(*overrides):
+        return conftest.train(typed(f"data.root={datasets}", *overrides), monkeypatch).directory.path
+
+    return trained
+
+
+# ---------------------------------------------------------------------- a finished run with more steps
+
+
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+def test_a_longer_run_is_the_one_of_that_length_bit_for_bit(train, tmp_path, schedule):
+    """Of wsd a run that was stopped before its decay, which more steps put off."""
+    debug = ("experiment=debug", *QUICK, f"optimizer.schedule={schedule}")
+    part = train(*debug, "steps=4", f"run_dir={tmp_path / 'part'}", "optimizer.schedule=constant")
+    longer = train(*debug, "steps=8", f"run_dir={part}")
+    whole = train(*debug, "steps=8", f"run_dir={tmp_path / 'whole'}")
+    assert_same_weights(longer, whole)
+    assert losses(longer) == losses(whole)
+    assert RunDirectory(longer).is_finished
+
+
+def test_a_run_whose_rates_would_be_others_is_left_as_it_is(train, typed, tmp_path):
+    run = train("experiment=debug", *QUICK, "steps=6", "keep_checkpoints=9", f"run_dir={tmp_path / 'run'}")
+    again = typed("experiment=debug", *QUICK, "steps=12", f"run_dir={run}")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for refuse in (RunDirectory(run).is_finished_with, RunDirectory(run).open):
+        with pytest.raises(
+            TrainingError, match=rf"steps was 6, is now 12(?s:.*)branch_from={run} branch_step=2"
+        ):
+            refuse(again)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_shorter_run_is_another(train, typed, tmp_path):
+    constant = ("experiment=debug", *QUICK, "optimizer.schedule=constant", f"run_dir={tmp_path / 'run'}")
+    run = train(*constant, "steps=6")
+    with pytest.raises(TrainingError, match="steps was 6, is now 4"):
+        RunDirectory(run).is_finished_with(typed(*constant, "steps=4"))
+
+
+# ---------------------------------------------------------------------- a branch
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("trunk")
+
+
+@pytest.fixture
+def trunk(kept, train):
+    """A run of eight steps with a checkpoint at every second one, made by the first test that needs it."""
+    run = kept / "run"
+    if not run.exists():
+        train("experiment=debug", *QUICK, "steps=8", "keep_checkpoints=9", f"run_dir={run}")
+    return run
+
+
+def test_a_branch_that_changes_nothing_is_its_run(train, trunk, tmp_path):
+    """Weights, moments, learning rates and the order of the data: its steps have the same bits."""
+    branch = train(f"branch_from={trunk}", "branch_step=4", f"run_dir={tmp_path / 'branch'}")
+    assert_same_weights(branch, trunk)
+    assert losses(branch) == losses(trunk)[4:]
+    assert json.loads(json.dumps(metrics(branch)))[-1] == metrics(trunk)[-1]
+
+
+@pytest.mark.parametrize("change", ["attention=sagebwd", "optimizer.lr=1e-4", "optimizer.weight_decay=0.7"])
+def test_what_a_branch_changes_takes_effect_from_there_on(train, trunk, tmp_path, change):
+    branch = train(f"branch_from={trunk}", "branch_step=4", change, f"run_dir={tmp_path / 'branch'}")
+    (first, *_, last), trunks = losses(branch), losses(trunk)
+    assert first == pytest.approx(trunks[4], rel=1e-3)  # the same weights on the same text
+    assert last != trunks[-1]
+    recorded = OmegaConf.load(branch / "config.yaml")
+    assert (recorded.branch_from, recorded.branch_step) == (str(trunk), 4)
+
+
+def test_a_branch_resumes_from_its_own_checkpoint(train, trunk, tmp_path):
+    """Also when its run has gone, and without branch_step, which then was the newest."""
+    moved = shutil.copytree(trunk, tmp_path / "trunk")
+    command = (f"branch_from={moved}", "steps=12", "attention=sagebwd", f"run_dir={tmp_path / 'branch'}")
+    branch = train(*command)
+    expected = losses(branch)
+    shutil.rmtree(moved)
+    shutil.rmtree(branch / "checkpoints" / "step_00000012")
+    (branch / "DONE").unlink()
+    assert losses(train(*command)) == expected
+    assert OmegaConf.load(branch / "config.yaml").branch_step == 8
+
+
+REFUSED = [
+    (("model.n_layers=1",), "model.n_layers=2"),
+    (("optimizer=muon",), "optimizer.name=adamw"),
+    (("data.tokenizer=gpt2", "model.vocab_size=50304"), "data.tokenizer=bytes"),
+    (("branch_step=5",), "no checkpoint of step 5; there: 2, 4, 6, 8"),
+    ((), "has done all 8 steps of this run; raise steps"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "told"), REFUSED)
+def test_a_branch_of_another_model_is_refused(train, trunk, tmp_path, overrides, told):
+    with pytest.raises(TrainingError, match=told):
+        train(f"branch_from={trunk}", *overrides, f"run_dir={tmp_path / 'branch'}")
+    assert not (tmp_path / "branch" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("wrong", ["experiment=debug", "init_from=x"])
+def test_a_branch_has_one_origin(typed, trunk, wrong):
+    with pytest.raises(TrainingError, match="leave init_from and experiment out"):
+        typed(f"branch_from={trunk}", wrong)
+
+
+def test_a_place_without_a_run_is_named(typed, tmp_path):
+    with pytest.raises(TrainingError, match=rf"branch_from={tmp_path}: .*give the directory of a run"):
+        typed(f"branch_from={tmp_path}")
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def test_weights_bring_their_shape_and_tokenizer(typed, trunk):
+    found = typed("data=text", "data.path=x", f"init_from={trunk / 'weights'}")
+    assert (found.model.d_model, found.model.n_layers, found.data.tokenizer) == (32, 2, "bytes")
+    found = typed(f"init_from={trunk / 'weights'}", "model.max_context=96", "data.tokenizer=gpt2")
+    assert (found.model.d_model, found.model.max_context, found.data.tokenizer) == (32, 96, "gpt2")
+
+
+def test_weights_of_others_bring_the_tokenizer_beside_them(typed, trunk, tmp_path):
+    folder = shutil.copytree(trunk / "weights", tmp_path / "model")
+    assert typed(f"init_from={folder}").data.tokenizer == str(folder)
+    (folder / "tokenizer.json").unlink()
+    assert typed(f"init_from={folder}", "data=embedded").data.tokenizer == "bytes"
+
+
+def test_a_shape_that_was_typed_is_compared_with_the_weights(train, trunk, tmp_path):
+    with pytest.raises((TrainingError, SettingsError), match=r"use model\.d_ffn=96"):
+        train(
+            "experiment=debug",
+            f"init_from={trunk / 'weights'}",
+            "model.d_ffn=64",
+            f"run_dir={tmp_path / 'run'}",
+        )
+
+
+def test_a_run_that_has_begun_does_not_need_the_weights_it_began_with(train, trunk, tmp_path):
+    weights = shutil.copytree(trunk / "weights", tmp_path / "model")
+    command = ("experiment=debug", *QUICK, f"init_from={weights}", "steps=4", f"run_dir={tmp_path / 'run'}")
+    run = train(*command)
+    expected = losses(run)
+    for name in ("config.json", "model.safetensors"):  # the tokenizer stays
+        (weights / name).unlink()
+    shutil.rmtree(run / "checkpoints" / "step_00000004")
+    (run / "DONE").unlink()
+    assert losses(train(*command)) == expected
