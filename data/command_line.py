@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 #: Options of Hydra that the next argument does not belong to.
 WITHOUT_VALUE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve")
 #: Settings whose next part is a name that the user chooses; data/recipe.py checks what follows.
-NAMED = ("data.validation.", "data.sources.")
+NAMED = ("data.validation.", "data.sources.", "callbacks.", "optimizer.arguments.")
 # Hydra reads these as they stand, as text: numbers begin with a digit, sign or dot. Other text needs quotes.
 PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_/]([A-Za-z0-9_./*%@?-]*[A-Za-z0-9_/*])?")
 KEYWORDS = {"true", "false", "null", "nan", "inf"}

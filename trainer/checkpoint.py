@@ -50,6 +50,7 @@ class Checkpoints:
     `background`, `save` returns as soon as the state is copied; every rank then calls `poll` in each step,
     and `wait` before it relies on the checkpoint. All ranks make all calls, in the same order. `published` is
     called with the step of each complete checkpoint, on the main rank, in the thread that wrote it.
+    `completed` is called with step and folder of each on all ranks, by `save`, `poll` or `wait`.
     """
 
     def __init__(
@@ -61,15 +62,16 @@ class Checkpoints:
         milestone_every: int | None = None,
         background: bool = False,
         published: Callable[[int], None] | None = None,
+        completed: Callable[[int, Path], None] | None = None,
     ):
         self.folder, self.keep, self.ranks = folder, keep, ranks
         self.milestone_every, self.background = milestone_every, background
-        self.published = published
+        self.published, self.completed = published, completed
         self._group = dist.new_group(backend="gloo") if ranks.count > 1 else None
         # Keeps its memory for the next copy. (The public DefaultStager works only once in torch 2.11.)
         self._stager = StateDictStager(pin_memory=ranks.device.type == "cuda")
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use, initargs=(ranks.device,))
-        self._writing: Future[None] | None = None  # one at a time; on all ranks or on none
+        self._writing: Future[Path] | None = None  # one at a time; on all ranks or on none
         # Training on one device needs no process group. (Silencing around the calls is not thread-safe.)
         warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
 
@@ -86,7 +88,7 @@ class Checkpoints:
         if self.background:
             self._writing = self._thread.submit(self._write, self._copy(state), sealed)
         else:
-            self._write(state, sealed)
+            self._complete(self._write(state, sealed))
         paused = time.perf_counter() - began
         before = f", {waited:.2f} s of it for the previous write" if waited > 0.1 else ""
         log.info("step %d: training paused %.2f s for a checkpoint%s", step, paused, before)
@@ -117,7 +119,11 @@ class Checkpoints:
         """Wait for the background write. Raises TrainingError if it failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            writing.result()
+            self._complete(writing.result())
+
+    def _complete(self, path: Path) -> None:
+        if self.completed:
+            self.completed(seal.step_of(path), path)
 
     def close(self) -> None:
         """Complete a write in progress. Its failure is only logged: another error is ending the run."""
@@ -165,8 +171,8 @@ class Checkpoints:
             torch.cuda.synchronize(self.ranks.device)
         return copied
 
-    def _write(self, state: dict[str, Any], sealed: dict[str, Any]) -> None:
-        """Write every rank's part of `state`, then on the main rank seal and name the checkpoint.
+    def _write(self, state: dict[str, Any], sealed: dict[str, Any]) -> Path:
+        """Write every rank's part of `state`, then on the main rank seal and name the checkpoint's folder.
 
         Raises TrainingError, on all ranks, if any of it fails.
         """
@@ -184,6 +190,7 @@ class Checkpoints:
                 f"{_reason(error)}. Make room or fix the folder; the same command then continues from the "
                 "checkpoint before it"
             ) from error
+        return final
 
     def _make_folder(self, temporary: Path) -> None:
         if not self.folder.parent.is_dir():

@@ -137,7 +137,11 @@ def _named(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             moments = optimizer.state.get(parameter, {})
-            named |= {f"{name} ({key})": value for key, value in moments.items() if key != "step"}
+            named |= {
+                f"{name} ({key})": value
+                for key, value in moments.items()
+                if key != "step" and isinstance(value, Tensor)
+            }
     return named
 
 

@@ -130,7 +130,10 @@ def state_bytes(settings: Settings) -> int:
 
 
 def moment_bytes(settings: Settings) -> int:
-    """Bytes of the optimizer's state: two moments of a weight, one of those that Muon updates."""
+    """Bytes of the optimizer's state: two moments of a weight, one of those that Muon updates.
+
+    Of a class that the user names (optimizer._target_) it is not known; two moments are what most have.
+    """
     moments = 2 * parameter_count(settings.model)
     if settings.optimizer.name == "muon":
         moments -= settings.model.n_layers * block_matrices(settings.model)

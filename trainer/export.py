@@ -128,6 +128,7 @@ def _rows(
     tokens = step * settings.tokens_per_step
     started = [{}, *read_lines(directory.environment)][-1] if directory.environment.exists() else {}
     has_muon_lr = optimizer.name == "muon" and optimizer.muon_lr is not None
+    name = optimizer._target_ or optimizer.name
     rate = f"{optimizer.lr:g} and {optimizer.muon_lr:g}" if has_muon_lr else f"{optimizer.lr:g}"
     return [
         (
@@ -139,7 +140,10 @@ def _rows(
             f"{tokens:,} tokens, {settings.tokens_per_step:,} per step, context {settings.context}",
         ),
         ("text", _text(settings)),
-        ("optimizer", f"{optimizer.name}, learning rate {rate}, {optimizer.schedule} schedule"),
+        (
+            "optimizer",
+            f"{name}, learning rate {rate}, {optimizer.schedule} schedule",
+        ),
         ("seed", settings.seed),
         *_losses(records, step),
         *((name, started[name]) for name in ("commit", "device", "devices", "torch") if started.get(name)),

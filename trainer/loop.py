@@ -20,6 +20,7 @@ from model.config import flops_per_token
 from model.generate import generate
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import build, distributed, identity, interrupt, parallel, start
+from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpoints
 from trainer.checks import report_warmup, sizes_of
 from trainer.distributed import Ranks, is_sharded
@@ -130,6 +131,7 @@ class Trainer:
         )
         self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
         self.optimizer = build_optimizer(self.llama, settings.optimizer)
+        self.callbacks = Callbacks(settings.callbacks)
         self.guard = Guard(self.llama, self.optimizer, ranks, directory)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
@@ -138,6 +140,7 @@ class Trainer:
             milestone_every=settings.milestone_every,
             background=settings.checkpoint_background,
             published=directory.note_checkpoint,
+            completed=self._on_checkpoint,
         )
         restored = self._restore()
         self.step: int = restored.get("step", 0)
@@ -175,9 +178,13 @@ class Trainer:
                         self.checkpoints.reserve(self.llama, self.optimizer)
                     self.ranks.answer_within(settings.hardware.timeout_s)
                     first_step = False
+                values = {"loss": loss, "lr": rate, "grad_norm": grad_norm}
+                if self.callbacks:
+                    with self._off_the_clock():
+                        self.callbacks.on_step(self.step, values, self.llama)
                 last = self.step == sizes.steps
                 if self.step % settings.log_every == 0 or last or self.step == 1:
-                    self._log(loss, grad_norm, rate, steps_timed)
+                    self._log(values, steps_timed)
                     steps_timed = 0
                 if self.record:
                     self.record.advance()
@@ -300,9 +307,11 @@ class Trainer:
         ]
         # All ranks of a sharded model take part in generating each token.
         sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
+        values = validation_record(self.corpus.validation, losses, self._bytes_per_token)
+        values["sample"] = sample
+        self.callbacks.on_evaluate(self.step, values, self.llama)
         if self.record:
-            values = validation_record(self.corpus.validation, losses, self._bytes_per_token)
-            self.record.write({"step": self.step, "tokens": self._tokens(), **values, "sample": sample})
+            self.record.write({"step": self.step, "tokens": self._tokens(), **values})
             log.info("step %d: %s%s", self.step, described(values), f"\n  | {sample!r}" if sample else "")
 
     @functools.cached_property
@@ -327,7 +336,7 @@ class Trainer:
             )
         return self.corpus.tokenizer.decode(tokens[0].tolist())
 
-    def _log(self, loss: float, grad_norm: float, rate: float, steps_timed: int) -> None:
+    def _log(self, values: dict[str, Any], steps_timed: int) -> None:
         seconds = self.stopwatch.take()
         if not self.record:
             return
@@ -340,9 +349,7 @@ class Trainer:
             {
                 "step": self.step,
                 "tokens": self._tokens(),
-                "loss": loss,
-                "lr": rate,
-                "grad_norm": grad_norm,
+                **values,
                 "tokens_per_second": tokens_per_second,
                 "mfu": mfu,
                 "peak_memory_gib": peak_memory_gib(
@@ -350,7 +357,7 @@ class Trainer:
                 ),
             }
         )
-        self.record.progress(loss, tokens_per_second, mfu)
+        self.record.progress(values["loss"], tokens_per_second, mfu)
 
     def _finish(self) -> None:
         """Export the weights, draw the pictures, and mark the run finished."""
@@ -382,6 +389,10 @@ class Trainer:
         }
         self.checkpoints.save(self.step, self.llama, self.optimizer, extra)
         self.saved_step = self.step
+
+    def _on_checkpoint(self, step: int, path: Path) -> None:
+        with self._off_the_clock():
+            self.callbacks.on_checkpoint(step, path, self.llama)
 
     def _restore(self) -> dict[str, Any]:
         restored = self.checkpoints.load_newest(self.llama, self.optimizer, self._check_run)

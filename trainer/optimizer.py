@@ -1,14 +1,16 @@
-"""AdamW, or Muon with AdamW, and the learning rate of every step."""
+"""AdamW, Muon with AdamW or a class by its path, and the learning rate of every step."""
 
 import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import hydra.utils
 import torch
 from torch import nn
 
 from model.llama import Llama
+from trainer.errors import TrainingError
 from trainer.settings import OptimizerSettings
 
 log = logging.getLogger(__name__)
@@ -22,22 +24,48 @@ MUON_SCALES = ("match_rms_adamw", "original")
 
 def build_optimizer(llama: Llama, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """The optimizer that the settings name. Make it after the model is placed (trainer/parallel.py)."""
-    return OPTIMIZERS[settings.name](llama, settings)
+    return by_target(llama, settings) if settings._target_ else OPTIMIZERS[settings.name](llama, settings)
+
+
+def by_target(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """A user's class, called as torch's: with groups of parameters, lr and its own arguments.
+
+    Raises TrainingError if that fails.
+    """
+    make = {"_target_": settings._target_, "_partial_": True, "_convert_": "all", **settings.arguments}
+    try:
+        made = hydra.utils.instantiate(make)(_groups([*model.parameters()], settings), lr=settings.lr)
+    except Exception as error:  # whatever that code raises
+        raise TrainingError(
+            f"optimizer._target_={settings._target_} cannot be made with optimizer.arguments="
+            f"{settings.arguments}: {error}"
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TrainingError(f"optimizer._target_={settings._target_} is no torch.optim.Optimizer")
+    return made
 
 
 def adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
     """Fused AdamW. Weight decay applies to matrices only, not to the gains of norms."""
-    return _adamw([p for p in model.parameters() if p.requires_grad], settings)
+    return _adamw([*model.parameters()], settings)
 
 
 def _adamw(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
     return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True
+        _groups(parameters, settings),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=True,
     )
+
+
+def _groups(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> list[dict[str, Any]]:
+    trained = [p for p in parameters if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 def muon(llama: Llama, settings: OptimizerSettings) -> "MuonWithAdamW":

@@ -48,6 +48,8 @@ class OptimizerSettings:
     """
 
     name: str = "adamw"  # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for all else
+    _target_: str | None = None  # path of another class of optimizers (lion_pytorch.Lion); null: by name
+    arguments: dict[str, Any] = field(default_factory=dict)  # its own; lr and weight_decay it gets anyway
     lr: float = MISSING  # peak learning rate
     # How it falls after the warm-up: "cosine", "linear", "wsd" (at the end only) or "constant" (never).
     schedule: str = "cosine"
@@ -166,6 +168,8 @@ class Settings:
     keep_checkpoints: int = changeable()  # newest checkpoints kept
     # Also steps between checkpoints, which are kept permanently; null: none.
     milestone_every: int | None = changeable(None)
+    # Code that the run calls, by name: {_target_: path.to.Class, …}. See trainer/callbacks.py.
+    callbacks: dict[str, Any] = field(default_factory=dict, metadata=MAY_CHANGE)
     skip_nonfinite: bool = changeable(False)  # drop a step whose loss or gradient is not finite, do not stop
 
     runs_dir: str = changeable()  # holds the run directories that are named after their overrides
@@ -198,8 +202,9 @@ class Settings:
 def register() -> None:
     """Make the types known to Hydra: configs/train.yaml starts from `settings_schema`."""
     schema = OmegaConf.structured(Settings)
-    # Any attention.NAME may be set on the command line: a sweep over several attentions sets it for all.
-    OmegaConf.set_struct(schema.attention, False)
+    # Their names are set on the command line: of attentions any, as a sweep over several sets it for all.
+    for group in (schema.attention, schema.callbacks, schema.optimizer.arguments):
+        OmegaConf.set_struct(group, False)
     register_options(schema)
     ConfigStore.instance().store(name="settings_schema", node=schema)
 

@@ -31,8 +31,11 @@ if TYPE_CHECKING:  # importing it takes seconds
 
 log = logging.getLogger(__name__)
 
-#: Settings that a branch does not take from its run.
-OWN = (*("run_dir", "runs_dir", "rerun_finished", "plan", "init_from", "branch_from", "branch_step"),)
+#: Settings that a branch does not take from its run: places, and what would run code that a run has named.
+OWN = (
+    *("run_dir", "runs_dir", "rerun_finished", "plan", "init_from", "branch_from", "branch_step"),
+    *("optimizer._target_", "callbacks"),
+)
 
 
 def inherited(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -144,7 +147,7 @@ def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict
         stored = identity.checked(sealed.get("settings"))
         shape = LlamaConfig(**stored["model"])
         wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]
-        for name in ("name",):
+        for name in ("name", "_target_"):
             if (old := stored["optimizer"].get(name)) != getattr(settings.optimizer, name):
                 wrong.append(f"optimizer.{name}={old}")
         if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):

@@ -14,6 +14,7 @@ from model.llama import Llama
 from tests.cli import losses
 from trainer.distributed import Ranks
 from trainer.divergence import not_finite
+from trainer.errors import TrainingError
 from trainer.optimizer import adamw, build_optimizer, learning_rate, set_learning_rate
 from trainer.settings import OptimizerSettings
 
@@ -247,3 +248,59 @@ def test_wsd_decays_in_one_step_at_least_and_in_all_at_most():
     assert [rate(step, 3, 1, replace(WSD, decay_ratio=0.01, lr=1.0)) for step in range(3)] == [1, 1, 0.1]
     whole, linear = replace(WSD, decay_ratio=1.0), replace(SETTINGS, schedule="linear")
     assert [rate(s, 9, 0, whole) for s in range(9)] == [rate(s, 9, 0, linear) for s in range(9)]
+
+
+# ---------------------------------------------------------------------- a class by its path
+
+
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al. (arXiv 2302.06675), as a user would write it."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                    group["lr"] * m.lerp(p.grad, 1 - b1).sign()
+                )
+                m.lerp_(p.grad, 1 - b2)
+
+
+BY_TARGET = {
+    "lion": (f"optimizer._target_={__name__}.Lion", "optimizer.arguments.betas=[0.8,0.9]"),
+    "nadam": ("optimizer._target_=torch.optim.NAdam", "optimizer.arguments={betas: [0.8, 0.9]}"),
+    "no state": ("optimizer._target_=torch.optim.SGD",),
+}
+
+
+@pytest.mark.parametrize("overrides", BY_TARGET.values(), ids=BY_TARGET)
+def test_a_class_by_its_path_is_saved_and_resumed(train_here, tmp_path, overrides):
+    command = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0", *overrides)
+    whole = train_here(tmp_path / "run", *command)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
+    continued = train_here(tmp_path / "run", *command)
+    for left, right in zip(whole.llama.parameters(), continued.llama.parameters(), strict=True):
+        assert torch.equal(left, right)
+    groups = whole.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0]
+    assert [group.get("betas", [0.8, 0.9]) for group in groups] == [[0.8, 0.9]] * 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("optimizer._target_=torch.optim.Nothing",), "Nothing"),
+        (("optimizer._target_=torch.optim.NAdam", "optimizer.arguments.beta=1"), "beta"),
+        (("optimizer._target_=torch.nn.Identity",), "is no torch.optim.Optimizer"),
+    ],
+)
+def test_a_path_that_makes_no_optimizer_is_named(train_here, tmp_path, overrides, told):
+    with pytest.raises(TrainingError, match=rf"optimizer\._target_=torch.*{told}"):
+        train_here(tmp_path / "run", "steps=1", *overrides)

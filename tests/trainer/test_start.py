@@ -123,6 +123,18 @@ def test_a_branch_resumes_from_its_own_checkpoint(train, trunk, tmp_path):
     assert OmegaConf.load(branch / "config.yaml").branch_step == 8
 
 
+def test_a_branch_takes_no_code_from_its_run(trunk, typed, tmp_path):
+    stranger = shutil.copytree(trunk, tmp_path / "stranger")
+    recorded = OmegaConf.load(stranger / "config.yaml")
+    recorded.optimizer._target_ = "os.system"
+    recorded.callbacks = {"a": {"_target_": "os.system"}}
+    recorded.sample_prompt = recorded.data.tokenizer = "${oc.env:HOME}"
+    OmegaConf.save(recorded, stranger / "config.yaml")
+    found = typed(f"branch_from={stranger}")
+    assert (found.optimizer._target_, found.callbacks) == (None, {})
+    assert found.sample_prompt == found.data.tokenizer == "${oc.env:HOME}"
+
+
 REFUSED = [
     (("model.n_layers=1",), "model.n_layers=2"),
     (("optimizer=muon",), "optimizer.name=adamw"),

@@ -1,0 +1,146 @@
+"""A user's own code in a run: what it is called with, what it may add, and which one an error names."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts import evaluate
+from tests import warm
+from tests.cli import assert_same_run, metrics
+from trainer import seal
+from trainer.callbacks import Callback
+from trainer.errors import SettingsError, TrainingError
+
+CALLS = []
+HERE = f"{__name__}."
+QUICK = ("sample_tokens=0", "probe.every=0", "steps=4", "log_every=2", "eval_every=2")
+
+
+class Notes(Callback):
+    def __init__(self, scale):
+        CALLS.clear()
+        self.scale = scale
+
+    def on_step(self, step, record, model):
+        CALLS.append(("step", step, {*record}, type(model).__name__))
+        record["mine/step"] = self.scale * step
+
+    def on_evaluate(self, step, record, model):
+        CALLS.append(("evaluate", step, {*record}, type(model).__name__))
+        record["mine/evaluate"] = self.scale * step
+
+    def on_checkpoint(self, step, record, model):
+        assert seal.verify(Path(record["path"]))["step"] == step  # it is complete
+        CALLS.append(("checkpoint", step, {*record}, type(model).__name__))
+
+
+class Fails(Callback):
+    def __init__(self, where):
+        setattr(self, where, self.fail)
+
+    def fail(self, step, record, model):
+        raise KeyError("my_key")
+
+
+class Adds(Callback):
+    def on_evaluate(self, step, record, model):
+        record["mine"] = model.norm.weight
+
+
+class Refuses(Callback):
+    def __init__(self):
+        raise ValueError("not today")
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_hooks_are_called_with_what_is_logged(train_here, tmp_path, background):
+    train_here(
+        tmp_path,
+        *QUICK,
+        "checkpoint_every=2",
+        f"checkpoint_background={background}",
+        f"callbacks.mine={{_target_: {HERE}Notes, scale: 10}}",
+    )
+    steps = [call for call in CALLS if call[0] == "step"]
+    assert steps == [("step", n, {"loss", "lr", "grad_norm"}, "Llama") for n in (1, 2, 3, 4)]
+    validations = [(n, {"val_loss", "sample"} <= keys) for kind, n, keys, _ in CALLS if kind == "evaluate"]
+    assert validations == [(2, True), (4, True)]
+    assert [(n, keys) for kind, n, keys, _ in CALLS if kind == "checkpoint"] == [
+        (2, {"path"}),
+        (4, {"path"}),
+    ]
+    records = metrics(tmp_path)
+    assert [(one["step"], one["mine/step"]) for one in records if "loss" in one] == [
+        (1, 10),
+        (2, 20),
+        (4, 40),
+    ]
+    assert [one["mine/evaluate"] for one in records if "val_loss" in one] == [20, 40]
+
+
+def test_a_run_without_them_is_the_same(train_here, tmp_path):
+    """They may come and go when a run is continued."""
+    train_here(tmp_path / "one", *QUICK)
+    train_here(tmp_path / "two", *QUICK, f"callbacks.mine._target_={HERE}Callback")
+    assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("hook", ["on_step", "on_evaluate", "on_checkpoint"])
+def test_an_error_names_the_callback(train_here, tmp_path, hook):
+    told = rf"callback mine: {hook} at step \d failed with KeyError: 'my_key' \(test_callbacks.py, line \d+\)"
+    with pytest.raises(TrainingError, match=told):
+        train_here(tmp_path, *QUICK, f"callbacks.mine={{_target_: {HERE}Fails, where: {hook}}}")
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("Adds", "callback mine: on_evaluate at step 2 .*record['mine'] is a Parameter; add numbers"),
+        ("Refuses", "not today (test_callbacks.py"),
+        ("Nothing", "Nothing"),
+        ("ROOT.exists", "callbacks.mine={'_target_': "),
+        ("re.compile", "callbacks.mine="),
+    ],
+)
+def test_what_is_no_callback_is_named(train_here, tmp_path, target, told):
+    place = HERE if target[0].isupper() else ""
+    with pytest.raises((TrainingError, SettingsError), match=re.escape(told).replace(r"\.\*", ".*")):
+        train_here(tmp_path, *QUICK, f"callbacks.mine._target_={place}{target}")
+
+
+def test_tasks_run_on_the_checkpoints_that_are_asked_for(train_here, tmp_path, monkeypatch):
+    """Of the command only that it takes these arguments; tests/scripts/test_evaluate.py has the rest."""
+    asked = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, check: asked.append(evaluate.parse_arguments(command[3:]))
+    )
+    tasks = (
+        "{_target_: examples.callbacks.Tasks, tasks: [a, b], every: 4, limit: 7, options: [--device, cpu]}"
+    )
+    train_here(tmp_path, *QUICK, "checkpoint_every=2", f"callbacks.tasks={tasks}")
+    (one,) = asked
+    assert (one.run, one.step, one.tasks, one.limit, one.device) == (tmp_path, 4, "a,b", 7, "cpu")
+
+
+def test_the_example_on_two_ranks_that_share_the_weights(datasets, tmp_path):
+    """By name on the command line, as its docstring says; the norm is that of the whole weights."""
+    example = "callbacks.norms._target_=examples.callbacks.WeightNorms"
+    for name, devices in (("one", 1), ("two", 2)):
+        settings = warm.debug_settings(
+            datasets,
+            *QUICK,
+            example,
+            "hardware.parallel=fsdp",
+            "hardware.micro_batch=2",
+            f"hardware.devices={devices}",
+            f"run_dir={tmp_path / name}",
+        )
+        warm.two_ranks(settings, [], []) if devices == 2 else warm.run(settings)
+    found = [
+        [one["weights/layer_1"] for one in metrics(tmp_path / name) if "val_loss" in one]
+        for name in ("one", "two")
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert 1 < found[0][0] < 100

@@ -1,0 +1,80 @@
+"""Code of the user's own that a run calls: `callbacks: {NAME: {_target_: path.to.Class, …}}`."""
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra.utils
+
+from model.llama import Llama
+from trainer.errors import Interrupted, SettingsError, TrainingError
+
+
+class Callback:
+    """Override what you need. All ranks make all calls, in the same order, and none is timed as training.
+
+    What a method adds to `record` is logged with it: in metrics.jsonl, W&B and TensorBoard. Numbers, text and
+    None can be. model: without torch.compile; if it is sharded, all ranks must take part in calling it. A
+    callback has no state in checkpoints: a run that continues makes a new one.
+    """
+
+    def on_step(self, step: int, record: dict[str, Any], model: Llama) -> None:
+        """After every optimizer step. record: loss, lr, grad_norm; logged every `log_every` steps."""
+
+    def on_evaluate(self, step: int, record: dict[str, Any], model: Llama) -> None:
+        """After every validation, before it is logged. record: val_loss, val_bits_per_byte, sample, …"""
+
+    def on_checkpoint(self, step: int, record: dict[str, Any], model: Llama) -> None:
+        """When a checkpoint is complete; the model may have trained on. record: its `path`; not logged."""
+
+
+class Callbacks:
+    """Those of a run, called one after the other. Each raises TrainingError that says which one failed."""
+
+    def __init__(self, settings: Mapping[str, Any]):
+        self._all = {name: self._made(name, dict(one)) for name, one in settings.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def on_step(self, step: int, record: dict[str, Any], model: Llama) -> None:
+        self._call("on_step", step, record, model)
+
+    def on_evaluate(self, step: int, record: dict[str, Any], model: Llama) -> None:
+        self._call("on_evaluate", step, record, model)
+
+    def on_checkpoint(self, step: int, path: Path, model: Llama) -> None:
+        self._call("on_checkpoint", step, {"path": str(path)}, model)
+
+    def _call(self, hook: str, step: int, record: dict[str, Any], model: Llama) -> None:
+        for name, one in self._all.items():
+            with _naming(f"callback {name}: {hook} at step {step}"):
+                getattr(one, hook)(step, record, model)
+                for key, value in record.items():
+                    if not isinstance(value, int | float | str | None):
+                        raise TypeError(f"record[{key!r}] is a {type(value).__name__}; add numbers or text")
+
+    @staticmethod
+    def _made(name: str, settings: dict[str, Any]) -> Callback:
+        with _naming(f"callbacks.{name}={settings}"):
+            made = hydra.utils.instantiate(settings, _convert_="all")
+        if not isinstance(made, Callback):
+            raise SettingsError(
+                f"callbacks.{name}={settings} is no trainer.callbacks.Callback; give its class as _target_"
+            )
+        return made
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (TrainingError, Interrupted):
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error  # Hydra wraps what a constructor raises
+        place = traceback.extract_tb(cause.__traceback__)[-1]
+        line = f"{Path(place.filename).name}, line {place.lineno}"
+        raise TrainingError(f"{what} failed with {type(cause).__name__}: {cause} ({line})") from error
