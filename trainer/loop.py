@@ -33,7 +33,7 @@ from trainer.interrupt import StopRequest
 from trainer.machine import peak_memory_gib, peak_tflops
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, Probe, build_probe
-from trainer.profiling import StepProfiler
+from trainer.profiling import StepProfiler, dump_memory, remember_allocations
 from trainer.record import Record, Stopwatch, TensorBoard, log_to, start_wandb, warn_of_holes
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
@@ -76,6 +76,8 @@ def train(settings: Settings) -> None:
             log_to(directory.path / "log.txt" if ranks.is_main else None)
             report_memory(estimate)
             report_warmup(settings)
+            if settings.profile.memory:
+                remember_allocations(ranks.device)
             Trainer(settings, directory, ranks, stop).run()
 
 
@@ -101,10 +103,13 @@ def with_user_facing_errors(settings: Settings) -> Iterator[None]:
         ) from error
     except torch.OutOfMemoryError as error:
         micro_batch = settings.hardware.micro_batch
+        rank = os.environ.get("RANK", "0")
+        snapshot = RunDirectory(Path(settings.run_dir)).profile / f"out_of_memory_rank_{rank}.pickle"
+        written = f". What it held, for pytorch.org/memory_viz: {snapshot}" if dump_memory(snapshot) else ""
         raise TrainingError(
             f"{str(error).split('.')[0]}, with hardware.micro_batch={micro_batch} sequences of "
             f"{settings.context} tokens. Use hardware.micro_batch={max(micro_batch // 2, 1)}: the tokens per "
-            "step, and so the training, stay the same"
+            f"step, and so the training, stay the same{written}"
         ) from error
 
 

@@ -1,4 +1,7 @@
-"""torch.profiler around a few steps: a trace to look at, and a table of the most expensive operators."""
+"""torch.profiler around a few steps: a trace to look at, and a table of the most expensive operators.
+
+And what was in the memory of a GPU when it ran out.
+"""
 
 import logging
 from contextlib import suppress
@@ -13,6 +16,24 @@ from trainer.settings import ProfileSettings
 log = logging.getLogger(__name__)
 
 ROWS = 25  # operators in the table
+ALLOCATIONS = 100_000  # the newest ones, whose places in the code are remembered
+
+
+def remember_allocations(device: torch.device) -> None:
+    """From now on remember where in Python each tensor on the GPU was allocated."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=ALLOCATIONS)
+
+
+def dump_memory(path: Path) -> bool:
+    """Write what is in the memory of the GPU, and where it was allocated; whether that was possible."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError, AssertionError) as error:  # another error is to be told
+        log.warning("the memory's contents could not be written to %s: %s", path, error)
+        return False
+    return True
 
 
 class StepProfiler:

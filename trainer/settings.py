@@ -99,10 +99,11 @@ class SpikeSettings:
 
 @dataclass
 class ProfileSettings:
-    """Recording a few steps with torch.profiler (trainer/profiling.py)."""
+    """Recording a few steps with torch.profiler, and what is in memory (trainer/profiling.py)."""
 
     steps: int = 0  # how many steps; 0: no profile
     start: int = 10  # after so many other steps of this process
+    memory: bool = False  # remember which line allocated what, for the snapshot if a GPU's memory runs out
 
 
 @dataclass

@@ -18,13 +18,28 @@ from trainer.loop import make_deterministic, with_user_facing_errors
 from trainer.run_directory import read_metrics
 
 
-def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings):
-    settings = compose_settings("hardware.micro_batch=12")
-    with (
-        pytest.raises(TrainingError, match=r"CUDA out of memory, .*Use hardware.micro_batch=6"),
-        with_user_facing_errors(settings),
-    ):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12 GiB.")
+def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings, tmp_path, monkeypatch):
+    """And where it has written what the memory held, unless that fails."""
+    settings = compose_settings("hardware.micro_batch=12", f"run_dir={tmp_path}")
+
+    def message():
+        with (
+            pytest.raises(TrainingError, match=r"CUDA out of memory, .*Use hardware.micro_batch=6") as told,
+            with_user_facing_errors(settings),
+        ):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12 GiB.")
+        return str(told.value)
+
+    snapshot = tmp_path / "profile" / "out_of_memory_rank_0.pickle"
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("blocks"))
+    assert str(snapshot) in message()
+    assert snapshot.read_text() == "blocks"
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", no_gpu)
+    assert "memory_viz" not in message()
+
+
+def no_gpu(path):
+    raise RuntimeError("no CUDA GPUs are available")
 
 
 def test_a_full_disk_is_told_without_a_traceback(compose_settings):
