@@ -79,9 +79,9 @@ def test_a_resumed_run_judges_by_the_steps_before(train_here, tmp_path):
 def test_the_probe_measures_sequences_of_the_step_just_done(train_here, tmp_path, monkeypatch):
     read, stack = [], loop.stack_sequences
 
-    def stack_and_note(tokens, indices, context):
+    def stack_and_note(tokens, indices, context, **how):
         read.append(np.array(indices))
-        return stack(tokens, indices, context)
+        return stack(tokens, indices, context, **how)
 
     monkeypatch.setattr(loop, "stack_sequences", stack_and_note)
     trainer = train_here(tmp_path, "steps=4", "probe.every=2", "probe.sequences=2", "sample_tokens=0")
