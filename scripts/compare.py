@@ -160,7 +160,7 @@ def losses_in(records: Records) -> dict[str, float]:
     keys |= {SET + name: SET + name for name in named_sets([records])}
     found = {column: last for column, key in keys.items() if (last := last_of(records, key)) is not None}
     losses = series(records, "loss")[1]
-    if np.isfinite(found.get("training loss", np.nan)):
+    if len(losses) and np.isfinite(found.get("training loss", np.nan)):
         found["training loss"] = losses[-max(len(losses) // 10, 1) :].mean()
     return found
 
