@@ -52,6 +52,11 @@ def of_rank(settings: Settings) -> dict[str, Any]:
     return kept | software()
 
 
+def as_yaml(stored: dict[str, Any]) -> str:
+    """The text of a config.yaml."""
+    return yaml.dump(stored, Dumper=_Recording, sort_keys=False, allow_unicode=True)
+
+
 def read(config: Path) -> dict[str, Any]:
     """What a config.yaml says, which may be a stranger's: it is data, and nothing in it is interpolated.
 
@@ -70,6 +75,17 @@ def checked(stored: Any) -> dict[str, Any]:
     if not _is_plain(stored):
         raise ValueError("it has a value that no setting has")
     return {**stored, "data": of_older_run(stored["data"])}
+
+
+class _Recording(yaml.SafeDumper):
+    """YAML whose strings are read as they were; without quotes PyYAML folds Unicode's line breaks."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = '"' if set(data) & set("\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Recording.add_representer(str, _Recording.represent_str)
 
 
 class _Recorded(yaml.SafeLoader):

@@ -17,7 +17,6 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -178,7 +177,7 @@ class RunDirectory:
                 )
         for mark in (self._diverged, self._done):  # what it claims begins to change
             mark.unlink(missing_ok=True)
-        write_text(self.config, yaml.safe_dump(current, sort_keys=False, allow_unicode=True))
+        write_text(self.config, identity.as_yaml(current))
 
     def check_checkpoint(self, path: Path, sealed: dict[str, Any], settings: Settings) -> None:
         """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal.

@@ -18,7 +18,11 @@ COMMANDS = sorted({tuple(words) for words in pages.commands()})
 #: Programs of others.
 FOREIGN = (("wandb", "login"), ("wandb", "sync"), (".", ".venv/bin/activate"))
 #: What a reader puts in.
-PLACEHOLDERS = {"attention=NAME": "attention=sagebwd", "data=sqlite": "data=text"}
+PLACEHOLDERS = {
+    "attention=NAME": "attention=sagebwd",
+    "data=sqlite": "data=text",
+    "optimizer=lion": "optimizer=adamw",
+}
 
 
 class Parsed(Exception):

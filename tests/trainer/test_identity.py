@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -27,8 +26,10 @@ def recorded(**settings):
     return identity.recorded(Settings(**settings))
 
 
-texts = st.text() | st.lists(st.sampled_from(["${", "}", "\\", "oc.env:HOME", "x", "'", "$", "{"])).map(
-    "".join
+texts = (
+    st.text()
+    | st.sampled_from("\x85\u2028\u2029\ufeff")
+    | st.lists(st.sampled_from(["${", "}", "\\", "oc.env:HOME", "x", "'", "$", "{"])).map("".join)
 )
 
 
@@ -36,13 +37,13 @@ texts = st.text() | st.lists(st.sampled_from(["${", "}", "\\", "oc.env:HOME", "x
 @given(texts, texts)
 def test_settings_are_read_as_they_were_recorded(tmp_path_factory, prompt, column):
     stored = recorded(sample_prompt=prompt, data=DataSettings(column=column, validation={"a": {"b": prompt}}))
-    config = config_in(tmp_path_factory.getbasetemp(), yaml.safe_dump(stored, allow_unicode=True))
+    config = config_in(tmp_path_factory.getbasetemp(), identity.as_yaml(stored))
     assert identity.read(config) == stored
     complete = stored | {"tps": {"tokens_per_step": 8, "warmup_steps": 1}}
     for group in ("optimizer", "logger", "hardware", "probe", "spike"):
         complete[group] = {name: 1 for name, value in stored[group].items() if value == "???"}
     complete |= {name: 1 for name, value in complete.items() if value == "???" and name != "sample_prompt"}
-    config_in(config.parent, yaml.safe_dump(complete, allow_unicode=True))
+    config_in(config.parent, identity.as_yaml(complete))
     read = read_settings(RunDirectory(config.parent))
     assert (read.sample_prompt, read.data.column) == (prompt, column)
     assert read.data.validation == {"a": {"b": prompt}}
