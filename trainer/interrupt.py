@@ -139,7 +139,7 @@ def end_with_sweep() -> None:
 def watch_parent(parent: int) -> None:
     """Kill this process, within a second or two, when its parent is no longer the process `parent`.
 
-    Without its parent a rank would train on, hold the run's lock, and at the end wait for ever. What it had
+    Without its parent a rank would train on, hold the run's lock, and at the end wait forever. What it had
     not saved is trained again.
     """
     threading.Thread(target=_kill_without, args=(parent,), name="parent", daemon=True).start()
