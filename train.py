@@ -4,11 +4,11 @@ import os
 import sys
 from pathlib import Path
 
-import data  # noqa: F401 - first: it says what is not installed
-from trainer import interrupt  # it chooses how OpenMP waits, and torch must not be loaded yet
+import trainer  # noqa: F401 - it chooses how OpenMP waits, and torch must not be loaded yet
+from data.tracebacks import hide_tracebacks
 
-if __name__ == "__main__":  # before the imports that take seconds
-    interrupt.hide_tracebacks()
+if __name__ == "__main__":  # before the imports that take seconds, or fail
+    hide_tracebacks()
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from data.command_line import explaining_help, readable
 from sagebwd.kernels.cuda.compile import use_private_caches
-from trainer import distributed, launch, settings, sweep
+from trainer import distributed, interrupt, launch, settings, sweep
 from trainer.checks import check
 from trainer.errors import Interrupted, TrainingError
 from trainer.estimate import describe

@@ -15,6 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from data.tracebacks import hide_tracebacks
+
+if __name__ == "__main__":
+    hide_tracebacks()
+
 from tqdm import tqdm
 
 from data import recipe, tokenizers, workers

@@ -1,6 +1,9 @@
 """Commands: `python -m scripts.NAME --help` explains one."""
 
-import data  # noqa: F401 - first: it says what is not installed
-from sagebwd.kernels.cuda.compile import use_private_caches
+from data.tracebacks import hide_tracebacks
+
+hide_tracebacks()
+
+from sagebwd.kernels.cuda.compile import use_private_caches  # noqa: E402 - torch may be missing
 
 use_private_caches()  # before any of them compiles something

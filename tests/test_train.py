@@ -235,6 +235,11 @@ def test_a_missing_package_is_said_in_one_line(program):
     assert re.fullmatch(r"No module named '\w+': not installed for .*\n", output)
 
 
+def test_a_program_that_imports_the_packages_has_its_own_tracebacks():
+    program = "import sys, data.prepare, trainer.interrupt; print(sys.excepthook is sys.__excepthook__)"
+    assert run_fresh([sys.executable, "-c", program]) == "True\n"
+
+
 def test_corrupt_shard_is_refused_by_name(tmp_path):
     def settings(name):
         return warm.debug_settings(tmp_path / "data", f"run_dir={tmp_path / name}")

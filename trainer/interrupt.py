@@ -110,15 +110,6 @@ class StopSignal(StopRequest):
         self.signal = self.signal or number
 
 
-def hide_tracebacks() -> None:
-    """From now on a Ctrl-C that nothing handles prints no traceback, such as one during slow imports.
-
-    Python then ends as by SIGINT, 130 in a shell.
-    """
-    previous = sys.excepthook
-    sys.excepthook = lambda kind, *error: issubclass(kind, KeyboardInterrupt) or previous(kind, *error)
-
-
 def exit_on_signals() -> None:
     """Let signals that ask to stop end this process like sys.exit, so that it can say what it has done."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
