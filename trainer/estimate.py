@@ -329,6 +329,7 @@ def run_seconds(settings: Settings, sizes: Sizes, tokens_per_second: float) -> f
 def describe(settings: Settings, ranks: int) -> str:
     """The table of `plan=true`. Reads what is on disk of the data, and writes nothing."""
     sizes, estimate = check(settings, ranks), memory(settings, ranks)
+    sizes = replace(sizes, steps=max(0, sizes.steps - (settings.branch_step or 0)))  # those to be done
     sections = (
         _run(settings, sizes, ranks),
         _text(settings.data, sizes),
@@ -344,7 +345,7 @@ Rows = Iterator[tuple[str, str]]
 
 def _run(settings: Settings, sizes: Sizes, ranks: int) -> Rows:
     yield "parameters", f"{parameter_count(settings.model):,}"
-    yield "steps", f"{sizes.steps:,}"
+    yield "steps", f"{sizes.steps:,}{f' after step {settings.branch_step:,}' if settings.branch_step else ''}"
     yield (
         "tokens per step",
         f"{sizes.tokens_per_step:,} = {sizes.micro_steps:,} micro-batches × {settings.hardware.micro_batch} "

@@ -34,13 +34,14 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from trainer import distributed
 from trainer.checks import check
-from trainer.errors import SettingsError
+from trainer.errors import TrainingError
 from trainer.estimate import describe
 from trainer.interrupt import exit_on_signals, say
 from trainer.launch import FINISHED, INTERRUPTED, Job, Outcome, run_all
 from trainer.record import forget_one_run
 from trainer.run_directory import RunDirectory, default_name, name_directory
 from trainer.settings import Settings, unresolved
+from trainer.start import inherited
 
 # ---------------------------------------------------------------------- before and after
 
@@ -134,7 +135,7 @@ def refuse_what_cannot_be_trained(config: DictConfig, runs: list[list[str]]) -> 
         return
     search_path = [text for text in config.hydra.overrides.hydra if text.startswith("hydra.searchpath=")]
     name = config.hydra.job.config_name
-    found = [f"{command_of(run)}\n{why}" for run in runs if (why := _problem(name, [*run, *search_path]))]
+    found = [f"{command_of(run)}\n{why}" for run in runs if (why := _problem(name, run, search_path))]
     if found:
         sys.exit("\n".join(["no run of this sweep was started:", *found]))
 
@@ -147,15 +148,16 @@ def _place(run: list[str]) -> str:
     return "/".join([*filter(None, [given.get("runs_dir")]), default_name(run)])
 
 
-def _problem(config_name: str, overrides: list[str]) -> str | None:
+def _problem(config_name: str, overrides: list[str], search_path: list[str]) -> str | None:
     try:
-        settings = OmegaConf.to_object(compose(config_name, overrides=overrides))
+        composed = compose(config_name, overrides=[*overrides, *search_path])
+        settings = OmegaConf.to_object(inherited(composed, overrides))
         check(settings, settings.hardware.devices)
     except InterpolationResolutionError:  # of Hydra's own values, such as the number of the job
         return None
     except (HydraException, OmegaConfBaseException) as error:
         return "\n".join([str(error), *str(error.__cause__ or "").splitlines()[:1]])
-    except SettingsError as error:
+    except TrainingError as error:
         return str(error)
     return None
 
@@ -270,11 +272,11 @@ def visible_gpus() -> list[str]:
 
 def _settings_of(config: DictConfig) -> Settings:
     """The settings of a run of the sweep, with its directory."""
-    own = copy.deepcopy(config)
+    own, overrides = copy.deepcopy(config), unresolved(config.hydra.overrides.task)
     with _hydra_config(config), open_dict(own):
         del own["hydra"]
-        settings = OmegaConf.to_object(own)
-    name_directory(settings, unresolved(config.hydra.overrides.task))
+        settings = OmegaConf.to_object(inherited(own, overrides))
+    name_directory(settings, overrides)
     return settings
 
 

@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from tests.cli import assert_same_weights, losses, metrics
 from tests.trainer import conftest
 from tests.trainer.conftest import CONFIGS
-from trainer import settings
+from trainer import settings, sweep
 from trainer.errors import SettingsError, TrainingError
+from trainer.estimate import describe
 from trainer.run_directory import RunDirectory
 from trainer.start import inherited
 
@@ -98,6 +99,29 @@ def test_a_branch_that_changes_nothing_is_its_run(train, trunk, tmp_path):
     assert_same_weights(branch, trunk)
     assert losses(branch) == losses(trunk)[4:]
     assert json.loads(json.dumps(metrics(branch)))[-1] == metrics(trunk)[-1]
+
+
+def test_the_plan_of_a_branch_counts_what_is_left(typed, trunk, tmp_path):
+    branch = (f"branch_from={trunk}", "branch_step=4", f"run_dir={tmp_path / 'branch'}", "plan=true")
+    rows = [line.split() for line in describe(typed(*branch, "steps=12"), 1).splitlines()]
+    assert ["steps", "8", "after", "step", "4"] in rows
+    assert ["tokens", "2,048"] in rows  # 256 a step
+    assert ["steps", "0", "after", "step", "4"] in [
+        line.split() for line in describe(typed(*branch, "steps=3"), 1).splitlines()
+    ]
+
+
+def test_a_sweep_of_branches_is_checked_with_what_they_inherit(trunk):
+    """The defaults are those of a GPU, of which no branch of a run on a CPU should be asked."""
+
+    def problem(*overrides):
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return sweep._problem("train", list(overrides), [])
+
+    branch = (f"branch_from={trunk}", "branch_step=4", "attention=sagebwd")
+    assert problem(*branch) is None
+    assert "hardware.micro_batch=3" in problem(*branch, "hardware.micro_batch=3")
+    assert "give the directory of a run" in problem("branch_from=nowhere")
 
 
 @pytest.mark.parametrize("change", ["attention=sagebwd", "optimizer.lr=1e-4", "optimizer.weight_decay=0.7"])
