@@ -58,10 +58,12 @@ def _quoted(text: str) -> str:
 def readable(arguments: Sequence[str]) -> list[str]:
     """The arguments, with quotes around text that Hydra's grammar cannot read: ~/x.txt, x(1).txt, k=v.txt.
 
-    A ~ becomes the home folder. What begins with a bracket is left to Hydra, which explains its grammar.
+    A ~ becomes the home folder. What begins with a bracket is left to Hydra, which explains its grammar. An
+    -m comes first: argparse takes no option between settings.
     """
-    sweep = {"-m", "--multirun"} & {*arguments}
-    return [_readable(word, "," if sweep else "\0") for word in arguments]
+    sweep = [word for word in arguments if word in ("-m", "--multirun")]
+    settings = [word for word in arguments if word not in sweep]
+    return [*sweep, *(_readable(word, "," if sweep else "\0") for word in settings)]
 
 
 def _readable(word: str, comma: str) -> str:

@@ -69,8 +69,8 @@ def test_paths_are_read_as_people_write_them(monkeypatch, typed, meant):
 
 def test_in_a_sweep_a_comma_separates_paths(monkeypatch):
     monkeypatch.setenv("HOME", "/home/u")
-    flag, word = readable(["-m", "setting=~/a.txt,b.txt,x(1).txt"])
-    assert flag == "-m"
+    flag, word = readable(["setting=~/a.txt,b.txt,x(1).txt", "-m"])
+    assert flag == "-m"  # first: Hydra's argparse takes no option between settings
     swept = PARSER.parse_override(word).sweep_string_iterator()
     assert [read(f"setting={text}") for text in swept] == ["/home/u/a.txt", "b.txt", "x(1).txt"]
 
