@@ -375,7 +375,7 @@ class Trainer:
             title = self.probe.backend.title if self.probe else "attention"
             draw(self.directory, records, alarm=self.settings.probe.alarm, title=title)
             self.directory.finish()
-            log.info("finished: %s (loss.png, metrics.jsonl, weights/)", self.directory.path)
+            log.info("finished: %s", self.directory.results())
 
     # ------------------------------------------------------------------ stopping and resuming
 

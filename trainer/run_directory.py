@@ -280,6 +280,17 @@ class RunDirectory:
         write_text(self._done, seal.dumps({"files": files}))
         sync(self.path)
 
+    def results(self) -> str:
+        """The directory, and a line for each picture in it and for the model."""
+        lines = {
+            self.loss_plot: "training loss (line) and validation loss (markers)",
+            self.probe_plot: "errors of SageBwd's O, dQ, dK and dV by layer; grey: full precision",
+            self.weights: f"python -m scripts.sample {shlex.quote(str(self.path))} lets the model write",
+        }
+        return "\n  ".join(
+            [str(self.path), *(f"{it.name}: {says}" for it, says in lines.items() if it.exists())]
+        )
+
     def check(self, *results: Path) -> None:
         """Raise ValueError if some results, by default all, are not what the finished run left.
 

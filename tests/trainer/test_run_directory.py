@@ -47,6 +47,16 @@ def test_a_run_that_never_trained_leaves_no_directory(tmp_path, left):
     assert (path / "log.txt").exists()
 
 
+def test_results_are_those_that_are_there_and_their_command_can_be_pasted(tmp_path):
+    run = RunDirectory(tmp_path / "my run")
+    run.weights.mkdir(parents=True)
+    assert run.results() == (
+        f"{run.path}\n  weights: python -m scripts.sample '{run.path}' lets the model write"
+    )
+    run.probe_plot.touch()
+    assert "\n  probe.png: errors of SageBwd's O" in run.results()
+
+
 def test_what_a_sweeper_minimizes_is_the_last_validation_loss(tmp_path):
     directory = RunDirectory(tmp_path)
     assert directory.validation_loss() is None
