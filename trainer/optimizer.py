@@ -38,7 +38,7 @@ def by_target(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Opti
     except Exception as error:  # whatever that code raises
         raise TrainingError(
             f"optimizer._target_={settings._target_} cannot be made with optimizer.arguments="
-            f"{settings.arguments}: {error}"
+            f"{settings.arguments}: {error.__cause__ or error}"  # Hydra wraps what that code raises
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise TrainingError(f"optimizer._target_={settings._target_} is no torch.optim.Optimizer")

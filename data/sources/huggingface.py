@@ -110,7 +110,8 @@ def _files(settings: DataSettings, path: str | None, part: str | None) -> list[P
     if part is None or _is_elsewhere(settings, path):
         return []
     if not Path(settings.name).is_dir():
-        return matching(path, ("",)) if path else []
+        with _named(path or settings.name):
+            return matching(path, ("",)) if path else []
     with _named(settings.name):
         found = _builder(settings, path).config.data_files
         if (split := part.split("[")[0]) not in found:

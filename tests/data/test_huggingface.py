@@ -193,7 +193,7 @@ def test_text_of_unknown_size_is_tokenized_by_all_cores(monkeypatch):
         ({"column": "body"}, "no column 'body'; it has 'id', 'text'"),
         ({"column": "id"}, "'id' holds int64, not text"),
         ({"name": "csv"}, "csv: a format needs data.path=FILES"),
-        ({"name": "csv", "path": "none.csv"}, "no such file"),
+        ({"name": "csv", "path": "none.csv"}, "none.csv: no such file"),
         ({"name": "nobody/nothing"}, "nobody/nothing: .*nobody/nothing"),
         ({"name": "json", "path": "memory://none/*"}, "json .memory://none/.*: "),
         ({"name": "json", "path": "nowhere://x"}, "json .nowhere://x.*: .*nowhere"),

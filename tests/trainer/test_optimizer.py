@@ -298,6 +298,7 @@ def test_a_class_by_its_path_is_saved_and_resumed(train_here, tmp_path, override
     [
         (("optimizer._target_=torch.optim.Nothing",), "Nothing"),
         (("optimizer._target_=torch.optim.NAdam", "optimizer.arguments.beta=1"), "beta"),
+        (("optimizer._target_=torch_lion.Lion",), "(?s:.*)No module named 'torch_lion'"),
         (("optimizer._target_=torch.nn.Identity",), "is no torch.optim.Optimizer"),
     ],
 )
