@@ -184,7 +184,7 @@ def shared(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def setup_of(group: dict[str, Any]) -> str:
-    """A short name: "35m-131k", "325m-260k, steps 130–152", "325m-8k, fine-tuned"."""
+    """A short name: "325m-260k, steps 130–152", "325m-8k, fine-tuned", "35m-131k, gain 4, branches"."""
     tokens = group["tokens_per_step"]
     name = f"{group['parameters'] / 1e6:.0f}m-{NAMES_OF_TOKENS.get(tokens, f'{tokens // 1000}k')}"
     name = name.replace("324m", "325m")  # as the paper calls it
@@ -194,6 +194,8 @@ def setup_of(group: dict[str, Any]) -> str:
         name += f", lr {group['lr']:g}"
     if "qk_norm_gain" in group:
         name += f", gain {group['qk_norm_gain']:g}"
+    if "branch_from" in group:
+        name += ", branches"
     if "window" in group:
         name += ", steps {}–{}".format(*group["window"])
     return f"{name}, {group['label']}" if "label" in group else name

@@ -144,7 +144,11 @@ def group_of(config: dict[str, Any], text: str | None) -> dict[str, Any]:
     tokens_per_step = config["tps"]["tokens_per_step"] // config["tps"]["divide_by"]
     steps = config["steps"] or config["total_tokens"] // tokens_per_step
     gain, sequences = config["model"].get("qk_norm_gain", 1.0), config.get("train_sequences")
-    unusual = {"qk_norm_gain": (gain, 1.0), "train_sequences": (sequences, None)}
+    unusual = {
+        "qk_norm_gain": (gain, 1.0),
+        "train_sequences": (sequences, None),
+        "branch_from": (config.get("branch_from"), None),
+    }
     return {
         "parameters": parameter_count(LlamaConfig(**(config["model"] | {"qk_norm": False}))),
         "context": config["context"],
@@ -153,6 +157,6 @@ def group_of(config: dict[str, Any], text: str | None) -> dict[str, Any]:
         "lr": config["optimizer"]["lr"],
         "warmup_steps": config["tps"]["warmup_steps"],
         "text": text or config["data"]["path"] or config["data"]["source"],
-        "init_from": config.get("init_from") or config.get("branch_from"),
+        "init_from": config.get("init_from"),
         **{name: value for name, (value, usual) in unusual.items() if value != usual},
     }

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from sagebwd import SageConfig
-from sagebwd.config import PRESETS
+from sagebwd.config import MATMULS, PRESETS
 
 FULL_PRECISION, SAGE = "full precision", "SageBwd"
 #: Ending of the names of runs without QK-norm.
@@ -68,19 +68,25 @@ def preset_of(attention: dict[str, Any]) -> str:
 
 
 def settings_in_words(config: SageConfig, preset: str = "default") -> list[str]:
-    """SAGE and the preset that it equals; or else `preset`, unless the default, and what differs from it."""
-    for name, known in NAMED_PRESETS.items():
-        if config == known:
-            return [SAGE, name]
-    base = NAMED_PRESETS.get(preset, SageConfig())
-    found, before = asdict(config), asdict(base)
-    changes = [preset] if preset in NAMED_PRESETS else []
-    if (config.smooth_k, config.smooth_q) != (base.smooth_k, base.smooth_q):
+    """SAGE, the preset that it equals or is nearest to (`preset` of several), and what differs from it."""
+    found = asdict(config)
+    near = {name: changed(found, known) for name, known in {"default": SageConfig(), **NAMED_PRESETS}.items()}
+    nearest = min(near, key=lambda name: (len(near[name]), name != preset))
+    words = [nearest] if nearest in NAMED_PRESETS else []
+    if {"smooth_k", "smooth_q"} & {*near[nearest]}:
         smoothed = [name for name, on in (("Q", config.smooth_q), ("K", config.smooth_k)) if on]
-        changes.append(f"{'+'.join(smoothed) or 'no'} smoothing")
-    others = [name for name in found if name not in ("smooth_k", "smooth_q") and found[name] != before[name]]
-    return [SAGE, *changes, *(setting_in_words(name, found[name]) for name in others)]
+        words.append(f"{'+'.join(smoothed) or 'no'} smoothing")
+    others = [name for name in near[nearest] if name not in ("smooth_k", "smooth_q")]
+    return [SAGE, *words, *(setting_in_words(name, found[name]) for name in others)]
+
+
+def changed(settings: dict[str, Any], preset: SageConfig) -> list[str]:
+    """The switches that are not the preset's."""
+    before = asdict(preset)
+    return [name for name in settings if settings[name] != before[name]]
 
 
 def setting_in_words(name: str, value: Any) -> str:
+    if name == "int8_matmuls" and len(value) == len(MATMULS):
+        return "dP in INT8"
     return f"{name}={json.dumps(value).strip(chr(34))}"

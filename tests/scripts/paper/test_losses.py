@@ -8,6 +8,7 @@ import torch
 from omegaconf import OmegaConf
 
 from data.files import write_text
+from sagebwd.config import MATMULS
 from scripts.output import read_json
 from scripts.paper import curves, losses
 from scripts.paper.losses import compare
@@ -112,6 +113,9 @@ def test_variants_are_named_by_what_differs():
 
     assert name() == name(preset="default", smooth_k=None, kernels="triton") == "SageBwd"
     assert name(preset="paper") == name(granularity="block", block_q=128, block_kv=64) == "SageBwd, paper"
+    spelled = {"granularity": "block", "block_q": 128, "block_kv": 64}  # as config.yaml holds a preset
+    assert name(smooth_k=False, **spelled) == "SageBwd, paper, no smoothing"
+    assert name(int8_matmuls=list(MATMULS), **spelled) == "SageBwd, paper, dP in INT8"
     assert name(preset="strictly_causal", qk_norm=False) == "SageBwd, strictly causal, no QK-norm"
     assert name(preset="paper", block_q=64) == "SageBwd, paper, block_q=64"
     assert name(smooth_k=False, qk_norm=False) == "SageBwd, no QK-norm, no smoothing"
