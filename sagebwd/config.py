@@ -30,6 +30,7 @@ SWITCHES = (
     "add_mean_k_term",
     "exact_delta",
     "compensate_o",
+    "dp_fp16_accumulation",
 )
 
 #: Tensor cores contract in steps of at least 16, so tiles come in multiples of it.
@@ -101,6 +102,11 @@ class SageConfig:
             and save the residual of O, which is its error of rounding to the dtype of the inputs, for
             δ = rowsum(dO∘O). Such a δ is as consistent with the P and dP of the backward as that of
             ``exact_delta``, for one more tensor of the size of O. The logsumexp is that of the same sum.
+        dp_fp16_accumulation: dP = dO·Vᵀ with fp16 accumulators, for which the tensor cores of a GeForce have
+            twice the rate. V and dO are rounded to fp16, with power-of-two scales, shared as
+            ``operand_scales`` says, at which no sum can overflow. A sum is rounded after each 16 products.
+            dP must be outside INT8. In the Ampere kernels, with ``operand_scales="block"`` and dV in INT8,
+            and in the reference.
         block_q: queries per tile, which is also the size of a block of Q and dO. None: see :meth:`tile`.
         block_kv: keys per tile, which is also the size of a block of K and V. None: see :meth:`tile`.
 
@@ -119,6 +125,7 @@ class SageConfig:
     s_levels: int = 1
     exact_delta: bool = False
     compensate_o: bool = False
+    dp_fp16_accumulation: bool = False
     block_q: int | None = None
     block_kv: int | None = None
 
@@ -243,6 +250,11 @@ class SageConfig:
             raise ValueError(
                 "compensate_o=True needs an O outside INT8 and δ = rowsum(dO∘O); remove 'o' from "
                 "int8_matmuls and set exact_delta=False, or set compensate_o=False"
+            )
+        if self.dp_fp16_accumulation and self.is_int8("dp"):
+            raise ValueError(
+                "dp_fp16_accumulation=True needs a dP outside INT8; remove 'dp' from int8_matmuls "
+                "or set dp_fp16_accumulation=False"
             )
         if self.add_mean_k_term and not self.smooth_k:
             raise ValueError(

@@ -141,6 +141,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
         call.head_dim >= CUDA_HEAD_DIMS[0],
         f"the head size is {call.head_dim}, and the Hopper kernels have sizes from 40 on",
     )
+    yield _without_fp16_accumulation(config)
     yield _has_cuda_compiler(call)
     if has_tile_scales or not (s_16bit or all(map(config.is_int8, HOPPER_16_BIT_MATMULS))):
         yield _scales_of_blocks(config)
@@ -177,6 +178,12 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
     )
     if s_16bit:
         yield _s_in_16_bit(config, has_64_keys=has_64_keys and is_small)
+    yield Rule(
+        not config.dp_fp16_accumulation or (config.is_int8("dv") and config.operand_scales == "block"),
+        "dp_fp16_accumulation is True, and dv is not in INT8 or operand_scales is not 'block'",
+        "set dp_fp16_accumulation=False, or add 'dv' to int8_matmuls and set operand_scales='block'",
+        warns=True,
+    )
     yield _has_cuda_compiler(call)
     if not s_16bit and not all(map(config.is_int8, CUDA_16_BIT_MATMULS)):
         yield _scales_of_blocks(config)
@@ -192,6 +199,7 @@ def triton_rules(call: Call) -> Iterator[Rule]:
         yield _since_ampere(gpu)
     yield Rule(call.has_triton, "Triton is not installed", "install triton")
     yield from _rules_of_all_kernels(call)
+    yield _without_fp16_accumulation(config)
     for name, size in zip(("block_q", "block_kv"), config.tile(call.head_dim), strict=True):
         sizes = ", ".join(map(str, TRITON_BLOCKS))
         yield Rule(size in TRITON_BLOCKS, f"{name} is {size}", f"use one of {sizes}", ValueError)
@@ -232,6 +240,16 @@ def _s_in_16_bit(config: SageConfig, *, has_64_keys: bool) -> Rule:
         "s_fwd and s_bwd are not in INT8",
         "add them to int8_matmuls, or remove 'o', too, and set smooth_k=False and block_kv=64, for up to 128 "
         "channels",
+        warns=True,
+    )
+
+
+def _without_fp16_accumulation(config: SageConfig) -> Rule:
+    return Rule(
+        not config.dp_fp16_accumulation,
+        "dp_fp16_accumulation is True, which only the Ampere kernels have, with dv in INT8 and "
+        "operand_scales='block'",
+        "set dp_fp16_accumulation=False",
         warns=True,
     )
 

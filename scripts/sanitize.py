@@ -66,6 +66,7 @@ CASES = {
     "unsigned_p": Case(SageConfig(unsigned_p=True)),
     "token_scales": Case(SageConfig.strictly_causal()),
     "block_granularity": Case(SageConfig.paper()),
+    "dp_fp16": Case(SageConfig(dp_fp16_accumulation=True), tokens=200),  # of the Ampere kernels
     "sixteen_bit": Case(SageConfig(int8_matmuls=())),
     # On Hopper these run the CUDA kernels.
     "wide_forward": Case(tokens=200, head_dim=56, backward=False),

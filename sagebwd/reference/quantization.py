@@ -14,6 +14,9 @@ INT8_MAX, UINT8_MAX = 127, 255
 #: every partial sum stays within 2²⁴.
 LONGEST_EXACT_CONTRACTION = 2**24 // (UINT8_MAX * INT8_MAX)  # 518
 
+#: Products that a tensor core adds before it rounds a sum in fp16.
+FP16_STEP = 16
+
 #: Axes that share one scale, counted from the end because tiles carry batch and head axes in front.
 PER_BLOCK = (-2, -1)
 PER_ROW = (-1,)
@@ -88,6 +91,25 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Operand:
     return Operand(infinite_to_nan(x.to(dtype).float()), x.new_ones(1, 1))
 
 
+def to_fp16(x: Tensor, shared: tuple[int, ...], limit: float) -> Operand:
+    """Round x / s to fp16, with s the largest power of two up to max|x| / ``limit`` over the axes ``shared``.
+
+    So magnitudes are below 2 · ``limit``. Zero, subnormal, infinite and NaN values count as in
+    :func:`quantize`.
+
+    Args:
+        x: (..., rows, columns) fp32.
+        shared: the axes along which one scale is shared, as of :func:`quantize`.
+        limit: what the largest magnitude is at least, if its scale is normal.
+    """
+    largest = x.abs().amax(shared, keepdim=True) / limit
+    scale = infinite_to_nan(
+        (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
+    )  # its exponent alone
+    quotient = x / torch.where(scale > 0, scale, torch.inf)
+    return Operand(quotient.nan_to_num_(0.0).half().float(), scale)
+
+
 def infinite_to_nan(x: Tensor) -> Tensor:
     """``x`` with NaN in place of ±Inf."""
     return torch.where(x.isinf(), torch.nan, x)
@@ -112,4 +134,15 @@ def product(a: Operand, b: Operand) -> Tensor:
         total = a.values @ b.values
     else:
         total = (a.values.double() @ b.values.double()).float()
+    return total * (a.scale * b.scale)
+
+
+def product_in_fp16(a: Operand, b: Operand) -> Tensor:
+    """As :func:`product`, of operands by :func:`to_fp16`, accumulated in fp16, as mma.sync does on a GPU.
+
+    It adds :data:`FP16_STEP` products at once to a sum, and rounds to nearest.
+    """
+    total = a.values.new_zeros(1, 1)
+    for left, right in zip(a.values.split(FP16_STEP, -1), b.values.split(FP16_STEP, -2), strict=True):
+        total = (total + left @ right).half().float()
     return total * (a.scale * b.scale)

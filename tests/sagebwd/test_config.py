@@ -80,6 +80,7 @@ def test_is_frozen():
         ({"unsigned_p": 255}, "unsigned_p is 255; set it to true or false"),
         ({"compensate_o": True}, "remove 'o' from int8_matmuls"),
         ({"compensate_o": True, "int8_matmuls": ("dq",), "exact_delta": True}, "and set exact_delta=False"),
+        ({"dp_fp16_accumulation": True, "int8_matmuls": ("dp",)}, "remove 'dp' from int8_matmuls or set dp_"),
         ({"add_mean_k_term": True, "smooth_k": False}, "set smooth_k=True or add_mean_k_term=False"),
     ],
 )

@@ -64,6 +64,7 @@ OTHER_SETTINGS = {
         (without_int8("dq", "dk").int8_matmuls, "triton"),
         (without_int8("o", "dv", "dq", "dk").int8_matmuls, "hopper"),
     ],
+    "dp_fp16_accumulation": [(True, "ampere")],
     "compensate_o": [],  # needs an O in 16 bit, see below
     "add_mean_k_term": [(True, "none")],
     "s_levels": [(2, "none")],
@@ -145,6 +146,7 @@ def test_a_preset_without_cuda_kernels_is_told_one_that_has_them(choose, name):
 
 
 PAPER, STRICT, ACCURATE = SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()
+DP_IN_FP16 = SageConfig(dp_fp16_accumulation=True)
 OF_PAPER = (PAPER, replace(PAPER, smooth_v=True, unsigned_p=True))
 #: What has Hopper kernels, so that no warning comes, and the head sizes.
 HAS_HOPPER = (
@@ -179,6 +181,7 @@ IN_THE_WAY = (
     ("hopper", H200, SageConfig.int8_scores(), 256, "dq, dk not in INT8"),
     ("hopper", H200, SageConfig(block_kv=128), 256, "block_q is None and block_kv 128 (set both to None)"),
     ("hopper", H200, SageConfig(smooth_q=True), 64, "smooth_q is True (set smooth_q=False)"),
+    ("hopper", H200, DP_IN_FP16, 64, "(set dp_fp16_accumulation=False)"),
     ("hopper", H200, DEFAULT_CONFIG, 32, "the head size is 32"),
     ("hopper", H200._replace(no_cuda_kernels="no NVRTC"), DEFAULT_CONFIG, 64, "no NVRTC"),
     ("hopper", A100, DEFAULT_CONFIG, 64, "has compute capability 8.0, not 9.0"),
@@ -190,6 +193,9 @@ IN_THE_WAY = (
     ("ampere", A100, without_int8("s_fwd", "s_bwd", block_kv=64), 64, "s_fwd and s_bwd are not in INT8"),
     ("ampere", A100, without_int8("s_fwd"), 64, "s_fwd not in INT8"),
     ("ampere", A100, SageConfig(granularity="block"), 64, "granularity is 'block'"),
+    ("ampere", A100, replace(STRICT, dp_fp16_accumulation=True), 64, "and set operand_scales='block'"),
+    ("ampere", A100, without_int8("dv", dp_fp16_accumulation=True), 64, "or add 'dv' to int8_matmuls"),
+    ("triton", A100, replace(STRICT, dp_fp16_accumulation=True), 64, "which only the Ampere kernels have"),
 )
 
 

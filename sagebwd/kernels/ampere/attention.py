@@ -156,5 +156,6 @@ def backward(
     )  # fmt: skip
     source = backward_source((block_q, block_kv), head_dim, s_16bit=not has_int8_s)
     scales_of_tiles = config.granularity == "block"
-    _launch(source, q, params, arguments, SCALES_OF_TILES=scales_of_tiles, **call.macros)
+    macros = {"SCALES_OF_TILES": scales_of_tiles, "DP_FP16": config.dp_fp16_accumulation, **call.macros}
+    _launch(source, q, params, arguments, **macros)
     return gradients.finish()

@@ -49,6 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     for (int step = 0; step < D / STEP; ++step)
         load_left<D>(k + 4 * step, left_address<D>(base + Q_ROWS), key_of_warp(), step * STEP);
     transpose_keys(shared + K_COLUMNS, shared + Q_ROWS);
+    const float v_scale = convert_values(shared + VALUES);
     __syncthreads();
 
     const u16* grad = first_grad(a, work);
@@ -75,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         __syncthreads();  // this block's rows are there; dQ of the last block is written
 
         const int first_query = work.first_query + at.block * BLOCK_Q;
-        const Tile tile = describe_tile(shared + Q_ROWS, k_scales, largest + at.left % 2 * BLOCK_Q, first_query, a.scale, work,
-                                        window);
+        const Tile tile = describe_tile(shared + Q_ROWS, k_scales, v_scale, largest + at.left % 2 * BLOCK_Q, first_query,
+                                        a.scale, work, window);
         if (threadIdx.x < BLOCK_Q) largest[(at.left + 1) % 2 * BLOCK_Q + threadIdx.x] = 0;
         Scores scores;
         float ds[32];

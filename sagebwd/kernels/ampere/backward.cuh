@@ -95,14 +95,36 @@ __device__ __forceinline__ void copy_q_and_grad(u32 shared, const Arguments& a, 
     const int first_query = work.first_query + at.block * BLOCK_Q;
     copy_block<COPIERS, Q_ROWS_TILE>(shared, a.packed_q + block * PACKED_Q_BYTES, thread);
     grad += at.head * a.grad.stride_h + first_query * a.grad.stride_n;
-    copy_tokens<COPIERS, BLOCK_Q>(shared + Q_ROWS_TILE, grad, a.grad.stride_n, work.q.tokens - first_query, a.axes.d, thread);
-    copy_block<COPIERS, PACKED_GRAD_BYTES>(shared + Q_ROWS_TILE + 2 * Q_TILE, a.packed_grad + block * PACKED_GRAD_BYTES, thread);
+    if (!DP_IS_FP16)
+        copy_tokens<COPIERS, BLOCK_Q>(shared + Q_ROWS_TILE, grad, a.grad.stride_n, work.q.tokens - first_query, a.axes.d, thread);
+    copy_block<COPIERS, PACKED_GRAD_BYTES>(shared + Q_ROWS_TILE + (DP_IS_FP16 ? 0 : 2 * Q_TILE),
+                                           a.packed_grad + block * PACKED_GRAD_BYTES, thread);
 }
 
 // Copies V of the keys of a work tile.
 __device__ __forceinline__ void copy_values(u32 shared, const Arguments& a, const KeyTile& work) {
     const u16* v = token_of(a.v, work.kv_head, a.axes.heads, work.kv.start + work.first);
     copy_tokens<THREADS, BLOCK_KV>(shared, v, a.v.stride_n, work.kv.tokens - work.first, a.axes.d);
+}
+
+// For dP in fp16: V in shared memory becomes fp16, divided by a power of two for the whole tile, which is returned. All threads
+// of the CTA call it; a barrier must come before and after.
+__device__ __forceinline__ float convert_values(u8* values) {
+    if constexpr (!DP_IS_FP16) return 1.0f;
+    __shared__ int largest_of_warps[WARPS];
+    u32* pairs = reinterpret_cast<u32*>(values);
+    int largest = 0;  // bits: magnitudes are ordered as their bits are, infinity and NaN at the top
+    for (int i = threadIdx.x; i < K_TILE / 2; i += THREADS)
+        for (int shift = 0; shift < 32; shift += 16)
+            largest = max(largest, __float_as_int(to_float(pairs[i] >> shift & 0xffff)) & 0x7fffffff);
+    largest = __reduce_max_sync(0xffffffff, largest);
+    if (threadIdx.x % 32 == 0) largest_of_warps[threadIdx.x / 32] = largest;
+    __syncthreads();
+    for (int i = 0; i < WARPS; ++i) largest = max(largest, largest_of_warps[i]);
+    const float scale = power_of_two(__int_as_float(largest)), inverse = inverse_of_power(scale);
+    for (int i = threadIdx.x; i < K_TILE / 2; i += THREADS)
+        pairs[i] = pack_fp16(to_float(pairs[i] & 0xffff) * inverse, to_float(pairs[i] >> 16) * inverse);
+    return scale;
 }
 
 // K by columns from K by rows, both in shared memory. All threads of the CTA call it; a barrier must follow.

@@ -50,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     u32 k[D / 8];
     load_keys(k, base + Q_ROWS);
     if (!S_IS_16BIT) transpose_keys(shared + K_COLUMNS, shared + Q_ROWS);
+    const float v_scale = convert_values(shared + VALUES);
     __syncthreads();
 
     const u16* grad = first_grad(a, work);
@@ -78,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
 
         const int first_query = work.first_query + at.block * BLOCK_Q;
         Maxima& largest = maxima[at.left % 2];
-        const Tile tile = describe_tile(shared + Q_ROWS, k_scale, first_query, a.scale, work, window);
+        const Tile tile = describe_tile(shared + Q_ROWS, k_scale, v_scale, first_query, a.scale, work, window);
         clear<THREADS>(maxima[(at.left + 1) % 2]);
         Scores scores;
         compute_scores(scores, largest, tile, k, base + VALUES, base + KEYS, base + Q_ROWS);

@@ -51,7 +51,7 @@ __device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& 
 
 // dK and dV, and dS for the others: what the warps with keys do.
 __device__ __forceinline__ void own_keys(const Arguments& a, const Window& window, const KeyTile& work, QueryBlocks at,
-                                         u8* shared, const float* k_scales) {
+                                         u8* shared, const float* k_scales, float v_scale) {
     const u32 base = shared_address(shared);
     const KeyScales k_scale = load_key_scales(k_scales);
     u32 k[D / 8];
@@ -61,7 +61,7 @@ __device__ __forceinline__ void own_keys(const Arguments& a, const Window& windo
         const int parity = at.left % 2, first_query = work.first_query + at.block * BLOCK_Q;
         Maxima& largest = maxima_of(shared, parity);
         barrier_sync<THREADS>(FILLED);
-        const Tile tile = describe_tile(shared + Q_ROWS, k_scale, first_query, a.scale, work, window);
+        const Tile tile = describe_tile(shared + Q_ROWS, k_scale, v_scale, first_query, a.scale, work, window);
         clear<KEY_THREADS>(maxima_of(shared, 1 - parity));
         Scores scores;
         compute_scores(scores, largest, tile, k, base + VALUES, base + KEYS, base + Q_ROWS);
@@ -132,12 +132,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_dq_war
     clear<THREADS>(maxima_of(shared, 1));
     cp_async_wait<0>();
     __syncthreads();
+    const float v_scale = convert_values(shared + VALUES);
     if (!S_IS_16BIT) {
         transpose_keys(shared + K_COLUMNS, shared + K_ROWS);
         __syncthreads();  // dS will lie where K by rows is
     }
     if (threadIdx.x < KEY_THREADS)
-        own_keys(a, window, work, at, shared, k_scales_of(keys, k_columns));
+        own_keys(a, window, work, at, shared, k_scales_of(keys, k_columns), v_scale);
     else
         add_to_queries(a, window, work, at, shared, k_scales_of(keys, k_columns));
 }

@@ -49,14 +49,14 @@ __device__ __forceinline__ void copy_queries(const Arguments& a, const KeyTile& 
 
 // dK and dV, and dS for the others: what the warps with keys do.
 __device__ __forceinline__ void own_keys(const Arguments& a, const Window& window, const KeyTile& work, QueryBlocks at,
-                                         u8* shared) {
+                                         u8* shared, float v_scale) {
     const u32 base = shared_address(shared);
     int* largest = reinterpret_cast<int*>(shared + LARGEST);
     Sums sums = {};
     for (; at.left > 0; at.advance(work.q_tiles)) {
         const int parity = at.left % 2, stage = stage_of(at), first_query = work.first_query + at.block * BLOCK_Q;
         barrier_sync<THREADS>(FILLED);
-        const Tile tile = describe_tile(shared + stage, reinterpret_cast<const float*>(shared + K_SCALES),
+        const Tile tile = describe_tile(shared + stage, reinterpret_cast<const float*>(shared + K_SCALES), v_scale,
                                         largest + parity * BLOCK_Q, first_query, a.scale, work, window);
         if (threadIdx.x < BLOCK_Q) largest[(1 - parity) * BLOCK_Q + threadIdx.x] = 0;
         u32 k[D / 8];
@@ -129,8 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_dq_warps_kerne
     cp_async_wait<0>();
     __syncthreads();
     transpose_keys(shared + K_COLUMNS, shared + K_ROWS);  // seen by those who compute dQ when dS is
+    const float v_scale = convert_values(shared + VALUES);
     if (threadIdx.x < KEY_THREADS)
-        own_keys(a, window, work, at, shared);
+        own_keys(a, window, work, at, shared, v_scale);
     else
         add_to_queries(a, window, work, at, shared);
 }

@@ -59,8 +59,8 @@ __device__ __forceinline__ void round_ds(u32 (&rounded)[8], float (&dk_factor)[2
 }
 
 // A tile, whose queries lie at `rows`.
-__device__ __forceinline__ Tile describe_tile(const u8* rows, const float* k_scales, int* largest, int first_query, float scale,
-                                              const KeyTile& work, const Window& window) {
+__device__ __forceinline__ Tile describe_tile(const u8* rows, const float* k_scales, float v_scale, int* largest, int first_query,
+                                              float scale, const KeyTile& work, const Window& window) {
     const int lane = threadIdx.x % 32;
     Tile tile;
     tile.scales = {1.0f, 1.0f};
@@ -71,6 +71,7 @@ __device__ __forceinline__ Tile describe_tile(const u8* rows, const float* k_sca
     tile.q_scales = reinterpret_cast<const float2*>(rows + SCALES) + lane % 4;
     tile.grad_scales = tile.q_scales + BLOCK_Q / 2;
     tile.q_factor = logit_factor(1.0f, 1.0f, scale);
+    tile.dp_scale = fp16_grad_scale(tile.scales.y) * v_scale;
     tile.statistics = rows + STATISTICS;
     tile.largest = largest;
     tile.first_key = work.first - first_query;
@@ -87,7 +88,7 @@ __device__ __forceinline__ void compute_scores(Scores& scores, float (&ds)[32], 
     int s[32];
     float p[32];
     contract_channels<BLOCK_Q>(s, k, rows);
-    contract_values(ds, values, rows + GRAD_ROWS, key_of_warp());
+    find_dp(ds, values, rows + GRAD_ROWS, key_of_warp());
     const int key = key_of_warp() + threadIdx.x % 32 / 4;
     if (!HAS_TOKEN_SCALES && is_fusible(tile.factor) && !tile.is_cut)
         find_scores<true>(p, ds, s, tile, key);

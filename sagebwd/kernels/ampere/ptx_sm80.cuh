@@ -81,6 +81,13 @@ __device__ __forceinline__ void mma_16bit(float* sum, const u32* a, const u32* b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same of fp16, with fp16 sums: two in a register.
+__device__ __forceinline__ void mma_16bit(u32* sum, const u32* a, const u32* b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+        : "+r"(sum[0]), "+r"(sum[1])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // --- Barriers between some warps of a CTA ------------------------------------------------------------------
 //
 // By number; it is complete when THREADS have come, whether they wait for the others or not.

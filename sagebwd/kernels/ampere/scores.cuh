@@ -11,6 +11,7 @@ struct Tile {
     float2 scales;         // of Q and dO; 1 if tokens have scales
     const float2 *q_scales, *grad_scales;  // of the queries of this thread, if they have some; every fourth is one's own
     float q_factor;        // from scales of Q and K to factors
+    float dp_scale;        // of dP in fp16: the product of those of V and dO
     float k_scale[2];      // of the keys of this thread, or of the block
     const u8* statistics;  // -lse of these queries, and BLOCK_Q further on their -delta
     int* largest;          // max |dS| of each query
@@ -22,11 +23,11 @@ struct Tile {
 // How many chunks of 64 bytes of channels are unrolled, so that operands are loaded ahead. Threads of 12 warps lack the registers.
 constexpr int UNROLLED_CHUNKS = LAUNCH_THREADS > 256 ? 1 : 2 * D / 64;
 
-// dP of 16 keys, from row `key` on, and N / 2 queries.
-template <int N>
-__device__ __forceinline__ void contract_values(float (&dp)[N], u32 values, u32 grad, int key) {
+// dP of 16 keys, from row `key` on, and of 8 queries for each REGISTERS of the sums: four fp32, or two pairs of fp16.
+template <int REGISTERS, int N, class Sum>
+__device__ __forceinline__ void contract_values(Sum (&dp)[N], u32 values, u32 grad, int key) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) dp[i] = 0.0f;
+    for (int i = 0; i < N; ++i) dp[i] = 0;
     const u32 v_address = left_address<128>(values), grad_address = right_address<128>(grad);
 #pragma unroll(UNROLLED_CHUNKS)
     for (int byte = 0; byte < 2 * D; byte += 64) {
@@ -36,12 +37,25 @@ __device__ __forceinline__ void contract_values(float (&dp)[N], u32 values, u32 
         load_left<128>(v, v_chunk, key, byte % 128);
         load_left<128>(v + 4, v_chunk, key, byte % 128 + STEP);
 #pragma unroll
-        for (int j = 0; j < N / 4; ++j) {
+        for (int j = 0; j < N / REGISTERS; ++j) {
             u32 b[4];
             load_right<128>(b, grad_chunk, 8 * j, byte % 128);
-            mma_16bit(dp + 4 * j, v, b);
-            mma_16bit(dp + 4 * j, v + 4, b + 2);
+            mma_16bit(dp + REGISTERS * j, v, b);
+            mma_16bit(dp + REGISTERS * j, v + 4, b + 2);
         }
+    }
+}
+
+// The same in fp32, of fp16 not yet multiplied by its scale.
+template <int N>
+__device__ __forceinline__ void find_dp(float (&dp)[N], u32 values, u32 grad, int key) {
+    if constexpr (DP_IS_FP16) {
+        u32 sums[N / 2];
+        contract_values<2>(sums, values, grad, key);
+#pragma unroll
+        for (int i = 0; i < N; ++i) dp[i] = fp16_to_float(sums[i / 2] >> i % 2 * 16 & 0xffff);
+    } else {
+        contract_values<4>(dp, values, grad, key);
     }
 }
 
@@ -69,7 +83,7 @@ __device__ __forceinline__ void find_scores(float (&p)[N], float (&ds)[N], const
                 !FAST && (key + 8 * r >= tile.keys || (IS_CAUSAL && key + 8 * r + tile.first_key > query) ||
                           (HAS_WINDOW && tile.window.hides(key + 8 * r + tile.first_key - query)));
             if (is_hidden) p[i] = 0.0f;
-            ds[i] = p[i] * (ds[i] + pick(d, i % 2));
+            ds[i] = p[i] * (DP_IS_FP16 ? fmaf(ds[i], tile.dp_scale, pick(d, i % 2)) : ds[i] + pick(d, i % 2));
             if (!HAS_TOKEN_SCALES) continue;
             // The scale of dO runs along the contraction of dV. What is hidden stays zero, even next to a NaN.
             p[i] = is_hidden ? 0.0f : p[i] * pick(tile.grad_scales[4 * j], i % 2);

@@ -66,7 +66,7 @@ __device__ __forceinline__ KeyScales load_key_scales(const float* k_scales) {
 }
 
 // This warp's part of a tile, whose queries lie at `rows`.
-__device__ __forceinline__ Tile describe_tile(const u8* rows, const KeyScales& k_scale, int first_query, float scale,
+__device__ __forceinline__ Tile describe_tile(const u8* rows, const KeyScales& k_scale, float v_scale, int first_query, float scale,
                                               const KeyTile& work, const Window& window) {
     const int query = query_of_warp();
     Tile tile;
@@ -77,6 +77,7 @@ __device__ __forceinline__ Tile describe_tile(const u8* rows, const KeyScales& k
     tile.q_scales = reinterpret_cast<const float2*>(rows + SCALES) + query / 2 + threadIdx.x % 4;
     tile.grad_scales = tile.q_scales + BLOCK_Q / 2;
     tile.q_factor = logit_factor(1.0f, 1.0f, scale);
+    tile.dp_scale = fp16_grad_scale(tile.scales.y) * v_scale;
     tile.statistics = rows + STATISTICS + query * 4;
     tile.first_key = work.first - first_query - query;
     tile.keys = work.kv.tokens - work.first;
@@ -159,10 +160,10 @@ __device__ __forceinline__ void load_left_words(u32 (&words)[BLOCK_Q / 8], u8* t
 __device__ __forceinline__ void compute_scores(Scores& x, Maxima& largest, const Tile& tile, const u32 (&k)[D / 8], u32 values,
                                                u32 keys, u32 rows) {
     const int query = query_of_warp(), key = key_of_thread();
-    contract_values(x.ds, values, rows + GRAD_ROWS + query * 128, key_of_warp());
+    find_dp(x.ds, values, rows + GRAD_ROWS + query * 128, key_of_warp());
     if constexpr (S_IS_16BIT) {
         float s[QUERIES / 2];
-        contract_values(s, keys, rows + query * 128, key_of_warp());
+        contract_values<4>(s, keys, rows + query * 128, key_of_warp());
         find_scores<false>(x.p, x.ds, s, tile, key);
     } else {
         int s[QUERIES / 2];

@@ -90,7 +90,8 @@ def prepare(
     packed_grad, columns = packer.pack_grad(
         q, packed_q, grad_out, saved.out, saved.lse, axes.q,
         out_residual=saved.out_residual if config.compensate_o else None, grad_lse=grad_lse,
-        p_16bit=not config.is_int8("dv"), dk_16bit=not config.is_int8("dk"), counters=counted,
+        p_16bit=not config.is_int8("dv"), dk_16bit=not config.is_int8("dk"),
+        dp_fp16=config.dp_fp16_accumulation, counters=counted,
     )  # fmt: skip
     packed = (packed_q, packed_kv, packed_grad)
     return Backward(q, k, params, axes, packer, *packed, gradients, counted), columns

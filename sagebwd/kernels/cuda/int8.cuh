@@ -84,6 +84,14 @@ __device__ __forceinline__ float scale_of(float largest, float steps) {
     return nan_max(largest, steps * SMALLEST_NORMAL) * (1.0f / steps);
 }
 
+// Of dO and V in fp16 for dP: the largest power of two up to `x`, zero or normal; infinity for infinity and NaN. Values are
+// multiplied by its inverse: zero for zero and infinity, so that only NaN and infinity become NaN.
+__device__ __forceinline__ float power_of_two(float x) { return __int_as_float(__float_as_int(x) & 0x7f800000); }
+__device__ __forceinline__ float inverse_of_power(float power) { return power > 0.0f ? __frcp_rn(power) : 0.0f; }
+
+// The scale of dO in fp16 from that in INT8. In fp16 dO is below 2^14 / D and V below 2: no sum of D products overflows.
+__device__ __forceinline__ float fp16_grad_scale(float int8_scale) { return power_of_two(int8_scale) * (D / 64); }
+
 // --- What INT8 products become -----------------------------------------------------------------------------
 
 // sum += product * factor[row].

@@ -87,6 +87,13 @@ constexpr bool HAS_ROWS_IN_CHUNKS = true;
 constexpr bool HAS_ROWS_IN_CHUNKS = false;
 #endif
 
+#ifdef DP_FP16  // dP is a product of V and dO in fp16, with fp16 sums: see convert_values
+constexpr bool DP_IS_FP16 = true;
+#else
+constexpr bool DP_IS_FP16 = false;
+#endif
+static_assert(!DP_IS_FP16 || !(P_IS_16BIT || HAS_TOKEN_SCALES));
+
 #ifdef UNPACKED_16BIT  // kernels read V and dO in 16 bits, and Q for dK in 16 bits, where they are
 constexpr bool PACKS_16BIT = false;
 #else
@@ -109,7 +116,8 @@ __host__ __device__ constexpr int scale_bytes(int tensors, int tokens) { return 
 __host__ __device__ constexpr int scale_bytes_of_s(int tokens) { return S_IS_16BIT ? 0 : scale_bytes(1, tokens); }
 constexpr int PACKED_Q_BYTES = Q_ROWS_TILE + scale_bytes_of_s(BLOCK_Q);  // Q by rows; its scale
 constexpr int PACKED_V_BYTES = K_TILE + scale_bytes(2, BLOCK_KV);        // forward: V by columns; scales of K and V
-constexpr int PACKED_V_16BIT_BYTES = PACKS_16BIT ? 2 * K_TILE : 0, PACKED_GRAD_16BIT_BYTES = PACKS_16BIT ? 2 * Q_TILE : 0;
+constexpr int PACKED_V_16BIT_BYTES = PACKS_16BIT ? 2 * K_TILE : 0;
+constexpr int PACKED_GRAD_16BIT_BYTES = PACKS_16BIT || DP_IS_FP16 ? 2 * Q_TILE : 0;
 constexpr int PACKED_KV_BYTES = K_ROWS_TILE + PACKED_V_16BIT_BYTES + scale_bytes_of_s(BLOCK_KV);  // K by rows, V in 16 bits; K's scale
 // Behind all of these, if dQ is in 16 bits: for each block K in 16 bits.
 constexpr int PACKED_K_16BIT_BYTES = 2 * K_TILE;

@@ -104,6 +104,14 @@ struct Pieces {
             for (int e = 0; e < 8; e += 2) pairs[e / 2] = pack_16bit(tile.x[i][e], tile.x[i][e + 1]);
         }
     }
+    __device__ __forceinline__ void round_to_fp16(const Tile<TOKENS>& tile, float factor) {
+#pragma unroll
+        for (int i = 0; i < PIECES; ++i) {
+            u32* pairs = &raw[i].x;
+#pragma unroll
+            for (int e = 0; e < 8; e += 2) pairs[e / 2] = pack_fp16(tile.x[i][e] * factor, tile.x[i][e + 1] * factor);
+        }
+    }
     // What store_16bit wrote.
     __device__ __forceinline__ void load_16bit(const u8* source) {
         const int channel = Tile<TOKENS>::channel();
@@ -473,11 +481,11 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     store_columns_int8<BLOCK_KV>(packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES, values, transposed);
 }
 
-// Backward: dO as it is, if 16 bits are packed, -lse and -delta of each token, the scales of Q and dO; and, in a packed block of
-// their own, Q by columns, from its rows in `packed_q`, and, if P is in INT8, dO by columns; for dK in 16 bits, Q as it is, if 16
-// bits are packed, the only case in which `q` is read. delta = rowsum(dO * O), section 3 of the paper; if COMPENSATE_O is
-// defined, O includes its rounding residual. `grad_lse`, the gradient of the logsumexp, may be null; it is subtracted from delta.
-// Also clears `counters`.
+// Backward: dO as it is, if 16 bits are packed, or for dP in fp16, see fp16_grad_scale; -lse and -delta of each token, the scales
+// of Q and dO; and, in a packed block of their own, Q by columns, from its rows in `packed_q`, and, if P is in INT8, dO by columns;
+// for dK in 16 bits, Q as it is, if 16 bits are packed, the only case in which `q` is read. delta = rowsum(dO * O), section 3 of
+// the paper; if COMPENSATE_O is defined, O includes its rounding residual. `grad_lse`, the gradient of the logsumexp, may be null;
+// it is subtracted from delta. Also clears `counters`.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     pack_grad_kernel(Source q, const u8* packed_q, Source grad, Source out, Source out_residual, const float* lse,
                      u8* packed_grad, u8* packed_q_columns, Axis axis, int* counters, int count, const float* grad_lse) {
@@ -551,4 +559,8 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     quantize_tile(values, tile, scales);
     store_columns_int8<BLOCK_Q, STEP_Q>(columns + Q_TILE, values, transposed);
     store_scales<BLOCK_Q>(tail, 1, scales, 2);
+    if constexpr (DP_IS_FP16) {
+        pieces.round_to_fp16(tile, inverse_of_power(fp16_grad_scale(scales[0])));
+        pieces.store_16bit(target);
+    }
 }

@@ -248,12 +248,13 @@ class Packer:
         grad_lse: Tensor | None = None,
         p_16bit: bool = False,
         dk_16bit: bool = False,
+        dp_fp16: bool = False,
         counters: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """dO and Q for the backward, as two packed blocks for each block of tokens.
 
-        The first: dO, if 16 bits are packed, −lse of all tokens and −δ of all tokens (fp32; −∞ and 0 past the
-        end); tail: the scales of Q and dO. The second: Q by columns, dO by columns.
+        The first: dO, if 16 bits are packed or with ``dp_fp16``, −lse of all tokens and −δ of all tokens
+        (fp32; −∞ and 0 past the end); tail: the scales of Q and dO. The second: Q by columns, dO by columns.
 
         Args:
             q: only read with ``dk_16bit``, if 16 bits are packed; otherwise only its shape and dtype are
@@ -265,10 +266,12 @@ class Packer:
             p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
             dk_16bit: whether dK takes 16-bit dS, and Q as it is: Q in 16 bits, if they are packed, in place
                 of its columns. Only with ``p_16bit``.
+            dp_fp16: whether dP takes dO in fp16, divided by a power of two for each block that follows from
+                its scale in INT8. Only without ``p_16bit`` and if 16 bits are not packed.
             counters: as of :meth:`pack_q`.
         """
         d_pad = packed_head_dim(q.shape[3])
-        grad_bytes = self._block_q * (2 * self._layout.packs_16bit * d_pad + 8)
+        grad_bytes = self._block_q * (2 * (self._layout.packs_16bit or dp_fp16) * d_pad + 8)
         grad_bytes += scale_bytes(2, self._block_q, self._layout.token_scales)
         packed_grad = _allocate(q, axis, grad_bytes)
         columns_of = 1 + (not p_16bit)
@@ -280,7 +283,9 @@ class Packer:
         counted = (counters, _count(counters))
         arguments = (*sources, lse, packed_grad, columns, _CAxis.of(q, axis), *counted, grad_lse)
         defines = {"P_16BIT": p_16bit, "DK_16BIT": dk_16bit, "COMPENSATE_O": out_residual is not None}
-        self._launch("pack_grad", q, self._block_q, 2 * len(packed_grad), *arguments, **defines)
+        self._launch(
+            "pack_grad", q, self._block_q, 2 * len(packed_grad), *arguments, **defines, DP_FP16=dp_fp16
+        )
         return packed_grad, columns
 
     def k_rows_bytes(self, k: Tensor) -> int:

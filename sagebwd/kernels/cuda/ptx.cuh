@@ -41,13 +41,17 @@ __device__ __forceinline__ float nan_max_abs(float a, float b) { return nan_max(
 #define TYPE_16BIT "f16"
 #endif
 
+__device__ __forceinline__ float fp16_to_float(u16 bits) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+    return y;
+}
+
 __device__ __forceinline__ float to_float(u16 bits) {
 #ifdef IS_BF16
     return __uint_as_float(u32(bits) << 16);
 #else
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
-    return y;
+    return fp16_to_float(bits);
 #endif
 }
 
@@ -55,5 +59,12 @@ __device__ __forceinline__ float to_float(u16 bits) {
 __device__ __forceinline__ u32 pack_16bit(float first, float second) {
     u32 y;
     asm("cvt.rn." TYPE_16BIT "x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
+    return y;
+}
+
+// The same in fp16, whatever the type of the tensors.
+__device__ __forceinline__ u32 pack_fp16(float first, float second) {
+    u32 y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(second), "f"(first));
     return y;
 }

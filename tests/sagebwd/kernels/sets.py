@@ -430,6 +430,8 @@ AMPERE = replace(
         "paper": SageConfig.paper(),
         "accurate": SageConfig.accurate(),
         "row scales in 128 x 64": SageConfig(block_q=128, block_kv=64, unsigned_p=True),
+        "dP in fp16": SageConfig(dp_fp16_accumulation=True),
+        "dP in fp16, paper": replace(SageConfig.paper(), dp_fp16_accumulation=True),
     },
     main_variants=(*_MAIN_CUDA_VARIANTS, "paper", "accurate"),
     extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32

@@ -41,7 +41,8 @@ def configs_of(kernel_set):
     config = kernel_set.config
     if kernel_set.is_emulated:
         names = ("default", "paper", "strictly_causal", "accurate", "int8_scores")
-        return kernel_set.those_it_runs({name: PRESETS[name] for name in names})
+        configs = {name: PRESETS[name] for name in names}
+        return kernel_set.those_it_runs(configs | {"dP in fp16": SageConfig(dp_fp16_accumulation=True)})
     return kernel_set.those_it_runs(
         {
             "default": config(),
@@ -50,6 +51,7 @@ def configs_of(kernel_set):
             "no INT8": config(int8_matmuls=()),
             "all INT8": config(int8_matmuls=MATMULS),
             "unsigned_p": config(unsigned_p=True),
+            "dP in fp16": config(dp_fp16_accumulation=True),
         }
     )
 

@@ -23,13 +23,14 @@ NEEDS_COMPILER = pytest.mark.skipif(why_no_compiler() is not None, reason=str(wh
 TILE = (64, 128)  # of the default settings
 
 
-def products_of(which, folder):
+def products_of(which, folder, macros=()):
     """The tensor-core instructions of a kernel, each with its registers, in their order."""
     source = which if which == "forward" else backward_source(TILE, 64)
     cta = cta_shape(source, 64, TILE)
     defines = {
         "HEAD_DIM": 64, "IS_CAUSAL": 0, "IS_BF16": True, "UNPACKED_16BIT": True, "TILE_Q": TILE[0],
         "TILE_KV": TILE[1], "LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes,
+        **dict.fromkeys(macros, True),
     }  # fmt: skip
     file = folder / "kernel.cubin"
     file.write_bytes(compile_source(ampere.sources_for("sm_90"), source, defines)[0])
@@ -39,18 +40,22 @@ def products_of(which, folder):
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize(("which", "times"), [("forward", 2), ("backward", 3)])
-def test_every_product_is_done_so_often(which, times, tmp_path):
-    """Further products are INT8 ones, also those for 16-bit products. The compiler deletes none.
+@pytest.mark.parametrize(
+    ("which", "times", "macros"), [("forward", 2, ()), ("backward", 3, ()), ("backward", 3, ("DP_FP16",))]
+)
+def test_every_product_is_done_so_often(which, times, macros, tmp_path):
+    """Further products are INT8 ones, also those for 16-bit products; half as many if sums are in fp16, as
+    those of dP may be. The compiler deletes none.
 
     Hardly any continues the sum of the one before.
     """
-    needed = Counter(kind for kind, _, _ in products_of(which, tmp_path))
+    needed = Counter(kind for kind, _, _ in products_of(which, tmp_path, macros))
     with throttled.throttled(times):
-        found = products_of(which, tmp_path)
+        found = products_of(which, tmp_path, macros)
     kinds = Counter(kind for kind, _, _ in found)
     assert kinds["HMMA"] == needed["HMMA"]
-    assert kinds["IMMA"] == times * needed["IMMA"] + (2 * times - 1) * needed["HMMA"] > 0
+    further = (times if macros else 2 * times) - 1
+    assert kinds["IMMA"] == times * needed["IMMA"] + further * needed["HMMA"] > 0
     # Some true products do. If further products went to the sums of true ones, half of all would.
     waiting = sum(before[1] == after[2] for before, after in pairwise(found))
     assert waiting <= 0.05 * len(found)
@@ -82,7 +87,8 @@ def test_a_line_that_is_gone_is_named(tmp_path):
     changed = tmp_path / "changed"
     shutil.copytree(sources.folders[0], changed)
     file = changed / "scores.cuh"
-    file.write_text(file.read_text().replace("mma_16bit(dp + 4 * j, v, b)", "mma_16bit(dp + 4 * j, v, c)"))
+    line = "mma_16bit(dp + REGISTERS * j, v, "
+    file.write_text(file.read_text().replace(f"{line}b)", f"{line}c)"))
     with pytest.raises(ValueError, match=r"scores\.cuh has the line .* 0 times"):
         throttled.throttled_sources(Sources("sm_90", (changed, sources.folders[1])), 2, tmp_path / "copies")
 

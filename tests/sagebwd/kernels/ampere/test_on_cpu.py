@@ -81,6 +81,8 @@ TWELVE_WARPS = {
     "paper, a window": (SageConfig.paper(), 200, WINDOW),
     "paper, scales of rows": (replace(SageConfig.paper(), granularity="row"), 200, CAUSAL),
     "accurate, packed": (SageConfig.accurate(), (1, 64, 0, 130, 2), CAUSAL),
+    "dP in fp16, packed": (SageConfig(dp_fp16_accumulation=True), (1, 64, 65, 0, 127, 2), CAUSAL),
+    "dP in fp16, paper": (replace(SageConfig.paper(), dp_fp16_accumulation=True), 200, CAUSAL),
 }
 
 

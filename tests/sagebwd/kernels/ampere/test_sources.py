@@ -27,16 +27,23 @@ MACROS = {
         ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES"),
     ),
     ("forward", (128, 64)): ((), ("IS_WINDOWED",)),
-    ("backward", (64, 128)): ((), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",)),
-    ("backward_dq_warps", (64, 128)): (
-        (), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",),
+    ("backward", (64, 128)): (
+        (), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("DP_FP16",),
+        ("DP_FP16", "IS_WINDOWED"),
     ),
-    ("backward_64_keys", (128, 64)): (("SCALES_OF_TILES",), ("SCALES_OF_TILES", "IS_WINDOWED"), ()),
+    ("backward_dq_warps", (64, 128)): (
+        (), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("DP_FP16",),
+        ("DP_FP16", "IS_WINDOWED"),
+    ),
+    ("backward_64_keys", (128, 64)): (
+        ("SCALES_OF_TILES",), ("SCALES_OF_TILES", "IS_WINDOWED"), (), ("DP_FP16", "SCALES_OF_TILES"),
+    ),
     ("backward_64_keys_dq_warps", (128, 64)): (
         ("SCALES_OF_TILES",), ("SCALES_OF_TILES", "IS_WINDOWED"), (), ("UNSIGNED_P",), ("TOKEN_SCALES",),
+        ("DP_FP16", "SCALES_OF_TILES"),
     ),
     ("forward", (64, 64)): ((), ("TOKEN_SCALES",), ("P_16BIT", "S_16BIT")),
-    ("backward_64_keys", (64, 64)): ((), ("TOKEN_SCALES",), ("TOKEN_SCALES", "S_16BIT")),
+    ("backward_64_keys", (64, 64)): ((), ("TOKEN_SCALES",), ("TOKEN_SCALES", "S_16BIT"), ("DP_FP16",)),
     ("backward_64_keys_dq_warps", (64, 64)): ((), ("TOKEN_SCALES",), ("TOKEN_SCALES", "S_16BIT")),
 }  # fmt: skip
 #: Bytes that ptxas may spill, by source and padded head size.
@@ -51,6 +58,7 @@ SPILLED_WITH = {
     ("backward_dq_warps", 64, ("P_16BIT",)): 272,
     ("backward_dq_warps", 64, ("TOKEN_SCALES",)): 144,
     ("backward_dq_warps", 64, ("IS_WINDOWED",)): 60,
+    ("backward_dq_warps", 64, ("DP_FP16", "IS_WINDOWED")): 208,
 }
 #: Every source, tile, head size and architecture occurs in the quick ones.
 QUICK = {
@@ -66,6 +74,10 @@ QUICK = {
     ("backward_64_keys", (128, 64), 128, "sm_89", ("SCALES_OF_TILES",)),
     ("backward_64_keys_dq_warps", (128, 64), 64, "sm_90", ("SCALES_OF_TILES", "IS_WINDOWED")),
     ("backward_64_keys_dq_warps", (128, 64), 64, "sm_80", ("TOKEN_SCALES",)),
+    ("backward", (64, 128), 128, "sm_86", ("DP_FP16",)),
+    ("backward_dq_warps", (64, 128), 64, "sm_120", ("DP_FP16",)),
+    ("backward_64_keys", (64, 64), 256, "sm_89", ("DP_FP16",)),
+    ("backward_64_keys_dq_warps", (128, 64), 64, "sm_89", ("DP_FP16", "SCALES_OF_TILES")),
     ("backward_64_keys_dq_warps", (64, 64), 64, "sm_86", ("TOKEN_SCALES", "S_16BIT")),
     ("backward_64_keys", (64, 64), 256, "sm_86", ("TOKEN_SCALES",)),
     ("forward", (64, 64), 256, "sm_89", ("TOKEN_SCALES",)),
@@ -111,6 +123,8 @@ def test_kernels_fit_every_gpu(source, tile, head_dim, architecture, macros, tmp
     tokens = tile[1] if source == "forward" else 64
     assert found.get(("U8", "S8"), 0) == (("UNSIGNED_P" in macros) and head_dim // 8 * tokens // 32)
     assert (found["S8", "S8"] > 0) == (("S_16BIT" not in macros) or source != "forward")
+    fp16_products = len(re.findall(r"\bHMMA\.16816\.F16\b", text))
+    assert (fp16_products > 0) == ("DP_FP16" in macros)
 
 
 def shape_settings(macros):

@@ -140,6 +140,16 @@ inline void mma_int8(int (&sum)[4], const u32* a, const u32* b) {
 }
 inline void mma_16bit(float* sum, const u32* a, const u32* b) { mma<2, half_word, half_word>(sum, a, b); }
 
+[[gnu::always_inline]] inline float fp16_word(u32 word) { return fp16_to_float(static_cast<u16>(word)); }
+
+// 16 products are added before they are rounded to fp16, as a GPU does it.
+inline void mma_16bit(u32* sum, const u32* a, const u32* b) {
+    float wide[4];
+    for (int i = 0; i < 4; ++i) wide[i] = fp16_word(sum[i / 2] >> i % 2 * 16);
+    mma<2, fp16_word, fp16_word>(wide, a, b);
+    for (int i = 0; i < 2; ++i) sum[i] = pack_fp16(wide[2 * i], wide[2 * i + 1]);
+}
+
 // --- Barriers between some warps of a CTA ------------------------------------------------------------------
 
 static Meeting barriers[16];

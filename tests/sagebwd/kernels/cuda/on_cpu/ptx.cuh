@@ -139,6 +139,10 @@ inline int __any_sync(u32 mask, bool x) { return __reduce_max_sync(mask, x); }
 
 // --- Arithmetic --------------------------------------------------------------------------------------------
 
+inline float fp16_to_float(u16 bits) { return std::bit_cast<_Float16>(bits); }
+inline u16 to_fp16(float x) { return std::bit_cast<u16>(static_cast<_Float16>(x)); }
+inline u32 pack_fp16(float first, float second) { return to_fp16(first) | u32(to_fp16(second)) << 16; }
+
 #ifdef IS_BF16
 inline float to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
 inline u16 to_16bit(float x) {
@@ -146,8 +150,8 @@ inline u16 to_16bit(float x) {
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 #else
-inline float to_float(u16 bits) { return std::bit_cast<_Float16>(bits); }
-inline u16 to_16bit(float x) { return std::bit_cast<u16>(static_cast<_Float16>(x)); }
+inline float to_float(u16 bits) { return fp16_to_float(bits); }
+inline u16 to_16bit(float x) { return to_fp16(x); }
 #endif
 inline u32 pack_16bit(float first, float second) { return to_16bit(first) | u32(to_16bit(second)) << 16; }
 
