@@ -93,8 +93,9 @@ class ForwardResult(NamedTuple):
         is not smoothed. The backward subtracts what is here. D_PAD is D padded to a power of two from 32 on;
         of the reference D.
     out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
-    packed_q, packed_kv: Q and K, packed for the backward, which then needs q only for a dK in 16 bit, and not
-        k; (tiles, bytes) uint8. Empty unless CUDA kernels were asked to pack. See ``packs_v`` in ops.py.
+    packed_q, packed_kv: Q and K, packed for the backward, which then needs q only for a dK in 16 bit, and k
+        for a dQ in 16 bit; (tiles, bytes) uint8. Empty unless CUDA kernels were asked to pack. See
+        ``packs_v`` in ops.py.
     """
 
     out: Tensor

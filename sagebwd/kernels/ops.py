@@ -87,8 +87,8 @@ def _backward(
     """Return dq, dk, dv, laid out as q, k, v.
 
     ``packed_q`` can replace q, unless dK is in 16 bit; dq is then laid out as ``out``. ``packed_kv`` can
-    replace k and, where :func:`packs_v`, v; dk and dv are then laid out token by token. Raises ValueError if
-    one is missing.
+    replace k, unless dQ is in 16 bit, and, where :func:`packs_v`, v; dk and dv are then laid out token by
+    token. Raises ValueError if one is missing.
 
     The last of ``arguments`` may be ``grad_lse``, the gradient of ``lse``.
     """
@@ -100,10 +100,12 @@ def _backward(
             "sagebwd::forward(pack_for_backward=True) and an INT8 dK"
         )
     has_v = v is not None or (packed_kv.numel() and packs_v(params))
-    if not has_v or (k is None and not packed_kv.numel()):
+    has_k = k is not None or (packed_kv.numel() and params.config.is_int8("dq"))
+    if not (has_k and has_v):
         raise ValueError(
-            "sagebwd::backward got neither k and v nor packed_kv; pass k and v, as sagebwd::forward packs "
-            "them only with pack_for_backward=True and CUDA kernels, v for packed documents on Hopper alone"
+            "sagebwd::backward got neither k and v nor what replaces them; pass k and v: only CUDA kernels "
+            "can do without, with the packed_kv of sagebwd::forward(pack_for_backward=True), without k if dQ "
+            "is INT8, without v for packed documents on Hopper"
         )
     q, k, v = _with_stand_ins(q, k, v, kv_heads, kv_tokens, out)
     params = _narrowed(q, k, arguments)
@@ -173,7 +175,7 @@ def _packed_shapes(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[tuple
         block_count(x.shape[-2], block, params.documents)
         for x, block in zip((q, k), layout.tile, strict=True)
     )
-    return layout.q_shape(q, q_blocks), layout.kv_shape(k, kv_blocks, not params.config.is_int8("dq"))
+    return layout.q_shape(q, q_blocks), layout.kv_shape(k, kv_blocks)
 
 
 def needed_by_backward(
@@ -181,12 +183,13 @@ def needed_by_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """q, k, v as the backward needs them beside ``result``: None for what that packed.
 
-    If Q and K are packed, 4 bytes per element are saved instead of 6, 2 of them V itself.
+    If Q and K are packed, 4 bytes per element are saved instead of 6, 2 of them V itself. A dK in 16 bit
+    reads Q itself, a dQ in 16 bit K: 2 bytes more each.
     """
     if result.packed_q.numel() and params.config.is_int8("dk"):
         q = None
     if result.packed_kv.numel():
-        k, v = None, None if packs_v(params) else v
+        k, v = None if params.config.is_int8("dq") else k, None if packs_v(params) else v
     return q, k, v
 
 

@@ -73,7 +73,7 @@ def prepare(
 
     Args:
         q, k, v: stand-ins (see :func:`sagebwd.kernels.layout.stand_in`) where ``saved`` has them packed: q
-            unless dK is in 16 bit, k and, if V is packed, v.
+            unless dK is in 16 bit, k unless dQ is and, if V is packed, v.
         counters: how many int32 to set to zero.
 
     Returns:
@@ -83,7 +83,7 @@ def prepare(
     packed_q, packed_kv = saved.packed_q, saved.packed_kv
     if not packed_kv.numel():
         k_mean = packed_mean(saved.k_mean, k) if config.smooths_k else None
-        packed_kv = packer.pack_kv(k, v, axes.kv, k_mean, k_16bit=not config.is_int8("dq"))
+        packed_kv = packer.pack_kv(k, v, axes.kv, k_mean)
     if not packed_q.numel():
         packed_q = packer.pack_q(q, axes.q)
     counted = q.new_empty(counters, dtype=torch.int32)

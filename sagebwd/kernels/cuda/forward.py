@@ -56,15 +56,13 @@ def forward(
     v_mean = packer.token_mean(v, axes.kv) if config.smooth_v else None
     counter = q.new_empty(1, dtype=torch.int32)  # of work tiles
     packed_q = packer.pack_q(q, axes.q, counter)
-    p_16bit, k_16bit = not config.is_int8("o"), not config.is_int8("dq")
+    p_16bit = not config.is_int8("o")
     if p_16bit:
-        packed_k = packer.pack_kv(k, v, axes.kv, k_mean, k_16bit=k_16bit and packs)
+        packed_k = packer.pack_kv(k, v, axes.kv, k_mean)
         k_stride = v_stride = packer.packed_kv_bytes(k)
         values = packed_k.data_ptr() + packer.k_rows_bytes(k)
     else:
-        packed_k, packed_v = packer.pack_kv_int8(
-            k, v, axes.kv, k_mean, v_mean, pack_for_backward=packs, k_16bit=k_16bit
-        )
+        packed_k, packed_v = packer.pack_kv_int8(k, v, axes.kv, k_mean, v_mean, pack_for_backward=packs)
         k_stride = packer.packed_kv_bytes(k) if packs else packed_k.shape[1]
         values, v_stride = packed_v.data_ptr(), packed_v.shape[1]
     out = Result(q, axes.q)

@@ -119,8 +119,6 @@ constexpr int PACKED_V_BYTES = K_TILE + scale_bytes(2, BLOCK_KV);        // forw
 constexpr int PACKED_V_16BIT_BYTES = PACKS_16BIT ? 2 * K_TILE : 0;
 constexpr int PACKED_GRAD_16BIT_BYTES = PACKS_16BIT || DP_IS_FP16 ? 2 * Q_TILE : 0;
 constexpr int PACKED_KV_BYTES = K_ROWS_TILE + PACKED_V_16BIT_BYTES + scale_bytes_of_s(BLOCK_KV);  // K by rows, V in 16 bits; K's scale
-// Behind all of these, if dQ is in 16 bits: for each block K in 16 bits.
-constexpr int PACKED_K_16BIT_BYTES = 2 * K_TILE;
 // dO in 16 bits, stats; scales of Q and dO.
 constexpr int PACKED_GRAD_BYTES = PACKED_GRAD_16BIT_BYTES + ROW_STATS + scale_bytes(2, BLOCK_Q);
 // In shared memory: K by rows, V in 16 bits; K's scale. And of a step: Q by rows, dO in 16 bits, stats; scales of Q and dO.

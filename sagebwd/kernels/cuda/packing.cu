@@ -96,14 +96,6 @@ struct Pieces {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) unpack(tile.x[i], raw[i]);
     }
-    __device__ __forceinline__ void round(const Tile<TOKENS>& tile) {
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
-            u32* pairs = &raw[i].x;
-#pragma unroll
-            for (int e = 0; e < 8; e += 2) pairs[e / 2] = pack_16bit(tile.x[i][e], tile.x[i][e + 1]);
-        }
-    }
     __device__ __forceinline__ void round_to_fp16(const Tile<TOKENS>& tile, float factor) {
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
@@ -344,21 +336,9 @@ __device__ __forceinline__ void load(Pieces<TOKENS>& pieces, Tile<TOKENS>& tile,
     pieces.unpack_to(tile);
 }
 
-// Where K in 16 bits of this block goes, behind all packed blocks; null if K_16BIT is not defined. PARTS: CTAs of a block.
-template <int PARTS>
-__device__ __forceinline__ u8* k_16bit_of(u8* packed_kv, const Block& block) {
-#ifdef K_16BIT
-    const i64 blocks = gridDim.x / PARTS;
-    return packed_kv == nullptr ? nullptr
-                                : packed_kv + blocks * PACKED_KV_BYTES + i64(block.index) * PACKED_K_16BIT_BYTES;
-#else
-    return nullptr;
-#endif
-}
-
-// Writes K minus its mean: by rows in INT8 to `rows`, and in 16 bits to `k_16bit`, if that is not null; finds the scales.
-__device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* k_16bit, const Source& k, const float* mean,
-                                       const Block& block, const Axis& axis, int (&slots)[16]) {
+// Writes K minus its mean by rows in INT8; finds the scales.
+__device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, const Source& k, const float* mean, const Block& block,
+                                       const Axis& axis, int (&slots)[16]) {
     Pieces<BLOCK_KV> pieces;
     Tile<BLOCK_KV> tile;
     uint2 values[PIECES];
@@ -367,9 +347,6 @@ __device__ __forceinline__ void pack_k(float (&scales)[PIECES], u8* rows, u8* k_
     find_scales(scales, tile, slots);
     quantize_tile(values, tile, scales);
     store_rows_int8<BLOCK_KV>(rows, values);
-    if (k_16bit == nullptr) return;
-    pieces.round(tile);
-    pieces.store_16bit(k_16bit);
 }
 
 }  // namespace
@@ -413,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     float scales[PIECES];
     if (block.part == 0) {
         u8* rows = both == nullptr ? packed_k + i64(block.index) * K_TILE : both;
-        pack_k(scales, rows, k_16bit_of<2>(packed_kv, block), k, k_mean, block, axis, slots);
+        pack_k(scales, rows, k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(values_block + K_TILE, 0, scales, 2);
         if (both != nullptr) store_scales<BLOCK_KV>(both + K_TILE + PACKED_V_16BIT_BYTES, 0, scales, 1);
     } else {
@@ -431,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
 }
 
 // Backward, and a forward with 16-bit P: K by rows, V as it is, if 16 bits are packed; the scale of K. `k_mean`: what is
-// subtracted from K, or null. Both of these kernels also write K in 16 bits, if K_16BIT is defined.
+// subtracted from K, or null.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     pack_kv_kernel(Source k, Source v, const float* k_mean, u8* packed_kv, Axis axis) {
     constexpr int PARTS = PACKS_16BIT ? 2 : 1;
@@ -446,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
         pieces.store_16bit(target);
     } else if (block.part == 0) {
         float scales[PIECES];
-        pack_k(scales, target, k_16bit_of<PARTS>(packed_kv, block), k, k_mean, block, axis, slots);
+        pack_k(scales, target, k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(target + K_TILE + PACKED_V_16BIT_BYTES, 0, scales, 1);
     } else if (PACKS_16BIT) {
         Pieces<BLOCK_KV> pieces;

@@ -67,17 +67,16 @@ class PackedLayout(NamedTuple):
         size = 2 * rows if self.s_16bit else rows + scale_bytes(1, self.tile[0], self.token_scales)
         return q.shape[0] * q.shape[1] * blocks, size
 
-    def kv_shape(self, k: Tensor, blocks: int, k_16bit: bool = False) -> tuple[int, int]:
+    def kv_shape(self, k: Tensor, blocks: int) -> tuple[int, int]:
         """Shape of the result of :meth:`Packer.pack_kv`.
 
         Args:
             k: (B, H_kv, N_kv, D).
             blocks: blocks of each head.
-            k_16bit: as of :meth:`Packer.pack_kv`.
         """
         tail = 0 if self.s_16bit else scale_bytes(1, self.tile[1], self.token_scales)
         values = self.tile[1] * packed_head_dim(k.shape[3])
-        tiles = 1 + self.s_16bit + 2 * self.packs_16bit + 2 * k_16bit
+        tiles = 1 + self.s_16bit + 2 * self.packs_16bit
         return k.shape[0] * k.shape[1] * blocks, tiles * values + tail
 
 
@@ -178,7 +177,6 @@ class Packer:
         v_mean: Tensor | None,
         *,
         pack_for_backward: bool,
-        k_16bit: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """K and V for the forward, two packed blocks for each block of tokens.
 
@@ -187,37 +185,32 @@ class Packer:
 
         Args:
             k_mean, v_mean: what to subtract from K and from V, see :meth:`token_mean`; None: nothing.
-            k_16bit: as of :meth:`pack_kv`.
         """
         rows = self._block_kv * packed_head_dim(k.shape[3])
         packed_v = _allocate(k, axis, rows + scale_bytes(2, self._block_kv, self._layout.token_scales))
         if pack_for_backward:
-            packed_k = k.new_empty(self._layout.kv_shape(k, axis.blocks, k_16bit), dtype=torch.uint8)
+            packed_k = k.new_empty(self._layout.kv_shape(k, axis.blocks), dtype=torch.uint8)
             keys = (None, packed_v, packed_k)
         else:
             packed_k = _allocate(k, axis, rows)
             keys = (packed_k, packed_v, None)
         sources = (_CSource.of(x) for x in (k, v))
         arguments = (*sources, k_mean, v_mean, *keys, _CAxis.of(k, axis))
-        self._launch("pack_kv_int8", k, self._block_kv, 2 * len(packed_v), *arguments, K_16BIT=k_16bit)
+        self._launch("pack_kv_int8", k, self._block_kv, 2 * len(packed_v), *arguments)
         return packed_k, packed_v
 
-    def pack_kv(
-        self, k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None, *, k_16bit: bool = False
-    ) -> Tensor:
+    def pack_kv(self, k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -> Tensor:
         """K and V for the backward, and for a forward with 16-bit P: K by rows, and V if 16 bits are packed.
 
         Tail: the scale of K.
 
         Args:
             k_mean: as in :meth:`pack_kv_int8`.
-            k_16bit: whether K minus ``k_mean`` in 16 bits, for a dQ that is not INT8, follows behind all
-                packed blocks. They are as long as without it.
         """
-        packed_kv = k.new_empty(self._layout.kv_shape(k, axis.blocks, k_16bit), dtype=torch.uint8)
+        packed_kv = k.new_empty(self._layout.kv_shape(k, axis.blocks), dtype=torch.uint8)
         arguments = (_CSource.of(k), _CSource.of(v), k_mean, packed_kv, _CAxis.of(k, axis))
         parts = 1 + self._layout.packs_16bit
-        self._launch("pack_kv", k, self._block_kv, parts * len(packed_kv), *arguments, K_16BIT=k_16bit)
+        self._launch("pack_kv", k, self._block_kv, parts * len(packed_kv), *arguments)
         return packed_kv
 
     def pack_k_columns(self, packed_kv: Tensor, k: Tensor, axis: Axis) -> Tensor:
@@ -293,7 +286,7 @@ class Packer:
         return (1 + self._layout.s_16bit) * self._block_kv * packed_head_dim(k.shape[3])
 
     def packed_kv_bytes(self, k: Tensor) -> int:
-        """Bytes from block to block in the result of :meth:`pack_kv`, also if K in 16 bits follows them."""
+        """Bytes from block to block in the result of :meth:`pack_kv`."""
         return self._layout.kv_shape(k, 0)[1]
 
     def _launch(

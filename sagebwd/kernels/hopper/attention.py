@@ -80,12 +80,13 @@ class _CDkDv(ctypes.Structure):
 
 class _CBackward(ctypes.Structure):
     _fields_ = [
-        *pointers("packed_q", "packed_grad", "packed_q_columns", "packed_kv"),
+        *pointers("packed_q", "packed_grad", "packed_q_columns", "packed_kv", "k_mean"),
         ("dk", CTokenTensor),
         ("dv", CTokenTensor),
         *pointers("dq_sums", "turns"),
         ("axes", CAxes),
         ("scale", ctypes.c_float),
+        ("documents", ctypes.c_int),
         ("last_keys_first_up_to", ctypes.c_int),
     ]
 
@@ -116,14 +117,14 @@ def _launch(
     params: AttentionParams,
     arguments: CForward | _CDq | _CDkDv | _CBackward,
     *,
-    maps: CTensorMaps | None,
+    maps: CTensorMaps,
     p_16bit: bool = False,
     **defines: int,
 ) -> None:
     """Launch kernel ``name`` on as many CTAs as the GPU holds; they share the work tiles.
 
     Args:
-        maps: of the tensors that it reads where they are; None: they are packed.
+        maps: of the tensors that it reads where they are.
         p_16bit, defines: macros that only this kernel knows.
     """
     config, head_dim = params.config, padded_head_dim(q.shape[-1])
@@ -134,10 +135,9 @@ def _launch(
         SOURCES, name, q, params,
         head_dim=head_dim, threads=cta.threads, shared_bytes=cta.shared_bytes,
         TOKEN_SCALES=packing.has_token_scales(name, config), P_16BIT=p_16bit,
-        UNPACKED_16BIT=maps is not None, **(defines | tile_macros(head_dim, macro)),
+        UNPACKED_16BIT=params.cu_seqlens is None, **(defines | tile_macros(head_dim, macro)),
     )  # fmt: skip
     grid = min(arguments.axes.work_tiles, _multiprocessors(q.device.index))
-    maps = CTensorMaps() if maps is None else maps
     kernel.launch(grid, cta.threads, arguments, CWindow.of(params.window), maps)
 
 
@@ -156,12 +156,10 @@ def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
     """See :mod:`sagebwd.interface`."""
-    maps = None
-    if params.cu_seqlens is None:
-        maps = CTensorMaps()
-        if not params.config.is_int8("o"):
-            v = mappable(v)
-            maps.v = tensor_map(v)
+    maps = CTensorMaps()
+    if params.cu_seqlens is None and not params.config.is_int8("o"):
+        v = mappable(v)
+        maps.v = tensor_map(v)
     return cuda_forward.forward(
         q, k, v, params, packer=_packer_for(q, params), launch=functools.partial(_launch, maps=maps),
         work_tokens=work_tokens("forward", padded_head_dim(q.shape[3])),
@@ -180,13 +178,16 @@ def backward(
     """See :mod:`sagebwd.interface`."""
     config, axes = params.config, Axes.of(q, k, params)
     gradients = Gradients.like(q, k, v, axes)  # not laid out as copies below
-    maps = None
+    maps = CTensorMaps()
     if params.cu_seqlens is None:
         v, grad_out = mappable(v), mappable(grad_out)
         maps = CTensorMaps(tensor_map(v), tensor_map(grad_out))
         if not config.is_int8("dk"):
             q = mappable(q)
             maps.q = tensor_map(q)
+    if not config.is_int8("dq"):
+        k = mappable(k)
+        maps.k = tensor_map(k)
     # Two kernels count the work tiles that were taken. One counts, before these, how many were added to each
     # chunk of dQ.
     counters = 2 if config.is_int8("dq") else _turns(q, axes.q) + 1
@@ -195,7 +196,8 @@ def backward(
         axes=axes, packer=_packer_for(q, params), gradients=gradients, counters=counters,
     )  # fmt: skip
     if not config.is_int8("dq"):
-        _launch_one_kernel(call, columns, maps)
+        k_mean = packing.packed_mean(saved.k_mean, k) if config.smooths_k else None
+        _launch_one_kernel(call, columns, k_mean, maps)
     elif _has_tile_scales(config):  # dQ finds them
         tiles = (q.shape[0] * q.shape[1] * axes.q.blocks, axes.kv.blocks)
         tile_scales = q.new_empty((*tiles, 2), dtype=torch.float32)  # of P, of dS
@@ -221,7 +223,7 @@ def _axes_of(call: Backward, name: str, tile_counter: int | None) -> CAxes:
 
 
 def _launch_dk_dv(
-    call: Backward, columns: Tensor, maps: CTensorMaps | None, tile_scales: Tensor | None = None
+    call: Backward, columns: Tensor, maps: CTensorMaps, tile_scales: Tensor | None = None
 ) -> None:
     axes = _axes_of(call, "dk_dv", call.counters.data_ptr())
     arguments = _CDkDv(
@@ -232,7 +234,7 @@ def _launch_dk_dv(
     _launch("dk_dv", call.q, call.params, arguments, maps=maps, DK_16BIT=dk_16bit, **call.macros)
 
 
-def _launch_dq(call: Backward, maps: CTensorMaps | None, tile_scales: Tensor | None = None) -> None:
+def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Tensor | None = None) -> None:
     packed_k_columns = call.packer.pack_k_columns(call.packed_kv, call.k, call.axes.kv)
     axes = _axes_of(call, "dq", call.counters.data_ptr() + 4)
     arguments = _CDq(
@@ -251,7 +253,7 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _launch_one_kernel(call: Backward, columns: Tensor, maps: CTensorMaps | None) -> None:
+def _launch_one_kernel(call: Backward, columns: Tensor, k_mean: Tensor | None, maps: CTensorMaps) -> None:
     """All gradients by backward.cu, dQ as sums, which finish_dq.cu rounds."""
     q, params, turns = call.q, call.params, call.counters
     head_dim = padded_head_dim(q.shape[3])
@@ -260,8 +262,8 @@ def _launch_one_kernel(call: Backward, columns: Tensor, maps: CTensorMaps | None
     axes = _axes_of(call, "backward", turns.data_ptr() + 4 * _turns(q, call.axes.q))
     arguments = _CBackward(
         call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
-        call.gradients.dk.target, call.gradients.dv.target, dq_sums.data_ptr(), turns.data_ptr(), axes,
-        params.scale, LAST_KEYS_FIRST_UP_TO[head_dim],
+        _address(k_mean), call.gradients.dk.target, call.gradients.dv.target, dq_sums.data_ptr(),
+        turns.data_ptr(), axes, params.scale, params.documents, LAST_KEYS_FIRST_UP_TO[head_dim],
     )  # fmt: skip
     dk_16bit = not params.config.is_int8("dk")
     _launch("backward", q, params, arguments, maps=maps, DK_16BIT=dk_16bit, **call.macros)

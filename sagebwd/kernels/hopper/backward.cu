@@ -43,7 +43,7 @@ constexpr int STAGE_BYTES = align_up(SCALES + TAIL, 1024);
 constexpr int V_ROWS = K_TILE;
 constexpr int K_SCALE = 3 * K_TILE;
 constexpr int DQ_K = align_up(K_AND_V_BYTES, 1024);
-constexpr int DS = DQ_K + PACKED_K_16BIT_BYTES;
+constexpr int DS = DQ_K + K_16BIT_BYTES;
 constexpr int DQ = DS + DS_STAGES * DS_BYTES;
 constexpr int RING = DQ + BUFFERS * UNIT_VALUES * 4;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
@@ -59,12 +59,14 @@ struct SharedState {
 };
 
 struct Arguments {
-    const u8 *packed_q, *packed_grad, *packed_q_columns, *packed_kv;  // K in 16 bits is behind packed_kv
+    const u8 *packed_q, *packed_grad, *packed_q_columns, *packed_kv;
+    const float* k_mean;  // (documents of all heads of keys, D), what packed_kv lacks of K; null: nothing
     TokenTensor dk, dv;
     float* dq_sums;  // of each packed block of queries, chunk by chunk, as the threads that compute dQ hold them
     int* turns;      // of each chunk: how many work tiles are in its sum; zero at the start
     Axes axes;       // work tiles and `heads` are those of keys
     float scale;
+    int documents;
     int last_keys_first_up_to;  // queries of a document; see query_gradient.cuh
 };
 
@@ -436,10 +438,17 @@ __device__ __forceinline__ void dq_loop(const Arguments& a, const Window& window
     }
 }
 
-__device__ __forceinline__ void compute_dq(const Arguments& a, const Window& window, u8* shared, Rings& rings,
-                                           SharedState& state) {
+// The mean of K of a work tile; null if nothing was subtracted.
+__device__ __forceinline__ const float* mean_of(const Arguments& a, const KeyTile& work) {
+    if (a.k_mean == nullptr) return nullptr;
+    const int* documents = a.axes.kv.document;
+    const int document = documents == nullptr ? 0 : documents[work.kv_block - work.kv_head * a.axes.kv_blocks];
+    return a.k_mean + (i64(work.kv_head) * a.documents + document) * D;
+}
+
+__device__ __forceinline__ void compute_dq(const Arguments& a, const Window& window, const TensorMaps& maps, u8* shared,
+                                           Rings& rings, SharedState& state) {
     const int thread = threadIdx.x % 128;
-    const u8* k_16bit = a.packed_kv + i64(a.axes.work_heads) * a.axes.kv_blocks * PACKED_KV_BYTES;
     for (int parity = 0;; parity ^= 1) {
         rings.keys.wait_full();
         const KeyTile& work = state.work[rings.keys.parity];
@@ -448,11 +457,14 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, const Window& win
         rings.keys.advance();
         warpgroup_sync(DQ_WARPGROUP);  // every warp's last product has read the K before
         if (thread == 0) {
-            barrier_expect_bytes(rings.dq_k_full, PACKED_K_16BIT_BYTES);
-            bulk_copy(shared_address(shared) + DQ_K, k_16bit + i64(work.kv_block) * PACKED_K_16BIT_BYTES,
-                      PACKED_K_16BIT_BYTES, rings.dq_k_full);
+            barrier_expect_bytes(rings.dq_k_full, K_16BIT_BYTES);
+#pragma unroll
+            for (int token = 0; token < KEYS; token += 64)
+                copy_tokens<KEYS * 128>(shared_address(shared) + DQ_K + token * 128, maps.k, head_of(work.kv_head, a.axes.heads),
+                                        work.kv.start + work.first + token, rings.dq_k_full);
         }
         barrier_wait(rings.dq_k_full, parity);
+        smooth_k(shared + DQ_K, mean_of(a, work), work.kv.tokens - work.first, DQ_WARPGROUP);
         dq_loop(a, window, work, shared, rings, state);
     }
 #pragma unroll 1
@@ -495,7 +507,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
             add_chunks(rings.dq, helper, shared_address(shared) + DQ, state.dq_chunks[helper]);
     } else if (warpgroup == DQ_WARPGROUP) {
         setmaxnreg_dec<DQ_REGISTERS>();
-        compute_dq(a, window, shared, rings, state);
+        compute_dq(a, window, maps, shared, rings, state);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         consume(a, window, warpgroup, shared, rings, state);

@@ -45,9 +45,9 @@ __device__ __forceinline__ void ring_init(u64 (&full)[STAGES], u64 (&empty)[STAG
 
 // --- Copies of blocks --------------------------------------------------------------------------------------
 
-// What is read where it is, if 16 bits are not packed: tensors (B, H, N, D). See tensor_map.py.
+// What is read where it is: tensors (B, H, N, D), see tensor_map.py. V, dO and Q if 16 bits are not packed; K for dQ in 16 bits.
 struct TensorMaps {
-    TensorMap v, grad, q;
+    TensorMap v, grad, q, k;
 };
 
 // A head of a sequence.

@@ -61,6 +61,35 @@ __device__ __forceinline__ int turn_of(bool last_keys_first, const KeyTile& tile
 
 // --- The product -------------------------------------------------------------------------------------------
 
+// K of the CTA in 16 bits, chunks of 64 channels.
+constexpr int K_16BIT_BYTES = 2 * K_TILE;
+
+// Makes of K what packing quantizes: without its mean, and zero from `keys` on, where the next document may begin. A warpgroup
+// does it before any of its threads reads K. A thread has the same 8 channels of all its rows in a chunk.
+__device__ __forceinline__ void smooth_k(u8* tile, const float* mean, int keys, int warpgroup) {
+    if (mean == nullptr && keys >= KEYS) return;
+    const int first_row = threadIdx.x % 128 / 8, channel = threadIdx.x % 8 * 8;
+#pragma unroll 1
+    for (int chunk = 0; chunk < D / 64; ++chunk) {
+        float means[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) means[e] = mean == nullptr ? 0.0f : mean[chunk * 64 + channel + e];
+        u8* column = tile + chunk * (KEYS * 128) + swizzled<128>(first_row * 128 + channel * 2);
+#pragma unroll 2
+        for (int row = 0; row < KEYS; row += 16) {  // further on the swizzle is the same
+            uint4& piece = *reinterpret_cast<uint4*>(column + row * 128);
+            uint4 smooth = piece;
+            u32* pairs = &smooth.x;
+#pragma unroll
+            for (int e = 0; e < 8; e += 2)
+                pairs[e / 2] = pack_16bit(to_float(pairs[e / 2] & 0xffff) - means[e], to_float(pairs[e / 2] >> 16) - means[e + 1]);
+            piece = first_row + row < keys ? smooth : uint4{0, 0, 0, 0};
+        }
+    }
+    fence_proxy_async();
+    warpgroup_sync(warpgroup);
+}
+
 // K of the CTA as the left operand of dQ, which is computed transposed, (channels, queries). With 64 channels it stays in
 // registers: K in shared memory would be read again for each block of queries, as often as dS.
 constexpr bool K_IS_KEPT = D == 64;

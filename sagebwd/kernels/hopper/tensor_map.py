@@ -2,7 +2,8 @@
 
 The hardware copies a box of 64 tokens and 64 channels to shared memory, in the order in which tensor cores
 read it, and fills what lies outside the tensor with zeros. That is what packing would write, without the
-copy. Packed documents have no tensor maps: past the end of one, the next begins.
+copy. Of packed documents only K is read so, by a kernel that clears what lies past the end of one: there the
+next begins.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class CTensorMap(ctypes.Structure):
 
 
 class CTensorMaps(ctypes.Structure):
-    """``TensorMaps`` of pipeline.cuh: of V, dO and Q; zeros for those that are packed or not read."""
+    """``TensorMaps`` of pipeline.cuh: of V, dO, Q and K; zeros for those that are packed or not read."""
 
-    _fields_ = [(name, CTensorMap) for name in ("v", "grad", "q")]
+    _fields_ = [(name, CTensorMap) for name in ("v", "grad", "q", "k")]
 
 
 def mappable(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from sagebwd import SageConfig
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.hopper import attention as hopper
 from tests.sagebwd.kernels.cuda.sources_on_cpu import run_in_order
-from tests.sagebwd.kernels.inputs import NAMES, token_major
+from tests.sagebwd.kernels.inputs import NAMES, VIEWS, token_major
 from tests.sagebwd.kernels.operators import attention, gradients
 from tests.sagebwd.kernels.sets import FP16, emulated_too, only, without_int8
 
@@ -126,6 +126,51 @@ def test_in_either_order_of_keys_that_of_threads_changes_nothing(kernel_set, in_
     in_all_orders(lambda: gradients(function, *inputs))
 
 
+# --- K in 16 bits, read where it is ------------------------------------------------------------------------
+
+LAYOUTS = {
+    **VIEWS,
+    "tokens not aligned": lambda k: torch.cat((k[..., :1], k), -1)[..., 1:],
+    "one head for all": lambda k: k[:, :1].expand_as(k),
+}
+PACKED = {"cu_seqlens": boundaries_of((129, 0, 40, 1))}
+#: (settings, head size, mask)
+READ_IN_PLACE = {
+    "causal": (S_ALONE, 64, CAUSAL),
+    "many channels": (ONE_BACKWARD, 128, {}),
+    "window, padded channels": (ONE_BACKWARD, 72, {"window_size": (70, 3)}),
+    "not smoothed, packed": (without_int8("o", "dv", "dq", "dk", smooth_k=False), 128, PACKED),
+    "packed": (S_ALONE, 64, PACKED),
+}
+
+
+@pytest.mark.parametrize("dtype", [FP16, torch.bfloat16])
+@pytest.mark.parametrize("case", READ_IN_PLACE.values(), ids=READ_IN_PLACE.keys())
+def test_the_layout_of_k_changes_nothing(kernel_set, draw, case, dtype):
+    config, head_dim, mask = case
+    q, k, v, grad_out = draw(170, batch=1, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
+    function = attention(kernel_set.name, config=config, **mask)
+    for name, layout in LAYOUTS.items():
+        lying = layout(k)
+        found, wanted = (gradients(function, q, x, v, grad_out) for x in (lying, lying.contiguous()))
+        assert all(map(torch.equal, found, wanted)), name
+
+
+@pytest.mark.parametrize("smooth_k", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_k_of_the_next_document_is_cleared(kernels, sample, smooth_k, head_dim):
+    """It lies in the same box; 0 times NaN would show."""
+    inputs = sample(200, heads=2, kv_heads=1, head_dim=head_dim)
+    config = without_int8("o", "dv", "dq", "dk", smooth_k=smooth_k)
+    settings = {"cu_seqlens": torch.tensor([0, 70, 200]), "config": config}
+    clean = kernels(*inputs, **settings)
+    for x in inputs:
+        x[..., 70:, :] = torch.nan
+    poisoned = kernels(*inputs, **settings)
+    for name in NAMES:
+        assert torch.equal(poisoned[name][..., :70, :], clean[name][..., :70, :]), name
+
+
 # --- What is saved -----------------------------------------------------------------------------------------
 
 
@@ -159,5 +204,5 @@ def test_what_is_packed_replaces_q_k_and_v_in_the_backward(
         assert torch.equal(x, expected), name
     pointers = {x.data_ptr() for x in saved if x is not None}
     assert (q.data_ptr() in pointers) == (not config.is_int8("dk"))
-    assert k.data_ptr() not in pointers
+    assert (k.data_ptr() in pointers) == (not config.is_int8("dq"))
     assert (v.data_ptr() in pointers) == (documents is None)  # packed only with documents

@@ -54,8 +54,7 @@ MACROS = {
     ),
     "dq_tile_scales": (("SCALES_OF_TILES",), ("IS_WINDOWED", "SCALES_OF_TILES")),
     "packing": (
-        (), ("P_16BIT", "COMPENSATE_O"), ("K_16BIT",), ("TOKEN_SCALES",), ("SCALES_OF_TILES",),
-        ("S_16BIT", "TOKEN_SCALES"),
+        (), ("P_16BIT", "COMPENSATE_O"), ("TOKEN_SCALES",), ("SCALES_OF_TILES",), ("S_16BIT", "TOKEN_SCALES"),
     ),
 }  # fmt: skip
 
@@ -69,7 +68,7 @@ def with_values(macros, d):
 def exists(source, d, macros):
     """Whether there is such a kernel: with 256 channels not all settings have one."""
     return d < 256 or not (
-        source in ("dq_tile_scales", "finish_dq") or {"SCALES_OF_TILES", "S_16BIT", "K_16BIT"} & {*macros}
+        source in ("dq_tile_scales", "finish_dq") or {"SCALES_OF_TILES", "S_16BIT"} & {*macros}
     )
 
 
