@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from model.backends import AttentionFn
 from model.config import LlamaConfig, check
 from model.kernels import norm_and_rotate as kernels
-from model.kernels import swiglu as swiglu_kernels
 from model.loss import linear_cross_entropy
 
 
@@ -70,30 +69,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (pairs * cos.unsqueeze(-2) + pairs.flip(-2) * torch.stack((-sin, sin), dim=-2)).flatten(-2)
 
 
-def norm_and_rotate(
-    qk: Tensor, kv_heads: int, norms: tuple[RMSNorm, RMSNorm] | None, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, ...]:
-    """Q (B, N, H, D) and K (B, N, G, D) of the heads of both, qk (B, N, H + G, D), where kv_heads is G.
-
-    The heads are normalised if there are norms, of Q and of K, rotated, and rounded once to their dtype.
-    """
-    if norms and kernels.supports(qk):
-        q_norm, k_norm = norms
-        return kernels.norm_and_rotate(qk, kv_heads, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin)
-    parts = qk.split([qk.shape[2] - kv_heads, kv_heads], dim=2)
-    if norms:
-        parts = tuple(norm(part.float()) for norm, part in zip(norms, parts, strict=True))
-    return tuple(rotate(part, cos, sin).to(qk.dtype) for part in parts)
-
-
-def side_by_side(x: Tensor, *layers: nn.Linear) -> Tensor:
-    """What these layers without bias make of x (..., C), concatenated: one matrix product instead of several.
-
-    The gradient of x, too, is one product, rounded once. The layers keep weights and gradients of their own.
-    """
-    # Rounded one by one: DDPOptimizer (trainer/parallel.py) counts no parameter that an operator takes in a
-    # list.
-    return F.linear(x, torch.cat([layer.weight.to(x.dtype) for layer in layers]))
+def norm_and_rotate(x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Q or K (B, N, H, D), its heads normalised if there is a norm, rotated, rounded once to its dtype."""
+    if norm is None:
+        return rotate(x, cos, sin).to(x.dtype)
+    if kernels.supports(x):
+        return kernels.norm_and_rotate(x, norm.weight, norm.eps, cos, sin)
+    return rotate(norm(x.float()), cos, sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -102,7 +84,6 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, attention: AttentionFn):
         super().__init__()
         self.d_head = config.d_head
-        self.kv_heads = config.kv_heads
         self.enable_gqa = config.is_gqa
         self.attend = attention
         self.q_proj = nn.Linear(config.d_model, config.n_heads * config.d_head, bias=False)
@@ -114,10 +95,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """x (B, N, C) → (B, N, C); with packed documents B is 1."""
-        # V not with them: its gradient comes from the attention's kernels and would have to be copied.
-        qk, v = self._heads(side_by_side(x, self.q_proj, self.k_proj)), self._heads(self.v_proj(x))
-        norms = None if self.q_norm is None else (self.q_norm, self.k_norm)
-        q, k = norm_and_rotate(qk, self.kv_heads, norms, cos, sin)
+        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = norm_and_rotate(q, self.q_norm, cos, sin), norm_and_rotate(k, self.k_norm, cos, sin)
         # (B, N, H, D) in memory, passed as (B, H, N, D) views: no copy here, none in the kernels of SDPA.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         documents = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
@@ -127,14 +106,6 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         """(B, N, H · D) → (B, N, H, D)."""
         return x.unflatten(-1, (-1, self.d_head))
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up of gate and up side by side, (..., 2F) → (..., F)."""
-    if swiglu_kernels.supports(gate_up):
-        return swiglu_kernels.swiglu(gate_up)
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 class SwiGLU(nn.Module):
@@ -147,7 +118,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.d_ffn, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(side_by_side(x, self.gate_proj, self.up_proj)))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

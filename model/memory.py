@@ -44,8 +44,7 @@ class Activations:
     blocks: saved for backward by all blocks, without `attention`.
     attention: saved for backward by the attention of all blocks: q, k, v, O and logsumexp, or what replaces
         them.
-    weight_copies: the blocks' weights, in autocast's dtype or concatenated, which are alive until the
-        backward.
+    weight_copies: the blocks' weights in autocast's dtype, which are alive until the backward.
     working: what the output head, or the backward of a block, needs in addition, whichever is more.
     """
 
@@ -89,8 +88,7 @@ def _saved_by_block(config: LlamaConfig, work: Pass) -> int:
         # Inputs of both norms with an inverse RMS; gate, up, and the product that `down` takes.
         per_token += 2 * (e * c + FLOAT32) + 3 * e * config.d_ffn
     else:
-        # Elsewhere than in the kernel for GPUs also silu(gate).
-        per_token += 2 * _saved_by_norm(c, work) + (3 if work.on_gpu else 4) * e * config.d_ffn
+        per_token += 2 * _saved_by_norm(c, work) + 4 * e * config.d_ffn  # and silu(gate)
     return work.tokens * (per_token + _saved_before_attention(config, work)) + _rotary_tables(config, work)
 
 
@@ -120,18 +118,10 @@ def _rotary_tables(config: LlamaConfig, work: Pass) -> int:
 
 
 def _weight_copies(config: LlamaConfig, work: Pass) -> int:
-    """Of one block's matrices: rounded for autocast, and those that are multiplied at once concatenated.
-
-    Recomputed they are made again, but for those that eager mode rounds.
-    """
-    if work.element == FLOAT32:
-        return 0 if work.recompute else work.element * _concatenated(config)
-    return 0 if work.compiled and work.recompute else work.element * block_matrices(config)
-
-
-def _concatenated(config: LlamaConfig) -> int:
-    """Parameters of one block's matrices that are multiplied at once: those of Q and K, gate and up."""
-    return config.d_model * (config.d_head * (config.n_heads + config.kv_heads) + 2 * config.d_ffn)
+    """Of one block's matrices, rounded for autocast. Compiled and recomputed, they are rounded again."""
+    if work.element == FLOAT32 or (work.compiled and work.recompute):
+        return 0
+    return work.element * block_matrices(config)
 
 
 def block_matrices(config: LlamaConfig) -> int:

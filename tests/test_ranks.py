@@ -59,12 +59,11 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
 
     def masked(name, *overrides):
         text = ("data=jsonl", f"data.path={short}", "data.tokenizer=bytes", "data.mask_documents=true")
-        return named(f"masked/{name}", *text, "attention=fpa", *overrides, "hardware.micro_batch=2")
+        return named(f"masked/{name}", *text, *overrides, "hardware.micro_batch=2")
 
     recomputed = ("hardware.parallel=fsdp", "hardware.recompute=blocks")
     # Each of the three starts imports once; what continues another run starts from a copy of it.
-    int8 = "attention=sagebwd"
-    warm.train_all(named("one"), muon("one"), masked("one"), masked("one_int8", int8), ranks=1)
+    warm.train_all(named("one"), muon("one"), masked("one"), ranks=1)
     rolled_back(tmp_path / "one", tmp_path / "one_to_fsdp")
     warm.train_all(
         named("two_ddp", "hardware.parallel=ddp"),
@@ -77,7 +76,6 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         muon("two_fsdp", "hardware.parallel=fsdp"),
         masked("two_ddp", "hardware.parallel=ddp"),
         masked("two_context_fsdp", "hardware.context_parallel=2", *recomputed),
-        masked("two_context_int8", "hardware.context_parallel=2", *recomputed, int8),
         ranks=2,
     )
     rolled_back(tmp_path / "two_ddp", tmp_path / "ddp_to_one")
@@ -92,10 +90,7 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         assert_close(tmp_path / "one", tmp_path / name)
     assert_same_run(tmp_path / "two_fsdp", tmp_path / "two_recomputed")
     for name in ("two_ddp", "two_context_fsdp"):
-        assert_close(tmp_path / "masked" / "one", tmp_path / "masked" / name, tolerance=2e-6)
-    # Weights that differ by 2⁻²³ move the norm of these runs by up to 4.1e-5, as INT8 rounds the other way;
-    # in full precision by 2.2e-7.
-    assert_close(tmp_path / "masked" / "one_int8", tmp_path / "masked" / "two_context_int8", tolerance=1e-4)
+        assert_close(tmp_path / "masked" / "one", tmp_path / "masked" / name)
     for name in ("two_ddp", "two_fsdp", "fsdp_to_one"):
         # Muon multiplies in bfloat16: these runs differ by up to 1.4e-5 in the loss, 1.1e-4 in the norm.
         # Orthogonalizing the halves of each matrix by themselves would differ by 3e-3.

@@ -105,7 +105,7 @@ def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
         "weights gathered by FSDP": _gathered(settings.model) if sharded else 0,
         "gradients": _gradients(settings, ranks, step),
         "the optimizer's moments": moment_bytes(settings) // copies,
-        f"weights copied in {hardware.dtype}": step.weight_copies,
+        f"weights in {hardware.dtype} for autocast": step.weight_copies,
         "activations": step.blocks,
         "saved by attention": step.attention,
         "logits and loss, or backward of a block": step.working,

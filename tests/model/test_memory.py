@@ -13,7 +13,6 @@ from model import backends
 from model.config import LlamaConfig
 from model.kernels import cross_entropy
 from model.kernels import norm_and_rotate as norm_kernels
-from model.kernels import swiglu as swiglu_kernels
 from model.llama import Llama
 from model.memory import Pass, activations
 from trainer.parallel import _checkpointed
@@ -160,7 +159,7 @@ def test_what_a_compiled_model_saves_to_the_byte(preset, recompute, monkeypatch)
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor.compile_fx import compile_fx
 
-    for kernels in (norm_kernels, swiglu_kernels, cross_entropy):
+    for kernels in (norm_kernels, cross_entropy):
         monkeypatch.setattr(kernels, "supports", lambda x: True)
     attention = {"backend": "sagebwd", "preset": preset}
     config = LlamaConfig(**{**SHAPE, "d_head": 40}, n_kv_heads=2, n_layers=1)
