@@ -74,6 +74,7 @@ def compile_source(
         *(f"--include-path={folder}" for folder in sources.folders),
         *(f"--define-macro={macro}" for macro in macros),
         *options,
+        *(f"--define-macro={macro}" for macro in extra_defines(source)),
     ]
     error, cubin, log = _run_nvrtc(sources.path(source), arguments)
     if error:
@@ -149,6 +150,11 @@ def checked(returned: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def extra_defines(source: str) -> list[str]:
+    """EXPERIMENT: more macros of a source, from SAGE_DEFS_<SOURCE>."""
+    return os.environ.get("SAGE_DEFS_" + source.upper(), "").split()
+
+
 def _macros(defines: Defines) -> list[str]:
     """NAME or NAME=VALUE of each macro, in the order of their names."""
     given = ((name, value) for name, value in sorted(defines.items()) if value is not False)
@@ -179,7 +185,7 @@ def _fingerprint(sources: Sources, source: str, defines: Defines) -> str:
         ]
         for folder in sources.folders
     ]
-    inputs = (source, sources.architecture, _macros(defines), nvrtc_version(), contents)
+    inputs = (source, sources.architecture, _macros(defines), extra_defines(source), nvrtc_version(), contents)
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
 
 

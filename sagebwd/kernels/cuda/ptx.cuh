@@ -12,6 +12,9 @@ __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
 }
 
+// EXPERIMENT: waits for the 256 threads of two warpgroups.
+__device__ __forceinline__ void consumers_sync() { asm volatile("bar.sync 8, 256;" ::: "memory"); }
+
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from pathlib import Path
 
 import torch
@@ -256,12 +257,13 @@ def _launch_one_kernel(call: Backward, columns: Tensor, maps: CTensorMaps | None
     q, params, turns = call.q, call.params, call.counters
     head_dim = padded_head_dim(q.shape[3])
     padded = q.shape[0] * q.shape[1] * call.axes.q.blocks * TILE[0]
-    dq_sums = q.new_empty((padded, head_dim), dtype=torch.float32)
+    new = q.new_zeros if "NO_TURNS" in os.environ.get("SAGE_DEFS_BACKWARD", "") else q.new_empty
+    dq_sums = new((padded, head_dim), dtype=torch.float32)
     axes = _axes_of(call, "backward", turns.data_ptr() + 4 * _turns(q, call.axes.q))
     arguments = _CBackward(
         call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
         call.gradients.dk.target, call.gradients.dv.target, dq_sums.data_ptr(), turns.data_ptr(), axes,
-        params.scale, LAST_KEYS_FIRST_UP_TO[head_dim],
+        params.scale, int(os.environ.get("SAGE_LKF", LAST_KEYS_FIRST_UP_TO[head_dim])),
     )  # fmt: skip
     dk_16bit = not params.config.is_int8("dk")
     _launch("backward", q, params, arguments, maps=maps, DK_16BIT=dk_16bit, **call.macros)

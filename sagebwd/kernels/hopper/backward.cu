@@ -15,20 +15,35 @@
 
 namespace {
 
+// EXPERIMENT, FA4LIKE: no warpgroup for dQ. The consumers multiply it, half of the channels each, and have 240 registers. dQ of a
+// block of queries and 64 channels is chunk n = 2 tile + half, of all blocks that the CTA visits. It goes through buffer n %
+// DQ_BUFFERS in shared memory and is added by helper n % DQ_HELPERS.
+// ROTATION undefined: 2 buffers, 2 helpers. 2: 2 buffers, 3 helpers. 3: 3 buffers, 3 helpers, and one stage of dS for two.
+// NO_TURNS: additions in any order, to sums that begin with zeros. INT_SUMS: of dQ times this, as INT32, which has the same bits in any
+// order. FIRST_STORES (with INT_SUMS): only the first work tile's turn is waited for, which stores instead of adding.
+// TURN_FIRST: helpers wait for the turn before they wait for the chunk.
+#ifdef ROTATION
+constexpr int DQ_HELPERS = 3, DQ_BUFFERS = ROTATION;
+#else
+constexpr int DQ_HELPERS = 2, DQ_BUFFERS = 2;
+#endif
+constexpr bool ROTATES = DQ_HELPERS == 3;
+constexpr int DQ_FULLS = DQ_HELPERS == DQ_BUFFERS ? DQ_BUFFERS : 6;  // barriers: one for each pair of a helper and a buffer
 constexpr int CONSUMERS = KEYS / ROWS;
-constexpr int DQ_WARPGROUP = CONSUMERS, PRODUCER = CONSUMERS + 1;
+constexpr int DQ_WARPGROUP = CONSUMERS_MULTIPLY_DQ ? -1 : CONSUMERS, PRODUCER = CONSUMERS + !CONSUMERS_MULTIPLY_DQ;
 constexpr int THREADS = 128 * (PRODUCER + 1);
 constexpr int STAGES = D == 64 ? 4 : 2;
-constexpr int DS_STAGES = 2;
+constexpr int DS_STAGES = CONSUMERS_MULTIPLY_DQ && DQ_BUFFERS == 3 ? 1 : 2;
 constexpr int CHUNKS = D / 64;  // of 64 channels
 static_assert(!HAS_TOKEN_SCALES);
 static_assert(P_IS_16BIT || !DK_IS_16BIT);
 
 // Registers of a thread. Their sum is what the CTA starts with.
-constexpr int CONSUMER_REGISTERS = D == 64 ? 192 : DK_IS_16BIT ? 208 : 216;
+constexpr int CONSUMER_REGISTERS = CONSUMERS_MULTIPLY_DQ ? 240 : D == 64 ? 192 : DK_IS_16BIT ? 208 : 216;
 constexpr int DQ_REGISTERS = D == 64 ? 96 : DK_IS_16BIT ? 72 : 56;
 constexpr int PRODUCER_REGISTERS = D == 64 ? 32 : 24;
-static_assert(CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS == 65536 / 128);
+static_assert(CONSUMERS_MULTIPLY_DQ || CONSUMERS * CONSUMER_REGISTERS + DQ_REGISTERS + PRODUCER_REGISTERS == 65536 / 128);
+static_assert(CONSUMERS * 240 + 24 == 168 * 3);
 
 // A stage in shared memory: the packed blocks of 64 queries.
 constexpr int Q_COLUMNS = 0;                      // in 16 bits it is Q by rows
@@ -45,11 +60,15 @@ constexpr int K_SCALE = 3 * K_TILE;
 constexpr int DQ_K = align_up(K_AND_V_BYTES, 1024);
 constexpr int DS = DQ_K + PACKED_K_16BIT_BYTES;
 constexpr int DQ = DS + DS_STAGES * DS_BYTES;
-constexpr int RING = DQ + BUFFERS * UNIT_VALUES * 4;
-constexpr int STAGING = RING + STAGES * STAGE_BYTES;
-constexpr int STORED_CHANNELS = D == 64 ? 64 : 16;  // at a time, in the epilogue
-constexpr int CHUNK_STAGING = staging_bytes(STORED_CHANNELS);
-CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * CHUNK_STAGING);
+constexpr int RING = DQ + (CONSUMERS_MULTIPLY_DQ ? DQ_BUFFERS * DQ_CHUNK : BUFFERS * UNIT_VALUES) * 4;
+constexpr int END = RING + STAGES * STAGE_BYTES;
+// FA4LIKE: staging is the consumer's buffer or, with ROTATION, its half of a stage of dS. The state lies behind the scale of K.
+constexpr int STATE = K_SCALE + TAIL;
+constexpr int STAGING = CONSUMERS_MULTIPLY_DQ ? ROTATES ? DS : DQ : END;
+constexpr int STORED_CHANNELS = CONSUMERS_MULTIPLY_DQ ? ROTATES ? 32 : 64 : D == 64 ? 64 : 16;  // at a time, in the epilogue
+constexpr int CHUNK_STAGING = CONSUMERS_MULTIPLY_DQ ? ROTATES ? DS_BYTES / 2 : DQ_CHUNK * 4 : staging_bytes(STORED_CHANNELS);
+static_assert(staging_bytes(STORED_CHANNELS) <= CHUNK_STAGING && STATE % 16 == 0);
+CHECK_LAUNCH(THREADS, CONSUMERS_MULTIPLY_DQ ? END : STAGING + CONSUMERS * CHUNK_STAGING);
 
 struct SharedState {
     u64 full[STAGES], empty[STAGES], keys_full[1], keys_empty[1], dq_k_full[1];
@@ -74,6 +93,7 @@ struct Rings {
     Ring<DS_STAGES> ds;
     HandOver dq;
     u32 dq_k_full;
+    int chunk_buffer, chunk_parity, chunk_full;  // FA4LIKE: of a consumer's next chunk
 };
 
 // The first packed block of queries that a work tile visits in one head of its group, counted over all heads.
@@ -94,7 +114,11 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
         keys.wait_empty();
         KeyTile& work = state.work[keys.parity];
         work = found;
-        barrier_expect_bytes(keys.full, K_AND_V_BYTES);
+        barrier_expect_bytes(keys.full, K_AND_V_BYTES + (CONSUMERS_MULTIPLY_DQ ? PACKED_K_16BIT_BYTES : 0));
+        if constexpr (CONSUMERS_MULTIPLY_DQ) {
+            const u8* k_16bit = a.packed_kv + i64(a.axes.work_heads) * a.axes.kv_blocks * PACKED_KV_BYTES;
+            bulk_copy(shared + DQ_K, k_16bit + i64(work.kv_block) * PACKED_K_16BIT_BYTES, PACKED_K_16BIT_BYTES, keys.full);
+        }
         const Head kv_head = head_of(work.kv_head, a.axes.heads);
         copy_k_and_v(shared, shared + K_SCALE, a.packed_kv, maps, work.kv_block, kv_head, work.first, keys.full);
         keys.advance();
@@ -367,6 +391,163 @@ __device__ __forceinline__ void loop_overlapped(const Tiles& tiles, int count, i
     rings.queries.advance();
 }
 
+// --- EXPERIMENT, FA4LIKE: two consumers that multiply dQ themselves -------------------------------------------
+
+// dQ of a block of queries, transposed, 64 channels of it. `ds` and `k`: see descriptor_base.
+__device__ __forceinline__ void begin_dq(float (&dq)[32], u32 k, u32 ds) {
+    const u64 a = descriptor_mn_major<KEYS * 128>(k), b = descriptor_mn_major<DS_BYTES>(ds);
+    wgmma_fence();
+    wgmma_16bit<0>(dq, a, b);
+#pragma unroll
+    for (int i = 1; i < KEYS / 16; ++i) wgmma_16bit<1>(dq, a + 128 * i, b + 128 * i);
+    wgmma_commit();
+}
+
+// When its buffer is free, stores a chunk in the order of threads and hands it to its helper. Only the other uses of the same buffer
+// complete a phase of its barriers, so neither side can miss one.
+__device__ __forceinline__ void hand_over(const float (&dq)[32], Rings& rings, u8* shared) {
+    barrier_wait(rings.dq.empty + 8 * rings.chunk_buffer, rings.chunk_parity ^ 1);
+    float4* own = reinterpret_cast<float4*>(shared + DQ + rings.chunk_buffer * (DQ_CHUNK * 4)) + threadIdx.x % 128;
+#ifdef INT_SUMS
+    const auto value = [&](int i) { return __int_as_float(__float2int_rn(dq[i] * INT_SUMS)); };
+#else
+    const auto value = [&](int i) { return dq[i]; };
+#endif
+#pragma unroll
+    for (int j = 0; j < 8; ++j) own[128 * j] = {value(4 * j), value(4 * j + 1), value(4 * j + 2), value(4 * j + 3)};
+    fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(rings.dq.full + 8 * rings.chunk_full);
+    rings.chunk_buffer += 2, rings.chunk_full += 2;
+    if (rings.chunk_buffer >= DQ_BUFFERS) rings.chunk_buffer -= DQ_BUFFERS, rings.chunk_parity ^= 1;
+    if (rings.chunk_full >= DQ_FULLS) rings.chunk_full -= DQ_FULLS;
+}
+
+template <int N, class AnyScores = Scores>
+__device__ __forceinline__ void loop_fa4(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums, u8* shared) {
+    int s[N], dp[N];
+    float dq[N];
+    Place at = tiles.first(rings.queries);
+    const u32 base = descriptor_base(shared_address(shared)), ds_stages = base + DS / 16;
+    const u32 k = base + (DQ_K + warpgroup * (KEYS * 128)) / 16;
+    pin_sums(sums);
+    at.queries.wait_full();
+#pragma unroll 1
+    for (int left = count; left > 0; --left) {
+        tiles.begin_s(s, at);
+        tiles.begin_dp(dp, at);
+        const ScoreTile tile = tiles.tile(at);
+        ExactScores exact;
+        const bool is_fast = tiles.is_fast(tile);
+        wgmma_wait<1>();
+        pin(s);
+        if (is_fast)
+            find_p<true>(exact, s, tile);
+        else
+            find_p<false>(exact, s, tile);
+        wgmma_wait<0>();
+        pin(dp);
+#pragma unroll
+        for (int j = 0; j < VALUES / 4; ++j) find_ds_of_8(exact, dp, tile, j);
+        AnyScores scores;
+        round_scores(scores, exact, tile);
+        if (DS_STAGES == 1) rings.ds.wait_empty();  // with two, consumers_sync says it
+        store_ds(exact.ds, shared_address(shared) + DS + rings.ds.index * DS_BYTES, 0, warpgroup);
+        fence_proxy_async();
+        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, scores.p, tiles.stage(at) + GRAD_ROWS / 16);
+        consumers_sync();
+        begin_dq(dq, k, ds_stages + rings.ds.index * (DS_BYTES / 16));
+        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dk, scores.ds, tiles.stage(at) + Q_COLUMNS / 16);
+        wgmma_wait<1>();
+        pin(dq);
+        if (DS_STAGES == 1) rings.ds.release();
+        hand_over(dq, rings, shared);
+        rings.ds.advance();
+        wgmma_wait<0>();
+        at.queries.release();
+        if (left > 1) tiles.advance(at);
+    }
+    pin_sums(sums);
+    rings.keys.release();
+    rings.queries = at.queries;
+    rings.queries.advance();
+}
+
+// A helper thread: adds its chunks, in turn. It never waits for another helper of its CTA.
+__device__ __forceinline__ void add_dq(const Arguments& a, const Window& window, int helper, Rings& rings, u32 shared,
+                                       SharedState& state) {
+    int full = helper, parity = 0, buffer = helper % DQ_BUFFERS, left_out = helper;  // chunks of others before the next one
+    for (;;) {
+        barrier_wait_asleep(rings.keys.full, rings.keys.parity);
+        const KeyTile work = state.work[rings.keys.parity];
+        if (work.kv_head < 0) break;
+        barrier_arrive(rings.keys.empty);
+        rings.keys.advance();
+        const bool last_keys_first = takes_last_keys_first(work, a.last_keys_first_up_to);
+#pragma unroll 1
+        for (int h = 0; h < a.axes.group; ++h) {
+            int block = first_block(last_keys_first, work.q_tiles);
+#pragma unroll 1
+            for (int chunk = 0; chunk < 2 * work.q_tiles; ++chunk) {
+                const int half = chunk % 2, own_block = block;
+                if (half == 1) block = next_block(last_keys_first, work.q_tiles, block);
+                if (left_out-- > 0) continue;
+                left_out = DQ_HELPERS - 1;
+                const i64 place = (first_packed_block(a.axes, work, h) + own_block) * (D / DQ_CHANNELS * TURNS) +
+                                  half * (DQ_CHUNK / TURN_VALUES);
+                float* sums = a.dq_sums + place * TURN_VALUES;
+                const u32 from = shared + DQ + buffer * (DQ_CHUNK * 4);
+                bool is_first = false;
+#ifdef NO_TURNS
+                barrier_wait_asleep(rings.dq.full + 8 * full, parity);
+#else
+                const int turn = turn_of(last_keys_first, work, window, work.first_query + own_block * BLOCK_Q);
+                is_first = turn == 0;
+#ifndef TURN_FIRST
+                barrier_wait_asleep(rings.dq.full + 8 * full, parity);
+#endif
+                if (!is_first) {
+#ifdef FIRST_STORES
+                    wait_for_any_value(a.turns + place);
+#else
+                    wait_for_value(a.turns + place, turn);
+#endif
+                    fence_proxy_async_global();
+                }
+#ifdef TURN_FIRST
+                barrier_wait_asleep(rings.dq.full + 8 * full, parity);
+#endif
+#endif
+                if (is_first)
+                    bulk_store(sums, from, DQ_CHUNK * 4);
+                else
+#ifdef INT_SUMS
+                    bulk_add_int(sums, from, DQ_CHUNK * 4);
+#else
+                    bulk_add(sums, from, DQ_CHUNK * 4);
+#endif
+                bulk_commit();
+                bulk_wait_read();
+                barrier_arrive(rings.dq.empty + 8 * buffer);
+#ifndef NO_TURNS
+#ifdef FIRST_STORES
+                if (is_first)
+#endif
+                {
+                    bulk_wait();
+                    fence_proxy_async_global();
+                    release_value(a.turns + place, turn + 1);
+                }
+#endif
+                buffer = (buffer + DQ_HELPERS) % DQ_BUFFERS;
+                full += DQ_HELPERS;
+                if (full >= DQ_FULLS) full -= DQ_FULLS, parity ^= 1;
+            }
+        }
+    }
+    bulk_wait();
+}
+
 __device__ __forceinline__ void consume(const Arguments& a, const Window& window, int warpgroup, u8* shared, Rings& rings,
                                         SharedState& state) {
     for (;;) {
@@ -378,17 +559,26 @@ __device__ __forceinline__ void consume(const Arguments& a, const Window& window
         const int count = a.axes.group * tiles.q_tiles * PARTS;
         if (count == 0)
             rings.keys.release();
+        else if constexpr (CONSUMERS_MULTIPLY_DQ)
+            loop_fa4<VALUES>(tiles, count, warpgroup, rings, sums, shared);
         else if constexpr (DK_IS_16BIT)
             loop_overlapped<VALUES>(tiles, count, warpgroup, rings, sums);
         else
             loop_in_turn<VALUES>(tiles, count, warpgroup, rings, sums);
         u8* staging = shared + STAGING + warpgroup * CHUNK_STAGING;
+        if constexpr (CONSUMERS_MULTIPLY_DQ && ROTATES) {
+            if (DS_STAGES == 1) rings.ds.wait_empty();
+            staging += rings.ds.index * DS_BYTES;  // of two stages the older one, which both have read
+        } else if constexpr (CONSUMERS_MULTIPLY_DQ) {
+            barrier_wait(rings.dq.empty + 8 * rings.chunk_buffer, rings.chunk_parity ^ 1);
+        }
         const int first = work.first + warpgroup * ROWS;
         const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
         store_in_parts<D, STORED_CHANNELS>(a.dv, sums.dv, ones, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
                                            a.axes.d);
         store_in_parts<D, STORED_CHANNELS>(a.dk, sums.dk, scales, staging, warpgroup, work.kv_head, a.axes.heads, first, work.kv,
                                            a.axes.d);
+        if constexpr (CONSUMERS_MULTIPLY_DQ) warpgroup_sync(warpgroup);  // what is stored in the staging next is not its own
         rings.keys.advance();
     }
 }
@@ -469,11 +659,16 @@ __device__ __forceinline__ void compute_dq(const Arguments& a, const Window& win
 extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const Arguments a, const Window window,
                                                                          const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) u8 shared[];
+#if FA4LIKE
+    static_assert(STATE + sizeof(SharedState) <= DQ_K);
+    SharedState& state = *reinterpret_cast<SharedState*>(shared + STATE);
+#else
     __shared__ SharedState state;
+#endif
     if (threadIdx.x == 0) {
         ring_init(state.full, state.empty, CONSUMERS);
-        ring_init(state.keys_full, state.keys_empty, CONSUMERS + 1);
-        ring_init(state.ds_full, state.ds_empty, 4 * CONSUMERS, 4);
+        ring_init(state.keys_full, state.keys_empty, 1, CONSUMERS_MULTIPLY_DQ ? 4 * CONSUMERS + DQ_HELPERS : 4 * CONSUMERS + 4);
+        ring_init(state.ds_full, state.ds_empty, 4 * CONSUMERS, CONSUMERS_MULTIPLY_DQ ? 4 * CONSUMERS : 4);
         for (u64& barrier : state.dq_full) barrier_init(shared_address(&barrier), 4);
         for (u64& barrier : state.dq_empty) barrier_init(shared_address(&barrier), 1);
         barrier_init(shared_address(state.dq_k_full), 1);
@@ -491,13 +686,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (threadIdx.x % 128 == 0) producer_loop(a, window, maps, rings, shared_address(shared), state);
         const int helper = static_cast<int>(threadIdx.x % 128) / 32 - 1;
-        if (helper >= 0 && helper < HELPERS && threadIdx.x % 32 == 0)
+        if constexpr (CONSUMERS_MULTIPLY_DQ) {
+            if (helper >= 0 && helper < DQ_HELPERS && threadIdx.x % 32 == 0)
+                add_dq(a, window, helper, rings, shared_address(shared), state);
+        } else if (helper >= 0 && helper < HELPERS && threadIdx.x % 32 == 0)
             add_chunks(rings.dq, helper, shared_address(shared) + DQ, state.dq_chunks[helper]);
     } else if (warpgroup == DQ_WARPGROUP) {
         setmaxnreg_dec<DQ_REGISTERS>();
-        compute_dq(a, window, shared, rings, state);
+        if constexpr (!CONSUMERS_MULTIPLY_DQ) compute_dq(a, window, shared, rings, state);
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
+        rings.chunk_buffer = rings.chunk_full = warpgroup, rings.chunk_parity = 0;
         consume(a, window, warpgroup, shared, rings, state);
     }
 }

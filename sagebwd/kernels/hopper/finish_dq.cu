@@ -46,7 +46,11 @@ __device__ __forceinline__ Piece load_piece(const float4* sums, float scale) {
     float x[8][4];
 #pragma unroll
     for (int channel = 0; channel < 8; ++channel) {
-        const float4 four = sums[4 * channel];
+        float4 four = sums[4 * channel];
+#ifdef INT_SUMS
+        const auto exact = [](float bits) { return __int2float_rn(__float_as_int(bits)) * (1.0f / INT_SUMS); };
+        four = {exact(four.x), exact(four.y), exact(four.z), exact(four.w)};
+#endif
         x[channel][0] = four.x, x[channel][1] = four.y, x[channel][2] = four.z, x[channel][3] = four.w;
     }
 #pragma unroll
@@ -72,7 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish_dq_kernel(const Arg
     // Neighbouring threads have neighbouring channels: those of one warp that computed dQ each.
     const int warp = threadIdx.x % 4, query = threadIdx.x / 4 * 2;
     Piece piece = load_piece(sums + query / 8 * 128 + warp * 32 + query % 8 / 2, a.scale);
+#ifndef NO_TURNS
     if (a.turns[chunk * TURNS] == 0) piece = {};  // queries that see no key: nothing was stored
+#endif
     piece.exchange();
     const int channel = first_channel + warp / 2 * 32 + warp % 2 * 8;
     u16* base = a.dq.data + head / a.axes.heads * a.dq.stride_b + head % a.axes.heads * a.dq.stride_h +

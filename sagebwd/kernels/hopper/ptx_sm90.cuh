@@ -87,6 +87,12 @@ __device__ __forceinline__ void bulk_add(float* global, u32 shared, u32 bytes) {
                  "r"(bytes)
                  : "memory");
 }
+// EXPERIMENT: adds INT32.
+__device__ __forceinline__ void bulk_add_int(float* global, u32 shared, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;" ::"l"(global), "r"(shared),
+                 "r"(bytes)
+                 : "memory");
+}
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until shared memory was read, or until global memory was written.
@@ -127,6 +133,13 @@ __device__ __forceinline__ void wait_for_value(const int* place, int value) {
     int found;
     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(place) : "memory");
     while (found != value);
+}
+
+// EXPERIMENT: waits until any value but 0.
+__device__ __forceinline__ void wait_for_any_value(const int* place) {
+    int found;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(place) : "memory");
+    while (found == 0);
 }
 
 __device__ __forceinline__ void release_value(int* place, int value) {

@@ -17,7 +17,11 @@ static_assert(KEYS == BLOCK_KV);
 constexpr int DS_BYTES = KEYS * BLOCK_Q * 2;
 
 // Queries of a block that a warpgroup takes at a time: half of them where registers are scarce.
-constexpr int QUERIES = D == 128 && DK_IS_16BIT ? BLOCK_Q / 2 : BLOCK_Q;
+#ifndef FA4LIKE
+#define FA4LIKE 0
+#endif
+constexpr bool CONSUMERS_MULTIPLY_DQ = FA4LIKE && D == 128 && DK_IS_16BIT;  // EXPERIMENT, see backward.cu
+constexpr int QUERIES = D == 128 && DK_IS_16BIT && !CONSUMERS_MULTIPLY_DQ ? BLOCK_Q / 2 : BLOCK_Q;
 constexpr int PARTS = BLOCK_Q / QUERIES, VALUES = QUERIES / 2;  // VALUES: of S, that a thread has
 
 struct Scores {

@@ -5,6 +5,7 @@ The sources compute the same, and do not compile if it differs.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from sagebwd.config import TILE_OF_LARGE_HEADS
@@ -95,6 +96,8 @@ CTA_SHAPES = {
     ("backward", 128, "P_16BIT"): CTAShape(2, 214_016, others=2),
     ("backward", 128, "DK_16BIT"): CTAShape(2, 230_400, others=2),
 }
+if "FA4LIKE" in os.environ.get("SAGE_DEFS_BACKWARD", ""):
+    CTA_SHAPES["backward", 128, "DK_16BIT"] = CTAShape(2, 232_448)
 
 
 def shape_macro(p_16bit: bool, dk_16bit: bool, tile_scales: bool, s_16bit: bool) -> str:

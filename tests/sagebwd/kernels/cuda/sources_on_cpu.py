@@ -19,7 +19,7 @@ import pytest
 from torch import Tensor
 
 from sagebwd.kernels.cuda.arguments import Signature
-from sagebwd.kernels.cuda.compile import Sources
+from sagebwd.kernels.cuda.compile import Sources, extra_defines
 from sagebwd.kernels.hopper.tensor_map import CTensorMap
 
 #: Headers that stand in for those of the same name in sagebwd/kernels/cuda.
@@ -99,6 +99,7 @@ def _build(folder: Path, source: str, defines: dict[str, int]) -> ctypes.CDLL:
         for name in dict.fromkeys(names)
     )
     macros = [f"-D{key}={int(value)}" for key, value in defines.items() if value is not False]
+    macros += [f"-D{macro}" for macro in extra_defines(source)]
     library = folder / f"{digest((source, macros))}.so"
     with _making(library) as unfinished:
         if unfinished:

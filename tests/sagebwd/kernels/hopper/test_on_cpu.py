@@ -30,7 +30,7 @@ STRICT, PAPER, ACCURATE = SageConfig.strictly_causal(), SageConfig.paper(), Sage
 ONE_BACKWARD, S_ALONE = without_int8("dq", unsigned_p=True), SageConfig.int8_scores()
 CAUSAL = {"is_causal": True}
 #: The first of threads that run only when no other can, and how many: each warpgroup, and a helper.
-LATE = (*((128 * warpgroup, 128) for warpgroup in range(4)), (416, 32))
+LATE = (*((128 * warpgroup, 128) for warpgroup in range(4)), *((first, 32) for first in (288, 320, 352, 416)))
 
 
 def boundaries_of(lengths):
@@ -61,6 +61,8 @@ ORDERED = {
     "one backward": (ONE_BACKWARD, 128, 130, 190, {"is_causal": False}),
     "one backward, few queries": (ONE_BACKWARD, 128, 64, 190, {"is_causal": False}),
     "S alone": (S_ALONE, 64, 190, 190, CAUSAL),
+    "S alone, 128 channels": (S_ALONE, 128, 460, 460, CAUSAL),
+    "S alone, 128 channels, full": (S_ALONE, 128, 130, 390, {"is_causal": False}),
 }
 
 

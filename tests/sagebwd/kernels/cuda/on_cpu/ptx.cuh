@@ -74,10 +74,12 @@ inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
 
 // --- Synchronization ---------------------------------------------------------------------------------------
 
-static Meeting all_threads, warpgroups[8], warps[32];
+static Meeting all_threads, consumers, warpgroups[8], warps[32];
 
 inline void __syncthreads() { all_threads.wait(); }
 inline void warpgroup_sync(int warpgroup) { warpgroups[warpgroup].wait(); }
+inline void consumers_sync() { consumers.wait(); }
+inline int __float2int_rn(float x) { return std::lrint(x); }
 
 // An instruction of a whole warp: when its last lane has come, `execute` gets pointers to the operands of all 32.
 template <class Operands, class Execute>
@@ -170,6 +172,7 @@ template <class Kernel>
 inline void run_ctas(unsigned grid, unsigned threads, int shared_bytes, const Kernel& kernel) {
     gridDim.x = grid;
     all_threads.members = threads;
+    consumers.members = 256;
     for (Meeting& warp : warps) warp.members = 32;
     for (Meeting& warpgroup : warpgroups) warpgroup.members = 128;
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {

@@ -126,7 +126,7 @@ inline void tensor_copy(u32 shared, const TensorMap& x, int channel, int token, 
 struct BulkStore {
     float* target;
     u32 source, bytes;
-    bool is_sum, is_committed;
+    bool is_sum, is_committed, is_int;
     float* values;  // nullptr until they are read
 };
 constexpr int MOST_STORES = 64;
@@ -136,15 +136,16 @@ struct BulkStores {
 };
 static BulkStores stores_of_threads[MOST_FIBERS];
 
-inline void bulk_store_or_add(float* global, u32 shared, u32 bytes, bool is_sum) {
+inline void bulk_store_or_add(float* global, u32 shared, u32 bytes, bool is_sum, bool is_int = false) {
     if (shared % 16 || reinterpret_cast<u64>(global) % 16 || bytes % 16 || shared + bytes > sizeof shared_memory)
         give_up("a bulk store is not aligned or leaves shared memory");
     BulkStores& stores = stores_of_threads[threadIdx.x];
     if (stores.count == MOST_STORES) give_up("too many bulk stores without a wait");
-    stores.store[stores.count++] = {global, shared, bytes, is_sum};
+    stores.store[stores.count++] = {global, shared, bytes, is_sum, false, is_int};
 }
 inline void bulk_store(float* global, u32 shared, u32 bytes) { bulk_store_or_add(global, shared, bytes, false); }
 inline void bulk_add(float* global, u32 shared, u32 bytes) { bulk_store_or_add(global, shared, bytes, true); }
+inline void bulk_add_int(float* global, u32 shared, u32 bytes) { bulk_store_or_add(global, shared, bytes, true, true); }
 inline void bulk_commit() {
     BulkStores& stores = stores_of_threads[threadIdx.x];
     for (int i = 0; i < stores.count; ++i) stores.store[i].is_committed = true;
@@ -169,7 +170,9 @@ inline void bulk_wait() {
             stores.store[left++] = store;
             continue;
         }
-        for (u32 k = 0; k < store.bytes / 4; ++k)
+        for (u32 k = 0; store.is_int && k < store.bytes / 4; ++k)
+            reinterpret_cast<int*>(store.target)[k] += reinterpret_cast<int*>(store.values)[k];
+        for (u32 k = 0; !store.is_int && k < store.bytes / 4; ++k)
             store.target[k] = store.is_sum ? store.target[k] + store.values[k] : store.values[k];
         std::free(store.values);
     }
@@ -207,6 +210,9 @@ inline void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) {
 // CTAs run one after the other: another one has released the value before, or another thread of this one will.
 inline void wait_for_value(const int* place, int value) {
     wait_until([=] { return *place == value; });
+}
+inline void wait_for_any_value(const int* place) {
+    wait_until([=] { return *place != 0; });
 }
 inline void release_value(int* place, int value) { *place = value; }
 
