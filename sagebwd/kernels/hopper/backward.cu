@@ -408,11 +408,7 @@ __device__ __forceinline__ void begin_dq(float (&dq)[32], u32 k, u32 ds) {
 __device__ __forceinline__ void hand_over(const float (&dq)[32], Rings& rings, u8* shared) {
     barrier_wait(rings.dq.empty + 8 * rings.chunk_buffer, rings.chunk_parity ^ 1);
     float4* own = reinterpret_cast<float4*>(shared + DQ + rings.chunk_buffer * (DQ_CHUNK * 4)) + threadIdx.x % 128;
-#ifdef INT_SUMS
-    const auto value = [&](int i) { return __int_as_float(__float2int_rn(dq[i] * INT_SUMS)); };
-#else
-    const auto value = [&](int i) { return dq[i]; };
-#endif
+    const auto value = [&](int i) { return sum_of_dq(dq[i]); };
 #pragma unroll
     for (int j = 0; j < 8; ++j) own[128 * j] = {value(4 * j), value(4 * j + 1), value(4 * j + 2), value(4 * j + 3)};
     fence_proxy_async();
@@ -506,14 +502,7 @@ __device__ __forceinline__ void add_dq(const Arguments& a, const Window& window,
 #ifndef TURN_FIRST
                 barrier_wait_asleep(rings.dq.full + 8 * full, parity);
 #endif
-                if (!is_first) {
-#ifdef FIRST_STORES
-                    wait_for_any_value(a.turns + place);
-#else
-                    wait_for_value(a.turns + place, turn);
-#endif
-                    fence_proxy_async_global();
-                }
+                if (!is_first) wait_for_turn(a.turns + place, turn);
 #ifdef TURN_FIRST
                 barrier_wait_asleep(rings.dq.full + 8 * full, parity);
 #endif
@@ -521,19 +510,12 @@ __device__ __forceinline__ void add_dq(const Arguments& a, const Window& window,
                 if (is_first)
                     bulk_store(sums, from, DQ_CHUNK * 4);
                 else
-#ifdef INT_SUMS
-                    bulk_add_int(sums, from, DQ_CHUNK * 4);
-#else
-                    bulk_add(sums, from, DQ_CHUNK * 4);
-#endif
+                    add_to_sums(sums, from, DQ_CHUNK * 4);
                 bulk_commit();
                 bulk_wait_read();
                 barrier_arrive(rings.dq.empty + 8 * buffer);
 #ifndef NO_TURNS
-#ifdef FIRST_STORES
-                if (is_first)
-#endif
-                {
+                if (!ONLY_FIRST_TURN || is_first) {
                     bulk_wait();
                     fence_proxy_async_global();
                     release_value(a.turns + place, turn + 1);

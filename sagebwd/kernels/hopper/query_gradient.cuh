@@ -131,10 +131,40 @@ struct HandOver {
     }
 };
 
+// EXPERIMENT: what is added of a value of dQ. INT_SUMS: see backward.cu.
+__device__ __forceinline__ float sum_of_dq(float x) {
+#ifdef INT_SUMS
+    return __int_as_float(__float2int_rn(x * INT_SUMS));
+#else
+    return x;
+#endif
+}
+__device__ __forceinline__ void add_to_sums(float* sums, u32 from, u32 bytes) {
+#ifdef INT_SUMS
+    bulk_add_int(sums, from, bytes);
+#else
+    bulk_add(sums, from, bytes);
+#endif
+}
+#ifdef FIRST_STORES
+constexpr bool ONLY_FIRST_TURN = true;
+#else
+constexpr bool ONLY_FIRST_TURN = false;
+#endif
+__device__ __forceinline__ void wait_for_turn(const int* place, int turn) {
+    if (ONLY_FIRST_TURN)
+        wait_for_any_value(place);
+    else
+        wait_for_value(place, turn);
+    fence_proxy_async_global();
+}
+
 // Stores a unit of a product in a buffer, in the order of threads.
 __device__ __forceinline__ void store_unit(u8* buffer, const float (&dq)[DQ_QUERIES / 2], int unit, int thread) {
     float4* own = reinterpret_cast<float4*>(buffer) + thread;
-    const float* from = dq + unit * (UNIT_QUERIES / 2);
+    float from[UNIT_QUERIES / 2];
+#pragma unroll
+    for (int i = 0; i < UNIT_QUERIES / 2; ++i) from[i] = sum_of_dq(dq[unit * (UNIT_QUERIES / 2) + i]);
 #pragma unroll
     for (int j = 0; j < UNIT_QUERIES / 8; ++j) own[128 * j] = {from[4 * j], from[4 * j + 1], from[4 * j + 2], from[4 * j + 3]};
 }
@@ -147,18 +177,18 @@ __device__ __forceinline__ void add_chunks(const HandOver& all, int helper, u32 
     for (int parity = 0;; parity ^= 1) {
         barrier_wait_asleep(all.full + 8 * helper * UNITS, parity);
         const DqChunk chunk = next;
-        if (chunk.sums == nullptr) return;
-        if (chunk.turn > 0) {
-            wait_for_value(chunk.turns, chunk.turn);
-            fence_proxy_async_global();
+        if (chunk.sums == nullptr) {
+            if (ONLY_FIRST_TURN) bulk_wait();
+            return;
         }
+        if (chunk.turn > 0) wait_for_turn(chunk.turns, chunk.turn);
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
             if (unit > 0) barrier_wait_asleep(all.full + 8 * (helper * UNITS + unit), parity);
             float* sums = chunk.sums + unit * UNIT_VALUES;
             const u32 from = buffers + buffer * (UNIT_VALUES * 4);
             if (chunk.turn > 0)
-                bulk_add(sums, from, UNIT_VALUES * 4);
+                add_to_sums(sums, from, UNIT_VALUES * 4);
             else
                 bulk_store(sums, from, UNIT_VALUES * 4);
             bulk_commit();
@@ -167,6 +197,7 @@ __device__ __forceinline__ void add_chunks(const HandOver& all, int helper, u32 
             buffer = buffer + 1 == BUFFERS ? 0 : buffer + 1;
         }
         buffer = (buffer + (HELPERS - 1) * UNITS) % BUFFERS;
+        if (ONLY_FIRST_TURN && chunk.turn > 0) continue;
         bulk_wait();
         fence_proxy_async_global();
         release_value(chunk.turns, chunk.turn + 1);
