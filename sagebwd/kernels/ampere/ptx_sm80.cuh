@@ -1,4 +1,4 @@
-// Instructions of Ampere and later GPUs as functions: cp.async, ldmatrix, movmatrix, mma.sync, and acquire and release.
+// Instructions of Ampere and later GPUs as functions: cp.async, ldmatrix, movmatrix, and acquire and release.
 #pragma once
 
 #include "ptx.cuh"
@@ -51,34 +51,6 @@ __device__ __forceinline__ u32 transpose_matrix(u32 x) {
     u32 y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
-}
-
-// --- mma.sync ----------------------------------------------------------------------------------------------
-//
-// sum (16 x 8) += a b. The left operand is four registers, the right one two; see products.cuh.
-
-#define MMA_INT8(left)                                                                                        \
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." left ".s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, " \
-        "{%0, %1, %2, %3};"                                                                                    \
-        : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])                                               \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
-
-// INT8, 32 deep; with LEFT_UNSIGNED the bytes of a are 0 ... 255, not -128 ... 127.
-template <bool LEFT_UNSIGNED = false>
-__device__ __forceinline__ void mma_int8(int (&sum)[4], const u32* a, const u32* b) {
-    if constexpr (LEFT_UNSIGNED)
-        MMA_INT8("u8");
-    else
-        MMA_INT8("s8");
-}
-#undef MMA_INT8
-
-// 16 bits, 16 deep, fp32 sums.
-__device__ __forceinline__ void mma_16bit(float* sum, const u32* a, const u32* b) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE_16BIT "." TYPE_16BIT
-        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // --- Barriers between some warps of a CTA ------------------------------------------------------------------

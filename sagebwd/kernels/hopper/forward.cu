@@ -112,6 +112,12 @@ struct State {
 
 constexpr int LOGITS = BLOCK_KV / 2;  // that a thread holds
 
+// Adds up 16 columns of P as rounded, as soon as they are: with mma.sync they need no shared memory.
+__device__ __forceinline__ void sum_rounded(State& state, const u32* p) {
+    const u32 one = pack_16bit(1.0f, 1.0f), ones[2] = {one, one};
+    if (COMPENSATES) mma_16bit(state.l_rounded, p, ones);
+}
+
 // Adds the elements of the last product to o, spread evenly over the logits: those of logit i.
 __device__ __forceinline__ void accumulate_elements(State& state, int i) {
     constexpr int ELEMENTS = 32 * CHUNKS;
@@ -150,7 +156,7 @@ __device__ __forceinline__ void probabilities(u32 (&p_int8)[LOGITS / 4], const i
 // The same in 16 bits, for logits whose running maximum is `m`.
 template <bool FAST>
 __device__ __forceinline__ void probabilities(u32 (&p_16bit)[LOGITS / 2], const int (&s)[LOGITS], float factor, const float (&m)[2],
-                                              float (&sum)[2], State&) {
+                                              float (&sum)[2], State& state) {
     float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int k = 0; k < LOGITS / 2; ++k) {  // two columns
@@ -158,6 +164,7 @@ __device__ __forceinline__ void probabilities(u32 (&p_16bit)[LOGITS / 2], const 
         const float first = probability<FAST>(s[2 * k], factor, m[r]), second = probability<FAST>(s[2 * k + 1], factor, m[r]);
         if (!COMPENSATES) part[2 * r] += first, part[2 * r + 1] += second;
         p_16bit[k] = pack_16bit(first, second);
+        if (k % 4 == 3) sum_rounded(state, p_16bit + k - 3);
     }
     sum[0] = part[0] + part[1];
     sum[1] = part[2] + part[3];
@@ -179,7 +186,7 @@ __device__ __forceinline__ void find_maximum(float (&m_tile)[2], int (&s)[LOGITS
 // P of these logits in 16 bits, whose running maximum is `m`.
 template <int WORDS>
 __device__ __forceinline__ void probabilities_of_16_bit_s(u32 (&p_16bit)[WORDS], const int (&x)[LOGITS], const float (&m)[2],
-                                                          float (&sum)[2]) {
+                                                          float (&sum)[2], State& state) {
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
     for (int k = 0; k < LOGITS / 2; ++k) {  // two columns
@@ -189,6 +196,7 @@ __device__ __forceinline__ void probabilities_of_16_bit_s(u32 (&p_16bit)[WORDS],
         const float second = exp2_fast(__fadd_rn(__int_as_float(x[2 * k + 1]), -shift));
         if (!COMPENSATES) sum[r] += first + second;
         p_16bit[k] = pack_16bit(first, second);
+        if (k % 4 == 3) sum_rounded(state, p_16bit + k - 3);
     }
 }
 
@@ -259,17 +267,10 @@ __device__ __forceinline__ void raise_maximum(State& state, const float (&m_tile
 }
 
 // P times V of a tile. In INT8 the product has a scale and goes to state.product; in 16 bits it is added to state.o.
-// `ones`: see ones_tile.
 template <int WORDS>
-__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WORDS], u32 values, u64 ones) {
+__device__ __forceinline__ void multiply_values(State& state, const u32 (&p)[WORDS], u32 values) {
     if constexpr (P_IS_16BIT) {
         contract_tokens_16bit<BLOCK_KV>(state.o, p, values);
-        if constexpr (COMPENSATES) {  // summed by the tensor cores, which have time to spare
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < BLOCK_KV / 16; ++i) wgmma_16bit(state.l_rounded, p + 4 * i, ones);
-            wgmma_commit();
-        }
     } else {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
@@ -290,22 +291,10 @@ __device__ __forceinline__ void multiply_values_in_turn(State& state, int (&s)[L
     }
 }
 
-// The descriptor of a tile of 16 x 8 ones in shared memory, which all threads write; visible after the next __syncthreads.
-__device__ __forceinline__ u64 ones_tile() {
-    if constexpr (COMPENSATES) {
-        __shared__ __align__(128) u32 ones[64];
-        if (threadIdx.x < 64) ones[threadIdx.x] = pack_16bit(1.0f, 1.0f);
-        fence_proxy_async();
-        return descriptor_unswizzled(shared_address(ones));
-    }
-    return 0;
-}
-
 // Call it after the wait for the product.
 __device__ __forceinline__ void finish_product(State& state) {
     if constexpr (P_IS_16BIT) {
         pin(state.o);
-        if constexpr (COMPENSATES) pin(state.l_rounded);
     } else if (!IN_TURN) {
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) pin(state.product[c]);
@@ -313,7 +302,7 @@ __device__ __forceinline__ void finish_product(State& state) {
 }
 
 __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& window, const QueryTile& work,
-                                              const KeyRange& own, int warpgroup, u8* shared, u64 ones, Ring<STAGES>& keys,
+                                              const KeyRange& own, int warpgroup, u8* shared, Ring<STAGES>& keys,
                                               Ring<1>& queries, State& state) {
     const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4, first = work.first + warpgroup * ROWS;
     const u32 base = descriptor_base(shared_address(shared));
@@ -358,7 +347,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         if constexpr (S_IS_16BIT) {
             find_maximum(m_tile, s, factor);
             raise_maximum(state, m_tile, rescale, share);  // before the product is added to o
-            probabilities_of_16_bit_s(p, s, state.m, sum);
+            probabilities_of_16_bit_s(p, s, state.m, sum, state);
         } else if constexpr (HAS_TOKEN_SCALES) {
             if (is_cut)
                 probabilities_of_tokens<true>(p, s, q_factor, kv_scales + thread % 4, m_tile, sum, p_scale, state);
@@ -384,7 +373,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         const u32 values = ring + (keys.index * STAGE_BYTES + VALUES) / 16;
         const u32 next_k_rows = ring + (next.index * STAGE_BYTES + K_ROWS) / 16;
         if constexpr (!IN_TURN) {
-            multiply_values(state, p, values, ones);
+            multiply_values(state, p, values);
             // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
             multiply_queries_and_keys<BLOCK_KV>(s, q_rows, next_k_rows);
         }
@@ -415,7 +404,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
                                                                         const __grid_constant__ TensorMaps maps) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ Barriers barriers;
-    const u64 ones = ones_tile();
     if (threadIdx.x == 0) {
         ring_init(barriers.full, barriers.empty, CONSUMERS);
         ring_init(barriers.queries_full, barriers.queries_empty, CONSUMERS);
@@ -445,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_kernel(const Ar
         const bool sees_any = own.begin < own.end;
         if (HAS_WINDOW && sees_any) skip(keys, own.begin - seen.begin);
         if (sees_any)
-            consumer_loop(a, window, work, own, warpgroup, shared, ones, keys, queries, state);
+            consumer_loop(a, window, work, own, warpgroup, shared, keys, queries, state);
         else
             queries.release();
         queries.advance();

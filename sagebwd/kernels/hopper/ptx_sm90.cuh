@@ -157,12 +157,6 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 low) {
     return u64(swizzle << 30 | stride) << 32 | u32(CHUNK_BYTES / 16) << 16 | (low & 0xffff);
 }
 
-// Of a tile of 8 rows of 32 bytes that is not swizzled: two blocks of 128 bytes, the left and right halves of rows.
-__device__ __forceinline__ u64 descriptor_unswizzled(u32 address) {
-    constexpr u32 stride = 128 / 16;
-    return u64(stride) << 32 | stride << 16 | (address >> 4 & 0x3fff);
-}
-
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
@@ -290,16 +284,6 @@ __device__ __forceinline__ void wgmma_16bit(float (&sum)[64], const u32* a, u64 
         "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE_16BIT "." TYPE_16BIT
         " {" NAMES_64 "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, 1;\n}\n"
         : REGISTERS_64("+f", sum)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// The same with 8 columns and a right operand that is not MN-major.
-__device__ __forceinline__ void wgmma_16bit(float (&sum)[4], const u32* a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.eq.b32 accumulate, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32." TYPE_16BIT "." TYPE_16BIT
-        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, accumulate, 1, 1, 0;\n}\n"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 

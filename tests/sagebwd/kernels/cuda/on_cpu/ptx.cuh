@@ -160,6 +160,54 @@ inline float reciprocal(float x) { return 1.0f / x; }
 inline float nan_max(float a, float b) { return a != a || b != b ? NAN : std::fmax(a, b); }
 inline float nan_max_abs(float a, float b) { return nan_max(a, std::fabs(b)); }
 
+// --- mma.sync ----------------------------------------------------------------------------------------------
+
+template <class T>
+struct Mma {
+    T* sum;
+    const u32 *a, *b;
+};
+using Int8Columns = int __attribute__((vector_size(32)));
+using Float8Columns = float __attribute__((vector_size(32)));
+template <class T>
+using Vector8 = std::conditional_t<std::is_same_v<T, int>, Int8Columns, Float8Columns>;
+
+// PER_WORD values in a word, each of which LEFT or RIGHT takes from the low end of a word.
+template <int PER_WORD, auto LEFT, auto RIGHT, class T>
+inline void mma(T* sum, const u32* a, const u32* b) {
+    Mma<T> own = {sum, a, b};
+    warp_instruction(own, [](Mma<T>* const* lanes) HOT {
+        constexpr int BITS = 32 / PER_WORD, DEPTH = 8 * PER_WORD;
+        T rows[16][DEPTH];
+        Vector8<T> columns[DEPTH];
+        for (int lane = 0; lane < 32; ++lane)
+            for (int k = 0; k < PER_WORD; ++k) {
+                const int at = lane % 4 * PER_WORD + k;
+                for (int word = 0; word < 4; ++word)
+                    rows[lane / 4 + word % 2 * 8][at + word / 2 * 4 * PER_WORD] = LEFT(lanes[lane]->a[word] >> BITS * k);
+                for (int word = 0; word < 2; ++word)
+                    columns[at + word * 4 * PER_WORD][lane / 4] = RIGHT(lanes[lane]->b[word] >> BITS * k);
+            }
+        for (int row = 0; row < 16; ++row) {
+            const auto sum_of = [&](int column) -> T& { return lanes[row % 8 * 4 + column / 2]->sum[row / 8 * 2 + column % 2]; };
+            Vector8<T> sums;
+            for (int column = 0; column < 8; ++column) sums[column] = sum_of(column);
+            for (int k = 0; k < DEPTH; ++k) sums += rows[row][k] * columns[k];
+            for (int column = 0; column < 8; ++column) sum_of(column) = sums[column];
+        }
+    });
+}
+
+[[gnu::always_inline]] inline int signed_byte(u32 word) { return static_cast<signed char>(word); }
+[[gnu::always_inline]] inline int unsigned_byte(u32 word) { return static_cast<u8>(word); }
+[[gnu::always_inline]] inline float half_word(u32 word) { return to_float(static_cast<u16>(word)); }
+
+template <bool LEFT_UNSIGNED = false>
+inline void mma_int8(int (&sum)[4], const u32* a, const u32* b) {
+    mma<4, LEFT_UNSIGNED ? unsigned_byte : signed_byte, signed_byte>(sum, a, b);
+}
+inline void mma_16bit(float* sum, const u32* a, const u32* b) { mma<2, half_word, half_word>(sum, a, b); }
+
 // --- Launches ----------------------------------------------------------------------------------------------
 
 constexpr int SHARED_ROOM = 256 * 1024;

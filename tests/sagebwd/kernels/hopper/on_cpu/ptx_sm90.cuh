@@ -223,7 +223,6 @@ template <int CHUNK_BYTES>
 inline u64 descriptor_mn_major(u32 low) {
     return u64(CHUNK_BYTES) << 32 | low;
 }
-inline u64 descriptor_unswizzled(u32) { return 0; }  // a tile of ones
 inline void wgmma_fence() {}
 
 // The products of a thread that are in flight, in the order of their groups. Their sums are kept here; the thread's own
@@ -397,7 +396,7 @@ inline void wgmma_16bit(float (&sum)[N], const u32* a, u64 b) {
         const Left& left = reinterpret_cast<const Left&>(product.rows);
         multiply<true, N>(sums, left.x, [&](int column, float (&x)[16]) {
             const u32 chunk = (u32(product.b) << 4) + column / 64 * u32(product.b >> 32);
-            for (int k = 0; k < 16; ++k) x[k] = product.b ? value_at(in_tile(chunk, 128, k, column % 64 * 2)) : 1.0f;
+            for (int k = 0; k < 16; ++k) x[k] = value_at(in_tile(chunk, 128, k, column % 64 * 2));
         });
     });
     std::memcpy(product.rows, &rows, sizeof rows);
