@@ -116,10 +116,15 @@ def test_fine_tuning_follows_its_base_and_brings_its_own_text():
 
 def test_branches_follow_their_trunk_and_have_its_text():
     asked = arguments("branches", "--runs-dir", "r", "--", "data=parquet", "data.path=x", "data.root=t")
-    (trunk,), branches = reproduce.stages(find("branches").runs["scaled"])
-    assert "data.path=x" in reproduce.train_command(trunk, asked)
+    trunks, branches = reproduce.stages(find("branches").runs["scaled"])
+    assert all("data.path=x" in reproduce.train_command(trunk, asked) for trunk in trunks)
     commands = [reproduce.train_command(branch, asked) for branch in branches]
-    assert all(f"branch_from=r/{trunk.name}" in command for command in commands)
+    for trunk, ending in zip(trunks, ("branches", "branches-gain1"), strict=True):
+        own = [command for command in commands if f"branch_from=r/{trunk.name}" in command]
+        assert own == [
+            command for command in commands if f"run_dir=r/35m-131k-{ending}/" in " ".join(command)
+        ]
+        assert len(own) >= 5
     assert {text for command in commands for text in command if text.startswith("data")} == {"data.root=t"}
     assert find("branches").compared("scaled") == branches
 
