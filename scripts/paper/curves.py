@@ -25,7 +25,7 @@ from scripts.bench.measuring import describe_run
 from scripts.command_line import command_parser, positive_int
 from scripts.output import save_figure, with_ending, write_compressed
 from scripts.paper.experiments import items
-from scripts.paper.losses import compare, lines_of
+from scripts.paper.losses import compare, losses_table
 from scripts.paper.pictures import draw_curves
 from scripts.paper.run_summary import read
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     written = write_compressed(arguments.out, result)
     title = items()[arguments.item].title if arguments.item in items() else "Training loss"
     save_figure(draw_curves(finished, title), with_ending(arguments.out, ".png"))
-    print("\n".join(lines_of(rows)))
+    print(losses_table(rows))
     print(f"{len(finished)} of {len(runs)} runs compared, written to {written} and {arguments.out}.png")
 
 

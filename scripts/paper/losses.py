@@ -3,9 +3,9 @@
     python -m scripts.paper.losses results --out results/losses
 
 Reads the comparisons that scripts.paper.curves stored (configs/paper/losses.yaml names them) and writes
-OUT.json and OUT.png, a forest plot. Runs with one model, text and schedule are compared, whichever file they
-lie in, and share one estimate of the noise. An algorithm is compared with full precision, a change of
-smoothing with the setting without it.
+OUT.json, OUT.md and OUT.png, a forest plot. Runs with one model, text and schedule are compared, whichever
+file they lie in, and share one estimate of the noise. An algorithm is compared with full precision, a change
+of smoothing with the setting without it.
 
 The null is full precision with a second kernel, or repeated, at the same seed. In the fit it is one more run
 of full precision: what the two differ by is noise. A difference is minus the mean of both.
@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from data.files import write_json
+from data.files import write_json, write_text
 from scripts.bench.measuring import describe_run
 from scripts.command_line import command_parser
-from scripts.output import finite, read_json, save_figure, stored, with_ending
+from scripts.output import finite, read_json, save_figure, stored, table, with_ending
 from scripts.paper import published as paper
 from scripts.paper.experiments import read_yaml
 from scripts.paper.pictures import draw_forest
@@ -201,16 +201,22 @@ def setup_of(group: dict[str, Any]) -> str:
     return f"{name}, {group['label']}" if "label" in group else name
 
 
-def lines_of(rows: Sequence[Row]) -> list[str]:
-    """For the terminal."""
-    lines = []
-    for setup in dict.fromkeys(row.setup for row in rows):
-        lines += ["", setup]
-        for row in rows:
-            if row.setup == setup:
-                gaps = ", ".join(f"{name} {gap}" for name, gap in row.losses.items())
-                lines.append(f"  {row.variant} minus {row.minus}: {gaps}")
-    return [*lines, ""]
+def losses_table(rows: Iterable[Row]) -> str:
+    """Every difference with its null, as Markdown; what more tokens per step add comes last."""
+    columns = {
+        "training loss": "training",
+        "validation loss": "validation",
+        "OpenWebText": "validation openwebtext",
+    }
+    cells = []
+    for row in rows:
+        base = "itself" if row.kind == "null" else row.minus.replace("full precision", "full")
+        found = [str(row.losses.get(name, "")) for name in columns.values()]
+        p = row.losses["training"].p
+        null = {"null": "is one"}.get(row.kind, "yes" if row.has_null else "no")
+        setup = f"{row.setup} (proxy)" if row.proxy else row.setup
+        cells.append([setup, row.variant, base, *found, "" if p is None else f"{p:.2f}", null])
+    return table(["setup", "attention", "minus", *columns, "p", "null"], cells)
 
 
 # --- Command ------------------------------------------------------------------------------------------------
@@ -241,8 +247,11 @@ def main(argv: list[str] | None = None) -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(with_ending(arguments.out, ".json"), finite(result))
     save_figure(draw_forest(rows, BAND, paper.FIGURE_1_GAP), with_ending(arguments.out, ".png"))
-    print("\n".join(lines_of(rows)))
-    print(f"written to {arguments.out}.json and .png")
+    differences = losses_table(rows)
+    title = "# All differences of losses\n\nNats per token; [the report](README.md#losses) explains them."
+    write_text(with_ending(arguments.out, ".md"), f"{title}\n\n{differences}\n")
+    print(differences)
+    print(f"written to {arguments.out}.json, .md and .png")
 
 
 def as_dict(row: Row) -> dict[str, Any]:

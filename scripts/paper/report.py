@@ -119,27 +119,13 @@ def facts(results: Path) -> dict[str, Any]:
 
 
 def loss_facts(results: Path) -> dict[str, Any]:
-    """ "35m-16k | SageBwd | training" and so on, and the table of all differences."""
-    rows = read_rows(read_json(results / "losses.json"))
-    return {
-        f"{name} | {loss}": gap for name, row in by_name(rows).items() for loss, gap in row.losses.items()
-    } | {"losses": losses_table(row for row in rows if row.kind != "interaction")}
+    """ "35m-16k | SageBwd | training" and so on."""
+    rows = by_name(read_rows(read_json(results / "losses.json")))
+    return {f"{name} | {loss}": gap for name, row in rows.items() for loss, gap in row.losses.items()}
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, Row]:
     return {f"{row.setup} | {row.variant}": row for row in rows}
-
-
-def losses_table(rows: Iterable[Row]) -> str:
-    cells = []
-    for row in rows:
-        base = "itself" if row.kind == "null" else row.minus.replace("full precision", "full")
-        found = [str(row.losses.get(name, "")) for name in ("training", "validation")]
-        p = row.losses["training"].p
-        null = {"null": "is one"}.get(row.kind, "yes" if row.has_null else "no")
-        setup = f"{row.setup} (proxy)" if row.proxy else row.setup
-        cells.append([setup, row.variant, base, *found, "" if p is None else f"{p:.2f}", null])
-    return table(["setup", "attention", "minus", "training loss", "validation loss", "p", "null"], cells)
 
 
 def rate_facts(results: Path) -> dict[str, Any]:
