@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -57,3 +58,14 @@ def exact() -> Callable[..., dict[str, Tensor]]:
         return vars(exact_attention(*inputs, matrices=True, **settings))
 
     return exact
+
+
+@pytest.fixture
+def compiled() -> Iterator[Callable[..., Any]]:
+    """Return torch.compile(function, fullgraph=True), by default without generated code.
+
+    What other tests compiled is forgotten: a function has eight graphs at most.
+    """
+    torch._dynamo.reset()
+    yield lambda function, backend="aot_eager": torch.compile(function, fullgraph=True, backend=backend)
+    torch._dynamo.reset()

@@ -158,7 +158,7 @@ def test_exports_for_any_batch_and_length(draw):
     assert torch.equal(program(*inputs), Attention()(*inputs))
 
 
-def test_a_bias_is_never_taken_for_a_mask(sample):
+def test_a_bias_is_never_taken_for_a_mask(sample, compiled):
     """Where its values cannot be read, the sequence gets NaN, and its gradients, too."""
     inputs, _ = sample()
     inputs = [x.nan_to_num(0.5, 0.5) for x in inputs]
@@ -166,7 +166,7 @@ def test_a_bias_is_never_taken_for_a_mask(sample):
     bias[1, ..., 7] = -2.5
     with pytest.raises(ValueError, match="values other than 0 and -9000 or less, which are a bias; SageBwd"):
         sage_attention(*inputs[:3], bias, enable_gqa=True)
-    attend = torch.compile(sage_attention, backend="eager", fullgraph=True)
+    attend = compiled(sage_attention)
     leaves = [x.requires_grad_() for x in inputs[:3]]
     out = attend(*leaves, bias, enable_gqa=True)
     for x in (out, *torch.autograd.grad(out, leaves, inputs[3])):
@@ -202,7 +202,7 @@ def test_a_window_of_padded_sequences(draw, window_size):
 
 
 @pytest.mark.parametrize("window_size", [(5, 2), (-1, 3)])
-def test_a_window_over_holes_is_refused(sample, window_size):
+def test_a_window_over_holes_is_refused(sample, compiled, window_size):
     inputs, _ = sample()
     inputs = [x.nan_to_num(0.5, 0.5) for x in inputs]
     mask = torch.ones_like(MASK)
@@ -210,7 +210,7 @@ def test_a_window_over_holes_is_refused(sample, window_size):
     arguments = {"key_padding_mask": mask, "window_size": window_size, "enable_gqa": True}
     with pytest.raises(ValueError, match="holes"):
         sage_attention(*inputs[:3], **arguments)
-    out = torch.compile(sage_attention, backend="eager", fullgraph=True)(*inputs[:3], **arguments)
+    out = compiled(sage_attention)(*inputs[:3], **arguments)
     assert out[0].isnan().all()
     assert out[1:].isfinite().all()
 

@@ -116,10 +116,8 @@ def test_the_wider_head_size_decides_which_kernels_run():
 
 
 @pytest.mark.parametrize("dimensions", [3, 5])
-def test_compiles_without_a_break(dimensions):
+def test_compiles_without_a_break(dimensions, compiled):
     tensors = inputs(dimensions, value_dim=24)
     wanted = gradients(sage_attention, *tensors)
-    torch.compiler.reset()
-    compiled = torch.compile(sage_attention, fullgraph=True, backend="aot_eager")
-    for x, y in zip(gradients(compiled, *tensors), wanted, strict=True):
+    for x, y in zip(gradients(compiled(sage_attention), *tensors), wanted, strict=True):
         assert torch.equal(x, y)

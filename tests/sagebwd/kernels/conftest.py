@@ -406,14 +406,6 @@ def alone(kernels) -> Callable[..., dict[str, Tensor]]:
     return alone
 
 
-@pytest.fixture
-def compiled() -> Iterator[Callable[..., Any]]:
-    """Return torch.compile(function, fullgraph=True), by default without generated code."""
-    torch._dynamo.reset()
-    yield lambda function, backend="aot_eager": torch.compile(function, fullgraph=True, backend=backend)
-    torch._dynamo.reset()
-
-
 # --- Memory ------------------------------------------------------------------------------------------------
 
 
