@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy_values(u32 shared, const Arguments& a, cons
 }
 
 // For dP in fp16: V in shared memory becomes fp16, divided by a power of two for the whole tile, which is returned. All threads
-// of the CTA call it; a barrier must come before and after.
+// of the CTA call it; a barrier must come before. One comes after: warps whose keys no query sees store results there at once.
 __device__ __forceinline__ float convert_values(u8* values) {
     if constexpr (!DP_IS_FP16) return 1.0f;
     __shared__ int largest_of_warps[WARPS];
@@ -124,6 +124,7 @@ __device__ __forceinline__ float convert_values(u8* values) {
     const float scale = power_of_two(__int_as_float(largest)), inverse = inverse_of_power(scale);
     for (int i = threadIdx.x; i < K_TILE / 2; i += THREADS)
         pairs[i] = pack_fp16(to_float(pairs[i] & 0xffff) * inverse, to_float(pairs[i] >> 16) * inverse);
+    __syncthreads();
     return scale;
 }
 

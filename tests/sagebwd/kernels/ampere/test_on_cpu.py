@@ -107,6 +107,21 @@ def test_the_order_of_warps_changes_nothing_with_128_channels(runs, in_order, co
     assert all(map(torch.equal, run(), in_order(run, reverse=True)))
 
 
+S_IN_16_BIT = {"smooth_k": False, "int8_matmuls": ("dv", "dq", "dk"), "block_q": 64, "block_kv": 64}
+
+
+@pytest.mark.parametrize("settings", [{}, S_IN_16_BIT], ids=["default", "16-bit S"])
+def test_keys_that_no_query_sees_have_no_gradient(kernel_set, draw, in_order, settings):
+    """Their warps store zeros at once, where others may still convert V to fp16."""
+    inputs = draw(64, 260, batch=1, heads=1, head_dim=64, dtype=FP16)
+    attend = attention(kernel_set.name, config=SageConfig(dp_fp16_accumulation=True, **settings))
+    gradients(attend, *inputs)  # only kernels that are loaded take an order
+    for _ in range(10):
+        _, _, dk, dv = in_order(lambda: gradients(attend, *inputs), random=True)
+        assert not dk[..., 64:, :].any()
+        assert not dv[..., 64:, :].any()
+
+
 #: At least three tiles of keys, for two that are in memory at a time.
 FORWARDS = {
     "default, packed": (SageConfig(), (1, 64, 65, 0, 2, 300), CAUSAL, 64),

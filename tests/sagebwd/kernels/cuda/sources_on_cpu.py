@@ -84,10 +84,11 @@ def tensor_map(x: Tensor) -> CTensorMap:
     return CTensorMap((ctypes.c_uint64 * 16)(*values))
 
 
-def run_in_order(*, reverse: bool = False, first: int = 0, count: int = 0) -> None:
-    """Threads run in the reverse order; ``count`` of them, from ``first`` on, only when no other can."""
+def run_in_order(*, reverse: bool = False, random: bool = False, first: int = 0, count: int = 0) -> None:
+    """Threads run in reverse, or warps at random; ``count``, from ``first`` on, only when no other can."""
     for library in LOADED.values():
         library.set_reverse_order(ctypes.c_bool(reverse))
+        library.set_random_order(ctypes.c_bool(random))
         library.starve(ctypes.c_uint(first), ctypes.c_uint(count))
 
 

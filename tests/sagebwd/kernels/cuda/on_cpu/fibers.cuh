@@ -1,8 +1,8 @@
 // Threads of a CTA as fibers of one CPU thread: each runs until it waits for others. So nothing depends on the CPU's
 // scheduler, and a kernel that hangs is noticed at once.
 //
-// The order in which fibers run is free. reverse_order turns it round, starve lets some run only when no other can: a kernel that
-// lacks a barrier then gives another result.
+// The order in which fibers run is free. reverse_order turns it round, random_order lets one warp run at a time, starve lets some
+// run only when no other can: a kernel that lacks a barrier then gives another result.
 #pragma once
 
 #include <setjmp.h>
@@ -30,6 +30,8 @@ static void (*run_kernel)(const void*);
 static const void* kernel_of_fibers;
 static bool reverse_order = false;
 extern "C" void set_reverse_order(bool reverse) { reverse_order = reverse; }
+static bool random_order = false;
+extern "C" void set_random_order(bool is_random) { random_order = is_random; }
 static unsigned first_starved = 0, starved = 0;
 extern "C" void starve(unsigned first, unsigned count) { first_starved = first, starved = count; }
 
@@ -118,6 +120,7 @@ inline void run_fibers(unsigned count, unsigned* index, const Kernel& kernel) {
         is_running = false;
         bool anyone_ran = false;
         ++idle_rounds;
+        const unsigned warp = random_order ? std::rand() % (count / 32) : 0;
         for (volatile unsigned i = 0; i < count; i = i + 1) {
             Fiber& next = fibers[reverse_order ? count - 1 - i : i];
             if (next.is_finished) continue;
@@ -126,6 +129,10 @@ inline void run_fibers(unsigned count, unsigned* index, const Kernel& kernel) {
             anyone_ran = true;
             *fiber = &next - fibers;
             if (*fiber - first_starved < starved && idle_rounds < 3) continue;
+            if (random_order && *fiber / 32 != warp) {
+                idle_rounds = 0;  // it may have found something to do
+                continue;
+            }
             if (_setjmp(scheduler)) continue;
             if (next.is_started) _longjmp(next.state, 1);
             next.is_started = true;

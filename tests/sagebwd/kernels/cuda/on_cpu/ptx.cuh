@@ -141,7 +141,10 @@ inline int __any_sync(u32 mask, bool x) { return __reduce_max_sync(mask, x); }
 
 inline float fp16_to_float(u16 bits) { return std::bit_cast<_Float16>(bits); }
 inline u16 to_fp16(float x) { return std::bit_cast<u16>(static_cast<_Float16>(x)); }
-inline u32 pack_fp16(float first, float second) { return to_fp16(first) | u32(to_fp16(second)) << 16; }
+inline u32 pack_fp16(float first, float second) {
+    if (random_order) let_time_pass();
+    return to_fp16(first) | u32(to_fp16(second)) << 16;
+}
 
 #ifdef IS_BF16
 inline float to_float(u16 bits) { return __uint_as_float(u32(bits) << 16); }
