@@ -151,11 +151,15 @@ class SoftmaxGradientTiles:
             (k_mean,) = _one_head_per_query_head(q, k_mean)
         self.scores = ScoreTiles(q, k, "s_bwd", params, k_mean)
         self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # P of a query without keys is zero
-        # In fp16 magnitudes of V are below 2, of dO below 2 · 127 · 64 / D: no sum of D products reaches 2¹⁵.
-        # 127, because kernels find that scale from the one of dO in INT8.
         products = Products(q.dtype, config)
-        self._do_blocks = products.blocks_for_dp(grad_out, self.scores.block_q, 127 * 64 / q.shape[-1])
-        self._v_blocks = products.blocks_for_dp(v, self.scores.block_kv, 1.0)
+        self._do_blocks = products.token_blocks(grad_out, "dp", self.scores.block_q)
+        self._v_blocks = products.token_blocks(v, "dp", self.scores.block_kv)
+        if config.dp_fp16_accumulation:
+            # V is below 2 and dO below 2 · 127 · 64 / D: no sum of D products reaches 2¹⁵.
+            # 127, because kernels find the scale of dO from the one in INT8.
+            shared, factor = OPERAND_AXES[config.operand_scales], max(q.shape[-1], 64) / 64
+            self._do_blocks = [to_fp16(x, factor * quantize(x, shared).scale) for x, _ in self._do_blocks]
+            self._v_blocks = [to_fp16(x, x.abs().amax(shared, keepdim=True)) for x, _ in self._v_blocks]
         whole_out = out.float() if residual is None else out.float() + residual.float()
         delta = self._exact_delta() if config.exact_delta else (grad_out.float() * whole_out).sum(-1)
         self.delta = infinite_to_nan(delta if grad_lse is None else delta - grad_lse)
@@ -209,13 +213,6 @@ class Products:
     def token_blocks(self, x: Tensor, matmul: str, size: int) -> list[Operand]:
         """:meth:`tokens` of each block of ``size`` tokens of x (..., N, D)."""
         return [self.tokens(block, matmul) for block in x.float().split(size, -2)]
-
-    def blocks_for_dp(self, x: Tensor, size: int, fp16_limit: float) -> list[Operand]:
-        """:meth:`token_blocks` of V or dO for dP. ``fp16_limit``: as of :func:`to_fp16`, if dP is in fp16."""
-        if not self.config.dp_fp16_accumulation:
-            return self.token_blocks(x, "dp", size)
-        shared = OPERAND_AXES[self.config.operand_scales]
-        return [to_fp16(block, shared, fp16_limit) for block in x.float().split(size, -2)]
 
     def contract_tokens(
         self, weights: Tensor, tokens: Operand, matmul: str, shared: tuple[int, ...], mask: Tensor

@@ -91,21 +91,18 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Operand:
     return Operand(infinite_to_nan(x.to(dtype).float()), x.new_ones(1, 1))
 
 
-def to_fp16(x: Tensor, shared: tuple[int, ...], limit: float) -> Operand:
-    """Round x / s to fp16, with s the largest power of two up to max|x| / ``limit`` over the axes ``shared``.
+def to_fp16(x: Tensor, largest: Tensor) -> Operand:
+    """Round x / s to fp16, with s the largest power of two up to ``largest``.
 
-    So magnitudes are below 2 · ``limit``. Zero, subnormal, infinite and NaN values count as in
-    :func:`quantize`.
+    Where ``largest`` is zero or subnormal, values and scale are zero; where it is NaN or Inf, the scale is
+    NaN.
 
     Args:
         x: (..., rows, columns) fp32.
-        shared: the axes along which one scale is shared, as of :func:`quantize`.
-        limit: what the largest magnitude is at least, if its scale is normal.
+        largest: fp32, not negative, broadcasts against ``x``.
     """
-    largest = x.abs().amax(shared, keepdim=True) / limit
-    scale = infinite_to_nan(
-        (largest.view(torch.int32) & 0x7F800000).view(torch.float32)
-    )  # its exponent alone
+    exponent = largest.view(torch.int32) & 0x7F800000
+    scale = infinite_to_nan(exponent.view(torch.float32))
     quotient = x / torch.where(scale > 0, scale, torch.inf)
     return Operand(quotient.nan_to_num_(0.0).half().float(), scale)
 

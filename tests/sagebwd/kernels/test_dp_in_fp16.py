@@ -50,6 +50,14 @@ def test_sizes_far_apart_in_bf16(check, kernels, attend_reference, sample, value
     assert relative_l2(found["dq"][..., ::2, :], wanted["dq"][..., ::2, :]) < 8e-3
 
 
+@emulated_too
+def test_a_grad_out_without_a_scale_counts_as_zero(check, sample):
+    """Its scale in INT8 would be subnormal. That of V is so large that dP would be normal."""
+    q, k, v, grad_out = sample(130, head_dim=128, dtype=torch.float32)
+    inputs = [x.bfloat16() for x in (q, k, 2.0**110 * v, 2.0**-122 * grad_out)]
+    check(inputs, config=DEFAULT, is_causal=True)
+
+
 @on_gpu
 @SIZES
 @fp16_and_bf16
