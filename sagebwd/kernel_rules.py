@@ -247,8 +247,7 @@ def _s_in_16_bit(config: SageConfig, *, has_64_keys: bool) -> Rule:
 def _without_fp16_accumulation(config: SageConfig) -> Rule:
     return Rule(
         not config.dp_fp16_accumulation,
-        "dp_fp16_accumulation is True, which only the Ampere kernels have, with dv in INT8 and "
-        "operand_scales='block'",
+        "dp_fp16_accumulation is True, which only the Ampere kernels have",
         "set dp_fp16_accumulation=False",
         warns=True,
     )
