@@ -105,8 +105,9 @@ class SageConfig:
         dp_fp16_accumulation: dP = dO·Vᵀ with fp16 accumulators, for which the tensor cores of a GeForce have
             twice the rate. V and dO are rounded to fp16, with power-of-two scales, shared as
             ``operand_scales`` says, at which no sum can overflow. A sum is rounded after each 16 products.
-            dP must be outside INT8. In the Ampere kernels, with ``operand_scales="block"`` and dV in INT8,
-            and in the reference.
+            Errors of dQ and dK grow where the mean of V is many times its standard deviation, most with
+            ``compensate_o``. dP must be outside INT8. In the Ampere kernels, with
+            ``operand_scales="block"`` and dV in INT8, and in the reference.
         block_q: queries per tile, which is also the size of a block of Q and dO. None: see :meth:`tile`.
         block_kv: keys per tile, which is also the size of a block of K and V. None: see :meth:`tile`.
 
