@@ -29,7 +29,7 @@ def test_it_comes_before_torch():
     """train.py imports trainer before what loads torch, which neither package's own file does."""
     ours = {"torch", "data", "model", "sagebwd", "trainer", "scripts"}
     names = [name for name in imported("train.py") if name in ours]
-    assert names[:2] == ["data", "trainer"]
+    assert names[:2] == ["trainer", "data"]
     assert not ours & {*imported("trainer/__init__.py"), *imported("data/__init__.py")}
 
 

@@ -343,7 +343,8 @@ def test_layout_does_not_matter(
     found, wanted = (attend(*x, config=config, is_causal=True) for x in (strided, inputs))
     assert_equal(found, wanted)
     q, k, v = strided[:3]
-    for name, like in zip(NAMES, (q, q, token_major(k) if kernel_set.is_cuda else k, v), strict=True):
+    saves_k = not kernel_set.is_cuda or (kernel_set.name == "hopper" and not config.is_int8("dq"))
+    for name, like in zip(NAMES, (q, q, k if saves_k else token_major(k), v), strict=True):
         assert found[name].stride() == torch.empty_like(like).stride(), name
 
 
