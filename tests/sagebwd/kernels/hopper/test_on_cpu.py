@@ -133,7 +133,6 @@ PACKED = {"cu_seqlens": boundaries_of((129, 0, 40, 1))}
 #: (settings, head size, mask, dtype)
 READ_IN_PLACE = {
     "causal": (S_ALONE, 64, CAUSAL, torch.bfloat16),
-    "many channels": (ONE_BACKWARD, 128, {}, FP16),
     "window, padded channels": (ONE_BACKWARD, 72, {"window_size": (70, 3)}, torch.bfloat16),
     "not smoothed, packed": (without_int8("o", "dv", "dq", "dk", smooth_k=False), 128, PACKED, FP16),
 }
