@@ -5,7 +5,10 @@ import torch
 
 from scripts import sanitize
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, which uses NumPy
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of the interpreter, which uses NumPy
+    pytest.mark.filterwarnings("ignore:.* runs the triton kernels, slower:UserWarning"),
+]
 
 
 def test_sanitizer_runs_every_tool_on_every_case_by_default():

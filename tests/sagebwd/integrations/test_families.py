@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 import sagebwd
@@ -19,6 +21,8 @@ from sagebwd.integrations.transformers import register
 from tests.sagebwd.integrations import families
 from tests.sagebwd.integrations.families import RESULTS, cosine
 
+#: Older than constraints.txt has.
+IS_OLD = Version(transformers.__version__) < Version("5.20")
 QUICK = (
     *("Mistral", "DeepSeek-V2", "Whisper", "ViT", "MiMo-V2-Flash", "Gemma 2", "DeBERTa-v2", "DeepSeek-V3.2"),
     *("Qwen-Image", "Chroma", "HunyuanVideo", "HunyuanVideo, by `torch_flash`"),
@@ -79,6 +83,9 @@ def names():
 
 @pytest.mark.parametrize("row", list(rows_of("transformers")))
 def test_a_family_of_transformers_trains_as_the_table_says(row, names):
+    if row["family"] == "Doge" and IS_OLD:
+        pytest.skip("this version's Doge wants another shape of its mask")
+
     def step(attention):
         return families.train_step(row["family"], row["model"], attention)
 
@@ -116,6 +123,8 @@ COMPILED = {
     [pytest.param(x, marks=() if x == "DeepSeek-V3" else pytest.mark.gpu) for x in COMPILED],
 )
 def test_a_compiled_family_is_one_graph_with_the_gradients_of_eager(family, names):
+    if family == "Whisper" and IS_OLD:
+        pytest.skip("this version's Whisper branches on a random number")
     model, share, least = COMPILED[family]
     truth, _ = families.train_step(family, model, "eager")
     torch.compiler.reset()

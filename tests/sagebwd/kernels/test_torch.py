@@ -180,7 +180,7 @@ def test_the_backward_subtracts_the_mean_that_it_gets(sample, boundaries, kernel
     q, k, v, grad_out = sample()
     k = k + 3
     cu_seqlens = boundaries if packed else None
-    params = AttentionParams(CAUSAL, 0.125, SageConfig(), kernel_set.name, cu_seqlens)
+    params = AttentionParams(CAUSAL, q.shape[3] ** -0.5, SageConfig(), kernel_set.name, cu_seqlens)
     saved = ForwardResult(*torch.ops.sagebwd.forward(q, k, v, *params.flatten()))
     assert saved.k_mean.any()
     assert torch.equal(ops.token_mean(k, params), saved.k_mean)
