@@ -26,6 +26,7 @@ struct MaximaExchange {
     __device__ __forceinline__ void write(int p, float ds) const {
         p = __reduce_max_sync(0xffffffff, p);
         const int ds_bits = __reduce_max_sync(0xffffffff, __float_as_int(ds));
+        __syncwarp();  // all lanes have read these places two tiles ago: only lane 0 arrives
         if (threadIdx.x % 32 != 0) return;
         maxima.of_warps[parity][threadIdx.x / 32] = {p, ds_bits};
         barrier_arrive(written);
