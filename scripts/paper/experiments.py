@@ -9,7 +9,8 @@ An item is one YAML file:
     title, and also: further names it goes by
     variants        names of common.yaml; every one runs at every seed of a setup
     setups          setups of its own, as in common.yaml
-    runs            by scale, a list of setups, or of {setup, variants, seeds, starts_from, branches_from}
+    runs            by scale, a list of setups, or of {setup, variants, seeds, starts_from, branches_from};
+                    each branch goes on from the run branches_from of its own seed
     measure         commands: {runs} are the run directories, {results} the folder of results, {scale}
     debug           the commands at the debug scale, if they are others
     needs_weights   the commands read trained weights, which diverged runs do not have
@@ -125,7 +126,7 @@ def runs_of(
 ) -> list[Run]:
     """Every variant at every seed; seed by seed, so that whole comparisons are done first."""
     entry = {"setup": entry} if isinstance(entry, str) else entry
-    setup = setups[entry["setup"]]
+    setup, trunk = setups[entry["setup"]], entry.get("branches_from")
     return [
         Run(
             f"{entry['setup']}/{variant}-seed{seed}",
@@ -133,7 +134,7 @@ def runs_of(
             setup["minutes"],
             gpus=setup.get("gpus", 1),
             starts_from=entry.get("starts_from"),
-            branches_from=entry.get("branches_from"),
+            branches_from=f"{trunk}-seed{seed}" if trunk else None,
         )
         for seed in entry.get("seeds", setup.get("seeds", [1]))
         for variant in entry.get("variants", chosen)

@@ -194,7 +194,7 @@ def setup_of(group: dict[str, Any]) -> str:
         name += f", lr {group['lr']:g}"
     if "qk_norm_gain" in group:
         name += f", gain {group['qk_norm_gain']:g}"
-    if "branch_from" in group:
+    if "branch_step" in group:
         name += ", branches"
     if "window" in group:
         name += ", steps {}–{}".format(*group["window"])

@@ -161,7 +161,7 @@ def zoom(axes: Any, runs: Sequence[dict]) -> None:
 def group_name(group: Mapping[str, Any]) -> str:
     """ "34.7M parameters, 131,072 tokens per step, 382 steps, lr 0.001", in two lines."""
     size = f"{group['parameters'] / 1e6:.3g}M parameters"
-    start = ", from trained weights" if group["init_from"] or "branch_from" in group else ""
+    start = ", from trained weights" if group["init_from"] or "branch_step" in group else ""
     schedule = f"{group['tokens_per_step']:,} tokens per step"
     return f"{size}, {schedule},\n{group['steps']:,} steps, lr {group['lr']:g}{start}"
 

@@ -147,7 +147,7 @@ def group_of(config: dict[str, Any], text: str | None) -> dict[str, Any]:
     unusual = {
         "qk_norm_gain": (gain, 1.0),
         "train_sequences": (sequences, None),
-        "branch_from": (config.get("branch_from"), None),
+        "branch_step": (config.get("branch_step"), None),  # each seed has a trunk of its own
     }
     return {
         "parameters": parameter_count(LlamaConfig(**(config["model"] | {"qk_norm": False}))),

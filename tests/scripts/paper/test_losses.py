@@ -176,6 +176,22 @@ def test_only_runs_on_one_text_at_one_schedule_are_compared(make_run):
     assert len({row.setup for row in compare([*runs, *large])}) == 2
 
 
+def test_branches_of_two_starting_models_are_two_seeds(make_run):
+    """The starting models' runs have other names, as they have other seeds; the step is one."""
+    runs = [
+        read_run(
+            make_run(
+                f"{seed}{len(o)}", [5.0, 4.0], *o, f"seed={seed}", f"branch_from=trunk{seed}", "branch_step=6"
+            )
+        )
+        for seed in (1, 2)
+        for o in ((), SAGE)
+    ]
+    [row] = compare(runs)
+    assert row.setup.endswith("branches")
+    assert list(row.losses["training"].by_seed) == ["1", "2"]
+
+
 def test_setups_have_names_of_their_own(make_run):
     """Also those that differ in the text alone."""
     values = np.linspace(5, 3, 40)
