@@ -181,12 +181,8 @@ MARGIN, FROM_TOKENS = 1.1, 4096
 #: Rows of files that do not record the kernel set, and ran Triton's where another set runs now.
 RAN_TRITON = {
     "bench_32_kernels_h100": ("sagebwd",),
-    "bench_256_kernels_h100": ("sagebwd",),
-    "bench_accurate_h100": ("sagebwd accurate",),
     "bench_ampere_h100": ("sagebwd paper",),
     "bench_ampere_h200": ("sagebwd paper",),
-    "bench_paper_h100": ("sagebwd paper",),
-    "bench_presets_h100": ("sagebwd accurate",),
 }
 
 
