@@ -372,8 +372,8 @@ def test_two_runs_give_the_same_bits(kernels, sample):
 def test_anything(kernels, attend_reference, exact, sample, kernel_set):
     """Kernels lie closer to the reference than half of what quantization and fp16 cost it: with few tokens
     there is no telling how many roundings differ. Nor need there be any error, so one element may fall to the
-    other side in fp16; and where the exact gradient is 0, as with one key, sums in fp32 leave up to 1e-5. In dK
-    that is for 64 queries: rests of more add up, with either sign.
+    other side in fp16; and where the exact gradient is 0, as with one key, sums in fp32 leave up to 1e-5.
+    In dK that is for 64 queries: rests of more add up, with either sign.
     """
 
     @settings(
