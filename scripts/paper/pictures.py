@@ -98,8 +98,8 @@ def draw_curves(runs: Sequence[dict], title: str) -> Any:
         zoom(losses, own)
         for axes in (losses, gaps):
             axes.grid(alpha=0.3)
-    legend_below(figure, list(shown.values()), list(shown))
-    figure.suptitle(f"{title}. Line: mean over seeds, band: range", fontsize=11)
+    legend_below(figure, list(shown.values()), list(shown), columns=2 * len(groups))
+    figure.suptitle(f"{title}\nline: mean over seeds, band: range", fontsize=11)
     return figure
 
 
@@ -159,11 +159,12 @@ def zoom(axes: Any, runs: Sequence[dict]) -> None:
 
 
 def group_name(group: Mapping[str, Any]) -> str:
-    """ "34.7M parameters, 131,072 tokens per step, 382 steps, lr 0.001", in two lines."""
+    """ "34.7M parameters, 131,072 tokens per step, 382 steps, lr 0.001, gain 4", in two lines."""
     size = f"{group['parameters'] / 1e6:.3g}M parameters"
     start = ", from trained weights" if group["init_from"] or "branch_step" in group else ""
+    gain = f", gain {group['qk_norm_gain']:g}" if "qk_norm_gain" in group else ""
     schedule = f"{group['tokens_per_step']:,} tokens per step"
-    return f"{size}, {schedule},\n{group['steps']:,} steps, lr {group['lr']:g}{start}"
+    return f"{size}, {schedule},\n{group['steps']:,} steps, lr {group['lr']:g}{gain}{start}"
 
 
 # --- Forest plot --------------------------------------------------------------------------------------------
