@@ -45,9 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
     cp_async_wait<0>();
     __syncthreads();
     u32 k[D / 8];
-#pragma unroll
-    for (int step = 0; step < D / STEP; ++step)
-        load_left<D>(k + 4 * step, left_address<D>(base + Q_ROWS), key_of_warp(), step * STEP);
+    load_keys(k, base + Q_ROWS);
     transpose_keys(shared + K_COLUMNS, shared + Q_ROWS);
     const float v_scale = convert_values(shared + VALUES);
     __syncthreads();
@@ -89,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_kernel(const A
         if (!P_IS_16BIT && next.left > 0) copy_rows(next);
         if (!P_IS_16BIT) cp_async_commit();
         store_ds(shared + DS, ds, tile.largest, key_of_warp());
-        multiply_scores(sums, scores, scores.p, base + Q_ROWS, base + Q_COLUMNS);
+        multiply_scores(sums, scores, base + Q_ROWS, base + Q_COLUMNS);
         const i64 block = packed_block(a, work, at);
         wait_for_turn(a, block, first_query, turn, window);
 

@@ -60,9 +60,7 @@ __device__ __forceinline__ void own_keys(const Arguments& a, const Window& windo
                                         largest + parity * BLOCK_Q, first_query, a.scale, work, window);
         if (threadIdx.x < BLOCK_Q) largest[(1 - parity) * BLOCK_Q + threadIdx.x] = 0;
         u32 k[D / 8];
-#pragma unroll
-        for (int step = 0; step < D / STEP; ++step)
-            load_left<D>(k + 4 * step, left_address<D>(base + K_ROWS), key_of_warp(), step * STEP);
+        load_keys(k, base + K_ROWS);
         Scores scores;
         float ds[32];
         compute_scores(scores, ds, tile, k, base + VALUES, base + stage);
@@ -70,7 +68,7 @@ __device__ __forceinline__ void own_keys(const Arguments& a, const Window& windo
         barrier_sync<KEY_THREADS>(MAXIMA);
         store_ds(shared + DS, ds, tile.largest, key_of_warp());
         barrier_arrive<THREADS>(STORED);
-        multiply_scores(sums, scores, scores.p, base + stage, base + stage + COLUMNS);
+        multiply_scores(sums, scores, base + stage, base + stage + COLUMNS);
         if (at.left > 1) barrier_arrive<THREADS>(FREED + parity);
     }
     barrier_sync<KEY_THREADS>(MAXIMA);  // nobody needs values and queries

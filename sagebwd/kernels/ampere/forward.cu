@@ -21,11 +21,6 @@ constexpr int BLOCK_WARPS = BLOCK_Q / 16, BLOCKS = WARPS / BLOCK_WARPS;  // warp
 constexpr int HALVES = 16 * WARPS / ROWS;                                // of the queries, for the epilogue
 constexpr int CTAS_PER_SM = D == 64 && !P_IS_16BIT && !HAS_TOKEN_SCALES ? 2 : 1;
 
-#ifdef COMPENSATE_O  // l is the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
-constexpr bool COMPENSATES = true;
-#else
-constexpr bool COMPENSATES = false;
-#endif
 static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES && !S_IS_16BIT);
 static_assert(!S_IS_16BIT || D <= 128);
 
@@ -53,19 +48,6 @@ CHECK_LAUNCH(THREADS, SHARED_BYTES);
 constexpr bool TAKES_TURNS = !S_IS_16BIT;
 constexpr int GROUP = THREADS / 2;
 enum Barrier { FIRST_MULTIPLIES = 4, SECOND_MULTIPLIES };  // lower numbers belong to __syncthreads and to warpgroup_sync
-
-struct Arguments {
-    const u8 *packed_q, *packed_k, *packed_v;
-    int k_stride, v_stride;  // bytes from block to block of the last two
-    TokenTensor out, out_residual;  // out_residual: written if COMPENSATE_O is defined
-    float* lse;
-    Axes axes;
-    float scale;
-    // Read if SMOOTH_V is defined.
-    int documents;
-    const float* v_mean;  // of each document of each key head, see token_mean_kernel
-    TokenTensor v;        // read if P is in 16 bits
-};
 
 // The online softmax of a warp's 16 queries: O and l up to a common factor per row, and the maximum m of the logits.
 struct State {
@@ -421,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     __syncthreads();  // the stages may still be read
     const int half = BLOCK_Q == ROWS ? block : warp / 4, row = BLOCK_Q == ROWS ? first : work.first + half * ROWS;
     u8* staging = shared + half * STAGING_BYTES;
-    store_rows(a.out, state.o, inverse, staging, half, work.head, a.axes.heads, row, work.q, a.axes.d);
+    store_channels<D>(a.out, state.o, inverse, staging, half, work.head, a.axes.heads, row, work.q, a.axes.d);
     if constexpr (COMPENSATES)
-        store_rows<true>(a.out_residual, state.o, inverse, staging, half, work.head, a.axes.heads, row, work.q, a.axes.d);
+        store_channels<D, true>(a.out_residual, state.o, inverse, staging, half, work.head, a.axes.heads, row, work.q, a.axes.d);
 }

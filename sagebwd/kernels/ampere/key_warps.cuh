@@ -11,12 +11,7 @@
 
 static_assert(!(HAS_TOKEN_SCALES && P_IS_16BIT) && !DK_IS_16BIT && !S_IS_16BIT);
 
-// A packed block of queries by rows, in bytes from its begin: Q, then these. By columns: Q, then dO unless P is in 16 bits.
-constexpr int GRAD_ROWS = Q_TILE, STATISTICS = GRAD_ROWS + 2 * Q_TILE, SCALES = STATISTICS + ROW_STATS;
-constexpr int GRAD_COLUMNS = Q_TILE;
 constexpr int K_SCALE_BYTES = scale_bytes_of_s(BLOCK_KV);  // behind K and V of a packed block
-
-__device__ __forceinline__ int key_of_warp() { return threadIdx.x / 32 * 16; }
 
 // P and dS of 16 keys and 64 queries. P and dS are rounded with a scale for each key, and in 16 bits P has none.
 struct Scores {
@@ -89,7 +84,7 @@ __device__ __forceinline__ void compute_scores(Scores& scores, float (&ds)[32], 
     float p[32];
     contract_channels<BLOCK_Q>(s, k, rows);
     find_dp(ds, values, rows + GRAD_ROWS, key_of_warp());
-    const int key = key_of_warp() + threadIdx.x % 32 / 4;
+    const int key = key_of_thread();
     if (!HAS_TOKEN_SCALES && is_fusible(tile.factor) && !tile.is_cut)
         find_scores<true>(p, ds, s, tile, key);
     else
@@ -112,14 +107,13 @@ struct Sums {
     float dk[D / 2], dv[D / 2];
 };
 
-// Adds a tile's share. p: that of `scores`.
-template <int WORDS>
-__device__ __forceinline__ void multiply_scores(Sums& sums, const Scores& scores, const u32 (&p)[WORDS], u32 rows, u32 columns) {
-    if constexpr (P_IS_16BIT) {
-        contract_tokens_16bit<BLOCK_Q>(sums.dv, p, rows + GRAD_ROWS);
-    } else {
-        contract_tokens<BLOCK_Q, D, P_IS_UNSIGNED>(sums.dv, p, columns + GRAD_COLUMNS, scores.dv_factor);
-    }
+// Adds a tile's share. (A template, because only one of the two branches compiles.)
+template <class AnyScores>
+__device__ __forceinline__ void multiply_scores(Sums& sums, const AnyScores& scores, u32 rows, u32 columns) {
+    if constexpr (P_IS_16BIT)
+        contract_tokens_16bit<BLOCK_Q>(sums.dv, scores.p, rows + GRAD_ROWS);
+    else
+        contract_tokens<BLOCK_Q, D, P_IS_UNSIGNED>(sums.dv, scores.p, columns + GRAD_COLUMNS, scores.dv_factor);
     contract_tokens<BLOCK_Q, D>(sums.dk, scores.ds, columns, scores.dk_factor);
 }
 
@@ -128,6 +122,6 @@ __device__ __forceinline__ void store_sums(const Arguments& a, const Sums& sums,
     const int half = threadIdx.x / 128, first = work.first + half * ROWS;
     u8* rows = staging + half * STAGING_BYTES;
     const float ones[2] = {1.0f, 1.0f}, scales[2] = {a.scale, a.scale};
-    store_rows(a.dv, sums.dv, ones, rows, half, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
-    store_rows(a.dk, sums.dk, scales, rows, half, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
+    store_channels<D>(a.dv, sums.dv, ones, rows, half, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
+    store_channels<D>(a.dk, sums.dk, scales, rows, half, work.kv_head, a.axes.heads, first, work.kv, a.axes.d);
 }

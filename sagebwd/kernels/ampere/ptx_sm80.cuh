@@ -1,11 +1,7 @@
-// Instructions of Ampere and later GPUs as functions: cp.async, ldmatrix, movmatrix, mma.sync, and acquire and release.
+// Instructions of Ampere and later GPUs as functions: cp.async, ldmatrix, movmatrix, mma.sync, and sums in the L2 cache.
 #pragma once
 
 #include "ptx.cuh"
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
 
 // --- Copies to shared memory -------------------------------------------------------------------------------
 
@@ -103,17 +99,6 @@ __device__ __forceinline__ void barrier_arrive(int barrier) {
 }
 
 // --- Between CTAs ------------------------------------------------------------------------------------------
-
-// Waits until another CTA has released `value` at `place`, and sees what it wrote before.
-__device__ __forceinline__ void wait_for_value(const int* place, int value) {
-    int found;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(place) : "memory");
-    while (found != value);
-}
-
-__device__ __forceinline__ void release_value(int* place, int value) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
-}
 
 // Past the L1 cache, which does not see what other CTAs write.
 __device__ __forceinline__ float load_from_l2(const float* place) {

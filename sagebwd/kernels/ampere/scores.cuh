@@ -5,6 +5,21 @@
 #include "products.cuh"
 #include "window.cuh"
 
+// A packed block of queries by rows, in bytes from its begin: Q, then these. By columns: Q, then dO unless P is in 16 bits.
+constexpr int GRAD_ROWS = Q_ROWS_TILE, STATISTICS = GRAD_ROWS + 2 * Q_TILE, SCALES = STATISTICS + ROW_STATS;
+constexpr int GRAD_COLUMNS = Q_TILE;
+
+// This warp's first key of a tile; this thread's first key.
+__device__ __forceinline__ int key_of_warp() { return (BLOCK_KV == 64 ? threadIdx.x / 32 % 4 : threadIdx.x / 32) * 16; }
+__device__ __forceinline__ int key_of_thread() { return key_of_warp() + threadIdx.x % 32 / 4; }
+
+// K by rows in registers, unless it is in 16 bits.
+__device__ __forceinline__ void load_keys(u32 (&k)[D / 8], u32 rows) {
+#pragma unroll
+    for (int step = 0; step < D / STEP && !S_IS_16BIT; ++step)
+        load_left<D>(k + 4 * step, left_address<D>(rows), key_of_warp(), step * STEP);
+}
+
 // A packed block of queries, or the part of one that this warp has, and the keys of this CTA.
 struct Tile {
     float factor;          // from INT8 products to logits

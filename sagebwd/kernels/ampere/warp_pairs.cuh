@@ -14,19 +14,14 @@ constexpr int HALF_BLOCKS = 2;  // one packed block of keys
 constexpr int QUERIES = BLOCK_Q / 2, CHANNELS = D / 2;  // of a warp
 static_assert(BLOCK_KV == 64 && !P_IS_16BIT && (!S_IS_16BIT || D <= 128));
 
-// A packed block of queries by rows, in bytes from its begin: Q, then these. By columns: Q, then dO.
-constexpr int GRAD_ROWS = Q_ROWS_TILE, STATISTICS = GRAD_ROWS + 2 * Q_TILE, SCALES = STATISTICS + ROW_STATS;
-constexpr int GRAD_COLUMNS = Q_TILE;
 // What warps exchange, in bytes from its begin: dS for dQ, (queries, keys) INT8, keys as in tiles by columns; then dS and P as
 // left operands of dK and dV, see store_left.
 constexpr int TILE_BYTES = BLOCK_Q * BLOCK_KV, LEFT_DS = TILE_BYTES, LEFT_P = 2 * TILE_BYTES, EXCHANGED_BYTES = 3 * TILE_BYTES;
 constexpr int HALF_STAGING_BYTES = staging_bytes(CHANNELS);
 
-// This warp's first key, query and channel of a tile; this thread's first key.
-__device__ __forceinline__ int key_of_warp() { return threadIdx.x / 32 % 4 * 16; }
+// This warp's first query and channel of a tile.
 __device__ __forceinline__ int query_of_warp() { return threadIdx.x / 128 * QUERIES; }
 __device__ __forceinline__ int channel_of_warp() { return threadIdx.x / 128 * CHANNELS; }
-__device__ __forceinline__ int key_of_thread() { return key_of_warp() + threadIdx.x % 32 / 4; }
 
 // Maxima over a tile, as bits: non-negative floats are ordered as their bits, NaN at the top. Of the tile: the first of `ds` and
 // `p` alone.
@@ -45,13 +40,6 @@ __device__ __forceinline__ const int* largest_of_queries(const Maxima& largest, 
 }
 
 // --- P and dS ----------------------------------------------------------------------------------------------
-
-// K by rows in registers, unless it is in 16 bits.
-__device__ __forceinline__ void load_keys(u32 (&k)[D / 8], u32 rows) {
-#pragma unroll
-    for (int step = 0; step < D / STEP && !S_IS_16BIT; ++step)
-        load_left<D>(k + 4 * step, left_address<D>(rows), key_of_warp(), step * STEP);
-}
 
 // The scales of this thread's keys, in global memory. Not read for each block: waiting for a turn empties the L1 cache.
 struct KeyScales {

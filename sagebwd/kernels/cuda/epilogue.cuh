@@ -18,7 +18,7 @@ constexpr int STAGING_BYTES = staging_bytes(D);
 template <int CHANNELS, bool RESIDUAL = false>
 __device__ __forceinline__ void store_channels(const TokenTensor& x, const float* values, const float (&factor)[2],
                                                u8* staging, int warpgroup, int head, int heads, int first,
-                                               const Document& document, int d, int first_channel) {
+                                               const Document& document, int d, int first_channel = 0) {
     constexpr int PITCH = staging_pitch(CHANNELS);
     const int thread = threadIdx.x % 128, lane = thread % 32;
     warpgroup_sync(warpgroup);
@@ -51,12 +51,4 @@ __device__ __forceinline__ void store_in_parts(const TokenTensor& x, const float
     for (int c = 0; c < CHANNELS; c += PART)
         store_channels<PART, RESIDUAL>(x, values + c / 2, factor, staging, warpgroup, head, heads, first, document, d,
                                        first_channel + c);
-}
-
-// The same, all channels.
-template <bool RESIDUAL = false>
-__device__ __forceinline__ void store_rows(const TokenTensor& x, const float* values, const float (&factor)[2],
-                                           u8* staging, int warpgroup, int head, int heads, int first,
-                                           const Document& document, int d) {
-    store_channels<D, RESIDUAL>(x, values, factor, staging, warpgroup, head, heads, first, document, d, 0);
 }

@@ -46,6 +46,17 @@ __device__ __forceinline__ void round_tile(u32 (&result)[N / 8], const float (&x
     }
 }
 
+// P or dS as the left operand of a product: in 16 bits as they are, or in INT8.
+template <int WORDS, int N>
+__device__ __forceinline__ void round_operand(u32 (&rounded)[WORDS], const float (&x)[N], const float (&inverse)[2]) {
+    if constexpr (WORDS == N / 2) {
+#pragma unroll
+        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(x[2 * k], x[2 * k + 1]);
+    } else {
+        round_tile<2 * N>(rounded, x, inverse);
+    }
+}
+
 // Byte k of the result is byte i of word k, for four i.
 __device__ __forceinline__ void transpose_bytes(u32 (&result)[4], u32 a, u32 b, u32 c, u32 d) {
     const u32 ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);

@@ -7,9 +7,24 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
 // Waits for the 128 threads of a warpgroup. Named barrier 0 belongs to __syncthreads.
 __device__ __forceinline__ void warpgroup_sync(int warpgroup) {
     asm volatile("bar.sync %0, 128;" ::"r"(warpgroup + 1) : "memory");
+}
+
+// Waits until another CTA has released `value` at `place`, and sees what it wrote before.
+__device__ __forceinline__ void wait_for_value(const int* place, int value) {
+    int found;
+    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(place) : "memory");
+    while (found != value);
+}
+
+__device__ __forceinline__ void release_value(int* place, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {

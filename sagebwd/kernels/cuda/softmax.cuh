@@ -1,7 +1,27 @@
-// What forward kernels share: P of a logit, and the mean of V.
+// What forward kernels share: their arguments, P of a logit, and the mean of V.
 #pragma once
 
 #include "int8.cuh"
+#include "scheduler.cuh"
+
+#ifdef COMPENSATE_O  // l is the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
+constexpr bool COMPENSATES = true;
+#else
+constexpr bool COMPENSATES = false;
+#endif
+
+struct Arguments {
+    const u8 *packed_q, *packed_k, *packed_v;
+    int k_stride, v_stride;  // bytes from block to block of the last two
+    TokenTensor out, out_residual;  // out_residual: written if COMPENSATE_O is defined
+    float* lse;
+    Axes axes;
+    float scale;
+    // Read if SMOOTH_V is defined.
+    int documents;
+    const float* v_mean;  // of each document of each key head, see token_mean_kernel
+    TokenTensor v;        // for kernels that do not pack it in 16 bits
+};
 
 // P of one logit, with the maximum `m` subtracted. FAST: every logit allows a fused multiply-add, and none is masked.
 template <bool FAST>

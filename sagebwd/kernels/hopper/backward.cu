@@ -221,46 +221,6 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[N], c
     put_ds(exact, tile, ds, shared, warpgroup);
 }
 
-// dV and dK of a tile, 64 channels at a time, in the registers of S and dP. The last product of dK is left unfinished in dp. 16-bit
-// dV is accumulated by the tensor cores, in registers of its own.
-template <int N, class AnyScores>
-__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[N], int (&dp)[N], const AnyScores& scores, u32 stage) {
-    const u32 q_columns = stage + Q_COLUMNS / 16, grad_columns = stage + GRAD_COLUMNS / 16;
-    if constexpr (P_IS_16BIT) {
-        contract_tokens_16bit<QUERIES, BLOCK_Q>(sums.dv, scores.p, stage + GRAD_ROWS / 16);
-        if (CHUNKS == 2) {
-            contract_tokens<64>(s, scores.ds, q_columns);
-            contract_tokens<64>(dp, scores.ds, q_columns + 256);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dk, s, scores.dk_factor);
-        } else {
-            contract_tokens<64>(dp, scores.ds, q_columns);
-        }
-    } else {
-        contract_tokens<64, P_IS_UNSIGNED>(s, scores.p, grad_columns);
-        if (CHUNKS == 1) {
-            contract_tokens<64>(dp, scores.ds, q_columns);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dv, s, scores.dv_factor);
-        } else {
-            contract_tokens<64, P_IS_UNSIGNED>(dp, scores.p, grad_columns + 256);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dv, s, scores.dv_factor);
-            contract_tokens<64>(s, scores.ds, q_columns);
-            wgmma_wait<1>();
-            pin(dp);
-            accumulate(sums.dv + 32, dp, scores.dv_factor);
-            contract_tokens<64>(dp, scores.ds, q_columns + 256);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dk, s, scores.dk_factor);
-        }
-    }
-}
-
 // All tiles. Templates, here and below, because only one of the two loops compiles.
 template <int N>
 __device__ __forceinline__ void loop_in_turn(const Tiles& tiles, int count, int warpgroup, Rings& rings, Sums& sums) {
@@ -285,7 +245,8 @@ __device__ __forceinline__ void loop_in_turn(const Tiles& tiles, int count, int 
             find_scores<true>(scores, s, dp, tile, rings.ds, tiles.shared, warpgroup);
         else
             find_scores<false>(scores, s, dp, tile, rings.ds, tiles.shared, warpgroup);
-        multiply_scores(sums, s, dp, scores, tiles.stage(at));
+        const u32 stage = tiles.stage(at);
+        multiply_scores<CHUNKS>(sums, s, dp, scores, stage + Q_COLUMNS / 16, stage + GRAD_COLUMNS / 16, stage + GRAD_ROWS / 16);
         fence_proxy_async();
         rings.ds.fill();
         rings.ds.advance();

@@ -158,16 +158,6 @@ struct Scores {
     float dv_factor[2], dk_factor[2];
 };
 
-template <int WORDS>
-__device__ __forceinline__ void round_p(u32 (&rounded)[WORDS], const float (&p)[32], const float (&inverse)[2]) {
-    if constexpr (P_IS_16BIT) {
-#pragma unroll
-        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(p[2 * k], p[2 * k + 1]);
-    } else {
-        round_tile<64>(rounded, p, inverse);
-    }
-}
-
 // The scores of one tile from S and dP; `scales` are those of Q and dO. FAST: every logit allows a fused multiply-add,
 // and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there. With a
 // window, those that a query does not see; `first_key`: the first key minus the first query. Straight-line code, so that all
@@ -221,7 +211,7 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
         scores.dv_factor[r] = p_scale * scales.y;
         p_inverse[r] = reciprocal(p_scale);
     }
-    round_p(scores.p, p, p_inverse);
+    round_operand(scores.p, p, p_inverse);
     round_tile<64>(scores.ds, ds, ds_inverse);
 }
 
@@ -229,48 +219,6 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
 struct Sums {
     float dk[CHANNELS / 2], dv[CHANNELS / 2];
 };
-
-// dV and dK of the tile at `stage`, 64 channels at a time, in the registers of S and dP. The last product of dK is left
-// unfinished in dp. 16-bit dV is accumulated by the tensor cores, in registers of its own.
-template <int WORDS>
-__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&dp)[32], const Scores& scores,
-                                                const u32 (&p)[WORDS], u32 stage, int first_channel) {
-    const u32 of_channels = first_channel * (ROWS / 16);  // in a tile by columns
-    const u32 q_columns = stage + Q_COLUMNS / 16 + of_channels, grad_columns = stage + GRAD_COLUMNS / 16 + of_channels;
-    if constexpr (P_IS_16BIT) {
-        contract_tokens_16bit<ROWS>(sums.dv, p, stage + GRAD_ROWS / 16 + 2 * of_channels);
-        if (CHUNKS == 2) {
-            contract_tokens<64>(s, scores.ds, q_columns);
-            contract_tokens<64>(dp, scores.ds, q_columns + 256);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dk, s, scores.dk_factor);
-        } else {
-            contract_tokens<64>(dp, scores.ds, q_columns);
-        }
-    } else {
-        contract_tokens<64, P_IS_UNSIGNED>(s, p, grad_columns);
-        if (CHUNKS == 1) {
-            contract_tokens<64>(dp, scores.ds, q_columns);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dv, s, scores.dv_factor);
-        } else {
-            contract_tokens<64, P_IS_UNSIGNED>(dp, p, grad_columns + 256);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dv, s, scores.dv_factor);
-            contract_tokens<64>(s, scores.ds, q_columns);
-            wgmma_wait<1>();
-            pin(dp);
-            accumulate(sums.dv + 32, dp, scores.dv_factor);
-            contract_tokens<64>(dp, scores.ds, q_columns + 256);
-            wgmma_wait<1>();
-            pin(s);
-            accumulate(sums.dk, s, scores.dk_factor);
-        }
-    }
-}
 
 // The tiles of queries of each head that see no key of a consumer: before and after those that do.
 struct Hidden {
@@ -290,7 +238,8 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
                                               const Hidden& hidden, int warpgroup, u8* shared, Ring<STAGES>& queries,
                                               Ring<1>& keys, Sums& sums) {
     const u32 base = descriptor_base(shared_address(shared));
-    const int first_channel = first_channel_of(warpgroup), of_keys = keys_of(warpgroup);
+    const int of_keys = keys_of(warpgroup);
+    const u32 of_channels = first_channel_of(warpgroup) * (ROWS / 16);  // in a tile by columns
     const u32 k_rows = base + of_keys * (KEY_BYTES / 16), v_rows = k_rows + V_ROWS / 16, ring = base + RING / 16;
     const float* k_scales = reinterpret_cast<const float*>(shared + of_keys * KEY_BYTES + K_SCALE);
     const float k_scale = S_IS_16BIT ? 1.0f : *k_scales;
@@ -344,7 +293,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         else
             find_scores<false>(scores, s, dp, factor, minus_lse, scales, tokens, of_tile, is_diagonal, window, first_key);
 
-        multiply_scores(sums, s, dp, scores, scores.p, ring + queries.index * (STAGE_BYTES / 16), first_channel);
+        const u32 stage = ring + queries.index * (STAGE_BYTES / 16);
+        const u32 q_columns = stage + Q_COLUMNS / 16 + of_channels, grad_columns = stage + GRAD_COLUMNS / 16 + of_channels;
+        multiply_scores<CHUNKS>(sums, s, dp, scores, q_columns, grad_columns, stage + GRAD_ROWS / 16 + 2 * of_channels);
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
         multiply_queries_and_keys<64>(s, k_rows, next_stage + Q_ROWS / 16);
         wgmma_wait<1>();

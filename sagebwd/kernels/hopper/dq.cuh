@@ -164,7 +164,7 @@ __device__ __forceinline__ void find_dq(const Arguments& a, const Window& window
         find_query_tile<CONSUMERS>(a.axes, work_tile, work);  // computed again: keeping it costs registers
         const float scales[2] = {a.scale, a.scale};
         u8* staging = IS_CROWDED ? shared + warpgroup * QUERY_BYTES : shared + STAGING + warpgroup * STAGING_BYTES;
-        store_rows(a.dq, dq_sum, scales, staging, warpgroup, work.head, a.axes.heads, work.first + warpgroup * ROWS, work.q,
+        store_channels<D>(a.dq, dq_sum, scales, staging, warpgroup, work.head, a.axes.heads, work.first + warpgroup * ROWS, work.q,
                    a.axes.d);
         if constexpr (IS_CROWDED) {
             fence_proxy_async();  // the next queries come after these reads and writes

@@ -23,11 +23,6 @@ constexpr int CHUNKS = D / 64;  // of 64 channels; P V is computed chunk by chun
 // Whether registers hold too few chunks of a product at once: see contract_tokens_in_turn. It is then added in its own tile.
 constexpr bool IN_TURN = D == 256 && !P_IS_16BIT;
 
-#ifdef COMPENSATE_O  // l is the sum of P as rounded to 16 bits, and the rounding error of O is stored as well
-constexpr bool COMPENSATES = true;
-#else
-constexpr bool COMPENSATES = false;
-#endif
 static_assert(STEP_Q == ROWS && (P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES && !S_IS_16BIT));
 
 // A stage in shared memory: a packed block of keys. V is by columns in INT8 or, if P is in 16 bits, as it is; its scales follow.
@@ -50,19 +45,6 @@ CHECK_LAUNCH(THREADS, STAGING + CONSUMERS * PART_STAGING);
 struct Barriers {
     u64 full[STAGES], empty[STAGES], queries_full[1], queries_empty[1];
     WorkTile work_tiles[2];  // whose queries are in shared memory, and whose come next, in turn
-};
-
-struct Arguments {
-    const u8 *packed_q, *packed_k, *packed_v;
-    int k_stride, v_stride;  // bytes from block to block of the last two
-    TokenTensor out, out_residual;  // out_residual: written if COMPENSATE_O is defined
-    float* lse;
-    Axes axes;
-    float scale;
-    // Read if SMOOTH_V is defined.
-    int documents;
-    const float* v_mean;  // of each document of each key head, see token_mean_kernel
-    TokenTensor v;        // for kernels that do not pack it in 16 bits
 };
 
 __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& window, const TensorMaps& maps,

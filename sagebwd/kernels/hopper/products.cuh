@@ -92,3 +92,44 @@ __device__ __forceinline__ void contract_tokens_16bit(float (&sum)[VALUES], cons
                         descriptor_mn_major<ROWS_OF_TILE * 128>(b + first / 32 * (ROWS_OF_TILE * 128 / 16) + i * (16 * 128 / 16)));
     wgmma_commit();
 }
+
+// dV and dK of a tile of 64 queries, CHUNKS times 64 channels, in the registers of S and dP. The last product of dK is left unfinished
+// in dp. 16-bit dV is accumulated by the tensor cores, in registers of its own; `grad_columns` is read otherwise, `grad_rows` then.
+template <int CHUNKS, class Sums, class Scores>
+__device__ __forceinline__ void multiply_scores(Sums& sums, int (&s)[32], int (&dp)[32], const Scores& scores, u32 q_columns,
+                                                u32 grad_columns, u32 grad_rows) {
+    constexpr int CHUNK = 64 * 64 / 16;
+    if constexpr (P_IS_16BIT) {
+        contract_tokens_16bit<64>(sums.dv, scores.p, grad_rows);
+        if (CHUNKS == 2) {
+            contract_tokens<64>(s, scores.ds, q_columns);
+            contract_tokens<64>(dp, scores.ds, q_columns + CHUNK);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dk, s, scores.dk_factor);
+        } else {
+            contract_tokens<64>(dp, scores.ds, q_columns);
+        }
+    } else {
+        contract_tokens<64, P_IS_UNSIGNED>(s, scores.p, grad_columns);
+        if (CHUNKS == 1) {
+            contract_tokens<64>(dp, scores.ds, q_columns);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dv, s, scores.dv_factor);
+        } else {
+            contract_tokens<64, P_IS_UNSIGNED>(dp, scores.p, grad_columns + CHUNK);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dv, s, scores.dv_factor);
+            contract_tokens<64>(s, scores.ds, q_columns);
+            wgmma_wait<1>();
+            pin(dp);
+            accumulate(sums.dv + 32, dp, scores.dv_factor);
+            contract_tokens<64>(dp, scores.ds, q_columns + CHUNK);
+            wgmma_wait<1>();
+            pin(s);
+            accumulate(sums.dk, s, scores.dk_factor);
+        }
+    }
+}

@@ -3,11 +3,7 @@
 
 #include "ptx.cuh"
 
-// --- Shared memory and mbarriers ---------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 shared_address(const void* pointer) {
-    return static_cast<u32>(__cvta_generic_to_shared(pointer));
-}
+// --- mbarriers ---------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -120,19 +116,6 @@ __device__ __forceinline__ void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d
                  : "memory");
 }
 
-// --- Between CTAs ------------------------------------------------------------------------------------------
-
-// Waits until another CTA has released `value` at `place`, and sees what it wrote before.
-__device__ __forceinline__ void wait_for_value(const int* place, int value) {
-    int found;
-    do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(place) : "memory");
-    while (found != value);
-}
-
-__device__ __forceinline__ void release_value(int* place, int value) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
-}
-
 // --- wgmma -------------------------------------------------------------------------------------------------
 //
 // An operand in shared memory is a tile whose rows are contiguous along the contraction: 64 or 128 bytes each,
@@ -197,35 +180,33 @@ __device__ __forceinline__ void pin(float (&x)[N]) {
     NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "  \
              "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// One step of a (64, N) product in INT8, 32 deep. ACCUMULATE 0 starts a new sum.
-template <int ACCUMULATE>
-__device__ __forceinline__ void wgmma_int8(int (&sum)[16], u64 a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 {" NAMES_16 "}, %16, %17, accumulate;\n}\n"
-        : REGISTERS_16("+r", sum)
-        : "l"(a), "l"(b), "n"(ACCUMULATE));
-}
+// One step of a (64, N) product of two operands in shared memory, whose sums take so many REGISTERS. ACCUMULATE 0 starts a new sum.
+// The numbers are those of what follows the sums: a, b and ACCUMULATE.
+#define WGMMA(name, type, constraint, registers, a_number, b_number, accumulate_number, kind, options)                     \
+    template <int ACCUMULATE>                                                                                              \
+    __device__ __forceinline__ void name(type(&sum)[registers], u64 a, u64 b) {                                            \
+        asm volatile("{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %" #accumulate_number ", 0;\n"                     \
+                     "wgmma.mma_async.sync.aligned." kind " {" NAMES_##registers "}, %" #a_number ", %" #b_number            \
+                     ", accumulate" options ";\n}\n"                                                                       \
+                     : REGISTERS_##registers(constraint, sum)                                                              \
+                     : "l"(a), "l"(b), "n"(ACCUMULATE));                                                                   \
+    }
+#define KIND_16BIT(n) "m64n" #n "k16.f32." TYPE_16BIT "." TYPE_16BIT
 
-template <int ACCUMULATE>
-__device__ __forceinline__ void wgmma_int8(int (&sum)[32], u64 a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {" NAMES_32 "}, %32, %33, accumulate;\n}\n"
-        : REGISTERS_32("+r", sum)
-        : "l"(a), "l"(b), "n"(ACCUMULATE));
-}
+// In INT8, 32 deep.
+WGMMA(wgmma_int8, int, "+r", 16, 16, 17, 18, "m64n32k32.s32.s8.s8", "")
+WGMMA(wgmma_int8, int, "+r", 32, 32, 33, 34, "m64n64k32.s32.s8.s8", "")
+WGMMA(wgmma_int8, int, "+r", 64, 64, 65, 66, "m64n128k32.s32.s8.s8", "")
+// In 16 bits, 16 deep. Sums are fp32, passed as bits, so that the registers of an INT8 product can be reused.
+WGMMA(wgmma_16bit, int, "+r", 16, 16, 17, 18, KIND_16BIT(32), ", 1, 1, 0, 0")
+WGMMA(wgmma_16bit, int, "+r", 32, 32, 33, 34, KIND_16BIT(64), ", 1, 1, 0, 0")
+WGMMA(wgmma_16bit, int, "+r", 64, 64, 65, 66, KIND_16BIT(128), ", 1, 1, 0, 0")
+// The same with both operands MN-major, see descriptor_mn_major.
+WGMMA(wgmma_16bit, float, "+f", 16, 16, 17, 18, KIND_16BIT(32), ", 1, 1, 1, 1")
+WGMMA(wgmma_16bit, float, "+f", 32, 32, 33, 34, KIND_16BIT(64), ", 1, 1, 1, 1")
+#undef WGMMA
 
-template <int ACCUMULATE>
-__device__ __forceinline__ void wgmma_int8(int (&sum)[64], u64 a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {" NAMES_64 "}, %64, %65, accumulate;\n}\n"
-        : REGISTERS_64("+r", sum)
-        : "l"(a), "l"(b), "n"(ACCUMULATE));
-}
-
-// The same with the left operand in registers; with LEFT_UNSIGNED its bytes are 0 ... 255, not -128 ... 127.
+// sum (+)= a b in INT8 with the left operand in registers; with LEFT_UNSIGNED its bytes are 0 ... 255, not -128 ... 127.
 template <int ACCUMULATE, bool LEFT_UNSIGNED>
 __device__ __forceinline__ void wgmma_int8(int (&sum)[32], const u32* a, u64 b) {
 #define WGMMA_INT8(left)                                                                                             \
@@ -240,38 +221,6 @@ __device__ __forceinline__ void wgmma_int8(int (&sum)[32], const u32* a, u64 b) 
     else
         WGMMA_INT8("s8");
 #undef WGMMA_INT8
-}
-
-// One step of a (64, N) product of 16-bit values, 16 deep. Sums are fp32, passed as bits, so that the registers of an
-// INT8 product can be reused.
-template <int ACCUMULATE>
-__device__ __forceinline__ void wgmma_16bit(int (&sum)[16], u64 a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE_16BIT "." TYPE_16BIT
-        " {" NAMES_16 "}, %16, %17, accumulate, 1, 1, 0, 0;\n}\n"
-        : REGISTERS_16("+r", sum)
-        : "l"(a), "l"(b), "n"(ACCUMULATE));
-}
-
-template <int ACCUMULATE>
-__device__ __forceinline__ void wgmma_16bit(int (&sum)[32], u64 a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE_16BIT "." TYPE_16BIT
-        " {" NAMES_32 "}, %32, %33, accumulate, 1, 1, 0, 0;\n}\n"
-        : REGISTERS_32("+r", sum)
-        : "l"(a), "l"(b), "n"(ACCUMULATE));
-}
-
-template <int ACCUMULATE>
-__device__ __forceinline__ void wgmma_16bit(int (&sum)[64], u64 a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE_16BIT "." TYPE_16BIT
-        " {" NAMES_64 "}, %64, %65, accumulate, 1, 1, 0, 0;\n}\n"
-        : REGISTERS_64("+r", sum)
-        : "l"(a), "l"(b), "n"(ACCUMULATE));
 }
 
 // sum += a b, with the left operand in registers and the right one MN-major, see descriptor_mn_major.
@@ -301,25 +250,4 @@ __device__ __forceinline__ void wgmma_16bit(float (&sum)[4], const u32* a, u64 b
         " {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, accumulate, 1, 1, 0;\n}\n"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// One step of a (64, N) product of 16-bit values, both operands MN-major in shared memory. ACCUMULATE 0 starts a new sum.
-template <int ACCUMULATE>
-__device__ __forceinline__ void wgmma_16bit(float (&sum)[16], u64 a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE_16BIT "." TYPE_16BIT
-        " {" NAMES_16 "}, %16, %17, accumulate, 1, 1, 1, 1;\n}\n"
-        : REGISTERS_16("+f", sum)
-        : "l"(a), "l"(b), "n"(ACCUMULATE));
-}
-
-template <int ACCUMULATE>
-__device__ __forceinline__ void wgmma_16bit(float (&sum)[32], u64 a, u64 b) {
-    asm volatile(
-        "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE_16BIT "." TYPE_16BIT
-        " {" NAMES_32 "}, %32, %33, accumulate, 1, 1, 1, 1;\n}\n"
-        : REGISTERS_32("+f", sum)
-        : "l"(a), "l"(b), "n"(ACCUMULATE));
 }

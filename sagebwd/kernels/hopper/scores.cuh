@@ -36,17 +36,6 @@ struct ScoreTile {
     Window window;            // set if there is one
 };
 
-// P or dS as the left operand of dV or dK.
-template <int WORDS>
-__device__ __forceinline__ void round_operand(u32 (&rounded)[WORDS], const float (&x)[VALUES], const float (&inverse)[2]) {
-    if constexpr (WORDS == VALUES / 2) {  // in 16 bits
-#pragma unroll
-        for (int k = 0; k < WORDS; ++k) rounded[k] = pack_16bit(x[2 * k], x[2 * k + 1]);
-    } else {
-        round_tile<QUERIES>(rounded, x, inverse);
-    }
-}
-
 // P and dS of a tile before they are rounded, with what their scales need: magnitudes, of P as bits.
 struct ExactScores {
     float p[VALUES], ds[VALUES], ds_largest[4] = {0.0f, 0.0f, 0.0f, 0.0f};

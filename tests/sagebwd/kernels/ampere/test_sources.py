@@ -169,6 +169,7 @@ def test_arguments_are_those_of_the_sources():
     names = ("layout.cuh", "scheduler.cuh")
     headers = [folder / name for folder in folders for name in names]
     shared = "".join(path.read_text(encoding="utf-8") for path in headers if path.exists())
-    for file, structure in (("forward.cu", CForward), ("backward.cuh", ampere.CBackward)):
-        text = (folders[0] / file).read_text(encoding="utf-8")
+    files = (folders[1] / "softmax.cuh", folders[0] / "backward.cuh")
+    for file, structure in zip(files, (CForward, ampere.CBackward), strict=True):
+        text = file.read_text(encoding="utf-8")
         assert_same_fields(structure, "Arguments", shared + text)

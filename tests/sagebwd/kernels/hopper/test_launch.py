@@ -44,7 +44,7 @@ def assert_same_fields(structure, name, text):
 @pytest.mark.parametrize(
     ("source", "structure"),
     [
-        ("forward", hopper.CForward),
+        ("softmax.cuh", hopper.CForward),
         ("dk_dv", hopper._CDkDv),
         ("dq.cuh", hopper._CDq),
         ("backward", hopper._CBackward),
@@ -54,7 +54,7 @@ def assert_same_fields(structure, name, text):
 )
 def test_arguments_are_those_of_the_source(source, structure):
     """Names, order and types: the driver sees nothing but their size."""
-    folder = hopper.SOURCES.path("dq").parent
+    folder = SHARED if source == "softmax.cuh" else hopper.SOURCES.path("dq").parent
     file = folder / source if source.endswith(".cuh") else hopper.SOURCES.path(source)
     files = (SHARED / "layout.cuh", SHARED / "scheduler.cuh", file)
     text = "".join(file.read_text(encoding="utf-8") for file in files)

@@ -4,8 +4,6 @@
 
 #include "ptx.cuh"
 
-inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - shared_memory); }
-
 inline u8* shared_bytes_at(u32 address) {
     if (address % 16 || address > SHARED_ROOM - 16) give_up("an address is not aligned or outside shared memory");
     return shared_memory + address;
@@ -172,11 +170,6 @@ inline void barrier_arrive(int barrier) {
 
 // --- Between CTAs ------------------------------------------------------------------------------------------
 
-// CTAs run one after the other, in the order of their indices: what a CTA waits for must have been released before.
-inline void wait_for_value(const int* place, int value) {
-    if (*place != value) give_up("it hangs: a CTA waits for one that comes later");
-}
-inline void release_value(int* place, int value) { *place = value; }
 inline float load_from_l2(const float* place) { return *place; }
 inline void store_to_l2(float* place, float x) { *place = x; }
 inline void add_in_l2(float* place, float x) { *place += x; }

@@ -173,6 +173,15 @@ constexpr int SHARED_ROOM = 256 * 1024;
 static u8 shared_memory[SHARED_ROOM] __attribute__((aligned(1024)));  // dynamic
 constexpr u8 POISON = 0x7f;                                           // large in INT8 and fp32, NaN in fp16
 
+// May be negative: the static variables of a kernel lie outside shared_memory.
+inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - shared_memory); }
+
+// CTAs run one after the other: another one has released the value before, or another thread of this one will.
+inline void wait_for_value(const int* place, int value) {
+    wait_until([=] { return *place == value; });
+}
+inline void release_value(int* place, int value) { *place = value; }
+
 template <class Kernel>
 inline void run_ctas(unsigned grid, unsigned threads, int shared_bytes, const Kernel& kernel) {
     gridDim.x = grid;

@@ -5,10 +5,7 @@
 
 #include "ptx.cuh"
 
-// --- Shared memory and mbarriers ---------------------------------------------------------------------------
-
-// May be negative: the static variables of a kernel lie outside shared_memory.
-inline u32 shared_address(const void* pointer) { return static_cast<u32>(static_cast<const u8*>(pointer) - shared_memory); }
+// --- mbarriers ---------------------------------------------------------------------------------------------
 
 // Plain arrays: containers of the standard library would take a third of the time that a kernel takes to compile.
 struct Barrier {
@@ -201,14 +198,6 @@ inline void stmatrix(u32 address, u32 a, u32 b, u32 c, u32 d) {
                 }
     });
 }
-
-// --- Between CTAs ------------------------------------------------------------------------------------------
-
-// CTAs run one after the other: another one has released the value before, or another thread of this one will.
-inline void wait_for_value(const int* place, int value) {
-    wait_until([=] { return *place == value; });
-}
-inline void release_value(int* place, int value) { *place = value; }
 
 // --- wgmma -------------------------------------------------------------------------------------------------
 
