@@ -13,9 +13,8 @@ DYNAMIC_LIMIT = SHARED_LIMIT - 256
 
 
 class CTAShape(NamedTuple):
-    """Tokens of a work tile, threads, bytes of dynamic shared memory."""
+    """Threads, bytes of dynamic shared memory."""
 
-    tokens: int
     threads: int
     shared_bytes: int
 
@@ -28,10 +27,8 @@ THREADS = {
     "backward_64_keys": 256,
     "backward_64_keys_dq_warps": 384,
 }
-#: Padded head sizes at which backward_dq_warps.cu runs: at 128, the threads of 12 warps lack registers.
+#: Padded head sizes at which backward*_dq_warps.cu run: at 128, the threads of 12 warps lack registers.
 DQ_WARP_HEAD_DIMS = (64,)
-#: The same for backward_64_keys_dq_warps.cu, which is written for 64.
-DQ_WARP_HEAD_DIMS_OF_64_KEYS = (64,)
 
 
 def backward_source(tile: tuple[int, int], head_dim: int, *, s_16bit: bool = False) -> str:
@@ -39,10 +36,8 @@ def backward_source(tile: tuple[int, int], head_dim: int, *, s_16bit: bool = Fal
 
     128 queries with S in 16 bits leave no room for a second block of queries by columns.
     """
-    if tile[1] != 128:
-        has_dq_warps = head_dim in DQ_WARP_HEAD_DIMS_OF_64_KEYS and not (s_16bit and tile[0] == 128)
-        return "backward_64_keys_dq_warps" if has_dq_warps else "backward_64_keys"
-    return "backward_dq_warps" if head_dim in DQ_WARP_HEAD_DIMS else "backward"
+    has_dq_warps = head_dim in DQ_WARP_HEAD_DIMS and not (s_16bit and tile[0] == 128)
+    return ("backward" if tile[1] == 128 else "backward_64_keys") + "_dq_warps" * has_dq_warps
 
 
 def cta_shape(
@@ -62,15 +57,15 @@ def cta_shape(
         tile: queries and keys of a packed block.
         p_16bit, token_scales, s_16bit: the macros of these names.
     """
-    threads = THREADS[source]
     if source == "forward":
-        return CTAShape(128, threads, _forward_bytes(head_dim, tile, p_16bit, token_scales, s_16bit))
-    if source in ("backward", "backward_dq_warps"):
+        shared_bytes = _forward_bytes(head_dim, tile, p_16bit, token_scales, s_16bit)
+    elif source in ("backward", "backward_dq_warps"):
         is_staged = source == "backward_dq_warps"
         shared_bytes = _backward_bytes(head_dim, tile, is_staged, p_16bit, token_scales)
-        return CTAShape(tile[1], threads, shared_bytes)
-    of_64_keys = _64_keys_bytes if source == "backward_64_keys" else _64_keys_dq_warps_bytes
-    return CTAShape(tile[1], threads, of_64_keys(head_dim, tile, token_scales, s_16bit))
+    else:
+        of_64_keys = _64_keys_bytes if source == "backward_64_keys" else _64_keys_dq_warps_bytes
+        shared_bytes = of_64_keys(head_dim, tile, token_scales, s_16bit)
+    return CTAShape(THREADS[source], shared_bytes)
 
 
 def _forward_bytes(

@@ -230,8 +230,7 @@ def _launch_dk_dv(
         call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
         call.gradients.dk.target, call.gradients.dv.target, axes, call.params.scale, _address(tile_scales),
     )  # fmt: skip
-    dk_16bit = not call.params.config.is_int8("dk")
-    _launch("dk_dv", call.q, call.params, arguments, maps=maps, DK_16BIT=dk_16bit, **call.macros)
+    _launch("dk_dv", call.q, call.params, arguments, maps=maps, **call.macros)
 
 
 def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Tensor | None = None) -> None:

@@ -95,7 +95,6 @@ def test_twelve_warps_give_the_same_bits_as_eight(runs, in_order, monkeypatch, c
     run, _ = runs(lengths, config, mask)
     found = [run(), *(in_order(run, **late) for late in LATE)]
     monkeypatch.setattr(shapes, "DQ_WARP_HEAD_DIMS", ())
-    monkeypatch.setattr(shapes, "DQ_WARP_HEAD_DIMS_OF_64_KEYS", ())
     wanted = in_order(run, reverse=True)
     for results in found:
         assert all(map(torch.equal, results, wanted))
