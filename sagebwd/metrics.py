@@ -29,11 +29,6 @@ def relative_l2(actual: Tensor, reference: Tensor) -> float:
     return error / norm
 
 
-def rms(x: Tensor) -> float:
-    """Root of the mean square."""
-    return _norm(x.detach().double().flatten()) / math.sqrt(x.numel())
-
-
 def _as_vectors(actual: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     if actual.shape != reference.shape:
         raise ValueError(
