@@ -9,6 +9,7 @@ from typing import Any
 import hydra.utils
 
 from model.llama import Llama
+from trainer import parallel
 from trainer.errors import Interrupted, SettingsError, TrainingError
 
 
@@ -50,7 +51,7 @@ class Callbacks:
 
     def _call(self, hook: str, step: int, record: dict[str, Any], model: Llama) -> None:
         for name, one in self._all.items():
-            with _naming(f"callback {name}: {hook} at step {step}"):
+            with parallel.uncompiled(), _naming(f"callback {name}: {hook} at step {step}"):
                 getattr(one, hook)(step, record, model)
                 for key, value in record.items():
                     if not isinstance(value, int | float | str | None):

@@ -131,7 +131,7 @@ class Trainer:
                 model.huggingface.load_into(self.llama, weights)
             check_copies(self.llama, ranks, step=0)
             log.info("starting from the weights in %s", weights)
-        self.wrapped, self.compiled = parallel.place(
+        self.model = parallel.place(
             self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
         )
         self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
@@ -230,9 +230,9 @@ class Trainer:
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step, batch in enumerate(self.loader.micro_batches(self.step)):
             last = micro_step == sizes.micro_steps - 1
-            with parallel.gradients_exchanged(self.wrapped, last), self.sharing_tokens() as own:
+            with parallel.gradients_exchanged(self.model, last), self.sharing_tokens() as own:
                 with self._autocast():
-                    micro_loss = self.compiled(*own(*map(self._to_device, batch))) / sizes.micro_steps
+                    micro_loss = self.model(*own(*map(self._to_device, batch))) / sizes.micro_steps
                 micro_loss.backward()
             loss += micro_loss.detach()
         grad_norm = parallel.clip_gradients(self.llama, settings.optimizer.grad_clip)
@@ -293,7 +293,7 @@ class Trainer:
         sharded = is_sharded(settings.model, settings.hardware, ranks.count)
         losses = [
             validation_loss(
-                self.compiled,
+                self.model,
                 evaluation_batches(
                     one.tokens,
                     context=settings.context,

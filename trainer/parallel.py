@@ -27,10 +27,6 @@ from model.llama import Llama
 from trainer.distributed import Ranks, is_sharded
 from trainer.settings import HardwareSettings
 
-# Size of DDP's gradient buckets (the default is 25). The compiler ends a graph wherever a bucket ends and
-# cannot fuse across; 100 MiB are about two layers of the 325M model.
-BUCKET_MIB = 100
-
 # DDP's argument for "broadcast the buffers before each forward"; torch 2.13 renamed it.
 _CHOICES = inspect.signature(DistributedDataParallel.__init__).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _CHOICES else "broadcast_buffers"
@@ -42,29 +38,21 @@ def place(
     ranks: Ranks,
     *,
     saved_operators: Sequence[torch._ops.OpOverload] = (),
-) -> tuple[nn.Module, nn.Module]:
-    """Move the model to its devices. Returns the module that exchanges gradients, and the module to call.
+) -> nn.Module:
+    """Move the model to its devices. Returns the module to call, which also exchanges gradients.
 
-    The two are the same unless the model is compiled. Changes `llama` itself and replaces its parameters if
-    they are sharded: make the optimizer after this. All ranks must call it, with the same weights.
+    Changes `llama` itself, compiles its parts in place, and replaces its parameters if they are sharded: make
+    the optimizer after this. All ranks must call it, with the same weights.
     saved_operators: see model.backends.Backend; used with hardware.recompute=blocks.
     """
-    sharded = is_sharded(llama.config, hardware, ranks.count)
     if hardware.recompute == "blocks":
         for layer in llama.layers:
             layer.forward = _checkpointed(layer.forward, saved_operators)
-    in_pieces = hardware.compile and (sharded or (ranks.count > 1 and hardware.recompute != "none"))
-    if in_pieces:
-        _compile_in_pieces(llama)
-    parallel = _shard(llama, ranks) if sharded else _replicate(llama.to(ranks.device), ranks)
-    # Compiled after DDP's wrapping, not before: only then does the compiler (its DDPOptimizer) split the
-    # graph at DDP's buckets, so that gradients are exchanged while the backward computes others. For fixed
-    # shapes, because torch 2.11 cannot split a graph with dynamic ones.
-    whole = parallel
-    if hardware.compile and not in_pieces:
-        mode = "reduce-overhead" if hardware.cuda_graphs else None
-        whole = torch.compile(parallel, dynamic=False, mode=mode)
-    return parallel, whole
+    if hardware.compile:
+        _compile(llama, cuda_graphs=hardware.cuda_graphs)
+    if is_sharded(llama.config, hardware, ranks.count):
+        return _shard(llama, ranks)
+    return _replicate(llama.to(ranks.device), ranks)
 
 
 def _replicate(llama: Llama, ranks: Ranks) -> nn.Module:
@@ -80,7 +68,6 @@ def _replicate(llama: Llama, ranks: Ranks) -> nn.Module:
         device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
         **{BUFFERS: False},  # the rotary tables: computed on every rank, never changed
         gradient_as_bucket_view=True,  # gradients live in the buckets: saves 4 bytes per parameter and a copy
-        bucket_cap_mb=BUCKET_MIB,
     )
 
 
@@ -110,15 +97,20 @@ def _checkpointed(
     )
 
 
-def _compile_in_pieces(llama: Llama) -> None:
-    """Compile the blocks, which share one compiled graph, and the head with the loss.
+def _compile(llama: Llama, *, cuda_graphs: bool) -> None:
+    """Compile the blocks, which share one compiled graph, and what comes before and after them.
 
-    FSDP's hooks run between the blocks and cannot be compiled. Checkpointed blocks cannot be split at DDP's
-    buckets either. Gradients are ready block by block anyway, so splitting is switched off.
+    So one block is traced, not all. FSDP's hooks, which run between the blocks, could not be compiled.
+    DDP gets its gradients block by block, so the compiler need not split graphs at DDP's buckets. CUDA graphs
+    (one GPU) take the whole model: a block's output would lie in memory that the next graph may overwrite.
     """
     torch._dynamo.config.optimize_ddp = False
+    if cuda_graphs:
+        llama.forward = torch.compile(llama.forward, dynamic=False, mode="reduce-overhead")
+        return
     for layer in llama.layers:
         layer.forward = torch.compile(layer.forward, dynamic=False)
+    llama.embed = torch.compile(llama.embed, dynamic=False)
     llama.output = torch.compile(llama.output, dynamic=False)
 
 

@@ -115,7 +115,7 @@ class HardwareSettings:
     micro_batch: int = MISSING  # sequences per device per forward-backward pass
     # "bfloat16" (autocast over float32 master weights) or "float32".
     dtype: str = field(default=MISSING, metadata={"may_change": False})
-    compile: bool = MISSING  # torch.compile the model
+    compile: bool = MISSING  # torch.compile the blocks and the head; with cuda_graphs the whole model
     cuda_graphs: bool = False  # one GPU: replay compiled passes as CUDA graphs, which removes launch overhead
     deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
     parallel: str = "auto"  # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on

@@ -1,6 +1,7 @@
 """The counted bytes against what autograd saves and what is alive, on the real model."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -172,15 +173,24 @@ def test_what_a_compiled_model_saves_to_the_byte(preset, recompute, monkeypatch)
         found.append(bytes_made(graph))
         raise Traced
 
-    compiled = torch.compile(
-        llama, dynamic=False, backend=lambda graph, x: compile_fx(graph, x, inner_compile=inspect)
-    )
-    with pytest.raises(BackendCompilerFailed, match="Traced"):
-        loss_of(compiled, dtype, 2, 128)
+    def compiled(function):
+        backend = partial(compile_fx, inner_compile=inspect)
+        return torch.compile(function, dynamic=False, backend=backend)
+
+    tokens, width = 2 * 128, 2 * config.d_model
+    x = torch.randn(2, 128, config.d_model, dtype=dtype, requires_grad=True)
     settings = {"compiled": True, "on_gpu": True, "recompute": recompute}
     block = estimated(config, attention, dtype, 2, 128, device="cuda", **settings)
-    # Of the head: its input, which a recomputed block gives once more, an inverse RMS, the gradients of the
-    # input and of the weight, and the loss.
-    width, tokens = 2 * config.d_model, 2 * 128
-    head = tokens * (width * (1 if recompute else 2) + 4) + width * config.vocab_size + 4
-    assert found == [block.blocks + block.attention + block.weight_copies + head]
+    for function, arguments in (
+        (llama.layers[0].forward, llama.rotary(128)),
+        (llama.output, [torch.randint(96, (2, 128))]),
+    ):
+        with (
+            torch.autocast("cpu", dtype),
+            pytest.raises(BackendCompilerFailed, match="Traced"),
+        ):
+            compiled(function)(x, *arguments)
+    # The block's output is the input of the next one, which saves it. The head makes an inverse RMS, the
+    # gradients of its input and of the weight, and the loss.
+    head = tokens * (width + 4) + width * config.vocab_size + 4
+    assert found == [block.blocks + block.attention + block.weight_copies, head]

@@ -5,12 +5,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo.testing
 
 from scripts import evaluate
 from tests import warm
 from tests.cli import assert_same_run, metrics
 from trainer import seal
-from trainer.callbacks import Callback
+from trainer.callbacks import Callback, Callbacks
 from trainer.errors import SettingsError, TrainingError
 
 CALLS = []
@@ -49,6 +51,11 @@ class Adds(Callback):
         record["mine"] = model.norm.weight
 
 
+class Calls(Callback):
+    def on_step(self, step, record, model):
+        record["mine"] = model(torch.ones(step)).sum().item()
+
+
 class Refuses(Callback):
     def __init__(self):
         raise ValueError("not today")
@@ -78,6 +85,17 @@ def test_hooks_are_called_with_what_is_logged(train_here, tmp_path, background):
         (4, 40),
     ]
     assert [one["mine/evaluate"] for one in records if "val_loss" in one] == [20, 40]
+
+
+def test_the_model_that_they_call_is_not_compiled_for_it():
+    graphs = torch._dynamo.testing.CompileCounter()
+    model, record = torch.nn.Identity(), {}
+    model.forward = torch.compile(model.forward, backend=graphs, dynamic=False)
+    callbacks = Callbacks({"calls": {"_target_": f"{HERE}Calls"}})
+    for step in (1, 2):
+        callbacks.on_step(step, record, model)
+        assert record == {"mine": step}
+    assert graphs.frame_count == 0
 
 
 def test_a_run_without_them_is_the_same(train_here, tmp_path):

@@ -1,8 +1,13 @@
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model import backends
 from model.backends import fpa
 from model.config import LlamaConfig
 from model.llama import Llama
@@ -35,10 +40,9 @@ def step(hardware):
     """Loss, gradients, and how often attention and matrix products ran."""
     torch.manual_seed(0)
     llama = Llama(SMALL, F.scaled_dot_product_attention)
-    wrapped, whole = parallel.place(llama, hardware, ALONE, saved_operators=fpa.SAVED_OPERATORS)
-    assert wrapped is whole is llama
+    assert parallel.place(llama, hardware, ALONE, saved_operators=fpa.SAVED_OPERATORS) is llama
     with Counted() as ran:
-        loss = whole(*tokens())
+        loss = llama(*tokens())
         loss.backward()
     attention = ran.counts[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
     return (
@@ -58,6 +62,46 @@ def test_recomputation_changes_no_bit_and_repeats_all_but_attention(compose_sett
     assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
     assert attention_again == attention == SMALL.n_layers
     assert products_again > products
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler looks at inputs that are not leaves
+@pytest.mark.parametrize(("recompute", "documents"), [("none", False), ("blocks", True)])
+def test_all_blocks_share_one_compiled_graph(compose_settings, monkeypatch, recompute, documents):
+    """One for training and one for validation, whatever the number of layers; the same loss and gradients."""
+    deep = replace(SMALL, n_layers=torch._dynamo.config.recompile_limit + 1)
+    backend = backends.build(
+        {"backend": "sagebwd"},
+        device=ALONE.device,
+        dtype=torch.float32,
+        d_head=SMALL.d_head,
+        is_gqa=False,
+        longest_document=32 if documents else None,
+    )
+    batch = *tokens(), *([torch.tensor([0, 5, 32, 64])] if documents else [])
+    hardware = compose_settings("experiment=debug").hardware
+    hardware.recompute, results = recompute, []
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+    torch.compiler.reset()
+    for hardware.compile in (False, True):
+        torch.manual_seed(0)
+        llama = Llama(deep, backend.attend)
+        names = list(llama.state_dict())
+        parallel.place(llama, hardware, ALONE, saved_operators=backend.saved_operators)
+        assert list(llama.state_dict()) == names  # what checkpoints and exported weights are named by
+        loss = llama(*batch)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in llama.parameters())])
+    assert graphs.frame_count == 3  # embedding, block, head with the loss
+    torch.testing.assert_close(*results)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(llama(*batch), loss)
+        llama(*batch)
+    with parallel.uncompiled(), torch.no_grad():
+        llama(batch[0][:1])
+    assert graphs.frame_count == 6
+    torch.compiler.reset()
 
 
 def test_with_cuda_graphs_gradients_stay_where_they_are(compose_settings):
