@@ -237,7 +237,7 @@ def test_large_logits_choose_the_keys_that_agree(kernels, kernel_set, config, si
 
     P̃ = exp(S − max) is 1 or 0, so O is exact. The gradients meet the difference between S and the logsumexp,
     which fp32 rounds to a step of S. With unsigned P a P̃ a little above 1 must not become 256, which is 0 in
-    8 bits. dP in fp16 differs from δ by 2⁻¹¹ of itself, which K takes beyond fp16: dQ becomes Inf, not NaN.
+    8 bits. dP in fp16 differs from δ by 2⁻¹¹ of itself, which the largest K takes beyond fp16: dQ may be Inf.
     """
     q = constant(40, head_dim, size)
     ones = constant(n_kv, head_dim, 1)
@@ -246,8 +246,8 @@ def test_large_logits_choose_the_keys_that_agree(kernels, kernel_set, config, si
     step = 32  # of fp16 at 6e4
     assert (result["out"].double() - 6e4).abs().max() <= (0 if size >= kernel_set.exact_from else step)
     assert not any(result[name].isnan().any() for name in GRADIENTS)
-    finite = GRADIENTS[1:] if config.dp_fp16_accumulation else GRADIENTS
-    assert all(result[name].isfinite().all() for name in finite)
+    overflows = config.dp_fp16_accumulation and size == 60000
+    assert all(result[name].isfinite().all() for name in (GRADIENTS[1:] if overflows else GRADIENTS))
 
 
 @every_config
