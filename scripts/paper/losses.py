@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ PROGRAM = "python -m scripts.paper.losses"
 BAND = round(paper.FIGURE_1_GAP / 2, 3)
 #: A smaller model stands for the paper's.
 PAPER_PARAMETERS = 300_000_000
-NAMES_OF_TOKENS = {262_144: "260k", 2_097_152: "2.1m"}
+NAMES_OF_TOKENS = {262_144: "260k", 1_048_576: "1m", 2_097_152: "2.1m"}
 
 
 # --- Comparing ----------------------------------------------------------------------------------------------
@@ -85,10 +86,11 @@ def compare_group(setup: str, runs: list[dict]) -> list[Row]:
     metrics = losses_of(kept)
     group = runs[0]["group"]
     proxy = group["parameters"] < PAPER_PARAMETERS
+    compared = difference_of_branches if "branch_step" in group else difference
     rows = []
     for variant in dict.fromkeys(run["variant"] for run in kept):
         base = base_of(variant)
-        found = {name: difference(cells, variant, base) for name, cells in metrics.items()}
+        found = {name: compared(cells, variant, base) for name, cells in metrics.items()}
         found = {name: own for name, own in found.items() if own}
         if not found:
             continue
@@ -127,6 +129,29 @@ def difference(cells: Sequence[Cell], variant: str, base: str) -> Difference | N
     if estimate is None:
         return None
     return Difference(*estimate, named(by_seed(pooled, variant, base)), permutation_p(pooled, variant, base))
+
+
+def difference_of_branches(cells: Sequence[Cell], variant: str, base: str) -> Difference | None:
+    """As `difference`, with the noise of these two variants over the seeds, not one for all variants.
+
+    Branches of one model have hardly any chance in them. What is left is how the difference varies from one
+    starting model to another, and for some variants that is a hundred times as much as for others.
+    """
+    whole = difference(cells, variant, base)
+    if whole is None or variant == base:
+        return whole
+    pairs = []
+    for seed in dict.fromkeys(cell.seed for cell in cells):
+        at_seed = [cell for cell in cells if cell.seed == seed]
+        own = [cell.loss for cell in at_seed if cell.variant == variant]
+        others = [
+            cell.loss
+            for cell in at_seed
+            if (cell.variant if is_null(variant) else counted_as(cell.variant)) == base
+        ]
+        if own and others:
+            pairs += [Cell(variant, seed, fmean(own)), Cell(base, seed, fmean(others))]
+    return replace(difference(pairs, variant, base), p=whole.p)
 
 
 def counted_as(variant: str) -> str:

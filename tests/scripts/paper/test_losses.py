@@ -192,6 +192,26 @@ def test_branches_of_two_starting_models_are_two_seeds(make_run):
     assert list(row.losses["training"].by_seed) == ["1", "2"]
 
 
+def test_branches_have_an_interval_of_their_own_over_starting_models(make_run):
+    """Student's t of the paired differences; a variant that differs more from model to model widens only its own."""
+    gaps = {1: (0.0, 0.1, 1.0), 2: (0.0, 0.3, 9.0), 3: (0.0, 0.2, 4.0)}
+    runs = [
+        read_run(
+            make_run(
+                f"{s}{i}", [5.0 + s, 4.0 + s + gap], *o, f"seed={s}", f"branch_from=t{s}", "branch_step=6"
+            )
+        )
+        for s, own in gaps.items()
+        for i, (gap, o) in enumerate(zip(own, ((), SAGE, (*SAGE, "attention.exact_delta=true")), strict=True))
+    ]
+    rows = {row.variant: row.losses["training"] for row in compare(runs)}
+    for name, i in (("SageBwd", 1), ("SageBwd, exact_delta=true", 2)):
+        found = np.array([own[i] for own in gaps.values()])
+        assert rows[name].mean == pytest.approx(found.mean())
+        assert rows[name].half_width == pytest.approx(4.303 * found.std(ddof=1) / 3**0.5, rel=1e-3)
+        assert rows[name].degrees == 2
+
+
 def test_setups_have_names_of_their_own(make_run):
     """Also those that differ in the text alone."""
     values = np.linspace(5, 3, 40)
