@@ -193,7 +193,7 @@ def test_branches_of_two_starting_models_are_two_seeds(make_run):
 
 
 def test_branches_have_an_interval_of_their_own_over_starting_models(make_run):
-    """Student's t of the paired differences; a variant that differs more from model to model widens only its own."""
+    """Student's t of the paired differences: one that varies from model to model widens no other."""
     gaps = {1: (0.0, 0.1, 1.0), 2: (0.0, 0.3, 9.0), 3: (0.0, 0.2, 4.0)}
     runs = [
         read_run(
