@@ -16,9 +16,9 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -132,26 +132,19 @@ def difference(cells: Sequence[Cell], variant: str, base: str) -> Difference | N
 
 
 def difference_of_branches(cells: Sequence[Cell], variant: str, base: str) -> Difference | None:
-    """As `difference`, with the noise of these two variants over the seeds, not one for all variants.
+    """As `difference`, with Student's t of this variant's own differences over the seeds; none for one seed.
 
-    Branches of one model have hardly any chance in them. What is left is how the difference varies from one
+    Branches of one model have hardly any chance in them. What is left is how a difference varies from one
     starting model to another, and for some variants that is a hundred times as much as for others.
     """
-    whole = difference(cells, variant, base)
-    if whole is None or variant == base:
-        return whole
-    pairs = []
-    for seed in dict.fromkeys(cell.seed for cell in cells):
-        at_seed = [cell for cell in cells if cell.seed == seed]
-        own = [cell.loss for cell in at_seed if cell.variant == variant]
-        others = [
-            cell.loss
-            for cell in at_seed
-            if (cell.variant if is_null(variant) else counted_as(cell.variant)) == base
-        ]
-        if own and others:
-            pairs += [Cell(variant, seed, fmean(own)), Cell(base, seed, fmean(others))]
-    return replace(difference(pairs, variant, base), p=whole.p)
+    pooled = [cell._replace(variant=counted_as(cell.variant)) for cell in cells]
+    gaps = by_seed(cells if is_null(variant) else pooled, variant, base) if variant != base else {}
+    if not gaps:
+        return None
+    degrees = len(gaps) - 1
+    width = quantile(degrees) * stdev(gaps.values()) / len(gaps) ** 0.5 if degrees else None
+    p = None if is_null(variant) else permutation_p(pooled, variant, base)
+    return Difference(fmean(gaps.values()), width, degrees, named(gaps), p)
 
 
 def counted_as(variant: str) -> str:

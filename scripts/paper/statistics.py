@@ -216,9 +216,10 @@ class Difference:
         """ "+0.0013 ± 0.0084 (2 seeds)", with the degrees of freedom where these are few."""
         count = len(self.by_seed)
         few = f", {self.degrees} d.f." if 0 < self.degrees < DEGREES_OF_95 else ""
-        width = "" if self.half_width is None else f" ± {self.half_width:.4f}"
-        mean = round(self.mean, 4) + 0.0  # which turns −0 into 0
-        return f"{mean:+.4f}{width} ({count} seed{'s' if count > 1 else ''}{few})"
+        digits = 4 if self.half_width is None or self.half_width >= 5e-4 else 5
+        width = "" if self.half_width is None else f" ± {self.half_width:.{digits}f}"
+        mean = round(self.mean, digits) + 0.0  # which turns −0 into 0
+        return f"{mean:+.{digits}f}{width} ({count} seed{'s' if count > 1 else ''}{few})"
 
 
 @dataclass(frozen=True)
