@@ -16,12 +16,11 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
 
 from data.files import write_json, write_text
 from scripts.bench.measuring import describe_run
@@ -115,20 +114,16 @@ def losses_of(runs: Sequence[dict]) -> dict[str, list[Cell]]:
 
 def difference(cells: Sequence[Cell], variant: str, base: str) -> Difference | None:
     """None if the two have no seed in common. Of full precision, how far its two runs at a seed lie apart."""
-    pooled = [cell._replace(variant=counted_as(cell.variant)) for cell in cells]
-    fitted = fit(pooled)
-    if is_null(variant) or variant == base:
-        gaps = repetitions(cells, base) if variant == base else by_seed(cells, variant, base)
-        if not gaps:
-            return None
-        width = None
-        if fitted.noise is not None:
-            width = quantile(fitted.degrees) * fitted.noise * (2 / len(gaps)) ** 0.5
-        return Difference(float(np.mean([*gaps.values()])), width, fitted.degrees, named(gaps), None)
-    estimate = fitted.difference(variant, base)
-    if estimate is None:
+    gaps, fitted = gaps_of(cells, variant, base), fit(pooled(cells))
+    if not gaps:
         return None
-    return Difference(*estimate, named(by_seed(pooled, variant, base)), permutation_p(pooled, variant, base))
+    if not (is_null(variant) or variant == base):
+        estimate = fitted.difference(variant, base)
+        return Difference(*estimate, named(gaps), permutation_p(pooled(cells), variant, base))
+    width = None
+    if fitted.noise is not None:
+        width = quantile(fitted.degrees) * fitted.noise * (2 / len(gaps)) ** 0.5
+    return Difference(fmean(gaps.values()), width, fitted.degrees, named(gaps), None)
 
 
 def difference_of_branches(cells: Sequence[Cell], variant: str, base: str) -> Difference | None:
@@ -137,14 +132,22 @@ def difference_of_branches(cells: Sequence[Cell], variant: str, base: str) -> Di
     Branches of one model have hardly any chance in them. What is left is how a difference varies from one
     starting model to another, and for some variants that is a hundred times as much as for others.
     """
-    pooled = [cell._replace(variant=counted_as(cell.variant)) for cell in cells]
-    gaps = by_seed(cells if is_null(variant) else pooled, variant, base) if variant != base else {}
-    if not gaps:
-        return None
+    whole, gaps = difference(cells, variant, base), gaps_of(cells, variant, base)
     degrees = len(gaps) - 1
-    width = quantile(degrees) * stdev(gaps.values()) / len(gaps) ** 0.5 if degrees else None
-    p = None if is_null(variant) else permutation_p(pooled, variant, base)
-    return Difference(fmean(gaps.values()), width, degrees, named(gaps), p)
+    width = quantile(degrees) * stdev(gaps.values()) / len(gaps) ** 0.5 if degrees > 0 else None
+    return whole and replace(whole, mean=fmean(gaps.values()), half_width=width, degrees=degrees)
+
+
+def gaps_of(cells: Sequence[Cell], variant: str, base: str) -> dict[int | str, float]:
+    """By seed, the loss of a variant minus its base's; of full precision its second run minus the first."""
+    if variant == base:
+        return repetitions(cells, base)
+    return by_seed(cells if is_null(variant) else pooled(cells), variant, base)
+
+
+def pooled(cells: Sequence[Cell]) -> list[Cell]:
+    """Full precision by any kernel under one name."""
+    return [cell._replace(variant=counted_as(cell.variant)) for cell in cells]
 
 
 def counted_as(variant: str) -> str:

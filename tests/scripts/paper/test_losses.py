@@ -176,25 +176,14 @@ def test_only_runs_on_one_text_at_one_schedule_are_compared(make_run):
     assert len({row.setup for row in compare([*runs, *large])}) == 2
 
 
-def test_branches_of_two_starting_models_are_two_seeds(make_run):
-    """The starting models' runs have other names, as they have other seeds; the step is one."""
-    runs = [
-        read_run(
-            make_run(
-                f"{seed}{len(o)}", [5.0, 4.0], *o, f"seed={seed}", f"branch_from=trunk{seed}", "branch_step=6"
-            )
-        )
-        for seed in (1, 2)
-        for o in ((), SAGE)
-    ]
-    [row] = compare(runs)
-    assert row.setup.endswith("branches")
-    assert list(row.losses["training"].by_seed) == ["1", "2"]
+def test_a_branch_has_an_interval_of_its_own_over_starting_models(make_run):
+    """Student's t of the paired differences; full precision counts as the mean of its two kernels.
 
-
-def test_branches_have_an_interval_of_their_own_over_starting_models(make_run):
-    """Student's t of the paired differences: one that varies from model to model widens no other."""
-    gaps = {1: (0.0, 0.1, 1.0), 2: (0.0, 0.3, 9.0), 3: (0.0, 0.2, 4.0)}
+    The starting models' runs have other names, as they have other seeds; the step is one.
+    """
+    variants = {"full precision, FlashAttention-2": FLASH, "SageBwd": SAGE}
+    variants["SageBwd, exact_delta=true"] = (*SAGE, "attention.exact_delta=true")
+    gaps = {1: (0.02, 0.1, 1.0), 2: (0.02, 0.3, 9.0), 3: (0.02, 0.2, 4.0)}
     runs = [
         read_run(
             make_run(
@@ -202,14 +191,21 @@ def test_branches_have_an_interval_of_their_own_over_starting_models(make_run):
             )
         )
         for s, own in gaps.items()
-        for i, (gap, o) in enumerate(zip(own, ((), SAGE, (*SAGE, "attention.exact_delta=true")), strict=True))
+        for i, (gap, o) in enumerate(zip((0.0, *own), ((), *variants.values()), strict=True))
     ]
-    rows = {row.variant: row.losses["training"] for row in compare(runs)}
-    for name, i in (("SageBwd", 1), ("SageBwd, exact_delta=true", 2)):
-        found = np.array([own[i] for own in gaps.values()])
-        assert rows[name].mean == pytest.approx(found.mean())
-        assert rows[name].half_width == pytest.approx(4.303 * found.std(ddof=1) / 3**0.5, rel=1e-3)
-        assert rows[name].degrees == 2
+    rows = {row.variant: row for row in compare(runs)}
+    assert list(rows) == list(variants)
+    for i, (name, row) in enumerate(rows.items()):
+        expected = np.array([own[i] for own in gaps.values()]) - (0.01 if i else 0)
+        found = row.losses["training"]
+        assert row.setup.endswith("branches")
+        assert [*found.by_seed.values()] == pytest.approx(expected)
+        assert found.mean == pytest.approx(expected.mean())
+        assert found.half_width == pytest.approx(4.303 * expected.std(ddof=1) / 3**0.5, rel=1e-3, abs=1e-9), (
+            name
+        )
+    for row in compare([run for run in runs if run["seed"] == 1]):
+        assert row.losses["training"].half_width is None
 
 
 def test_setups_have_names_of_their_own(make_run):
