@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-
 from data.files import write_json, write_text
 from scripts.bench.measuring import describe_run
 from scripts.command_line import command_parser
