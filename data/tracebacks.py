@@ -14,7 +14,8 @@ def hide_tracebacks() -> None:
     Ctrl-C Python ends as by SIGINT, 130 in a shell.
     """
     if sys.version_info < (3, 10):  # noqa: UP036
-        sys.exit(f"Python 3.10 or newer: {FIX}")
+        version = sys.version.partition(" ")[0]
+        sys.exit(f"Python 3.10 or newer is needed, {sys.executable} is {version}; see README.md")
     previous = sys.excepthook
 
     def excepthook(kind, error, trace):

@@ -73,7 +73,7 @@ def norm_and_rotate(x: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor) -
     """Q or K (B, N, H, D), its heads normalised if there is a norm, rotated, rounded once to its dtype."""
     if norm is None:
         return rotate(x, cos, sin).to(x.dtype)
-    if kernels.supports(x):
+    if kernels and kernels.supports(x):
         return kernels.norm_and_rotate(x, norm.weight, norm.eps, cos, sin)
     return rotate(norm(x.float()), cos, sin).to(x.dtype)
 

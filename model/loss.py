@@ -69,7 +69,7 @@ def _loss_and_gradients(
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """Losses (T,), and `share` times the gradient of the logits (T, V), in their dtype."""
-    if kernels.supports(logits):
+    if kernels and kernels.supports(logits):
         return kernels.cross_entropy(logits, targets, share, IGNORE_INDEX)
     exact = logits.float()
     losses, logsumexp = _losses(exact, targets)

@@ -211,8 +211,8 @@ class RunDirectory:
         at = max((one for one in steps if one <= common), default=step)
         return (
             f". It cannot go on here: its {step} steps had other learning rates, from step {common + 1} on. "
-            "A run of its own can go on with the rates of these settings: "
-            f"branch_from={self.path} branch_step={at}"
+            "A run of its own can go on with the rates of these settings: python train.py "
+            f"branch_from={self.path} branch_step={at} steps={settings.total_steps} run_dir=…"
         )
 
     def note_checkpoint(self, step: int) -> None:

@@ -115,7 +115,7 @@ def _files(settings: DataSettings, path: str | None, part: str | None) -> list[P
     with _named(settings.name):
         found = _builder(settings, path).config.data_files
         if (split := part.split("[")[0]) not in found:
-            raise ValueError(f"it has no split {split!r}; it has {', '.join(found)}")
+            raise ValueError(f"it has no split {split!r}; it has {', '.join(map(str, found))}")
         return [Path(file) for file in found[split]]
 
 

@@ -81,7 +81,7 @@ def draw_curves(runs: Sequence[dict], title: str) -> Any:
     """
     groups: dict[str, list[dict]] = {}
     for run in runs:
-        groups.setdefault(group_name(run["group"]), []).append(run)
+        groups.setdefault(panel_name(run), []).append(run)
     figure, panels = grid(2, len(groups), width=6, height=2.9, sharex="col", height_ratios=(3, 2))
     looks = variant_styles([run["variant"] for run in runs])
     shown: dict[str, Any] = {}
@@ -101,6 +101,12 @@ def draw_curves(runs: Sequence[dict], title: str) -> Any:
     legend_below(figure, list(shown.values()), list(shown), columns=2 * len(groups))
     figure.suptitle(f"{title}\nline: mean over seeds, band: range", fontsize=11)
     return figure
+
+
+def panel_name(run: dict) -> str:
+    """The group of a run; branches without QK-norm go on from other models, so they have their own panel."""
+    apart = "branch_step" in run["group"] and NO_QK_NORM in run["variant"]
+    return group_name(run["group"]) + (NO_QK_NORM if apart else "")
 
 
 def variant_styles(names: Sequence[str]) -> dict[str, Style]:

@@ -190,6 +190,7 @@ def test_text_of_unknown_size_is_tokenized_by_all_cores(monkeypatch):
     [
         ({"config": "medium"}, "set: .*'medium' not found.*'small', 'large'"),
         ({"split": "val"}, "no split 'val'; it has train, test"),
+        ({"name": "set/small", "split": "val"}, "no split 'val'; it has train, test"),  # without a card
         ({"column": "body"}, "no column 'body'; it has 'id', 'text'"),
         ({"column": "id"}, "'id' holds int64, not text"),
         ({"name": "csv"}, "csv: a format needs data.path=FILES"),

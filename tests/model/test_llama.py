@@ -1,4 +1,7 @@
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,3 +266,19 @@ def test_state_holds_each_weight_once(make_model):
     assert "lm_head.weight" not in make_model().state_dict()
     assert "lm_head.weight" in make_model(tie_embeddings=False).state_dict()
     assert not any("rotary" in name for name in make_model().state_dict())
+
+
+def test_a_model_trains_where_triton_is_not_installed():
+    """As on macOS and Windows, and with PyTorch's wheels for CPUs."""
+    code = """
+import sys
+sys.modules["triton"] = None  # to import it is an error now
+import torch
+import torch.nn.functional as F
+from model.config import LlamaConfig
+from model.llama import Llama
+config = LlamaConfig(vocab_size=7, d_model=8, n_layers=1, n_heads=2, d_head=4, d_ffn=8, max_context=5)
+tokens = torch.arange(5)[None]
+Llama(config, F.scaled_dot_product_attention)(tokens, tokens).backward()
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=100)
