@@ -9,6 +9,7 @@ The second needs `pip install -e '.[train,evaluate]' -c constraints.txt`.
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from torch.distributed.tensor import DTensor
@@ -36,6 +37,8 @@ class Tasks(Callback):
     """
 
     def __init__(self, tasks, every=1, limit=None, options=()):
+        if find_spec("lm_eval") is None:  # say so now, not at the first checkpoint
+            raise ImportError("pip install -e '.[train,evaluate]' -c constraints.txt")
         self.tasks, self.every = tasks, every
         self.options = [*options] + (["--limit", str(limit)] if limit else [])
 

@@ -39,6 +39,7 @@ from scripts.paper.statistics import (
     of_one_code,
     permutation_p,
     quantile,
+    read_rows,
 )
 from scripts.paper.variants import FULL_PRECISION, base_of, is_null
 
@@ -267,7 +268,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(with_ending(arguments.out, ".json"), finite(result))
     save_figure(draw_forest(rows, BAND, paper.FIGURE_1_GAP), with_ending(arguments.out, ".png"))
-    differences = losses_table(rows)
+    differences = losses_table(read_rows(result))  # the rounded ones, as others read them
     title = "# All differences of losses\n\nNats per token; [the report](README.md#losses) explains them."
     write_text(with_ending(arguments.out, ".md"), f"{title}\n\n{differences}\n")
     print(differences)

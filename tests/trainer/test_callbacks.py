@@ -119,6 +119,10 @@ def test_tasks_run_on_the_checkpoints_that_are_asked_for(train_here, tmp_path, m
     tasks = (
         "{_target_: examples.callbacks.Tasks, tasks: [a, b], every: 4, limit: 7, options: [--device, cpu]}"
     )
+    monkeypatch.setattr("examples.callbacks.find_spec", lambda name: None)
+    with pytest.raises(TrainingError, match=r"pip install -e '.\[train,evaluate\]'"):
+        train_here(tmp_path, *QUICK, f"callbacks.tasks={tasks}")
+    monkeypatch.setattr("examples.callbacks.find_spec", lambda name: name)
     train_here(tmp_path, *QUICK, "checkpoint_every=2", f"callbacks.tasks={tasks}")
     (one,) = asked
     assert (one.run, one.step, one.tasks, one.limit, one.device) == (tmp_path, 4, "a,b", 7, "cpu")
