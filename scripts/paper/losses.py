@@ -169,9 +169,10 @@ def named(gaps: dict[int | str, float]) -> dict[str, float]:
 
 
 def has_null(cells: Sequence[Cell], variant: str) -> bool:
-    """Whether full precision ran twice at every seed of the variant."""
+    """Whether full precision ran twice at every seed of the variant, also of a change of smoothing."""
     seeds = {cell.seed for cell in cells if cell.variant == variant}
-    baseline = [cell.seed for cell in cells if counted_as(cell.variant) == base_of(variant)]
+    full_precision = base_of(base_of(variant))
+    baseline = [cell.seed for cell in cells if counted_as(cell.variant) == full_precision]
     return all(baseline.count(seed) > 1 for seed in seeds)
 
 

@@ -51,9 +51,9 @@ def judge(found: Estimate, printed: float, has_null: bool) -> str:
     A match is confirmed by an interval within the band around the paper's number, or, beside its null (full
     precision twice at every seed) and with DEGREES_OF_95 or more, by one whose upper end is ("no worse").
     A gap, up or down, is seen only under the same conditions; then the interval excludes 0 and reaches the
-    paper's gap, or lies beyond the band. A gap of the paper's is not there if the interval lies below it and
-    either includes 0 or stays within the band. These runs are far shorter than the paper's, so nothing else
-    than "differs at this scale" follows.
+    paper's gap, or lies beyond the band. A gap of the paper's is not there if the interval lies below it and,
+    unless it counts in this way, includes 0 or stays within the band. These runs are far shorter than the
+    paper's, so nothing else than "differs at this scale" follows.
     """
     gap = paper.FIGURE_1_GAP
     counts = has_null and found.degrees >= DEGREES_OF_95
@@ -64,7 +64,7 @@ def judge(found: Estimate, printed: float, has_null: bool) -> str:
         return AGREES if no_worse and (counts or found.low > printed - BAND) else OPEN
     if sees_gap(found.low, found.high, printed):
         return AGREES if counts else OPEN
-    return DIFFERS if found.high < printed and (found.low <= 0 or found.high < BAND) else OPEN
+    return DIFFERS if found.high < printed and (counts or found.low <= 0 or found.high < BAND) else OPEN
 
 
 def sees_gap(low: float, high: float, gap: float) -> bool:

@@ -221,14 +221,21 @@ def test_setups_have_names_of_their_own(make_run):
 
 def test_a_run_in_two_files_counts_once_and_a_repetition_is_a_null(make_run):
     values = np.linspace(5, 3, 40)
-    one, other, sage = (
+    one, other, sage, plain = (
         read_run(make_run(n, values + gap, *o))
-        for n, gap, o in (("a", 0, ()), ("b", 0.01, ()), ("s", 0, SAGE))
+        for n, gap, o in (
+            ("a", 0, ()),
+            ("b", 0.01, ()),
+            ("s", 0, SAGE),
+            ("p", 0, (*SAGE, "attention.smooth_k=false")),
+        )
     )
-    null, difference = compare([one, sage, one, other, sage])
+    null, difference, smoothing = compare([one, sage, one, other, sage, plain])
     assert null.losses["training"].by_seed == {"1": pytest.approx(0.01)}
     assert null.minus == "full precision, the first run"
     assert difference.has_null
+    assert (smoothing.minus, smoothing.has_null) == ("SageBwd", True)
+    assert not compare([one, sage, plain])[1].has_null
     assert difference.losses["training"].degrees == 1
 
 

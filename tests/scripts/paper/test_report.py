@@ -53,6 +53,7 @@ def known():
         (0.001, 0.028, 9, 0.054, False, DIFFERS),  # the paper's gap is not there
         (0.010, 0.009, 1, 0.054, False, DIFFERS),  # one is, but counts as none
         (0.035, 0.009, 1, 0.054, False, OPEN),
+        (0.035, 0.009, 4, 0.054, True, DIFFERS),  # one is, a smaller one
         (0.030, 0.060, 9, 0.054, True, OPEN),
         (0.001, None, 0, 0.054, True, OPEN),
     ],
