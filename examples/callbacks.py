@@ -38,7 +38,7 @@ class Tasks(Callback):
 
     def __init__(self, tasks, every=1, limit=None, options=()):
         if find_spec("lm_eval") is None:  # say so now, not at the first checkpoint
-            raise ImportError("pip install -e '.[train,evaluate]' -c constraints.txt")
+            raise ImportError("lm-eval is missing; pip install -e '.[train,evaluate]' -c constraints.txt")
         self.tasks, self.every = tasks, every
         self.options = [*options] + (["--limit", str(limit)] if limit else [])
 

@@ -1,7 +1,5 @@
 import math
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +7,7 @@ import torch.nn.functional as F
 
 from model import backends
 from model.llama import Llama, RMSNorm, RotaryEmbedding, rotary_tables, rotate
+from tests.cli import run_fresh
 
 BACKENDS = {
     "fpa": {"backend": "fpa"},
@@ -281,4 +280,4 @@ config = LlamaConfig(vocab_size=7, d_model=8, n_layers=1, n_heads=2, d_head=4, d
 tokens = torch.arange(5)[None]
 Llama(config, F.scaled_dot_product_attention)(tokens, tokens).backward()
 """
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=100)
+    run_fresh([sys.executable, "-c", code])
