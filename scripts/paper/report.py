@@ -48,27 +48,25 @@ FIELD = re.compile(r"\{\{(.+?)\}\}")
 def judge(found: Estimate, printed: float, has_null: bool) -> str:
     """The verdict on a difference of losses. printed: the paper's; within the band where it sees none.
 
-    A match is confirmed by an interval within the band around the paper's number, or, beside its null (full
-    precision twice at every seed) and with DEGREES_OF_95 or more, by one whose upper end is ("no worse").
-    A gap, up or down, is seen only under the same conditions; then the interval excludes 0 and reaches the
-    paper's gap, or lies beyond the band. A gap of the paper's is not there if the interval lies below it and,
-    unless it counts in this way, includes 0 or stays within the band. These runs are far shorter than the
-    paper's, so nothing else than "differs at this scale" follows.
+    A difference counts beside its null (full precision twice at every seed), with DEGREES_OF_95 or more.
+    One that counts is a gap if its interval excludes 0 and its middle lies outside the band.
+
+    A match is confirmed by an interval within the band around the paper's number, or, of one that counts, by
+    one whose upper end is ("no worse"). A gap of the paper's is not there if the interval lies below it and,
+    unless it counts, includes 0 or stays within the band. These runs are far shorter than the paper's, so
+    nothing else than "differs at this scale" follows.
     """
-    gap = paper.FIGURE_1_GAP
     counts = has_null and found.degrees >= DEGREES_OF_95
+    gap_up = found.low > 0 and found.mean >= BAND
+    gap_down = found.high < 0 and found.mean <= -BAND
     if abs(printed) < BAND:
-        if counts and (sees_gap(found.low, found.high, gap) or sees_gap(-found.high, -found.low, gap)):
+        if counts and (gap_up or gap_down):
             return DIFFERS
         no_worse = found.high < printed + BAND
         return AGREES if no_worse and (counts or found.low > printed - BAND) else OPEN
-    if sees_gap(found.low, found.high, printed):
+    if gap_up:
         return AGREES if counts else OPEN
     return DIFFERS if found.high < printed and (counts or found.low <= 0 or found.high < BAND) else OPEN
-
-
-def sees_gap(low: float, high: float, gap: float) -> bool:
-    return (low > 0 and high >= gap) or low >= BAND
 
 
 class Share(NamedTuple):
@@ -218,25 +216,38 @@ def bias_facts(results: Path) -> dict[str, Any]:
 
 
 def layer_facts(results: Path) -> dict[str, Any]:
-    """Errors in trained models, of the runs with the paper's smoothing."""
-    data = read_json(results / "layers.json")
-    by_run: dict[str, list[dict]] = {}
-    for row in data["rows"]:
-        by_run.setdefault(row["run"], []).append(row)
-
-    def mean(run: str, variant: str, key: str) -> float:
-        return fmean(row["errors"][variant][key] for row in by_run[run])
+    """Errors in trained models that have the paper's smoothing; models that differ by their seed as one."""
+    groups: dict[tuple[str, bool], list[dict]] = {}
+    largest: dict[bool, list[bool]] = {True: [], False: []}
+    for file in ("layers", "layers_branches"):
+        data = read_json(results / f"{file}.json")
+        for run, about in data["runs"].items():
+            if "smooth" not in run:
+                name = re.sub(r"-s(eed)?\d+$", "", run)
+                rows = [row for row in data["rows"] if row["run"] == run]
+                groups.setdefault((name, about["qk_norm"]), []).extend(rows)
+                largest[about["qk_norm"]].append(ds_errs_most(data["table2"][run]["paper"]))
 
     lines = []
-    for run in (run for run in by_run if "smooth" not in run):
+    for (name, qk_norm), rows in groups.items():
         cells = [
-            f"{mean(run, variant, f'{x}_l2'):.4f}" for variant in ("paper", "default") for x in ("dq", "dk")
+            f"{fmean(row['errors'][variant][f'{x}_l2'] for row in rows):.4f}"
+            for variant in ("paper", "default")
+            for x in ("dq", "dk")
         ]
-        logit = max(row["statistics"]["largest_logit"] for row in by_run[run])
-        norm = "on" if data["runs"][run]["qk_norm"] else "off"
-        lines.append([run, norm, *cells, f"{logit:.0f}"])
+        logit = max(row["statistics"]["largest_logit"] for row in rows)
+        lines.append([name, "on" if qk_norm else "off", *cells, f"{logit:.0f}"])
     heads = [f"{words}, {PROBED[x]}" for words in ("`paper()`", "default") for x in ("dq", "dk")]
-    return {"layers": table(["run", "QK-norm", *heads, "largest logit"], lines)}
+    return {
+        "layers": table(["runs", "QK-norm", *heads, "largest logit"], lines),
+        "layers.ds": Share(sum(largest[True]), len(largest[True])),
+        "layers.ds, no QK-norm": Share(sum(largest[False]), len(largest[False])),
+    }
+
+
+def ds_errs_most(errors: dict[str, Any]) -> bool:
+    """Whether dS, before its own rounding, has a larger relative L2 error than what it is made of."""
+    return errors["ds"][1] > max(errors[name][1] for name in ("p", "dp", "delta"))
 
 
 def speed_facts(results: Path) -> dict[str, Any]:

@@ -47,13 +47,17 @@ def known():
         (0.053, 0.014, 3, -0.002, True, OPEN),  # too few degrees of freedom
         (0.053, 0.014, 9, -0.002, False, OPEN),  # no null
         (0.053, 0.014, 9, -0.002, True, DIFFERS),
+        (0.035, 0.010, 4, -0.002, True, DIFFERS),  # a smaller gap than the paper's is one, too
+        (0.035, 0.020, 4, -0.002, True, DIFFERS),  # however wide, if it excludes 0
+        (0.020, 0.010, 4, -0.002, True, OPEN),  # its middle lies within the band
         (-0.053, 0.014, 9, -0.002, True, DIFFERS),
         (0.054, 0.010, 9, 0.054, True, AGREES),
         (0.054, 0.010, 9, 0.054, False, OPEN),
         (0.001, 0.028, 9, 0.054, False, DIFFERS),  # the paper's gap is not there
         (0.010, 0.009, 1, 0.054, False, DIFFERS),  # one is, but counts as none
         (0.035, 0.009, 1, 0.054, False, OPEN),
-        (0.035, 0.009, 4, 0.054, True, DIFFERS),  # one is, a smaller one
+        (0.024, 0.013, 4, 0.054, True, DIFFERS),  # one is, less than half as large
+        (0.035, 0.009, 4, 0.054, True, AGREES),
         (0.030, 0.060, 9, 0.054, True, OPEN),
         (0.001, None, 0, 0.054, True, OPEN),
     ],
