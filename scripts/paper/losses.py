@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def as_dict(row: Row) -> dict[str, Any]:
-    return json.loads(json.dumps(asdict(row)), parse_float=lambda text: round(float(text), 6))
+    return json.loads(json.dumps(asdict(row)), parse_float=lambda text: round(float(text), 7))
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,17 +76,24 @@ def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], col
 
 
 def draw_curves(runs: Sequence[dict], title: str) -> Any:
-    """A column for each group of runs: loss over tokens, and below it minus full precision at the same seed.
+    """A pair of panels for each group of runs, three a row: loss over tokens, and below it the difference.
 
-    A line is the mean over seeds, a band the range.
+    The difference is to full precision at the same seed. A line is the mean over seeds, a band the range.
     """
     groups: dict[str, list[dict]] = {}
     for run in runs:
         groups.setdefault(panel_name(run), []).append(run)
-    figure, panels = grid(2, len(groups), width=6, height=2.9, sharex="col", height_ratios=(3, 2))
+    columns = min(len(groups), 3)
+    rows = math.ceil(len(groups) / columns)
+    figure, panels = grid(2 * rows, columns, width=6, height=2.9, height_ratios=(3, 2) * rows)
+    pairs = panels.reshape(rows, 2, columns).swapaxes(1, 2).reshape(-1, 2)
+    for axes in pairs[len(groups) :].flat:
+        axes.set_visible(False)
     looks = variant_styles([run["variant"] for run in runs])
     shown: dict[str, Any] = {}
-    for (losses, gaps), (name, own) in zip(panels.T, groups.items(), strict=True):
+    for (losses, gaps), (name, own) in zip(pairs, groups.items(), strict=False):
+        gaps.sharex(losses)
+        losses.tick_params(labelbottom=False)
         for variant in dict.fromkeys(run["variant"] for run in own):
             curves = [thin(run["curve"]) for run in own if run["variant"] == variant]
             shown[variant] = draw_band(losses, curves, looks[variant])
@@ -98,7 +106,7 @@ def draw_curves(runs: Sequence[dict], title: str) -> Any:
         zoom(losses, own)
         for axes in (losses, gaps):
             axes.grid(alpha=0.3)
-    legend_below(figure, list(shown.values()), list(shown), columns=2 * len(groups))
+    legend_below(figure, list(shown.values()), list(shown), columns=2 * columns)
     figure.suptitle(f"{title}\nline: mean over seeds, band: range", fontsize=11)
     return figure
 

@@ -55,6 +55,7 @@ def known():
         (0.054, 0.010, 9, 0.054, False, OPEN),
         (0.001, 0.028, 9, 0.054, False, DIFFERS),  # the paper's gap is not there
         (0.010, 0.009, 1, 0.054, False, DIFFERS),  # one is, but counts as none
+        (0.020, 0.010, 1, 0.054, False, DIFFERS),  # also if its upper end does not
         (0.035, 0.009, 1, 0.054, False, OPEN),
         (0.024, 0.013, 4, 0.054, True, DIFFERS),  # one is, less than half as large
         (0.035, 0.009, 4, 0.054, True, AGREES),
