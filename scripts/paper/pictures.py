@@ -188,7 +188,7 @@ def draw_forest(rows: Sequence[Row], band: float, gap: float) -> Any:
     """Every difference of losses with its interval: training filled, validation hollow, nulls grey."""
     rows = [row for row in rows if row.kind != "interaction"]
     setups = {row.setup: [other for other in rows if other.setup == row.setup] for row in rows}
-    figure, [[axes]] = grid(1, 1, width=9, height=1.2 + 0.27 * (len(rows) + len(setups)))
+    figure, [[axes]] = grid(1, 1, width=9, height=1.2 + 0.19 * (len(rows) + len(setups)))
     axes.axvspan(-band, band, color="0.9", zorder=0, label=f"counts as none: within ±{band}")
     axes.axvline(0, color="0.4", linewidth=0.8)
     axes.axvline(gap, color=LIMIT, linestyle=":", label=f"the paper's gap at 2.1M tokens per step: +{gap}")
@@ -229,7 +229,7 @@ def label_of(row: Row) -> str:
 
 def draw_row(axes: Any, place: int, row: Row) -> None:
     color, marker = (BASELINE, "s") if row.kind == "null" else (ATTENTION["sagebwd"].color, "o")
-    places = np.linspace(place - 0.16, place + 0.16, len(row.losses))
+    places = np.linspace(place - 0.25, place + 0.25, len(row.losses))
     for y, (name, found) in zip(places, row.losses.items(), strict=True):
         face = color if name == "training" else "white"
         if found.half_width is not None:
@@ -237,5 +237,5 @@ def draw_row(axes: Any, place: int, row: Row) -> None:
             dashes = "-" if found.degrees >= DEGREES_OF_95 else (0, (2, 2))
             axes.plot(ends, [y, y], color=color, linewidth=1.2, linestyle=dashes)
         seeds = list(found.by_seed.values())
-        axes.plot(seeds, [y] * len(seeds), "|", color=color, markersize=5, alpha=0.6)
-        axes.plot([found.mean], [y], marker, color=color, markerfacecolor=face, markersize=5)
+        axes.plot(seeds, [y] * len(seeds), "|", color=color, markersize=4, alpha=0.6)
+        axes.plot([found.mean], [y], marker, color=color, markerfacecolor=face, markersize=4)
