@@ -86,6 +86,7 @@ def draw_curves(runs: Sequence[dict], title: str) -> Any:
     columns = min(len(groups), 3)
     rows = math.ceil(len(groups) / columns)
     figure, panels = grid(2 * rows, columns, width=6, height=2.9, height_ratios=(3, 2) * rows)
+    # From rows of losses and rows of differences to one (losses, difference) a group.
     pairs = panels.reshape(rows, 2, columns).swapaxes(1, 2).reshape(-1, 2)
     for axes in pairs[len(groups) :].flat:
         axes.set_visible(False)

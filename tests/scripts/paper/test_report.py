@@ -74,9 +74,6 @@ def test_claims_that_were_tried_several_times():
     assert by_share(Share(0, 8), any_case=True) == CONTRADICTS
 
 
-# --- The typed verdicts -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dk", "ds", "ds_rms", "expected"),
     [
@@ -89,6 +86,9 @@ def test_claims_about_layers(dk, ds, ds_rms, expected):
     row = {"errors": {"paper": errors}, "statistics": {"dp_rms": 1e-4, "ds_rms": ds_rms}}
     table2 = {"p": [1, 0.01], "dp": [1, 0.0], "delta": [1, 0.025], "ds": [1, ds]}
     assert layer_claims([row, row], table2) == expected
+
+
+# --- The typed verdicts -------------------------------------------------------------------------------------
 
 
 def ids(claim):
