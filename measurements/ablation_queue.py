@@ -34,16 +34,19 @@ ARMS = {
     "fpa-cudnn": ["attention=fpa", "attention.sdpa=math" if IS_DRY else "attention.sdpa=cudnn"],
     "sagebwd-paper": ["attention=sagebwd_paper"],
     "ds_per_row": [ABLATION, "attention.arm=ds_per_row"],
-    "dq_dk_16_bit": [ABLATION, "attention.arm=dq_dk_16_bit"],
     "random_sign": [ABLATION, "attention.arm=random_sign"],
     "p_per_row": [ABLATION, "attention.arm=p_per_row"],
-    "sagebwd": ["attention=sagebwd"],
     "dv_16_bit": [ABLATION, "attention.arm=dv_16_bit"],
+    "dq_dk_16_bit": [ABLATION, "attention.arm=dq_dk_16_bit"],
+    "sagebwd": ["attention=sagebwd"],
     "dq_16_bit": [ABLATION, "attention.arm=dq_16_bit"],
     "fpa-flash": ["attention=fpa", "attention.sdpa=math" if IS_DRY else "attention.sdpa=flash"],
 }
 ENVIRONMENT = dict(os.environ, PYTHONPATH=f"{FOLDER / 'code'}:{FOLDER / 'site'}", TIKTOKEN_CACHE_DIR=str(FOLDER / "tiktoken_cache"),
                    TORCHINDUCTOR_CACHE_DIR=str(FOLDER / "inductor"), TRITON_CACHE_DIR=str(FOLDER / "triton"), OMP_NUM_THREADS="2")
+
+# Triton does not see that kernels compiled with this differ.
+RANDOM_SIGN = {"ABLATION_RANDOM_SIGN": "1", "TRITON_CACHE_DIR": str(FOLDER / "triton-random-sign")}
 
 
 def note(text):
@@ -70,7 +73,7 @@ def work(gpu, trunk, seed, arms):
             arm = arms.get_nowait()
         except queue.Empty:
             return
-        environment = {"ABLATION_RANDOM_SIGN": "1"} if arm == "random_sign" else {}
+        environment = RANDOM_SIGN if arm == "random_sign" else {}
         name = f"no-qk-norm-131k-{arm}-s{seed}"
         if train(gpu, name, *BRANCH, *ARMS[arm], f"seed={seed}", f"branch_from=../runs/{trunk}", **environment):
             call(f"evaluate-{name}", gpu, "measurements/evaluate_weights.py", f"../runs/{name}", **environment)
