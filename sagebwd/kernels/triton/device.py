@@ -1,7 +1,5 @@
 """Device functions that the kernels share: products, INT8 rounding, scales, tiles and their positions."""
 
-import os
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
@@ -16,8 +14,6 @@ UINT8_MAX = tl.constexpr(255.0)
 #: Kernels run over tiles in three phases: those that one limit of the window cuts, whole ones, and those that
 #: the other limit or the end cuts. This is the phase of the whole ones; see :func:`key_tiles`.
 WHOLE = tl.constexpr(1)
-
-RANDOM_SIGN = tl.constexpr(os.environ.get("ABLATION_RANDOM_SIGN") == "1")
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -138,22 +134,6 @@ def quantize_rows(x, WHOLE_TILE: tl.constexpr, UNSIGNED: tl.constexpr):
     else:
         scale = scale_of(nan_max(tl.abs(x), 1), UNSIGNED)[:, None]
     return round_to_int8(x * inverse(scale), UNSIGNED), scale
-
-
-@triton.jit
-def with_error_of_random_sign(x):
-    """x plus the error of rounding it to INT8 with one scale for the tile, each element's with a random sign.
-
-    The sign is a hash of the element's bits. So the error has zero mean and the size of that of INT8.
-    """
-    scale = scale_of(nan_max(tl.ravel(tl.abs(x), can_reorder=True), 0))
-    rounded = round_to_int8(x * inverse(scale)).to(tl.float32) * scale
-    bits = x.to(tl.uint32, bitcast=True)
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-    bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    bits = bits ^ (bits >> 16)
-    error = rounded - x
-    return x + tl.where((bits & 1) == 1, error, -error)
 
 
 @triton.jit
