@@ -31,10 +31,10 @@ if TYPE_CHECKING:  # importing it takes seconds
 
 log = logging.getLogger(__name__)
 
-#: Settings that a branch does not take from its run: places, and what would run code that a run has named.
+#: Settings that a branch does not take from its run, which may be a stranger's: places, accounts, and code.
 OWN = (
     *("run_dir", "runs_dir", "rerun_finished", "plan", "init_from", "branch_from", "branch_step"),
-    *("optimizer._target_", "callbacks"),
+    *("data.root", "logger", "optimizer._target_", "optimizer.arguments", "callbacks"),
 )
 
 
@@ -61,6 +61,7 @@ def inherited(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
         raise TrainingError(f"{place}: {why}; give {what}") from error
 
 
+WEIGHTS_ALONE = "its weights alone (python -m scripts.export, then init_from)"
 WEIGHTS = "the weights/ folder of a finished run, or a model in the Hugging Face layout"
 
 
@@ -147,19 +148,21 @@ def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict
         stored = identity.checked(sealed.get("settings"))
         shape = LlamaConfig(**stored["model"])
         wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]
-        for name in ("name", "_target_"):
-            if (old := stored["optimizer"].get(name)) != getattr(settings.optimizer, name):
-                wrong.append(f"optimizer.{name}={old}")
+        if (old := stored["optimizer"].get("name")) != settings.optimizer.name:
+            wrong.append(f"optimizer.name={old}")
+        if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
+            raise ValueError(
+                f"{path} has the moments of another optimizer ({old}) than optimizer._target_="
+                f"{settings.optimizer._target_}. A branch takes no code from its run: give optimizer._target_ and "
+                f"optimizer.arguments of a class that you know, or use {WEIGHTS_ALONE}"
+            )
         if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
             wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")
     except (OSError, ValueError, TypeError, KeyError) as error:
         why = explain(error) if isinstance(error, OSError) else error
         raise TrainingError(f"branch_from={settings.branch_from}: {why}") from error
     if wrong:
-        raise SettingsError(
-            f"{path} was trained with {' '.join(wrong)}; use that, or its weights alone (python -m "
-            "scripts.export, then init_from)"
-        )
+        raise SettingsError(f"{path} was trained with {' '.join(wrong)}; use that, or {WEIGHTS_ALONE}")
     if sealed["step"] >= settings.total_steps:
         raise SettingsError(f"{path} has done all {settings.total_steps} steps of this run; raise steps")
     return path, sealed

@@ -150,18 +150,22 @@ def test_a_branch_resumes_from_its_own_checkpoint(train, trunk, tmp_path):
 def test_a_branch_takes_no_code_from_its_run(trunk, typed, tmp_path):
     stranger = shutil.copytree(trunk, tmp_path / "stranger")
     recorded = OmegaConf.load(stranger / "config.yaml")
-    recorded.optimizer._target_ = "os.system"
-    recorded.callbacks = {"a": {"_target_": "os.system"}}
+    code = {"_target_": "os.system", "command": f"touch {tmp_path / 'ran'}"}
+    recorded.optimizer._target_, recorded.optimizer.arguments = "os.system", {"betas": code}
+    recorded.callbacks, recorded.logger.project = {"a": code}, "theirs"
+    recorded.data.root = str(tmp_path / "theirs")
     recorded.sample_prompt = recorded.data.tokenizer = "${oc.env:HOME}"
     OmegaConf.save(recorded, stranger / "config.yaml")
-    found = typed(f"branch_from={stranger}")
-    assert (found.optimizer._target_, found.callbacks) == (None, {})
+    found = typed(f"branch_from={stranger}", "optimizer._target_=torch.optim.NAdam")
+    assert (found.optimizer._target_, found.optimizer.arguments) == ("torch.optim.NAdam", {})
+    assert (found.callbacks, found.data.root, found.logger) == ({}, "tokens", typed().logger)
     assert found.sample_prompt == found.data.tokenizer == "${oc.env:HOME}"
 
 
 REFUSED = [
     (("model.n_layers=1",), "model.n_layers=2"),
     (("optimizer=muon",), "optimizer.name=adamw"),
+    (("optimizer._target_=torch.optim.NAdam",), "takes no code from its run: give optimizer._target_"),
     (("data.tokenizer=gpt2", "model.vocab_size=50304"), "data.tokenizer=bytes"),
     (("branch_step=5",), "no checkpoint of step 5; there: 2, 4, 6, 8"),
     ((), "has done all 8 steps of this run; raise steps"),
