@@ -1,6 +1,7 @@
 """What a run leaves on disk: settings, environment, metrics, checkpoints, weights, and DONE or DIVERGED."""
 
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -43,6 +44,9 @@ UNNAMED = (
     "logger.",
 )
 
+
+#: Folder in a run's directory, and one in its checkpoints: a finished run that is trained again.
+ASIDE = ".before"
 
 NAME_BYTES = 255  # of a file's name, on Linux
 CURVE_BYTES = 4 << 30  # of a metrics.jsonl with ten million lines
@@ -89,9 +93,11 @@ class RunDirectory:
         self._diverged = path / "DIVERGED"
         self._saved = path / ".saved"  # the step of the newest checkpoint
 
+        self._aside = path / ASIDE
+
     @property
     def is_finished(self) -> bool:
-        return self._done.exists()
+        return self._done.exists() and not self._aside.exists()
 
     def is_finished_with(self, settings: Settings) -> bool:
         """Whether the run is finished, with all of its results, and nothing of `settings` is left to train.
@@ -132,7 +138,8 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Create the folder, and lock it against a second process that trains the same run.
 
-        A new folder goes again if an error comes before the first step.
+        A new folder goes again if an error comes before the first step. A finished run that was to be trained
+        again is back if one comes, or the process is killed, before the new one's first checkpoint.
         """
         try:
             is_new = not self.path.exists()
@@ -151,8 +158,10 @@ class RunDirectory:
                     "this one another run_dir=…"
                 ) from None
             try:
+                self._settle()
                 yield
             except BaseException:
+                self._settle()
                 if is_new and not (self._has_metrics() or self._diverged.exists()):
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
@@ -163,7 +172,7 @@ class RunDirectory:
         Or if its checkpoints are gone, or cannot be read.
         """
         if settings.rerun_finished and self.is_finished:
-            self._clear()
+            self._set_aside()
         current = identity.recorded(settings)
         if (found := self._find_checkpoints()) or self._has_metrics():
             stored = self._stored_settings()
@@ -218,6 +227,9 @@ class RunDirectory:
     def note_checkpoint(self, step: int) -> None:
         """Remember that there has been a checkpoint, so that a lost folder of them is not taken for none."""
         write_text(self._saved, f"{step}\n")
+        if self._aside.exists():
+            (self._aside / self._done.name).unlink(missing_ok=True)
+            self._settle()
 
     def _find_checkpoints(self) -> list[Path]:
         """The checkpoints. Raises TrainingError if they are gone, or cannot be read."""
@@ -340,27 +352,41 @@ class RunDirectory:
                 kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
                 write_text(path, "".join(kept))
 
-    def _clear(self) -> None:
-        """Delete what the finished run left; DONE last, so that the same command clears what is left."""
-        if self.checkpoints.is_symlink():  # on another disk: the link stays, and what a run did not write
-            for pattern in ("step_*", ".writing_*"):
-                for folder in self.checkpoints.glob(pattern):
-                    _remove(folder)
-        else:
-            _remove(self.checkpoints)
-        for folder in (self.weights, self.exports, self.profile):
+    def _set_aside(self) -> None:
+        """Move what the finished run left to ASIDE, DONE last; `_settle` undoes it or makes it final."""
+        for path in (*self._results(), self._done):
+            (path.parent / ASIDE).mkdir(exist_ok=True)
+            os.rename(path, path.parent / ASIDE / path.name)
+
+    def _settle(self) -> None:
+        """Put the finished run that was set aside back, or delete it if the new one has a checkpoint.
+
+        Complete if it is called again after it was interrupted.
+        """
+        asides = (self.checkpoints / ASIDE, self._aside)
+        for folder in filter(os.path.islink, asides):
+            folder.unlink()
+        if (self._aside / self._done.name).exists():
+            for path in (*self._results(), self._diverged):
+                _remove(path)
+            os.rename(self._aside / self._done.name, self._done)
+        if self._done.exists():
+            for path in self._results(ASIDE):
+                os.rename(path, path.parent.parent / path.name)
+        for folder in asides:
             _remove(folder)
-        for path in (
-            self.metrics,
-            self.spikes,
-            self.config,
-            self.loss_plot,
-            self.probe_plot,
-            self._saved,
-            self.wandb_id,  # trained anew, it is another run there
-            self._done,
-        ):
-            path.unlink(missing_ok=True)
+
+    def _results(self, within: str = "") -> list[Path]:
+        """What training again replaces, DONE apart; within: ASIDE, where it is meanwhile.
+
+        Of checkpoints, which may be on another disk, each by itself.
+        """
+        files = (self.metrics, self.spikes, self.environment, self.config, self.loss_plot, self.probe_plot)
+        marks = (self._saved, self.wandb_id)  # trained anew, it is another run in W&B
+        named = (self.weights, self.exports, self.profile, *files, *marks)
+        there = [path.parent / within / path.name for path in named]
+        saved = [(self.checkpoints / within).glob(pattern) for pattern in ("step_*", ".writing_step_*")]
+        return [*itertools.chain(*saved), *filter(os.path.lexists, there)]
 
 
 def _steps_in_common(stored: dict[str, Any], settings: Settings) -> int:
@@ -374,12 +400,12 @@ def _steps_in_common(stored: dict[str, Any], settings: Settings) -> int:
         return -1
 
 
-def _remove(folder: Path) -> None:
-    """Delete a folder; of a link to one only the link."""
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    """Delete a folder or file, if it is there; of a link only the link."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
 
 
 def _device_name(device: torch.device) -> str:

@@ -49,6 +49,9 @@ def inherited(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     typed = {text.partition("=")[0].lstrip("+~") for text in overrides}
     name_directory(config, overrides)
     own = RunDirectory(Path(config.run_dir))
+    for name in ("init_from", "branch_from"):
+        if (source := config[name]) and Path(source).resolve().is_relative_to(own.path.resolve()):
+            raise SettingsError(f"{name}={source} is in run_dir={own.path}; give this run another run_dir=…")
     begun = own.config.exists() and not config.rerun_finished
     try:
         if config.branch_from is None:
@@ -153,8 +156,8 @@ def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict
         if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
             raise ValueError(
                 f"{path} has the moments of another optimizer ({old}) than optimizer._target_="
-                f"{settings.optimizer._target_}. A branch takes no code from its run: give optimizer._target_ and "
-                f"optimizer.arguments of a class that you know, or use {WEIGHTS_ALONE}"
+                f"{settings.optimizer._target_}. A branch takes no code from its run: give optimizer._target_"
+                f" and optimizer.arguments of a class you know, or use {WEIGHTS_ALONE}"
             )
         if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
             wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")

@@ -1,3 +1,4 @@
+import itertools
 import json
 import multiprocessing
 import os
@@ -428,31 +429,72 @@ def test_a_line_that_a_full_disk_cut_short_is_replaced_by_the_next(tmp_path):
     assert read_lines(file) == [{"start": 1}, {"start": 3}]
 
 
-def test_rerun_empties_checkpoints_on_another_disk_and_keeps_the_link(tmp_path):
-    directory, disk = RunDirectory(tmp_path / "run"), tmp_path / "disk"
-    (disk / "step_00000001").mkdir(parents=True)
+@pytest.fixture(params=["here", "on another disk"])
+def ended(tmp_path, request):
+    """A finished run with a checkpoint and, beside it, what no run writes."""
+    directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
-    directory.checkpoints.symlink_to(disk)
-    directory.finish()
-    opened(directory.path, rerun_finished=True)
-    assert directory.checkpoints.is_symlink()
-    assert list(disk.iterdir()) == []
+    if request.param == "on another disk":
+        (tmp_path / "disk").mkdir()
+        directory.checkpoints.symlink_to(tmp_path / "disk")
+    (directory.checkpoints / "step_00000008").mkdir(parents=True)
+    (directory.checkpoints / "step_00000008" / "seal.json").write_text("{}")
+    for place in (directory.path, directory.checkpoints):
+        (place / "notes.txt").write_text("mine")
+    return whole(directory.path, seed=1)
 
 
-def test_rerun_deletes_nothing_that_a_link_leads_to(tmp_path):
-    """A run directory may come from somebody else; only checkpoints have a reason to lie elsewhere."""
-    directory, elsewhere = RunDirectory(tmp_path / "run"), tmp_path / "elsewhere"
-    (elsewhere / "models").mkdir(parents=True)
-    (elsewhere / "notes.txt").touch()
-    directory.path.mkdir()
-    links = (directory.weights, directory.exports, directory.profile)
-    for link in (directory.checkpoints, *links):
-        link.symlink_to(elsewhere)
-    directory.finish()
-    opened(directory.path, rerun_finished=True)
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["models", "notes.txt"]
-    assert directory.checkpoints.is_symlink()
-    assert not any(link.is_symlink() for link in links)
+def contents(folder):
+    names = [(inside, name) for inside, _, files in os.walk(folder, followlinks=True) for name in files]
+    return {path: path.read_bytes() for path in (Path(*name) for name in names) if path.name != ".lock"}
+
+
+def begin_again(directory, error=None):
+    with directory.locked():
+        directory.open(make_settings(seed=2, rerun_finished=True))
+        directory.note_environment(torch.device("cpu"), 1)
+        directory.metrics.write_text('{"step": 1}\n')
+        directory.note_divergence(1)
+        if error:
+            raise error
+
+
+def test_a_finished_run_is_there_again_if_the_new_one_ends_before_a_checkpoint(ended, monkeypatch):
+    before, rename, moves = contents(ended.path), os.rename, iter(())
+
+    def killed_after_some_moves(*paths):
+        if next(moves, None) is None:
+            raise KeyboardInterrupt
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", killed_after_some_moves)
+    for count in itertools.count():
+        moves = iter(range(count))
+        with pytest.raises((KeyboardInterrupt, TrainingError)) as caught:
+            begin_again(ended, TrainingError("no such optimizer"))
+        moves = itertools.repeat("as many as it takes")
+        if caught.type is TrainingError:
+            break
+        with ended.locked():
+            assert contents(ended.path) == before
+    assert count > 10
+    assert contents(ended.path) == before
+    begin_again(ended)  # and is killed
+    assert not ended.is_finished
+    with ended.locked():
+        assert contents(ended.path) == before
+    ended.check()
+
+
+def test_a_finished_run_goes_when_the_new_one_has_a_checkpoint(ended):
+    linked = ended.checkpoints.is_symlink()
+    begin_again(ended)
+    (ended.checkpoints / "step_00000001").mkdir(parents=True)
+    ended.note_checkpoint(1)
+    assert (ended.checkpoints.is_symlink(), seal.steps_in(ended.checkpoints)) == (linked, [1])
+    there = {".lock", ".saved", "DIVERGED", "checkpoints", "config.yaml", "environment.jsonl"}
+    assert {path.name for path in ended.path.iterdir()} == there | {"metrics.jsonl", "notes.txt"}
+    assert (ended.checkpoints / "notes.txt").exists()
 
 
 def test_a_lock_that_is_a_link_empties_no_file(tmp_path):
@@ -465,18 +507,11 @@ def test_a_lock_that_is_a_link_empties_no_file(tmp_path):
     assert victim.read_text() == "precious"
 
 
-def test_rerun_clears_only_a_finished_run(tmp_path):
+def test_only_a_finished_run_is_trained_again(tmp_path):
     directory = opened(tmp_path, seed=1)
-    for path in (directory.metrics, directory.spikes, directory.probe_plot):
-        path.write_text('{"step": 1}\n')
-    directory.profile.mkdir()
+    directory.metrics.write_text('{"step": 1}\n')
     opened(tmp_path, seed=1, rerun_finished=True)
     assert directory.metrics.exists()
-    directory.finish()
-    opened(tmp_path, seed=2, rerun_finished=True)
-    gone = (directory.metrics, directory.spikes, directory.probe_plot, directory.profile)
-    assert not any(path.exists() for path in gone)
-    assert not directory.is_finished
 
 
 def test_every_start_notes_its_environment(tmp_path):

@@ -42,6 +42,20 @@ def train(typed, datasets, monkeypatch):
     return trained
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("trunk")
+
+
+@pytest.fixture
+def trunk(kept, train):
+    """A run of eight steps with a checkpoint at every second one, made by the first test that needs it."""
+    run = kept / "run"
+    if not run.exists():
+        train("experiment=debug", *QUICK, "steps=8", "keep_checkpoints=9", f"run_dir={run}")
+    return run
+
+
 # ---------------------------------------------------------------------- a finished run with more steps
 
 
@@ -76,21 +90,33 @@ def test_a_shorter_run_is_another(train, typed, tmp_path):
         RunDirectory(run).is_finished_with(typed(*constant, "steps=4"))
 
 
+MISTAKES = {  # what is typed, and what the error has of it
+    ("optimizer._target_=torch.optim.Nothing",): "Nothing",
+    ("callbacks.mine._target_=nothing.Here",): "nothing.Here",
+    ("init_from=TRUNK/weights", "model.n_layers=1"): "use model.n_layers=2",
+    ("data=text", "data.path=TRUNK/.lock"): "has no text",
+    ("attention=sagebwd", "attention.kernels=hopper"): "cannot run on cpu",
+    ("init_from=RUN/weights",): "give this run another run_dir",
+    ("branch_from=RUN",): "give this run another run_dir",
+}
+
+
+def test_a_mistake_in_training_again_costs_no_run(train, trunk, tmp_path):
+    run = shutil.copytree(trunk, tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    again = ("experiment=debug", *QUICK, "steps=6", f"run_dir={run}", "rerun_finished=true")
+    for mistake, told in MISTAKES.items():
+        typed = [one.replace("TRUNK", str(trunk)).replace("RUN", str(run)) for one in mistake]
+        with pytest.raises(TrainingError, match=told):
+            train(*again, *typed)
+        assert before == {path: path.read_bytes() for path in before}, mistake
+        assert not (run / ".before").exists()
+    train(*again)
+    assert len(losses(run)) == len(losses(trunk)) - 2
+    assert not (run / ".before").exists()
+
+
 # ---------------------------------------------------------------------- a branch
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    return tmp_path_factory.mktemp("trunk")
-
-
-@pytest.fixture
-def trunk(kept, train):
-    """A run of eight steps with a checkpoint at every second one, made by the first test that needs it."""
-    run = kept / "run"
-    if not run.exists():
-        train("experiment=debug", *QUICK, "steps=8", "keep_checkpoints=9", f"run_dir={run}")
-    return run
 
 
 def test_a_branch_that_changes_nothing_is_its_run(train, trunk, tmp_path):

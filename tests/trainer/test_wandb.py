@@ -137,7 +137,8 @@ def test_a_run_has_one_id_before_its_first_checkpoint_too(tmp_path, calls, caplo
     other.mkdir()
     assert start("offline", other).id != first
     assert f"W&B: https://wandb.test/{first}" in caplog.text
-    RunDirectory(tmp_path)._clear()  # rerun_finished=true
+    RunDirectory(tmp_path).finish()
+    RunDirectory(tmp_path)._set_aside()  # rerun_finished=true
     assert start("offline", tmp_path).id != first
 
 
