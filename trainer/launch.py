@@ -132,7 +132,7 @@ def _environment(rank: int, processes: int, folder: Path) -> dict[str, str]:
 
 def describe_death(pid: int, code: int) -> str:
     """How a process ended that sent no error, from its exit code."""
-    if code > 0:
+    if code >= 0:
         return f"(process {pid}) ended with exit code {code}"
     hints = {
         "SIGKILL": ": the kernel does that when memory runs out (see dmesg), a cluster to end a job",

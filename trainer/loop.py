@@ -226,6 +226,7 @@ class Trainer:
             self.step, steps=sizes.steps, warmup_steps=sizes.warmup_steps, settings=settings.optimizer
         )
         set_learning_rate(self.optimizer, rate)
+        parallel.forget_gradients(self.optimizer, settings.hardware)  # those of a callback
         parallel.expect_gradients(self.llama, settings.hardware)
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step, batch in enumerate(self.loader.micro_batches(self.step)):
@@ -240,7 +241,6 @@ class Trainer:
             loss, grad_norm, self.stop.signal is not None, *self.checkpoints.status()
         )
         self.stop_asked = stop > 0  # on any rank: all come to the same conclusion
-        self.checkpoints.poll(writing=writing > 0, failed=failed > 0)
         if not (math.isfinite(mean_loss) and math.isfinite(norm)):
             self.guard.check_step(
                 self.step + 1,
@@ -251,6 +251,7 @@ class Trainer:
         elif not self._skips_spike(mean_loss, norm):
             self.optimizer.step()
         parallel.forget_gradients(self.optimizer, settings.hardware)
+        self.checkpoints.poll(writing=writing > 0, failed=failed > 0)  # not before: it may call a callback
         return mean_loss, norm, rate
 
     def _exchange(self, loss: Tensor, grad_norm: Tensor, *flags: bool) -> list[float]:

@@ -421,12 +421,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     records = read_lines(path)
     for number, record in enumerate(records, start=1):
-        if not isinstance(record.get("step"), int):
-            raise ValueError(_damaged(path, number, "it has no step"))
-        for key, value in record.items():
-            if not isinstance(value, int | float | None) and NUMBERS.fullmatch(key):
-                raise ValueError(_damaged(path, number, f"its {key} is no number"))
+        if problem := _problem(record):
+            raise ValueError(_damaged(path, number, problem))
     return records
+
+
+def check_readable(record: dict[str, Any]) -> None:
+    """Raise ValueError if `read_metrics` could not read this record back."""
+    if problem := _problem(json.loads(json.dumps(record), parse_int=_whole)):
+        raise ValueError(problem)
+
+
+def _problem(record: dict[str, Any]) -> str | None:
+    if not isinstance(record.get("step"), int):
+        return "it has no step"
+    wrong = [k for k, v in record.items() if not isinstance(v, int | float | None) and NUMBERS.fullmatch(k)]
+    return f"its {wrong[0]} is no number" if wrong else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -445,7 +455,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _whole(digits: str) -> int:
     if len(digits) > 18:
-        raise ValueError("a whole number of more than 18 digits")
+        raise ValueError(f"{digits[:20]} is a whole number of more than 18 digits; log it as a float")
     return int(digits)
 
 
