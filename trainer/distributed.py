@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from model.config import LlamaConfig, parameter_count
 from trainer.errors import Interrupted, LostRanks, SettingsError, TrainingError
@@ -114,7 +114,7 @@ class Ranks:
 
     def answer_within(self, seconds: float) -> None:
         """From now on the run ends if a rank keeps the others waiting for longer, in any of their groups."""
-        for group in dist.distributed_c10d._world.pg_map if self.count > 1 else ():
+        for group in _world.pg_map if self.count > 1 else ():
             _set_pg_timeout(timedelta(seconds=seconds), group)
 
     @contextmanager
