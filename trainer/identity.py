@@ -63,7 +63,7 @@ def read(config: Path) -> dict[str, Any]:
     Raises FileNotFoundError, or ValueError if it is damaged.
     """
     try:
-        return checked(yaml.load(read_bytes(config, LARGEST).decode(), _Recorded))
+        return checked(yaml.load(read_bytes(config, LARGEST, links=False).decode(), _Recorded))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(str(error).splitlines()[0]) from error
 

@@ -21,10 +21,10 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.files import read_bytes, write_text
+from data.files import no_link, read_bytes, write_text
 from trainer import identity, seal
 from trainer.checks import LENGTH, steps_in_common
-from trainer.errors import SettingsError, TrainingError, explain
+from trainer.errors import SettingsError, TrainingError, explain, user_facing
 from trainer.machine import software
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
@@ -94,6 +94,7 @@ class RunDirectory:
         self._saved = path / ".saved"  # the step of the newest checkpoint
 
         self._aside = path / ASIDE
+        self._wandb = path / "wandb"
 
     @property
     def is_finished(self) -> bool:
@@ -144,7 +145,10 @@ class RunDirectory:
         try:
             is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
+            self.refuse_links()
             file = open(self.path / ".lock", "a")  # noqa: SIM115 - closed below
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
         except OSError as error:
             raise TrainingError(
                 f"cannot create the run directory {self.path}: {explain(error)}; make room or set run_dir=…"
@@ -159,12 +163,26 @@ class RunDirectory:
                 ) from None
             try:
                 self._settle()
+                for folder in (self.path, self.weights):
+                    for leftover in folder.glob("*.[0-9]*.tmp"):  # of a process that was killed
+                        leftover.unlink()
                 yield
             except BaseException:
                 self._settle()
                 if is_new and not (self._has_metrics() or self._diverged.exists()):
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
+
+    def refuse_links(self) -> None:
+        """Raise ValueError for a link in the folder, which a stranger may have laid to any file.
+
+        `checkpoints` may be one, to another disk; W&B makes some of its own.
+        """
+        for folder, inner, files in os.walk(self.path):
+            for path in (Path(folder, name) for name in (*inner, *files)):
+                if path.is_symlink() and path != self.checkpoints:
+                    raise ValueError(f"{path} is a link; put there what it leads to, or delete it")
+            inner[:] = [name for name in inner if Path(folder, name) not in (self.checkpoints, self._wandb)]
 
     def open(self, settings: Settings) -> None:
         """Store the settings. Raises TrainingError, and changes nothing, if the folder is of another run.
@@ -173,6 +191,9 @@ class RunDirectory:
         """
         if settings.rerun_finished and self.is_finished:
             self._set_aside()
+        if self.environment.exists():
+            with user_facing(ValueError):
+                read_lines(self.environment)  # the model card needs it, at the end
         current = identity.recorded(settings)
         if (found := self._find_checkpoints()) or self._has_metrics():
             stored = self._stored_settings()
@@ -304,11 +325,13 @@ class RunDirectory:
         )
 
     def check(self, *results: Path) -> None:
-        """Raise ValueError if some results, by default all, are not what the finished run left.
+        """Raise ValueError if some results, by default all, are not what the finished run left, or for links.
 
         results: files, or a folder. config.yaml is none: its values are compared with those in the seals of
         checkpoints, and the place of the text may be corrected in it.
         """
+        if self.is_finished or os.path.lexists(self.config):  # else it is no run
+            self.refuse_links()
         if not self.is_finished:
             return
         try:
@@ -340,7 +363,7 @@ class RunDirectory:
 
     def diverged_at(self) -> int | None:
         """The step that ended the run because it was not finite, or None; `open` forgets it."""
-        return int(self._diverged.read_text()) if self._diverged.exists() else None
+        return int(read_bytes(self._diverged, 99, links=False)) if self._diverged.exists() else None
 
     def truncate_metrics(self, step: int) -> None:
         """Drop metrics and spikes after `step`, and incomplete last lines: these steps will run again.
@@ -364,8 +387,8 @@ class RunDirectory:
         Complete if it is called again after it was interrupted.
         """
         asides = (self.checkpoints / ASIDE, self._aside)
-        for folder in filter(os.path.islink, asides):
-            folder.unlink()
+        if os.path.islink(asides[0]):  # a stranger's
+            asides[0].unlink()
         if (self._aside / self._done.name).exists():
             for path in (*self._results(), self._diverged):
                 _remove(path)
@@ -442,7 +465,7 @@ def _problem(record: dict[str, Any]) -> str | None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines. Raises ValueError as `read_metrics` does."""
     records = []
-    for number, line in enumerate(read_bytes(path, CURVE_BYTES).split(b"\n")[:-1], start=1):
+    for number, line in enumerate(read_bytes(path, CURVE_BYTES, links=False).split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line, parse_int=_whole)
         except (ValueError, RecursionError) as error:
@@ -466,7 +489,7 @@ def _damaged(path: Path, number: int, problem: str) -> str:
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append a line of JSON, in place of one that a crash or a full disk cut short."""
-    with open(path, "ab+") as file:
+    with open(path, "ab+", opener=no_link) as file:
         file.seek(0)
         complete = file.read().rfind(b"\n") + 1
         file.truncate(complete)

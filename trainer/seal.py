@@ -52,7 +52,7 @@ def read(folder: Path) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """What `dumps` wrote. Raises OSError, or ValueError if it is damaged."""
     try:
-        sealed = json.loads(read_bytes(path))
+        sealed = json.loads(read_bytes(path, links=False))
         checksum = sealed.pop(CHECKSUM, None) if isinstance(sealed, dict) else None
         found = _checksum(sealed)
     except (ValueError, RecursionError) as error:
@@ -75,7 +75,8 @@ def verify_files(folder: Path, files: dict[str, Any]) -> None:
     """Compare files, by their paths in `folder`, with their fingerprints. Raises as `verify` does."""
     for name, expected in files.items():
         path = folder / name
-        if {"/", ".."} & {*Path(name).parts} or not path.is_file():  # nor a pipe that never ends
+        outside = {"/", ".."} & {*Path(name).parts}
+        if outside or path.is_symlink() or not path.is_file():  # nor a pipe that never ends
             raise ValueError(f"{name} is missing, or no file of this folder")
         found = fingerprint(path)
         if found != expected:

@@ -73,8 +73,8 @@ def _of_weights(config: DictConfig, typed: Collection[str], begun: RunDirectory 
         stored = identity.read(begun.config)
         shape, tokenizer = stored["model"], stored["data"]["tokenizer"]
     else:
-        shape = asdict(model.huggingface.read_config(config.init_from))
         tokenizer = _tokenizer_in(Path(config.init_from))
+        shape = asdict(model.huggingface.read_config(config.init_from))
     found = OmegaConf.merge(config, {"model": escaped(shape)})
     _set(found, config, [name for name in typed if name.split(".")[0] == "model"])
     if tokenizer and "data.tokenizer" not in typed:
@@ -104,10 +104,14 @@ def _set(found: DictConfig, config: DictConfig, names: Collection[str]) -> None:
 
 
 def _tokenizer_in(weights: Path) -> str | None:
-    """The tokenizer of the weights: by its name if their run knows it, so that its prepared text is used."""
+    """The tokenizer of the weights: by its name if their run knows it, so that its prepared text is used.
+
+    Raises ValueError for a run with links.
+    """
     for folder in weights.absolute().parents[:2]:
         run = RunDirectory(folder)
         if run.config.exists() and weights.absolute().parent in (run.path, run.exports):
+            run.refuse_links()
             name = identity.read(run.config)["data"].get("tokenizer")
             if name in VOCABULARY_SIZES:
                 return name

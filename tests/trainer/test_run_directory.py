@@ -497,21 +497,28 @@ def test_a_finished_run_goes_when_the_new_one_has_a_checkpoint(ended):
     assert (ended.checkpoints / "notes.txt").exists()
 
 
-def test_a_lock_that_is_a_link_empties_no_file(tmp_path):
-    directory, victim = RunDirectory(tmp_path / "run"), tmp_path / "victim"
-    victim.write_text("precious")
-    directory.path.mkdir()
-    (directory.path / ".lock").symlink_to(victim)
-    with directory.locked():
-        pass
-    assert victim.read_text() == "precious"
-
-
 def test_only_a_finished_run_is_trained_again(tmp_path):
     directory = opened(tmp_path, seed=1)
     directory.metrics.write_text('{"step": 1}\n')
     opened(tmp_path, seed=1, rerun_finished=True)
     assert directory.metrics.exists()
+
+
+def test_what_a_killed_process_left_is_removed_and_no_result(tmp_path):
+    directory = whole(tmp_path)
+    for name in ("config.yaml.77.tmp", "weights/model.safetensors.77.tmp", "weights/notes.tmp"):
+        (tmp_path / name).touch()
+    opened(tmp_path)
+    directory.finish()
+    assert [path.name for path in tmp_path.rglob("*.tmp")] == ["notes.tmp"]
+    assert ".77.tmp" not in (tmp_path / "DONE").read_text()
+
+
+def test_a_damaged_line_of_the_environment_is_found_at_the_start(tmp_path):
+    directory = opened(tmp_path)
+    directory.environment.write_text('{"torch": "2"}\n{damaged\n{"torch": "2"}\n')
+    with pytest.raises(TrainingError, match=r"line 2 of .*environment.jsonl is damaged .*delete that line"):
+        opened(tmp_path)
 
 
 def test_every_start_notes_its_environment(tmp_path):

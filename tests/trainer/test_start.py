@@ -13,7 +13,7 @@ from tests.trainer.conftest import CONFIGS
 from trainer import settings, sweep
 from trainer.errors import SettingsError, TrainingError
 from trainer.estimate import describe
-from trainer.run_directory import RunDirectory
+from trainer.run_directory import RunDirectory, append_line
 from trainer.start import inherited
 
 QUICK = ("sample_tokens=0", "probe.every=0", "checkpoint_every=2")
@@ -186,6 +186,34 @@ def test_a_branch_takes_no_code_from_its_run(trunk, typed, tmp_path):
     assert (found.optimizer._target_, found.optimizer.arguments) == ("torch.optim.NAdam", {})
     assert (found.callbacks, found.data.root, found.logger) == ({}, "tokens", typed().logger)
     assert found.sample_prompt == found.data.tokenizer == "${oc.env:HOME}"
+
+
+LINKS = """.lock .saved .wandb_id .before DONE DIVERGED config.yaml metrics.jsonl spikes.jsonl
+    environment.jsonl log.txt loss.png config.yaml.7.tmp tensorboard profile export weights/config.json
+    weights weights/model.safetensors weights/tokenizer.json"""
+
+
+@pytest.mark.parametrize("name", LINKS.split())
+def test_links_in_the_run_of_a_stranger_lead_nowhere(train, trunk, tmp_path, name):
+    run, outside = shutil.copytree(trunk, tmp_path / "run"), tmp_path / "outside"
+    link = run / name
+    shutil.move(link, outside) if link.exists() else outside.write_text('{"step": 1}\n')
+    link.symlink_to(outside)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    debug = ("experiment=debug", *QUICK, "steps=8")
+    for command in [
+        (*debug, f"run_dir={run}"),
+        (*debug, f"run_dir={run}", "rerun_finished=true"),
+        (*debug, f"init_from={run / 'weights'}", f"run_dir={tmp_path / 'new'}"),
+        *[(f"branch_from={run}", "steps=9", f"run_dir={tmp_path / 'new'}")] * (name == "config.yaml"),
+    ]:
+        with pytest.raises(TrainingError, match=rf"{link} is (a link|no regular file)"):
+            train(*command)
+    with pytest.raises(ValueError, match="is a link"):
+        RunDirectory(run).records()
+    with pytest.raises(OSError, match=name):
+        append_line(link, {"step": 2})
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 REFUSED = [
