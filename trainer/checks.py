@@ -5,13 +5,13 @@ to know is checked where it is read.
 """
 
 import itertools
+import json
 import logging
 import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
 
 import torch
 
@@ -155,22 +155,13 @@ def check_values(settings: Settings) -> Problems:
             if value is not None and not holds(value):
                 yield f"{name}={value} must be {words}"
     yield from model.config.problems(settings.model)
-    for name in reserved_names(settings.optimizer.arguments):
+    # With such names Hydra makes objects.
+    for name in re.findall(r'"(_\w*_)": ', json.dumps(settings.optimizer.arguments, default=str)):
         yield f"optimizer.arguments has {name}, but nothing is made of arguments; use numbers, text and lists"
     try:
         data.recipe.read(settings.data)
     except ValueError as error:
         yield str(error)
-
-
-def reserved_names(value: Any) -> Iterator[str]:
-    """The names within dicts and lists with which Hydra makes objects: _target_, _args_ and the like."""
-    for name, inner in value.items() if isinstance(value, dict) else ():
-        if re.fullmatch(r"_.*_", name):
-            yield name
-        yield from reserved_names(inner)
-    for inner in value if isinstance(value, list) else ():
-        yield from reserved_names(inner)
 
 
 # ---------------------------------------------------------------------- values together

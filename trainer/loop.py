@@ -414,7 +414,7 @@ class Trainer:
                 warn_of_holes(
                     self.directory.metrics,
                     step=step,
-                    logged=restored.get("logged", 0),  # older checkpoints do not say
+                    logged=restored.get("logged", 0),
                     log_every=self.settings.log_every,
                 )
         return restored

@@ -210,15 +210,12 @@ class RunDirectory:
         write_text(self.config, identity.as_yaml(current))
 
     def check_checkpoint(self, path: Path, sealed: dict[str, Any], settings: Settings) -> None:
-        """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal.
-
-        Checkpoints from before the seal had settings are not refused.
-        """
+        """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal."""
         try:
-            stored = identity.checked(sealed["settings"]) if "settings" in sealed else {}
+            stored = identity.checked(sealed.get("settings"))
         except ValueError as error:
             raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
-        changed = identity.differences(stored, identity.recorded(settings)) if stored else []
+        changed = identity.differences(stored, identity.recorded(settings))
         if changed and not self._is_longer(stored, settings, sealed["step"]):
             raise TrainingError(
                 f"checkpoint {path} is of a run with other settings:\n{identity.listed(changed)}\n"
@@ -499,7 +496,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:
-    """The settings in a checkpoint's seal; None if it is damaged, or from before it had any."""
+    """The settings in a checkpoint's seal; None if it is damaged."""
     try:
         return identity.checked(seal.read(checkpoint).get("settings"))
     except (OSError, ValueError):

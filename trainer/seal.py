@@ -19,7 +19,7 @@ from data.files import read_bytes
 FILE = "seal.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's list of what is in the other files
 NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
-CHECKSUM = "checksum"  # of the seal itself; seals from before it was added have none, and no "settings"
+CHECKSUM = "checksum"  # of the seal itself
 
 
 def write(folder: Path, contents: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
     if not (isinstance(sealed, dict) and isinstance(sealed.get("files"), dict)):
         raise ValueError(f"{path.name} lists no files")
-    if checksum != found and (checksum is not None or "settings" in sealed):
+    if checksum != found:
         raise ValueError(f"{path.name} does not match its own checksum")
     return sealed
 

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import subprocess
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import yaml
 
 from data.files import write_text
 from data.settings import DataSettings
-from sagebwd import SageConfig
 from trainer import identity, seal
 from trainer.errors import TrainingError
 from trainer.run_directory import RunDirectory, append_line, default_name, read_lines, read_metrics
@@ -86,11 +84,6 @@ def test_names_of_different_runs_differ(tmp_path):
         (tmp_path / name).mkdir()  # raises if it is no name
 
 
-def test_names_that_were_possible_before_are_the_same(tmp_path):
-    assert default_name(["x=" + "é" * 118]) == "x-" + "é" * 118
-    assert default_name(["x=" + "é" * 119]) == "x-" + "é" * 108 + "-55434da9"
-
-
 def make_settings(**changes):
     return Settings(**changes)
 
@@ -100,15 +93,6 @@ def opened(path, **settings):
     with directory.locked():
         directory.open(make_settings(**settings))
     return directory
-
-
-def test_settings_that_came_later_have_their_default_in_older_runs(tmp_path):
-    directory = opened(tmp_path / "run", seed=1)
-    (directory.checkpoints / "step_00000001").mkdir(parents=True)
-    older = [line for line in directory.config.read_text().splitlines() if "schedule" not in line]
-    write_text(directory.config, "\n".join(older) + "\n")
-    opened(tmp_path / "run", seed=1)
-    assert "schedule: cosine" in directory.config.read_text()
 
 
 def test_open_refuses_a_run_with_other_settings_and_names_them(tmp_path):
@@ -125,32 +109,6 @@ def test_config_says_what_the_attention_was_whatever_its_preset_comes_to_mean(tm
     stored = yaml.safe_load(directory.config.read_text())["attention"]
     assert "preset" not in stored
     assert (stored["granularity"], stored["block_q"], stored["block_kv"]) == ("block", 32, 64)
-
-
-#: As config.yaml recorded the attention when all backends shared one list of settings.
-OLD_NULLS = dict.fromkeys(["sdpa", "implementation", *(field.name for field in fields(SageConfig))])
-OLD_SAGE = OLD_NULLS | {"backend": "sagebwd", "smooth_k": True, "smooth_q": False, "implementation": "auto"}
-OLD_ACCURATE = OLD_SAGE | {"smooth_k": False, "operand_scales": "token", "granularity": "row"}
-OLD_ACCURATE |= {"int8_matmuls": ["dv", "dq", "dk"], "block_q": 64, "block_kv": 64}
-
-
-@pytest.mark.parametrize(
-    ("old", "same", "other"),
-    [
-        (OLD_NULLS | {"backend": "fpa"}, {"backend": "fpa"}, {"backend": "fpa", "sdpa": "flash"}),
-        (OLD_SAGE, {"backend": "sagebwd"}, {"backend": "sagebwd", "preset": "paper"}),
-        (OLD_SAGE, {"backend": "sagebwd", "preset": "default"}, {"backend": "fpa"}),
-        (OLD_ACCURATE, {"backend": "sagebwd", "preset": "accurate"}, {"backend": "sagebwd"}),
-    ],
-)
-def test_runs_from_before_presets_can_be_resumed(tmp_path, old, same, other):
-    directory = opened(tmp_path / "run", attention={"backend": "fpa"})
-    (directory.checkpoints / "step_00000001").mkdir(parents=True)
-    stored = yaml.safe_load(directory.config.read_text()) | {"attention": old}
-    write_text(directory.config, yaml.safe_dump(stored))
-    with pytest.raises(TrainingError, match=r"attention\.\w+ was"):
-        opened(tmp_path / "run", attention=other)
-    opened(tmp_path / "run", attention=same)
 
 
 def test_settings_may_be_corrected_while_there_is_nothing_to_lose(tmp_path):
@@ -249,8 +207,6 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
             foreign, sealed, make_settings(seed=1, context=64, attention={"backend": "fpa"})
         )
     refused(tmp_path, "seed was 1, is now 2", seed=2, context=32, attention=attention)
-    old = {name: value for name, value in sealed.items() if name != "settings"}  # from before seals had them
-    directory.check_checkpoint(foreign, old, make_settings(seed=2))
 
 
 def finished(path, **settings):
@@ -376,25 +332,6 @@ def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path):
     directory.note_environment(torch.device("cpu"), 1)
     directory.finish()
     directory.check()
-
-
-def test_done_is_written_after_all_it_claims_is_on_the_disk(tmp_path, monkeypatch):
-    directory = RunDirectory(tmp_path)
-    directory.weights.mkdir()
-    claimed = [directory.weights / "model.safetensors", directory.weights / "config.json", directory.metrics]
-    for path in claimed:
-        path.touch()
-    synced, fsync = [], os.fsync
-
-    def record(handle):
-        synced.append((os.readlink(f"/proc/self/fd/{handle}"), directory.is_finished))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", record)
-    directory.finish()
-    before = {Path(path) for path, done in synced if not done}
-    assert before >= {*claimed, directory.weights, tmp_path}
-    assert synced[-1] == (str(tmp_path), True)  # DONE's own name
 
 
 DAMAGED_LINES = ["{damaged", "7", "[]", '{"loss": 1.0}', '{"step": "3"}', "\0\0", "\x80"]

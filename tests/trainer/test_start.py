@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tests.cli import assert_same_weights, losses, metrics
 from tests.trainer import conftest
 from tests.trainer.conftest import CONFIGS
-from trainer import settings, sweep
+from trainer import seal, settings, sweep
 from trainer.errors import SettingsError, TrainingError
 from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, append_line
@@ -173,13 +173,19 @@ def test_a_branch_resumes_from_its_own_checkpoint(train, trunk, tmp_path):
     assert OmegaConf.load(branch / "config.yaml").branch_step == 8
 
 
-def test_a_branch_takes_no_code_from_its_run(trunk, typed, tmp_path):
+def test_a_branch_takes_no_code_from_its_run(trunk, train, typed, tmp_path):
     stranger = shutil.copytree(trunk, tmp_path / "stranger")
     recorded = OmegaConf.load(stranger / "config.yaml")
     code = {"_target_": "os.system", "command": f"touch {tmp_path / 'ran'}"}
-    recorded.optimizer._target_, recorded.optimizer.arguments = "os.system", {"betas": code}
-    recorded.callbacks, recorded.logger.project = {"a": code}, "theirs"
-    recorded.data.root = str(tmp_path / "theirs")
+    recorded.optimizer.arguments, recorded.callbacks = {"betas": code}, {"a": code}
+    recorded.data.root, recorded.logger.project = str(tmp_path / "theirs"), "theirs"
+    OmegaConf.save(recorded, stranger / "config.yaml")
+    sealed = stranger / "checkpoints" / "step_00000008" / "seal.json"
+    contents = seal.read_file(sealed) | {"settings": OmegaConf.to_container(recorded)}
+    sealed.write_text(seal.dumps(contents))
+    train(f"branch_from={stranger}", "steps=9", f"run_dir={tmp_path / 'branch'}")
+    assert not (tmp_path / "ran").exists()
+    recorded.optimizer._target_ = "os.system"
     recorded.sample_prompt = recorded.data.tokenizer = "${oc.env:HOME}"
     OmegaConf.save(recorded, stranger / "config.yaml")
     found = typed(f"branch_from={stranger}", "optimizer._target_=torch.optim.NAdam")
