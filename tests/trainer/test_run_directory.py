@@ -378,6 +378,7 @@ def ended(tmp_path, request):
     (directory.checkpoints / "step_00000008" / "seal.json").write_text("{}")
     for place in (directory.path, directory.checkpoints):
         (place / "notes.txt").write_text("mine")
+    directory.wandb_id.write_text("abcd")
     return whole(directory.path, seed=1)
 
 

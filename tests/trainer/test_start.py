@@ -11,7 +11,7 @@ from tests.cli import assert_same_weights, losses, metrics
 from tests.trainer import conftest
 from tests.trainer.conftest import CONFIGS
 from trainer import seal, settings, sweep
-from trainer.errors import SettingsError, TrainingError
+from trainer.errors import TrainingError
 from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, append_line
 from trainer.start import inherited
@@ -265,16 +265,6 @@ def test_weights_of_others_bring_the_tokenizer_beside_them(typed, trunk, tmp_pat
     assert typed(f"init_from={folder}").data.tokenizer == str(folder)
     (folder / "tokenizer.json").unlink()
     assert typed(f"init_from={folder}", "data=embedded").data.tokenizer == "bytes"
-
-
-def test_a_shape_that_was_typed_is_compared_with_the_weights(train, trunk, tmp_path):
-    with pytest.raises((TrainingError, SettingsError), match=r"use model\.d_ffn=96"):
-        train(
-            "experiment=debug",
-            f"init_from={trunk / 'weights'}",
-            "model.d_ffn=64",
-            f"run_dir={tmp_path / 'run'}",
-        )
 
 
 def test_a_run_that_has_begun_does_not_need_the_weights_it_began_with(train, trunk, tmp_path):
