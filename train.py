@@ -77,7 +77,7 @@ def run(run_settings: Settings) -> None:
     else:  # the runs of a sweep get processes of their own, so that none can affect the next
         launch.start(train, run_settings, processes=processes)
     if not torchrun and not directory.is_finished:
-        raise TrainingError(f"{directory.path} has no DONE: code of yours ended the run as if it were over")
+        raise TrainingError(f"{directory.path} has no DONE: its process ended early, as by os._exit(0)")
 
 
 def _in_sweep() -> bool:

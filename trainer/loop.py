@@ -226,7 +226,6 @@ class Trainer:
             self.step, steps=sizes.steps, warmup_steps=sizes.warmup_steps, settings=settings.optimizer
         )
         set_learning_rate(self.optimizer, rate)
-        parallel.forget_gradients(self.optimizer, settings.hardware)  # those of a callback
         parallel.expect_gradients(self.llama, settings.hardware)
         loss = torch.zeros((), device=self.ranks.device)
         for micro_step, batch in enumerate(self.loader.micro_batches(self.step)):

@@ -159,9 +159,9 @@ def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict
             wrong.append(f"optimizer.name={old}")
         if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
             raise ValueError(
-                f"{path} has the moments of another optimizer ({old}) than optimizer._target_="
-                f"{settings.optimizer._target_}. A branch takes no code from its run: give optimizer._target_"
-                f" and optimizer.arguments of a class you know, or use {WEIGHTS_ALONE}"
+                f"{path} has the moments of another optimizer, {old}, not {settings.optimizer._target_}. A "
+                "branch takes no code from its run: give optimizer._target_ and optimizer.arguments of a "
+                f"class that you know, or use {WEIGHTS_ALONE}"
             )
         if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
             wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")
