@@ -63,7 +63,8 @@ def run(run_settings: Settings) -> None:
     name_directory(run_settings, settings.unresolved(HydraConfig.get().overrides.task))
     check(run_settings, processes)
     # Under torchrun a rank that has another answer would wait forever, so train() asks for all of them.
-    if not torchrun and RunDirectory(Path(run_settings.run_dir)).is_finished_with(run_settings):
+    directory = RunDirectory(Path(run_settings.run_dir))
+    if not torchrun and directory.is_finished_with(run_settings):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
         return
     # Not at the top: it takes seconds, and neither `--help` nor a plan nor a misspelled setting needs it.
@@ -75,6 +76,8 @@ def run(run_settings: Settings) -> None:
         train(run_settings)
     else:  # the runs of a sweep get processes of their own, so that none can affect the next
         launch.start(train, run_settings, processes=processes)
+    if not torchrun and not directory.is_finished:
+        raise TrainingError(f"{directory.path} has no DONE: its process ended early, as by os._exit(0)")
 
 
 def _in_sweep() -> bool:

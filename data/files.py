@@ -140,12 +140,20 @@ def write_json(file: Path, content: object) -> None:
     write_text(file, json.dumps(content, indent=1) + "\n")
 
 
-def read_bytes(file: Path, limit: int = LARGEST_RECORD) -> bytes:
-    """The content of a file. Raises ValueError if it has more than `limit` bytes, or is a pipe, say."""
-    status = file.stat()
+def read_bytes(file: Path, limit: int = LARGEST_RECORD, *, links: bool = True) -> bytes:
+    """The content of a file, which may be a link if `links`.
+
+    Raises ValueError if it has more than `limit` bytes, or is a pipe, say.
+    """
+    status = file.stat(follow_symlinks=links)
     if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
         raise ValueError(f"{file} is no regular file of at most {limit:,} bytes")
     return file.read_bytes()
+
+
+def no_link(file: str, flags: int) -> int:
+    """An opener for open(): a link, which may lead anywhere, is an OSError."""
+    return os.open(file, flags | os.O_NOFOLLOW, 0o666)
 
 
 def read_json(file: Path) -> Any:

@@ -1,6 +1,5 @@
 """The settings of the data."""
 
-import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,21 +76,3 @@ def register_options(schema: Any) -> None:
     for option in options():
         if not (OPTIONS / f"{option}.yaml").exists():
             ConfigStore.instance().store(group="data", name=option, node=values_of(option))
-
-
-def of_older_run(recorded: dict[str, Any]) -> dict[str, Any]:
-    """The group `data` of a config.yaml as its settings are called now: `name` was that of the folder."""
-    if "repository" not in recorded:
-        return recorded
-    data = {"sources": {}, "validation": {}} | copy.deepcopy(recorded)
-    data |= {"folder": data.get("name"), "name": data.pop("repository")}
-    if data.get("source") != "openwebtext":
-        data |= {"name": None, "config": None}
-    if data.get("source") == MIXTURE:
-        data |= {"revision": None, "documents": None}
-    called = {"name": "folder", "repository": "name"}
-    for texts in (data["sources"], data["validation"]):
-        for name, text in texts.items():
-            if isinstance(text, dict):
-                texts[name] = {called.get(key, key): value for key, value in text.items()}
-    return data

@@ -271,7 +271,7 @@ def job(run: Run, arguments: argparse.Namespace) -> Job:
         train_command(run, arguments),
         own.path.with_name(f"{own.path.name}.log"),
         gpus=run.gpus if arguments.gpus else 0,
-        ended_well=lambda code: code == 0 or own.diverged_at() is not None,
+        ended_well=lambda code: own.diverged_at() is not None or (code == 0 and own.is_finished),
     )
 
 

@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+import torch.distributed as dist
+
 from trainer import distributed
 from trainer.errors import Interrupted
 from trainer.interrupt import StopRequest
@@ -16,14 +18,15 @@ def fail_on_rank_1() -> None:
             ranks.barrier()
 
 
-def hang_on_rank_1() -> None:
+def hang_on_rank_1(own_group: bool) -> None:
     with distributed.joined("cpu") as ranks:
-        ranks.barrier()
+        group = dist.new_group(backend="gloo") if own_group else None
+        dist.barrier(group)
         ranks.answer_within(1)
         if ranks.rank == 1:
             time.sleep(600)
         with ranks.reporting_lost_ranks():
-            ranks.barrier()
+            dist.barrier(group)
 
 
 def save_when_asked(started: Path) -> None:

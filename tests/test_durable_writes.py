@@ -78,7 +78,8 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, call
     net(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     folder = tmp_path / "checkpoints"
-    found = Checkpoints(folder, keep=1, ranks=Ranks(0, 1, torch.device("cpu")))
+    ranks, published = Ranks(0, 1, torch.device("cpu")), ("published", folder)
+    found = Checkpoints(folder, keep=1, ranks=ranks, published=lambda step: calls.append(published))
     for step in (1, 2):
         calls.clear()
         found.save(step, net, optimizer, {})
@@ -90,7 +91,8 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, call
         for name in files:
             calls.assert_synced_before(written / name, named)
         calls.assert_synced_before(written, named)
-        assert any(i > named for i in calls.syncs_of(folder))
+        for place in (folder, folder.parent):
+            assert named < calls.syncs_of(place)[-1] < calls.index(published)
     deleted = calls.index(("delete", folder / "step_00000001"))
     assert any(named < i < deleted for i in calls.syncs_of(folder)), (
         "deletes the only one that is surely there"

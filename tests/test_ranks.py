@@ -153,9 +153,10 @@ def test_an_exception_on_one_rank_is_shown():
     assert "in fail_on_rank_1" in str(caught.value)
 
 
-def test_a_rank_that_hangs_ends_the_run():
+@pytest.mark.parametrize("own_group", [False, True])  # True: as when a checkpoint is written
+def test_a_rank_that_hangs_ends_the_run(own_group):
     with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
-        warm.launch_two(rank_work.hang_on_rank_1)
+        warm.launch_two(rank_work.hang_on_rank_1, own_group)
 
 
 def requeue_when_asked(folder: Path) -> None:

@@ -114,6 +114,12 @@ def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(datasets, tmp_pat
     assert not (tmp_path / "run" / "DONE").exists()
 
 
+def test_a_run_whose_processes_ended_without_done_has_failed(command, tmp_path):
+    ends = "callbacks.mine={_target_: os._exit, _args_: [0]}"
+    output = run(command("hardware.devices=2", "hardware.micro_batch=2", ends, f"run_dir={tmp_path}"), code=1)
+    assert "has no DONE" in output
+
+
 SWEEP = ("-m", "attention=fpa,sagebwd", "model.qk_norm=false", "steps=3")
 
 

@@ -10,14 +10,16 @@ import hydra.utils
 
 from model.llama import Llama
 from trainer.errors import Interrupted, SettingsError, TrainingError
+from trainer.run_directory import check_readable
 
 
 class Callback:
     """Override what you need. All ranks make all calls, in the same order, and none is timed as training.
 
     What a method adds to `record` is logged with it: in metrics.jsonl, W&B and TensorBoard. Numbers, text and
-    None can be. model: without torch.compile; if it is sharded, all ranks must take part in calling it. A
-    callback has no state in checkpoints: a run that continues makes a new one.
+    None can be; what is there stays. Gradients that it leaves are dropped. model: without torch.compile; if
+    it is sharded, all ranks must take part in calling it. A callback has no state in checkpoints: a run that
+    continues makes a new one.
     """
 
     def on_step(self, step: int, record: dict[str, Any], model: Llama) -> None:
@@ -51,10 +53,15 @@ class Callbacks:
     def _call(self, hook: str, step: int, record: dict[str, Any], model: Llama) -> None:
         for name, one in self._all.items():
             with _naming(f"callback {name}: {hook} at step {step}"):
+                given = dict(record)
                 getattr(one, hook)(step, record, model)
+                for key in ("step", "tokens", *given):
+                    if record.get(key) is not given.get(key):
+                        raise ValueError(f"record[{key!r}] is the trainer's; add values by other names")
                 for key, value in record.items():
                     if not isinstance(value, int | float | str | None):
                         raise TypeError(f"record[{key!r}] is a {type(value).__name__}; add numbers or text")
+                check_readable({"step": step, **record})
 
     @staticmethod
     def _made(name: str, settings: dict[str, Any]) -> Callback:
@@ -73,7 +80,7 @@ def _naming(what: str) -> Iterator[None]:
         yield
     except (TrainingError, Interrupted):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = error.__cause__ or error  # Hydra wraps what a constructor raises
         place = traceback.extract_tb(cause.__traceback__)[-1]
         line = f"{Path(place.filename).name}, line {place.lineno}"

@@ -5,8 +5,10 @@ to know is checked where it is read.
 """
 
 import itertools
+import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -153,6 +155,9 @@ def check_values(settings: Settings) -> Problems:
             if value is not None and not holds(value):
                 yield f"{name}={value} must be {words}"
     yield from model.config.problems(settings.model)
+    # With such names Hydra makes objects.
+    for name in re.findall(r'"(_\w*_)": ', json.dumps(settings.optimizer.arguments, default=str)):
+        yield f"optimizer.arguments has {name}, but nothing is made of arguments; use numbers, text and lists"
     try:
         data.recipe.read(settings.data)
     except ValueError as error:

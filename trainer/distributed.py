@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from model.config import LlamaConfig, parameter_count
 from trainer.errors import Interrupted, LostRanks, SettingsError, TrainingError
@@ -113,9 +113,9 @@ class Ranks:
         return values
 
     def answer_within(self, seconds: float) -> None:
-        """From now on the run ends if a rank keeps the others waiting for longer."""
-        if self.count > 1:
-            _set_pg_timeout(timedelta(seconds=seconds))
+        """From now on the run ends if a rank keeps the others waiting for longer, in any of their groups."""
+        for group in _world.pg_map if self.count > 1 else ():
+            _set_pg_timeout(timedelta(seconds=seconds), group)
 
     @contextmanager
     def reporting_lost_ranks(self) -> Iterator[None]:

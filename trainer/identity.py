@@ -13,7 +13,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from data.command_line import escaped
 from data.files import read_bytes
-from data.settings import of_older_run
 from model import backends
 from trainer.machine import software
 from trainer.redaction import redact
@@ -63,7 +62,7 @@ def read(config: Path) -> dict[str, Any]:
     Raises FileNotFoundError, or ValueError if it is damaged.
     """
     try:
-        return checked(yaml.load(read_bytes(config, LARGEST).decode(), _Recorded))
+        return checked(yaml.load(read_bytes(config, LARGEST, links=False).decode(), _Recorded))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(str(error).splitlines()[0]) from error
 
@@ -74,7 +73,7 @@ def checked(stored: Any) -> dict[str, Any]:
         raise ValueError("it has no settings of a run")
     if not _is_plain(stored):
         raise ValueError("it has a value that no setting has")
-    return {**stored, "data": of_older_run(stored["data"])}
+    return stored
 
 
 class _Recording(yaml.SafeDumper):

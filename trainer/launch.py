@@ -25,6 +25,7 @@ import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from tqdm import tqdm
 
+from data.files import no_link
 from trainer.distributed import CONTINUES, RENDEZVOUS_FILE
 from trainer.errors import Interrupted, TrainingError, explain
 from trainer.interrupt import (
@@ -132,7 +133,7 @@ def _environment(rank: int, processes: int, folder: Path) -> dict[str, str]:
 
 def describe_death(pid: int, code: int) -> str:
     """How a process ended that sent no error, from its exit code."""
-    if code > 0:
+    if code >= 0:
         return f"(process {pid}) ended with exit code {code}"
     hints = {
         "SIGKILL": ": the kernel does that when memory runs out (see dmesg), a cluster to end a job",
@@ -241,7 +242,7 @@ class _Running:
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         try:
             job.output.parent.mkdir(parents=True, exist_ok=True)
-            with open(job.output, "ab") as output:
+            with open(job.output, "ab", opener=no_link) as output:
                 self.printed_before = output.tell()
                 self.process = subprocess.Popen(
                     job.command,

@@ -240,7 +240,6 @@ class Trainer:
             loss, grad_norm, self.stop.signal is not None, *self.checkpoints.status()
         )
         self.stop_asked = stop > 0  # on any rank: all come to the same conclusion
-        self.checkpoints.poll(writing=writing > 0, failed=failed > 0)
         if not (math.isfinite(mean_loss) and math.isfinite(norm)):
             self.guard.check_step(
                 self.step + 1,
@@ -251,6 +250,7 @@ class Trainer:
         elif not self._skips_spike(mean_loss, norm):
             self.optimizer.step()
         parallel.forget_gradients(self.optimizer, settings.hardware)
+        self.checkpoints.poll(writing=writing > 0, failed=failed > 0)  # not before: it may call a callback
         return mean_loss, norm, rate
 
     def _exchange(self, loss: Tensor, grad_norm: Tensor, *flags: bool) -> list[float]:
@@ -413,7 +413,7 @@ class Trainer:
                 warn_of_holes(
                     self.directory.metrics,
                     step=step,
-                    logged=restored.get("logged", 0),  # older checkpoints do not say
+                    logged=restored.get("logged", 0),
                     log_every=self.settings.log_every,
                 )
         return restored

@@ -2,10 +2,10 @@
 
 import logging
 import math
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import hydra.utils
 import torch
 from torch import nn
 
@@ -30,15 +30,15 @@ def build_optimizer(llama: Llama, settings: OptimizerSettings) -> torch.optim.Op
 def by_target(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """A user's class, called as torch's: with groups of parameters, lr and its own arguments.
 
-    Raises TrainingError if that fails.
+    Nothing is made of the arguments, as Hydra's instantiate would. Raises TrainingError if that fails.
     """
-    make = {"_target_": settings._target_, "_partial_": True, "_convert_": "all", **settings.arguments}
     try:
-        made = hydra.utils.instantiate(make)(_groups([*model.parameters()], settings), lr=settings.lr)
-    except Exception as error:  # whatever that code raises
+        make = pkgutil.resolve_name(settings._target_)
+        made = make(_groups([*model.parameters()], settings), lr=settings.lr, **settings.arguments)
+    except (Exception, SystemExit) as error:  # whatever that code raises
         raise TrainingError(
             f"optimizer._target_={settings._target_} cannot be made with optimizer.arguments="
-            f"{settings.arguments}: {error.__cause__ or error}"  # Hydra wraps what that code raises
+            f"{settings.arguments}: {error}"
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise TrainingError(f"optimizer._target_={settings._target_} is no torch.optim.Optimizer")

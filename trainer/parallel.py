@@ -202,11 +202,12 @@ def gradients_exchanged(parallel: nn.Module, now: bool) -> Iterator[None]:
 
 
 def expect_gradients(model: nn.Module, hardware: HardwareSettings) -> None:
-    """Before a step with CUDA graphs: allocate zero gradients for the backward to accumulate into.
+    """Before a step: no gradients, of a callback for instance, but with CUDA graphs zeros to accumulate into.
 
     Otherwise PyTorch takes the first backward's own tensor as the gradient, which saves an addition. With
     CUDA graphs that tensor is in memory which the next replay overwrites.
     """
+    model.zero_grad(set_to_none=not hardware.cuda_graphs)
     if hardware.cuda_graphs:
         for parameter in model.parameters():
             if parameter.grad is None:
@@ -214,8 +215,9 @@ def expect_gradients(model: nn.Module, hardware: HardwareSettings) -> None:
 
 
 def forget_gradients(optimizer: torch.optim.Optimizer, hardware: HardwareSettings) -> None:
-    """After a step: drop the gradients, or zero those that :func:`expect_gradients` allocated."""
-    optimizer.zero_grad(set_to_none=not hardware.cuda_graphs)
+    """After a step: drop the gradients, except those that :func:`expect_gradients` allocated."""
+    if not hardware.cuda_graphs:
+        optimizer.zero_grad()
 
 
 def clip_gradients(model: nn.Module, largest: float) -> Tensor:

@@ -1,6 +1,7 @@
 """What a run leaves on disk: settings, environment, metrics, checkpoints, weights, and DONE or DIVERGED."""
 
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -20,10 +21,10 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.files import read_bytes, write_text
+from data.files import no_link, read_bytes, write_text
 from trainer import identity, seal
 from trainer.checks import LENGTH, steps_in_common
-from trainer.errors import SettingsError, TrainingError, explain
+from trainer.errors import SettingsError, TrainingError, explain, user_facing
 from trainer.machine import software
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
@@ -43,6 +44,9 @@ UNNAMED = (
     "logger.",
 )
 
+
+#: Folder in a run's directory, and one in its checkpoints: a finished run that is trained again.
+ASIDE = ".before"
 
 NAME_BYTES = 255  # of a file's name, on Linux
 CURVE_BYTES = 4 << 30  # of a metrics.jsonl with ten million lines
@@ -89,9 +93,12 @@ class RunDirectory:
         self._diverged = path / "DIVERGED"
         self._saved = path / ".saved"  # the step of the newest checkpoint
 
+        self._aside = path / ASIDE
+        self._wandb = path / "wandb"
+
     @property
     def is_finished(self) -> bool:
-        return self._done.exists()
+        return self._done.exists() and not self._aside.exists()
 
     def is_finished_with(self, settings: Settings) -> bool:
         """Whether the run is finished, with all of its results, and nothing of `settings` is left to train.
@@ -132,12 +139,16 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Create the folder, and lock it against a second process that trains the same run.
 
-        A new folder goes again if an error comes before the first step.
+        A new folder goes again if an error comes before the first step. A finished run that was to be trained
+        again is back if one comes, or the process is killed, before the new one's first checkpoint.
         """
         try:
             is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
+            self.refuse_links()
             file = open(self.path / ".lock", "a")  # noqa: SIM115 - closed below
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
         except OSError as error:
             raise TrainingError(
                 f"cannot create the run directory {self.path}: {explain(error)}; make room or set run_dir=…"
@@ -151,11 +162,27 @@ class RunDirectory:
                     "this one another run_dir=…"
                 ) from None
             try:
+                self._settle()
+                for folder in (self.path, self.weights):
+                    for leftover in folder.glob("*.[0-9]*.tmp"):  # of a process that was killed
+                        leftover.unlink()
                 yield
             except BaseException:
+                self._settle()
                 if is_new and not (self._has_metrics() or self._diverged.exists()):
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
+
+    def refuse_links(self) -> None:
+        """Raise ValueError for a link in the folder, which a stranger may have laid to any file.
+
+        `checkpoints` may be one, to another disk; W&B makes some of its own.
+        """
+        for folder, inner, files in os.walk(self.path):
+            for path in (Path(folder, name) for name in (*inner, *files)):
+                if path.is_symlink() and path != self.checkpoints:
+                    raise ValueError(f"{path} is a link; put there what it leads to, or delete it")
+            inner[:] = [name for name in inner if Path(folder, name) not in (self.checkpoints, self._wandb)]
 
     def open(self, settings: Settings) -> None:
         """Store the settings. Raises TrainingError, and changes nothing, if the folder is of another run.
@@ -163,7 +190,10 @@ class RunDirectory:
         Or if its checkpoints are gone, or cannot be read.
         """
         if settings.rerun_finished and self.is_finished:
-            self._clear()
+            self._set_aside()
+        if self.environment.exists():
+            with user_facing(ValueError):
+                read_lines(self.environment)  # the model card needs it, at the end
         current = identity.recorded(settings)
         if (found := self._find_checkpoints()) or self._has_metrics():
             stored = self._stored_settings()
@@ -180,15 +210,12 @@ class RunDirectory:
         write_text(self.config, identity.as_yaml(current))
 
     def check_checkpoint(self, path: Path, sealed: dict[str, Any], settings: Settings) -> None:
-        """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal.
-
-        Checkpoints from before the seal had settings are not refused.
-        """
+        """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal."""
         try:
-            stored = identity.checked(sealed["settings"]) if "settings" in sealed else {}
+            stored = identity.checked(sealed.get("settings"))
         except ValueError as error:
             raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
-        changed = identity.differences(stored, identity.recorded(settings)) if stored else []
+        changed = identity.differences(stored, identity.recorded(settings))
         if changed and not self._is_longer(stored, settings, sealed["step"]):
             raise TrainingError(
                 f"checkpoint {path} is of a run with other settings:\n{identity.listed(changed)}\n"
@@ -218,6 +245,9 @@ class RunDirectory:
     def note_checkpoint(self, step: int) -> None:
         """Remember that there has been a checkpoint, so that a lost folder of them is not taken for none."""
         write_text(self._saved, f"{step}\n")
+        if self._aside.exists():
+            (self._aside / self._done.name).unlink(missing_ok=True)
+            self._settle()
 
     def _find_checkpoints(self) -> list[Path]:
         """The checkpoints. Raises TrainingError if they are gone, or cannot be read."""
@@ -292,11 +322,13 @@ class RunDirectory:
         )
 
     def check(self, *results: Path) -> None:
-        """Raise ValueError if some results, by default all, are not what the finished run left.
+        """Raise ValueError if some results, by default all, are not what the finished run left, or for links.
 
         results: files, or a folder. config.yaml is none: its values are compared with those in the seals of
         checkpoints, and the place of the text may be corrected in it.
         """
+        if self.is_finished or os.path.lexists(self.config):  # else it is no run
+            self.refuse_links()
         if not self.is_finished:
             return
         try:
@@ -328,7 +360,7 @@ class RunDirectory:
 
     def diverged_at(self) -> int | None:
         """The step that ended the run because it was not finite, or None; `open` forgets it."""
-        return int(self._diverged.read_text()) if self._diverged.exists() else None
+        return int(read_bytes(self._diverged, 99, links=False)) if self._diverged.exists() else None
 
     def truncate_metrics(self, step: int) -> None:
         """Drop metrics and spikes after `step`, and incomplete last lines: these steps will run again.
@@ -340,27 +372,41 @@ class RunDirectory:
                 kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
                 write_text(path, "".join(kept))
 
-    def _clear(self) -> None:
-        """Delete what the finished run left; DONE last, so that the same command clears what is left."""
-        if self.checkpoints.is_symlink():  # on another disk: the link stays, and what a run did not write
-            for pattern in ("step_*", ".writing_*"):
-                for folder in self.checkpoints.glob(pattern):
-                    _remove(folder)
-        else:
-            _remove(self.checkpoints)
-        for folder in (self.weights, self.exports, self.profile):
+    def _set_aside(self) -> None:
+        """Move what the finished run left to ASIDE, DONE last; `_settle` undoes it or makes it final."""
+        for path in (*self._results(), self._done):
+            (path.parent / ASIDE).mkdir(exist_ok=True)
+            os.rename(path, path.parent / ASIDE / path.name)
+
+    def _settle(self) -> None:
+        """Put the finished run that was set aside back, or delete it if the new one has a checkpoint.
+
+        Complete if it is called again after it was interrupted.
+        """
+        asides = (self.checkpoints / ASIDE, self._aside)
+        if os.path.islink(asides[0]):  # a stranger's
+            asides[0].unlink()
+        if (self._aside / self._done.name).exists():
+            for path in (*self._results(), self._diverged):
+                _remove(path)
+            os.rename(self._aside / self._done.name, self._done)
+        if self._done.exists():
+            for path in self._results(ASIDE):
+                os.rename(path, path.parent.parent / path.name)
+        for folder in asides:
             _remove(folder)
-        for path in (
-            self.metrics,
-            self.spikes,
-            self.config,
-            self.loss_plot,
-            self.probe_plot,
-            self._saved,
-            self.wandb_id,  # trained anew, it is another run there
-            self._done,
-        ):
-            path.unlink(missing_ok=True)
+
+    def _results(self, within: str = "") -> list[Path]:
+        """What training again replaces, DONE apart; within: ASIDE, where it is meanwhile.
+
+        Of checkpoints, which may be on another disk, each by itself.
+        """
+        files = (self.metrics, self.spikes, self.environment, self.config, self.loss_plot, self.probe_plot)
+        marks = (self._saved, self.wandb_id)  # trained anew, it is another run in W&B
+        named = (self.weights, self.exports, self.profile, *files, *marks)
+        there = [path.parent / within / path.name for path in named]
+        saved = [(self.checkpoints / within).glob(pattern) for pattern in ("step_*", ".writing_step_*")]
+        return [*itertools.chain(*saved), *filter(os.path.lexists, there)]
 
 
 def _steps_in_common(stored: dict[str, Any], settings: Settings) -> int:
@@ -374,12 +420,12 @@ def _steps_in_common(stored: dict[str, Any], settings: Settings) -> int:
         return -1
 
 
-def _remove(folder: Path) -> None:
-    """Delete a folder; of a link to one only the link."""
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    """Delete a folder or file, if it is there; of a link only the link."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
 
 
 def _device_name(device: torch.device) -> str:
@@ -395,18 +441,28 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     records = read_lines(path)
     for number, record in enumerate(records, start=1):
-        if not isinstance(record.get("step"), int):
-            raise ValueError(_damaged(path, number, "it has no step"))
-        for key, value in record.items():
-            if not isinstance(value, int | float | None) and NUMBERS.fullmatch(key):
-                raise ValueError(_damaged(path, number, f"its {key} is no number"))
+        if problem := _problem(record):
+            raise ValueError(_damaged(path, number, problem))
     return records
+
+
+def check_readable(record: dict[str, Any]) -> None:
+    """Raise ValueError if `read_metrics` could not read this record back."""
+    if problem := _problem(json.loads(json.dumps(record), parse_int=_whole)):
+        raise ValueError(problem)
+
+
+def _problem(record: dict[str, Any]) -> str | None:
+    if not isinstance(record.get("step"), int):
+        return "it has no step"
+    wrong = [k for k, v in record.items() if not isinstance(v, int | float | None) and NUMBERS.fullmatch(k)]
+    return f"its {wrong[0]} is no number" if wrong else None
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines. Raises ValueError as `read_metrics` does."""
     records = []
-    for number, line in enumerate(read_bytes(path, CURVE_BYTES).split(b"\n")[:-1], start=1):
+    for number, line in enumerate(read_bytes(path, CURVE_BYTES, links=False).split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line, parse_int=_whole)
         except (ValueError, RecursionError) as error:
@@ -419,7 +475,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _whole(digits: str) -> int:
     if len(digits) > 18:
-        raise ValueError("a whole number of more than 18 digits")
+        raise ValueError(f"{digits[:20]} is a whole number of more than 18 digits; log it as a float")
     return int(digits)
 
 
@@ -430,7 +486,7 @@ def _damaged(path: Path, number: int, problem: str) -> str:
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append a line of JSON, in place of one that a crash or a full disk cut short."""
-    with open(path, "ab+") as file:
+    with open(path, "ab+", opener=no_link) as file:
         file.seek(0)
         complete = file.read().rfind(b"\n") + 1
         file.truncate(complete)
@@ -440,7 +496,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:
-    """The settings in a checkpoint's seal; None if it is damaged, or from before it had any."""
+    """The settings in a checkpoint's seal; None if it is damaged."""
     try:
         return identity.checked(seal.read(checkpoint).get("settings"))
     except (OSError, ValueError):

@@ -89,7 +89,7 @@ def load(state: dict[str, Any], folder: Path, files: Collection[str], *, alone: 
 
 def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     """`.metadata` of a checkpoint. Raises ValueError if it names other classes, or files outside `files`."""
-    content = read_bytes(folder / METADATA)
+    content = read_bytes(folder / METADATA, links=False)
     try:
         for opcode, _, _ in pickletools.genops(content):
             if opcode.name not in OPCODES:

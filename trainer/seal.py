@@ -19,7 +19,7 @@ from data.files import read_bytes
 FILE = "seal.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's list of what is in the other files
 NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
-CHECKSUM = "checksum"  # of the seal itself; seals from before it was added have none, and no "settings"
+CHECKSUM = "checksum"  # of the seal itself
 
 
 def write(folder: Path, contents: dict[str, Any]) -> None:
@@ -52,14 +52,14 @@ def read(folder: Path) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """What `dumps` wrote. Raises OSError, or ValueError if it is damaged."""
     try:
-        sealed = json.loads(read_bytes(path))
+        sealed = json.loads(read_bytes(path, links=False))
         checksum = sealed.pop(CHECKSUM, None) if isinstance(sealed, dict) else None
         found = _checksum(sealed)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name} cannot be read: {error}") from error
     if not (isinstance(sealed, dict) and isinstance(sealed.get("files"), dict)):
         raise ValueError(f"{path.name} lists no files")
-    if checksum != found and (checksum is not None or "settings" in sealed):
+    if checksum != found:
         raise ValueError(f"{path.name} does not match its own checksum")
     return sealed
 
@@ -75,7 +75,8 @@ def verify_files(folder: Path, files: dict[str, Any]) -> None:
     """Compare files, by their paths in `folder`, with their fingerprints. Raises as `verify` does."""
     for name, expected in files.items():
         path = folder / name
-        if {"/", ".."} & {*Path(name).parts} or not path.is_file():  # nor a pipe that never ends
+        outside = {"/", ".."} & {*Path(name).parts}
+        if outside or path.is_symlink() or not path.is_file():  # nor a pipe that never ends
             raise ValueError(f"{name} is missing, or no file of this folder")
         found = fingerprint(path)
         if found != expected:

@@ -31,10 +31,10 @@ if TYPE_CHECKING:  # importing it takes seconds
 
 log = logging.getLogger(__name__)
 
-#: Settings that a branch does not take from its run: places, and what would run code that a run has named.
+#: Settings that a branch does not take from its run, which may be a stranger's: places, accounts, and code.
 OWN = (
     *("run_dir", "runs_dir", "rerun_finished", "plan", "init_from", "branch_from", "branch_step"),
-    *("optimizer._target_", "callbacks"),
+    *("data.root", "logger", "optimizer._target_", "optimizer.arguments", "callbacks"),
 )
 
 
@@ -49,6 +49,9 @@ def inherited(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     typed = {text.partition("=")[0].lstrip("+~") for text in overrides}
     name_directory(config, overrides)
     own = RunDirectory(Path(config.run_dir))
+    for name in ("init_from", "branch_from"):
+        if (source := config[name]) and Path(source).resolve().is_relative_to(own.path.resolve()):
+            raise SettingsError(f"{name}={source} is in run_dir={own.path}; give this run another run_dir=…")
     begun = own.config.exists() and not config.rerun_finished
     try:
         if config.branch_from is None:
@@ -61,6 +64,7 @@ def inherited(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
         raise TrainingError(f"{place}: {why}; give {what}") from error
 
 
+WEIGHTS_ALONE = "its weights alone (python -m scripts.export, then init_from)"
 WEIGHTS = "the weights/ folder of a finished run, or a model in the Hugging Face layout"
 
 
@@ -69,8 +73,8 @@ def _of_weights(config: DictConfig, typed: Collection[str], begun: RunDirectory 
         stored = identity.read(begun.config)
         shape, tokenizer = stored["model"], stored["data"]["tokenizer"]
     else:
-        shape = asdict(model.huggingface.read_config(config.init_from))
         tokenizer = _tokenizer_in(Path(config.init_from))
+        shape = asdict(model.huggingface.read_config(config.init_from))
     found = OmegaConf.merge(config, {"model": escaped(shape)})
     _set(found, config, [name for name in typed if name.split(".")[0] == "model"])
     if tokenizer and "data.tokenizer" not in typed:
@@ -100,10 +104,14 @@ def _set(found: DictConfig, config: DictConfig, names: Collection[str]) -> None:
 
 
 def _tokenizer_in(weights: Path) -> str | None:
-    """The tokenizer of the weights: by its name if their run knows it, so that its prepared text is used."""
+    """The tokenizer of the weights: by its name if their run knows it, so that its prepared text is used.
+
+    Raises ValueError for a run with links.
+    """
     for folder in weights.absolute().parents[:2]:
         run = RunDirectory(folder)
         if run.config.exists() and weights.absolute().parent in (run.path, run.exports):
+            run.refuse_links()
             name = identity.read(run.config)["data"].get("tokenizer")
             if name in VOCABULARY_SIZES:
                 return name
@@ -147,19 +155,21 @@ def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict
         stored = identity.checked(sealed.get("settings"))
         shape = LlamaConfig(**stored["model"])
         wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]
-        for name in ("name", "_target_"):
-            if (old := stored["optimizer"].get(name)) != getattr(settings.optimizer, name):
-                wrong.append(f"optimizer.{name}={old}")
+        if (old := stored["optimizer"].get("name")) != settings.optimizer.name:
+            wrong.append(f"optimizer.name={old}")
+        if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
+            raise ValueError(
+                f"{path} has the moments of another optimizer, {old}, not {settings.optimizer._target_}. A "
+                "branch takes no code from its run: give optimizer._target_ and optimizer.arguments of a "
+                f"class that you know, or use {WEIGHTS_ALONE}"
+            )
         if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
             wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")
     except (OSError, ValueError, TypeError, KeyError) as error:
         why = explain(error) if isinstance(error, OSError) else error
         raise TrainingError(f"branch_from={settings.branch_from}: {why}") from error
     if wrong:
-        raise SettingsError(
-            f"{path} was trained with {' '.join(wrong)}; use that, or its weights alone (python -m "
-            "scripts.export, then init_from)"
-        )
+        raise SettingsError(f"{path} was trained with {' '.join(wrong)}; use that, or {WEIGHTS_ALONE}")
     if sealed["step"] >= settings.total_steps:
         raise SettingsError(f"{path} has done all {settings.total_steps} steps of this run; raise steps")
     return path, sealed

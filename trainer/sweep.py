@@ -305,6 +305,7 @@ def _job(settings: Settings, config: DictConfig, limit: int) -> Job:
         output=Path(settings.run_dir) / OUTPUT,
         gpus=settings.hardware.devices if on_gpus else 0,
         environment=environment,
+        ended_well=lambda code: code == 0 and RunDirectory(Path(settings.run_dir)).is_finished,
     )
 
 

@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 #: The attention that every comparison is made against.
 FULL_PRECISION = {"backend": "fpa"}
 
-OLD_NAMES = {"implementation": "kernels"}  # in config.yaml of older runs
-
 
 class AttentionFn(Protocol):
     """softmax(QKᵀ/√D)V: the arguments the model uses of torch.nn.functional.scaled_dot_product_attention.
@@ -147,7 +145,7 @@ def read(group: Mapping[str, Any]) -> Attention:
     if not isinstance(group, Mapping):
         raise ValueError(f"attention={group} must be a group of settings; choose attention=fpa or sagebwd")
     kind = settings_of(group.get("backend", ""))
-    given = {OLD_NAMES.get(name, name): value for name, value in group.items() if name != "backend"}
+    given = {name: value for name, value in group.items() if name != "backend"}
     known = set().union(*(settings_of(backend).names() for backend in available()))
     for name in given:
         if name not in known:

@@ -12,7 +12,7 @@ import pytest
 from data import mixture, recipe
 from data.corpus import open_corpus
 from data.prepare import PrepareSettings, run
-from data.settings import DataSettings, of_older_run
+from data.settings import DataSettings
 from data.tokenizers import Bytes
 from tests.data.test_corpus import composed
 
@@ -232,34 +232,6 @@ def test_texts_that_were_prepared_before_are_found_again():
         "openwebtext-gpt2-09c1963170": composed("data=openwebtext"),
     }
     assert [recipe.Recipe(settings).folder.name for settings in folders.values()] == list(folders)
-
-
-def test_settings_of_older_runs_are_read_as_they_were_meant():
-    """`name` was that of the folder, and a dataset's `repository`; every run recorded OpenWebText's."""
-    older = {"source": "text", "path": "book.txt", "repository": "Skylion007/openwebtext", "name": "mine"}
-    older |= {"config": "plain_text", "revision": None, "documents": None, "sources": {}, "validation": {}}
-    new = DataSettings(source="text", path="book.txt", folder="mine")
-    assert dataclasses.asdict(DataSettings(**of_older_run(older))) == dataclasses.asdict(new)
-    assert of_older_run(dataclasses.asdict(new)) == dataclasses.asdict(new)
-
-    web = composed("data=openwebtext")
-    pinned = {"revision": web.revision, "documents": web.documents}
-    assert (
-        DataSettings(**of_older_run(older | {"source": "openwebtext", "path": None, "name": None} | pinned))
-        == web
-    )
-
-    sources = {
-        "wiki": {"path": "wiki.jsonl", "weight": 1, "name": "mine"},
-        "web": {"source": "openwebtext", "weight": 3},
-    }
-    mixture = older | {"source": "mixture", "path": None, "name": None, "sources": sources} | pinned
-    read = DataSettings(**of_older_run(mixture))
-    assert (read.name, read.revision, read.documents) == (None, None, None)
-    assert read.sources["wiki"] == {"path": "wiki.jsonl", "weight": 1, "folder": "mine"}
-    assert [text.settings.documents for text in recipe.training_texts(read)] == [web.documents, None]
-    assert recipe.training_texts(read)[0].settings == web
-    assert mixture["sources"] == sources, "it was changed in place"
 
 
 @pytest.mark.usefixtures("files")

@@ -76,10 +76,6 @@ def test_null_is_the_default_and_settings_of_other_attentions_are_left_out():
     assert record == {"backend": "fpa", "sdpa": None}
 
 
-def test_a_record_of_an_older_version_is_read():
-    assert backends.read({"backend": "sagebwd", "implementation": "reference"}).kernels == "reference"
-
-
 def test_the_first_attention_that_can_be_built_is(caplog):
     caplog.set_level(logging.INFO, logger="model.backends")
     shape = {"device": torch.device("cpu"), "dtype": torch.float64, "d_head": 16, "is_gqa": False}

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import evaluate
 from tests import warm
@@ -44,9 +45,21 @@ class Fails(Callback):
         raise KeyError("my_key")
 
 
-class Adds(Callback):
-    def on_evaluate(self, step, record, model):
-        record["mine"] = model.norm.weight
+class Does(Callback):
+    def __init__(self, code):
+        self.code = code
+
+    def on_step(self, step, record, model):
+        exec(self.code)
+
+
+class Trains(Callback):
+    def on_step(self, step, record, model):
+        tokens = torch.ones(1, 8, dtype=torch.long)
+        with torch.enable_grad():
+            model(tokens, tokens).backward()
+
+    on_evaluate = on_checkpoint = on_step
 
 
 class Refuses(Callback):
@@ -80,10 +93,11 @@ def test_hooks_are_called_with_what_is_logged(train_here, tmp_path, background):
     assert [one["mine/evaluate"] for one in records if "val_loss" in one] == [20, 40]
 
 
-def test_a_run_without_them_is_the_same(train_here, tmp_path):
-    """They may come and go when a run is continued."""
-    train_here(tmp_path / "one", *QUICK)
-    train_here(tmp_path / "two", *QUICK, f"callbacks.mine._target_={HERE}Callback")
+@pytest.mark.parametrize("name", ["Callback", "Trains"])
+def test_a_run_without_them_is_the_same(train_here, tmp_path, name):
+    """They may come and go when a run is continued; no step has the gradients of a callback."""
+    train_here(tmp_path / "one", *QUICK, "checkpoint_every=1")
+    train_here(tmp_path / "two", *QUICK, "checkpoint_every=1", f"callbacks.mine._target_={HERE}{name}")
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
@@ -97,7 +111,6 @@ def test_an_error_names_the_callback(train_here, tmp_path, hook):
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("Adds", "callback mine: on_evaluate at step 2 .*record['mine'] is a Parameter; add numbers"),
         ("Refuses", "not today (test_callbacks.py"),
         ("Nothing", "Nothing"),
         ("ROOT.exists", "callbacks.mine={'_target_': "),
@@ -108,6 +121,25 @@ def test_what_is_no_callback_is_named(train_here, tmp_path, target, told):
     place = HERE if target[0].isupper() else ""
     with pytest.raises((TrainingError, SettingsError), match=re.escape(told).replace(r"\.\*", ".*")):
         train_here(tmp_path, *QUICK, f"callbacks.mine._target_={place}{target}")
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("record['mine'] = model.norm.weight", "record['mine'] is a Parameter; add numbers"),
+        (
+            "record['ns'] = 1795880751259932689",
+            "1795880751259932689 is a whole number of more than 18 digits",
+        ),
+        ("record['val_note'] = 'fine'", "its val_note is no number"),
+        ("record['step'] = 7", "record['step'] is the trainer's"),
+        ("record['loss'] = float('nan')", "record['loss'] is the trainer's"),
+        ("raise SystemExit(0)", "failed with SystemExit: 0"),
+    ],
+)
+def test_what_would_spoil_the_run_is_refused_at_its_step(train_here, tmp_path, code, told):
+    with pytest.raises(TrainingError, match=rf"callback mine: on_step at step 1 .*{re.escape(told)}"):
+        train_here(tmp_path, *QUICK, f'callbacks.mine={{_target_: {HERE}Does, code: "{code}"}}')
 
 
 def test_tasks_run_on_the_checkpoints_that_are_asked_for(train_here, tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import resource
 import shutil
 import threading
 from concurrent import futures
-from pathlib import Path
 
 import pytest
 import torch
@@ -252,28 +251,6 @@ def test_a_folder_that_was_removed_is_not_made_again(tmp_path):
     with pytest.raises(TrainingError, match=f"step 2 .*{run} was removed while the run trains"):
         run_checkpoints.save(2, *make(), {})
     assert not run.exists()
-
-
-def test_a_published_checkpoint_and_its_names_are_on_the_disk(tmp_path, monkeypatch):
-    """Before the next thing relies on it: files and folder before the rename, then the folders above."""
-    events, fsync, rename = [], os.fsync, os.rename
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd)
-    )
-    monkeypatch.setattr(os, "rename", lambda *paths: events.append(Path(paths[1]).name) or rename(*paths))
-    written = []
-    run_checkpoints = checkpoints(
-        tmp_path / "checkpoints", published=lambda step: written.append(len(events))
-    )
-    run_checkpoints.save(1, *make(), {})
-    named = events.index("step_00000001")
-    before, after = events[:named], events[named + 1 :]
-    temporary = str(tmp_path / "checkpoints" / ".writing_step_00000001")
-    names = {path.name for path in (tmp_path / "checkpoints" / "step_00000001").iterdir()}
-    synced = {name.removesuffix(".tmp") for name in before}  # .metadata gets its name when it is written
-    assert {temporary, *(f"{temporary}/{name}" for name in names)} <= synced
-    assert after == [str(tmp_path / "checkpoints"), str(tmp_path)]
-    assert written == [len(events)]
 
 
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):

@@ -99,6 +99,8 @@ BAD = [
     (["optimizer.beta2=1.0"], ["optimizer.beta2=1.0"]),
     (["optimizer.min_lr_ratio=2"], ["min_lr_ratio=2"]),
     (["optimizer.weight_decay=-1"], ["weight_decay=-1"]),
+    (["optimizer.arguments.betas=[{_args_: [1]}]"], ["optimizer.arguments has _args_"]),
+    (["optimizer.arguments.momentum={_target_: torch.load}"], ["optimizer.arguments has _target_"]),
     (["optimizer.name=sgd"], ["optimizer.name=sgd", "adamw", "muon"]),
     (["optimizer.name=muon"], ["choose optimizer=muon"]),
     (["optimizer=muon", "optimizer.muon_lr=0"], ["optimizer.muon_lr=0"]),

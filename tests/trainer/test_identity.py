@@ -5,14 +5,13 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from data.settings import DataSettings
 from scripts.runs import read_settings
 from trainer import identity
 from trainer.errors import SettingsError
 from trainer.run_directory import RunDirectory
-from trainer.settings import OptimizerSettings, Settings
+from trainer.settings import Settings
 
 SECRET = "s3cret-value-123"
 
@@ -47,13 +46,6 @@ def test_settings_are_read_as_they_were_recorded(tmp_path_factory, prompt, colum
     read = read_settings(RunDirectory(config.parent))
     assert (read.sample_prompt, read.data.column) == (prompt, column)
     assert read.data.validation == {"a": {"b": prompt}}
-
-
-def test_settings_are_read_as_older_versions_recorded_them(tmp_path):
-    data = DataSettings(column="2026-01-01", path="yes", val_path="012", name="1e-3", root="x: y")
-    stored = recorded(seed=10**12, data=data, optimizer=OptimizerSettings(lr=1e-5, eps=1e-300))
-    config = config_in(tmp_path, OmegaConf.to_yaml(OmegaConf.create(stored)))
-    assert identity.read(config) == stored
 
 
 BOMB = "a: &a [x, x]\n" + "".join(

@@ -43,20 +43,6 @@ def test_training_starts_from_the_weights(base, train_here, tmp_path, attention)
             train_here(tmp_path / "run", *FROZEN, "model.max_context=96")
 
 
-def test_a_continued_run_goes_on_from_its_checkpoint_not_from_the_weights(base, train_here, tmp_path):
-    overrides = ("steps=4", f"init_from={base}", "checkpoint_every=2", "sample_tokens=0")
-    whole = train_here(tmp_path / "run", *overrides)
-    for path in (tmp_path / "run" / "checkpoints" / "step_00000004").iterdir():
-        path.unlink()  # the newest is lost; step 2 remains
-    base.rename(tmp_path / "moved")  # they are not needed any more
-    try:
-        continued = train_here(tmp_path / "run", *overrides)
-    finally:
-        (tmp_path / "moved").rename(base)
-    for left, right in zip(whole.llama.parameters(), continued.llama.parameters(), strict=True):
-        assert torch.equal(left, right)
-
-
 def test_weights_that_are_not_those_the_run_left_are_refused(base, train_here, tmp_path):
     shutil.copytree(base.parent, tmp_path / "base")
     weights = tmp_path / "base" / "weights" / "model.safetensors"

@@ -15,13 +15,15 @@ from tests.processes import wait_until
 from trainer import settings
 from trainer import sweep as sweeps
 
-#: Prints what it is given; fails with seed=2; with seed=4 waits until it is asked to stop.
+#: Prints what it is given; fails with seed=2; leaves no DONE with seed=3; with seed=4 waits to be stopped.
 FAKE = """
 echo "GPU $CUDA_VISIBLE_DEVICES, threads $OMP_NUM_THREADS"; echo "$@"
 case "$*" in
 *seed=2*) echo "no luck with this seed"; exit 1;;
+*seed=3*) exit 0;;
 *seed=4*) trap 'exit 143' TERM; echo ready; while true; do sleep 0.05; done;;
 esac
+touch "$(dirname "$(readlink /proc/$$/fd/1)")/DONE"
 """
 
 
@@ -96,13 +98,14 @@ def test_the_runs_get_gpus_and_the_overrides_of_a_run_alone(sweep, tmp_path, mon
 
 
 def test_finished_and_failed_runs_are_told_apart(sweep, tmp_path):
-    code, told = sweep("seed=1,2", "hydra.launcher.jobs=2")
+    code, told = sweep("seed=1,2,3", "hydra.launcher.jobs=2")
     assert code == 1
-    assert "1 of 2 runs finished, 1 failed\n" in told
+    assert "1 of 3 runs finished, 2 failed\n" in told
+    assert "ended with exit code 0" in told
     assert told.count("  no luck with this seed") == 1
     cores = max(1, (os.cpu_count() or 1) // 2)
     assert {name: lines[0] for name, lines in outputs(tmp_path).items()} == {
-        f"experiment-debug+seed-{seed}": f"GPU , threads {cores}" for seed in (1, 2)
+        f"experiment-debug+seed-{seed}": f"GPU , threads {cores}" for seed in (1, 2, 3)
     }
 
 

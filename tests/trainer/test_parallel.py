@@ -77,7 +77,6 @@ def test_with_cuda_graphs_gradients_stay_where_they_are(compose_settings):
             assert parameter.grad is gradient
             torch.testing.assert_close(gradient, times * expected)
         parallel.forget_gradients(torch.optim.SGD(llama.parameters()), hardware)
-        assert not any(map(torch.any, gradients))
 
 
 def test_clipping_returns_the_norm_before():

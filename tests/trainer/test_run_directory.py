@@ -1,9 +1,9 @@
+import itertools
 import json
 import multiprocessing
 import os
 import re
 import subprocess
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ import yaml
 
 from data.files import write_text
 from data.settings import DataSettings
-from sagebwd import SageConfig
 from trainer import identity, seal
 from trainer.errors import TrainingError
 from trainer.run_directory import RunDirectory, append_line, default_name, read_lines, read_metrics
@@ -85,11 +84,6 @@ def test_names_of_different_runs_differ(tmp_path):
         (tmp_path / name).mkdir()  # raises if it is no name
 
 
-def test_names_that_were_possible_before_are_the_same(tmp_path):
-    assert default_name(["x=" + "é" * 118]) == "x-" + "é" * 118
-    assert default_name(["x=" + "é" * 119]) == "x-" + "é" * 108 + "-55434da9"
-
-
 def make_settings(**changes):
     return Settings(**changes)
 
@@ -99,15 +93,6 @@ def opened(path, **settings):
     with directory.locked():
         directory.open(make_settings(**settings))
     return directory
-
-
-def test_settings_that_came_later_have_their_default_in_older_runs(tmp_path):
-    directory = opened(tmp_path / "run", seed=1)
-    (directory.checkpoints / "step_00000001").mkdir(parents=True)
-    older = [line for line in directory.config.read_text().splitlines() if "schedule" not in line]
-    write_text(directory.config, "\n".join(older) + "\n")
-    opened(tmp_path / "run", seed=1)
-    assert "schedule: cosine" in directory.config.read_text()
 
 
 def test_open_refuses_a_run_with_other_settings_and_names_them(tmp_path):
@@ -124,32 +109,6 @@ def test_config_says_what_the_attention_was_whatever_its_preset_comes_to_mean(tm
     stored = yaml.safe_load(directory.config.read_text())["attention"]
     assert "preset" not in stored
     assert (stored["granularity"], stored["block_q"], stored["block_kv"]) == ("block", 32, 64)
-
-
-#: As config.yaml recorded the attention when all backends shared one list of settings.
-OLD_NULLS = dict.fromkeys(["sdpa", "implementation", *(field.name for field in fields(SageConfig))])
-OLD_SAGE = OLD_NULLS | {"backend": "sagebwd", "smooth_k": True, "smooth_q": False, "implementation": "auto"}
-OLD_ACCURATE = OLD_SAGE | {"smooth_k": False, "operand_scales": "token", "granularity": "row"}
-OLD_ACCURATE |= {"int8_matmuls": ["dv", "dq", "dk"], "block_q": 64, "block_kv": 64}
-
-
-@pytest.mark.parametrize(
-    ("old", "same", "other"),
-    [
-        (OLD_NULLS | {"backend": "fpa"}, {"backend": "fpa"}, {"backend": "fpa", "sdpa": "flash"}),
-        (OLD_SAGE, {"backend": "sagebwd"}, {"backend": "sagebwd", "preset": "paper"}),
-        (OLD_SAGE, {"backend": "sagebwd", "preset": "default"}, {"backend": "fpa"}),
-        (OLD_ACCURATE, {"backend": "sagebwd", "preset": "accurate"}, {"backend": "sagebwd"}),
-    ],
-)
-def test_runs_from_before_presets_can_be_resumed(tmp_path, old, same, other):
-    directory = opened(tmp_path / "run", attention={"backend": "fpa"})
-    (directory.checkpoints / "step_00000001").mkdir(parents=True)
-    stored = yaml.safe_load(directory.config.read_text()) | {"attention": old}
-    write_text(directory.config, yaml.safe_dump(stored))
-    with pytest.raises(TrainingError, match=r"attention\.\w+ was"):
-        opened(tmp_path / "run", attention=other)
-    opened(tmp_path / "run", attention=same)
 
 
 def test_settings_may_be_corrected_while_there_is_nothing_to_lose(tmp_path):
@@ -248,8 +207,6 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
             foreign, sealed, make_settings(seed=1, context=64, attention={"backend": "fpa"})
         )
     refused(tmp_path, "seed was 1, is now 2", seed=2, context=32, attention=attention)
-    old = {name: value for name, value in sealed.items() if name != "settings"}  # from before seals had them
-    directory.check_checkpoint(foreign, old, make_settings(seed=2))
 
 
 def finished(path, **settings):
@@ -377,25 +334,6 @@ def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path):
     directory.check()
 
 
-def test_done_is_written_after_all_it_claims_is_on_the_disk(tmp_path, monkeypatch):
-    directory = RunDirectory(tmp_path)
-    directory.weights.mkdir()
-    claimed = [directory.weights / "model.safetensors", directory.weights / "config.json", directory.metrics]
-    for path in claimed:
-        path.touch()
-    synced, fsync = [], os.fsync
-
-    def record(handle):
-        synced.append((os.readlink(f"/proc/self/fd/{handle}"), directory.is_finished))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", record)
-    directory.finish()
-    before = {Path(path) for path, done in synced if not done}
-    assert before >= {*claimed, directory.weights, tmp_path}
-    assert synced[-1] == (str(tmp_path), True)  # DONE's own name
-
-
 DAMAGED_LINES = ["{damaged", "7", "[]", '{"loss": 1.0}', '{"step": "3"}', "\0\0", "\x80"]
 DAMAGED_LINES += ['{"step": 3, "loss": "2.5"}', '{"step": 3, "val_loss/a": [1]}', '{"step": 3, "tokens": {}}']
 DAMAGED_LINES += ['{"step": 3, "loss": ' + "9" * 400 + "}", '{"step": 3, "n": ' + "[" * 100_000 + "}"]
@@ -428,55 +366,97 @@ def test_a_line_that_a_full_disk_cut_short_is_replaced_by_the_next(tmp_path):
     assert read_lines(file) == [{"start": 1}, {"start": 3}]
 
 
-def test_rerun_empties_checkpoints_on_another_disk_and_keeps_the_link(tmp_path):
-    directory, disk = RunDirectory(tmp_path / "run"), tmp_path / "disk"
-    (disk / "step_00000001").mkdir(parents=True)
+@pytest.fixture(params=["here", "on another disk"])
+def ended(tmp_path, request):
+    """A finished run with a checkpoint and, beside it, what no run writes."""
+    directory = RunDirectory(tmp_path / "run")
     directory.path.mkdir()
-    directory.checkpoints.symlink_to(disk)
-    directory.finish()
-    opened(directory.path, rerun_finished=True)
-    assert directory.checkpoints.is_symlink()
-    assert list(disk.iterdir()) == []
+    if request.param == "on another disk":
+        (tmp_path / "disk").mkdir()
+        directory.checkpoints.symlink_to(tmp_path / "disk")
+    (directory.checkpoints / "step_00000008").mkdir(parents=True)
+    (directory.checkpoints / "step_00000008" / "seal.json").write_text("{}")
+    for place in (directory.path, directory.checkpoints):
+        (place / "notes.txt").write_text("mine")
+    directory.wandb_id.write_text("abcd")
+    return whole(directory.path, seed=1)
 
 
-def test_rerun_deletes_nothing_that_a_link_leads_to(tmp_path):
-    """A run directory may come from somebody else; only checkpoints have a reason to lie elsewhere."""
-    directory, elsewhere = RunDirectory(tmp_path / "run"), tmp_path / "elsewhere"
-    (elsewhere / "models").mkdir(parents=True)
-    (elsewhere / "notes.txt").touch()
-    directory.path.mkdir()
-    links = (directory.weights, directory.exports, directory.profile)
-    for link in (directory.checkpoints, *links):
-        link.symlink_to(elsewhere)
-    directory.finish()
-    opened(directory.path, rerun_finished=True)
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["models", "notes.txt"]
-    assert directory.checkpoints.is_symlink()
-    assert not any(link.is_symlink() for link in links)
+def contents(folder):
+    names = [(inside, name) for inside, _, files in os.walk(folder, followlinks=True) for name in files]
+    return {path: path.read_bytes() for path in (Path(*name) for name in names) if path.name != ".lock"}
 
 
-def test_a_lock_that_is_a_link_empties_no_file(tmp_path):
-    directory, victim = RunDirectory(tmp_path / "run"), tmp_path / "victim"
-    victim.write_text("precious")
-    directory.path.mkdir()
-    (directory.path / ".lock").symlink_to(victim)
+def begin_again(directory, error=None):
     with directory.locked():
-        pass
-    assert victim.read_text() == "precious"
+        directory.open(make_settings(seed=2, rerun_finished=True))
+        directory.note_environment(torch.device("cpu"), 1)
+        directory.metrics.write_text('{"step": 1}\n')
+        directory.note_divergence(1)
+        if error:
+            raise error
 
 
-def test_rerun_clears_only_a_finished_run(tmp_path):
+def test_a_finished_run_is_there_again_if_the_new_one_ends_before_a_checkpoint(ended, monkeypatch):
+    before, rename, moves = contents(ended.path), os.rename, iter(())
+
+    def killed_after_some_moves(*paths):
+        if next(moves, None) is None:
+            raise KeyboardInterrupt
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", killed_after_some_moves)
+    for count in itertools.count():
+        moves = iter(range(count))
+        with pytest.raises((KeyboardInterrupt, TrainingError)) as caught:
+            begin_again(ended, TrainingError("no such optimizer"))
+        moves = itertools.repeat("as many as it takes")
+        if caught.type is TrainingError:
+            break
+        with ended.locked():
+            assert contents(ended.path) == before
+    assert count > 10
+    assert contents(ended.path) == before
+    begin_again(ended)  # and is killed
+    assert not ended.is_finished
+    with ended.locked():
+        assert contents(ended.path) == before
+    ended.check()
+
+
+def test_a_finished_run_goes_when_the_new_one_has_a_checkpoint(ended):
+    linked = ended.checkpoints.is_symlink()
+    begin_again(ended)
+    (ended.checkpoints / "step_00000001").mkdir(parents=True)
+    ended.note_checkpoint(1)
+    assert (ended.checkpoints.is_symlink(), seal.steps_in(ended.checkpoints)) == (linked, [1])
+    there = {".lock", ".saved", "DIVERGED", "checkpoints", "config.yaml", "environment.jsonl"}
+    assert {path.name for path in ended.path.iterdir()} == there | {"metrics.jsonl", "notes.txt"}
+    assert (ended.checkpoints / "notes.txt").exists()
+
+
+def test_only_a_finished_run_is_trained_again(tmp_path):
     directory = opened(tmp_path, seed=1)
-    for path in (directory.metrics, directory.spikes, directory.probe_plot):
-        path.write_text('{"step": 1}\n')
-    directory.profile.mkdir()
+    directory.metrics.write_text('{"step": 1}\n')
     opened(tmp_path, seed=1, rerun_finished=True)
     assert directory.metrics.exists()
+
+
+def test_what_a_killed_process_left_is_removed_and_no_result(tmp_path):
+    directory = whole(tmp_path)
+    for name in ("config.yaml.77.tmp", "weights/model.safetensors.77.tmp", "weights/notes.tmp"):
+        (tmp_path / name).touch()
+    opened(tmp_path)
     directory.finish()
-    opened(tmp_path, seed=2, rerun_finished=True)
-    gone = (directory.metrics, directory.spikes, directory.probe_plot, directory.profile)
-    assert not any(path.exists() for path in gone)
-    assert not directory.is_finished
+    assert [path.name for path in tmp_path.rglob("*.tmp")] == ["notes.tmp"]
+    assert ".77.tmp" not in (tmp_path / "DONE").read_text()
+
+
+def test_a_damaged_line_of_the_environment_is_found_at_the_start(tmp_path):
+    directory = opened(tmp_path)
+    directory.environment.write_text('{"torch": "2"}\n{damaged\n{"torch": "2"}\n')
+    with pytest.raises(TrainingError, match=r"line 2 of .*environment.jsonl is damaged .*delete that line"):
+        opened(tmp_path)
 
 
 def test_every_start_notes_its_environment(tmp_path):

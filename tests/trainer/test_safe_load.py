@@ -177,13 +177,3 @@ def test_a_flipped_bit_anywhere_in_the_metadata_ends_in_no_other_error(saved):
         except TrainingError:
             continue
         assert len(state_of(model, optimizer)) == len(expected)
-
-
-def test_checkpoints_from_before_seals_had_settings_are_read(saved):
-    """As a version without checksums of the seal wrote them."""
-    folder, expected = saved
-    old = seal.read(folder)
-    (folder / seal.FILE).write_text(seal.json.dumps(old, indent=1))
-    model, optimizer = make(seed=1)
-    assert checkpoints(folder.parent).load_newest(model, optimizer)["step"] == 1
-    assert_same(state_of(model, optimizer), expected)

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from tests.cli import assert_same_weights, losses, metrics
 from tests.trainer import conftest
 from tests.trainer.conftest import CONFIGS
-from trainer import settings, sweep
-from trainer.errors import SettingsError, TrainingError
+from trainer import seal, settings, sweep
+from trainer.errors import TrainingError
 from trainer.estimate import describe
-from trainer.run_directory import RunDirectory
+from trainer.run_directory import RunDirectory, append_line
 from trainer.start import inherited
 
 QUICK = ("sample_tokens=0", "probe.every=0", "checkpoint_every=2")
@@ -40,6 +40,20 @@ def train(typed, datasets, monkeypatch):
         return conftest.train(typed(f"data.root={datasets}", *overrides), monkeypatch).directory.path
 
     return trained
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("trunk")
+
+
+@pytest.fixture
+def trunk(kept, train):
+    """A run of eight steps with a checkpoint at every second one, made by the first test that needs it."""
+    run = kept / "run"
+    if not run.exists():
+        train("experiment=debug", *QUICK, "steps=8", "keep_checkpoints=9", f"run_dir={run}")
+    return run
 
 
 # ---------------------------------------------------------------------- a finished run with more steps
@@ -76,21 +90,33 @@ def test_a_shorter_run_is_another(train, typed, tmp_path):
         RunDirectory(run).is_finished_with(typed(*constant, "steps=4"))
 
 
+MISTAKES = {  # what is typed, and what the error has of it
+    ("optimizer._target_=torch.optim.Nothing",): "Nothing",
+    ("callbacks.mine._target_=nothing.Here",): "nothing.Here",
+    ("init_from=TRUNK/weights", "model.n_layers=1"): "use model.n_layers=2",
+    ("data=text", "data.path=TRUNK/.lock"): "has no text",
+    ("attention=sagebwd", "attention.kernels=hopper"): "cannot run on cpu",
+    ("init_from=RUN/weights",): "give this run another run_dir",
+    ("branch_from=RUN",): "give this run another run_dir",
+}
+
+
+def test_a_mistake_in_training_again_costs_no_run(train, trunk, tmp_path):
+    run = shutil.copytree(trunk, tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    again = ("experiment=debug", *QUICK, "steps=6", f"run_dir={run}", "rerun_finished=true")
+    for mistake, told in MISTAKES.items():
+        typed = [one.replace("TRUNK", str(trunk)).replace("RUN", str(run)) for one in mistake]
+        with pytest.raises(TrainingError, match=told):
+            train(*again, *typed)
+        assert before == {path: path.read_bytes() for path in before}, mistake
+        assert not (run / ".before").exists()
+    train(*again)
+    assert len(losses(run)) == len(losses(trunk)) - 2
+    assert not (run / ".before").exists()
+
+
 # ---------------------------------------------------------------------- a branch
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    return tmp_path_factory.mktemp("trunk")
-
-
-@pytest.fixture
-def trunk(kept, train):
-    """A run of eight steps with a checkpoint at every second one, made by the first test that needs it."""
-    run = kept / "run"
-    if not run.exists():
-        train("experiment=debug", *QUICK, "steps=8", "keep_checkpoints=9", f"run_dir={run}")
-    return run
 
 
 def test_a_branch_that_changes_nothing_is_its_run(train, trunk, tmp_path):
@@ -147,21 +173,59 @@ def test_a_branch_resumes_from_its_own_checkpoint(train, trunk, tmp_path):
     assert OmegaConf.load(branch / "config.yaml").branch_step == 8
 
 
-def test_a_branch_takes_no_code_from_its_run(trunk, typed, tmp_path):
+def test_a_branch_takes_no_code_from_its_run(trunk, train, typed, tmp_path):
     stranger = shutil.copytree(trunk, tmp_path / "stranger")
     recorded = OmegaConf.load(stranger / "config.yaml")
+    code = {"_target_": "os.system", "command": f"touch {tmp_path / 'ran'}"}
+    recorded.optimizer.arguments, recorded.callbacks = {"betas": code}, {"a": code}
+    recorded.data.root, recorded.logger.project = str(tmp_path / "theirs"), "theirs"
+    OmegaConf.save(recorded, stranger / "config.yaml")
+    sealed = stranger / "checkpoints" / "step_00000008" / "seal.json"
+    contents = seal.read_file(sealed) | {"settings": OmegaConf.to_container(recorded)}
+    sealed.write_text(seal.dumps(contents))
+    train(f"branch_from={stranger}", "steps=9", f"run_dir={tmp_path / 'branch'}")
+    assert not (tmp_path / "ran").exists()
     recorded.optimizer._target_ = "os.system"
-    recorded.callbacks = {"a": {"_target_": "os.system"}}
     recorded.sample_prompt = recorded.data.tokenizer = "${oc.env:HOME}"
     OmegaConf.save(recorded, stranger / "config.yaml")
-    found = typed(f"branch_from={stranger}")
-    assert (found.optimizer._target_, found.callbacks) == (None, {})
+    found = typed(f"branch_from={stranger}", "optimizer._target_=torch.optim.NAdam")
+    assert (found.optimizer._target_, found.optimizer.arguments) == ("torch.optim.NAdam", {})
+    assert (found.callbacks, found.data.root, found.logger) == ({}, "tokens", typed().logger)
     assert found.sample_prompt == found.data.tokenizer == "${oc.env:HOME}"
+
+
+LINKS = """.lock .saved .wandb_id .before DONE DIVERGED config.yaml metrics.jsonl spikes.jsonl
+    environment.jsonl log.txt loss.png config.yaml.7.tmp tensorboard profile export weights/config.json
+    weights weights/model.safetensors weights/tokenizer.json"""
+
+
+@pytest.mark.parametrize("name", LINKS.split())
+def test_links_in_the_run_of_a_stranger_lead_nowhere(train, trunk, tmp_path, name):
+    run, outside = shutil.copytree(trunk, tmp_path / "run"), tmp_path / "outside"
+    link = run / name
+    shutil.move(link, outside) if link.exists() else outside.write_text('{"step": 1}\n')
+    link.symlink_to(outside)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    debug = ("experiment=debug", *QUICK, "steps=8")
+    for command in [
+        (*debug, f"run_dir={run}"),
+        (*debug, f"run_dir={run}", "rerun_finished=true"),
+        (*debug, f"init_from={run / 'weights'}", f"run_dir={tmp_path / 'new'}"),
+        *[(f"branch_from={run}", "steps=9", f"run_dir={tmp_path / 'new'}")] * (name == "config.yaml"),
+    ]:
+        with pytest.raises(TrainingError, match=rf"{link} is (a link|no regular file)"):
+            train(*command)
+    with pytest.raises(ValueError, match="is a link"):
+        RunDirectory(run).records()
+    with pytest.raises(OSError, match=name):
+        append_line(link, {"step": 2})
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 REFUSED = [
     (("model.n_layers=1",), "model.n_layers=2"),
     (("optimizer=muon",), "optimizer.name=adamw"),
+    (("optimizer._target_=torch.optim.NAdam",), "takes no code from its run: give optimizer._target_"),
     (("data.tokenizer=gpt2", "model.vocab_size=50304"), "data.tokenizer=bytes"),
     (("branch_step=5",), "no checkpoint of step 5; there: 2, 4, 6, 8"),
     ((), "has done all 8 steps of this run; raise steps"),
@@ -201,16 +265,6 @@ def test_weights_of_others_bring_the_tokenizer_beside_them(typed, trunk, tmp_pat
     assert typed(f"init_from={folder}").data.tokenizer == str(folder)
     (folder / "tokenizer.json").unlink()
     assert typed(f"init_from={folder}", "data=embedded").data.tokenizer == "bytes"
-
-
-def test_a_shape_that_was_typed_is_compared_with_the_weights(train, trunk, tmp_path):
-    with pytest.raises((TrainingError, SettingsError), match=r"use model\.d_ffn=96"):
-        train(
-            "experiment=debug",
-            f"init_from={trunk / 'weights'}",
-            "model.d_ffn=64",
-            f"run_dir={tmp_path / 'run'}",
-        )
 
 
 def test_a_run_that_has_begun_does_not_need_the_weights_it_began_with(train, trunk, tmp_path):
