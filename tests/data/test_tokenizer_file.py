@@ -86,14 +86,36 @@ def test_the_dataset_is_known_by_the_content_of_the_file(folder, tmp_path):
     assert names == ["book-elsewhere", "book-elsewhere", "book-my-tokenizer"]
 
 
-def test_the_only_special_token_ends_a_text_and_no_text_spells_the_end(tmp_path):
+@pytest.mark.parametrize("kind", ["Unigram", "Bpe"])
+def test_a_text_that_spells_a_special_token_is_text(tmp_path, kind):
+    """Also where special tokens are among the model's, as in files converted from sentencepiece."""
+    made = huggingface.Tokenizer(models.Unigram() if kind == "Unigram" else models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), huggingface.decoders.Metaspace()
+    special = {"special_tokens": ["<s>", "</s>", "<unk>"], "show_progress": False}
+    special |= {"unk_token": "<unk>"} if kind == "Unigram" else {}
+    texts = ["<s>price</s> <unk>", "the price of a thing </s>"] * 9
+    made.train_from_iterator(texts, getattr(trainers, f"{kind}Trainer")(**special))
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    loaded = tokenizers.load(str(tmp_path))
+    for text in ("<s>price</s>", "</s></s>", "the <unk> of </s>"):
+        ids = loaded.encode(text)
+        assert not {*ids} & {0, 1, 2}
+        assert loaded.decode(ids) == text
+    assert loaded.encode("the price of a thing") == made.encode("the price of a thing").ids
+    assert loaded.unknown == loaded.encode("the 語")[-1] == 2
+
+
+def test_what_ends_a_text(tmp_path):
     made = huggingface.Tokenizer(models.WordLevel({"a": 0, "end": 1, "?": 2}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "end"}')  # a word, not a special token
-    with pytest.raises(ValueError, match=r"a text spells end, which .*tokenizer\.json takes for the end"):
-        tokenizers.load(str(tmp_path)).encode("a end a")
-    made.add_special_tokens(["<end>"])
+    assert tokenizers.load(str(tmp_path)).encode("a end a") == [0, 2, 2, 0]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "?"}')
+    with pytest.raises(ValueError, match=r"no tokens for a part of a text but \?, which ends a text"):
+        tokenizers.load(str(tmp_path)).encode("b")
+    made.add_special_tokens(["<end>"])  # the only one
     made.save(str(tmp_path / "mine.json"))
     (tmp_path / "tokenizer_config.json").unlink()
     assert tokenizers.load(str(tmp_path / "mine.json")).end_of_text == 3
