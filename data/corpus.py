@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import math
 import shlex
 from dataclasses import asdict, dataclass
@@ -19,8 +18,6 @@ from data.tokenizers import Tokenizer
 from data.tokens import TokenShards
 
 FULL_CHECK_LIMIT = 1 << 30  # bytes of shards; up to this, opening verifies them, beyond it reading does
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def _joined(manifests: dict[str, Manifest], weights: dict[str, int]) -> Manifest
     }
     shards = {split: [shard for one in manifests.values() for shard in one.shards[split]] for split in SPLITS}
     fingerprint = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
-    return Manifest(fingerprint, made, first.vocab_size, shards, [])
+    return Manifest(fingerprint, made, first.vocab_size, shards, [], {})
 
 
 def _open(one: Recipe, limit_mb: int) -> Opened:
@@ -113,11 +110,6 @@ def _open(one: Recipe, limit_mb: int) -> Opened:
         train, val = (TokenShards.open(one.folder, manifest, split, full=full) for split in SPLITS)
     except OSError as error:
         raise ValueError(f"{error}:\n    {command(one)}") from None
-    if not full and not all(shard.chunks for split in SPLITS for shard in manifest.shards[split]):
-        old = (
-            "%s has no checksums by chunk, and is read unverified. To verify it and add them: %s verify=true"
-        )
-        log.info(old, one.folder, command(one))
     return Opened(manifest, train, val)
 
 

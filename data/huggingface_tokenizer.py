@@ -4,12 +4,13 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from data.files import write_text
 
@@ -23,10 +24,11 @@ class TokenizerFile:
     """A tokenizer.json that can be used, and the token that ends a document."""
 
     path: Path
-    tokenizer: tokenizers.Tokenizer  # without truncation and padding; special tokens in a text are text
+    tokenizer: tokenizers.Tokenizer  # without truncation and padding; what spells a special token is text
     sha256: str
     vocab_size: int  # the largest id and one
     end_of_text: str
+    unknown: int  # the id of what has no other, -1 if there is none
 
     @property
     def identity(self) -> dict[str, str]:
@@ -63,8 +65,30 @@ def _described(file: Path, content: str, config: str) -> TokenizerFile:
         raise ValueError(f"{file} has no token {end_of_text!r}, the eos_token of {CONFIG_FILE}; correct that")
     loaded.no_truncation()
     loaded.no_padding()
+    _take_special_tokens_for_text(loaded, end_of_text)
+    model = json.loads(content)["model"]
+    unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
+    if unknown in (None, vocabulary[end_of_text]):  # which no text may be encoded as
+        unknown = -1
+    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    return TokenizerFile(file, loaded, sha256, size, end_of_text, unknown)
+
+
+def _take_special_tokens_for_text(loaded: tokenizers.Tokenizer, end_of_text: str) -> None:
+    """From now on a text that spells a special token is encoded as any other, by further tokens.
+
+    Sentencepiece's models have special tokens among the tokens of text, and their library keeps apart what
+    spells one. Here its first character is split from the others, so that the model does not see it whole.
+    """
+    loaded.add_special_tokens([end_of_text])
     loaded.encode_special_tokens = True
-    return TokenizerFile(file, loaded, hashlib.sha256(content.encode()).hexdigest(), size, end_of_text)
+    special = [token.content for token in loaded.get_added_tokens_decoder().values() if token.special]
+    spelled = [name for name in special if len(name) > 1 and loaded.model.token_to_id(name) is not None]
+    if spelled:
+        first = Regex("|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in spelled))
+        split = pre_tokenizers.Split(first, "merged_with_previous")
+        before = [loaded.pre_tokenizer] if loaded.pre_tokenizer else []
+        loaded.pre_tokenizer = pre_tokenizers.Sequence([*before, split])
 
 
 def _end_of_text(file: Path, loaded: tokenizers.Tokenizer, config: str) -> str:

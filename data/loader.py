@@ -145,12 +145,6 @@ def evaluation_batches(
         yield stack_sequences(tokens, indices, context, separator=separator)
 
 
-def evaluation_targets(tokens: TokenShards, *, context: int, sequences: int) -> np.ndarray:
-    """The targets of all ranks' `evaluation_batches`, in order, one after the other, as stored."""
-    used = min(count_sequences(tokens, context), sequences)
-    return tokens.window(1, used * context)
-
-
 def _sequences_of_an_epoch(tokens: TokenShards, context: int, wanted: int | None) -> int:
     available = count_sequences(tokens, context)
     if wanted is not None and not 1 <= wanted <= available:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.tracebacks import hide_tracebacks
@@ -26,7 +26,7 @@ from data import recipe, tokenizers, workers
 from data.files import checksums, identified_whole
 from data.recipe import Recipe
 from data.settings import DataSettings, options, register_options
-from data.shards import SPLITS, Manifest, UnitRecord, chunk_checksums
+from data.shards import COUNTS, SPLITS, Manifest, UnitRecord
 from data.tokenizers import id_dtype, vocabulary_size
 from data.tokens import TokenShards
 
@@ -95,6 +95,8 @@ def _prepare(made: Recipe) -> Manifest:
         *(f"{count(split):,}" for split in SPLITS for count in (manifest.tokens, manifest.documents)),
         time.perf_counter() - start,
     )
+    for loss in manifest.losses():
+        log.warning("%s: %s", made.folder, loss)
     return manifest
 
 
@@ -120,14 +122,16 @@ def _collect(made: Recipe) -> Manifest:
     files = [*made.files[0], *made.files[1]]
     read = [] if identified_whole(files) else checksums(files)
     vocab_size = vocabulary_size(made.settings.tokenizer)
-    return Manifest(made.fingerprint, made.description, vocab_size, shards, read)
+    counts = {name: sum(record.counts[name] for record in records) for name in COUNTS}
+    return Manifest(made.fingerprint, made.description, vocab_size, shards, read, counts)
 
 
 def _check_totals(manifest: Manifest, made: Recipe) -> None:
     found, wanted = sum(map(manifest.documents, SPLITS)), made.settings.documents
-    if wanted is not None and found != wanted:
+    rows = found + manifest.counts["skipped"]
+    if wanted is not None and rows != wanted:
         raise ValueError(
-            f"{made.folder} has {found:,} documents instead of {made.where}.documents={wanted:,}: part of it "
+            f"{made.folder} has {rows:,} documents instead of {made.where}.documents={wanted:,}: part of it "
             "is missing or it has changed. Delete the folder and prepare it again, or set "
             f"{made.where}.documents=null to accept any number"
         )
@@ -178,19 +182,9 @@ def run(settings: PrepareSettings) -> None:
             _check_source(made, manifest)
             for split in SPLITS:
                 TokenShards.open(made.folder, manifest, split, full=True)
-            _add_chunks(made.folder, manifest)
         state = "verified" if settings.verify else "ready"
-        print(f"{made.folder}: {state}, {manifest.tokens('train'):,} + {manifest.tokens('val'):,} tokens")
-
-
-def _add_chunks(folder: Path, manifest: Manifest) -> None:
-    """Give shards of an older version, which are verified, their checksums by chunk."""
-    shards = {
-        split: [replace(one, chunks=one.chunks or chunk_checksums(folder / one.name)) for one in shards]
-        for split, shards in manifest.shards.items()
-    }
-    if shards != manifest.shards:
-        replace(manifest, shards=shards).write(folder)
+        tokens = f"{manifest.tokens('train'):,} + {manifest.tokens('val'):,} tokens"
+        print("; ".join([f"{made.folder}: {state}, {tokens}", *manifest.losses()]))
 
 
 def _check_source(made: Recipe, manifest: Manifest) -> None:

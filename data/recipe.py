@@ -22,13 +22,13 @@ from data.files import identity, matching
 from data.mixture import whole_weights
 from data.settings import MIXTURE, DataSettings, sources, values_of
 from data.shards import FILE, Manifest
-from data.sources import Source, Unit, effective_fraction, openwebtext
+from data.sources import Source, Unit, effective_fraction
 from data.tokenizers import VOCABULARY_SIZES, tokenizer_identity, vocabulary_size
 
 SOURCES: dict[str, Source] = {
     name: importlib.import_module(f"data.sources.{name}").SOURCE for name in sources()
 }
-FORMAT = 1  # raise it whenever the same text would give different shards
+FORMAT = 2  # raise it whenever the same text would give different shards
 
 # What a text with a name can set, and how a value is read. DATASET it has from `data=SOURCE` if it does not.
 DATASET = {**dict.fromkeys(("name", "config", "split", "val_split", "revision"), str), "documents": int}
@@ -140,16 +140,13 @@ class Recipe:
         text = {"files": identity(files), "val_files": identity(val_files)} if is_here else {}
         places = ("path", "val_path") if is_here else ()
         text |= {key: getattr(self.settings, key) for key in self.source.settings if key not in places}
-        units = None if self.is_dataset else len(self.units)
-        if self.settings.source == "openwebtext":  # as it was called when it was the only dataset
-            text["repository"], units = text.pop("name"), openwebtext.FILES
         return {
             "format": FORMAT,
             "source": self.settings.source,
             "identity": text,
             "tokenizer": tokenizer_identity(self.settings.tokenizer),
             "held_out": self.val_fraction,
-            "units": units,
+            "units": None if self.is_dataset else len(self.units),
         }
 
     @cached_property

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from operator import index
 from pathlib import Path
@@ -16,6 +17,9 @@ from data.tokenizers import id_dtype
 SPLITS = ("train", "val")
 FILE = "manifest.json"
 CHUNK = 64 << 10  # bytes of a shard that have a checksum of their own
+# What is counted besides: documents without text, which are skipped; unknown tokens; texts that were decoded
+# again, and those of them that had changed. A text is a document, or a part of one that is read in parts.
+COUNTS = ("skipped", "unknown", "decoded", "changed")
 
 
 @dataclass(frozen=True)
@@ -26,17 +30,24 @@ class Shard:
     tokens: int
     documents: int  # end-of-text tokens in it
     sha256: str
-    chunks: str = ""  # `chunk_checksums`, which older shards do not have
+    chunks: str  # `chunk_checksums`
+    texts: str = ""  # of validation text: tokens and source bytes of each text, eight hexadecimal digits each
 
     @staticmethod
     def from_json(content: Any) -> "Shard":
         """What `asdict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         name = Path(content["name"]).name  # never a file elsewhere
-        chunks = content.get("chunks", "")
-        bytes.fromhex(chunks)
-        return Shard(
-            name, index(content["tokens"]), index(content["documents"]), str(content["sha256"]), chunks
-        )
+        tokens, documents = index(content["tokens"]), index(content["documents"])
+        shard = Shard(name, tokens, documents, *(str(content[key]) for key in ("sha256", "chunks", "texts")))
+        bytes.fromhex(shard.chunks)
+        if shard.texts and shard.sizes[:, 0].sum() != tokens:
+            raise ValueError(f"{name}: its texts do not have its {tokens} tokens")
+        return shard
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens and source bytes of each text of validation, int64, (texts, 2)."""
+        return np.frombuffer(bytes.fromhex(self.texts), ">u4").reshape(-1, 2).astype(np.int64)
 
     def is_intact_in(self, folder: Path, ids: np.dtype) -> bool:
         """Whether the file exists with its full size."""
@@ -50,6 +61,7 @@ class UnitRecord:
 
     fingerprint: str  # of the recipe it was made by
     shards: dict[str, Shard | None]  # by split; None where the unit has no token for it
+    counts: dict[str, int]  # COUNTS
 
     @staticmethod
     def read(folder: Path, index: int) -> "UnitRecord | None":
@@ -61,7 +73,7 @@ class UnitRecord:
         try:
             shards = {split: content["shards"][split] for split in SPLITS}
             described = {split: one if one is None else Shard.from_json(one) for split, one in shards.items()}
-            return UnitRecord(content["fingerprint"], described)
+            return UnitRecord(content["fingerprint"], described, _counts(content))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file} is damaged ({error}); delete it and run data.prepare again, to make its unit anew"
@@ -80,6 +92,7 @@ class Manifest:
     vocab_size: int
     shards: dict[str, list[Shard]]  # by split, in order
     source_files: list[dict]  # data.files.checksums of what was read; none if the recipe has them
+    counts: dict[str, int]  # COUNTS
 
     @staticmethod
     def read(folder: Path) -> "Manifest | None":
@@ -94,7 +107,8 @@ class Manifest:
                 content["recipe"],
                 index(content["vocab_size"]),
                 {split: [*map(Shard.from_json, content["splits"][split]["shards"])] for split in SPLITS},
-                [*map(dict, content.get("source_files", []))],  # which older manifests do not have
+                [*map(dict, content["source_files"])],
+                _counts(content),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -118,6 +132,7 @@ class Manifest:
             "ids": f"unsigned {8 * self.ids.itemsize}-bit integers, little-endian",
             "splits": splits,
             "source_files": self.source_files,
+            "counts": self.counts,
         }
         write_json(folder / FILE, content)
 
@@ -138,11 +153,27 @@ class Manifest:
     def documents(self, split: str) -> int:
         return sum(shard.documents for shard in self.shards[split])
 
+    def losses(self) -> Iterator[str]:
+        """What of the source is not in the tokens, for people."""
+        skipped, unknown, decoded, changed = (self.counts[name] for name in COUNTS)
+        if skipped:
+            yield f"{skipped:,} documents without text were skipped"
+        if changed:
+            share = changed / max(decoded, 1)
+            yield f"{share:.2%} of the {decoded:,} texts looked at are not the same when they are decoded"
+        if unknown:
+            share = unknown / max(sum(map(self.tokens, SPLITS)), 1)
+            yield f"{share:.2%} of the tokens are unknown ones"
+
 
 def chunk_checksums(file: Path) -> str:
     """The CRC-32 of each CHUNK bytes of a file: eight hexadecimal digits each, one behind the other."""
     with file.open("rb") as handle:
         return "".join(f"{zlib.crc32(chunk):08x}" for chunk in iter(lambda: handle.read(CHUNK), b""))
+
+
+def _counts(content: Any) -> dict[str, int]:
+    return {name: index(content["counts"][name]) for name in COUNTS}
 
 
 def _record_file(folder: Path, index: int) -> Path:

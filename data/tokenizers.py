@@ -55,6 +55,7 @@ class Tokenizer(ABC):
     vocab_size: int
     end_of_text: int  # never the id of any text, not even of text that spells its name
     end_of_text_name: str = END_OF_TEXT
+    unknown: int = -1  # the id of what has no other; -1: none, the tokenizer encodes any text
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end-of-text."""
@@ -208,6 +209,7 @@ class FromFile(Tokenizer):
         self.vocab_size = file.vocab_size
         self.end_of_text_name = file.end_of_text
         self.end_of_text = self._tokenizer.token_to_id(file.end_of_text)
+        self.unknown = file.unknown
 
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
         try:
@@ -219,8 +221,8 @@ class FromFile(Tokenizer):
         joined = np.concatenate(ids) if ids else np.zeros(0, np.uint32)
         if self.end_of_text in joined:
             raise ValueError(
-                f"a text spells {self.end_of_text_name}, which {self.name} takes for the end of the text; "
-                "remove it from the text, or make it a special token of the tokenizer"
+                f"{self.name} has no tokens for a part of a text but {self.end_of_text_name}, which ends a "
+                "text; remove that character from the text, or give another tokenizer or eos_token"
             )
         return joined, ends
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -13,11 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from data import tokenizers
-from data.shards import SPLITS, Shard, UnitRecord, chunk_checksums
-from data.sources import Unit, in_validation
-from data.tokenizers import id_dtype
+from data.shards import COUNTS, SPLITS, Shard, UnitRecord, chunk_checksums
+from data.sources import Batch, Unit, in_validation
+from data.tokenizers import Tokenizer, id_dtype, utf8
+
+DECODED_WHOLE = 16 << 20  # bytes of a unit, all texts of which are decoded again to compare; else every 64th
 
 # Called with the bytes of text just processed.
 Report = Callable[[int], None]
@@ -34,9 +39,14 @@ class ShardWriter:
         self._digest = hashlib.sha256()
         self._tokens = 0
         self._documents = 0
+        self._texts: list[str] = []
 
-    def write(self, ids: np.ndarray, documents: int) -> None:
-        """Append ids in which `documents` documents end. Raises TypeError if their dtype may not fit."""
+    def write(self, ids: np.ndarray, documents: int, texts: np.ndarray) -> None:
+        """Append ids in which `documents` documents end. Raises TypeError if their dtype may not fit.
+
+        texts: Shard.sizes of them; none where they are not needed.
+        """
+        self._texts.append(texts.astype(">u4").tobytes().hex())
         content = memoryview(np.ascontiguousarray(ids.astype(self.ids, casting="safe", copy=False))).cast("B")
         self._digest.update(content)
         while content:  # an unbuffered write may take only a part, at most 2 GiB
@@ -53,7 +63,7 @@ class ShardWriter:
             return None
         os.replace(self.temporary, self.file)
         digest, chunks = self._digest.hexdigest(), chunk_checksums(self.file)
-        return Shard(self.file.name, self._tokens, self._documents, digest, chunks)
+        return Shard(self.file.name, self._tokens, self._documents, digest, chunks, "".join(self._texts))
 
     def discard(self) -> None:
         self._handle.close()
@@ -74,8 +84,8 @@ class Task:
     def run(self, report: Report) -> None:
         """Tokenize the unit into its shards, then write the record that they are complete.
 
-        Raises ValueError for unusable text and OSError for a failing or full disk; then the unit counts as
-        not done.
+        Raises ValueError for unusable text, also if the tokenizer has no tokens for it, and OSError for a
+        failing or full disk; then the unit counts as not done.
         """
         tokenizer = _tokenizer(self.tokenizer)
         writers: dict[str, ShardWriter] = {}
@@ -83,20 +93,25 @@ class Task:
             for split in SPLITS:
                 name = f"{split}_{self.index:05d}.bin"
                 writers[split] = ShardWriter(self.folder, name, id_dtype(tokenizer.vocab_size))
-            first = 0
+            first, inside, counts = 0, False, Counter(dict.fromkeys(COUNTS, 0))
             for batch in self.unit.batches():
-                ids, lengths = tokenizer.encode_documents(batch.texts)
+                texts = _with_text(batch, inside)
+                ids, lengths = tokenizer.encode_documents(texts)
+                counts["skipped"] += len(batch.texts) - len(texts)
+                counts.update(self._lost(tokenizer, texts, ids, lengths, first))
                 ended = len(lengths) - batch.continues
                 if batch.continues:  # the document goes on: remove its end-of-text
                     ids = ids[:-1]
                     lengths[-1] -= 1
                 to_val = self._to_validation(first, len(lengths))
-                for split, chosen in (("train", ~to_val), ("val", to_val)):
-                    writers[split].write(ids[np.repeat(chosen, lengths)], int(chosen[:ended].sum()))
-                first += ended
+                sizes = np.stack([lengths, np.diff(utf8(texts)[1])], axis=1)
+                for split, chosen, described in (("train", ~to_val, []), ("val", to_val, to_val)):
+                    documents = int(chosen[:ended].sum())
+                    writers[split].write(ids[np.repeat(chosen, lengths)], documents, sizes[described])
+                first, inside = first + ended, batch.continues
                 report(batch.texts.nbytes)
             shards = {split: writer.finish() for split, writer in writers.items()}
-            UnitRecord(self.fingerprint, shards).write(self.folder, self.index)
+            UnitRecord(self.fingerprint, shards, dict(counts)).write(self.folder, self.index)
         except OSError as error:
             raise _disk_error(self.folder, error) from error
         finally:
@@ -108,6 +123,35 @@ class Task:
         if self.unit.split is None:
             return in_validation(self.index, first, count, self.fraction)
         return np.full(count, self.unit.split == "val")
+
+    def _lost(
+        self, tokenizer: Tokenizer, texts: pa.Array, ids: np.ndarray, lengths: np.ndarray, first: int
+    ) -> dict[str, int]:
+        """What of some documents their ids do not have: COUNTS. first: the number of documents before.
+
+        Raises ValueError for a text that has no tokens.
+        """
+        for empty in np.flatnonzero(lengths == 1):
+            text = texts[empty].as_py()
+            if any(character.isprintable() and not character.isspace() for character in text):
+                raise ValueError(
+                    f"{tokenizer.name} has no tokens for a text, which would be lost: {text[:40]!r}. Give "
+                    "another data.tokenizer: gpt2 and bytes have tokens for any text"
+                )
+        step = 1 if 0 < self.unit.text_bytes <= DECODED_WHOLE else 64
+        decoded, starts = range(-first % step, len(texts), step), np.cumsum(lengths) - lengths
+        again = (tokenizer.decode(ids[starts[i] : starts[i] + lengths[i] - 1]) for i in decoded)
+        changed = sum(text != texts[i].as_py() for i, text in zip(decoded, again, strict=True))
+        unknown = int((ids == tokenizer.unknown).sum())
+        return {"unknown": unknown, "decoded": len(decoded), "changed": changed}
+
+
+def _with_text(batch: Batch, inside: bool) -> pa.LargeStringArray:
+    """The texts of a batch without empty documents. inside: the first one began in the batch before."""
+    keep = pc.fill_null(pc.greater(pc.binary_length(batch.texts), 0), False).to_numpy(zero_copy_only=False)
+    keep[:1] |= inside
+    keep[-1:] |= batch.continues
+    return batch.texts.filter(pa.array(keep))
 
 
 def _disk_error(folder: Path, error: OSError) -> OSError:

@@ -193,8 +193,9 @@ class UnitOfText(Reader):
     def write(self):
         shard = self.folder / "train_00000.bin"
         np.arange(100, dtype="<u2").tofile(shard)
-        self.shard = Shard(shard.name, 100, 1, "0" * 64, chunk_checksums(shard))
-        UnitRecord("a", {"train": self.shard, "val": None}).write(self.folder, 0)
+        self.shard = Shard(shard.name, 100, 1, "0" * 64, chunk_checksums(shard), f"{100:08x}{99:08x}")
+        self.counts = {"skipped": 1, "unknown": 2, "decoded": 9, "changed": 3}
+        UnitRecord("a", {"train": self.shard, "val": None}, self.counts).write(self.folder, 0)
         return self.folder / "unit_00000.json"
 
     def read(self):
@@ -206,13 +207,14 @@ class UnitOfText(Reader):
 class ManifestOfText(UnitOfText):
     def write(self):
         super().write()
-        recipe = {"tokenizer": "bytes"}
-        Manifest("a", recipe, 257, {"train": [self.shard], "val": []}, [{"name": "a"}]).write(self.folder)
+        recipe, shards = {"tokenizer": "bytes"}, {"train": [self.shard], "val": []}
+        Manifest("a", recipe, 257, shards, [{"name": "a"}], self.counts).write(self.folder)
         return self.folder / "manifest.json"
 
     def read(self):
         if manifest := Manifest.read(self.folder):
             manifest.documents("train")
+            list(manifest.losses())
             tokens = TokenShards.open(self.folder, manifest, "train", full=True)
             assert tokens.window(0, len(tokens)).tolist() in ([*range(100)], [])  # a list of no shards
 

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from data.corpus import ValidationSet
-from data.loader import Batch, evaluation_targets
+from data.loader import Batch
 from data.tokenizers import Tokenizer
+from data.tokens import count_sequences
 from trainer import parallel
 from trainer.distributed import Ranks
 
@@ -48,11 +49,12 @@ def validation_loss(
 def bytes_per_token(
     sets: Sequence[ValidationSet], tokenizer: Tokenizer, *, context: int, sequences: int
 ) -> list[float]:
-    """UTF-8 bytes of text for each token that a validation predicts, of each set."""
+    """UTF-8 bytes of the source for each token that a validation predicts, of each set."""
     found = []
     for one in sets:
-        targets = evaluation_targets(one.tokens, context=context, sequences=sequences)
-        found.append(tokenizer.count_bytes(targets) / len(targets))
+        targets = min(count_sequences(one.tokens, context), sequences) * context  # tokens 1 … targets
+        first, last = (one.tokens.source_bytes(stop, tokenizer.count_bytes) for stop in (1, targets + 1))
+        found.append((last - first) / targets)
     return found
 
 

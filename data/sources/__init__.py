@@ -47,7 +47,7 @@ LARGEST_SHARE = 0.1  # of a small text, even if that is less than SMALLEST_VALID
 class Batch:
     """Some documents of a unit, in order."""
 
-    texts: pa.LargeStringArray  # valid UTF-8, without nulls
+    texts: pa.LargeStringArray  # valid UTF-8; what is null or empty is no document and is skipped
     continues: bool = False  # the last document goes on in the next batch or unit
 
 
@@ -125,11 +125,9 @@ def check_column(schema: pa.Schema, where: str, column: str) -> None:
 
 
 def usable(column: pa.Array, where: str, first_row: int) -> pa.LargeStringArray:
-    """A column in the type of Batch.texts. Raises ValueError for nulls, what is no text and invalid UTF-8."""
-    if column.null_count:
-        row = first_row + column.is_null().to_pylist().index(True)
-        raise ValueError(f"{where}, row {row} has no text (null); drop such rows, or name another column")
-    _check_type(column.type, f"{where}, row {first_row}")
+    """A column in the type of Batch.texts. Raises ValueError for what is no text and invalid UTF-8."""
+    if column.null_count < len(column):  # or a reader may have taken it for numbers
+        _check_type(column.type, f"{where}, row {first_row}")
     texts = column.cast(pa.large_string(), safe=False)  # the check of its bytes comes next
     if not _is_utf8(texts):
         row = first_row + next(row for row in range(len(texts)) if not _is_utf8(texts[row : row + 1]))

@@ -47,7 +47,7 @@ class JsonlUnit(Unit):
     key: str
 
     def batches(self) -> Iterator[Batch]:
-        texts: list[str] = []
+        texts: list[str | None] = []
         size = 0
         for part in self.pieces:
             for offset, line in _lines(part):
@@ -61,7 +61,7 @@ class JsonlUnit(Unit):
         if texts:
             yield Batch(pa.array(texts, pa.large_string()))
 
-    def _text(self, file: Path, offset: int, line: bytes) -> str:
+    def _text(self, file: Path, offset: int, line: bytes) -> str | None:
         try:
             # Of whole numbers only the type matters; Python refuses to read thousands of digits.
             document = json.loads(line, object_pairs_hook=_with_unique_keys, parse_int=lambda digits: 0)
@@ -81,8 +81,10 @@ class JsonlUnit(Unit):
             keys = ", ".join(map(repr, document)) or "none"
             raise _wrong(file, offset, f"has no key {self.key!r}; it has {keys}. Name one: data.column=…")
         text = document[self.key]
+        if text is None:
+            return None
         if not isinstance(text, str):
-            kind = "null" if text is None else type(text).__name__
+            kind = type(text).__name__
             raise _wrong(file, offset, f"holds {kind}, not text, under {self.key!r}; fix or drop it")
         # JSON can spell half a surrogate pair (backslash-u d800), which is not a character: U+FFFD, as
         # tiktoken does.

@@ -82,6 +82,7 @@ def units(files: list[Path], settings: DataSettings, split: str | None = None) -
         boundary = _place_to_cut(file, to_train) if 0 < to_train < size else min(max(to_train, 0), size)
         train += _parts(file, 0, boundary)
         val += _parts(file, boundary, size)
+        train += [] if size else [Part(file, 0, 0, ends_document=True)]
         to_train -= size
     return units_of(TextUnit, train, "train") + units_of(TextUnit, val, "val")
 
@@ -96,6 +97,8 @@ def _parts(file: Path, start: int, stop: int) -> Iterator[Part]:
 
 def _read(part: Part) -> Iterator[tuple[str, bool]]:
     """The text of a part, in pieces, each with whether it ends the document."""
+    if not part.size:
+        yield "", True  # which is counted
     start = part.start
     while start < part.stop:
         wanted = start + BATCH_BYTES

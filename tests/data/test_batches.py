@@ -15,12 +15,12 @@ def written(folder, batches, split=None):
     """The record of a unit of these batches, [(texts, whether the last goes on), ...]; its shards' bytes."""
     folder.mkdir()
     read = [SimpleNamespace(texts=pa.array(texts, pa.large_string()), continues=on) for texts, on in batches]
-    unit = SimpleNamespace(split=split, batches=lambda: read)
+    unit = SimpleNamespace(split=split, batches=lambda: read, text_bytes=0)
     Task(folder, 0, unit, "bytes", 0.1, "f").run(lambda text_bytes: None)
     record = UnitRecord.read(folder, 0)
     shards = [shard for shard in record.shards.values() if shard]
-    documents = sum(len(texts) - on for texts, on in batches)
-    assert documents == sum(shard.documents for shard in shards)
+    texts = sum(len(texts) - on for texts, on in batches)
+    assert texts == sum(shard.documents for shard in shards) + record.counts["skipped"]
     return record, {file.name: file.read_bytes() for file in folder.glob("*.bin")}
 
 
@@ -36,3 +36,11 @@ def test_a_document_cut_over_batches_is_one(tmp_path):
     found = written(tmp_path / "cut", batches, "train")
     assert found == written(tmp_path / "whole", whole, "train")
     assert found[0].shards["train"].documents == 3
+
+
+def test_a_document_without_text_is_skipped_and_counted(tmp_path):
+    """Null, empty, or every one of a batch; not a part of a document that goes on, nor white space."""
+    batches = [([None, "one", "", " "], False), ([None], False), (["two", "ano"], True), ([""], True)]
+    record, shards = written(tmp_path / "gaps", [*batches, (["ther", None], False)])
+    assert shards == written(tmp_path / "whole", [(["one", " ", "two", "another"], False)])[1]
+    assert record.counts["skipped"] == 4

@@ -226,10 +226,10 @@ def test_texts_that_were_prepared_before_are_found_again():
     Path("a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     Path("v.txt").write_text("held out")
     folders = {
-        "a-bytes-ba6709ea84": book(source="jsonl", path="a.jsonl"),
-        "book-gpt2-83a02541ed": book(val_path="v.txt", tokenizer="gpt2"),
-        "v-gpt2-7cd529856b": book(path=None, val_path="v.txt", tokenizer="gpt2"),
-        "openwebtext-gpt2-09c1963170": composed("data=openwebtext"),
+        "a-bytes-7d3d3886fa": book(source="jsonl", path="a.jsonl"),
+        "book-gpt2-e0a285efa6": book(val_path="v.txt", tokenizer="gpt2"),
+        "v-gpt2-f31c1ff80a": book(path=None, val_path="v.txt", tokenizer="gpt2"),
+        "openwebtext-gpt2-05463530e5": composed("data=openwebtext"),
     }
     assert [recipe.Recipe(settings).folder.name for settings in folders.values()] == list(folders)
 

@@ -1,8 +1,8 @@
 """A tokenizer.json of one's own: the ids of its library, end-of-text apart, and its faults named."""
 
 import dataclasses
-import hashlib
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +12,10 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 from data import tokenizers
 from data.corpus import open_corpus
-from data.loader import BatchLoader, evaluation_batches, evaluation_targets
+from data.loader import BatchLoader, evaluation_batches
+from data.prepare import PrepareSettings, run
 from data.settings import DataSettings
-from data.shards import Manifest
 from data.tokenizers import vocabulary_size
-from data.tokens import TokenShards
 from tests.data.test_huggingface_tokenizer import AWKWARD
 
 SPECIAL = ["<s>", "</s>"]
@@ -86,17 +85,59 @@ def test_the_dataset_is_known_by_the_content_of_the_file(folder, tmp_path):
     assert names == ["book-elsewhere", "book-elsewhere", "book-my-tokenizer"]
 
 
-def test_the_only_special_token_ends_a_text_and_no_text_spells_the_end(tmp_path):
+@pytest.mark.parametrize("kind", ["Unigram", "Bpe"])
+def test_a_text_that_spells_a_special_token_is_text(tmp_path, kind):
+    """Also where special tokens are among the model's, as in files converted from sentencepiece."""
+    made = huggingface.Tokenizer(models.Unigram() if kind == "Unigram" else models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), huggingface.decoders.Metaspace()
+    special = {"special_tokens": ["<s>", "</s>", "<unk>"], "show_progress": False}
+    special |= {"unk_token": "<unk>"} if kind == "Unigram" else {}
+    texts = ["<s>price</s> <unk>", "the price of a thing </s>"] * 9
+    made.train_from_iterator(texts, getattr(trainers, f"{kind}Trainer")(**special))
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    loaded = tokenizers.load(str(tmp_path))
+    for text in ("<s>price</s>", "</s></s>", "the <unk> of </s>"):
+        ids = loaded.encode(text)
+        assert not {*ids} & {0, 1, 2}
+        assert loaded.decode(ids) == text
+    assert loaded.encode("the price of a thing") == made.encode("the price of a thing").ids
+    assert loaded.unknown == loaded.encode("the 語")[-1] == 2
+
+
+def test_what_ends_a_text(tmp_path):
     made = huggingface.Tokenizer(models.WordLevel({"a": 0, "end": 1, "?": 2}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "end"}')  # a word, not a special token
-    with pytest.raises(ValueError, match=r"a text spells end, which .*tokenizer\.json takes for the end"):
-        tokenizers.load(str(tmp_path)).encode("a end a")
-    made.add_special_tokens(["<end>"])
+    assert tokenizers.load(str(tmp_path)).encode("a end a") == [0, 2, 2, 0]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "?"}')
+    with pytest.raises(ValueError, match=r"no tokens for a part of a text but \?, which ends a text"):
+        tokenizers.load(str(tmp_path)).encode("b")
+    made.add_special_tokens(["<end>"])  # the only one
     made.save(str(tmp_path / "mine.json"))
     (tmp_path / "tokenizer_config.json").unlink()
     assert tokenizers.load(str(tmp_path / "mine.json")).end_of_text == 3
+
+
+@pytest.mark.parametrize("unknown", [None, "?"])
+def test_what_tokens_lose_is_said_and_a_text_without_any_is_refused(tmp_path, capsys, unknown):
+    made = huggingface.Tokenizer(models.BPE({"a": 0, "?": 1}, [], unk_token=unknown))
+    made.decoder = huggingface.decoders.Fuse()
+    made.add_special_tokens(["<end>"])
+    made.save(str(tmp_path / "bpe.json"))
+    text = tmp_path / "texts.jsonl"
+    text.write_text('{"text": "aaa"}\n' * 19 + '{"text": "a語a"}\n')
+    places = {"path": str(text), "tokenizer": str(tmp_path / "bpe.json"), "root": str(tmp_path / "tokens")}
+    settings = PrepareSettings(DataSettings(source="jsonl", **places), verify=True)
+    run(settings)
+    told = capsys.readouterr().out
+    assert "5.00% of the 20 texts looked at" in told
+    assert ("1.25% of the tokens are unknown" in told) == bool(unknown)
+    text.write_text('{"text": "\\n"}\n' + '{"text": "日本"}\n' * 20)
+    lost = pytest.raises(ValueError, match="has no tokens for a text, which would be lost: '日本'")
+    with nullcontext() if unknown else lost:
+        run(settings)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +199,6 @@ def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
     for inputs, targets in (*train, *evaluation_batches(corpus.val, sequences=1, **batches)):
         assert inputs.tolist() == [stored[:-1].tolist()]
         assert targets.tolist() == [stored[1:].tolist()]
-    targets = evaluation_targets(corpus.val, context=7, sequences=1)
-    assert corpus.tokenizer.decode(targets) == " ".join(map(str, words[1:])) + " <end>"
-    assert corpus.tokenizer.count_bytes(targets) == len(" ".join(map(str, words[1:])))
 
 
 def test_a_text_that_a_tokenizer_has_no_tokens_for_is_named(tmp_path):
@@ -173,26 +211,3 @@ def test_a_text_that_a_tokenizer_has_no_tokens_for_is_named(tmp_path):
     for encode in (loaded.encode, lambda text: loaded.encode_documents(pa.array([text], pa.large_string()))):
         with pytest.raises(ValueError, match=r"words.json cannot encode a text .*another tokenizer"):
             encode("b")
-
-
-def test_a_dataset_of_before_there_were_32_bits_is_read(tmp_path):
-    ids = np.array([104, 105, 256], "<u2")
-    ids.tofile(tmp_path / "train_00000.bin")
-    shard = {"name": "train_00000.bin", "tokens": 3, "documents": 1}
-    shard["sha256"] = hashlib.sha256(ids.tobytes()).hexdigest()
-    manifest = {
-        "fingerprint": "0",
-        "recipe": {"tokenizer": "bytes"},
-        "vocab_size": 257,
-        "ids": "unsigned 16-bit integers, little-endian",
-        "splits": {
-            "train": {"tokens": 3, "documents": 1, "shards": [shard]},
-            "val": {"tokens": 0, "documents": 0, "shards": []},
-        },
-    }
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert TokenShards.open(tmp_path, Manifest.read(tmp_path), "train", full=True).window(0, 3).tolist() == [
-        104,
-        105,
-        256,
-    ]

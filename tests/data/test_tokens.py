@@ -4,16 +4,14 @@ import dataclasses
 import errno
 import itertools
 import os
-import re
 import zlib
 
 import numpy as np
 import pytest
 
-from data import corpus, sources
-from data.corpus import open_corpus
+from data import sources
 from data.loader import BatchLoader
-from data.prepare import PrepareSettings, prepare, run
+from data.prepare import prepare
 from data.recipe import Recipe
 from data.settings import DataSettings
 from data.shards import Manifest, chunk_checksums
@@ -137,53 +135,20 @@ def test_a_chunk_is_verified_once(tmp_path, small_chunks, monkeypatch):
     assert checked == [64, 64, 64, 64]
 
 
-def without_chunks(folder):
-    """As an older version left it."""
-    for file in folder.glob("*.json"):
-        file.write_text(re.sub(r',\s*"chunks": "\w+"', "", file.read_text()))
-    assert not any(shard.chunks for shard in Manifest.read(folder).shards["train"])
-
-
-@pytest.mark.parametrize("kind", ["new", "old"])
 @pytest.mark.parametrize("found", [257, 300, 65535])
-def test_an_id_beyond_the_vocabulary_is_found_before_it_is_used(folder, kind, found):
+def test_an_id_beyond_the_vocabulary_is_found_before_it_is_used(folder, found):
     shard = folder / "train_00000.bin"
     ids = np.fromfile(shard, "<u2")
     ids[777] = found
     ids.tofile(shard)
     manifest = Manifest.read(folder)
-    chunks = chunk_checksums(shard) if kind == "new" else ""
+    chunks = chunk_checksums(shard)
     manifest.shards["train"][0] = dataclasses.replace(manifest.shards["train"][0], chunks=chunks)
     manifest.write(folder)
     loader = BatchLoader(opened(folder), context=64, sequences_per_step=4, micro_batch=2, seed=1)
     steps = itertools.chain.from_iterable(map(loader.micro_batches, range(50)))
     with pytest.raises(OSError, match=rf"00000.bin holds the id {found}, and the vocabulary has 257; delete"):
         list(steps)
-
-
-def test_older_shards_are_read_and_get_their_checksums_when_they_are_verified(tmp_path, caplog, monkeypatch):
-    folder = prepared(tmp_path)
-    new = (folder / "manifest.json").read_text()
-    without_chunks(folder)
-    settings = DataSettings(
-        source="text", path=str(tmp_path / "book.txt"), tokenizer="bytes", root=str(folder.parent)
-    )
-    caplog.set_level("INFO")
-    open_corpus(settings)  # small: by the checksums of whole shards
-    monkeypatch.setattr(corpus, "FULL_CHECK_LIMIT", 100)
-    assert not caplog.messages
-    text = open_corpus(settings).train
-    assert re.search(r"read unverified.*python -m data.prepare .*verify=true$", caplog.messages[-1])
-    flip(folder / "train_00000.bin", 500)
-    text.window(0, 1000)  # nothing tells, unless the id is none
-    with pytest.raises(OSError, match=r"train_00000.bin has changed since it was written"):
-        run(PrepareSettings(settings, verify=True))
-    flip(folder / "train_00000.bin", 500)
-    caplog.clear()
-    run(PrepareSettings(settings, verify=True))
-    assert (folder / "manifest.json").read_text() == new
-    open_corpus(settings)
-    assert not caplog.messages
 
 
 def test_a_shard_that_is_cut_short_while_in_use_is_named(folder):
