@@ -333,7 +333,10 @@ def report_length(settings: Settings, ranks: int, passes: float) -> None:
     """
     sizes, rate = sizes_of(settings, ranks), speed(settings, ranks).tokens_per_second
     tokens = sizes.steps * sizes.tokens_per_step
-    time = f"about {duration(run_seconds(settings, sizes, rate))}" if rate else "time not known"
+    time = "time not known"
+    if rate is not None:  # starting a short run takes longer than its steps
+        seconds = run_seconds(settings, sizes, rate)
+        time = f"about {duration(seconds)}" if seconds >= 60 else "minutes at most"
     length = f"{tokens:,} tokens, {number_of(passes)} passes over the text, {time}"
     if is_unchosen(settings) and passes > MOST_PASSES:
         raise TrainingError(

@@ -250,7 +250,7 @@ def test_a_small_text_is_refused_until_a_length_is_set(datasets, tmp_path, caplo
     caplog.set_level("INFO")
     for length, passes in ((told[2], "10"), ("total_tokens=78643200000", told[1])):
         build.make_loader(own := settings(length), check(own, 1), open_corpus(own.data), ONE_RANK)
-        assert f" tokens, {passes} passes over the text, about " in caplog.messages[-1]
+        assert f" tokens, {passes} passes over the text, " in caplog.messages[-1]
 
 
 def test_other_gpus_are_assumed_and_unknown_ones_are_not_guessed(compose_settings, monkeypatch):
