@@ -129,8 +129,9 @@ class Run(NamedTuple):
         return self.settings.get("attention.backend") == backends.FULL_PRECISION["backend"]
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.settings.get("tps.tokens_per_step", 0) // self.settings.get("tps.divide_by", 1)
+    def tokens_per_step(self) -> float | None:
+        counts = ((one.get("tokens"), one["step"]) for one in self.records)
+        return next((tokens / step for tokens, step in counts if tokens and step), None)
 
     def has(self, column: str) -> bool:
         """Whether it has a loss that can be averaged and subtracted."""
@@ -242,16 +243,13 @@ def own_baselines(runs: Sequence[Run]) -> dict[str, str]:
 def unlike(run: Run, other: Run) -> set[str]:
     """The settings, besides attention and seed, that make the two train something else."""
     is_known = "text" in run.settings and "text" in other.settings  # then it may come from another place
+    left_out = ("attention", "seed", "data.validation", *(() if is_known else ("text",)))
     return {
         name
         for name in {**run.settings, **other.settings}
         if run.settings.get(name) != other.settings.get(name)
-        and not name.startswith(("attention", "seed", "data.validation"))
-        and (
-            is_known
-            if name == "text"
-            else (name.startswith("data.") and not is_known) or not may_change(name)
-        )
+        and not name.startswith(left_out)
+        and (not may_change(name) or (name.startswith("data.") and not is_known))
     }
 
 
@@ -266,7 +264,8 @@ def unlike_baselines(runs: Sequence[Run], baselines: dict[str, str]) -> Iterator
         validated = [name for name in shared if name.startswith(("data.validation.", "eval_sequences"))]
         found += sorted(name for name in validated if one.settings[name] != other.settings[name])
         if found:
-            yield f"not like for like: {one.group} and {other.group} have different {', '.join(found)}"
+            names = printable(", ".join(found))
+            yield f"not like for like: {one.group} and {other.group} have different {names}"
 
 
 def families(runs: Sequence[Run], baselines: dict[str, str]) -> list[Run]:
@@ -333,7 +332,7 @@ def table(runs: Sequence[Run], baselines: dict[str, str]) -> str:
             if run.diverged_at is not None:
                 cells[0] = f"DIVERGED at step {run.diverged_at}"
             base = by_seed.get((baselines.get(group), run.seed))
-            minus = [minus_baseline(run, base, column) if base else "" for column in columns]
+            minus = [at_last_shared([run, base], column, _minus) if base else "" for column in columns]
             steps = run.records[-1]["step"] if run.records else 0
             tokens = series(run.records, "loss")[0].max(initial=0)
             speed = series(run.records, "tokens_per_second")[1]
@@ -341,17 +340,10 @@ def table(runs: Sequence[Run], baselines: dict[str, str]) -> str:
             last = number(np.median(speed) if len(speed) else None, ",.0f")
             rows.append(row(first, cells, of_group if len(members) == 1 else minus, last))
         if len(members) > 1:
-            means = [mean_and_deviation(members, column) for column in columns]
+            means = [at_last_shared(members, column, mean_and_deviation) for column in columns]
             rows.append(row([f"{group}: mean ± std of {len(members)} seeds", "", ""], means, of_group, ""))
     head = row(["run", "steps", "tokens"], columns, ["difference"] * len(columns), "tokens/s")
     return "\n".join(align(head, rows))
-
-
-def minus_baseline(run: Run, base: Run, column: str) -> str:
-    def words(tokens: float) -> str:
-        return _signed(run.loss_at(column, tokens) - base.loss_at(column, tokens))
-
-    return at_last_shared([run, base], column, words)
 
 
 def difference(runs: Sequence[Run], column: str, group: str, baselines: dict[str, str]) -> str:
@@ -364,7 +356,7 @@ def difference(runs: Sequence[Run], column: str, group: str, baselines: dict[str
     own, base = ([run for run in family if run.group == name] for name in (group, baseline))
     seeds = {run.seed for run in own} & {run.seed for run in base}
 
-    def words(tokens: float) -> str:
+    def words(tokens: float, _: list[float]) -> str:
         losses = [(run, run.loss_at(column, tokens)) for run in family]
         cells = [Cell(run.group, run.seed, loss) for run, loss in losses if loss is not None]
         return _in_words(fit(cells).difference(group, baseline))
@@ -372,10 +364,10 @@ def difference(runs: Sequence[Run], column: str, group: str, baselines: dict[str
     return at_last_shared([run for run in [*own, *base] if run.seed in seeds], column, words)
 
 
-def at_last_shared(runs: Sequence[Run], column: str, words: Callable[[float], str]) -> str:
-    """words(the last tokens at which all runs have this loss), with the step if one of them has later ones.
+def at_last_shared(runs: Sequence[Run], column: str, words: Callable[[float, list[float]], str]) -> str:
+    """words(the last tokens at which all runs have this loss, the losses there); empty if there are none.
 
-    Empty if there are none.
+    With the step, if one of the runs has later ones.
     """
     if not (runs and all(run.has(column) for run in runs)):
         return ""
@@ -385,7 +377,8 @@ def at_last_shared(runs: Sequence[Run], column: str, words: Callable[[float], st
         return ""
     tokens = shared.max()
     step = next(record["step"] for record in runs[0].records if record.get("tokens") == tokens)
-    return words(tokens) + ("" if all(one.max() == tokens for one in counts) else f" (step {step})")
+    mark = "" if all(one.max() == tokens for one in counts) else f" (step {step})"
+    return words(tokens, [run.loss_at(column, tokens) for run in runs]) + mark
 
 
 def _in_words(difference: Estimate) -> str:
@@ -400,14 +393,12 @@ def _signed(difference: float) -> str:
     )
 
 
-def mean_and_deviation(runs: Sequence[Run], column: str) -> str:
-    """Mean ± sample standard deviation; empty if a run has no such loss, or one that is not finite."""
+def mean_and_deviation(tokens: float, losses: list[float]) -> str:
+    return f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"
 
-    def words(tokens: float) -> str:
-        losses = [run.loss_at(column, tokens) for run in runs]
-        return f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"
 
-    return at_last_shared(runs, column, words)
+def _minus(tokens: float, losses: list[float]) -> str:
+    return _signed(losses[0] - losses[1])
 
 
 if __name__ == "__main__":

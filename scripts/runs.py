@@ -83,8 +83,9 @@ def comparable_settings(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{config} is damaged ({error}); restore it") from error
     options = {group: _nearest_option(group, settings) for group in GROUPS}
-    text = {"text": found[:8]} if (found := fingerprint(RunDirectory(path))) else {}
-    settings = options | settings | text
+    settings = options | settings
+    if text := fingerprint(RunDirectory(path)):
+        settings["text"] = str(text)[:8]
     return {name: it for name, it in settings.items() if not f"{name}=".startswith(UNNAMED)}
 
 

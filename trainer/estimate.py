@@ -338,7 +338,7 @@ def report_length(settings: Settings, ranks: int, passes: float) -> None:
         seconds = run_seconds(settings, sizes, rate)
         time = f"about {duration(seconds)}" if seconds >= 60 else "minutes at most"
     length = f"{tokens:,} tokens, {number_of(passes)} passes over the text, {time}"
-    if is_unchosen(settings) and passes > MOST_PASSES:
+    if is_too_long(settings, passes):
         raise TrainingError(
             f"no length is set, and the paper's would be {length}; use steps=N, "
             f"total_tokens={round(10 * tokens / passes)} for 10 passes or total_tokens={PAPER_TOKENS} for all"
@@ -346,9 +346,9 @@ def report_length(settings: Settings, ranks: int, passes: float) -> None:
     log.info("length: %s", length)
 
 
-def is_unchosen(settings: Settings) -> bool:
-    """Whether the run has the paper's length because no other was set."""
-    return settings.steps is None and settings.total_tokens is None
+def is_too_long(settings: Settings, passes: float) -> bool:
+    """Whether no length is set, and the paper's is too long for the text."""
+    return settings.steps is None and settings.total_tokens is None and passes > MOST_PASSES
 
 
 # ---------------------------------------------------------------------- the table
@@ -396,9 +396,8 @@ def _text(settings: Settings, sizes: Sizes) -> Rows:
             continue
         tokens = manifest.tokens("train")
         passes = sizes.steps * sizes.tokens_per_step / tokens
-        too_many = ", too many: set total_tokens" if is_unchosen(settings) and passes > MOST_PASSES else ""
-        told = "" if len(texts) > 1 else f": {number_of(passes)} passes{too_many}"
-        yield name, f"{tokens:,} training tokens are prepared{told}"
+        told = f"{number_of(passes)} passes{', too many: set total_tokens' * is_too_long(settings, passes)}"
+        yield name, f"{tokens:,} training tokens are prepared" + ("" if len(texts) > 1 else f": {told}")
 
 
 def _memory(settings: Settings, estimate: Memory, ranks: int) -> Rows:

@@ -31,13 +31,13 @@ def drawing(pictures, monkeypatch):
     monkeypatch.setattr(compare, "plot_losses", plot_losses)
 
 
-def records(loss, steps=20, **last):
+def records(loss, steps=20, per_step=100, **last):
     """A metrics.jsonl: the loss falls to `loss`, which the last tenth has."""
     lines = [
-        {"step": step, "tokens": 100 * step, "loss": loss + (step <= 18), "tokens_per_second": 1000 + step}
-        for step in range(1, steps + 1)
+        {"step": n, "tokens": per_step * n, "loss": loss + (n <= 18), "tokens_per_second": 1000 + n}
+        for n in range(1, steps + 1)
     ]
-    return [*lines, {"step": steps, "tokens": 100 * steps} | last] if last else lines
+    return [*lines, {"step": steps, "tokens": per_step * steps} | last] if last else lines
 
 
 FPA, SAGE = {"attention.backend": "fpa"}, {"attention.backend": "sagebwd"}
@@ -183,18 +183,17 @@ def test_losses_are_subtracted_and_averaged_at_the_last_step_that_all_have(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "per_step", "told"),
     [
-        ({"data.path": "b.txt"}, "data"),
-        ({"context": 128, "eval_sequences": 8}, "context, eval_sequences"),
-        ({"tps.tokens_per_step": 512}, "tokens per step"),
-        ({"optimizer.lr": 2}, None),
+        ({"data.path": "b.txt"}, 100, "data"),
+        ({"context": 128, "eval_sequences": 8}, 200, "context, tokens per step, eval_sequences"),
+        ({"optimizer.lr": 2}, 100, None),
     ],
 )
-def test_a_baseline_that_trained_on_something_else_is_named(tmp_path, capsys, other, told):
-    own = {"context": 64, "eval_sequences": 16, "tps.tokens_per_step": 256, "optimizer.lr": 1}
+def test_a_baseline_that_trained_on_something_else_is_named(tmp_path, capsys, other, per_step, told):
+    own = {"context": 64, "eval_sequences": 16, "optimizer.lr": 1}
     run(tmp_path / "a", 3.0, settings=FPA | own | {"data.path": "a.txt"})
-    run(tmp_path / "b", 3.5, settings=FPA | own | {"data.path": "a.txt"} | other)
+    run(tmp_path / "b", 3.5, per_step=per_step, settings=FPA | own | {"data.path": "a.txt"} | other)
     compare.main([str(tmp_path), "--baseline", str(tmp_path / "a")])
     line = next((one for one in capsys.readouterr().out.splitlines() if "not like for like" in one), None)
     assert told is None if line is None else line.endswith(f" have different {told}")
