@@ -39,7 +39,8 @@ def main(config: DictConfig) -> float | None:
         searched = _in_sweep() and not run_settings.plan
         return RunDirectory(Path(run_settings.run_dir)).validation_loss() if searched else None
     except Interrupted as stop:
-        interrupt.say(str(stop))
+        if not (_in_sweep() and HydraConfig.get().runtime.choices["hydra/launcher"] == "basic"):
+            interrupt.say(str(stop))  # of such a sweep the summary tells
         sys.exit(128 + stop.signal)  # the shell's convention; also ends a sweep
     except TrainingError as error:
         if _in_sweep():

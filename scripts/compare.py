@@ -15,8 +15,10 @@ runs share. Columns of the table:
 The baseline of a run is the full-precision run of the same other settings, or for all runs the one given with
 --baseline. Runs that differ only in the seed are grouped, followed by their mean ± standard deviation and the
 mean difference ± its 95% interval: loss = group + seed + noise, by least squares over the runs that share a
-baseline. One seed per group, not repeated, gives no interval. A run that ended because it was not finite has
-DIVERGED and the step in place of its losses, and counts in no mean. Takes seconds and no GPU.
+baseline. One seed per group, not repeated, gives no interval. Losses are subtracted and averaged after the
+last tokens that all of these runs have, marked "(step N)" if one of them has later ones. A run that ended
+because it was not finite has DIVERGED and the step in place of its losses, and counts in no mean. Takes
+seconds and no GPU.
 
 The picture has the training loss, smoothed, as lines and the validation loss as markers, below them the
 differences of the training loss to the baseline. Seeds are their mean, with a band from lowest to highest.
@@ -24,9 +26,10 @@ differences of the training loss to the baseline. Seeds are their mean, with a b
 
 from __future__ import annotations
 
+import functools
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +48,8 @@ from trainer.run_directory import RunDirectory
 RESULTS = Path(__file__).parents[1] / "results"
 PICTURES = (".png", ".pdf", ".svg")
 
+TRAINING = "training loss"
+
 Records = list[dict[str, Any]]  # of a metrics.jsonl
 
 
@@ -61,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     print(table(runs, baselines))
     if baselines:
         print(f"\ndifference: loss minus that of {baseline}, at the same seed")
+        print("".join(f"{line}\n" for line in unlike_baselines(runs, baselines)), end="")
     out = arguments.out or default_out([run.path for run in runs])
     groups: dict[str, list[Records]] = {}
     for run in runs:
@@ -112,11 +118,29 @@ class Run(NamedTuple):
     label: str
     group: str  # the label without the seed
     seed: str
-    is_full_precision: bool
-    others: str  # the settings that its baseline has, too
+    settings: dict[str, Any]
     records: Records
     diverged_at: int | None  # the step
-    losses: dict[str, float]  # by column of the table; NaN for what is not finite
+    curves: dict[str, tuple[np.ndarray, np.ndarray]]  # tokens and losses, by column of the table
+    losses: dict[str, float]  # at its end; NaN for what is not finite
+
+    @property
+    def is_full_precision(self) -> bool:
+        return self.settings.get("attention.backend") == backends.FULL_PRECISION["backend"]
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        counts = ((one.get("tokens"), one["step"]) for one in self.records)
+        return next((tokens / step for tokens, step in counts if tokens and step), None)
+
+    def has(self, column: str) -> bool:
+        """Whether it has a loss that can be averaged and subtracted."""
+        return column in self.curves and bool(np.isfinite(self.losses.get(column, np.nan)))
+
+    def loss_at(self, column: str, tokens: float) -> float | None:
+        """The loss that it had as its last after so many tokens; None if it has none there."""
+        counts, losses = self.curves[column]
+        return end_of(column, losses[counts <= tokens]) if tokens in counts else None
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -135,34 +159,38 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def read_run(path: Path, label: str, group: str, settings: dict[str, Any], records: Records) -> Run:
     diverged = diverged_at(path)
-    others = {
-        name: value
-        for name, value in settings.items()
-        if not name.startswith(("attention", "seed", "data.validation"))
-        and (name.startswith("data.") or not may_change(name))
-    }
     return Run(
         path,
         label,
         group,
         seed=str(settings.get("seed")),
-        is_full_precision=settings.get("attention.backend") == backends.FULL_PRECISION["backend"],
-        others=str(others),
+        settings=settings,
         records=records,
         diverged_at=diverged,
+        curves={column: series(records, key) for column, key in keys_of(records).items()},
         losses={} if diverged else losses_in(records),
     )
 
 
+def keys_of(records: Records) -> dict[str, str]:
+    """The key of metrics.jsonl of each column of the table."""
+    sets = [SET + name for name in named_sets([records])]
+    return {TRAINING: "loss", "validation loss": "val_loss", **dict(zip(sets, sets, strict=True))}
+
+
 def losses_in(records: Records) -> dict[str, float]:
-    """The losses of a run, by column of the table."""
-    keys = {"training loss": "loss", "validation loss": "val_loss"}
-    keys |= {SET + name: SET + name for name in named_sets([records])}
+    """The losses of a run at its end, by column of the table."""
+    keys = keys_of(records)
     found = {column: last for column, key in keys.items() if (last := last_of(records, key)) is not None}
     losses = series(records, "loss")[1]
-    if len(losses) and np.isfinite(found.get("training loss", np.nan)):
-        found["training loss"] = losses[-max(len(losses) // 10, 1) :].mean()
+    if len(losses) and np.isfinite(found.get(TRAINING, np.nan)):
+        found[TRAINING] = end_of(TRAINING, losses)
     return found
+
+
+def end_of(column: str, losses: np.ndarray) -> float:
+    """The last loss, of training the mean over the last tenth."""
+    return losses[-max(len(losses) // 10, 1) :].mean() if column == TRAINING else losses[-1]
 
 
 def last_of(records: Records, key: str) -> float | None:
@@ -202,13 +230,42 @@ def _text(value: Any) -> str:
 
 
 def own_baselines(runs: Sequence[Run]) -> dict[str, str]:
-    """{group: the first full-precision group of the same other settings}, for all but those themselves."""
-    full_precision: dict[str, str] = {}
-    for run in runs:
-        if run.is_full_precision:
-            full_precision.setdefault(run.others, run.group)
-    found = {run.group: full_precision.get(run.others, run.group) for run in runs}
-    return {group: baseline for group, baseline in found.items() if group != baseline}
+    """{group: the first full-precision group that trains the same}, for all but those themselves."""
+    found: dict[str, str] = {}
+    for run in sorted(runs, key=lambda run: not run.is_full_precision):
+        same = (one for one in runs if one.is_full_precision and one.group not in found)
+        baseline = next((one for one in same if not unlike(run, one)), run)
+        if baseline.group != run.group:
+            found[run.group] = baseline.group
+    return found
+
+
+def unlike(run: Run, other: Run) -> set[str]:
+    """The settings, besides attention and seed, that make the two train something else."""
+    is_known = "text" in run.settings and "text" in other.settings  # then it may come from another place
+    left_out = ("attention", "seed", "data.validation", *(() if is_known else ("text",)))
+    return {
+        name
+        for name in {**run.settings, **other.settings}
+        if run.settings.get(name) != other.settings.get(name)
+        and not name.startswith(left_out)
+        and (not may_change(name) or (name.startswith("data.") and not is_known))
+    }
+
+
+def unlike_baselines(runs: Sequence[Run], baselines: dict[str, str]) -> Iterator[str]:
+    """A line for each group whose difference to its baseline is not of attention alone."""
+    first = {run.group: run for run in reversed(runs)}
+    for one, other in ((first[group], first[baseline]) for group, baseline in baselines.items()):
+        names, shared = unlike(one, other), one.settings.keys() & other.settings.keys()
+        found = ["data"] if any(name == "text" or name.startswith("data.") for name in names) else []
+        found += ["context"] if "context" in names else []
+        found += ["tokens per step"] if one.tokens_per_step != other.tokens_per_step else []
+        validated = [name for name in shared if name.startswith(("data.validation.", "eval_sequences"))]
+        found += sorted(name for name in validated if one.settings[name] != other.settings[name])
+        if found:
+            names = printable(", ".join(found))
+            yield f"not like for like: {one.group} and {other.group} have different {names}"
 
 
 def families(runs: Sequence[Run], baselines: dict[str, str]) -> list[Run]:
@@ -260,8 +317,7 @@ def table(runs: Sequence[Run], baselines: dict[str, str]) -> str:
     """A row for each run and one for each group of seeds, as Markdown. baselines: {group: its baseline}."""
     sets = named_sets(run.records for run in runs)
     columns = ["training loss", "validation loss", *(SET + name for name in sets)]
-    estimates = {column: differences(runs, column, baselines) for column in columns}
-    losses = {(run.group, run.seed, column): loss for run in runs for column, loss in run.losses.items()}
+    by_seed = {(run.group, run.seed): run for run in runs}
 
     def row(first: list[str], cells: list[str], minus: list[str], last: str) -> list[str]:
         pairs = zip(cells, minus, strict=True)
@@ -270,16 +326,13 @@ def table(runs: Sequence[Run], baselines: dict[str, str]) -> str:
     rows = []
     for group in dict.fromkeys(run.group for run in runs):
         members = [run for run in runs if run.group == group]
-        of_group = [_in_words(estimates[column].get(group)) for column in columns]
+        of_group = [difference(runs, column, group, baselines) for column in columns]
         for run in members:
             cells = [number(run.losses.get(column), ".4f") for column in columns]
             if run.diverged_at is not None:
                 cells[0] = f"DIVERGED at step {run.diverged_at}"
-            base = [losses.get((baselines.get(group), run.seed, column)) for column in columns]
-            minus = [
-                "" if one is None or column not in run.losses else _signed(run.losses[column] - one)
-                for one, column in zip(base, columns, strict=True)
-            ]
+            base = by_seed.get((baselines.get(group), run.seed))
+            minus = [at_last_shared([run, base], column, _minus) if base else "" for column in columns]
             steps = run.records[-1]["step"] if run.records else 0
             tokens = series(run.records, "loss")[0].max(initial=0)
             speed = series(run.records, "tokens_per_second")[1]
@@ -287,32 +340,49 @@ def table(runs: Sequence[Run], baselines: dict[str, str]) -> str:
             last = number(np.median(speed) if len(speed) else None, ",.0f")
             rows.append(row(first, cells, of_group if len(members) == 1 else minus, last))
         if len(members) > 1:
-            means = [mean_and_deviation([run.losses.get(column) for run in members]) for column in columns]
+            means = [at_last_shared(members, column, mean_and_deviation) for column in columns]
             rows.append(row([f"{group}: mean ± std of {len(members)} seeds", "", ""], means, of_group, ""))
     head = row(["run", "steps", "tokens"], columns, ["difference"] * len(columns), "tokens/s")
     return "\n".join(align(head, rows))
 
 
-def differences(runs: Sequence[Run], column: str, baselines: dict[str, str]) -> dict[str, Estimate | None]:
-    """Of each group its loss minus its baseline's, with the 95% interval of all that share the baseline."""
-    broken = {run.group for run in runs if run.diverged_at is not None}  # without a seed there is no mean
-    found: dict[str, Estimate | None] = {}
-    for baseline in {*baselines.values()}:
-        cells = [
-            Cell(run.group, run.seed, run.losses[column])
-            for run in runs
-            if baselines.get(run.group, run.group) == baseline and run.group not in broken
-            if np.isfinite(run.losses.get(column, np.nan))
-        ]
-        fitted = fit(cells)
-        found |= {one: fitted.difference(one, baseline) for one in baselines if baselines[one] == baseline}
-    return found
-
-
-def _in_words(difference: Estimate | None) -> str:
-    """Mean ± half width of the 95% interval; empty without a seed that both groups have."""
-    if difference is None:
+def difference(runs: Sequence[Run], column: str, group: str, baselines: dict[str, str]) -> str:
+    """A group's loss minus its baseline's, with the 95% interval of all groups that share the baseline."""
+    if (baseline := baselines.get(group)) is None:
         return ""
+    broken = {run.group for run in runs if run.diverged_at is not None}  # without a seed there is no mean
+    names = {baseline, *(one for one in baselines if baselines[one] == baseline)} - broken
+    family = [run for run in runs if run.group in names and run.has(column)]
+    own, base = ([run for run in family if run.group == name] for name in (group, baseline))
+    seeds = {run.seed for run in own} & {run.seed for run in base}
+
+    def words(tokens: float, _: list[float]) -> str:
+        losses = [(run, run.loss_at(column, tokens)) for run in family]
+        cells = [Cell(run.group, run.seed, loss) for run, loss in losses if loss is not None]
+        return _in_words(fit(cells).difference(group, baseline))
+
+    return at_last_shared([run for run in [*own, *base] if run.seed in seeds], column, words)
+
+
+def at_last_shared(runs: Sequence[Run], column: str, words: Callable[[float, list[float]], str]) -> str:
+    """words(the last tokens at which all runs have this loss, the losses there); empty if there are none.
+
+    With the step, if one of the runs has later ones.
+    """
+    if not (runs and all(run.has(column) for run in runs)):
+        return ""
+    counts = [run.curves[column][0] for run in runs]
+    shared = functools.reduce(np.intersect1d, counts)
+    if not len(shared):
+        return ""
+    tokens = shared.max()
+    step = next(record["step"] for record in runs[0].records if record.get("tokens") == tokens)
+    mark = "" if all(one.max() == tokens for one in counts) else f" (step {step})"
+    return words(tokens, [run.loss_at(column, tokens) for run in runs]) + mark
+
+
+def _in_words(difference: Estimate) -> str:
+    """Mean ± half width of the 95% interval."""
     width = "" if difference.half_width is None else f" ± {difference.half_width:.4f}"
     return _signed(difference.mean) + width
 
@@ -323,11 +393,12 @@ def _signed(difference: float) -> str:
     )
 
 
-def mean_and_deviation(values: list[float | None]) -> str:
-    """Mean ± sample standard deviation; empty if a run has no value, or one that is not finite."""
-    if not all(value is not None and np.isfinite(value) for value in values):
-        return ""
-    return f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}"
+def mean_and_deviation(tokens: float, losses: list[float]) -> str:
+    return f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"
+
+
+def _minus(tokens: float, losses: list[float]) -> str:
+    return _signed(losses[0] - losses[1])
 
 
 if __name__ == "__main__":

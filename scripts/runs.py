@@ -72,8 +72,8 @@ GROUPS = ("attention", "model", "tps", "optimizer")
 def comparable_settings(path: Path) -> dict[str, Any]:
     """{name: value} of the settings of a run, and of each of GROUPS the option that they are nearest to.
 
-    Without those that say where things are; none if there is no config.yaml. Raises ValueError if it is
-    damaged.
+    Without those that say where things are; none if there is no config.yaml. `text` is the fingerprint of
+    its tokens, if it has a checkpoint. Raises ValueError if something is damaged.
     """
     config = RunDirectory(path).config
     if not config.exists():
@@ -83,7 +83,10 @@ def comparable_settings(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{config} is damaged ({error}); restore it") from error
     options = {group: _nearest_option(group, settings) for group in GROUPS}
-    return {name: it for name, it in (options | settings).items() if not f"{name}=".startswith(UNNAMED)}
+    settings = options | settings
+    if text := fingerprint(RunDirectory(path)):
+        settings["text"] = str(text)[:8]
+    return {name: it for name, it in settings.items() if not f"{name}=".startswith(UNNAMED)}
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -95,6 +98,9 @@ def differing(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if len({str(one[name]) for one in settings if name in one}) > 1
         and not all(_follows(name, one) for one in settings)
     ]
+    texts = {(str([one.get(n) for n in shown if n.startswith("data.")]), one.get("text")) for one in settings}
+    if "text" in shown and len({data for data, _ in texts}) == len(texts):
+        shown.remove("text")  # it follows from the settings of the data
     return [{name: one[name] for name in shown if name in one} for one in settings]
 
 

@@ -178,10 +178,7 @@ class Metrics(Reader):
 
     def read(self):
         records = read_metrics(self.file)
-        runs = [
-            compare.Run(self.folder, name, name, "1", False, "", records, None, compare.losses_in(records))
-            for name in "ab"
-        ]
+        runs = [compare.read_run(self.folder, name, name, {}, records) for name in "ab"]
         compare.table(runs, {"b": "a"})
         list(_losses(records, 2))
 

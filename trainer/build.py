@@ -15,6 +15,7 @@ from model.llama import Llama
 from trainer.checks import Sizes, groups
 from trainer.distributed import Ranks
 from trainer.errors import TrainingError, user_facing
+from trainer.estimate import report_length
 from trainer.interrupt import StopRequest
 from trainer.settings import Settings
 
@@ -72,6 +73,7 @@ def make_loader(settings: Settings, sizes: Sizes, corpus: Corpus, ranks: Ranks) 
             pin_memory=ranks.device.type == "cuda",
         )
     needed = sizes.steps * sizes.sequences_per_step
+    report_length(settings, ranks.count, passes=needed / loader.sequences)
     for line in loader.order.description(needed, context=settings.context):
         log.info("data: %s", line)
     return loader

@@ -17,14 +17,13 @@ from typing import NamedTuple
 import torch
 
 from data.recipe import training_texts
-from data.settings import DataSettings
 from model.config import LlamaConfig, attention_flops_per_token, flops_per_token, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
 from trainer.checks import Sizes, check, groups, sizes_of, unit_of
 from trainer.distributed import is_sharded
 from trainer.errors import TrainingError
 from trainer.machine import host_memory, matmul_flops, memory_of, own_memory, peak_of
-from trainer.settings import Settings
+from trainer.settings import PAPER_TOKENS, Settings
 
 log = logging.getLogger(__name__)
 
@@ -271,6 +270,10 @@ SCALING = {"ddp": 0.96, "fsdp": 0.90}
 CPU_SHARE, CPU_SHARE_OF_REFERENCE = 0.55, 0.1
 
 
+#: Passes over the text beyond which a run must say how long it is.
+MOST_PASSES = 100
+
+
 class Speed(NamedTuple):
     """Tokens per second of all devices together; None if nothing is known. basis: where that is from."""
 
@@ -323,6 +326,31 @@ def run_seconds(settings: Settings, sizes: Sizes, tokens_per_second: float) -> f
     return (sizes.steps * sizes.tokens_per_step + evaluated) / tokens_per_second
 
 
+def report_length(settings: Settings, ranks: int, passes: float) -> None:
+    """Log how long the run is. Raises TrainingError if nobody chose that, and it is too long for the text.
+
+    passes: of the whole run over its text.
+    """
+    sizes, rate = sizes_of(settings, ranks), speed(settings, ranks).tokens_per_second
+    tokens = sizes.steps * sizes.tokens_per_step
+    time = "time not known"
+    if rate is not None:  # starting a short run takes longer than its steps
+        seconds = run_seconds(settings, sizes, rate)
+        time = f"about {duration(seconds)}" if seconds >= 60 else "minutes at most"
+    length = f"{tokens:,} tokens, {number_of(passes)} passes over the text, {time}"
+    if is_too_long(settings, passes):
+        raise TrainingError(
+            f"no length is set, and the paper's would be {length}; use steps=N, "
+            f"total_tokens={round(10 * tokens / passes)} for 10 passes or total_tokens={PAPER_TOKENS} for all"
+        )
+    log.info("length: %s", length)
+
+
+def is_too_long(settings: Settings, passes: float) -> bool:
+    """Whether no length is set, and the paper's is too long for the text."""
+    return settings.steps is None and settings.total_tokens is None and passes > MOST_PASSES
+
+
 # ---------------------------------------------------------------------- the table
 
 
@@ -332,7 +360,7 @@ def describe(settings: Settings, ranks: int) -> str:
     sizes = replace(sizes, steps=max(0, sizes.steps - (settings.branch_step or 0)))  # those to be done
     sections = (
         _run(settings, sizes, ranks),
-        _text(settings.data, sizes),
+        _text(settings, sizes),
         _memory(settings, estimate, ranks),
         _time(settings, sizes, ranks),
         _disk(settings, sizes),
@@ -354,8 +382,8 @@ def _run(settings: Settings, sizes: Sizes, ranks: int) -> Rows:
     yield "tokens", f"{sizes.steps * sizes.tokens_per_step:,}"
 
 
-def _text(settings: DataSettings, sizes: Sizes) -> Rows:
-    texts = training_texts(settings)
+def _text(settings: Settings, sizes: Sizes) -> Rows:
+    texts = training_texts(settings.data)
     for text in texts:
         name = f"text {text.name}" if text.name else "text"
         try:
@@ -367,8 +395,9 @@ def _text(settings: DataSettings, sizes: Sizes) -> Rows:
             yield name, "not prepared yet; its tokens are counted then"
             continue
         tokens = manifest.tokens("train")
-        passes = "" if len(texts) > 1 else f": {sizes.steps * sizes.tokens_per_step / tokens:.3g} passes"
-        yield name, f"{tokens:,} training tokens are prepared{passes}"
+        passes = sizes.steps * sizes.tokens_per_step / tokens
+        told = f"{number_of(passes)} passes{', too many: set total_tokens' * is_too_long(settings, passes)}"
+        yield name, f"{tokens:,} training tokens are prepared" + ("" if len(texts) > 1 else f": {told}")
 
 
 def _memory(settings: Settings, estimate: Memory, ranks: int) -> Rows:
@@ -442,6 +471,10 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.2g} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def number_of(passes: float) -> str:
+    return f"{passes:,.0f}" if passes >= MOST_PASSES else f"{passes:.3g}"
 
 
 def gib(size: float) -> str:

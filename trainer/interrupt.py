@@ -13,12 +13,15 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from tqdm import tqdm
+
 from trainer.errors import Interrupted
 
 log = logging.getLogger(__name__)
 
 SWEEP_PID = "SAGEBWD_SWEEP_PID"  # environment variable: the process of the sweep that started this one
 POLL_S = 1.0
+SECOND = "; a second Ctrl-C stops at once, without saving"
 
 #: What writing raises when nobody reads: a closed pipe, a closed terminal, a closed connection.
 UNREAD = (errno.EPIPE, errno.EIO, errno.ECONNRESET)
@@ -43,7 +46,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.interrupts = 0  # how many SIGINTs came
         self._at_once = False
+        self._wakeup: int | None = None
 
     def __enter__(self) -> "StopRequest":
         ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
@@ -55,6 +60,20 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._wakeup)
+
+    def announce(self) -> None:
+        """From now on say, when a signal comes, what it does.
+
+        In a thread that Python's C handler wakes: `_handle` waits until this one is back from C, which may
+        take a whole step.
+        """
+        reader, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        threading.Thread(target=_say_what_stops, args=(reader,), name="stop", daemon=True).start()
 
     @contextmanager
     def at_once(self, message: str) -> Iterator[None]:
@@ -73,12 +92,12 @@ class StopRequest:
             self._at_once = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._remember(number)
-
-    def _remember(self, number: int) -> None:
-        twice = self.signal == signal.SIGINT and number == signal.SIGINT
         self.signal = self.signal or number
-        if twice or self._at_once:
+        self.interrupts += number == signal.SIGINT
+        self._react(number)
+
+    def _react(self, number: int) -> None:
+        if self._at_once or (number == signal.SIGINT and self.interrupts >= 2):
             self._at_once = False  # the next signal must not interrupt the cleaning up
             # Not Interrupted: code that handles every Exception would go on with its work.
             raise KeyboardInterrupt
@@ -87,8 +106,7 @@ class StopRequest:
 class ForwardedStop(StopRequest):
     """In the process that started the ranks: asks them to stop."""
 
-    def _remember(self, number: int) -> None:
-        self.signal = self.signal or number
+    def _react(self, number: int) -> None:
         ranks = multiprocessing.active_children()
         if not ranks:
             raise Interrupted("stopped before the run began; the same command starts it", number)
@@ -104,10 +122,20 @@ class ForwardedStop(StopRequest):
 
 
 class StopSignal(StopRequest):
-    """In a process that starts commands of their own: only remembers the first signal."""
+    """In a process that starts commands of their own: only remembers."""
 
-    def _remember(self, number: int) -> None:
-        self.signal = self.signal or number
+    def _react(self, number: int) -> None:
+        pass
+
+
+def _say_what_stops(reader: int) -> None:
+    """Say once what a signal that asks to stop does; `reader` gives the numbers of all signals."""
+    said = False
+    with open(reader, "rb", buffering=0) as signals:
+        while number := signals.read(1):
+            if number[0] in StopRequest.SIGNALS and not said:
+                tqdm.write(f"stopping when this step is done and saved{SECOND}", file=sys.stderr)
+                said = True
 
 
 def exit_on_signals() -> None:

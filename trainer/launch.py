@@ -29,6 +29,7 @@ from data.files import no_link
 from trainer.distributed import CONTINUES, RENDEZVOUS_FILE
 from trainer.errors import Interrupted, TrainingError, explain
 from trainer.interrupt import (
+    SECOND,
     SWEEP_PID,
     ForwardedStop,
     StopRequest,
@@ -102,8 +103,8 @@ def _run(
     except TrainingError as error:
         _tell(folder, rank, TrainingError(str(error)))
         sys.exit(1)
-    except KeyboardInterrupt:  # a second Ctrl-C; torch would take it for success
-        sys.exit(1)
+    except KeyboardInterrupt:  # a second Ctrl-C
+        _tell(folder, rank, Interrupted(f"stopped at once. {CONTINUES}", signal.SIGINT))
 
 
 def _tell(folder: Path, rank: int, error: Exception) -> None:
@@ -189,11 +190,11 @@ def run_all(
     """Run the jobs in their order, each as soon as enough GPUs are free, and at most `limit` at a time.
 
     gpus: as CUDA_VISIBLE_DEVICES names them; at least as many as any job needs. A GPU that is listed n times
-    is shared by up to n jobs; then each job must need one GPU. A signal that asks to stop is passed on to the
-    running jobs as SIGTERM, once, and no new ones begin. Returns its number, or None. If this process is
-    killed, the jobs that call `interrupt.end_with_sweep`, as train.py does, end.
+    is shared by up to n jobs; then each job must need one GPU. When a signal asks to stop, the running jobs
+    are asked to, and no new ones begin. Returns its number, or None. If this process is killed, the jobs that
+    call `interrupt.end_with_sweep`, as train.py does, end.
     """
-    waiting, running, told = deque(jobs), list[_Running](), False
+    waiting, running, told = deque(jobs), list[_Running](), 0
     with (
         surviving_closed(),
         StopSignal() as stop,
@@ -208,8 +209,12 @@ def run_all(
                 on_start(job)
                 running.append(_Running(job, free[: job.gpus]))
             if stop.signal and not told:
-                _ask_to_stop(running, len(waiting))
-                told = True
+                counts = f"{len(running)} running, which save first; {len(waiting)} not started"
+                _say(f"stopping: {counts}{SECOND}")
+            while told < stop.interrupts + (stop.signal not in (None, signal.SIGINT)):
+                for one in running:
+                    one.ask_to_stop(signal.SIGINT if told else stop.signal)
+                told += 1
             time.sleep(POLL_S)
             for ended in [one for one in running if one.has_ended()]:
                 running.remove(ended)
@@ -226,19 +231,13 @@ def _free(gpus: Sequence[str], running: list["_Running"]) -> list[str]:
     return free
 
 
-def _ask_to_stop(running: list["_Running"], waiting: int) -> None:
-    _say(f"stopping: {len(running)} running, which save first; {waiting} not started")
-    for one in running:
-        one.ask_to_stop()
-
-
 class _Running:
     """A job that was started; one that could not be has ended at once."""
 
     def __init__(self, job: Job, gpus: list[str]):
         self.job, self.gpus, self.began = job, gpus, time.monotonic()
         self.process: subprocess.Popen | None = None
-        self.problem = ""
+        self.problem, self.was_asked = "", False
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         try:
             job.output.parent.mkdir(parents=True, exist_ok=True)
@@ -260,13 +259,19 @@ class _Running:
     def has_ended(self) -> bool:
         return self.process is None or self.process.poll() is not None
 
-    def ask_to_stop(self) -> None:
-        if self.process:
+    def ask_to_stop(self, number: int) -> None:
+        """A Ctrl-C reaches its ranks, too, as from a terminal; SIGTERM it passes on to them itself."""
+        self.was_asked = True
+        if self.process and number == signal.SIGINT:
+            os.killpg(self.process.pid, number)
+        elif self.process:
             self.process.send_signal(signal.SIGTERM)
 
     def report(self) -> Outcome:
-        """How it ended, said on the terminal, too."""
+        """How it ended, said on the terminal, too, unless it was asked to."""
         outcome = self._outcome()
+        if outcome.kind == INTERRUPTED and self.was_asked:
+            return outcome
         seconds = f"{time.monotonic() - self.began:.0f} s"
         where = f", see {self.job.output}" if outcome.kind == FAILED and self.process else ""
         _say(f"{outcome.kind} {self.job.name} after {seconds}{where}")

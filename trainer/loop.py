@@ -122,6 +122,8 @@ class Trainer:
         weights = start.find_weights(settings, directory)
         self.branch = ranks.from_main(lambda: start.find_branch(settings, directory))
         self.corpus = build.open_text(settings, ranks, stop)
+        if ranks.is_main:
+            stop.announce()
         self.prompt = build.encode_prompt(settings, self.corpus.tokenizer)
         self.loader = build.make_loader(settings, self.sizes, self.corpus, ranks)
         self.backend = build.attention(settings, ranks)

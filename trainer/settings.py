@@ -20,6 +20,9 @@ from model import backends
 from model.config import LlamaConfig
 from trainer.errors import SettingsError
 
+#: Length of a run that sets none: the paper's, 300,000 steps of tps=260k, 37,500 of tps=2.1m.
+PAPER_TOKENS = 78_643_200_000
+
 #: Marks settings that may differ when a run resumes: they change how it executes or reports, not what it
 #: computes. A mark on a group holds for all in it that has none of its own.
 MAY_CHANGE = {"may_change": True}
@@ -154,7 +157,7 @@ class Settings:
 
     context: int = MISSING  # tokens per training sequence
     train_sequences: int | None = None  # train on the first so many of the text, over and over; null: on all
-    total_tokens: int = MISSING  # length of the run, in tokens
+    total_tokens: int | None = None  # length of the run; null: PAPER_TOKENS, but not of a small text
     steps: int | None = None  # length of the run in optimizer steps; overrides total_tokens
     seed: int = MISSING  # initialisation and data order
 
@@ -197,7 +200,7 @@ class Settings:
         """Optimizer steps of the run."""
         if self.steps is not None:
             return self.steps
-        return self.total_tokens * self.tps.divide_by // self.tps.tokens_per_step
+        return (self.total_tokens or PAPER_TOKENS) * self.tps.divide_by // self.tps.tokens_per_step
 
 
 def register() -> None:

@@ -91,13 +91,13 @@ class SweepSummary(Callback):
             "not started": self._planned - len(self._started),
         }
         finished = f"\n{len(ended) - len(failed)} of {self._planned or len(self._started)} runs {self._done}"
-        say(", ".join([finished, *(f"{n} {what}" for what, n in counts.items() if n > 0)]))
+        told = ", ".join([finished, *(f"{n} {what}" for what, n in counts.items() if n > 0)])
+        goes_on = self._planned and (interrupted or counts["not started"] > 0)
+        say(f"{told}; the same command continues" if goes_on else told)
         for job in failed:
             say(f"failed: {command_of(job.overrides or [])}\n  {_error(job)}")
-        for overrides in interrupted:
+        for overrides in () if self._planned else interrupted:
             say(f"interrupted: {command_of(overrides)}")
-        if self._planned and (interrupted or counts["not started"] > 0):
-            say("The same command continues with what is not finished")
 
 
 def _error(job: JobReturn) -> str:

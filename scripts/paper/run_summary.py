@@ -15,6 +15,7 @@ from scripts.runs import fingerprint
 from trainer import identity
 from trainer.plot import SET, named_sets, series
 from trainer.run_directory import RunDirectory, read_lines
+from trainer.settings import PAPER_TOKENS
 
 DIVERGED_BY = 0.3  # nats above the lowest tenth
 DIGITS = 5  # of a stored loss, after the point
@@ -142,7 +143,7 @@ def group_of(config: dict[str, Any], text: str | None) -> dict[str, Any]:
     text: the fingerprint of the tokens. Older runs have the name of the files only.
     """
     tokens_per_step = config["tps"]["tokens_per_step"] // config["tps"]["divide_by"]
-    steps = config["steps"] or config["total_tokens"] // tokens_per_step
+    steps = config["steps"] or (config["total_tokens"] or PAPER_TOKENS) // tokens_per_step
     gain, sequences = config["model"].get("qk_norm_gain", 1.0), config.get("train_sequences")
     unusual = {
         "qk_norm_gain": (gain, 1.0),

@@ -31,13 +31,13 @@ def drawing(pictures, monkeypatch):
     monkeypatch.setattr(compare, "plot_losses", plot_losses)
 
 
-def records(loss, steps=20, **last):
+def records(loss, steps=20, per_step=100, **last):
     """A metrics.jsonl: the loss falls to `loss`, which the last tenth has."""
     lines = [
-        {"step": step, "tokens": 100 * step, "loss": loss + (step <= 18), "tokens_per_second": 1000 + step}
-        for step in range(1, steps + 1)
+        {"step": n, "tokens": per_step * n, "loss": loss + (n <= 18), "tokens_per_second": 1000 + n}
+        for n in range(1, steps + 1)
     ]
-    return [*lines, {"step": steps, "tokens": 100 * steps} | last] if last else lines
+    return [*lines, {"step": steps, "tokens": per_step * steps} | last] if last else lines
 
 
 FPA, SAGE = {"attention.backend": "fpa"}, {"attention.backend": "sagebwd"}
@@ -163,6 +163,51 @@ def test_the_baseline_is_the_full_precision_run_of_the_same_other_settings(tmp_p
     assert [row[3] for row in rows.values()][1:] == ["", "+0.1250", "", "+0.2500", ""]
     ((_, baselines),) = pictures
     assert baselines == {names[1]: names[0], names[3]: names[2]}
+
+
+def test_losses_are_subtracted_and_averaged_at_the_last_step_that_all_have(tmp_path, capsys):
+    """Before step 19 a loss is higher by one."""
+    for seed, steps in ((1, 30), (2, 20)):
+        run(tmp_path / f"fpa{seed}", 3.0, steps, val_loss=4.0, settings=FPA | {"seed": seed})
+    run(tmp_path / "sagebwd", 3.5, 12, val_loss=4.0, settings=SAGE | {"seed": 1})
+    rows = compared(capsys, tmp_path)
+    assert rows["attention=sagebwd seed=1"][:6] == [
+        "12",
+        "1,200",
+        "4.5000",
+        "+0.5000 (step 12)",
+        "4.0000",
+        "",
+    ]
+    assert rows["attention=fpa: mean ± std of 2 seeds"][2] == "3.0000 ± 0.0000 (step 20)"
+
+
+@pytest.mark.parametrize(
+    ("other", "per_step", "told"),
+    [
+        ({"data.path": "b.txt"}, 100, "data"),
+        ({"context": 128, "eval_sequences": 8}, 200, "context, tokens per step, eval_sequences"),
+        ({"optimizer.lr": 2}, 100, None),
+    ],
+)
+def test_a_baseline_that_trained_on_something_else_is_named(tmp_path, capsys, other, per_step, told):
+    own = {"context": 64, "eval_sequences": 16, "optimizer.lr": 1}
+    run(tmp_path / "a", 3.0, settings=FPA | own | {"data.path": "a.txt"})
+    run(tmp_path / "b", 3.5, per_step=per_step, settings=FPA | own | {"data.path": "a.txt"} | other)
+    compare.main([str(tmp_path), "--baseline", str(tmp_path / "a")])
+    line = next((one for one in capsys.readouterr().out.splitlines() if "not like for like" in one), None)
+    assert told is None if line is None else line.endswith(f" have different {told}")
+
+
+def test_a_text_is_known_by_its_tokens_wherever_it_lies(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("scripts.runs.fingerprint", lambda directory: directory.path.name[:3])
+    for name, own in {"one-a": FPA, "one-b": SAGE, "two-c": SAGE}.items():
+        run(tmp_path / name, 3.0, settings=own | {"data.path": name[-1]})
+    assert [row[3] for row in compared(capsys, tmp_path).values()][1:] == ["", "+0.0000", ""]
+    for seed, name in enumerate(("one-a", "two-b")):
+        run(tmp_path / "seeds" / name, 3.0, settings=FPA | {"seed": seed})
+    assert "seed=0 text=one" in (rows := " ".join(compared(capsys, tmp_path / "seeds")))
+    assert "mean" not in rows
 
 
 def test_full_precision_with_a_second_kernel_is_compared_with_the_first(tmp_path, capsys):

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 
 from data.corpus import open_corpus
 from model.llama import Llama
+from tests import warm
 from train import run
-from trainer import estimate, machine
+from trainer import build, estimate, machine
 from trainer.checks import check
+from trainer.distributed import Ranks
 from trainer.errors import TrainingError
 from trainer.estimate import (
     ASSUMED_MFU,
@@ -32,6 +34,7 @@ from trainer.loop import train
 from trainer.machine import peak_of, peak_tflops
 from trainer.optimizer import build_optimizer
 
+ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 RESULTS = Path(__file__).parents[2] / "results"
 NO_PROBE = "probe.every=0"
 
@@ -231,6 +234,23 @@ def test_time_of_the_papers_run(compose_settings):
         117, rel=0.01
     )
     assert speed(settings, 4).tokens_per_second == pytest.approx(4 * 0.96 * found.tokens_per_second)
+
+
+def test_a_small_text_is_refused_until_a_length_is_set(datasets, tmp_path, caplog):
+    """The paper's length, which no setting changes, would be months."""
+
+    def settings(*length):
+        return warm.debug_settings(datasets, f"run_dir={tmp_path / 'run'}", "steps=null", *length)
+
+    refused = warm.run(settings(), code=1)
+    told = re.search(r"([\d,]+) passes over the text, about \d.* (total_tokens=\d+) for 10 passes", refused)
+    assert "model:" not in refused
+    assert not (tmp_path / "run").exists()
+    assert f": {told[1]} passes, too many: set total_tokens" in describe(settings("plan=true"), 1)
+    caplog.set_level("INFO")
+    for length, passes in ((told[2], "10"), ("total_tokens=78643200000", told[1])):
+        build.make_loader(own := settings(length), check(own, 1), open_corpus(own.data), ONE_RANK)
+        assert f" tokens, {passes} passes over the text, " in caplog.messages[-1]
 
 
 def test_other_gpus_are_assumed_and_unknown_ones_are_not_guessed(compose_settings, monkeypatch):

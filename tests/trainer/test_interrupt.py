@@ -1,11 +1,13 @@
 """Signals that ask a run to stop, at any stage of it."""
 
+import ctypes
 import functools
 import os
 import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -36,6 +38,21 @@ def at_step(step, act):
 
 def sends_itself(number):
     at_step(3, lambda: os.kill(os.getpid(), number))
+
+
+def is_interrupted_in_a_call_into_c():
+    """Ctrl-C comes while PyTorch, here libc, works: Python's handler then waits."""
+
+    def ask():
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # another thread's would end the waiting
+
+    def work():
+        threading.Thread(target=ask).start()
+        ctypes.CDLL(None).usleep(2_000_000)
+        print("back from C", file=sys.stderr, flush=True)
+
+    at_step(3, work)
 
 
 def ignores_hangups():
@@ -74,6 +91,13 @@ def test_it_saves_and_stops_as_on_sigterm(datasets, tmp_path):
     output = warm.run(settings, functools.partial(sends_itself, signal.SIGQUIT), code=128 + signal.SIGQUIT)
     assert "stopped at step 4 of 8 and saved" in output
     assert "from step 4" in warm.run(settings)
+
+
+def test_what_a_ctrl_c_does_is_said_before_the_step_ends(datasets, tmp_path):
+    settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
+    output = warm.run(settings, is_interrupted_in_a_call_into_c, code=128 + signal.SIGINT)
+    assert output.index("a second Ctrl-C") < output.index("back from C") < output.index("stopped at step 4")
+    assert output.count("stopping") == 1
 
 
 def test_under_nohup_a_hangup_stays_ignored(datasets, tmp_path):

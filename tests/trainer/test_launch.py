@@ -114,6 +114,15 @@ def end_with(code: int) -> None:
     os._exit(code)
 
 
+def is_interrupted_twice() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_second_ctrl_c_is_said_to_stop_at_once():
+    with pytest.raises(Interrupted, match=r"^stopped at once"):
+        warm.call(functools.partial(launch.start, is_interrupted_twice, processes=1))
+
+
 def refuse() -> None:
     raise TrainingError("the disk is full")
 

@@ -93,12 +93,12 @@ def number(request):
 
 def test_a_stop_lets_the_running_ones_save_and_starts_no_more(tmp_path, capfd, number):
     def asked(then):
-        return f'trap "echo saved; {then}" TERM; echo ready; while true; do sleep 0.05; done'
+        return f'trap "echo saved; {then}" TERM INT; echo ready; while true; do sleep 0.05; done'
 
     ends = {"saves": "exit 143", "finishes": "exit 0", "fails": "exit 1", "waits": ""}
     jobs = [job(tmp_path, name, asked(then)) for name, then in ends.items()]
     before = signal.getsignal(number)
-    threading.Thread(target=signal_when_ready, args=(jobs[:3], number), daemon=True).start()
+    threading.Thread(target=signal_when, args=("ready", jobs[:3], number), daemon=True).start()
     stopped_by, ended = run(jobs, limit=3)
     assert stopped_by == number
     assert {name: outcome.kind for name, outcome in ended.items()} == {
@@ -111,9 +111,19 @@ def test_a_stop_lets_the_running_ones_save_and_starts_no_more(tmp_path, capfd, n
     assert signal.getsignal(number) == before
 
 
-def signal_when_ready(jobs, number):
-    wait_until(lambda: all(job.output.exists() and "ready" in job.output.read_text() for job in jobs), 20)
+def signal_when(said, jobs, number):
+    wait_until(lambda: all(job.output.exists() and said in job.output.read_text() for job in jobs), 20)
     os.kill(os.getpid(), number)
+
+
+def test_a_second_ctrl_c_reaches_the_running_ones_too(tmp_path):
+    saves = "trap 'trap \"exit 130\" INT; echo saving' INT; echo ready; "
+    jobs = [job(tmp_path, "saves", f"{saves} for _ in $(seq 400); do sleep 0.05; done")]
+    for said in ("ready", "saving"):
+        threading.Thread(target=signal_when, args=(said, jobs, signal.SIGINT), daemon=True).start()
+    stopped_by, ended = run(jobs)
+    assert (stopped_by, ended["saves"].kind) == (signal.SIGINT, "interrupted")
+    assert jobs[0].output.read_text() == "ready\nsaving\n"
 
 
 def loses_its_terminal(folder):

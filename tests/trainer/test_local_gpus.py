@@ -131,9 +131,8 @@ def test_asked_to_stop_it_counts_truly(sweep, tmp_path):
     threading.Thread(target=stop, daemon=True).start()
     code, told = sweep("seed=1,4,5")
     assert code == 128 + signal.SIGINT
-    assert "1 of 3 runs finished, 1 interrupted, 1 not started\n" in told
-    assert f"interrupted: python train.py experiment=debug seed=4 runs_dir={tmp_path}" in told
-    assert "The same command continues with what is not finished" in told
+    assert "1 of 3 runs finished, 1 interrupted, 1 not started; the same command continues\n" in told
+    assert told.count("interrupted") == 1
 
 
 @pytest.mark.parametrize("jobs", ["0", "two", "1.5", "true"])

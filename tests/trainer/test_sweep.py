@@ -87,8 +87,7 @@ def test_a_sweeper_that_chooses_the_runs_is_summarized(begin, monkeypatch, capsy
             end(summary, own)
     summary._report()
     told = capsys.readouterr().err
-    assert "1 of 2 runs finished, 1 interrupted" in told
-    assert "same command" not in told
+    assert "1 of 2 runs finished, 1 interrupted\ninterrupted: python train.py optimizer.lr=2\n" in told
 
 
 def test_the_command_of_a_failed_run_can_be_pasted(begin, capsys):
@@ -116,9 +115,7 @@ def test_a_run_that_did_not_end_was_interrupted_and_the_others_did_not_start(beg
             end(summary, ["seed=1"])
     summary._report()
     assert capsys.readouterr().err == (
-        "\n1 of 5 runs finished, 1 interrupted, 3 not started\n"
-        "interrupted: python train.py seed=2\n"
-        "The same command continues with what is not finished\n"
+        "\n1 of 5 runs finished, 1 interrupted, 3 not started; the same command continues\n"
     )
 
 
