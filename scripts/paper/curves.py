@@ -3,9 +3,10 @@
     python -m scripts.paper.curves runs/35m-131k/* --out runs/paper/figure1a
     python -m scripts.paper.curves runs/no_qk_norm/* --window 130 152 --out runs/paper/loss_gap
 
-Reads run directories (config.yaml, metrics.jsonl, environment.jsonl) and writes OUT.json.gz and OUT.png. Such
-a JSON file replaces its runs, whose directories may be deleted: name it together with further runs to merge
-them. scripts.paper.losses compares the runs of all such files.
+Reads run directories (config.yaml, metrics.jsonl, environment.jsonl) and writes OUT.json.gz and, of runs that
+are no branches (scripts.paper.branches draws them), OUT.png. Such a JSON file replaces its runs, whose
+directories may be deleted: name it together with further runs to merge them. scripts.paper.losses compares
+the runs of all such files.
 
     final loss   mean training loss of the last tenth of the steps, or of the steps of --window
     diverged     a loss or gradient that is not finite, or at the end a final loss more than 0.3 above the
@@ -48,9 +49,11 @@ def main(argv: list[str] | None = None) -> None:
     result = {**describe(argv, arguments, finished), "runs": runs}
     written = write_compressed(arguments.out, result)
     title = items()[arguments.item].title if arguments.item in items() else "Training loss"
-    save_figure(draw_curves(finished, title), with_ending(arguments.out, ".png"))
+    whole = [run for run in finished if "branch_step" not in run["group"]]
+    if whole:
+        save_figure(draw_curves(whole, title), with_ending(arguments.out, ".png"))
     print(losses_table(rows))
-    print(f"{len(finished)} of {len(runs)} runs compared, written to {written} and {arguments.out}.png")
+    print(f"{len(finished)} of {len(runs)} runs compared, written to {written}")
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:

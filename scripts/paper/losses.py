@@ -1,9 +1,9 @@
-"""All differences of losses in one table and one figure, each beside its null.
+"""All differences of losses in one table, each beside its null.
 
     python -m scripts.paper.losses results --out results/losses
 
 Reads the comparisons that scripts.paper.curves stored (configs/paper/losses.yaml names them) and writes
-OUT.json, OUT.md and OUT.png, a forest plot. Runs with one model, text and schedule are compared, whichever
+OUT.json and OUT.md. Runs with one model, text and schedule are compared, whichever
 file they lie in, and share one estimate of the noise. An algorithm is compared with full precision, a change
 of smoothing with the setting without it.
 
@@ -24,10 +24,8 @@ from typing import Any
 from data.files import write_json, write_text
 from scripts.bench.measuring import describe_run
 from scripts.command_line import command_parser
-from scripts.output import finite, read_json, save_figure, stored, table, with_ending
-from scripts.paper import published as paper
+from scripts.output import finite, read_json, stored, table, with_ending
 from scripts.paper.experiments import read_yaml
-from scripts.paper.pictures import draw_forest
 from scripts.paper.run_summary import stored_runs, validation_losses
 from scripts.paper.statistics import (
     Cell,
@@ -44,8 +42,6 @@ from scripts.paper.statistics import (
 from scripts.paper.variants import FULL_PRECISION, base_of, is_null
 
 PROGRAM = "python -m scripts.paper.losses"
-#: A difference smaller than half of the paper's gap counts as none.
-BAND = round(paper.FIGURE_1_GAP / 2, 3)
 #: A smaller model stands for the paper's.
 PAPER_PARAMETERS = 300_000_000
 NAMES_OF_TOKENS = {262_144: "260k", 1_048_576: "1m", 2_097_152: "2.1m"}
@@ -263,17 +259,15 @@ def main(argv: list[str] | None = None) -> None:
         "command": described["command"],
         "commit": described["commit"],
         "sources": names,
-        "band": BAND,
         "rows": [as_dict(row) for row in rows],
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(with_ending(arguments.out, ".json"), finite(result))
-    save_figure(draw_forest(rows, BAND, paper.FIGURE_1_GAP), with_ending(arguments.out, ".png"))
     differences = losses_table(read_rows(result))  # the rounded ones, as others read them
-    title = "# All differences of losses\n\nNats per token; [the report](README.md#losses) explains them."
+    title = "# All differences of losses\n\nNats per token; [the report](README.md#whole-runs) explains them."
     write_text(with_ending(arguments.out, ".md"), f"{title}\n\n{differences}\n")
     print(differences)
-    print(f"written to {arguments.out}.json, .md and .png")
+    print(f"written to {arguments.out}.json and .md")
 
 
 def as_dict(row: Row) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from scripts.paper.statistics import DEGREES_OF_95, Row
-from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM, base_of
-from trainer.plot import ATTENTION, BASELINE, CYCLE, LIMIT, Style
+from scripts.paper.variants import NO_QK_NORM, base_of, is_null
+from trainer.plot import ATTENTION, BASELINE, CYCLE, Style
 
 POINTS = 100  # of a drawn curve
 #: Names in tables and files: those of configs/attention/.
@@ -22,8 +22,6 @@ CONFIG_NAMES = {
     "block": "sagebwd_paper",
     "smooth_v_unsigned_p": "sagebwd_low_bias",
 }
-#: The forest plot ends there.
-FOREST_LIMIT = 0.2
 
 
 def styles(names: Sequence[str]) -> dict[str, Style]:
@@ -82,7 +80,7 @@ def draw_curves(runs: Sequence[dict], title: str) -> Any:
     """
     groups: dict[str, list[dict]] = {}
     for run in runs:
-        groups.setdefault(panel_name(run), []).append(run)
+        groups.setdefault(group_name(run["group"]), []).append(run)
     columns = min(len(groups), 3)
     rows = math.ceil(len(groups) / columns)
     figure, panels = grid(2 * rows, columns, width=6, height=2.9, height_ratios=(3, 2) * rows)
@@ -108,19 +106,16 @@ def draw_curves(runs: Sequence[dict], title: str) -> Any:
         for axes in (losses, gaps):
             axes.grid(alpha=0.3)
     legend_below(figure, list(shown.values()), list(shown), columns=2 * columns)
-    figure.suptitle(f"{title}\nline: mean over seeds, band: range", fontsize=11)
+    lines = textwrap.wrap(title, 60 * columns)
+    figure.suptitle("\n".join([*lines, "line: mean over seeds, band: range"]), fontsize=11)
     return figure
 
 
-def panel_name(run: dict) -> str:
-    """The group of a run; branches without QK-norm go on from other models, so they have their own panel."""
-    apart = "branch_step" in run["group"] and NO_QK_NORM in run["variant"]
-    return group_name(run["group"]) + (NO_QK_NORM if apart else "")
-
-
 def variant_styles(names: Sequence[str]) -> dict[str, Style]:
-    """The style of each variant's attention; without QK-norm the same colour, dashed."""
-    looks = styles(list(dict.fromkeys(name.replace(NO_QK_NORM, "") for name in names)))
+    """The style of each variant's attention, grey for a null; without QK-norm the same colour, dashed."""
+    own = dict.fromkeys(name.replace(NO_QK_NORM, "") for name in names)
+    looks = styles([name for name in own if not is_null(name)])
+    looks |= {name: Style(BASELINE, ":", "") for name in own if is_null(name)}
     dashed = {name: looks[name.replace(NO_QK_NORM, "")] for name in names}
     return {
         name: look._replace(dashes=(0, (4, 2))) if NO_QK_NORM in name else look
@@ -176,67 +171,7 @@ def zoom(axes: Any, runs: Sequence[dict]) -> None:
 def group_name(group: Mapping[str, Any]) -> str:
     """ "34.7M parameters, 131,072 tokens per step, 382 steps, lr 0.001, gain 4", in two lines."""
     size = f"{group['parameters'] / 1e6:.3g}M parameters"
-    start = ", from trained weights" if group["init_from"] or "branch_step" in group else ""
+    start = ", from trained weights" if group["init_from"] else ""
     gain = f", gain {group['qk_norm_gain']:g}" if "qk_norm_gain" in group else ""
     schedule = f"{group['tokens_per_step']:,} tokens per step"
     return f"{size}, {schedule},\n{group['steps']:,} steps, lr {group['lr']:g}{gain}{start}"
-
-
-# --- Forest plot --------------------------------------------------------------------------------------------
-
-
-def draw_forest(rows: Sequence[Row], band: float, gap: float) -> Any:
-    """Every difference of losses with its interval: training filled, validation hollow, nulls grey."""
-    rows = [row for row in rows if row.kind != "interaction"]
-    setups = {row.setup: [other for other in rows if other.setup == row.setup] for row in rows}
-    figure, [[axes]] = grid(1, 1, width=9, height=1.2 + 0.19 * (len(rows) + len(setups)))
-    axes.axvspan(-band, band, color="0.9", zorder=0, label=f"counts as none: within ±{band}")
-    axes.axvline(0, color="0.4", linewidth=0.8)
-    axes.axvline(gap, color=LIMIT, linestyle=":", label=f"the paper's gap at 2.1M tokens per step: +{gap}")
-    labels: list[tuple[str, str]] = []
-    for own in setups.values():
-        labels.append((setup_title(own[0]), "bold"))
-        for row in own:
-            draw_row(axes, len(labels), row)
-            labels.append((label_of(row), "normal"))
-    axes.set_yticks(range(len(labels)), [text for text, _ in labels], fontsize=8)
-    for tick, (_, weight) in zip(axes.get_yticklabels(), labels, strict=True):
-        tick.set_fontweight(weight)
-    axes.set(xlim=(-FOREST_LIMIT, FOREST_LIMIT), ylim=(len(labels) - 0.3, -0.7))
-    bars = "bars: 95% intervals (dashed: fewer than 4 d.f.); ticks: seeds"
-    axes.set_xlabel(f"difference of losses, nats per token\n{bars}", fontsize=9)
-    axes.grid(axis="x", alpha=0.3)
-    look = {"linestyle": "", "marker": "o", "color": ATTENTION["sagebwd"].color}
-    axes.plot([], [], label="training loss", **look)
-    axes.plot([], [], label="validation loss", **look | {"markerfacecolor": "white"})
-    axes.plot([], [], label="null: full precision twice", **look | {"marker": "s", "color": BASELINE})
-    legend_below(figure, *axes.get_legend_handles_labels(), columns=3)
-    return figure
-
-
-def setup_title(row: Row) -> str:
-    """ "35M, 131,072 tokens per step (proxy)"."""
-    size, _, rest = row.setup.partition("-")
-    details = rest.partition(", ")[2]
-    tokens = f"{row.group['tokens_per_step']:,} tokens per step"
-    return ", ".join([size.upper(), tokens, *filter(None, [details])]) + " (proxy)" * row.proxy
-
-
-def label_of(row: Row) -> str:
-    again = ", repeated" if row.minus.endswith("the first run") else ""
-    base = "" if row.minus.startswith(FULL_PRECISION) else f" − {row.minus}"
-    return f"{row.variant}{again}{base}"
-
-
-def draw_row(axes: Any, place: int, row: Row) -> None:
-    color, marker = (BASELINE, "s") if row.kind == "null" else (ATTENTION["sagebwd"].color, "o")
-    places = np.linspace(place - 0.25, place + 0.25, len(row.losses))
-    for y, (name, found) in zip(places, row.losses.items(), strict=True):
-        face = color if name == "training" else "white"
-        if found.half_width is not None:
-            ends = [found.mean - found.half_width, found.mean + found.half_width]
-            dashes = "-" if found.degrees >= DEGREES_OF_95 else (0, (2, 2))
-            axes.plot(ends, [y, y], color=color, linewidth=1.2, linestyle=dashes)
-        seeds = list(found.by_seed.values())
-        axes.plot(seeds, [y] * len(seeds), "|", color=color, markersize=4, alpha=0.6)
-        axes.plot([found.mean], [y], marker, color=color, markerfacecolor=face, markersize=4)

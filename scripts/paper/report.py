@@ -4,9 +4,7 @@
     python -m scripts.paper.report --names        # what a template may name, with today's values
 
 The template, results/report.template.md, is written by hand. `{{name}}` in it is a number or table of
-`facts`. Verdicts are typed by hand, too: results/claims.yaml. `judge` is the one rule for differences of
-losses, `by_share` that for everything that was tried several times; a test compares the typed words with
-them.
+`facts`.
 """
 
 from __future__ import annotations
@@ -19,54 +17,22 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import yaml
-
 from data.files import write_text
 from scripts.command_line import command_parser
 from scripts.output import number, read_json, table
+from scripts.paper import branches
 from scripts.paper import published as paper
 from scripts.paper.gradient_bias_tables import count, decimal
-from scripts.paper.losses import BAND
 from scripts.paper.run_summary import stored_runs
-from scripts.paper.statistics import DEGREES_OF_95, Estimate, Row, read_rows
+from scripts.paper.statistics import Row, read_rows
 from scripts.paper.table1 import TENSORS, TITLES
 from scripts.paper.variants import FULL_PRECISION, SAGE
 from trainer.plot import PROBED
 
 RESULTS = Path("results")
-AGREES, CONTRADICTS, DIFFERS, OPEN = "agrees", "contradicts", "differs at this scale", "open"
-VERDICTS = (AGREES, CONTRADICTS, DIFFERS, OPEN)
-#: A claim that was tried several times holds if it does in this share of them; it is wrong if it fails so.
-MOST = 0.75
 #: Errors this close to the paper's count as the same.
 SAME = 0.1
 FIELD = re.compile(r"\{\{(.+?)\}\}")
-
-# --- Verdicts -----------------------------------------------------------------------------------------------
-
-
-def judge(found: Estimate, printed: float, has_null: bool) -> str:
-    """The verdict on a difference of losses. printed: the paper's; within the band where it sees none.
-
-    A difference counts beside its null (full precision twice at every seed), with DEGREES_OF_95 or more.
-    A gap is an interval that excludes 0 and whose middle lies outside the band, half of the paper's gap.
-
-    Where the paper sees a match, it is confirmed by an interval within the band around the paper's number or,
-    of one that counts, by one whose upper end is ("no worse"). A gap that counts is something else. Where the
-    paper sees a gap, one that counts confirms it, and an interval below the paper's number that is no gap is
-    something else. These runs are far shorter than the paper's, so something else "differs at this scale".
-    """
-    counts = has_null and found.degrees >= DEGREES_OF_95
-    gap_up = found.low > 0 and found.mean >= BAND
-    gap_down = found.high < 0 and found.mean <= -BAND
-    if abs(printed) < BAND:
-        if counts and (gap_up or gap_down):
-            return DIFFERS
-        no_worse = found.high < printed + BAND
-        return AGREES if no_worse and (counts or found.low > printed - BAND) else OPEN
-    if gap_up:
-        return AGREES if counts else OPEN
-    return DIFFERS if found.high < printed else OPEN
 
 
 class Share(NamedTuple):
@@ -79,41 +45,26 @@ class Share(NamedTuple):
         return f"{self.holds} of {self.cases}"
 
 
-def by_share(found: Share, any_case: bool = False) -> str:
-    """any_case: one case is enough, where the paper does not say in which its claim holds."""
-    if any_case:
-        return AGREES if found.holds else CONTRADICTS
-    if found.holds >= MOST * found.cases:
-        return AGREES
-    return CONTRADICTS if found.cases - found.holds >= MOST * found.cases else OPEN
-
-
-def read_claims(results: Path) -> list[dict[str, Any]]:
-    return yaml.safe_load((results / "claims.yaml").read_text(encoding="utf-8"))
-
-
-def claims_table(claims: Iterable[dict[str, Any]], known: dict[str, Any]) -> str:
-    rows = []
-    for claim in claims:
-        verdict = claim["verdict"] + (" (proxy)" if claim.get("proxy") else "")
-        verdict += f", {claim['but']}" if "but" in claim else ""
-        rows.append([claim["claim"], claim["case"], f"**{verdict}**", fill(claim["numbers"], known)])
-    return table(["what the paper says", "tried here", "verdict", "numbers"], rows)
-
-
 # --- Numbers and tables by name -----------------------------------------------------------------------------
 
 
 def facts(results: Path) -> dict[str, Any]:
-    """Everything that a template or a claim may name."""
-    known: dict[str, Any] = {"band": f"{BAND:.3f}", "gap": f"+{paper.FIGURE_1_GAP:.3f}"}
-    for add in (loss_facts, rate_facts, table1_facts, bias_facts, layer_facts, speed_facts, step_facts):
+    """Everything that the template may name."""
+    known: dict[str, Any] = {}
+    for add in (
+        branch_facts, loss_facts, rate_facts, table1_facts, bias_facts, layer_facts, speed_facts, step_facts,
+    ):  # fmt: skip
         known |= add(results)
-    claims = read_claims(results)
-    count_of = {verdict: sum(claim["verdict"] == verdict for claim in claims) for verdict in VERDICTS}
-    known["verdicts"] = ", ".join(f"{count_of[verdict]} “{verdict}”" for verdict in VERDICTS)
-    known["claims"] = claims_table(claims, known)
     return known
+
+
+def branch_facts(results: Path) -> dict[str, Any]:
+    found = branches.read_branches(results)
+    return {
+        "gaps": branches.summary(found),
+        "gaps at equal sums": branches.at_equal_learning(found),
+        "ablation": branches.ablation_table(branches.read_ablation(results)),
+    }
 
 
 def loss_facts(results: Path) -> dict[str, Any]:
@@ -147,6 +98,8 @@ def table1_facts(results: Path) -> dict[str, Any]:
         known[f"table1.{variant}"] = same_errors(rows, variant)
         give_it = [is_the_table(same_errors(own, variant)) for own in shapes.values()]
         known[f"table1.shapes.{variant}"] = Share(sum(give_it), len(give_it))
+    tiles = read_json(results / "table1.json")["tiles"]
+    known["table1.tiles"] = ", ".join(f"{errors['dq'][1]:.3f} ({tile})" for tile, errors in tiles.items())
     lines = [
         [f"{row['sigma']:g}", row["variant"], *(f"{row[name][1]:.4f}" for name in TENSORS)]
         for row in rows

@@ -1,77 +1,25 @@
-"""The report: its names, its verdicts, its files."""
+"""The report: its names, its numbers, its files."""
 
+import gzip
+import json
 import re
+import shutil
 from fnmatch import fnmatch
+from statistics import fmean
 
 import pytest
 
 from scripts.output import read_json
-from scripts.paper import report
-from scripts.paper.report import (
-    AGREES,
-    CONTRADICTS,
-    DIFFERS,
-    OPEN,
-    Share,
-    by_name,
-    by_share,
-    facts,
-    fill,
-    judge,
-    layer_claims,
-)
-from scripts.paper.statistics import Estimate, read_rows
+from scripts.paper import branches
+from scripts.paper.report import facts, fill, layer_claims
 from tests.cli import ROOT
 
 RESULTS = ROOT / "results"
-CLAIMS = report.read_claims(RESULTS)
-#: The verdicts of commit 5dc8926 in today's words.
-OLD_WORDS = {"contradicts at this scale": DIFFERS, "not seen at this scale": DIFFERS}
 
 
 @pytest.fixture(scope="module")
 def known():
     return facts(RESULTS)
-
-
-# --- The rules ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mean", "half_width", "degrees", "printed", "has_null", "verdict"),
-    [
-        (0.001, 0.008, 5, -0.002, False, AGREES),  # within the band
-        (0.001, 0.030, 5, -0.002, True, OPEN),  # too wide
-        (-0.033, 0.057, 9, -0.002, True, AGREES),  # no worse, beside its null
-        (-0.033, 0.057, 9, -0.002, False, OPEN),
-        (-0.033, 0.057, 3, -0.002, True, OPEN),
-        (0.053, 0.014, 3, -0.002, True, OPEN),  # too few degrees of freedom
-        (0.053, 0.014, 9, -0.002, False, OPEN),  # no null
-        (0.053, 0.014, 9, -0.002, True, DIFFERS),
-        (0.035, 0.010, 4, -0.002, True, DIFFERS),  # a smaller gap than the paper's is one, too
-        (0.035, 0.020, 4, -0.002, True, DIFFERS),  # however wide, if it excludes 0
-        (0.020, 0.010, 4, -0.002, True, OPEN),  # its middle lies within the band
-        (-0.053, 0.014, 9, -0.002, True, DIFFERS),
-        (0.054, 0.010, 9, 0.054, True, AGREES),
-        (0.054, 0.010, 9, 0.054, False, OPEN),
-        (0.001, 0.028, 9, 0.054, False, DIFFERS),  # the paper's gap is not there
-        (0.010, 0.009, 1, 0.054, False, DIFFERS),  # one is, but counts as none
-        (0.020, 0.010, 1, 0.054, False, DIFFERS),  # also if its upper end does not
-        (0.035, 0.009, 1, 0.054, False, OPEN),
-        (0.024, 0.013, 4, 0.054, True, DIFFERS),  # one is, less than half as large
-        (0.035, 0.009, 4, 0.054, True, AGREES),
-        (0.030, 0.060, 9, 0.054, True, OPEN),
-        (0.001, None, 0, 0.054, True, OPEN),
-    ],
-)
-def test_differences_of_losses(mean, half_width, degrees, printed, has_null, verdict):
-    assert judge(Estimate(mean, half_width, degrees), printed, has_null) == verdict
-
-
-def test_claims_that_were_tried_several_times():
-    assert [by_share(Share(k, 4)) for k in (4, 3, 2, 1)] == [AGREES, AGREES, OPEN, CONTRADICTS]
-    assert by_share(Share(1, 8), any_case=True) == AGREES
-    assert by_share(Share(0, 8), any_case=True) == CONTRADICTS
 
 
 @pytest.mark.parametrize(
@@ -86,41 +34,6 @@ def test_claims_about_layers(dk, ds, ds_rms, expected):
     row = {"errors": {"paper": errors}, "statistics": {"dp_rms": 1e-4, "ds_rms": ds_rms}}
     table2 = {"p": [1, 0.01], "dp": [1, 0.0], "delta": [1, 0.025], "ds": [1, ds]}
     assert layer_claims([row, row], table2) == expected
-
-
-# --- The typed verdicts -------------------------------------------------------------------------------------
-
-
-def ids(claim):
-    return f"{claim['claim']}; {claim['case']}"
-
-
-@pytest.mark.parametrize("claim", CLAIMS, ids=ids)
-def test_the_typed_verdict_is_that_of_the_rule(claim, known):
-    if "loss" in claim:
-        row = by_name(read_rows(read_json(RESULTS / "losses.json")))[claim["loss"]]
-        expected = judge(row.losses["training"].estimate, claim["printed"], row.has_null)
-        assert row.proxy == claim.get("proxy", False)
-    elif "share" in claim:
-        expected = by_share(known[claim["share"]], claim.get("any", False))
-    else:
-        expected = frozen_verdict(claim["frozen"], claim["row"])
-    assert claim["verdict"] == expected
-
-
-def frozen_verdict(table, row):
-    """What a table of commit 5dc8926 says, in today's words."""
-    lines = (RESULTS / "tables" / f"{table}.md").read_text(encoding="utf-8").splitlines()
-    [line] = [line for line in lines if line.startswith(f"| {row} | **")]
-    word = line.split("**")[1]
-    return OLD_WORDS.get(word, word)
-
-
-def test_few_are_open():
-    assert sum(claim["verdict"] == OPEN for claim in CLAIMS) <= 8
-
-
-# --- The page -----------------------------------------------------------------------------------------------
 
 
 def test_the_committed_report_is_what_the_template_gives(known):
@@ -138,6 +51,70 @@ def test_numbers_are_those_of_the_json(known):
     speeds = re.findall(r"\| FlashAttention-2, D (\d+) \|.*\| ([\d.]+) \|", known["speed"])
     assert speeds == [("64", "1.59"), ("128", "1.75")]
     assert str(known["table1.row"]) == "19 of 20"
+
+
+def test_gaps_are_those_of_the_stored_losses(known):
+    """Computed anew from the files, without any code of the report."""
+    runs = json.loads(gzip.decompress((RESULTS / "branches.json.gz").read_bytes()))["runs"]
+    for setup, qk_norm, gain in (
+        ("35M, with QK-norm", True, None),
+        ("35M, without QK-norm", False, None),
+        ("35M, QK-norm with gain 4", True, 4.0),
+    ):
+        own = [
+            run
+            for run in runs
+            if (run["qk_norm"], run["group"].get("qk_norm_gain")) == (qk_norm, gain)
+            and run["group"]["tokens_per_step"] == 131072
+            and run["group"]["parameters"] < 1e8
+        ]
+        assert f"| {setup} |" in known["gaps"]
+        [line] = [line for line in known["gaps"].splitlines() if line.startswith(f"| {setup} |")]
+        for cell, name in zip(line.split(" | ")[3:], ("sagebwd", "sagebwd-paper", "fpa-flash"), strict=True):
+            assert float(cell.split()[0]) == pytest.approx(fmean(gaps_by_hand(own, name)), abs=6e-5), (
+                setup,
+                name,
+            )
+
+
+def test_the_ablation_is_that_of_the_stored_losses(known):
+    runs = json.loads(gzip.decompress((RESULTS / "ablation.json.gz").read_bytes()))["runs"]
+    words = {"sagebwd-paper": "`paper()`", "ds_per_row": "dS with a scale", "random_sign": "dS with the same"}
+    for name, begin in words.items():
+        [line] = [line for line in known["ablation"].splitlines()[2:] if line.startswith(f"| {begin}")]
+        found = [float(cell) for cell in line.split(" | ")[1:3]]
+        assert found == pytest.approx(gaps_by_hand(runs, name), abs=6e-5)
+
+
+def test_branches_are_written_and_drawn(tmp_path):
+    for name in ("branches", "ablation"):
+        shutil.copy(RESULTS / f"{name}.json.gz", tmp_path)
+    branches.main([str(tmp_path)])
+    assert (tmp_path / "branches.md").read_text() == (RESULTS / "branches.md").read_text()
+    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("gap", "ablation"))
+
+
+def gaps_by_hand(runs, arm):
+    """The last 101 losses minus cuDNN's of the same seed, by seed."""
+    losses = {(run.get("arm") or arm_by_hand(run), run["seed"]): run["curve"]["loss"] for run in runs}
+    return [
+        fmean(mine - base for mine, base in zip(own[916:], losses["fpa-cudnn", seed][916:], strict=True))
+        for (name, seed), own in sorted(losses.items())
+        if name == arm
+    ]
+
+
+def arm_by_hand(run):
+    """What the run's recorded settings amount to."""
+    settings = run["config"]["attention"]
+    if settings["backend"] == "fpa":
+        return f"fpa-{settings['sdpa']}"
+    changed = {name for name in ("smooth_q", "smooth_v", "unsigned_p") if settings[name]}
+    if not settings["smooth_k"]:
+        changed.add("no smooth_k")
+    if len(settings["int8_matmuls"]) != 6:
+        changed.add("int8_matmuls")
+    return "-".join(["sagebwd", *["paper"] * (settings["granularity"] == "block"), *sorted(changed)])
 
 
 def test_a_name_that_is_not_known_is_an_error(known):

@@ -1,0 +1,304 @@
+"""How far branches of one model end above full precision, and which part of the backward does it.
+
+    python -m scripts.paper.branches results
+
+Reads branches.json.gz, which scripts.paper.curves wrote, and ablation.json.gz of the folder, and writes
+gap.png, ablation.png and branches.md there. A gap is a branch's training loss minus that of the branch with
+cuDNN from the same model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from scripts.command_line import command_parser
+from scripts.output import read_json, save_figure, table, write_markdown
+from scripts.paper.pictures import grid, legend_below
+from scripts.paper.run_summary import stored_runs
+from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM
+from trainer.plot import ATTENTION, BASELINE, CYCLE, Style
+
+NULL = f"{FULL_PRECISION}, FlashAttention-2"
+WINDOW = 50  # steps that a point of a picture is the mean of
+FLOOR = 1e-5  # nats; the pictures end there
+
+#: Of branches.json: name, parameters at most, tokens per step, gain of QK-norm, whether without QK-norm.
+SETUPS = {
+    "35M, with QK-norm": (1e8, 131_072, 1.0, False),
+    "35M, without QK-norm": (1e8, 131_072, 1.0, True),
+    "35M, QK-norm with gain 4": (1e8, 131_072, 4.0, False),
+    "35M, with QK-norm, 16,384 tokens per step": (1e8, 16_384, 1.0, False),
+    "35M, with QK-norm, 1,048,576 tokens per step": (1e8, 1_048_576, 1.0, False),
+    "35M, with QK-norm, 2,097,152 tokens per step": (1e8, 2_097_152, 1.0, False),
+    "325M, without QK-norm, 262,144 tokens per step": (1e9, 262_144, 1.0, True),
+}
+BY_TOKENS = {
+    "16,384": "35M, with QK-norm, 16,384 tokens per step",
+    "131,072": "35M, with QK-norm",
+    "1,048,576": "35M, with QK-norm, 1,048,576 tokens per step",
+    "2,097,152": "35M, with QK-norm, 2,097,152 tokens per step",
+}
+PICTURED = ("35M, with QK-norm", "35M, without QK-norm")
+LOOKS = {
+    NULL: Style(BASELINE, ":", ""),
+    "SageBwd": ATTENTION["sagebwd"],
+    "SageBwd, paper": ATTENTION["sagebwd_paper"],
+}
+WORDS = {
+    NULL: NULL,
+    "SageBwd": "default",
+    "SageBwd, low bias": "`low_bias()`",
+    "SageBwd, no smoothing": "default, no K-smoothing",
+    "SageBwd, paper": "`paper()`",
+    "SageBwd, paper, no smoothing": "`paper()`, no K-smoothing",
+    "SageBwd, paper, Q+K smoothing": "`paper()`, Q- and K-smoothing",
+    "SageBwd, paper, dP in INT8": "`paper()`, dP in INT8",
+}
+
+LAST = slice(916, 1017)  # steps of the ablation: the last tenth
+#: Of ablation.json: arm, its words, and its look.
+ARMS = {
+    "sagebwd-paper": ("`paper()`", ATTENTION["sagebwd_paper"]),
+    "p_per_row": ("P with a scale per row", CYCLE[3]),
+    "dv_16_bit": ("dV in 16 bit", CYCLE[4]),
+    "ds_per_row": ("dS with a scale per row", ATTENTION["sagebwd"]),
+    "random_sign": ("dS with the same errors, signs at random", CYCLE[5]),
+}
+
+
+class Branch(NamedTuple):
+    """A training run that goes on from a model's weights, moments and order of data; a loss for each step."""
+
+    setup: str
+    variant: str
+    seed: int
+    losses: np.ndarray
+    run: dict[str, Any]
+
+
+def read_branches(folder: Path) -> list[Branch]:
+    found = []
+    for run in stored_runs(read_json(folder / "branches.json")):
+        group, variant = run["group"], run["variant"]
+        has_none = NO_QK_NORM in variant
+        for name, (parameters, *own) in SETUPS.items():
+            is_own = [group["tokens_per_step"], group.get("qk_norm_gain", 1.0), has_none] == own
+            if is_own and (group["parameters"] < 1e8) == (parameters == 1e8):
+                losses = np.array(run["curve"]["loss"])
+                found.append(Branch(name, variant.replace(NO_QK_NORM, ""), run["seed"], losses, run))
+    return found
+
+
+def read_ablation(folder: Path, key: str = "runs") -> list[Branch]:
+    runs = read_json(folder / "ablation.json")[key]
+    return [Branch("ablation", run["arm"], run["seed"], np.array(run["curve"]["loss"]), run) for run in runs]
+
+
+def gaps(
+    branches: Iterable[Branch], setup: str, variant: str, base: str = FULL_PRECISION
+) -> dict[int, np.ndarray]:
+    """By seed, the loss of each step minus the base's; of a branch that was cut off, of the steps it has."""
+    own = [one for one in branches if one.setup == setup]
+    bases = {one.seed: one.losses for one in own if one.variant == base}
+    return {
+        one.seed: one.losses - bases[one.seed][: len(one.losses)]
+        for one in own
+        if one.variant == variant and one.seed in bases
+    }
+
+
+def windows(steps: int) -> list[slice]:
+    """Of a table: the first twentieth, then wider ones, and the last tenth."""
+    edges = [round(share * steps) for share in (0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1)]
+    return [slice(first, last) for first, last in itertools.pairwise(edges)]
+
+
+def gap_table(found: Mapping[str, dict[int, np.ndarray]]) -> str:
+    """Mean over models by window of steps, and the range of the last."""
+    steps = len(next(iter(next(iter(found.values())).values())))
+    rows = []
+    for words, own in found.items():
+        means = [[one[window].mean() for one in own.values()] for window in windows(steps)]
+        rows.append([words, str(len(own)), *map(nats, map(np.mean, means)), range_of(means[-1])])
+    names = [f"{window.start + 1}–{window.stop}" for window in windows(steps)]
+    return table(["training loss minus cuDNN, steps", "models", *names, "range of the last"], rows)
+
+
+def last_tenth(own: dict[int, np.ndarray]) -> list[float]:
+    return [one[windows(len(one))[-1]].mean() for one in own.values()]
+
+
+def range_of(values: Iterable[float]) -> str:
+    return " to ".join(dict.fromkeys([nats(min(values)), nats(max(values))]))
+
+
+def nats(value: float) -> str:
+    """ ".0003", "−.0001"; what rounds to zero has no sign."""
+    digits = f"{abs(value):.4f}".removeprefix("0")
+    return f"−{digits}" if value < 0 and digits != ".0000" else digits
+
+
+# --- Tables -------------------------------------------------------------------------------------------------
+
+
+def branch_tables(branches: Sequence[Branch]) -> dict[str, str]:
+    """By setup, the gaps of all variants."""
+    return {
+        setup: gap_table(
+            {words: own for variant, words in WORDS.items() if (own := gaps(branches, setup, variant))}
+        )
+        for setup in SETUPS
+    }
+
+
+def summary(branches: Sequence[Branch]) -> str:
+    """The last tenth of the branches: mean over models, and for more than one their range."""
+    rows = []
+    for setup in SETUPS:
+        found = [
+            last_tenth(gaps(branches, setup, variant)) for variant in ("SageBwd", "SageBwd, paper", NULL)
+        ]
+        steps = max(len(one.losses) for one in branches if one.setup == setup)
+        cells = [nats(np.mean(own)) + f" ({range_of(own)})" * (" to " in range_of(own)) for own in found]
+        rows.append([setup, str(len(found[1])), f"{steps:,}", *cells])
+    return table(["branches of", "models", "steps", "default", "`paper()`", "null: FlashAttention-2"], rows)
+
+
+def at_equal_learning(branches: Sequence[Branch], seed: int = 2) -> str:
+    """The gap of paper() by tokens per step, once the sum of learning rates is what the shortest branch has.
+
+    Mean over the last quarter of that sum. Without the learning rate, steps of 16K and of 2.1M tokens could
+    not be compared.
+    """
+    found = {setup: gaps(branches, setup, "SageBwd, paper")[seed] for setup in BY_TOKENS.values()}
+    sums = {setup: np.cumsum(learning_rates(len(gap))) for setup, gap in found.items()}
+    total = min(own[-1] for own in sums.values())
+    cells = [
+        nats(gap[(sums[setup] > 0.75 * total) & (sums[setup] <= total)].mean())
+        for setup, gap in found.items()
+    ]
+    return table(["tokens per step", *BY_TOKENS], [["`paper()` minus full precision", *cells]])
+
+
+def learning_rates(steps: int) -> np.ndarray:
+    """Of each step of a branch, relative to the peak: it falls, as 1 − √, from the first step to a tenth."""
+    return 1 - 0.9 * np.sqrt(np.arange(1, steps + 1) / steps)
+
+
+def ablation_table(arms: Sequence[Branch]) -> str:
+    """The last tenth of each model, and its final weights with their own and with full attention."""
+    rows = []
+    for arm, (words, _) in ARMS.items():
+        own = gaps(arms, "ablation", arm, "fpa-cudnn")
+        cells = [nats(loss[LAST].mean()) + "*" * (len(loss) < LAST.stop) for loss in own.values()]
+        rows.append([words, *cells, *(weights_gap(arms, arm, way) for way in ("own", "full precision"))])
+    heads = [f"seed {seed}" for seed in gaps(arms, "ablation", "sagebwd-paper", "fpa-cudnn")]
+    return table(
+        ["`paper()` with", *heads, "final weights, own attention", "final weights, full precision"], rows
+    )
+
+
+def weights_gap(arms: Sequence[Branch], arm: str, way: str) -> str:
+    """Loss of the final weights on 4 million training tokens, minus that of full precision's weights."""
+    found = {(one.variant, one.seed): one.run["final_weights"] for one in arms}
+    values = [
+        own["training"][way] - found["fpa-cudnn", seed]["training"][way]
+        for (variant, seed), own in found.items()
+        if variant == arm and own
+    ]
+    return ", ".join(map(nats, values))
+
+
+# --- Pictures -----------------------------------------------------------------------------------------------
+
+
+def points(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means of WINDOW steps, at the windows' last steps."""
+    whole = losses[: len(losses) // WINDOW * WINDOW].reshape(-1, WINDOW)
+    return np.arange(1, len(whole) + 1) * WINDOW, whole.mean(axis=1)
+
+
+def draw_gap(axes: Any, own: dict[int, np.ndarray], look: Style, *, label: str) -> None:
+    """The mean over models and their range; what is not above FLOOR is drawn on it."""
+    lines = [points(one)[1] for one in own.values()]
+    steps = points(min(own.values(), key=len))[0]
+    values = np.maximum(np.array([line[: len(steps)] for line in lines]), FLOOR)
+    axes.fill_between(steps, values.min(0), values.max(0), color=look.color, alpha=0.18, linewidth=0)
+    axes.plot(steps, values.mean(0), color=look.color, linestyle=look.dashes, linewidth=1.8, label=label)
+
+
+def finish_gap_axes(axes: Any) -> None:
+    axes.set(yscale="log", ylim=(FLOOR, 0.1), xlabel="step of the branch (131,072 tokens each)")
+    axes.grid(alpha=0.3)
+
+
+def draw_branches(branches: Sequence[Branch]) -> Any:
+    """Losses of full precision, the default and paper(), and below their gaps next to the null."""
+    figure, panels = grid(2, 2, width=5, height=3, sharex=True)
+    for (losses, below), setup in zip(panels.T, PICTURED, strict=True):
+        for variant, look in {FULL_PRECISION: ATTENTION["fpa"], **LOOKS}.items():
+            own = [one.losses for one in branches if (one.setup, one.variant) == (setup, variant)]
+            if variant != NULL:
+                steps, mean = points(np.mean(own, axis=0))
+                width = 4 if variant == FULL_PRECISION else 1.6  # the default hides it otherwise
+                losses.plot(steps, mean, color=look.color, linestyle=look.dashes, linewidth=width)
+        for variant, look in LOOKS.items():
+            draw_gap(below, gaps(branches, setup, variant), look, label=WORDS[variant].strip("`"))
+        count = len(gaps(branches, setup, "SageBwd"))
+        losses.set(title=f"{setup}: mean of {count} models")
+        losses.grid(alpha=0.3)
+        finish_gap_axes(below)
+    panels[0, 0].set_ylabel("training loss, nats per token")
+    panels[1, 0].set_ylabel("minus full precision, nats")
+    handles, labels = panels[1, 0].get_legend_handles_labels()
+    [black] = panels[0, 0].plot([], [], color=ATTENTION["fpa"].color, linewidth=4)
+    legend_below(figure, [black, *handles], ["full precision, cuDNN", *labels])
+    return figure
+
+
+def draw_ablation(arms: Sequence[Branch]) -> Any:
+    """The gap of paper() and of what is left of it when one part of its backward is changed."""
+    figure, [[axes]] = grid(1, 1, width=7.5, height=4)
+    for arm, (words, look) in ARMS.items():
+        draw_gap(axes, gaps(arms, "ablation", arm, "fpa-cudnn"), look, label=words.replace("`", ""))
+    finish_gap_axes(axes)
+    axes.annotate("these three coincide", (620, 0.026), (640, 0.008), arrowprops={"arrowstyle": "-"})
+    axes.set_ylabel("training loss minus full precision, nats")
+    axes.set_title("paper() with one part of its backward changed, 35M without QK-norm", fontsize=10)
+    legend_below(figure, *axes.get_legend_handles_labels(), columns=2)
+    return figure
+
+
+# --- Command ------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> None:
+    folder = parse_arguments(argv).folder
+    branches, arms = read_branches(folder), read_ablation(folder)
+    save_figure(draw_branches(branches), folder / "gap.png")
+    save_figure(draw_ablation(arms), folder / "ablation.png")
+    sections = branch_tables(branches)
+    sections["With QK-norm, seed 2, after equal sums of learning rates"] = at_equal_learning(branches)
+    sections["Ablation"] = ablation_table(arms) + "\n\n\\* cut off before its last step"
+    text = "".join(f"\n## {name}\n\n{own}\n" for name, own in sections.items())
+    write_markdown(
+        folder / "branches",
+        f"# Branches of one model\n\nNats per token; [the report](README.md) explains them.\n{text}",
+    )
+    print(text)
+
+
+def parse_arguments(argv: list[str] | None) -> Namespace:
+    parser = command_parser("python -m scripts.paper.branches", __doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
