@@ -100,14 +100,28 @@ def check_combination(
         )
     if not window.is_sliding:
         return mask
-    starts = mask.visible & ~pad(mask.visible[:, :-1], (1, 0))
-    has_holes = starts.sum(1) > 1
+    has_holes = (starts_of_runs(mask.visible).sum(1) > 1) & reach_beyond(window, mask.visible)
     if can_read(has_holes) and has_holes.any():
         raise ValueError(
             "with window_size, the mask must hide tokens only before and after all visible ones, and it has "
             f"holes; {WHAT_FITS}"
         )
     return KeyMask(mask.visible, has_holes if mask.is_wrong is None else has_holes | mask.is_wrong)
+
+
+def starts_of_runs(visible: Tensor) -> Tensor:
+    """(B, N) bool, the tokens ``visible`` (B, N) that follow a hidden one, or none."""
+    return visible & pad(visible, (1, 0)).diff()
+
+
+def reach_beyond(window: Window, visible: Tensor) -> Tensor:
+    """(B,) bool, whether tokens ``visible`` (B, N) lie so far apart that a limit of ``window`` hides some.
+
+    A limit of 0 hides by the order of tokens alone, which does not change with what lies between them.
+    """
+    token = torch.arange(visible.shape[1], device=visible.device)
+    first, last = token.where(visible, visible.shape[1]).amin(1), token.where(visible, -1).amax(1)
+    return last - first > min([limit for limit in window if limit > 0] or [torch.inf])
 
 
 class VisibleTokens:
