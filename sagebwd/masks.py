@@ -119,9 +119,9 @@ def reach_beyond(window: Window, visible: Tensor) -> Tensor:
 
     A limit of 0 hides by the order of tokens alone, which does not change with what lies between them.
     """
-    token = torch.arange(visible.shape[1], device=visible.device)
-    first, last = token.where(visible, visible.shape[1]).amin(1), token.where(visible, -1).amax(1)
-    return last - first > min([limit for limit in window if limit > 0] or [torch.inf])
+    seen = visible.cumsum(1)
+    from_first_to_last = (seen > 0) & (visible | (seen < seen[:, -1:]))
+    return from_first_to_last.sum(1) - 1 > min([limit for limit in window if limit > 0] or [torch.inf])
 
 
 class VisibleTokens:
@@ -141,7 +141,7 @@ class VisibleTokens:
         self.cu_seqlens_kv = pad(visible.sum(1).cumsum(0), (1, 0)).int()
         self.cu_seqlens = self.cu_seqlens_kv
         if not hides_queries:
-            self.cu_seqlens = n_q * torch.arange(self._batch + 1, dtype=torch.int32, device=visible.device)
+            self.cu_seqlens = n_q * (torch.ones_like(self.cu_seqlens).cumsum(0, dtype=torch.int32) - 1)
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, D) as (1, heads, B · N, D)."""
@@ -174,7 +174,7 @@ class Order(NamedTuple):
     def of(cls, visible: Tensor) -> Order:
         """Visible tokens (tokens,) first, otherwise as they are."""
         forward = torch.argsort(~visible, stable=True)
-        places = torch.arange(visible.shape[0], device=visible.device)
+        places = torch.ones_like(forward).cumsum(0) - 1
         return cls(forward, torch.empty_like(forward).scatter(0, forward, places))
 
     def sort(self, x: Tensor) -> Tensor:

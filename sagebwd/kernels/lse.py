@@ -158,6 +158,11 @@ def _document_of_queries(n: int, params: AttentionParams) -> Tensor | None:
     """The document (n,) of each query, any for one of no document; None without packing."""
     if params.cu_seqlens is None:
         return None
+    if hasattr(params.cu_seqlens, "device_mesh"):
+        raise NotImplementedError(
+            "DTensors have no lse and no sinks with documents or a mask; call sage_attention with to_local() of "
+            "each, as torch.distributed.tensor.experimental.local_map does"
+        )
     ends = document_starts(params.cu_seqlens, n)[1:].contiguous()
     tokens = torch.arange(n, device=ends.device, dtype=ends.dtype)
     return torch.searchsorted(ends, tokens, right=True).clamp(max=params.documents - 1)
