@@ -160,8 +160,8 @@ def _document_of_queries(n: int, params: AttentionParams) -> Tensor | None:
         return None
     if hasattr(params.cu_seqlens, "device_mesh"):
         raise NotImplementedError(
-            "DTensors have no lse and no sinks with documents or a mask; call sage_attention with to_local() of "
-            "each, as torch.distributed.tensor.experimental.local_map does"
+            "DTensors have no lse and no sinks with documents or a mask; call sage_attention with to_local() "
+            "of each, as torch.distributed.tensor.experimental.local_map does"
         )
     ends = document_starts(params.cu_seqlens, n)[1:].contiguous()
     tokens = torch.arange(n, device=ends.device, dtype=ends.dtype)
