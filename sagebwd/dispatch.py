@@ -41,6 +41,7 @@ from sagebwd.kernel_rules import (
     describe,
     has_16_bit_s,
     obstacles,
+    use_instead,
 )
 from sagebwd.validation import check_arguments, is_autocast
 from sagebwd.window import Window
@@ -95,11 +96,13 @@ class Explanation:
         reasons: by kernel set, why it is not used: each that is faster than ``kernels``.
         faster_preset: a name of :data:`sagebwd.config.PRESETS` that runs one of these, if the settings are a
             preset themselves; else None.
+        use_instead: on a GPU that should not run INT8 attention at all, why, and what it should run; else "".
     """
 
     kernels: str
     reasons: dict[str, str]
     faster_preset: str | None = None
+    use_instead: str = ""
 
     def __str__(self) -> str:
         lines = [f"kernels: {self.kernels}"]
@@ -107,6 +110,8 @@ class Explanation:
             lines.append(f"not {', '.join(names)}: {reason}")
         if self.faster_preset:
             lines.append(f"faster here: {constructor_of(self.faster_preset)}")
+        if self.use_instead:
+            lines.append(self.use_instead)
         return "\n".join(lines)
 
 
@@ -152,7 +157,7 @@ def explain_call(call: Call) -> Explanation:
     """:func:`explain` for a call that need not exist: a hypothetical GPU is a :class:`GPU`."""
     kernels, reasons = passed_over(call)
     told = {name: describe(against) for name, against in reasons.items()}
-    return Explanation(kernels, told, faster_preset(call, kernels))
+    return Explanation(kernels, told, faster_preset(call, kernels), use_instead(call.gpu))
 
 
 def faster_preset(call: Call, kernels: str) -> str | None:
@@ -180,7 +185,7 @@ def choose(
 
     A CPU or meta tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
     :func:`sagebwd.config.encode`: a call looks at the settings once. Warns, once for each reason, where
-    settings keep a GPU from its fastest kernels.
+    settings keep a GPU from its fastest kernels, and on a GPU that should run full precision.
 
     Args:
         head_dim: the larger of those of queries and values; by default that of ``q``.
@@ -255,6 +260,8 @@ def _fastest(call: Call) -> str:
             instead = f"; {constructor_of(preset)} runs CUDA kernels" if preset else ""
             _warn_once(f"{what}: {describe(against)}{instead}")
             break
+    if instead := use_instead(call.gpu):
+        _warn_once(instead)
     return chosen
 
 
@@ -330,6 +337,7 @@ ARCHITECTURES = {
     "8.9": GPU("an RTX 40, L4 or L40S", (8, 9)),
     "9.0": GPU("a Hopper GPU", HOPPER),
     "10.0": GPU("a B200", (10, 0)),
+    "10.3": GPU("a B300", (10, 3)),
     "12.0": GPU("an RTX 50", (12, 0)),
 }
 

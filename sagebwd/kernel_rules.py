@@ -14,6 +14,8 @@ KERNEL_SETS = ("hopper", "ampere", "triton", "reference")
 
 #: Compute capabilities.
 HOPPER, AMPERE = (9, 0), (8, 0)
+#: Of data-center Blackwell the first number, and the first without fast INT8 tensor cores.
+DATA_CENTER_BLACKWELL, WITHOUT_INT8 = 10, (10, 3)
 #: Head sizes that the kernels on a GPU take are multiples of 8, up to this one.
 LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
@@ -222,6 +224,15 @@ def _since_ampere(gpu: GPU) -> Rule:
         gpu.capability >= AMPERE and not gpu.is_amd,
         f"{gpu.name} has no kernels: they need an NVIDIA GPU of the Ampere generation or later",
     )
+
+
+def use_instead(gpu: GPU | None) -> str:
+    """Why data-center Blackwell should run attention in full precision, and by what; "" for other GPUs."""
+    if gpu is None or gpu.is_amd or gpu.capability[0] != DATA_CENTER_BLACKWELL:
+        return ""
+    is_first = gpu.capability < WITHOUT_INT8
+    why = "runs these INT8 products several times below its peak" if is_first else "has no fast INT8"
+    return f"{gpu.name} {why}: use cuDNN's attention or FlashAttention-4, in full precision"
 
 
 def is_large(head_dim: int) -> bool:

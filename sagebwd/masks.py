@@ -100,14 +100,28 @@ def check_combination(
         )
     if not window.is_sliding:
         return mask
-    starts = mask.visible & ~pad(mask.visible[:, :-1], (1, 0))
-    has_holes = starts.sum(1) > 1
+    has_holes = (starts_of_runs(mask.visible).sum(1) > 1) & reach_beyond(window, mask.visible)
     if can_read(has_holes) and has_holes.any():
         raise ValueError(
             "with window_size, the mask must hide tokens only before and after all visible ones, and it has "
             f"holes; {WHAT_FITS}"
         )
     return KeyMask(mask.visible, has_holes if mask.is_wrong is None else has_holes | mask.is_wrong)
+
+
+def starts_of_runs(visible: Tensor) -> Tensor:
+    """(B, N) bool, the tokens ``visible`` (B, N) that follow a hidden one, or none."""
+    return visible & pad(visible, (1, 0)).diff()
+
+
+def reach_beyond(window: Window, visible: Tensor) -> Tensor:
+    """(B,) bool, whether tokens ``visible`` (B, N) lie so far apart that a limit of ``window`` hides some.
+
+    A limit of 0 hides by the order of tokens alone, which does not change with what lies between them.
+    """
+    seen = visible.cumsum(1)
+    from_first_to_last = (seen > 0) & (visible | (seen < seen[:, -1:]))
+    return from_first_to_last.sum(1) - 1 > min([limit for limit in window if limit > 0] or [torch.inf])
 
 
 class VisibleTokens:
@@ -127,7 +141,7 @@ class VisibleTokens:
         self.cu_seqlens_kv = pad(visible.sum(1).cumsum(0), (1, 0)).int()
         self.cu_seqlens = self.cu_seqlens_kv
         if not hides_queries:
-            self.cu_seqlens = n_q * torch.arange(self._batch + 1, dtype=torch.int32, device=visible.device)
+            self.cu_seqlens = n_q * (torch.ones_like(self.cu_seqlens).cumsum(0, dtype=torch.int32) - 1)
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, D) as (1, heads, B · N, D)."""
@@ -160,7 +174,7 @@ class Order(NamedTuple):
     def of(cls, visible: Tensor) -> Order:
         """Visible tokens (tokens,) first, otherwise as they are."""
         forward = torch.argsort(~visible, stable=True)
-        places = torch.arange(visible.shape[0], device=visible.device)
+        places = torch.ones_like(forward).cumsum(0) - 1
         return cls(forward, torch.empty_like(forward).scatter(0, forward, places))
 
     def sort(self, x: Tensor) -> Tensor:

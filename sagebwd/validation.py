@@ -95,6 +95,8 @@ def check_tensor(name: str, x: Any, q: Tensor) -> None:
         raise ValueError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
     if x.device != q.device:
         raise ValueError(f"{name} is on {x.device} and q on {q.device}; move it there")
+    if hasattr(q, "device_mesh") and not hasattr(x, "device_mesh"):
+        raise ValueError(f"{name} is no DTensor and q is; pass distribute_tensor({name}, q.device_mesh)")
 
 
 def check_backward_mode(*tensors: Tensor) -> None:

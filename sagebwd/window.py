@@ -28,7 +28,8 @@ class Window(NamedTuple):
         if is_causal not in (True, False):
             raise ValueError(f"is_causal is {is_causal!r}; pass True or False")
         is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
-        if not is_pair or not all(isinstance(x, int) and not isinstance(x, bool) for x in window_size):
+        numbers = (int, torch.SymInt)
+        if not is_pair or not all(isinstance(x, numbers) and not isinstance(x, bool) for x in window_size):
             raise ValueError(
                 f"window_size is {window_size!r}; pass two integers, (left, right); -1 is no limit"
             )
@@ -44,7 +45,12 @@ class Window(NamedTuple):
         return any((self.left >= 0, self.right > 0))
 
     def narrowed(self, n_q: int, n_kv: int) -> Window:
-        """Without limits that hide none of n_kv keys from any of n_q queries. A causal mask stays one."""
+        """Without limits that hide none of n_kv keys from any of n_q queries. A causal mask stays one.
+
+        Not while traced: a graph of any length must not branch on one.
+        """
+        if torch.compiler.is_compiling():
+            return self
         left, right = self
         if left > 0 and left >= n_q - 1:
             left = -1

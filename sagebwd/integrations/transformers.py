@@ -305,12 +305,10 @@ def _find_obstacle(
 
 def _find_obstacle_of_window(n_kv: int, layout: Layout, sliding_window: Any) -> Obstacle | None:
     """Why a window is not computed; that of the mask counts, as it does for "sdpa"."""
-    if layout.window.is_sliding and layout.has_holes:
+    if layout.has_holes:
         return Obstacle("a sliding window over padding inside the text", "pad left or right")
-    is_limited = sliding_window is not None and not (
-        isinstance(sliding_window, int) and sliding_window >= n_kv
-    )
-    if is_limited and layout.window[0] < 0:
+    has_limit = layout.window.left >= 0 or sliding_window is None
+    if not has_limit and not (isinstance(sliding_window, int) and sliding_window >= n_kv):
         return Obstacle(
             f"a sliding_window of {sliding_window} that the layer's mask does not have",
             f"set config.sliding_window = None, {USE_ANOTHER}",

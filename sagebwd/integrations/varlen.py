@@ -299,7 +299,8 @@ def _find_holes(layout: Layout, is_read: bool) -> Layout:
     if shown is None or not layout.window.is_sliding:
         return layout
     starts = _first(shown, shown.shape[1], shown.device) if starts is None else starts
-    holes = (shown & ~F.pad(shown[:, :-1], (1, 0)) & ~starts).any()
+    has_holes = (masks.starts_of_runs(shown) & ~starts).any(1)
+    holes = (has_holes & masks.reach_beyond(layout.window, shown)).any()
     if is_read:
         return replace(layout, has_holes=bool(holes))
     return replace(layout, is_wrong=holes if layout.is_wrong is None else layout.is_wrong | holes)
@@ -332,7 +333,7 @@ def _filled(shown: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 def _changes(x: Tensor) -> Tensor:
     """(…, N) bool: where x differs from the token before."""
-    return F.pad(x.diff() != 0, (1, 0))
+    return x.diff(prepend=x[..., :1]) != 0
 
 
 def _restarts(position_ids: Tensor) -> Tensor:
@@ -341,7 +342,8 @@ def _restarts(position_ids: Tensor) -> Tensor:
     Packed documents start at the same position, whichever it is. That positions rise by more than 1, or stay,
     means nothing: some models give all tokens of an image the same.
     """
-    return (position_ids == position_ids.amin(1, keepdim=True)) | F.pad(position_ids.diff() < 0, (1, 0))
+    falls = position_ids.diff(prepend=position_ids[:, :1]) < 0
+    return falls | (position_ids == position_ids.amin(1, keepdim=True))
 
 
 def _boundaries(starts: Tensor, shown: Tensor | None, order: masks.Order | None, count: int) -> Tensor:

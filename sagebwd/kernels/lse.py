@@ -158,9 +158,14 @@ def _document_of_queries(n: int, params: AttentionParams) -> Tensor | None:
     """The document (n,) of each query, any for one of no document; None without packing."""
     if params.cu_seqlens is None:
         return None
-    inner_starts = document_starts(params.cu_seqlens, n)[1:-1].contiguous()
-    tokens = torch.arange(n, device=inner_starts.device, dtype=inner_starts.dtype)
-    return torch.searchsorted(inner_starts, tokens, right=True)
+    if hasattr(params.cu_seqlens, "device_mesh"):
+        raise NotImplementedError(
+            "DTensors have no lse and no sinks with documents or a mask; call sage_attention with to_local() "
+            "of each, as torch.distributed.tensor.experimental.local_map does"
+        )
+    ends = document_starts(params.cu_seqlens, n)[1:].contiguous()
+    tokens = torch.arange(n, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, tokens, right=True).clamp(max=params.documents - 1)
 
 
 def _kernels(x: Tensor, params: AttentionParams) -> ModuleType | None:

@@ -92,7 +92,9 @@ def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
     kernels = {device: own.kernels for device, own in found.items()}
     only_up_to_128 = ("paper", "consistent", "accurate")
     has_ampere = name != "int8_scores" and not (head_dim > 128 and name in only_up_to_128)
-    since_ampere = dict.fromkeys(("8.0", "8.6", "8.9", "10.0", "12.0"), "ampere" if has_ampere else "triton")
+    since_ampere = dict.fromkeys(
+        ("8.0", "8.6", "8.9", "10.0", "10.3", "12.0"), "ampere" if has_ampere else "triton"
+    )
     has_hopper = 40 <= head_dim <= 128 or (head_dim > 128 and PRESETS[name] in PRESETS_OF_LARGE_HEADS)
     hopper = "hopper" if has_hopper else "ampere" if has_ampere and name != "accurate" else "triton"
     assert kernels == {"7.5": "none", "9.0": hopper, "CPU": "reference"} | since_ampere
@@ -355,8 +357,23 @@ def test_the_fastest_is_chosen_without_a_word(choose):
     assert choose() == "hopper"
     assert choose(head_dim=256) == "hopper"
     assert choose(head_dim=32) == "ampere"  # nothing that a setting could change
-    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+    for capability in ((8, 0), (8, 9), (11, 0), (12, 0)):
         assert choose(GPU("another", capability), SageConfig.paper()) == "ampere"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "why"),
+    [("B200", (10, 0), "several times below its peak"), ("GB300", (10, 3), "has no fast INT8")],
+)
+def test_where_int8_is_slow_a_call_runs_and_says_once_what_to_use(choose, name, capability, why):
+    message = rf"{name} .*{why}.*: use cuDNN's attention or FlashAttention-4, in full precision"
+    for config in (DEFAULT_CONFIG, SageConfig.low_bias()):
+        assert re.search(
+            message, str(sagebwd.explain(torch.ones(1, 2, 8, 64).half(), config=config, device=name))
+        )
+    with pytest.warns(UserWarning, match=message):
+        assert choose(GPU(name, capability)) == "ampere"
+    assert choose(GPU(name, capability), SageConfig.low_bias()) == "ampere"  # a second warning is an error
 
 
 def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):

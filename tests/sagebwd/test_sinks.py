@@ -13,6 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
+from sagebwd.reference import exact_attention
 
 SINKS = torch.tensor([-1.0, 2.0])
 
@@ -61,6 +62,19 @@ def test_sinks_alone_have_a_gradient(leaves):
         torch.func.grad(lambda x: attend(q, k, v, x).sum())(sinks),
     ):
         torch.testing.assert_close(found, wanted)
+
+
+def test_their_gradient_errs_as_the_terms_of_its_sum_do(draw):
+    """Whatever the sum, one for each head, comes to: .01 of the terms is .1 or more of some of the sums."""
+    q, k, v, grad_out = draw(17, batch=1, heads=64, head_dim=64)
+    sinks = torch.linspace(-1, 1, 64, requires_grad=True)
+    out = sage_attention(q, k, v, scale=0.05, sinks=sinks)
+    (found,) = torch.autograd.grad(out, sinks, grad_out)
+    truth = exact_attention(q, k, v, grad_out, scale=0.05, sinks=sinks.detach(), matrices=True)
+    terms = (1 - truth.p.sum(-1)) * (grad_out * truth.out).sum(-1)
+    error = (found - truth.dsinks).abs()
+    assert error.norm() < 0.02 * terms.norm()
+    assert (error / truth.dsinks.abs()).max() > 0.1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

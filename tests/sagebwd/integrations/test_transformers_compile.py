@@ -38,6 +38,7 @@ COMPILED = {
     "no mask": ("llama-gqa", LAYER, {"input_ids": TOKENS, "labels": TOKENS}),
     "padding right": ("bert", LAYER, padded("bert", "right")),
     "window, padding": ("mistral", WINDOW, padded("mistral", "left")),
+    "two masks": ("gemma3", BOTH, {"input_ids": TOKENS, "labels": TOKENS}),
     "two masks, padding": ("gemma3", BOTH, padded("gemma3", "right")),
     "window to both sides, padding": ("modernbert", {"local_attention": 14} | LAYER, padded("", "right")),
     **{how: ("llama-gqa", LAYER, packed(how)) for how in ("positions with a cache", "cu_seq_lens")},
@@ -84,26 +85,31 @@ def test_a_batch_that_a_graph_has_no_room_for_gives_nan(how):
     assert gradient.isnan().any()
 
 
-def test_a_model_is_exported_and_loaded_again_for_other_lengths():
+@pytest.mark.parametrize("name", ["no mask", "two masks", "window, padding"])
+def test_a_model_is_exported_and_loaded_again_for_any_length(name):
+    """Longer than its window, and shorter."""
+    which, changes, inputs = COMPILED[name]
+
     class Logits(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = make("mistral", **WINDOW)
+            self.model = make(which, **changes)
             self.model.set_attn_implementation("sagebwd")
 
-        def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return self.model(tokens, mask, use_cache=False).logits
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            return self.model(*inputs, use_cache=False).logits
 
-    model, inputs = Logits(), padded("mistral", "left")
-    tokens, mask = inputs["input_ids"], inputs["attention_mask"]
-    length = torch.export.Dim("length", min=12, max=128)
-    exported = torch.export.export(model, (tokens, mask), dynamic_shapes=({1: length}, {1: length}))
+    model = Logits()
+    inputs = tuple(inputs[key] for key in ("input_ids", "attention_mask") if key in inputs)
+    lengths = (({1: torch.export.Dim("length")},) * len(inputs),)
+    exported = torch.export.export(model, inputs, dynamic_shapes=lengths)
     file = io.BytesIO()
     torch.export.save(exported, file)
     file.seek(0)
     loaded = torch.export.load(file).module()
-    for n in (33, 21):
-        assert error(loaded(tokens[:, -n:], mask[:, -n:]), model(tokens[:, -n:], mask[:, -n:])) < EXACT
+    for n in (33, 10, 9, 2, 1):
+        some = [x[:, -n:] for x in inputs]
+        assert error(loaded(*some), model(*some)) < EXACT
 
 
 def test_other_lengths_and_numbers_of_documents_need_one_more_graph():

@@ -63,6 +63,27 @@ def test_what_cannot_be_sharded_is_gathered(draw, shard, placements):
     assert out.placements == (WHOLE, WHOLE)
 
 
+@pytest.mark.parametrize("placements", [(WHOLE, WHOLE), (WHOLE, HEADS), (HEADS, HEADS)])
+def test_a_mask_goes_with_sharded_heads(draw, shard, placements):
+    """As a DTensor; what does not go with one is refused by name."""
+    *inputs, _ = draw(20, batch=3, heads=8, kv_heads=4, head_dim=16)
+    keep = torch.arange(20) < torch.tensor([[20], [13], [0]])
+    bias = torch.zeros(keep.shape).masked_fill(~keep, -torch.inf)[:, None, None]
+    parts = [shard(x, placements) for x in inputs]
+    for mask in ({"key_padding_mask": keep, "window_size": (5, 0)}, {"attn_mask": bias}):
+        wanted = gradients([x.to_local() for x in parts], **mask)
+        sharded = {name: shard(x, (WHOLE, WHOLE)) for name, x in mask.items() if isinstance(x, torch.Tensor)}
+        for x, part in zip(gradients(parts, **mask | sharded), wanted, strict=True):
+            assert x.placements == placements
+            assert torch.equal(x.to_local(), part)
+    with pytest.raises(
+        NotImplementedError, match=r"no lse and no sinks with .* a mask; call .* to_local\(\)"
+    ):
+        sage_attention(*parts, sharded["attn_mask"], enable_gqa=True, return_lse=True)
+    with pytest.raises(ValueError, match=r"key_padding_mask is no DTensor and q is; pass distribute_tensor"):
+        sage_attention(*parts, key_padding_mask=keep, enable_gqa=True)
+
+
 def test_packed_k_and_v_are_not_sharded(draw, shard):
     q, *_ = draw(20, batch=4, head_dim=16)
     part = shard(q, (BATCH, WHOLE))

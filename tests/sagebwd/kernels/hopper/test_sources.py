@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from sagebwd.kernels.cuda.compile import compile_source
+from sagebwd.kernels.cuda.compile import compile_source, nvrtc_version
 from sagebwd.kernels.hopper.attention import SOURCES
 from sagebwd.kernels.hopper.shapes import CTA_SHAPES, tile_macros
 
@@ -26,6 +26,8 @@ SPILLED_BYTES = {
     ("dk_dv", 256): 120, ("dq", 256): 168,
 }  # fmt: skip
 FEW_BYTES = 64
+#: Where there is a driver, NVRTC takes what it compiled before from its cache, without a word in the log.
+WITH_LOG = ("--ptxas-options=-v", "--no-cache")
 ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
 
@@ -97,7 +99,7 @@ def variants():
             if not exists(source, d, own_macros):
                 continue
             macros = own_macros + where
-            may_be_causal = source != "packing" and "IS_WINDOWED" not in macros
+            may_be_causal = source not in ("packing", "finish_dq") and "IS_WINDOWED" not in macros
             if causal and not may_be_causal:
                 continue
             names = (source, str(d), "causal" if causal else "full", "bf16" if bf16 else "fp16", *macros)
@@ -111,11 +113,17 @@ def variants():
 @needs_nvrtc
 @pytest.mark.parametrize(("source", "defines"), list(variants()))
 def test_kernels_compile_without_spills(source, defines):
-    cubin, log = compile_source(SOURCES, source, defines, ["--ptxas-options=-v"])
+    cubin, log = compile_source(SOURCES, source, defines, WITH_LOG)
     for name in (name for file, name in entries() if file == source):
         assert f".text.{name}".encode() in cubin
         assert f"Compiling entry function '{name}'" in log
-    assert_runs_freely(log, SPILLED_BYTES.get((source, defines["HEAD_DIM"]), FEW_BYTES))
+    assert_runs_freely(log, most_spilled(source, defines["HEAD_DIM"]))
+
+
+def most_spilled(source, d):
+    """Bytes. With 256 channels and a scale per token NVRTC 13.0 spills 128 of dk_dv.cu, 13.1 and 13.5 104."""
+    is_worse = (source, d, nvrtc_version()) == ("dk_dv", 256, (13, 0))
+    return 128 if is_worse else SPILLED_BYTES.get((source, d), FEW_BYTES)
 
 
 def assert_runs_freely(log, few_bytes=FEW_BYTES):
@@ -144,8 +152,8 @@ def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros, tmp_path):
     cta = CTA_SHAPES["backward", d, next((name for name in ("DK_16BIT", "P_16BIT") if name in macros), "")]
     defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
     defines |= {"LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes}
-    cubin, log = compile_source(SOURCES, "backward", defines, ["--ptxas-options=-v"])
-    assert_runs_freely(log, SPILLED_BYTES.get(("backward", d), FEW_BYTES))
+    cubin, log = compile_source(SOURCES, "backward", defines, WITH_LOG)
+    assert_runs_freely(log, most_spilled("backward", d))
     static = sum(int(count) for count in re.findall(r"(\d+) bytes smem", log))
     assert cta.shared_bytes + static <= 232_448
     assert int(re.search(r"Used (\d+) registers", log)[1]) * cta.threads <= 65536
@@ -197,8 +205,8 @@ def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
 ):
     """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
     defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | with_values(macros, d)
-    cubin, log = compile_source(SOURCES, source, {**defines, "UNSIGNED_P": True}, ["--ptxas-options=-v"])
-    assert_runs_freely(log, SPILLED_BYTES.get((source, d), FEW_BYTES))
+    cubin, log = compile_source(SOURCES, source, {**defines, "UNSIGNED_P": True}, WITH_LOG)
+    assert_runs_freely(log, most_spilled(source, d))
     found = Counter(re.findall(r"\bIGMMA\.\w+\.(\w+)\.(\w+)", disassemble(cubin, tmp_path)))
     assert found.keys() == {("U8", "S8"), ("S8", "S8")}
     tokens = 128 if source == "forward" and d < 256 and "SCALES_OF_TILES" not in macros else 64
