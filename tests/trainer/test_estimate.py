@@ -55,18 +55,18 @@ ATTENTIONS = {"fpa-cudnn": "fpa", "sagebwd": "sagebwd", "sagebwd-consistent": "s
 def measured_steps():
     for name in ("bench_training", "bench_training_24gb"):
         for row in rows(name):
-            if row["contestant"] in ATTENTIONS and row["peak_memory_gib"]:
+            if row["attention"] in ATTENTIONS and row["peak_memory_gib"]:
                 context, sequences = row["context"], row["micro_batch"]
                 yield pytest.param(
                     row["peak_memory_gib"],
                     [
-                        f"attention={ATTENTIONS[row['contestant']]}",
+                        f"attention={ATTENTIONS[row['attention']]}",
                         f"context={context}",
                         f"model.max_context={context}",
                         f"hardware.micro_batch={sequences}",
                         f"tps.tokens_per_step={4 * context * sequences}",
                     ],
-                    id=f"{row['contestant']}-{context}-{sequences}",
+                    id=f"{row['attention']}-{context}-{sequences}",
                 )
 
 
@@ -212,7 +212,7 @@ def test_peaks_are_those_of_the_very_gpu(name, peak, monkeypatch):
 
 def test_mfu_and_scaling_are_the_measured_ones():
     measured = {
-        row["contestant"]: row["mfu"]
+        row["attention"]: row["mfu"]
         for row in json.loads((RESULTS / "bench_training.json").read_text())["rows"]
         if row["context"] == 4096
     }

@@ -74,7 +74,6 @@ HOLES = {
     "every fifth": ([1, 5, 10], 3, 5, None),
     "cut, every fifth": ([1, 5], 3, 5, "1 of 3 records are missing, in steps 6 to 12"),
     "the interval has changed": ([1, 2, 3, 5, 10], 5, 1, None),
-    "of before they were counted": ([1, 2], 0, 1, None),
 }
 
 
