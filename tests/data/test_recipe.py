@@ -221,20 +221,6 @@ def test_training_text_is_not_validation_text_under_another_name(files):
 
 
 @pytest.mark.usefixtures("files")
-def test_texts_that_were_prepared_before_are_found_again():
-    """The names of folders that earlier versions made have the fingerprint."""
-    Path("a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    Path("v.txt").write_text("held out")
-    folders = {
-        "a-bytes-7d3d3886fa": book(source="jsonl", path="a.jsonl"),
-        "book-gpt2-e0a285efa6": book(val_path="v.txt", tokenizer="gpt2"),
-        "v-gpt2-f31c1ff80a": book(path=None, val_path="v.txt", tokenizer="gpt2"),
-        "openwebtext-gpt2-05463530e5": composed("data=openwebtext"),
-    }
-    assert [recipe.Recipe(settings).folder.name for settings in folders.values()] == list(folders)
-
-
-@pytest.mark.usefixtures("files")
 def test_the_command_prepares_all_texts(capsys):
     run(PrepareSettings(mixed(validation={"code": "code"}), verify=True))
     printed = [line.split("-")[0] for line in capsys.readouterr().out.splitlines() if "verified" in line]

@@ -175,14 +175,6 @@ def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
         tokens.window(0, 1)
 
 
-def test_a_training_run_names_a_shard_that_is_cut_short(folder):
-    """Batches are made in a thread."""
-    loader = BatchLoader(opened(folder), context=64, sequences_per_step=4, micro_batch=2, seed=1)
-    os.truncate(folder / "train_00000.bin", 0)
-    with pytest.raises(OSError, match=r"train_00000.bin was cut short while it was in use"):
-        list(loader.micro_batches(0))
-
-
 def test_a_manifest_of_another_make_is_refused(folder):
     (folder / "manifest.json").write_text('{"shards": []}')
     with pytest.raises(ValueError, match=r"not written by this version"):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from trainer.checks import check
 from trainer.errors import SettingsError, TrainingError
@@ -96,14 +96,4 @@ def test_damaged_weights_are_told_without_a_traceback(base, train_here, tmp_path
     (tmp_path / "weights" / "config.json").write_text((base / "config.json").read_text())
     (tmp_path / "weights" / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(TrainingError, match=r"model.safetensors is damaged"):
-        train_here(tmp_path / "run", *FROZEN, f"init_from={tmp_path / 'weights'}")
-
-
-def test_weights_that_are_not_finite_are_named(base, train_here, tmp_path):
-    """A training step would find a loss that is not finite, and blame the learning rate."""
-    shutil.copytree(base, tmp_path / "weights")
-    weights = load_file(base / "model.safetensors")
-    weights["model.norm.weight"][3] = torch.nan
-    save_file(weights, tmp_path / "weights" / "model.safetensors")
-    with pytest.raises(TrainingError, match=r"model\.safetensors: model\.norm\.weight has 1 of 32 values"):
         train_here(tmp_path / "run", *FROZEN, f"init_from={tmp_path / 'weights'}")
