@@ -16,7 +16,7 @@ from tests.cli import ROOT, assert_same_run, wait_for_step
 from tests.processes import LOOPBACK, descendants, is_running, listening_addresses, wait_until
 from trainer import launch
 from trainer.errors import Interrupted, TrainingError
-from trainer.loop import Trainer, train
+from trainer.loop import train
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
@@ -28,14 +28,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="read
 
 def train_and_hold(settings: Settings) -> None:
     """Train, but for ever wait before a step in the middle."""
-    original = Trainer._train_step
-
-    def train_step(trainer):
-        while trainer.step == HELD_AT:
-            time.sleep(0.1)
-        return original(trainer)
-
-    Trainer._train_step = train_step
+    warm.at_step(HELD_AT, lambda trainer: time.sleep(600))
     train(settings)
 
 
