@@ -50,15 +50,17 @@ def make(seed=0):
     return model, optimizer
 
 
-def train_step(model, optimizer):
-    model(torch.arange(11)).square().mean().backward()
+def train_step(model, optimizer, inputs=None):
+    model(torch.arange(11) if inputs is None else inputs).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def state_of(model, optimizer):
-    moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
-    return [parameter.detach().clone() for parameter in model.parameters()] + moments
+    """Copies of weights and moments; of shards those of this rank."""
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    local = (x.to_local() if isinstance(x, DTensor) else x for x in (*model.parameters(), *moments))
+    return [x.detach().clone() for x in local]
 
 
 def assert_same(left, right):
@@ -418,37 +420,24 @@ def sharded(seed):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def sharded_step(model, optimizer):
-    model(torch.arange(14.0).view(2, 7)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def own_part(model, optimizer):
-    return [
-        (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
-        for value in (*model.parameters(), *(v for state in optimizer.state.values() for v in state.values()))
-    ]
-
-
 def save_and_restore_shards(rank, folder):
     init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     background = Checkpoints(
         folder / "checkpoints", keep=2, ranks=Ranks(rank, 2, torch.device("cpu")), background=True
     )
-    model, optimizer = sharded(seed=0)
+    (model, optimizer), inputs = sharded(seed=0), torch.arange(14.0).view(2, 7)
     for step in (1, 2, 3):
-        sharded_step(model, optimizer)
+        train_step(model, optimizer, inputs)
         background.save(step, model, optimizer, {})
-        saved = own_part(model, optimizer)
-        sharded_step(model, optimizer)  # must not reach what is being written
+        saved = state_of(model, optimizer)
+        train_step(model, optimizer, inputs)  # must not reach what is being written
         flags = torch.tensor([float(flag) for flag in background.status()])
         writing, failed = background.ranks.mean(flags).tolist()
         background.poll(writing=writing > 0, failed=failed > 0)
     background.wait()
     other, other_optimizer = sharded(seed=1)
     assert background.load_newest(other, other_optimizer)["step"] == 3
-    assert_same(own_part(other, other_optimizer), saved)
+    assert_same(state_of(other, other_optimizer), saved)
     assert not_finite(other, other_optimizer, background.ranks) == []
     if rank == 1:  # its part alone, of a bias of which rank 0 has another
         with torch.no_grad():
