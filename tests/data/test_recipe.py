@@ -159,7 +159,7 @@ FAULTS = [
     (book(val_fraction=1.0), "between 0 and 1"),
     (book(folder="a/b"), "data.folder"),
     (book(folder=".."), "data.folder"),
-    (book(name="mine"), "data.name=mine is of data=huggingface.* data.folder"),  # as that was called
+    (book(name="mine"), "data.name=mine is of data=huggingface.*leave it out"),
     (book(path="https://x.org/a.txt"), "data.path=https://x.org/a.txt is an address.* download it"),
     (book(source="jsonl", path="s3://a/*.jsonl"), "use data=huggingface data.name=json"),
     (book(source="huggingface"), "needs data.name=NAME"),
