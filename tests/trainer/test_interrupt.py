@@ -74,13 +74,6 @@ def is_asked_while_it_prepares_data(number):
 # ------------------------------------------------------------------ tests
 
 
-def test_it_saves_and_stops_as_on_sigterm(datasets, tmp_path):
-    settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
-    output = warm.run(settings, functools.partial(sends_itself, signal.SIGQUIT), code=128 + signal.SIGQUIT)
-    assert "stopped at step 4 of 8 and saved" in output
-    assert "from step 4" in warm.run(settings)
-
-
 def test_what_a_ctrl_c_does_is_said_before_the_step_ends(datasets, tmp_path):
     settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
     output = warm.run(settings, is_interrupted_in_a_call_into_c, code=128 + signal.SIGINT)

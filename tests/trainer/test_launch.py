@@ -3,8 +3,6 @@
 import functools
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.cli import ROOT, assert_same_run, wait_for_step
+from tests.cli import assert_same_run, wait_for_step
 from tests.processes import LOOPBACK, descendants, is_running, listening_addresses, wait_until
 from trainer import launch
 from trainer.errors import Interrupted, TrainingError
@@ -63,27 +61,6 @@ def test_sockets_are_on_the_loopback_device_and_killing_the_launcher_ends_all(da
     for settings in (killed, whole):
         warm.two_ranks(settings, [], [])
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
-
-
-PARENT = """
-import os, subprocess, sys
-child = [sys.executable, "-c", "import os, time; from trainer.interrupt import watch_parent; "
-         "watch_parent(os.getppid()); print('watching', flush=True); time.sleep(60)"]
-print(subprocess.Popen(child).pid, flush=True)
-os.wait()
-"""
-
-
-@needs_proc
-def test_a_rank_of_torchrun_ends_with_it():
-    """torchrun does not ask the kernel to end its ranks; they look for their parent."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        lines = [parent.stdout.readline(), parent.stdout.readline()]
-        rank = int(next(line for line in lines if line.strip().isdigit()))
-        parent.kill()
-    assert wait_until(lambda: not is_running(rank), seconds=5)
 
 
 @pytest.mark.parametrize(

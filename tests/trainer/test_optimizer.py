@@ -11,7 +11,7 @@ from transformers import get_wsd_schedule
 from model.config import LlamaConfig
 from model.llama import Llama
 from trainer.distributed import Ranks
-from trainer.divergence import not_finite
+from trainer.divergence import names_not_finite, not_finite
 from trainer.errors import TrainingError
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.settings import OptimizerSettings
@@ -52,6 +52,13 @@ def test_a_rate_of_muons_own_keeps_its_ratio_through_the_schedule():
         assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(5 * rate), rate, rate]
     assert optimizer.muon.param_groups[0]["lr"] == pytest.approx(5 * 3e-3)
     assert optimizer.muon.param_groups[0]["adjust_lr_fn"] == "original"
+
+
+def test_tensors_that_are_not_finite_are_named():
+    tensors = {name: torch.ones(2, 3) for name in ("nan", "inf", "fine", "none")}
+    tensors["nan"][1, 2], tensors["inf"][0, 0], tensors["fine"][0, 1] = torch.nan, -torch.inf, 3e38
+    tensors["none"] = torch.ones(0)
+    assert names_not_finite(tensors, ALONE) == ["nan", "inf"]
 
 
 def test_momentum_that_is_not_finite_is_named():
