@@ -240,8 +240,8 @@ def test_asked_to_stop_during_a_write_it_waits_for_it(debug, tmp_path):
     process = warm.start(settings, slow_writes)
     while process.is_alive() and not half_written(settings):
         time.sleep(0.001)
-    os.kill(process.pid, signal.SIGTERM)
-    output = warm.finish(process, settings, code=128 + signal.SIGTERM)
+    os.kill(process.pid, signal.SIGQUIT)
+    output = warm.finish(process, settings, code=128 + signal.SIGQUIT)
     last = metrics(tmp_path / "run")[-1]["step"]
     assert f"stopped at step {last} of 400 and saved" in output
     assert checkpoint_names(tmp_path / "run")[-1] == f"step_{last:08d}"
