@@ -79,6 +79,7 @@ def test_a_process_that_ends_without_a_word_is_described(code, told):
 def end_with(code: int) -> None:
     """Be asked to stop before the first step, as Ctrl-C does, and end with this exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the launcher sends on
+    time.sleep(0.3)  # its parent knows it by then: a fork may run before that
     os.kill(os.getppid(), signal.SIGINT)
     time.sleep(0.5)
     os._exit(code)
