@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests import warm
+from tests.cli import flip
 from trainer import seal
 from trainer.checkpoint import Checkpoints, load_weights
 from trainer.distributed import Ranks
@@ -136,9 +137,7 @@ def damage_truncate(folder):
 
 def damage_flip(folder):
     file = next(folder.glob("*.distcp"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file, file.stat().st_size // 2)
 
 
 def damage_delete(folder):

@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from tests.cli import assert_same_weights, losses, metrics
+from tests.cli import assert_same_weights, flip, losses, metrics
 from tests.trainer import conftest
 from tests.trainer.conftest import CONFIGS
 from trainer import seal, settings, sweep
@@ -284,9 +284,7 @@ def test_training_starts_from_the_weights(base, train_here, tmp_path, attention)
 def test_weights_that_are_not_those_the_run_left_are_refused(base, train_here, tmp_path):
     shutil.copytree(base.parent, tmp_path / "base")
     weights = tmp_path / "base" / "weights" / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-2] ^= 1  # of a number: nothing else would tell
-    weights.write_bytes(content)
+    flip(weights, -2)  # of a number: nothing else would tell
     with pytest.raises(TrainingError, match=r"init_from=.*is finished, but weights/model.safetensors is "):
         train_here(tmp_path / "run", *FROZEN, f"init_from={weights.parent}")
 
